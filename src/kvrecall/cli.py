@@ -44,6 +44,10 @@ _ROOMS = {
         "kvrecall.pool.service.cli",
         "Run and administer a pool: serve, stat, ls, verify, drop, pin, resize, key.",
     ),
+    "why": (
+        "kvrecall.server.why_cli",
+        "Say why a request's prompt was computed and not recalled.",
+    ),
     "router": ("kvrecall.router.cli", "Send prompts to prefill and decode instances."),
     "config": ("kvrecall.server.config_cli", "Check MindIE's config.json, or print an example."),
     "plan": ("kvrecall.plan.cli", "Size a pool."),

@@ -28,6 +28,7 @@ DEFAULT_POLICY = "hazard"  # of eviction
 DEFAULT_AUDIT_EVERY = 4096  # hits
 DEFAULT_MATCH_UNIT = 16  # tokens, where hits on the device may end inside blocks
 MatchUnit = int | Literal["auto", "off"]
+ExplainMisses = Literal["tokens", "blocks", "off"]
 Compression = Literal["none", "lz4", "zstd", "auto"]
 _UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _LEAST_BARE = 1 << 20  # minimum of a size without a unit
@@ -233,6 +234,7 @@ class RecallSettings:
     retrieval: Mapping[str, object] | None = None  # RetrievalSettings', as given
     audit_every: int | None = DEFAULT_AUDIT_EVERY  # hits; 0: only first ones; None: no audits
     match_unit: MatchUnit = "auto"  # tokens
+    explain_misses: ExplainMisses = "tokens"
 
     @classmethod
     def from_mapping(
@@ -546,6 +548,13 @@ class Settings(BaseModel):
         DEFAULT_AUDIT_EVERY,
         kind='whole number or "off"',
     )
+    explain_misses: ExplainMisses = _setting(
+        Owner.ENGINE,
+        "each miss is reported with its reason; `tokens`: with the token at which a prompt leaves "
+        "the nearest known one of its tenant; `blocks`: without, for clients that have no salts "
+        "and shall not find out each other's prompts token by token; `off`: not at all",
+        "tokens",
+    )
     match_unit: Annotated[MatchUnit, _parsed(_match_unit)] = _setting(
         Owner.ENGINE,
         "tokens of which a hit is a multiple, inside blocks, too. `auto`: 16 for models with "
@@ -684,6 +693,7 @@ def _settings(given: Settings) -> RecallSettings:
         retrieval=given.retrieval,
         audit_every=given.audit,
         match_unit=given.match_unit,
+        explain_misses=given.explain_misses,
     )
 
 

@@ -106,15 +106,15 @@ def trace_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: headers[name] for name in HEADERS if name in headers}
 
 
-def parent_of(headers: Mapping[str, str] | None) -> Context | None:
-    """The caller's span by a request's headers; None without a valid one."""
+def parent_of(headers: Mapping[str, str] | None) -> Context:
+    """The caller's span by a request's headers; empty without a valid one: then a trace begins,
+    whatever span is current here. (vLLM forks its engine within the span of its own start.)"""
+    from opentelemetry.context import Context
     from opentelemetry.trace import get_current_span
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    if not headers:
-        return None
-    context = TraceContextTextMapPropagator().extract(headers)
-    return context if get_current_span(context).get_span_context().is_valid else None
+    context = TraceContextTextMapPropagator().extract(headers or {}, Context())
+    return context if get_current_span(context).get_span_context().is_valid else Context()
 
 
 def headers_of(span: SpanContext) -> dict[str, str]:

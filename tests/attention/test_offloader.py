@@ -4,6 +4,7 @@ manager, without an engine."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,7 +42,7 @@ from kvrecall.pool.base import PoolClient
 from kvrecall.testing.blocks import wait_until
 
 BLOCK = 16
-FACTS = EngineFacts.of_one(BLOCK, 4096, frees=True)
+FACTS = EngineFacts.of_one(BLOCK, 4096)
 SETTINGS = RetrievalSettings(
     init_tokens=16,
     local_tokens=64,
@@ -57,7 +58,13 @@ SETTINGS = RetrievalSettings(
 class Bench:
     """A scheduler around vLLM's block manager, whose workers complete stores at once."""
 
-    def __init__(self, pool: PoolClient, blocks: int, in_place: bool = False) -> None:
+    def __init__(
+        self,
+        pool: PoolClient,
+        blocks: int,
+        in_place: bool = False,
+        settings: RetrievalSettings = SETTINGS,
+    ) -> None:
         override_kv_cache_spec(lambda layer: None)
         init_none_hash(sha256_cbor)
         self.pool = pool
@@ -72,9 +79,9 @@ class Bench:
             ByName(),
             self.manager.get_block_ids,
         )
-        gate = Gate(SETTINGS, 512)
+        gate = Gate(settings, 512)
         states, trusted = self.side.state_of, self.side.trusted
-        self.planner = OffloadPlanner(pool, SETTINGS, BLOCK, gate, 600.0, states, trusted, in_place)
+        self.planner = OffloadPlanner(pool, settings, BLOCK, gate, 600.0, states, trusted, in_place)
         self.side.offloader = self.planner
         block_manager(self.manager).planner = self.planner
         self.orders: OffloadOrders | None = None
@@ -223,6 +230,21 @@ def test_it_goes_on_while_the_sequence_grows(pool: Pool) -> None:
         assert gone == middle
         assert slots >= -(-middle // 5), "as many as are chosen"
     assert gone == 21
+    bench.end(request)
+    assert (bench.free, pool.stats().leases) == (99, 0)
+
+
+@pytest.mark.parametrize("shared", [16, 48, 64])
+def test_a_prefix_within_the_first_blocks_is_loaded(pool: Pool, shared: int) -> None:
+    """A long prompt of which the pool has no more than the blocks that never leave, or one more."""
+    bench = Bench(pool, 100, settings=replace(SETTINGS, init_tokens=48))
+    bench.end(bench.begun("before", shared + 1, 0))
+    assert bench.manager.reset_prefix_cache()
+    request = bench.request("r", 400)
+    assert bench.restore(request)
+    assert len(bench.manager.get_block_ids("r")[0]) == shared // BLOCK
+    assert 0 not in bench.manager.get_block_ids("r")[0]
+    assert bench.compute(request, 400 - shared)
     bench.end(request)
     assert (bench.free, pool.stats().leases) == (99, 0)
 

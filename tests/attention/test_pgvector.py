@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from engine.engine import Engine, prompt_of
 
 from kvrecall.attention.index.base import VectorIndex, index_factory
 from kvrecall.errors import ConfigError
 from kvrecall.testing.index_contract import IndexContract, clustered
+
+from .test_engine import activity, retrieval, spent
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FACTORY = "pgvector_index:Table"
@@ -84,3 +89,39 @@ def test_without_a_database(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PGVECTOR_URL", "postgresql://nobody@127.0.0.1:1/none")
     with pytest.raises(ConfigError, match="PGVECTOR_URL"):
         factory(4)
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_an_engine_decodes_by_the_database_what_it_decodes_by_faiss_flat(
+    url: str, start: Callable[..., Engine], setup: dict[str, Any]
+) -> None:
+    """A sequence on the device, and one off it, that begins once more from the pool. Both read all
+    vectors, as they are; the exact search rounds queries, which decides between near blocks."""
+    pool = {"host_size": "96MiB", "load_or_compute": "load"}
+    there = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
+    told = {"PYTHONPATH": there, "PGVECTOR_URL": url, "VLLM_RETRIEVAL_INDEX": FACTORY}
+    flat = {"VLLM_RETRIEVAL_INDEX": "faiss-flat"}
+    prompts = [prompt_of(1500, 5), prompt_of(2600, 6)]
+    by_faiss = start(**setup, pool=pool, env={**retrieval(0.3), **flat})
+    want = [by_faiss.ask(prompt, max_tokens=40, temperature=0) for prompt in prompts]
+    engine = start(**setup, pool=pool, env={**retrieval(0.3), **told})
+    before = activity(engine)
+    got = []
+    for prompt in prompts:
+        got.append(engine.ask(prompt, max_tokens=40, temperature=0))
+        assert tables(url), "searched without the database"
+    did = spent(engine, before)
+    assert did["blocks_indexed"] > 0
+    assert did["sequences_offloaded"] > 0
+    assert did["blocks_selected"] > 0
+    assert [reply["tokens"] for reply in got] == [reply["tokens"] for reply in want]
+    engine.forget_device()
+    again = engine.ask(prompts[1], max_tokens=40, temperature=0)
+    assert again["cached"] > 1000
+    assert again["tokens"] == want[1]["tokens"]
+    engine.close()
+    factory = index_factory(FACTORY)
+    assert factory is not None
+    factory(4).close()  # the next one drops what the engine left
+    assert tables(url) == []

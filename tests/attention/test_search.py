@@ -7,20 +7,21 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
 from kvrecall.attention.digest import DIGESTS, SCALE_BYTES, coded_width, encode, scales_in
-from kvrecall.attention.kernels import int8
-from kvrecall.attention.kernels import threads as threads_of
+from kvrecall.attention.kernels import int8, search
+from kvrecall.attention.kernels.search import Search, is_compiled
 from kvrecall.attention.selection import CodedQuery, ExactSelector, best_products, selector_of
 from kvrecall.attention.settings import RetrievalSettings
 
 
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Makes a second thread take part, however small the products are."""
-    monkeypatch.setattr(threads_of, "_BYTES_A_THREAD", 1)
+    """Gives each thread of a search some of its digests, however few they are."""
+    monkeypatch.setattr(search, "_CHUNK_BYTES", 4096)
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
@@ -184,58 +185,158 @@ def test_without_numkong_pytorch_searches() -> None:
     assert b"falls back to PyTorch" in done.stderr
 
 
-@pytest.mark.parametrize("heads", [1, 3, 8])
-def test_heads_are_searched_on_several_threads(
-    heads: int, threads: int, monkeypatch: pytest.MonkeyPatch
+class Case:
+    """Digests of random keys, and a query."""
+
+    def __init__(self, share: float, kind: str, size: tuple[int, int, int], blocks: int) -> None:
+        heads, group, dim = self.size = size
+        self.layout = RetrievalSettings(topk_share=share, digest=kind).layout(128)
+        self.rows = encode(self.layout.rows_of(rows_of(heads, blocks + 5, 128, dim)))
+        coarse = self.rows[:, :, self.layout.coarse_rows]
+        self.coarse = coarse.contiguous() if self.layout.coarse else None
+        self.query = torch.randn(heads, group, dim)
+
+    def search(self, count: int, *parts: torch.Tensor) -> torch.Tensor:
+        """Over parts of the blocks, by their numbers."""
+        prepared = Search(self.size, self.layout, [part.numpy() for part in parts], count)
+        return self.run(prepared, len(parts))
+
+    def run(self, prepared: Search, parts: int = 1) -> torch.Tensor:
+        several = [(self.rows, self.coarse)] * parts
+        return prepared.run(self.query.flatten(0, 1), several, 0.125)
+
+    def plainly(self, count: int, *parts: torch.Tensor) -> torch.Tensor:
+        """The same by PyTorch."""
+        rows = self.rows[:, torch.cat(parts)]
+        return selector_of(self.layout).choose(self.query, [rows], count, 0.125).sort(-1).values
+
+
+@pytest.mark.parametrize("kind", list(DIGESTS))
+@pytest.mark.parametrize(
+    ("share", "size", "blocks", "count"),
+    [(0.2, (4, 4, 128), 447, 90), (0.2, (1, 1, 16), 1, 1), (0.2, (3, 7, 80), 61, 61),
+     (0.2, (1, 16, 576), 40, 3), (0.05, (2, 5, 64), 130, 16), (0.02, (2, 4, 64), 959, 20),
+     (0.02, (3, 2, 96), 17, 5), (0.02, (1, 1, 64), 200, 16)],
+)  # fmt: skip
+def test_a_search_finds_what_pytorch_finds(
+    share: float, size: tuple[int, int, int], blocks: int, count: int, kind: str, threads: int
 ) -> None:
-    """Every head once, in their order, each thread with one of PyTorch's."""
-    did: list[tuple[slice, int, int]] = []
+    """Blocks side by side and scattered, in one tensor and in two; queries of each type."""
+    case, query = Case(share, kind, size, blocks), torch.randn(size)
+    lying, scattered = torch.arange(blocks) + 3, torch.randperm(blocks + 5)[:blocks]
+    for ids, dtype in (
+        (lying, torch.bfloat16), (scattered, torch.float32), (scattered, torch.float16),
+    ):  # fmt: skip
+        case.query = query.to(dtype)
+        cut = blocks // 3
+        for parts in ((ids,), (ids[:cut], ids[cut:]), (ids, ids[:0])):
+            assert torch.equal(case.search(count, *parts), case.plainly(count, *parts))
 
-    def act(part: slice) -> torch.Tensor:
-        did.append((part, threading.get_ident(), torch.get_num_threads()))
-        return torch.arange(heads)[part]
 
-    assert torch.equal(threads_of.over_heads(act, heads, 1000), torch.arange(heads))
-    assert len(did) == len({thread for _, thread, _ in did}) == min(heads, threads)
-    assert {count for _, _, count in did} == {1}
-    assert torch.get_num_threads() == threads
-    monkeypatch.setattr(threads_of, "_BYTES_A_THREAD", 2000)
-    did.clear()
-    threads_of.over_heads(act, heads, 1000)
-    assert [part for part, *_ in did] == [slice(0, heads)], "not worth waking a thread"
+def test_a_prepared_search_serves_several_queries_and_layers(threads: int) -> None:
+    prepared = Search((2, 3, 64), Case(0.2, "bounds", (2, 3, 64), 50).layout, [np.arange(50)], 9)
+    for _ in range(20):
+        case = Case(0.2, "bounds", (2, 3, 64), 50)
+        assert torch.equal(case.run(prepared), case.plainly(9, torch.arange(50)))
+
+
+def test_of_equal_blocks_the_first_are_found(threads: int) -> None:
+    case = Case(0.2, "bounds", (2, 3, 64), 300)
+    case.rows[:] = case.rows[:, :1].clone()
+    assert case.search(7, torch.arange(300)).tolist() == [list(range(7))] * 2
+
+
+def test_a_block_far_ahead_of_all_others_is_found() -> None:
+    """The others' weights are too small for a number of 32 bits."""
+    case = Case(0.2, "bounds", (1, 1, 64), 300)
+    case.query *= 1000
+    best = case.plainly(1, torch.arange(300))
+    found = case.search(5, torch.arange(300))
+    assert int(best) in found[0].tolist()
+    assert found.shape == (1, 5)
+    assert (found.diff() > 0).all()
+
+
+def test_queries_that_are_no_numbers_find_some_blocks(threads: int) -> None:
+    case = Case(0.2, "bounds", (2, 3, 64), 300)
+    case.query[:] = torch.nan
+    found = case.search(5, torch.arange(300))
+    assert (found.diff() > 0).all()
+    assert int(found.min()) >= 0
+    assert int(found.max()) < 300
 
 
 @pytest.mark.parametrize("share", [0.2, 0.02])
-def test_threads_choose_what_one_thread_chooses(share: float, threads: int) -> None:
-    """Searching all digests, and at the small share coarse ones first."""
-    layout = RetrievalSettings(topk_share=share).layout(128)
-    query = torch.randn(3, 4, 64).to(torch.bfloat16)
-    keys = torch.randn(3, 200, 128, 64)
-    runs = list(encode(layout.rows_of(keys)).split([50, 150], 1))
-    selector = selector_of(layout)
-    want = [
-        selector._choose(query[at : at + 1], [run[at : at + 1] for run in runs], 9, 0.1, None)
-        for at in range(3)
-    ]
-    found = selector.choose(query, runs, 9, 0.1)
-    assert torch.equal(found.sort(-1).values, torch.cat(want).sort(-1).values)
+def test_found_blocks_are_entered_into_a_table(share: float, threads: int) -> None:
+    case, ids = Case(share, "bounds", (2, 3, 64), 90), torch.randperm(95)[:90]
+    table = torch.full((5, 12), -1, dtype=torch.int32)
+    prepared = Search(case.size, case.layout, [ids.numpy()], 6)
+    assert not prepared.enters
+    prepared.enter_into(table[1:3, 4:])
+    assert prepared.enters
+    found = case.run(prepared)
+    want = torch.full((5, 12), -1, dtype=torch.int32)
+    want[1:3, 4:10] = (ids[found] * 2 + torch.tensor([[0], [1]])).to(torch.int32)
+    assert torch.equal(table, want)
 
 
 def test_threads_may_search_at_once(threads: int) -> None:
-    digest = DIGESTS["bounds"]
-    coded, query = encode(torch.randn(2, 300, 8, 256)), torch.randn(8, 2, 4, 128)
-    selector = ExactSelector(digest)
-    want = [selector._choose(one, [coded], 30, 1.0, None) for one in query]
+    cases = [Case(0.2, "bounds", (2, 4, 64), 300) for _ in range(6)]
+    want = [case.plainly(30, torch.arange(300)) for case in cases]
     wrong: list[int] = []
 
     def search(number: int) -> None:
         for _ in range(30):
-            if not torch.equal(selector.choose(query[number], [coded], 30, 1.0), want[number]):
+            if not torch.equal(cases[number].search(30, torch.arange(300)), want[number]):
                 wrong.append(number)
 
-    several = [threading.Thread(target=search, args=(number,)) for number in range(8)]
+    several = [threading.Thread(target=search, args=(number,)) for number in range(6)]
     for one in several:
         one.start()
     for one in several:
         one.join()
     assert not wrong
+
+
+@pytest.fixture
+def unknown() -> Iterator[None]:
+    """Whether the search is compiled is asked anew, and again afterwards."""
+    search._native.cache_clear()
+    is_compiled.cache_clear()
+    yield
+    search._native.cache_clear()
+    is_compiled.cache_clear()
+
+
+def test_the_search_is_compiled() -> None:
+    assert is_compiled()
+
+
+def test_a_search_with_another_result_is_not_used(
+    unknown: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    honest = Search.run
+    monkeypatch.setattr(Search, "run", lambda *args: honest(*args).roll(1, 0))
+    assert not is_compiled()
+    assert "its result is not PyTorch's" in caplog.text
+
+
+@pytest.mark.parametrize("missing", ["numba", "numkong"])
+def test_without_a_library_pytorch_searches(missing: str) -> None:
+    program = (
+        f"import sys; sys.modules['{missing}'] = None\n"
+        "from kvrecall.attention.kernels.search import is_compiled\n"
+        "assert not is_compiled()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    assert b"is not compiled" in done.stderr
+
+
+def test_c_functions_of_another_numkong_are_not_called(
+    unknown: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import numkong
+
+    monkeypatch.setattr(numkong, "__version__", "8.0.0")
+    assert not is_compiled()
+    assert "NumKong 8.0.0" in caplog.text

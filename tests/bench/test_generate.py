@@ -72,12 +72,33 @@ def test_a_load_knows_what_its_device_and_host_must_hold() -> None:
     assert load.host_bytes(1024) == 8 * 513 * 128 * 1024 * 5 // 4
 
 
+def test_the_first_length_and_number_of_sequences_is_told_by_itself() -> None:
+    rows = [
+        {
+            "context": context, "sequences": count, "mode": mode, "at_once": count + at,
+            "tokens_per_s": context * count + at, "peak_device_bytes": at,
+        }
+        for context in (8, 16) for count in (1, 4) for at, mode in enumerate(MODES)
+    ]  # fmt: skip
+    assert generate._first(rows) == {
+        "dense_tokens_s": 8,
+        "retrieval_tokens_s": 10,
+        "offload_tokens_s": 11,
+        "device_bytes": {mode: at for at, mode in enumerate(MODES)},
+        "sequences_at_once": {mode: 1 + at for at, mode in enumerate(MODES)},
+    }
+    few = generate._first([row for row in rows if row["mode"] != "retrieval"])
+    assert "retrieval_tokens_s" not in few
+
+
 @pytest.mark.engine
 @pytest.mark.long
 def test_engines_of_every_mode() -> None:
     """Two sequences of 8,192 tokens, on device caches that hold one."""
-    words = "--model models/recall-tiny --contexts 8K --sequences 1,2 --fits 1 --rounds 1 --steps 4"
-    rows = figures_of("generate", *words.split())["rows"]
+    words = "--model models/recall-tiny --context 8K --sequences 1,2 --fits 1 --rounds 1 --steps 4"
+    figures = figures_of("generate", *words.split())
+    rows = figures["rows"]
+    assert figures["offload_tokens_s"] == rows[3]["tokens_per_s"]
     found = {(one["mode"], one["sequences"]): one for one in rows}
     assert len(found) == len(rows) == 2 * len(MODES)
     at_once = {name: found[name, 2]["at_once"] for name in MODES}

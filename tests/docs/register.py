@@ -38,6 +38,7 @@ _MAKE: Mapping[str, Kind] = {
 _SERVING: Mapping[str, Kind] = {
     "kvrecall demo": Elsewhere("tests/distribution/test_wheel.py", 'program, "demo", '),
     "kvrecall serve": Elsewhere("tests/server/live.py", '= (KVRECALL, "serve")'),
+    "kvrecall why": Elsewhere("tests/server/test_serve.py", '[KVRECALL, "why", '),
     "kvrecall config check": Runs(before=scenes.mindie, says="modelWeightPath"),
     "kvrecall config example": Runs(says="modelWeightPath"),
     "kvrecall router": Runs(before=scenes.instances, stays="Uvicorn running"),
@@ -94,6 +95,7 @@ _POOL: Mapping[str, Kind] = {
 _BENCH: Mapping[str, Kind] = {
     "kvrecall bench chat": Elsewhere("tests/bench/test_serving.py", 'figures_of("chat", '),
     "kvrecall bench replay": Elsewhere("tests/bench/test_servers.py", '("replay", '),
+    "kvrecall bench router": Elsewhere("tests/bench/test_router.py", 'figures_of("router", '),
     "kvrecall bench tiers": Runs(more=" --rounds 2 --requests 1"),
     "kvrecall bench restore": Elsewhere("tests/bench/test_servers.py", '"restore", '),
     "kvrecall bench soak": Elsewhere("tests/bench/test_soak.py", '"soak", '),
@@ -101,6 +103,7 @@ _BENCH: Mapping[str, Kind] = {
     "kvrecall bench lookup": Runs(),
     "kvrecall bench index": Runs(more=" --blocks 2000 --repeats 2"),
     "kvrecall bench step": Runs(more=" --sequences 4 --steps 40 --block-size 16"),
+    "kvrecall bench misses": Elsewhere("tests/bench/test_misses.py", '"misses", '),
     "kvrecall bench launches": Runs(),
     "kvrecall bench overhead": Elsewhere("tests/bench/test_servers.py", '"overhead", '),
     "kvrecall bench throttle": Elsewhere("tests/bench/test_servers.py", '"throttle", '),
@@ -142,6 +145,9 @@ _MODELS: Mapping[str, Kind] = {
     "python -m bench.model.evaluate": Runs(
         swaps=(("1024 4096 16384 32768", "128 256"), ("4096", "128")),
         more=" --questions 1 --limit 1 --threads 1",
+    ),
+    "python -m bench.model.choices": Runs(
+        swaps=(("16384", "1024"), ("24", "1")), more=" --only 'as served'", says='"as served"'
     ),
     "python -m bench.digests.capture": Runs(
         swaps=(("FOLDER", str(ROOT / _MODEL)), ("4096 16384", "1024")), more=" --samples 1"

@@ -42,9 +42,10 @@ def test_counts_and_gauges_reach_prometheus_under_their_labels(pool: Pool) -> No
         host.hits = hits
         tally.count_load("disk", hits / 100)
         gauges = tally.watch(SimpleNamespace(tiers=[host], **POOL))  # type: ignore[arg-type]
-        counts, splits, loads = tally.take()
-        assert "blocks_refused" not in counts, "what did not move is not sent"
-        sent = RecallStats.of(counts, gauges, splits, loads=loads)
+        tally.counts["diverged:missed_tokens"] += 100
+        sent = tally.take()
+        assert "blocks_refused" not in sent.data["counts"], "what did not move is not sent"
+        sent.data["gauges"] = gauges
         metrics.observe(RecallStats.of({}, {}).aggregate(sent).data, 0)
 
     def value(name: str, **labels: str) -> float | None:
@@ -53,6 +54,7 @@ def test_counts_and_gauges_reach_prometheus_under_their_labels(pool: Pool) -> No
     assert value("requests_total") == 1
     assert value("prompt_tokens_total", source="host") == 32
     assert value("prompt_tokens_total", source="disk") is None
+    assert value("missed_tokens_total", reason="diverged") == 200
     assert value("audits_total") == 1
     assert value("tier_hits_total", tier="host") == 12, "increments of a running total"
     assert value("tier_capacity_bytes", tier="host") == 1 << 20

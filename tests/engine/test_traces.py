@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 from support.collector import Span, Spans, by_grpc
 
+from kvrecall.engines.vllm.connector.traces import Traces
+from kvrecall.engines.vllm.connector.wire import EngineFacts
+from kvrecall.lab.ports import free_port
+
 from .engine import Engine, prompt_of
 from .exactness import BLOCK, hits, push_out_of_host
 
@@ -151,6 +155,43 @@ def test_a_request_without_a_client_s_span_begins_a_trace(engine: Engine) -> Non
     assert found["request"]
     assert found["headers"]["traceparent"].startswith("00-")
     assert "kvrecall-traces" in found["threads"]
+
+
+def test_spans_without_a_collector_are_dropped_and_counted() -> None:
+    """Nothing waits for them. After ``close`` no thread takes any."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    dropped: list[int] = []
+    facts = EngineFacts.of_one(16, 4096)
+    endpoint = f"http://127.0.0.1:{free_port()}"
+    traces = Traces(endpoint, facts, "cpu", False, lambda: dropped.append(1))
+    traces.close()
+    for number in range(3000):
+        request = Request(f"one-{number:08x}", [1] * 20, SamplingParams(max_tokens=2), None)
+        trace = traces.begin(request)
+        assert trace is not None
+        trace.taken()
+        trace.saves(0, 1)
+        trace.finished({}, 0)
+    assert len(dropped) == 2 * 3000 - 4096, "two batches each: the request, and what it saved"
+
+
+def test_a_span_of_the_process_is_no_requests_parent() -> None:
+    """vLLM forks its engine core within the span of its start, which is current there for good."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    endpoint = f"http://127.0.0.1:{free_port()}"
+    traces = Traces(endpoint, EngineFacts.of_one(16, 4096), "cpu", False)
+    request = Request("one-00000000", [1] * 20, SamplingParams(max_tokens=2), None)
+    with TracerProvider().get_tracer("vllm").start_as_current_span("start") as current:
+        assert traces.begin(request) is not None
+    traces.close()
+    _, trace, _, sampled = request.trace_headers["traceparent"].split("-")
+    assert trace != f"{current.get_span_context().trace_id:032x}"
+    assert int(sampled, 16) & 1
 
 
 def test_an_aborted_request_ends_its_trace(engine: Engine, collected: tuple[str, Spans]) -> None:

@@ -39,6 +39,7 @@ class Machine(Bench):
             "record_places": [i * PAGE for i in range(LAYERS)],
             "sharing_of": Sharing(),
             "stage_rank": 0,
+            "traces_endpoint": None,
         }.items():
             monkeypatch.setattr(worker.config, name, lambda *_, answer=answer: answer)
         forward = SimpleNamespace(static_forward_context={})

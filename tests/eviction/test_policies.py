@@ -214,7 +214,7 @@ def test_hazard_memory_is_bounded() -> None:
     for number in range(5000, 10_000):
         store(policy, hot, float(number))
     assert len(policy._memory) <= 500
-    assert sum(len(cohort.names) for cohort in policy._memory) <= 20_000
+    assert sum(len(policy._cohorts[number].names) for number in policy._memory) <= 20_000
 
 
 @pytest.mark.parametrize("name", ["lru", "hazard"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import sqlite3
@@ -18,6 +19,7 @@ from support.clocks import ManualClock
 from kvrecall.config import DiskConfig
 from kvrecall.errors import TierError
 from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.disk import index as index_module
 from kvrecall.pool.disk.folder import FolderLock
 from kvrecall.pool.disk.slabs import address_of
 from kvrecall.pool.tier import Outcome
@@ -193,6 +195,36 @@ def test_unfit_index_is_moved_aside(
     assert "the tier starts empty" in caplog.text
     assert (tmp_path / "index.sqlite.aside").exists()
     assert not list(tmp_path.glob("slab-*.kv")), "slabs nobody knows would take room for ever"
+    assert bench.put(KEYS) == [Outcome.STORED] * 32
+    bench.tier.close()
+
+
+def test_a_large_index_that_was_closed_well_is_not_checked_page_by_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Damage since then is found all the same."""
+    monkeypatch.setattr(index_module, "_LARGE", 0)
+    first, killed = tmp_path / "first", tmp_path / "killed"
+    filled(first)
+
+    def is_checked(path: Path) -> bool:
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            open_tier(path).tier.close()
+        return "checking" in caplog.text
+
+    assert not is_checked(first)
+    bench = open_tier(first)
+    shutil.copytree(first, killed)  # what kill -9 would leave
+    bench.tier.close()
+    assert is_checked(killed)
+    assert not is_checked(killed)
+    index = killed / "index.sqlite"
+    with index.open("r+b") as file:
+        file.seek(4096 * 4)  # what is before the rows is read whenever it is opened
+        file.write(b"\xff" * (index.stat().st_size - 4096 * 4))
+    bench = open_tier(killed)
+    assert "the tier starts empty" in caplog.text
     assert bench.put(KEYS) == [Outcome.STORED] * 32
     bench.tier.close()
 

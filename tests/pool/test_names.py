@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import struct
+from functools import partial
 from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,21 +18,15 @@ from kvrecall.pool.names import CompactNames, DictNames, Names
 SPACES = [Namespace.of({"n": str(number)}) for number in range(3)]
 
 
-class Colliding(bytes):
-    """A key with a hash of its own choice, as no real one has."""
-
-    def __hash__(self) -> int:
-        return -5 if self[-1] % 4 else self[-1] % 3
-
-
-def key(number: int) -> BlockKey:
-    """Keys of every form: whole blocks and tails, of several namespaces, and odd ones."""
-    space, digest = SPACES[number % 3], number.to_bytes(32, "big")
+def key(number: int, colliding: bool = False) -> BlockKey:
+    """Keys of every form: whole blocks and tails, of several namespaces, and odd ones. Colliding:
+    all those of a namespace have one hash."""
+    space, digest = SPACES[number % 3], number.to_bytes(32, "big" if colliding else "little")
     match number % 11:
         case 0:
             return space.tail_key(digest)
         case 1:
-            return space.key(digest[-9:])
+            return space.key(digest[-9:] if colliding else digest[:9])
         case 2:
             return BlockKey(b"%d" % number)
         case 3:
@@ -47,7 +44,7 @@ def test_names_are_a_dictionary(steps: list[tuple[str, int]], colliding: bool) -
     names: list[Names] = [CompactNames(1), DictNames()]
     columns = [one.column("i") for one in names]
     kept: list[dict[bytes, int]] = [{}, {}]  # how often
-    make = (lambda n: BlockKey(Colliding(key(n)))) if colliding else key
+    make = partial(key, colliding=colliding)
     for what, which in steps:
         one = make(which)
         for table, column, refs in zip(names, columns, kept, strict=True):
@@ -78,8 +75,8 @@ def test_names_are_a_dictionary(steps: list[tuple[str, int]], colliding: bool) -
                 assert [n >= 0 for n in table.numbers(some)] == [k in refs for k in some]
     for table, column, refs in zip(names, columns, kept, strict=True):
         assert len(table) == len(refs)  # type: ignore[arg-type]
-        for one in refs:
-            assert table.key(table.number(BlockKey(one))) == one
+        for one in map(BlockKey, refs):
+            assert table.key(table.number(one)) == one
         assert {make(column.cells[table.number(BlockKey(one))]) for one in refs} == set(refs)
 
 
@@ -113,7 +110,8 @@ def test_many_names_are_met_at_once(expected: int) -> None:
     assert names.numbers_of(keys[20_000:]).tolist() == found[20_000:]
 
 
-def test_many_keys_are_found_as_one_by_one_while_the_table_grows() -> None:
+@pytest.mark.parametrize("colliding", [False, True])
+def test_many_keys_are_found_as_one_by_one_while_the_table_grows(colliding: bool) -> None:
     """Present ones and absent ones, with deletions, and with both tables in use."""
     rng, names = random.Random(2), CompactNames()
     here: dict[BlockKey, int] = {}
@@ -121,7 +119,7 @@ def test_many_keys_are_found_as_one_by_one_while_the_table_grows() -> None:
     both = 0
     for turn in range(120):
         for number in range(turn * 200, turn * 200 + 200):
-            one = key(number)
+            one = key(number, colliding)
             here[one] = names.meet(one)
             names.keep(here[one])
         for one in rng.sample(sorted(here), 60):
@@ -132,24 +130,26 @@ def test_many_keys_are_found_as_one_by_one_while_the_table_grows() -> None:
         rng.shuffle(asked)
         expected = [here.get(one, -1) for one in asked]
         assert names.numbers_of(asked).tolist() == expected == [names.number(one) for one in asked]
-        assert names.numbers_of(asked, exact=False).tolist() == expected
+        if not colliding:
+            assert names.numbers_of(asked, exact=False).tolist() == expected
+        whole = [one for one in asked if len(one) == 48]  # these are looked up together
+        assert names.numbers_of(whole).tolist() == [here.get(one, -1) for one in whole]
     assert 0 < both < 120
+    assert bool(names._far) is colliding
     everything = list(here)
     assert names.numbers_of(everything).tolist() == list(here.values())
     assert set(names.numbers_of(gone).tolist()) == {-1}
 
 
 def test_keys_that_differ_in_one_half_of_their_hash_are_told_apart() -> None:
-    """And an empty slot is taken for no key, whatever its hash."""
-
-    class Chosen(bytes):
-        def __hash__(self) -> int:
-            return hashes[self[-1]]
-
-    uppers, lowers = (-(1 << 31), -1, 0, 1, (1 << 31) - 1), (0, 1, 2, 1 << 31, (1 << 32) - 1)
+    """And a free slot is taken for no key, whatever its hash."""
+    uppers = lowers = (0, 1, 2, 1 << 31, (1 << 32) - 1)
     hashes = [upper << 32 | lower for upper, lower in product(uppers, lowers)]
-    keys = [BlockKey(Chosen(SPACES[0].key(bytes([at] * 32)))) for at in range(25)]
+    keys = [
+        SPACES[0].key(struct.pack("=Q", hashes[at]) + bytes([at] * 24)) for at in range(len(hashes))
+    ]
     names = CompactNames()
+    names._factors = (0, 1)  # the first word of a digest is the hash
     for number, one in enumerate(keys):
         assert names.numbers_of(keys).tolist() == [*range(number), *[-1] * (len(keys) - number)]
         names.keep(names.meet(one))
@@ -157,3 +157,71 @@ def test_keys_that_differ_in_one_half_of_their_hash_are_told_apart() -> None:
         names.drop(names.number(one))
         assert names.numbers_of(keys)[: number + 1].tolist() == [-1] * (number + 1)
         assert names.numbers_of(keys)[number + 1 :].tolist() == [*range(number + 1, len(keys))]
+
+
+def test_keys_of_several_lengths_that_run_into_each_other_are_told_apart() -> None:
+    """Looked up together they are as many bytes as if all were as long as the first."""
+    names, rng = CompactNames(), random.Random(3)
+    keys = [SPACES[0].key(rng.randbytes(size)) for size in (32, 24, 40) * 20]
+    expected = [names.meet(one) for one in keys]
+    assert names.numbers_of(keys).tolist() == expected
+    assert names.numbers_of(keys, exact=False).tolist() == expected
+
+
+def test_a_table_that_is_full_around_one_home_leaves_others_alone() -> None:
+    """Slots that become free there are used again, and what lies behind is still found."""
+    names = CompactNames()
+    names._factors = (0, 1)
+
+    def homed(group: int, number: int) -> BlockKey:
+        word = group << 64 - names._table.bits | number
+        return SPACES[0].key(struct.pack("=Q", word) + number.to_bytes(24, "little"))
+
+    crowd = [homed(group, number) for number in range(20) for group in (7, 8, 9)]
+    beside = [homed(group, 99) for group in (6, 10, 14, 15, 16)]
+    rng = random.Random(4)
+    for _ in range(30):
+        rng.shuffle(crowd)
+        numbers = dict(zip((*crowd, *beside), names.meet_all([*crowd, *beside]), strict=True))
+        names.keep_many(np.array(list(numbers.values())))
+        left = dict(numbers)
+        for one in rng.sample(crowd, 30):
+            names.drop(left.pop(one))
+            assert names.number(one) == -1
+        for some in (list(left), list(numbers)):
+            assert names.numbers_of(some).tolist() == [left.get(one, -1) for one in some]
+        for number in left.values():
+            names.drop(number)
+        assert not len(names)
+        assert not names._far
+        assert not names._table.slots.array().any()
+
+
+def test_many_names_come_and_go_while_the_table_grows() -> None:
+    """Freed numbers are used again, and keys of every form move along."""
+    rng, names = random.Random(5), CompactNames()
+    here: dict[BlockKey, int] = {}
+    moving = 0
+    for turn in range(100):
+        ones = [key(number) for number in range(turn * 40, turn * 40 + 40)]
+        many = [SPACES[turn % 3].key(rng.randbytes(32)) for _ in range(250)]
+        for some in (ones, many + many[:3] * (turn % 2)):
+            numbers = names.meet_many(some)
+            if len(set(some)) == len(some):
+                assert not set(numbers.tolist()) & set(here.values())
+            for one, number in zip(some, numbers.tolist(), strict=True):
+                if one not in here:
+                    names.keep(number)
+                here[one] = number
+        leaving = rng.sample(sorted(here), 60)
+        names.keep(here[leaving[0]])
+        names.drop_all([here[one] for one in (*leaving, leaving[0])])
+        for one in leaving:
+            del here[one]
+            assert names.number(one) == -1
+        moving += names._old is not None
+        assert len(names) == len(here) == len(set(here.values()))
+    assert 0 < moving < 100
+    assert names.size < len(here) + 400, "free numbers are used first"
+    assert {one: names.number(one) for one in here} == here
+    assert {one: names.key(number) for one, number in here.items()} == {one: one for one in here}

@@ -12,7 +12,9 @@ from kvrecall.block import BlockKey, TierName
 from kvrecall.config import PoolConfig, RecallSettings
 from kvrecall.errors import ConfigError
 from kvrecall.pool.base import Found, Located, RecallState
+from kvrecall.pool.changes import Cause, ChangeLog, Removed, Restart, Stored
 from kvrecall.pool.pool import Pool
+from kvrecall.pool.remote.backends import store_name
 from kvrecall.pool.remote.tier import name_of
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread
@@ -92,6 +94,64 @@ def test_another_pool_recalls_what_one_saved(open_pool: OpenPool, store: MemoryS
     assert recall(other, keys) == (TierName.HOST,) * 20
     host, remote = other.stats().tiers
     assert (host.name, remote.name, remote.reads) == ("host", "remote", 20)
+
+
+def remote_events(log: ChangeLog) -> tuple[list[BlockKey], list[BlockKey]]:
+    """Remote blocks stored and removed since the last call."""
+    changes = [one for one in log.take() if not isinstance(one, Restart)]
+    there = [one for one in changes if one.tier is TierName.REMOTE]
+    return (
+        [one.key for one in there if isinstance(one, Stored)],
+        [one.key for one in there if isinstance(one, Removed)],
+    )
+
+
+def watched(pool: Pool) -> tuple[ChangeLog, list[BlockKey]]:
+    """A log, and the remote blocks with which it begins."""
+    log = ChangeLog(pool.sweep)
+    pool.watch(log)
+    held: list[BlockKey] = []
+    while not log.is_complete:
+        held += remote_events(log)[0]
+    return log, held
+
+
+def test_a_watcher_is_told_what_its_pool_stores_and_finds_missing(
+    open_pool: OpenPool, store: MemoryStore
+) -> None:
+    first, second = open_pool(), open_pool()
+    logs = [watched(pool)[0] for pool in (first, second)]
+    keys = chain(NAMESPACE, 4)
+    save(first, keys)
+    assert remote_events(logs[0]) == (keys, [])
+    assert find(second, keys).tiers == (TierName.REMOTE,) * 4
+    assert recall(second, keys) == (TierName.REMOTE,) * 4
+    assert remote_events(logs[1]) == ([], []), "another host stored them"
+    first.drop(keys[3:])
+    assert remote_events(logs[0]) == ([], keys[3:])
+    assert sorted(watched(first)[1]) == sorted(keys[:3])
+    for name in remote_names(keys[1:2]):
+        del store.values[name]  # the store evicts it
+    with first._changed:  # only the host forgets
+        first._evictor.drop(keys[:3], Cause.CAPACITY)
+    assert len(recall(first, keys[:3])) < 3
+    wait_until(lambda: remote_events(logs[0])[1] == keys[1:2])
+    first.clear()
+    assert sorted(remote_events(logs[0])[1]) == sorted([keys[0], keys[2]])
+
+
+def test_the_name_of_a_store_is_the_same_on_all_hosts() -> None:
+    def name(**remote: object) -> str:
+        return store_name(RecallSettings.from_mapping({"remote": remote}).pool.remote)  # type: ignore[arg-type]
+
+    bucket = name(kind="objects", url="s3://bucket/kv", endpoint="http://10.0.0.1:9000")
+    assert bucket == name(kind="objects", url="s3://bucket/kv/", endpoint="http://10.0.0.1:9000")
+    assert bucket != name(kind="objects", url="s3://bucket/other", endpoint="http://10.0.0.1:9000")
+    mooncake = {"kind": "mooncake", "metadata_server": "P2PHANDSHAKE", "allow_plaintext": True}
+    far = {**mooncake, "master_server_address": "10.0.0.1:50051"}
+    one, two = (name(**far, local_hostname=f"10.0.0.{at}") for at in (2, 3))
+    assert one == two
+    assert one != name(**mooncake, master_server_address="10.0.0.9:50051", local_hostname="h")
 
 
 def test_locates_single_blocks_in_the_store(open_pool: OpenPool, store: MemoryStore) -> None:

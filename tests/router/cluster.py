@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import zmq
 from server.live import KVRECALL, START_LIMIT_S, LiveServer
 
 from kvrecall.lab.ports import free_port
@@ -25,12 +26,14 @@ def instance(
     role: str,
     port: int,
     socket: Path | None = None,
+    events: int = 0,
     options: Sequence[str] = (),
     **pool: object,
 ) -> LiveServer:
     """An engine that is starting; ``wait_ready`` before use. Its pool is the service's at
-    ``socket``, or one of its own with the settings ``pool``. ``options``: further ones of serve."""
-    folder.mkdir()
+    ``socket``, or one of its own with the settings ``pool``. ``events``: the port at which it
+    publishes KV events, if any; replay is at the next one. ``options``: further ones of serve."""
+    folder.mkdir(exist_ok=True)
     words = [str(model), "--port", str(port), "--served-model-name", "tiny", "--role", role]
     words += ["--dtype", "float32", "--kv-cache-memory-bytes", "64MiB"]
     file = folder / "pool.json"
@@ -43,7 +46,23 @@ def instance(
     words += ["--pool-config", str(file)]
     words += ["--pool-socket", str(socket)] if socket is not None else []
     words += [*options, "--", "--max-num-seqs", "8"]
+    if events:
+        published = {"enable_kv_cache_events": True, "publisher": "zmq"}
+        published |= {"endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{events + 1}"}
+        words += ["--kv-events-config", json.dumps(published)]
     return LiveServer(folder, words, f"http://127.0.0.1:{port}", warm=True)
+
+
+def two_ports() -> int:
+    """A port whose next one is free, too."""
+    while True:
+        port = free_port()
+        with zmq.Context() as context, context.socket(zmq.REP) as probe:
+            try:
+                probe.bind(f"tcp://127.0.0.1:{port + 1}")
+            except zmq.ZMQError:
+                continue
+            return port
 
 
 class Router:

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from kvrecall.errors import ConfigError
-from kvrecall.router.cli import base_url, instances
-from kvrecall.router.fleet import Fleet
+from kvrecall.router.addresses import address, addresses, instances
+from kvrecall.router.events import Publisher
+from kvrecall.router.fleet import Address, Fleet
 from kvrecall.router.prefixes import CHUNK_BYTES, PrefixMap, Prompt, prompt_of
 from kvrecall.router.router import Completion, prompt_only
 
@@ -22,7 +23,8 @@ def prompt(text: str, **more: object) -> Prompt:
 
 
 def fleet(imbalance: int = 4) -> Fleet:
-    made = Fleet(["http://p:1"], [f"http://d{number}:1" for number in range(3)], imbalance)
+    decode = [Address(f"http://d{number}:1") for number in range(3)]
+    made = Fleet([Address("http://p:1")], decode, imbalance)
     for instance in made.all:
         instance.healthy = True
     return made
@@ -156,11 +158,47 @@ def test_usage_over_both_instances() -> None:
         assert request.complete_event(other) == other
 
 
+def test_what_waits_at_an_instance_counts_as_work() -> None:
+    all_ = fleet()
+    first, second, third = all_.decode
+    all_.computed(first, prompt(TEXT))
+    with first.answering(5 * prompt(TEXT).tokens):
+        assert all_.best_for_decode(prompt(TEXT))[0] in (second, third)
+    assert all_.best_for_decode(prompt(TEXT))[0] is first
+
+
 def test_addresses() -> None:
-    assert base_url("10.0.0.5:8000", "--decode") == "http://10.0.0.5:8000"
-    assert base_url("https://host/", "--decode") == "https://host"
+    assert address("10.0.0.5:8000", "--decode") == Address("http://10.0.0.5:8000")
+    assert address("https://host/", "--decode").url == "https://host"
     for wrong in ("", "http://", "ftp://x", "http://x/v1", "http://x:port"):
         with pytest.raises(ConfigError, match="is not an address of an instance"):
-            base_url(wrong, "--decode")
+            address(wrong, "--decode")
     with pytest.raises(ConfigError, match="given twice"):
         instances(["a:1", "http://a:1"], "--prefill")
+
+
+def test_addresses_of_events() -> None:
+    known = address("http://h:1?events=5557&events=6000/7000&pool=5601", "--engine")
+    assert known.url == "http://h:1"
+    assert known.events == (Publisher("h", 5557, 5558), Publisher("h", 6000, 7000))
+    assert known.pool == Publisher("h", 5601, 5602)
+    for wrong in ("events=", "events=x", "events=1/y", "events=65535", "events=0", "pool=-1"):
+        with pytest.raises(ConfigError, match="is not a port"):
+            address(f"http://h:1?{wrong}", "--engine")
+    for wrong in ("event=1", "pool=1&pool=2"):
+        with pytest.raises(ConfigError, match="unknown or given twice"):
+            address(f"http://h:1?{wrong}", "--engine")
+
+
+def test_roles_or_none() -> None:
+    def given(engine: list[str], prefill: list[str], decode: list[str]) -> object:
+        return addresses({"--engine": engine, "--prefill": prefill, "--decode": decode})
+
+    assert given(["a:1"], [], []) == [(Address("http://a:1"),), (), ()]
+    assert given([], ["a:1"], ["b:1"]) == [(), (Address("http://a:1"),), (Address("http://b:1"),)]
+    with pytest.raises(ConfigError, match="do not go with"):
+        given(["a:1"], [], ["b:1"])
+    with pytest.raises(ConfigError, match="no instance is given"):
+        given([], ["a:1"], [])
+    with pytest.raises(ConfigError, match="given for --prefill and for --decode"):
+        given([], ["a:1"], ["a:1"])

@@ -18,7 +18,7 @@ from service.service import MIB, Service
 from kvrecall.lab.models import write_model
 from kvrecall.lab.ports import free_port
 
-from .cluster import Json, Router, header, instance, kill, until
+from .cluster import Json, Router, header, instance, kill, two_ports, until
 
 pytestmark = pytest.mark.engine
 
@@ -33,6 +33,7 @@ class Cluster:
     prefill: LiveServer
     decode: list[LiveServer]
     router: Router
+    publishers: dict[str, str]  # by the URL of the instance
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +43,28 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         folder / "model", "qwen3", hidden=64, layers=2, max_position=16384, dtype="float32"
     )
     with ExitStack() as stack:
-        service = stack.enter_context(Service(folder / "pool", 128 * MIB))
-        servers = []
+        pool = two_ports()
+        service = stack.enter_context(Service(folder / "pool", 128 * MIB, events=pool))
+        servers, ports = [], []
         for place, role in enumerate(("prefill", "decode", "decode")):
             home = folder / f"{role}-{place}"
-            servers.append(instance(home, model, role, free_port(), service.socket))
+            ports.append(two_ports())
+            servers.append(instance(home, model, role, free_port(), service.socket, ports[-1]))
             stack.callback(servers[-1].close)
         for server in servers:
             server.wait_ready()
-        words = ["--prefill", servers[0].url]
-        for server in servers[1:]:
-            words += ["--decode", server.url]
+        urls = [
+            f"{server.url}?events={port}&pool={pool}"
+            for server, port in zip(servers, ports, strict=True)
+        ]
+        words = ["--prefill", urls[0]]
+        for url in urls[1:]:
+            words += ["--decode", url]
         router = Router(folder, words)
         stack.callback(router.close)
-        yield Cluster(servers[0], servers[1:], router)
+        names = [f"127.0.0.1:{port}" for port in ports]
+        publishers = {server.url: name for server, name in zip(servers, names, strict=True)}
+        yield Cluster(servers[0], servers[1:], router, publishers)
 
 
 def alone(server: LiveServer, **body: Any) -> str:
@@ -144,6 +153,40 @@ def test_a_prompt_that_is_known_is_not_sent_twice(cluster: Cluster) -> None:
         assert details["recall"]["device"] == details["cached_tokens"] > 0
         assert text_of(again.json()) == text_of(first.json())
     assert cluster.router.count("prefills_total", outcome="short") == before + 2
+
+
+@pytest.mark.parametrize("form", ["prompt", "messages", "tokens"])
+def test_what_events_say_is_what_is_recalled(cluster: Cluster, form: str) -> None:
+    """Of the device at the second time, of the pool service at the other instance."""
+    text = f"What do events say of {form}? " + TEXT
+    what: dict[str, Json] = {
+        "prompt": {"prompt": text, "cache_salt": "a tenant"},
+        "messages": {"messages": [{"role": "user", "content": text}]},
+        "tokens": {"prompt": [ord(letter) for letter in text]},
+    }
+    router, body = cluster.router, what[form]
+    first = header(router.complete(**body))
+
+    def counted(name: str, source: str) -> float:
+        return router.count(f"{name}_tokens_total", role="decode", source=source)
+
+    before = {name: counted(name, "device") for name in ("prompt", "expected")}
+    assert header(router.complete(**body))["decode"] == first["decode"]
+    grown = {name: counted(name, "device") - before[name] for name in before}
+    assert grown["prompt"] == grown["expected"] >= BLOCKS
+    if form == "prompt":
+        other = router.complete(**body | {"cache_salt": "another tenant"})
+        assert other.json()["usage"]["prompt_tokens_details"]["recall"]["device"] == 0
+        (holder,) = (s for s in cluster.decode if s.url.endswith(first["decode"]))
+        assert holder.client.post("/reset_prefix_cache").json()["success"]
+        short = {"model": "tiny", "prompt": "A step.", "max_tokens": 4}
+        holder.client.post("/v1/completions", json=short)  # in which the reset is published
+        publisher = cluster.publishers[holder.url]
+        assert until(lambda: not router.count("blocks", publisher=publisher, tier="device"))
+        before = {name: counted(name, "host") for name in before}
+        router.complete(**body)
+        grown = {name: counted(name, "host") - before[name] for name in before}
+        assert grown["prompt"] == grown["expected"] >= BLOCKS
 
 
 def test_the_next_turn_finds_what_was_decoded(cluster: Cluster) -> None:

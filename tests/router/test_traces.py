@@ -127,6 +127,22 @@ def test_other_routes_join_the_clients_trace(cluster: tuple[Router, LiveServer, 
 
 @pytest.mark.long
 @pytest.mark.engine
+def test_without_a_clients_span_a_trace_begins(cluster: tuple[Router, LiveServer, Spans]) -> None:
+    _, server, spans = cluster
+    body = {"model": "tiny", "prompt": f"From nobody. {TEXT}", "max_tokens": 2}
+    assert server.client.post("/v1/completions", json=body).status_code == 200
+
+    def roots() -> list[Span]:
+        return [span for span in spans.named("kvrecall.request") if span.parent == ""]
+
+    spans.wait(lambda: bool(roots()))
+    (root,) = roots()
+    found = ended(spans, root.trace, 1)
+    assert "llm_request" in children(found, root)
+
+
+@pytest.mark.long
+@pytest.mark.engine
 def test_a_client_that_does_not_sample_is_not_traced(
     cluster: tuple[Router, LiveServer, Spans],
 ) -> None:

@@ -120,6 +120,13 @@ class FakeInsight:
     """An insight without figures."""
 
     remembered = 500
+    forgotten_until = 0.0
+
+    def __init__(self) -> None:
+        self.known: list[RequestView] = []
+
+    def requests(self, request_id: str) -> list[RequestView]:
+        return [view for view in self.known if view.id == request_id]
 
     def live(self, most: int) -> tuple[list[RequestView], int]:
         return [], 0

@@ -167,6 +167,13 @@ def test_splits_that_travel_with_statistics_are_found_by_the_names_of_the_api() 
     reports.take({"splits": {"0_cmpl-b-01234567": {"host": 3}}})
     assert reports.split_of("cmpl-a-0") == {"host": 1}
     assert reports.split_of("cmpl-b") == {"host": 2}, "of several samples the first counts"
+    new, failed = ({"reason": reason, "from": 0, "tokens": 9} for reason in ("new", "failed"))
+    reports.take({"splits": {}, "misses": {"0_cmpl-b-01234567": new}})
+    assert reports.split_of("cmpl-b") == {"host": 2, "missed": new}
+    reports.take({"misses": {"1_cmpl-b-89abcdef": {**new, "tokens": 1}}})
+    assert reports.split_of("cmpl-b") == {"host": 2, "missed": new}, "the first sample's"
+    reports.take({"misses": {"0_cmpl-b-01234567": failed}})
+    assert reports.split_of("cmpl-b") == {"host": 2, "missed": failed}, "its load failed later"
     reports.take({"splits": {"cmpl-c-01234567": {"host": 4}}})
     assert reports.split_of("cmpl-a-0") is None, "the oldest is forgotten"
     assert reports.heat.heat() is None

@@ -12,7 +12,16 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrecall.engines.base import Fault, GenerateError, Listener, Load, Role, ServeSpec
+from kvrecall.engines.base import (
+    Fault,
+    GenerateError,
+    Listener,
+    Load,
+    Phase,
+    RequestView,
+    Role,
+    ServeSpec,
+)
 from kvrecall.server.application import attach_all
 from kvrecall.server.management import management_router
 from kvrecall.server.metrics import MetricsVector, MindieMetrics
@@ -355,3 +364,29 @@ def test_the_metrics_page_is_one_prometheus_can_read() -> None:
     names = [family.name for family in text_string_to_metric_families(page.text)]
     assert len(names) == len(set(names))
     assert {"request_received", "npu_prefix_cache_hit_rate", "process_open_fds"} <= set(names)
+
+
+def test_why_of_a_request() -> None:
+    engine = FakeEngine()
+    missed = {"reason": "evicted", "from": 128, "tokens": 72, "tier": "disk", "cause": "capacity"}
+    split = {"device": 128, "computed": 72}
+    engine.insight.known = [RequestView("one", Phase.DONE, 1.0, 2.0, 200, 8, 0.5, split, missed)]
+    engine.insight.known += [RequestView("two", Phase.DONE, 1.0, 2.0, 200, 8, 0.5, split)]
+    (told,) = ask(management(engine), "/why/one").json()["requests"]
+    assert told["missed"] == missed
+    assert told["why"] == (
+        "72 tokens from token 128 on: its block was evicted, dropped or cleared; tier disk; "
+        "cause capacity"
+    )
+    (told,) = ask(management(engine), "/why/two").json()["requests"]
+    assert told["missed"] is None
+
+
+@pytest.mark.parametrize("forgotten", [0.0, 86400.0])
+def test_why_of_a_request_that_is_not_known(forgotten: float) -> None:
+    engine = FakeEngine()
+    engine.insight.forgotten_until = forgotten
+    reply = ask(management(engine), "/why/three")
+    assert reply.status_code == 404
+    said = "none was forgotten yet" if not forgotten else "1970-01-02 00:00:00 UTC are forgotten"
+    assert said in reply.json()["error"]

@@ -59,8 +59,13 @@ def generate(server: LiveServer, text: str, **parameters: Any) -> Json:
     assert reply.status_code == 200, reply.text
     answer: Json = reply.json()
     recall = answer["details"]["recall"]
-    assert sum(recall.values()) == answer["details"]["prompt_tokens"]
+    assert tokens_of(recall) == answer["details"]["prompt_tokens"]
     return answer
+
+
+def tokens_of(recall: Json) -> int:
+    """Prompt tokens of all sources."""
+    return sum(tokens for source, tokens in recall.items() if source != "missed")
 
 
 def events(reply: httpx.Response) -> list[Json]:
@@ -137,7 +142,7 @@ def test_stream_equals_reply(server: LiveServer) -> None:
     ordinary = [e["token"]["text"] for e in told if not e["token"]["special"]]
     assert "".join(ordinary) == whole["generated_text"]
     assert last["details"]["finish_reason"] == whole["details"]["finish_reason"]
-    assert sum(last["details"]["recall"].values()) == last["details"]["prompt_tokens"]
+    assert tokens_of(last["details"]["recall"]) == last["details"]["prompt_tokens"]
     for event in told[:-1]:
         assert event["generated_text"] is None
 
@@ -187,7 +192,7 @@ def test_openai_usage(server: LiveServer, path: str, what: Json) -> None:
     )
     for usage in (reply["usage"], streamed[-1]["usage"]):
         details = usage["prompt_tokens_details"]
-        assert sum(details["recall"].values()) == usage["prompt_tokens"]
+        assert tokens_of(details["recall"]) == usage["prompt_tokens"]
         assert details["recall"]["device"] == details["cached_tokens"] >= BLOCKS
         assert details["recall"]["computed"] == usage["prompt_tokens"] - details["cached_tokens"]
     assert streamed[-1]["choices"] == []
@@ -202,10 +207,84 @@ def test_openai_usage(server: LiveServer, path: str, what: Json) -> None:
     assert all("usage" not in event or event["usage"] is None for event in plain)
 
 
+def changed(text: str, at: int, to: str) -> str:
+    return text[:at] + to + text[at + 1 :]
+
+
+def test_a_miss_says_why_and_where(server: LiveServer) -> None:
+    """The model's tokens are bytes: the text's places are the tokens'."""
+    generate(server, TEXT)
+    body = {"inputs": changed(TEXT, 300, "#"), "parameters": {"details": True}}
+    reply = server.client.post("/generate", json=body)
+    missed = reply.json()["details"]["recall"]["missed"]
+    assert missed == {
+        "reason": "diverged",
+        "from": 256,
+        "tokens": 900 - 256,
+        "token": 300,
+        "text": changed(TEXT, 300, "#")[292:308],
+    }
+    header = "reason=diverged;from=256;tokens=644;token=300"
+    assert reply.headers["x-kvrecall-missed"] == header
+    again = server.client.post("/generate", json=body)
+    assert "missed" not in again.json()["details"]["recall"]
+    assert "x-kvrecall-missed" not in again.headers
+    page = server.client.get("/metrics").text
+    found = re.search(r'^kvrecall_missed_tokens_total{.*reason="diverged"} (.*)$', page, re.M)
+    assert found
+    assert float(found[1]) >= 644
+    request_id = reply.headers["x-kvrecall-request"]
+    (told,) = server.client.get(f"/why/{request_id}").json()["requests"]
+    assert told["missed"]["reason"] == "diverged"
+    assert "text" not in told["missed"], "no prompt text is kept"
+    called = subprocess.run(
+        [KVRECALL, "why", request_id, "--url", server.url],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "644 tokens from token 256 on: the prompt leaves the nearest known one" in called.stdout
+    assert "at token 300" in called.stdout
+    unknown = subprocess.run(
+        [KVRECALL, "why", "nothing", "--url", server.url],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert unknown.returncode == ExitStatus.FAILED
+    assert "no request 'nothing' here: it never reached this server, or" in unknown.stderr
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_openai_routes_say_why(server: LiveServer, path: str, stream: bool) -> None:
+    text = changed(TEXT, 400, "+" if stream else "-")
+    what: Json = {"prompt": text}
+    if "chat" in path:
+        server.client.post(path, json={"model": "tiny", "max_tokens": 1, **CHAT})
+        what = {"messages": [{"role": "user", "content": text}]}
+    body = {"model": "tiny", "max_tokens": 1, **what}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    reply = server.client.post(path, json=body)
+    told = events(reply)[-1] if stream else reply.json()
+    usage = told["usage"]
+    missed = usage["prompt_tokens_details"]["recall"]["missed"]
+    assert missed["reason"] == "diverged"
+    assert missed["text"][8] == ("+" if stream else "-")
+    view = server.client.get(f"/why/{told['id']}").json()["requests"][0]
+    assert view["missed"] == {name: missed[name] for name in missed if name != "text"}
+    logprobs = {"model": "tiny", "max_tokens": 1, "prompt_logprobs": 1, **what}
+    usage = server.client.post(path, json=logprobs).json()["usage"]
+    missed = usage["prompt_tokens_details"]["recall"]["missed"]
+    assert (missed["reason"], missed["cause"]) == ("not_asked", "prompt_logprobs")
+
+
 def test_openai_several(server: LiveServer) -> None:
     body = {"model": "tiny", "max_tokens": 2, "prompt": [TEXT, TEXT + "x"], "n": 2}
     usage = server.client.post("/v1/completions", json=body).json()["usage"]
-    assert sum(usage["prompt_tokens_details"]["recall"].values()) == usage["prompt_tokens"] == 1801
+    recall = usage["prompt_tokens_details"]["recall"]
+    assert tokens_of(recall) == usage["prompt_tokens"] == 1801
     beams = {"model": "tiny", "max_tokens": 2, "prompt": "x", "n": 2, "use_beam_search": True}
     assert server.client.post("/v1/completions", json=beams).status_code == 200
 

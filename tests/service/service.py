@@ -22,7 +22,7 @@ from pathlib import Path
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.pool.service.endpoint import serve
 
-def run(folder, host_bytes, max_files):
+def run(folder, host_bytes, max_files, events):
     if max_files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
     folder = Path(folder)
@@ -30,6 +30,7 @@ def run(folder, host_bytes, max_files):
         PoolConfig(host_bytes, DiskConfig(folder / "disk", 256 << 20)),
         folder / "pool.sock",
         lambda: print("ready", flush=True),
+        ("127.0.0.1", events) if events else None,
     )
 
 children = set()
@@ -95,18 +96,24 @@ template = functools.cache(Template)
 class Service:
     """``kvrecall pool serve`` in a folder of its own, with a disk."""
 
-    def __init__(self, folder: Path, host_bytes: int = 32 * MIB, max_files: int = 0) -> None:
+    def __init__(
+        self, folder: Path, host_bytes: int = 32 * MIB, max_files: int = 0, events: int = 0
+    ) -> None:
+        """``events``: the port at which it publishes KV events, if any."""
         folder.mkdir(mode=0o700, exist_ok=True)
         folder.chmod(0o700)
         self.folder = folder
         self.socket = folder / "pool.sock"
         self._host_bytes = host_bytes
         self._max_files = max_files
+        self._events = events
         self._runs = False
         self.start()
 
     def start(self) -> None:
-        self.pid = template().start(str(self.folder), self._host_bytes, self._max_files)
+        self.pid = template().start(
+            str(self.folder), self._host_bytes, self._max_files, self._events
+        )
         self._runs = True
 
     def kill(self) -> None:

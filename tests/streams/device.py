@@ -19,11 +19,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
+from ctypes import memmove
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from kvrecall.attention.kernels.device import Piece
@@ -37,11 +37,6 @@ HOST = 0
 
 Clock = list[int]
 Cells = set[int]
-
-
-def cells_of(address: int, nbytes: int) -> range:
-    """The cells in which these bytes lie."""
-    return range(address // CELL, (address + nbytes - 1) // CELL + 1)
 
 
 class DeadlockError(AssertionError):
@@ -88,7 +83,7 @@ class Machine:
         self.faults: list[str] = []
         self.sites: set[str] = set()
         self.calls: dict[str, int] = {}
-        self.kept: list[torch.Tensor] = []  # freed, but a mutant that copies there ends no process
+        self.kept: list[object] = []  # unmapped, but a mutant that copies there ends no process
         self.now = 0.0  # seconds of the host's clock
         self.byte_s = 1e-9  # that a copy takes for a byte
         self._chance = chance
@@ -99,6 +94,10 @@ class Machine:
         self._is_over = False
         self._host: Clock = [0]  # what the running thread knows
         self._cells: dict[int, Access] = {}
+        self._fine: list[tuple[int, int, int]] = []  # begin, end, bytes of a cell
+        self._shared: list[tuple[int, int]] = []
+        self._unknown: dict[int, torch.Tensor] = {}
+        self.ranks: list[Any] = []  # of retrieval
         self.computing = self.stream("compute")
 
     def stream(self, name: str) -> LateStream:
@@ -114,6 +113,40 @@ class Machine:
         thread = LateThread(self, name, speeds[len(self._threads) % len(speeds)])
         self._threads.append(thread)
         return thread
+
+    # ---- memory --------------------------------------------------------------------------
+
+    def watch(self, begin: int, nbytes: int, cell: int) -> None:
+        """Device memory that not only the engine's stream accesses. ``cell``: bytes that are told
+        apart."""
+        self._shared.append((begin, begin + nbytes))
+        if cell < CELL:
+            self._fine.append((begin, begin + nbytes, cell))
+
+    def is_shared(self, address: int) -> bool:
+        """Whether not only the engine's stream accesses it."""
+        return any(begin <= address < end for begin, end in self._shared)
+
+    def known_of(self, tensor: Any) -> torch.Tensor | None:
+        """As of ``LateTensor``."""
+        known: torch.Tensor | None = tensor.known
+        if known is None or known.untyped_storage().data_ptr() in self._unknown:
+            return None
+        return known
+
+    def unknown(self, tensor: Any) -> None:
+        """A device tensor will hold what only the device knows."""
+        if tensor.known is not None:
+            self._unknown[tensor.known.untyped_storage().data_ptr()] = tensor.known
+
+    def cells(self, address: int, nbytes: int) -> range:
+        """The cells in which these bytes lie."""
+        last = address + nbytes - 1
+        for number, (begin, end, cell) in enumerate(self._fine):
+            if begin <= address < end:
+                first = -(number + 1) << 40
+                return range(first + (address - begin) // cell, first + (last - begin) // cell + 1)
+        return range(address // CELL, last // CELL + 1)
 
     # ---- order ---------------------------------------------------------------------------
 
@@ -152,7 +185,7 @@ class Machine:
 
     def free(self, address: int, nbytes: int) -> None:
         """The host unmaps memory."""
-        all_of_it = cells_of(address, nbytes)
+        all_of_it = self.cells(address, nbytes)
         self.host(set(), {cell for cell in self._cells if cell in all_of_it}, "unmapping")
 
     def joined(self, clock: Clock) -> None:
@@ -203,6 +236,13 @@ class Machine:
     def is_prompt(self) -> bool:
         """Whether a thread does at once what is submitted to it."""
         return self._chance.random() < self._style.prompt
+
+    def torch_waits(self) -> None:
+        """PyTorch makes the host wait for the engine's stream."""
+        self.calls["torch's waits"] = self.calls.get("torch's waits", 0) + 1
+        end = self.computing.record()
+        self.until(self.computing, end.number)
+        self.joined(end.clock)
 
     def synchronize(self) -> None:
         """Does all work of the streams. What a thread has not sent is none of it."""
@@ -371,8 +411,8 @@ class LateStream(Stream):
         reads: Cells = set()
         writes: Cells = set()
         for source, target, nbytes in zip(*columns, strict=True):
-            reads.update(cells_of(source, nbytes))
-            writes.update(cells_of(target, nbytes))
+            reads.update(self.machine.cells(source, nbytes))
+            writes.update(self.machine.cells(target, nbytes))
         seconds = batch.nbytes * self.machine.byte_s
         self.launch(batch.copy_here, reads, writes, self.name, seconds)
 
@@ -460,13 +500,25 @@ class LateThread(Executor):
         assert not wait, "CopyQueue.close has drained it"
 
 
+class Tensors(Protocol):
+    """Makes tensors of a device that tells them from the host's."""
+
+    def sent(self, values: torch.Tensor) -> torch.Tensor:
+        """A device tensor of these values."""
+
+    def room(self, values: torch.Tensor) -> torch.Tensor:
+        """Host memory for a copy of these."""
+
+
 class LateDevice(Device):
     """A device whose work its machine does."""
 
     in_step = False
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, tensors: Tensors | None = None) -> None:
+        """``tensors``: where the device's tensors are not the host's."""
         self.machine = machine
+        self._tensors = tensors
         self.locked: dict[int, Callable[[], int]] = {}
 
     def stream(self, name: str) -> Stream:
@@ -485,16 +537,24 @@ class LateDevice(Device):
         return True
 
     def send(self, values: torch.Tensor) -> torch.Tensor:
-        return values.clone()  # by this stream, whose later work alone reads it
+        sent = values.clone()  # by this stream, whose later work alone reads it
+        return sent if self._tensors is None else self._tensors.sent(sent)
 
     def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        here = torch.zeros_like(values)
-        at, into, nbytes = (
-            np.array([number], dtype=np.int64)
-            for number in (values.data_ptr(), here.data_ptr(), values.nbytes)
+        here = torch.zeros_like(values) if self._tensors is None else self._tensors.room(values)
+        address, into, nbytes = values.data_ptr(), here.data_ptr(), values.nbytes
+        machine, reads = self.machine, set[int]()
+        if machine.is_shared(address):
+            reads.update(machine.cells(address, nbytes))
+
+        def work() -> None:
+            memmove(into, address, nbytes)
+
+        kept = values, here  # until the copy is made
+        machine.computing.launch(
+            functools.partial(_after, work, kept), reads, {*machine.cells(into, nbytes)}, "fetching"
         )
-        self.machine.computing.copy(Batch(at, into, nbytes))
-        return here, self.machine.computing.record()
+        return here, machine.computing.record()
 
     def lock(self, memory: torch.Tensor, populated: Callable[[], int]) -> None:
         assert memory.data_ptr() not in self.locked, "locked twice"
@@ -503,7 +563,10 @@ class LateDevice(Device):
     def unlock(self, memory: torch.Tensor) -> None:
         self.machine.free(memory.data_ptr(), memory.numel())
         del self.locked[memory.data_ptr()]
-        self.machine.kept.append(memory)
 
     def wait_locked(self) -> None:
         return
+
+
+def _after(work: Callable[[], None], _: object) -> None:
+    work()

@@ -14,6 +14,8 @@ import pickle
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +36,9 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     KVCacheTensor,
+    SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -43,16 +47,22 @@ from kvrecall.block import Namespace
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.compat import scheduler as compat
-from kvrecall.engines.vllm.compat.config import Sharing
+from kvrecall.engines.vllm.compat.config import Sharing, kv_groups
 from kvrecall.engines.vllm.connector import worker as workers
 from kvrecall.engines.vllm.connector.connector import RecallConnector
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
-from kvrecall.engines.vllm.connector.wire import ORIGIN_BYTES, EngineFacts
+from kvrecall.engines.vllm.connector.wire import (
+    ALL_BLOCKS,
+    ORIGIN_BYTES,
+    EngineFacts,
+    GroupFacts,
+)
 from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.pool import Pool
-from kvrecall.pool.base import Verdict
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.base import ArenaHandle, Verdict
 
-from .device import Cells, LateDevice, Machine, Mark, cells_of
+from .device import Cells, LateDevice, Machine, Mark
 
 BLOCK = 16
 LAYERS = 2
@@ -76,7 +86,6 @@ class SimulatedConnector(RecallConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
-        self._scheduler = self._worker = self._endpoint = self._events = None
         self._last_states = "", []
 
 
@@ -90,14 +99,22 @@ def story(prompt: tuple[int, ...]) -> tuple[list[int], np.ndarray]:
         rows.append(state)
         if at + 1 == len(tokens):
             tokens.append(state[0])
-    first = np.frombuffer(b"".join(rows), np.uint8).reshape(LONGEST, TOKEN)
+    first = np.frombuffer(b"".join(rows), np.uint8).reshape(LONGEST, TOKEN).copy()
+    first[:, 1::2] &= 0x3F  # numbers of 16 bits, all of them finite
     return tokens, np.stack([first ^ layer for layer in range(LAYERS)])
 
 
 @functools.cache
-def config(model: Path, overlapping: bool, by_priority: bool) -> Any:
+def config(
+    model: Path,
+    overlapping: bool,
+    by_priority: bool,
+    connector: str = "SimulatedConnector",
+    module: str = __name__,
+) -> Any:
     """vLLM's configuration. ``overlapping``: asynchronous scheduling. ``by_priority``: of requests,
-    so that one may be preempted in the step that scheduled it."""
+    so that one may be preempted in the step that scheduled it. ``connector``: a class of
+    ``module``."""
     args = EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
@@ -110,8 +127,8 @@ def config(model: Path, overlapping: bool, by_priority: bool) -> Any:
         enable_prefix_caching=True,
         scheduling_policy="priority" if by_priority else "fcfs",
         kv_transfer_config=KVTransferConfig(
-            kv_connector="SimulatedConnector",
-            kv_connector_module_path=__name__,
+            kv_connector=connector,
+            kv_connector_module_path=module,
             kv_role="kv_both",
         ),
     )
@@ -121,12 +138,31 @@ def config(model: Path, overlapping: bool, by_priority: bool) -> Any:
     return made
 
 
-def kv_cache(blocks: int) -> KVCacheConfig:
-    names = [f"layers.{layer}" for layer in range(LAYERS)]
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=4, dtype=torch.float32)
-    assert spec.page_size_bytes == PAGE
-    tensors = [KVCacheTensor(blocks * PAGE, [name], PAGE, PAGE) for name in names]
-    return KVCacheConfig(blocks, tensors, [KVCacheGroupSpec(names, spec)])
+class SimulatedCache(KVCacheConfig):
+    """As vLLM's. ``zeroes``: new blocks are zeroed at the start of a step, as for some hybrid
+    models."""
+
+    zeroes = False
+
+    @property
+    def needs_kv_cache_zeroing(self) -> bool:
+        return self.zeroes
+
+
+def kv_cache(blocks: int, reaches: Sequence[int]) -> SimulatedCache:
+    """A KV group of ``LAYERS`` layers for each of ``reaches``: the tokens of its window; 0: full
+    attention. As in vLLM all groups lie in the same memory, and take blocks of it."""
+    groups, tensors = [], []
+    sizes: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 4}
+    for number, reach in enumerate(reaches):
+        names = [f"layers.{number * LAYERS + layer}" for layer in range(LAYERS)]
+        spec: KVCacheSpec = FullAttentionSpec(dtype=torch.float32, **sizes)
+        if reach:
+            spec = SlidingWindowSpec(dtype=torch.float32, sliding_window=reach, **sizes)
+        assert spec.page_size_bytes == PAGE
+        groups.append(KVCacheGroupSpec(names, spec))
+        tensors += [KVCacheTensor(blocks * PAGE, [name], PAGE, PAGE) for name in names]
+    return SimulatedCache(blocks, tensors, groups)
 
 
 @contextmanager
@@ -145,6 +181,14 @@ def on(machine: Machine) -> Iterator[None]:
                 patch.object(workers.config, name, lambda *_, answer=answer: answer)
             )
         stack.enter_context(patch.object(workers, "settle_scales", lambda *_: None))
+        attach = Arena.attach
+
+        def kept(handle: ArenaHandle) -> Arena:
+            arena = attach(handle)
+            machine.kept.append(arena.array())
+            return arena
+
+        stack.enter_context(patch.object(Arena, "attach", kept))
         stack.enter_context(patch.dict(devices.FORMS, {"cpu": lambda _: LateDevice(machine)}))
         devices.device_of.cache_clear()
         stack.callback(devices.device_of.cache_clear)
@@ -159,34 +203,52 @@ def aligned(rows: int, nbytes: int) -> torch.Tensor:
 
 
 class Rank:
-    """A worker, and the device's memory of its rank: uint8 ``[blocks, PAGE]`` by layer."""
+    """A worker, and the device's memory of its rank: uint8 ``[blocks, PAGE]`` by layer of a
+    group."""
 
-    def __init__(self, vllm_config: Any, cache: KVCacheConfig, number: int) -> None:
+    def __init__(
+        self, machine: Machine, vllm_config: Any, cache: KVCacheConfig, number: int
+    ) -> None:
+        self.machine = machine
         self.number = number
         self.memory = [aligned(cache.num_blocks, PAGE) for _ in range(LAYERS)]
+        self.caches = self._caches(vllm_config, cache)
         self.worker = RecallWorker(vllm_config, cache)
-        self.worker.register({f"layers.{i}": rows for i, rows in enumerate(self.memory)})
-        places = [(number * LAYERS + layer) * PAGE for layer in range(LAYERS)]
-        with patch.object(workers.config, "record_places", lambda *_: places):
+        layers = range(LAYERS * len(cache.kv_cache_groups))
+        self.worker.register({f"layers.{i}": self.caches[i % LAYERS] for i in layers})
+
+        def placed(sizes: Sequence[int], *_: Any) -> list[int]:
+            return list(accumulate(sizes, initial=number * sum(sizes)))[:-1]
+
+        with patch.object(workers.config, "record_places", placed):
             self.shard = self.worker.shard()
 
-    @property
-    def place(self) -> int:
-        """Where its part of a record begins."""
-        return self.number * LAYERS * PAGE
+    def _caches(self, vllm_config: Any, cache: KVCacheConfig) -> list[torch.Tensor]:
+        """The memory as the model's layers have it, which are made here."""
+        return self.memory
 
-    def cells(self, ids: Sequence[int]) -> Cells:
+    @property
+    def part(self) -> range:
+        """Its bytes of a record."""
+        nbytes = self.shard.nbytes()
+        return range(self.number * nbytes, (self.number + 1) * nbytes)
+
+    def cells(self, ids: Sequence[int], layers: Sequence[int] = range(LAYERS)) -> Cells:
         """Those of device blocks."""
         return {
             cell
-            for rows in self.memory
+            for layer in layers
             for block in ids
-            for cell in cells_of(rows.data_ptr() + block * PAGE, PAGE)
+            for cell in self.machine.cells(self.memory[layer].data_ptr() + block * PAGE, PAGE)
         }
 
 
 class Engine:
     """See the module. Within ``on(machine)``."""
+
+    rank: type[Rank] = Rank
+    exact_blocks = ALL_BLOCKS
+    """As of ``EngineFacts``."""
 
     def __init__(
         self,
@@ -197,10 +259,11 @@ class Engine:
         blocks: int,
         loads_first: bool,
         zeroes: bool,
+        reaches: Sequence[int] = (0,),
     ) -> None:
         """``ranks``: of tensor parallelism. ``blocks``: on each rank's device. ``loads_first``:
-        loads are started before the forward pass, as by Model Runner V1. ``zeroes``: new blocks are
-        zeroed at the start of a step, as for some hybrid models."""
+        loads are started before the forward pass, as by Model Runner V1. ``zeroes``, ``reaches``:
+        as of ``kv_cache``."""
         self.machine = machine
         self.pool = pool
         self.wrong: list[str] = []
@@ -211,23 +274,25 @@ class Engine:
         self._queue: deque[tuple[Any, ModelRunnerOutput, Mark]] = deque()
         vllm_config = copy.copy(vllm_config)
         vllm_config.compilation_config = SimpleNamespace(static_forward_context={})
-        cache = kv_cache(blocks)
+        self.reaches = reaches
+        cache = self._cache(blocks)
+        cache.zeroes = self._zeroes = zeroes
         kind = AsyncScheduler if self.overlapping else Scheduler
         grammar = SimpleNamespace(accept_tokens=lambda *_: True)
         self.scheduler = kind(vllm_config, cache, grammar, BLOCK)
-        self.scheduler.needs_kv_cache_zeroing = self._zeroes = zeroes
-        self.ranks = [Rank(vllm_config, cache, number) for number in range(ranks)]
+        self.ranks = [self.rank(machine, vllm_config, cache, number) for number in range(ranks)]
         self._aggregator = KVOutputAggregator(ranks)
         assert not any(rank.shard.copies_in_step for rank in self.ranks)
-        nbytes = sum(rank.shard.nbytes() for rank in self.ranks) + ORIGIN_BYTES
-        share = self.ranks[0].shard.nbytes() / nbytes
-        facts = EngineFacts.of_one(
-            BLOCK,
-            nbytes,
+        of_rank = self.ranks[0].shard.nbytes()  # the same of each group
+        nbytes = ranks * of_rank + ORIGIN_BYTES
+        facts = EngineFacts(
+            tuple(GroupFacts(group, nbytes) for group in kv_groups(cache)),
+            hash_block_size=BLOCK,
             ranks=ranks,
             copies_in_step=False,
-            rank_share=share,
+            rank_share=of_rank / nbytes,
             recovers=RECOVERS,
+            exact_blocks=self.exact_blocks,
         )
         manager = self.scheduler.kv_cache_manager
         connector = self.scheduler.connector
@@ -241,7 +306,9 @@ class Engine:
             lambda: Namespace.of({"test": "1"}),
             SimpleNamespace(is_known=lambda _: True, identity=lambda _: None),
             manager.get_block_ids,
-            room_for=compat.room_for(manager),
+            compat.first_needed(manager),
+            compat.reachable_blocks(manager),
+            compat.room_for(manager),
             uncache=manager.evict_blocks,
         )
         self._hasher = get_request_block_hasher(BLOCK, sha256_cbor)
@@ -336,6 +403,9 @@ class Engine:
         for rank in self.ranks:
             rank.worker.close()
 
+    def _cache(self, blocks: int) -> SimulatedCache:
+        return kv_cache(blocks, self.reaches)
+
     # ---- within --------------------------------------------------------------------------
 
     def _take(self) -> None:
@@ -406,7 +476,9 @@ class Engine:
         for rank in self.ranks:
             memory = rank.worker._arena.memory(self.pool.arena_handle())
             assert memory is not None
-            found.update(cells_of(memory.ctypes.data + offset + rank.place, LAYERS * PAGE))
+            part = rank.part
+            begin = memory.ctypes.data + offset + part.start
+            found.update(self.machine.cells(begin, len(part)))
         return found
 
     def _zero(self, rank: Rank, ids: list[int]) -> None:
@@ -427,37 +499,54 @@ class Engine:
             request = self.scheduler.requests[name]
             end = request.num_computed_tokens
             start = end - count
-            ids = self.scheduler.kv_cache_manager.get_block_ids(name)[0][: -(-end // BLOCK)]
-            reads |= rank.cells(ids[: -(-start // BLOCK)])
-            writes |= rank.cells(ids[start // BLOCK :])
-            parts.append((name, start, end, list(ids)))
+            tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+            for group, (ids, reach) in enumerate(zip(tables, self.reaches, strict=True)):
+                first = max(0, start + 1 - reach) if reach else 0
+                last = -(-end // BLOCK)
+                assert all(ids[first // BLOCK : last]), "a block that is attended to is gone"
+                reads |= rank.cells(ids[first // BLOCK : -(-start // BLOCK)])
+                writes |= rank.cells(ids[start // BLOCK : last])
+                parts.append(Part(name, group, first, start, end, ids[:last]))
             tokens.append([] if request.is_prefill_chunk else [self._stories[name][0][end]])
         if parts:
             work = functools.partial(self._compute, rank, parts, self._garbles)
-            seconds = TOKEN_S * sum(end - start for _, start, end, _ in parts)
+            seconds = TOKEN_S * output.total_num_scheduled_tokens
             self.machine.computing.launch(work, reads - writes, writes, "the forward pass", seconds)
-        names = [part[0] for part in parts]
+        names = list(output.num_scheduled_tokens)
         return ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, tokens)
 
-    def _compute(
-        self, rank: Rank, parts: list[tuple[str, int, int, list[int]]], garbles: bool
-    ) -> None:
+    def _compute(self, rank: Rank, parts: list[Part], garbles: bool) -> None:
         """Kernel: writes the new tokens of these requests, and then attends to all of them."""
-        mark = np.uint8(rank.number * LAYERS)
         garbled = np.uint8(85 if garbles else 0)
         for layer, rows in enumerate(rank.memory):
             memory = rows.numpy().reshape(len(rows), BLOCK, TOKEN)
-            for name, start, end, ids in parts:
-                at = np.arange(start, end)
-                memory[np.array(ids)[at // BLOCK], at % BLOCK] = (
-                    self._stories[name][1][layer, at] ^ mark ^ garbled
-                )
-            if garbles:
-                continue
-            for name, _, end, ids in parts:
-                found = memory[ids].reshape(-1, TOKEN)[:end]
-                if not np.array_equal(found, self._stories[name][1][layer, :end] ^ mark):
-                    self.wrong.append(f"{name} reads other KV than its tokens have")
+            for part in parts:
+                at = np.arange(part.start, part.end)
+                told = self._told(rank, part)[layer, at]
+                memory[np.array(part.ids)[at // BLOCK], at % BLOCK] = told ^ garbled
+            for part in parts if not garbles else ():
+                at = np.arange(part.first, part.end)
+                found = memory[np.array(part.ids)[at // BLOCK], at % BLOCK]
+                if not np.array_equal(found, self._told(rank, part)[layer, at]):
+                    self.wrong.append(f"{part.name} reads other KV than its tokens have")
+
+    def _told(self, rank: Rank, part: Part) -> np.ndarray:
+        """What a group of a rank computes for a request: uint8 ``[layers, tokens, TOKEN]``."""
+        mark = (rank.number * len(self.reaches) + part.group) * LAYERS
+        return self._stories[part.name][1] ^ np.uint8(mark)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tokens ``[start, end)`` of a request in one KV group, which attend to ``[first, end)``.
+    ``ids``: the request's device blocks."""
+
+    name: str
+    group: int
+    first: int
+    start: int
+    end: int
+    ids: list[int]
 
 
 init_none_hash(sha256_cbor)

@@ -7,22 +7,34 @@ wait of kvrecall's taken out, which they must find, too.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import os
 import random
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
+from kvrecall.attention.residency import DeviceResidency
 from kvrecall.config import RecallSettings
+from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
+from kvrecall.engines.vllm.attention.copied import CopiedLayer
+from kvrecall.engines.vllm.attention.group import RetrievalGroup
+from kvrecall.engines.vllm.attention.offload_scheduler import OffloadManager, OffloadPlanner
 from kvrecall.engines.vllm.connector.saver import Saver
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
+from kvrecall.engines.vllm.connector.wire import Arrival, EngineFacts
+from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.lab.models import write_model
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
@@ -30,10 +42,12 @@ from kvrecall.pool.tier import NullTier
 
 from .device import DeadlockError, Machine, Style
 from .engine import BLOCK, LONGEST, RECOVERS, Engine, config, on
+from .retrieval import RetrievalEngine, drawn_settings, retrieving
 from .tier import LateTier
 
 _MOST_STEPS = 2000
 _LENGTH = 30
+_FAILS = 0.5  # how likely a step fails, beside _ACTIONS
 _SLOTS = (8, 40, 100)
 """Blocks of 4 KiB that the pool has room for."""
 
@@ -78,18 +92,165 @@ def _failed_steps_cached() -> Any:
     return patch.object(KVCacheManager, "evict_blocks", lambda *_: None)
 
 
-RULES: dict[str, Callable[[], Any]] = {
-    "rule: device blocks of a request that ended are held for its stores": _freed_at_once,
-    "rule: blocks are committed when all ranks have stored them": _committed_by_the_first_rank,
-    "rule: slots are leased until their load is complete": _released_at_once,
+def _freed_while_stored() -> Any:
+    return patch.object(EngineFacts, "frees_while_running", False)
+
+
+def _left_without_a_lease() -> Any:
+    left = OffloadPlanner.left
+
+    def forget(planner: Any, request_id: str, block_ids: Any, slots: Any) -> None:
+        left(planner, request_id, block_ids, slots)
+        sequence = planner._sequences[request_id]
+        for ticket in sequence.tickets:
+            planner._pool.release(ticket)
+        sequence.tickets.clear()
+
+    return patch.object(OffloadPlanner, "left", forget)
+
+
+def _arrived_without_a_lease() -> Any:
+    arrived = OffloadPlanner.arrived
+
+    def forget(planner: Any, request_id: str, slots: Any) -> None:
+        arrived(planner, request_id, slots)
+        sequence = planner._sequences[request_id]
+        for ticket in sequence.tickets:
+            planner._pool.release(ticket)
+        sequence.tickets.clear()
+
+    return patch.object(OffloadPlanner, "arrived", forget)
+
+
+def _released_while_under_way() -> Any:
+    def forget(planner: Any, request_id: str) -> None:
+        sequence = planner._sequences.pop(request_id, None)
+        if sequence is not None:
+            planner._release(sequence)
+            planner._ended += [request_id] if sequence.gone else []
+
+    return patch.object(OffloadPlanner, "ended", forget)
+
+
+@contextmanager
+def _moved_after_the_step() -> Iterator[None]:
+    carry_out, start_stores = RetrievalGroup._carry_out, RecallWorker.start_stores
+    late: list[Any] = []
+
+    def forget(group: Any, order: Any, records: Any) -> bool:
+        if isinstance(order, Arrival) or order.request_id not in group._sequences:
+            return carry_out(group, order, records)
+        late.append(functools.partial(carry_out, group, order, records))
+        return True
+
+    def begin(worker: Any, orders: Any) -> None:
+        while late:
+            late.pop(0)()
+        start_stores(worker, orders)
+
+    with (
+        patch.object(RetrievalGroup, "_carry_out", forget),
+        patch.object(RecallWorker, "start_stores", begin),
+    ):
+        yield
+
+
+def _fresh_though_written() -> Any:
+    return patch.object(RetrievalBuilder, "_note_written", lambda *_: None)
+
+
+def _left_with_stale_digests() -> Any:
+    carry_out = RetrievalGroup._carry_out
+
+    def forget(group: Any, order: Any, records: Any) -> bool:
+        none = torch.empty(0, dtype=torch.int64)
+        with patch.object(group.freshness, "take_stale", lambda _: none):
+            return carry_out(group, order, records)
+
+    return patch.object(RetrievalGroup, "_carry_out", forget)
+
+
+def _slots_given_away() -> Any:
+    add = OffloadManager._add_slots
+
+    def forget(manager: Any, request_id: str, count: int) -> list[int]:
+        ids = add(manager, request_id, count)
+        held = manager._slots[request_id]
+        manager.block_pool.free_blocks(held[len(held) - len(ids) :])
+        del held[len(held) - len(ids) :]
+        return ids
+
+    return patch.object(OffloadManager, "_add_slots", forget)
+
+
+def _numbers_remembered() -> Any:
+    def forget(residency: Any, numbers: Any, slots: Any, most: int) -> None:
+        known = residency.place.shape[1]
+        if known < most:
+            place = residency.place.new_zeros((len(residency.place), 2 * most))
+            place[:, :known] = residency.place
+            residency.place = place
+
+    return patch.object(DeviceResidency, "begin", forget)
+
+
+def _copied_once_though_open() -> Any:
+    copied = CopiedLayer.copy
+
+    def forget(layer: Any, kv_cache: Any, row: Any, new_tokens: int) -> Any:
+        made = copied(layer, kv_cache, row, new_tokens)
+        if row.kept is not None:
+            row.kept.copied[layer._name] = -(-row.tokens // BLOCK)
+        return made
+
+    return patch.object(CopiedLayer, "copy", forget)
+
+
+ALL = ("one group", "several groups", "offload")
+"""Kinds of schedules."""
+
+GROUPS, OFFLOAD = ("several groups",), ("offload",)
+RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "rule: device blocks of a request that ended are held for its stores": (_freed_at_once, ALL),
+    "rule: blocks are committed when all ranks have stored them": (
+        _committed_by_the_first_rank,
+        ALL,
+    ),
+    "rule: slots are leased until their load is complete": (_released_at_once, ALL),
+    "rule: stores are waited for before what a window has freed is overwritten": (
+        _freed_while_stored,
+        GROUPS,
+    ),
+    "rule: blocks that left are leased": (_left_without_a_lease, OFFLOAD),
+    "rule: blocks that stay in the pool are leased": (_arrived_without_a_lease, OFFLOAD),
+    "rule: leases outlast the steps under way of a sequence that is preempted": (
+        _released_while_under_way,
+        OFFLOAD,
+    ),
+    "rule: digests of leaving blocks are taken before the step writes": (
+        _moved_after_the_step,
+        OFFLOAD,
+    ),
+    "rule: digests of written blocks are stale": (_fresh_though_written, OFFLOAD),
+    "rule: stale blocks are digested before they leave": (_left_with_stale_digests, OFFLOAD),
+    "rule: slots are a sequence's until it ends": (_slots_given_away, OFFLOAD),
+    "rule: what held a number or slot before is forgotten": (_numbers_remembered, OFFLOAD),
+    "rule: a block is copied again until it is full": (_copied_once_though_open, OFFLOAD),
 }
-"""Waits of the scheduler side, which no event names; each with what takes it out."""
+"""Waits and orders that no event names; each with what takes it out, and where it matters."""
+
+RARE = {
+    "rule: blocks that stay in the pool are leased",
+    "rule: leases outlast the steps under way of a sequence that is preempted",
+    "rule: stale blocks are digested before they leave",
+    "rule: what held a number or slot before is forgotten",
+}
+"""What a few schedules do not find."""
 
 _ACTIONS: dict[str, float] = {"add": 8, "abort": 1, "preempt": 1, "sleep": 0.2, "step": 8}
 if RECOVERS:
-    RULES["rule: blocks of a step that failed are not committed"] = _failed_steps_believed
-    RULES["rule: they leave vLLM's prefix cache"] = _failed_steps_cached
-    _ACTIONS["fail"] = 0.5
+    RULES["rule: blocks of a step that failed are not committed"] = _failed_steps_believed, ALL[:2]
+    RULES["rule: they leave vLLM's prefix cache"] = _failed_steps_cached, ALL[:2]
 
 
 @dataclass(slots=True)
@@ -111,25 +272,43 @@ class Outcome:
         return "; ".join([*self.wrong[:2], *self.races[:2], self.deadlock])
 
 
-def run(model: Path, seed: int, ignored: frozenset[str] = frozenset()) -> Outcome:
+def run(
+    model: Path, seed: int, ignored: frozenset[str] = frozenset(), kind: str = "one group"
+) -> Outcome:
     """One schedule, which follows from its seed."""
     chance = random.Random(seed)
     machine = Machine(chance, Style.draw(chance), ignored)
     overlapping, by_priority = chance.random() < 0.7, chance.random() < 0.5
     blocks = chance.choice((12, 16, 24))
-    settings = RecallSettings.from_mapping({"host_size": f"{4 * chance.choice(_SLOTS)}KiB"})
+    reaches: tuple[int, ...] = (0,)
+    if kind == "several groups":
+        reaches = chance.choice(((0, 40), (24, 0), (0, 24, 56), (40, 0, 16)))
+        blocks += 12 * len(reaches) - 12
+    offloads = kind == "offload"
+    slots = chance.choice((12, 24, 60) if offloads else _SLOTS)
+    settings = RecallSettings.from_mapping({"host_size": f"{4 * slots}KiB"})
     outcome = Outcome(sites=machine.sites)
-    tier = LateTier(machine, chance) if chance.random() < 0.5 else None
+    tier = LateTier(machine, chance) if chance.random() < (0.8 if offloads else 0.5) else None
     arena = Arena.create(settings.pool.host_bytes)
-    with on(machine), Pool(arena, tier or NullTier(), settings.pool.policy) as pool:
-        engine = Engine(
-            config(model, overlapping, by_priority),
+    with ExitStack() as stack:
+        stack.enter_context(on(machine))
+        pool = stack.enter_context(Pool(arena, tier or NullTier(), settings.pool.policy))
+        make: Callable[..., Engine] = Engine
+        told = config(model, overlapping, by_priority)
+        if offloads:
+            retrieval = drawn_settings(chance)
+            stack.enter_context(retrieving(machine, retrieval, chance.choice((2, 8, 64))))
+            make = functools.partial(RetrievalEngine, chance, retrieval)
+            told = config(model, overlapping, by_priority, "RecallConnector", "streams.retrieval")
+        engine = make(
+            told,
             machine,
             pool,
             chance.choice((1, 1, 2)),
             blocks,
             loads_first=chance.random() < 0.5,
             zeroes=chance.random() < 0.5,
+            reaches=reaches,
         )
         if tier is not None:
             tier.cells_of = engine.slot_cells
@@ -145,6 +324,8 @@ def run(model: Path, seed: int, ignored: frozenset[str] = frozenset()) -> Outcom
     outcome.wrong, outcome.races = engine.wrong, machine.faults
     outcome.did |= machine.calls
     outcome.did["preempted"] = engine.preempted
+    if isinstance(engine, RetrievalEngine):
+        outcome.did |= engine.moved
     outcome.did["from the tier"] = tier.loaded if tier is not None else 0
     return outcome
 
@@ -154,12 +335,17 @@ def _drive(engine: Engine, chance: random.Random, outcome: Outcome) -> None:
     prompts = [[chance.randrange(256) for _ in range(LONGEST)] for _ in range(4)]
     did = outcome.did
     steps = 0
+    offloads = isinstance(engine, RetrievalEngine)
+    fails = RECOVERS and not offloads
+    actions = {**_ACTIONS, "fail": _FAILS} if fails else _ACTIONS
     for number in range(_LENGTH):
-        action = chance.choices([*_ACTIONS], [*_ACTIONS.values()])
+        action = chance.choices([*actions], [*actions.values()])
         did[action[0]] = did.get(action[0], 0) + 1
         if action == ["add"] and len(engine.names) < 8:
-            most = chance.choice((1, 2, 9, 30))
-            prompt = chance.choice(prompts)[: chance.randrange(BLOCK, LONGEST - most - 1)]
+            most, least = chance.choice((1, 2, 9, 30)), BLOCK
+            if offloads:
+                most, least = chance.choice((2, 9, 30, 60)), 3 * BLOCK
+            prompt = chance.choice(prompts)[: chance.randrange(least, LONGEST - most - 1)]
             engine.add(f"r{number}", prompt, most, chance.randrange(4))
         elif action == ["abort"] and engine.names:
             engine.abort(chance.choice(engine.names))
@@ -199,46 +385,103 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model", weights=False)
-        result = check(model, given.seed, given.schedules)
+        processes = min(len(ALL), os.cpu_count() or 1)
+        result = check(model, given.seed, divided(given.schedules), processes)
     print(json.dumps(result))
 
 
-def check(model: Path, first: int, schedules: int) -> dict[str, object]:
-    """Runs so many schedules, then each mutant until one finds it."""
-    began = time.monotonic()
-    outcomes = {seed: run(model, seed) for seed in range(first, first + schedules)}
+def divided(schedules: int) -> dict[str, int]:
+    """How many of each kind: one of several groups takes twice as long, one that offloads twelve
+    times."""
+    offload, several = schedules // 25, schedules // 4
+    return dict(zip(ALL, (schedules - several - offload, several, offload), strict=True))
+
+
+@dataclass(slots=True)
+class Found:
+    """What schedules of a kind found. ``caught``: by mutant, the first that did; None: none."""
+
+    kind: str
+    outcomes: dict[int, Outcome]
+    caught: dict[str, int | None]
+
+    def told(self) -> dict[str, object]:
+        every = self.outcomes.values()
+        names = sorted(set().union(*(one.did for one in every)))
+        return {
+            "schedules": len(self.outcomes),
+            "wrong": sum(bool(one.wrong) for one in every),
+            "early_reads": sum(bool(one.races) for one in every),
+            "deadlocks": sum(bool(one.deadlock) for one in every),
+            "mutants": len(self.caught),
+            "mutants_caught": sum(seed is not None for seed in self.caught.values()),
+            "did": {name: sum(one.did.get(name, 0) for one in every) for name in names},
+        }
+
+
+def explored(model: Path, first: int, quick: bool, kind: str, schedules: int) -> Found:
+    """Runs so many schedules, then each mutant until one finds it. ``quick``: not those that need
+    many schedules."""
+    outcomes = {seed: run(model, seed, kind=kind) for seed in range(first, first + schedules)}
     bad = {seed: one for seed, one in outcomes.items() if not one.is_good}
+    print(f"{kind}: {len(bad)} of {schedules} schedules went wrong", flush=True)
     for seed, one in list(bad.items())[:5]:
-        print(f"schedule {seed}: {one.text}")
-    sites = [*sorted(set().union(*(one.sites for one in outcomes.values()))), *RULES]
-    caught = {site: caught_at(model, site, outcomes) for site in sites}
-    for site, seed in caught.items():
-        print(f"{'caught by ' + str(seed) if seed is not None else 'NOT CAUGHT':>16}  {site}")
-    did: dict[str, int] = {}
-    for one in outcomes.values():
-        for name, count in one.did.items():
-            did[name] = did.get(name, 0) + count
+        print(f"{kind}, schedule {seed}: {one.text}", flush=True)
+    sites = sorted(set().union(*(one.sites for one in outcomes.values())))
+    rules = [rule for rule, (_, where) in RULES.items() if kind in where]
+    found: dict[str, int | None] = {}
+    for site in [*sites, *(rule for rule in rules if not (quick and rule in RARE))]:
+        seed_of = found[site] = caught_at(model, site, outcomes, kind)
+        word = "not caught" if seed_of is None else f"caught by {seed_of}"
+        print(f"{kind:>14} {word:>16}  {site}", flush=True)
+    return Found(kind, outcomes, found)
+
+
+def check(
+    model: Path,
+    first: int,
+    schedules: Mapping[str, int],
+    processes: int = 1,
+    quick: bool = False,
+) -> dict[str, Any]:
+    """Runs so many schedules of each kind. A mutant counts as caught if those of one kind do.
+    ``quick``: as of ``explored``."""
+    began = time.monotonic()
+    with ProcessPoolExecutor(processes, get_context("spawn")) as several:
+        apply = several.map if processes > 1 else map
+        kinds = list(
+            apply(functools.partial(explored, model, first, quick), schedules, schedules.values())
+        )
+    caught: dict[str, bool] = {}
+    for found in kinds:
+        for site, seed in found.caught.items():
+            caught[site] = caught.get(site, False) or seed is not None
+    for site, is_caught in caught.items():
+        if not is_caught:
+            print(f"NOT CAUGHT: {site}")
+    told = {found.kind: found.told() for found in kinds}
+    sums = {
+        name: sum(int(str(one[name])) for one in told.values())
+        for name in ("schedules", "wrong", "early_reads", "deadlocks")
+    }
     return {
-        "schedules": schedules,
-        "wrong": sum(bool(one.wrong) for one in bad.values()),
-        "early_reads": sum(bool(one.races) for one in bad.values()),
-        "deadlocks": sum(bool(one.deadlock) for one in bad.values()),
-        "mutants": len(sites),
-        "mutants_caught": sum(seed is not None for seed in caught.values()),
-        "host_waits": [site for site in sites if site.startswith(("wait", "join"))],
-        "did": did,
+        **sums,
+        "mutants": len(caught),
+        "mutants_caught": sum(caught.values()),
+        "host_waits": [site for site in caught if site.startswith(("wait", "join"))],
+        "kinds": told,
         "seconds": round(time.monotonic() - began),
     }
 
 
-def caught_at(model: Path, site: str, outcomes: dict[int, Outcome]) -> int | None:
+def caught_at(model: Path, site: str, outcomes: dict[int, Outcome], kind: str) -> int | None:
     """The first of these schedules that goes wrong without the wait at that site, or the rule of
     that name; None if none does."""
     for seed, one in outcomes.items():
         if not one.is_good or not (site in RULES or site in one.sites):
             continue
-        with RULES.get(site, nullcontext)():
-            if not run(model, seed, frozenset({site})).is_good:
+        with RULES[site][0]() if site in RULES else nullcontext():
+            if not run(model, seed, frozenset({site}), kind).is_good:
                 return seed
     return None
 

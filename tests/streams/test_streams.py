@@ -15,34 +15,35 @@ from kvrecall.lab.models import write_model
 from kvrecall.pool import Pool
 from streams.device import CELL, DeadlockError, LateDevice, Machine, Style
 from streams.engine import BLOCK, LAYERS, PAGE, RECOVERS, TOKEN_S, Engine, config, on
-from streams.run import check
+from streams.run import ALL, check
+from streams.tensors import META, DeviceTensors, LateTensor, Queueing
 
-SCHEDULES = 80
+SCHEDULES = dict(zip(ALL, (30, 16, 6), strict=True))
 
 
 def test_no_order_of_copies_goes_wrong_and_each_wait_is_needed(
     tmp_path: Path,
 ) -> None:
-    """`make streams` runs thousands."""
-    found = check(write_model(tmp_path / "model", weights=False), 0, SCHEDULES)
+    """`make streams` runs thousands, and there all mutants must be caught."""
+    model = write_model(tmp_path / "model", weights=False)
+    found = check(model, 0, SCHEDULES, quick=True)
     assert (found["wrong"], found["early_reads"], found["deadlocks"]) == (0, 0, 0)
-    assert found["mutants"] == found["mutants_caught"] >= 9
+    assert found["schedules"] == sum(SCHEDULES.values())
+    assert found["mutants"] == found["mutants_caught"] >= 15
     # This thread waits for the device where blocks are taken from a request, and at the end.
     ends = ("RecallWorker.before_overwrite", "RecallWorker.close")
     assert all(site.endswith(ends) for site in found["host_waits"])
-    did = found["did"]
-    for what in (
-        "loads",
-        "stores",
-        "preempted",
-        "zeroing",
-        "abort",
-        "sleep",
-        "shut down",
-        "from the tier",
-    ):
-        assert did[what] > 0, what
-    assert (did.get("fail", 0) > 0) == RECOVERS
+    kinds = found["kinds"]
+    common = ("loads", "stores", "preempted", "zeroing", "abort", "sleep", "from the tier")
+    for kind in ALL:
+        for what in common:
+            assert kinds[kind]["did"][what] > 0, (kind, what)
+    assert kinds["one group"]["did"]["shut down"] > 0
+    for what in ("fetches", "sparse attention", "departures", "arrivals"):
+        assert kinds["offload"]["did"][what] > 0, what
+    # PyTorch makes no host wait for the device either.
+    assert not kinds["offload"]["did"].get("torch's waits")
+    assert (kinds["one group"]["did"].get("fail", 0) > 0) == RECOVERS
 
 
 @pytest.mark.parametrize("overlapping", [False, True])
@@ -131,3 +132,43 @@ def test_unmapping_under_a_copy_is_noticed() -> None:
     bench.write(first)
     bench.device.unlock(memory)
     assert bench.machine.faults == ["unmapping overwrites what compute is still to write"]
+
+
+def test_what_torch_does_on_the_device_is_late() -> None:
+    machine = Machine(random.Random(0), Style(0.0, 10**9, True, (1.0,)))
+    device = LateDevice(machine, DeviceTensors(machine))
+    with Queueing(machine):
+        rows = torch.zeros(4, 3, device=META)
+        assert isinstance(rows, LateTensor)
+        at = device.send(torch.tensor([2, 0]))
+        rows[at] = device.send(torch.ones(2, 3))
+        sums = rows.sum(1)
+        assert rows.plain.sum() == 0, "nothing is done yet"
+        assert sums.told().tolist() == [3, 0, 3, 0], "it follows from what was sent"
+        here, event = device.fetch(sums)
+        assert here.plain.view(torch.uint8)[0] == 0xEE
+        here.tolist()
+        assert machine.faults == [
+            "the host, of a fetched tensor, reads what compute is still to write"
+        ]
+        event.wait()
+        assert here[1:].tolist() == [0, 3, 0]
+        assert len(machine.faults) == 1
+        with pytest.raises(AssertionError, match="the host reads device memory"):
+            sums.tolist()
+
+
+def test_rows_that_another_stream_reads_are_told_apart() -> None:
+    machine = Machine(random.Random(0), Style(0.0, 10**9, True, (1.0,)))
+    device, copies = LateDevice(machine, DeviceTensors(machine)), machine.stream("copies")
+    with Queueing(machine):
+        rows = torch.zeros(4, 8, dtype=torch.uint8, device=META)
+        machine.watch(rows.data_ptr(), rows.nbytes, 8)
+        rows[device.send(torch.tensor([1]))] = 7
+        second = set(machine.cells(rows.data_ptr() + 8, 8))
+        copies.launch(lambda: None, second, set(), "copy")
+        assert machine.faults == ["copy reads what compute is still to write"]
+        rows[device.send(torch.tensor([2]))] = 7
+        assert len(machine.faults) == 1, "another row"
+        rows[device.send(torch.tensor([1]))] = 8
+        assert machine.faults[1:] == ["torch's operations overwrites what copies still reads"]

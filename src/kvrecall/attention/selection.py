@@ -15,7 +15,6 @@ import torch
 
 from kvrecall.attention.digest import SCALE_BYTES, Digest, Layout, scales_in, scales_of_maxima
 from kvrecall.attention.kernels.int8 import PackedRows
-from kvrecall.attention.kernels.threads import over_heads
 from kvrecall.attention.settings import Regime, RetrievalSettings
 
 OVERHEAD_BYTES = 8 * 2**20
@@ -182,8 +181,10 @@ def _best_rows(sums: torch.Tensor) -> torch.Tensor:
 
 
 class Selector(ABC):
-    """Selects among candidate blocks of one sequence, in one layer."""
+    """Selects among candidate blocks of one sequence, in one layer. In plain torch: on a CPU
+    ``kernels.search`` finds the same blocks faster."""
 
+    @abstractmethod
     def choose(
         self,
         query: torch.Tensor,
@@ -200,26 +201,6 @@ class Selector(ABC):
         ``coarse``: a copy of the runs' coarse rows, side by side, which is faster to read.
         """
 
-        def choose(heads: slice) -> torch.Tensor:
-            some = None if coarse is None else [run[heads] for run in coarse]
-            return self._choose(query[heads], [run[heads] for run in runs], count, scale, some)
-
-        if not query.is_cpu:
-            return choose(slice(None))
-        read = sum(run.nbytes for run in (runs if coarse is None else coarse))
-        return over_heads(choose, len(query), read)
-
-    @abstractmethod
-    def _choose(
-        self,
-        query: torch.Tensor,
-        runs: Sequence[torch.Tensor],
-        count: int,
-        scale: float,
-        coarse: Sequence[torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """``choose``, of some of the heads, in one thread."""
-
 
 class ExactSelector(Selector):
     """A matrix product over all digests.
@@ -233,13 +214,13 @@ class ExactSelector(Selector):
         self._digest = digest
         self._rows = rows
 
-    def _choose(
+    def choose(
         self,
         query: torch.Tensor,
         runs: Sequence[torch.Tensor],
         count: int,
         scale: float,
-        coarse: Sequence[torch.Tensor] | None,
+        coarse: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         point = self._digest.of_query(query)
         coded = CodedQuery(point)
@@ -265,13 +246,13 @@ class NarrowingSelector(Selector):
         """``layout``: with coarse rows."""
         self._layout = layout
 
-    def _choose(
+    def choose(
         self,
         query: torch.Tensor,
         runs: Sequence[torch.Tensor],
         count: int,
         scale: float,
-        coarse: Sequence[torch.Tensor] | None,
+        coarse: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         few = self._layout.narrowed(sum(run.shape[1] for run in runs), count)
         point = self._layout.kind.of_query(query)

@@ -7,6 +7,7 @@ here knows HTTP, and nothing here imports vLLM.
 from __future__ import annotations
 
 import ssl
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -20,6 +21,18 @@ REPORT = "kvrecall"
 
 UNIT = "kvrecall_unit"
 """Key in ``kv_transfer_params`` of a reply: tokens of which a hit is a multiple."""
+
+MISSED = "kvrecall_missed"
+"""Key in ``kv_transfer_params`` of a reply: why the rest of the prompt was computed, see ``Miss``;
+absent if everything that could be recalled was."""
+
+MISSED_HEADER = "x-kvrecall-missed"
+"""Reply header: why the rest of the prompt was computed (``reason=diverged;from=256;token=290``),
+beside ``x-kvrecall``; absent if everything that could be recalled was."""
+
+REQUEST_HEADER = "x-kvrecall-request"
+"""Reply header: the request's id, for ``kvrecall why``, on replies in MindIE's and TGI's forms,
+whose body has no field for it."""
 
 RECALL_HEADER = "x-kvrecall"
 """Reply header: prompt tokens by source (``device=0;host=128;computed=16``), on
@@ -41,13 +54,86 @@ CONTEXT_PARALLEL = (
 """Why engines with a pool, and MindIE's ``cp`` and ``sp``, are refused."""
 
 
+class Reason(StrEnum):
+    """Why the first block of a prompt that was neither on the device nor recalled was not."""
+
+    SHORT = "short"
+    NEW = "new"
+    DIVERGED = "diverged"
+    EVICTED = "evicted"
+    REFUSED = "refused"
+    UNSAVED = "unsaved"
+    NAMESPACE = "namespace"
+    DECLINED = "declined"
+    LATE = "late"
+    DAMAGED = "damaged"
+    FAILED = "failed"
+    AWAY = "away"
+    NO_ROOM = "no_room"
+    RACE = "race"
+    AUDIT = "audit"
+    NOT_ASKED = "not_asked"
+    NOT_POOLED = "not_pooled"
+    UNKNOWN = "unknown"
+
+
+REASONS = {
+    Reason.SHORT: "the prompt is shorter than a block and one token",
+    Reason.NEW: "first time seen, as far as this engine and its pool remember",
+    Reason.DIVERGED: "the prompt leaves the nearest known one at a token",
+    Reason.EVICTED: "its block was evicted, dropped or cleared",
+    Reason.REFUSED: "its block was not accepted by the pool when it was computed before",
+    Reason.UNSAVED: "its block was computed before, and is not in the pool",
+    Reason.NAMESPACE: "its block is there, in another namespace",
+    Reason.DECLINED: "loading was expected to take longer than computing",
+    Reason.LATE: "its block did not arrive in time",
+    Reason.DAMAGED: "its block was damaged or unreadable",
+    Reason.FAILED: "its block arrived, and could not be copied to the device",
+    Reason.AWAY: "the tier that has it, or may have it, did not answer",
+    Reason.NO_ROOM: "the host tier had no room to load it into",
+    Reason.RACE: "its block was being computed or saved at that moment",
+    Reason.AUDIT: "it was computed to be compared with the pool's block",
+    Reason.NOT_ASKED: "the request, or the engine's role, excludes recall",
+    Reason.NOT_POOLED: "its blocks have no namespace in the pool",
+    Reason.UNKNOWN: "the pool service did not say why before the request ended",
+}
+"""Each reason in words."""
+
+Miss = Mapping[str, object]
+"""Why the rest of a prompt was computed: ``reason``; ``from``, the first token that was;
+``tokens``, how many were; and what belongs to the reason (``docs/misses.md``)."""
+
+
+def miss_text(miss: Miss) -> str:
+    """A miss as a sentence."""
+    reason = Reason(str(miss["reason"]))
+    told = [f"{miss['tokens']} tokens from token {miss['from']} on: {REASONS[reason]}"]
+    if "token" in miss:
+        told.append(f"at token {miss['token']}")
+    for name in ("tier", "cause", "group"):
+        if name in miss:
+            told.append(f"{name} {miss[name]}")
+    fields = miss.get("fields")
+    if isinstance(fields, list | tuple):
+        told.append(f"different: {', '.join(map(str, fields))}")
+    if "load_s" in miss:
+        told.append(f"loading {miss['load_s']} s, computing {miss['compute_s']} s")
+    at = miss.get("time")
+    if isinstance(at, int | float):
+        told.append(time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at)))
+    if "text" in miss:
+        told.append(f"text {miss['text']!r}")
+    return "; ".join(told)
+
+
 @dataclass(frozen=True, slots=True)
 class RecallSplit:
     """The sources of a request's prompt tokens. The counts add up to the prompt.
 
     ``unspecified`` counts tokens that were recalled from a tier the engine did not name (beam
     search, or statistics switched off and the request ended by a stop string). ``unit``: tokens of
-    which a hit is a multiple; 0 if the engine did not say.
+    which a hit is a multiple; 0 if the engine did not say. ``missed``: why the rest was computed;
+    None if all that could be recalled was, or the engine did not say.
     """
 
     device: int = 0
@@ -57,6 +143,7 @@ class RecallSplit:
     computed: int = 0
     unspecified: int = 0
     unit: int = 0
+    missed: Miss | None = None
 
     @classmethod
     def of_report(
@@ -71,7 +158,9 @@ class RecallSplit:
         """
         if report is not None:
             names = {field.name for field in fields(cls)}
-            return cls(**{k: v for k, v in report.items() if k in names and isinstance(v, int)})
+            counts = {k: v for k, v in report.items() if k in names and isinstance(v, int)}
+            missed = report.get("missed")
+            return cls(**counts, missed=missed if isinstance(missed, Mapping) else None)
         cached = min(cached, prompt)
         if pooled:
             return cls(unspecified=cached, computed=prompt - cached)
@@ -80,18 +169,20 @@ class RecallSplit:
     def as_dict(self) -> dict[str, int]:
         """For replies: every tier, zero or not; ``unspecified`` only where it is not zero. Without
         ``unit``, which counts no tokens of the prompt."""
-        counts = {field.name: int(getattr(self, field.name)) for field in fields(self)}
-        del counts["unit"]
+        names = (field.name for field in fields(self) if field.name not in ("unit", "missed"))
+        counts = {name: int(getattr(self, name)) for name in names}
         if not self.unspecified:
             del counts["unspecified"]
         return counts
 
 
 def recalled(split: RecallSplit) -> dict[str, object]:
-    """What replies say of the sources of a prompt: ``recall``, its tokens by source, and
-    ``recall_unit``, tokens of which a hit is a multiple, if the engine said."""
+    """What replies say of the sources of a prompt: ``recall``, its tokens by source and, if some
+    could have been recalled and were not, why (``missed``); and ``recall_unit``, tokens of which a
+    hit is a multiple, if the engine said."""
     unit = {"recall_unit": split.unit} if split.unit else {}
-    return {"recall": split.as_dict(), **unit}
+    missed = {} if split.missed is None else {"missed": dict(split.missed)}
+    return {"recall": {**split.as_dict(), **missed}, **unit}
 
 
 class Finish(StrEnum):
@@ -297,7 +388,7 @@ class RequestView:
 
     Times are wall-clock seconds; ``ended`` is 0 while it runs. ``ttft_s``: seconds to its
     first token, 0 if there is none. ``output_tokens``: None if not known. ``split``: its prompt's
-    tokens by source, empty until known.
+    tokens by source, empty until known. ``missed``: why the rest of it was computed, without text.
     """
 
     id: str
@@ -308,6 +399,7 @@ class RequestView:
     output_tokens: int | None
     ttft_s: float
     split: Mapping[str, int]
+    missed: Miss | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +424,13 @@ class Insight(Protocol):
 
     def ended(self, since: float) -> Sequence[RequestView]:
         """The last requests that ended after ``since``, oldest first."""
+
+    def requests(self, request_id: str) -> Sequence[RequestView]:
+        """The requests of that id, or prompts of one (``ID-0``), that run or ended lately."""
+
+    @property
+    def forgotten_until(self) -> float:
+        """When the last request ended that ``requests`` has forgotten; 0: none was."""
 
     @property
     def remembered(self) -> int:

@@ -97,6 +97,29 @@ class Recall:
     tiers: tuple[TierName, ...] = ()
 
 
+class Presence(enum.StrEnum):
+    """What the pool knows about a block that a request did not get."""
+
+    HERE = "here"  # it has the block
+    FILLING = "filling"  # a request is computing it, or its copy is under way
+    GONE = "gone"  # it left a tier; ``Absence.cause`` is a ``Cause``
+    REFUSED = "refused"  # it was not accepted; ``Absence.cause`` is a ``Refusal``
+    ELSEWHERE = "elsewhere"  # it is in another namespace only, which differs in ``Absence.fields``
+    AWAY = "away"  # the tier that has it, or may have it, does not answer
+    UNKNOWN = "unknown"  # nothing
+
+
+class Absence(msgspec.Struct, frozen=True):
+    """Why a block was not found, as the pool knows it. ``at``: wall-clock seconds. ``tier``: the
+    one it left, was refused by, lies in or that does not answer; "service": the pool service."""
+
+    presence: Presence
+    tier: str = ""
+    cause: str = ""
+    at: float = 0.0
+    fields: tuple[str, ...] = ()
+
+
 class Verdict(enum.Enum):
     """Answer to a reservation."""
 
@@ -193,6 +216,11 @@ class PoolClient(Protocol):
         """Which of ``keys`` are known to be present, in any order and with gaps: sliding windows
         and recurrent states need single blocks of a sequence. Otherwise as ``find``; a lookup
         beyond this host is started for every key whose state is not known."""
+
+    def why(self, key: BlockKey) -> Absence | None:
+        """Why a block was not found, from what is remembered of this very key, and of the same
+        block hash in other namespaces. None while the answer is on its way: call again. Does not
+        wait."""
 
     def acquire(
         self,

@@ -65,6 +65,9 @@ class Cascade(Tier):
     def ask(self, keys: Sequence[BlockKey], every: bool = False) -> bool:
         return self.far.ask([key for key in keys if not self.near.contains(key)], every)
 
+    def is_silent(self, key: BlockKey) -> bool:
+        return self.far.is_silent(key)
+
     def depth_of(self, key: BlockKey) -> int | None:
         depth = self.near.depth_of(key)
         return self.far.depth_of(key) if depth is None else depth

@@ -28,7 +28,8 @@ class Cause(enum.StrEnum):
 
 
 class Watcher(Protocol):
-    """Is told of every block that becomes visible in a local tier, or stops to be.
+    """Is told of every block that becomes visible in a tier, or stops to be. In a remote tier,
+    which other hosts change too: of those that this pool stores there, and then finds missing.
 
     Called under the tier's lock, in the order of the changes: must return at once and must not call
     the pool. Changes of different tiers may come from different threads.

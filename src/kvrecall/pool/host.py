@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvrecall.block import SHARED, BlockKey, Tenant, TierName, is_tail
 from kvrecall.config import PoolTerms
 from kvrecall.pool.changes import Cause
+from kvrecall.pool.departures import Refusal
 from kvrecall.pool.residents import Extent, Resident, Residents
 from kvrecall.pool.slots import ArenaSlots, slot_bytes_of
 
@@ -147,13 +148,16 @@ class Evictor:
             if is_limited:
                 if choosy:
                     blocks = [block for block in blocks if not is_tail(block.key)]
-                blocks = blocks[: self._within_limit(tenant, slot_bytes, len(blocks))]
+                fitting = self._within_limit(tenant, slot_bytes, len(blocks))
+                self._refuse(blocks[fitting:], Refusal.QUOTA)
+                blocks = blocks[:fitting]
                 offsets = host.take(slot_bytes, len(blocks), tenant)
             if choosy:
                 blocks = [*blocks[: len(offsets)], *self._admitted(blocks[len(offsets) :])]
             offsets = self._fill_up(offsets, slot_bytes, len(blocks), tenant)
             host.unlease(spared)
         placed = blocks[: len(offsets)]
+        self._refuse(blocks[len(offsets) :], Refusal.ROOM)
         for block, offset in zip(placed, offsets, strict=True):
             block.offset = offset
         return placed
@@ -170,7 +174,13 @@ class Evictor:
                 admitted.append(block)
             else:
                 refused.add(block.key)
+                self._host.departures.note(block.key, Refusal.POLICY)
         return admitted
+
+    def _refuse(self, blocks: Sequence[Block], why: Refusal) -> None:
+        """Remembers why these blocks have no slot."""
+        for block in blocks:
+            self._host.departures.note(block.key, why)
 
     def _fill_up(
         self, offsets: list[int], slot_bytes: int, count: int, tenant: Tenant

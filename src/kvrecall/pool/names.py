@@ -7,8 +7,10 @@ for millions, about 80 bytes a key, without Python objects and without long paus
 from __future__ import annotations
 
 import mmap
+import os
+import struct
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -18,8 +20,9 @@ import numpy.typing as npt
 from kvrecall.block import NAMESPACE_BYTES, BlockKey
 
 Numbers = npt.NDArray[np.int64]
-_BYTES = {"B": 1, "H": 2, "i": 4, "I": 4, "q": 8, "d": 8}
-Kind = Literal["B", "H", "i", "I", "q", "d"]
+Words = npt.NDArray[np.uint64]
+_BYTES = {"B": 1, "i": 4, "I": 4, "q": 8, "Q": 8, "d": 8}
+Kind = Literal["B", "i", "I", "q", "Q", "d"]
 _HUGE = 2 << 20  # bytes of a huge page
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
@@ -49,6 +52,11 @@ class Names(ABC):
     @abstractmethod
     def drop(self, number: int) -> None:
         """Undoes ``keep``; the last one frees the number."""
+
+    def drop_all(self, numbers: Sequence[int]) -> None:
+        """``drop`` of each."""
+        for number in numbers:
+            self.drop(number)
 
     @abstractmethod
     def sweep(self, numbers: Sequence[int]) -> None:
@@ -170,48 +178,102 @@ class MemoryColumn(Column):
 
 
 _HASH_BYTES = 32
+_KEY_BYTES = NAMESPACE_BYTES + _HASH_BYTES
+_SPACE_WORDS = NAMESPACE_BYTES // 8
 _TAIL = b"/tail"
 _TAILED = 64  # added to the form of a tail
 _ODD = 255  # the form of a key that does not fit the columns
-_PAD = 4096  # slots after the last home, so that no search wraps around
-_MOVED = 4  # slots of the old table that each new key moves
+_FORM = 8  # bits of it
+_SPACES = 1 << 16  # namespaces that fit
 _FEW = 24  # keys that are looked up one by one
-_AHEAD = np.arange(8)  # slots that a look-up of many keys compares at once
+_GROUP_BITS = 2
+_GROUP = 1 << _GROUP_BITS  # slots
+_REACH = 8 * _GROUP  # slots from its home on in which a key may be
+_HASHED = struct.Struct(f"=Q{NAMESPACE_BYTES - 8}xQ")  # of a key
+_WORD = (1 << 64) - 1
 _LOW = (1 << 32) - 1
-_HIGH = ~_LOW
+
+
+class _Table:
+    """Numbers by hash, in groups of four slots. A slot is a word: the lower half of the key's hash
+    above the number plus one, or 0 if it is free, so that a search reads no other memory until it
+    has found the key. The upper bits of the hash are the home, a group; what finds it full goes
+    into the next group with a free slot. The free slots of a group are its last ones."""
+
+    def __init__(self, bits: int) -> None:
+        """With 2 to the power of ``bits`` groups."""
+        self.bits = bits
+        self.shift = 64 - bits
+        self.most = (1 << bits) * _GROUP * 2 // 5
+        """Keys that it holds before a larger one should take its place."""
+        self.slots = MemoryColumn("Q", _GROUP, (1 << bits) + _REACH)
+
+    def place(self, code: int, number: int) -> bool:
+        """Puts a number where its hash belongs. False if there is no free slot near its home."""
+        slots, at = self.slots.cells, code >> self.shift << _GROUP_BITS
+        end = at + _REACH
+        while slots[at]:
+            at += 1
+            if at == end:
+                return False
+        slots[at] = (code & _LOW) << 32 | number + 1
+        return True
+
+    def remove(self, number: int, code: int, start: int, code_of: Callable[[int], int]) -> bool:
+        """Removes a number; what was put behind its full group moves up. False if it is not here.
+        ``start``: all groups before are empty. ``code_of``: the hash of a number's key."""
+        slots, home = self.slots.cells, code >> self.shift
+        word = (code & _LOW) << 32 | number + 1
+        at, end = max(home, start) << _GROUP_BITS, (home << _GROUP_BITS) + _REACH
+        while slots[at] != word:
+            if not slots[at] or at + 1 >= end:
+                return False
+            at += 1
+        group = behind = at >> _GROUP_BITS
+        while slots[last := behind * _GROUP + _GROUP - 1]:  # full
+            behind += 1
+            for other in range(last + 1, last + 1 + _GROUP):
+                if (word := slots[other]) and code_of((word & _LOW) - 1) >> self.shift <= group:
+                    slots[at], at, group = word, other, behind
+                    break
+        last = group * _GROUP + _GROUP - 1
+        while not slots[last]:
+            last -= 1
+        slots[at], slots[last] = slots[last], 0
+        return True
 
 
 class CompactNames(Names):
-    """Names in columns, found by open addressing with linear probing.
+    """Names in columns, found by a hash table.
 
-    A slot of the table holds a number plus one, and above it the upper half of the key's hash, so
-    that a search reads no other memory until it has found the key. The table never shrinks, and at
-    3/5 of its slots it grows to twice the size: the old table stays beside the new one, and every
-    new key moves a few slots. Deleted keys leave no mark: what follows moves up. Python's own keyed
-    hash is used, so that nobody can choose keys that collide.
+    The table never shrinks. Full, it grows to twice the size: the old one stays beside the new one,
+    and every new key moves a group. Deleted keys leave no mark.
+
+    The hash multiplies a word of the key's digest and one of its namespace with secret factors.
+    That is fast for very many keys at once, and spreads digests as well as any; keys made to
+    collide, of which more want one home than there are slots near it, go into a dictionary.
     """
 
     def __init__(self, room: int = 1 << 12) -> None:
         """``room``: of how many keys there will be at least, if that is known."""
-        bits = max(12, (room * 5 // 3).bit_length())
-        self._mask = (1 << bits) - 1
-        self._table = MemoryColumn("q", 1, self._mask + 1 + _PAD)
-        self._table.use_huge_pages(at_once=True)
-        self._old: MemoryColumn | None = None
-        self._old_mask = 0
-        self._moved = 0  # slots of the old table that are empty now
+        self._table = _Table(max(10, (room * 5 // 2 // _GROUP).bit_length()))
+        self._table.slots.use_huge_pages(at_once=True)
+        self._old: _Table | None = None
+        self._moved = 0  # groups of the old table that are empty now
+        self._far: dict[BlockKey, int] = {}  # numbers that no table had room for
         self._size = 0  # numbers ever used
-        self._free = -1  # first of the list of free numbers, linked by their hashes
+        self._free = 0  # the first free number plus one, linked by their forms; 0: none
         self._count = 0
         self._room = max(1 << 12, room)
         self._odd: dict[int, BlockKey] = {}
         self._spaces: dict[bytes, int] = {}
         self._space_list: list[bytes] = []
+        self._factors = tuple(np.frombuffer(os.urandom(16), np.uint64).tolist())
+        self._mark = os.urandom(8)  # between keys that are looked up together
         self._columns: list[MemoryColumn] = []
-        self._hash = self.column("q")
         self._digest = self.column("B", _HASH_BYTES)
-        self._space = self.column("H")
-        self._form = self.column("B")  # bytes of the digest, and whether it is a tail
+        # Bytes of the digest, and whether it is a tail; above that the namespace.
+        self._form = self.column("I")
         self._refs = self.column("i")
 
     def __len__(self) -> int:
@@ -229,31 +291,49 @@ class CompactNames(Names):
     # -- single keys -----------------------------------------------------------------------
 
     def number(self, key: BlockKey) -> int:
-        code = hash(key)
-        number = self._search(self._table.cells, code & self._mask, code, key)
+        return self._number(key, self._code(key))
+
+    def _code(self, key: BlockKey) -> int:
+        """The key's hash: 64 bits, of which the last is 1, so that no slot of a key is 0."""
+        if len(key) < _HASHED.size:
+            return hash(key) & _WORD | 1
+        space, word = _HASHED.unpack_from(key)
+        first, second = self._factors
+        code: int = (word + space * first) * second & _WORD | 1
+        return code
+
+    def _code_of(self, number: int) -> int:
+        return self._code(self.key(number))
+
+    def _number(self, key: BlockKey, code: int) -> int:
+        number = self._search(self._table, 0, code, key)
         if number < 0 and self._old is not None:
-            home = max(code & self._old_mask, self._moved)
-            number = self._search(self._old.cells, home, code, key)
+            number = self._search(self._old, self._moved, code, key)
+        if number < 0 and self._far:
+            number = self._far.get(key, -1)
         return number
 
-    def _search(self, table: Any, slot: int, code: int, key: BlockKey) -> int:
-        upper = code & _HIGH
-        while word := table[slot]:
-            if word & _HIGH == upper:
+    def _search(self, table: _Table, start: int, code: int, key: BlockKey | None) -> int:
+        """The number of a key with that hash; None: of any."""
+        slots, lower, home = table.slots.cells, code & _LOW, code >> table.shift
+        at, end = max(home, start) << _GROUP_BITS, (home << _GROUP_BITS) + _REACH
+        while (word := slots[at]) and at < end:
+            if word >> 32 == lower:
                 number: int = (word & _LOW) - 1
-                if self._hash.cells[number] == code and self.key(number) == key:
+                if key is None or self.key(number) == key:
                     return number
-            slot += 1
+            at += 1
         return -1
 
     def meet(self, key: BlockKey) -> int:
-        number = self.number(key)
-        return self._add(key) if number < 0 else number
+        code = self._code(key)
+        number = self._number(key, code)
+        return self._add(key, code) if number < 0 else number
 
-    def _add(self, key: BlockKey) -> int:
-        number = self._free
+    def _add(self, key: BlockKey, code: int) -> int:
+        number = self._free - 1
         if number >= 0:
-            self._free = self._hash.cells[number]
+            self._free = self._form.cells[number]
             self._refs.cells[number] = 0
         else:
             number = self._size
@@ -261,42 +341,39 @@ class CompactNames(Names):
                 self._grow()
             self._size += 1
         self._count += 1
-        if self._count > (self._mask + 1) * 3 // 5 and self._old is None:
-            self._old, self._old_mask, self._moved = self._table, self._mask, 0
-            self._mask = 2 * self._mask + 1
-            self._table = MemoryColumn("q", 1, self._mask + 1 + _PAD)
-        code = hash(key)
-        self._hash.cells[number] = code
+        self._begin_growing()
         self._write(number, key)
-        self._place(code & _HIGH | number + 1, code)
+        self._place(code, number)
         if self._old is not None:
-            self._move(_MOVED)
+            self._move_group(self._old)
         return number
+
+    def _begin_growing(self) -> None:
+        if self._count > self._table.most and self._old is None:
+            self._old, self._moved = self._table, 0
+            self._table = _Table(self._old.bits + 1)
 
     def _grow(self) -> None:
         self._room *= 2
         for column in self._columns:
             column.grow(self._room)
 
-    def _place(self, word: int, code: int) -> None:
-        table, slot = self._table.cells, code & self._mask
-        while table[slot]:
-            slot += 1
-        table[slot] = word
+    def _place(self, code: int, number: int) -> None:
+        if not self._table.place(code, number):
+            self._far[self.key(number)] = number
 
-    def _move(self, count: int) -> None:
-        """Moves the numbers of some more slots of the old table into the new one."""
-        assert self._old is not None
-        old, hashes = self._old.cells, self._hash.cells
-        end = min(self._moved + count, len(old))
-        for slot in range(self._moved, end):
-            if word := old[slot]:
-                self._place(word, hashes[(word & _LOW) - 1])
-                old[slot] = 0
-        self._moved = end
-        if end == len(old):
+    def _move_group(self, old: _Table) -> None:
+        """Moves the numbers of one more group of the old table into the new one."""
+        slots = old.slots.cells
+        for at in range(self._moved * _GROUP, (self._moved + 1) * _GROUP):
+            if word := slots[at]:
+                number = (word & _LOW) - 1
+                self._place(self._code_of(number), number)
+                slots[at] = 0
+        self._moved += 1
+        if self._moved * _GROUP == len(slots):
             self._old = None
-            self._table.use_huge_pages(at_once=False)
+            self._table.slots.use_huge_pages(at_once=False)
 
     def _write(self, number: int, key: BlockKey) -> None:
         space, rest, form = key[:NAMESPACE_BYTES], key[NAMESPACE_BYTES:], 0
@@ -307,25 +384,24 @@ class CompactNames(Names):
             self._form.cells[number] = _ODD
             self._odd[number] = key
             return
-        self._space.cells[number] = place
-        self._form.cells[number] = form + len(rest)
+        self._form.cells[number] = place << _FORM | form + len(rest)
         begin = number * _HASH_BYTES
         self._digest.cells[begin : begin + len(rest)] = rest
 
     def _space_number(self, space: bytes) -> int:
         """The number of a namespace; -1: it is none, or one too many."""
         place = self._spaces.get(space, -1)
-        if place < 0 and len(space) == NAMESPACE_BYTES and len(self._space_list) <= 0xFFFF:
+        if place < 0 and len(space) == NAMESPACE_BYTES and len(self._space_list) < _SPACES:
             place = self._spaces[space] = len(self._space_list)
             self._space_list.append(space)
         return place
 
     def key(self, number: int) -> BlockKey:
-        form = self._form.cells[number]
-        if form == _ODD:
+        both = self._form.cells[number]
+        if both == _ODD:
             return self._odd[number]
-        begin = number * _HASH_BYTES
-        space = self._space_list[self._space.cells[number]]
+        form, begin = both & 0xFF, number * _HASH_BYTES
+        space = self._space_list[both >> _FORM]
         if form <= _HASH_BYTES:
             return BlockKey(space + self._digest.cells[begin : begin + form])
         digest = self._digest.cells[begin : begin + form - _TAILED]
@@ -333,15 +409,16 @@ class CompactNames(Names):
 
     def is_tail(self, number: int) -> bool:
         """``block.is_tail`` of the key."""
-        form: int = self._form.cells[number]
+        form: int = self._form.cells[number] & 0xFF
         return form >= _TAILED and (form != _ODD or self._odd[number].endswith(_TAIL))
 
     def is_same_space(self, number: int, other: int) -> bool:
         """Whether both keys are of one namespace."""
-        if _ODD in (self._form.cells[number], self._form.cells[other]):
+        mine, its = self._form.cells[number], self._form.cells[other]
+        if _ODD in (mine, its):
             space = self.key(number)[:NAMESPACE_BYTES]
             return self.key(other).startswith(space)
-        return bool(self._space.cells[number] == self._space.cells[other])
+        return bool(mine >> _FORM == its >> _FORM)
 
     def keep(self, number: int) -> None:
         self._refs.cells[number] += 1
@@ -351,7 +428,7 @@ class CompactNames(Names):
         left = refs[number] - 1
         refs[number] = left
         if not left:
-            self._delete(number)
+            self._delete(number, self._code_of(number))
 
     def sweep(self, numbers: Sequence[int]) -> None:
         refs = self._refs.cells
@@ -360,34 +437,27 @@ class CompactNames(Names):
                 refs[number] = 1
                 self.drop(number)
 
-    def _delete(self, number: int) -> None:
-        code = self._hash.cells[number]
-        if not self._clear(self._table.cells, self._mask, code & self._mask, number):
-            assert self._old is not None
-            home = max(code & self._old_mask, self._moved)
-            self._clear(self._old.cells, self._old_mask, home, number)
+    def drop_all(self, numbers: Sequence[int]) -> None:
+        dropped = np.asarray(numbers, np.int64)
+        refs = self._refs.array()
+        np.subtract.at(refs, dropped, 1)
+        ended = np.unique(dropped[refs[dropped] == 0])
+        del refs
+        if ended.size:
+            for number, code in zip(ended.tolist(), self._codes_of(ended).tolist(), strict=True):
+                self._delete(number, code)
+
+    def _delete(self, number: int, code: int) -> None:
+        here = self._table.remove(number, code, 0, self._code_of)
+        if not here and self._old is not None:
+            here = self._old.remove(number, code, self._moved, self._code_of)
+        if not here:
+            del self._far[self.key(number)]
         self._odd.pop(number, None)
         self._refs.cells[number] = -1
-        self._hash.cells[number] = self._free
-        self._free = number
+        self._form.cells[number] = self._free
+        self._free = number + 1
         self._count -= 1
-
-    def _clear(self, table: Any, mask: int, slot: int, number: int) -> bool:
-        """Empties the slot of a number, from ``slot`` on, and closes the gap. False if it has none
-        in this table."""
-        hashes = self._hash.cells
-        word = hashes[number] & _HIGH | number + 1
-        while table[slot] != word:
-            if not table[slot]:
-                return False
-            slot += 1
-        after = slot + 1
-        while word := table[after]:
-            if hashes[(word & _LOW) - 1] & mask <= slot:
-                table[slot], slot = word, after
-            after += 1
-        table[slot] = 0
-        return True
 
     # -- many keys -------------------------------------------------------------------------
 
@@ -398,6 +468,9 @@ class CompactNames(Names):
         return found
 
     def meet_all(self, keys: Sequence[BlockKey]) -> Sequence[int]:
+        if len(keys) >= _FEW:
+            met: list[int] = self.meet_many(keys).tolist()
+            return met
         numbers = list(self.numbers(keys))
         for place, number in enumerate(numbers):
             if number < 0:
@@ -409,103 +482,169 @@ class CompactNames(Names):
         numbers = self.numbers_of(keys)
         new = np.flatnonzero(numbers < 0)
         fresh = [keys[place] for place in new.tolist()]
-        text = b"".join(fresh)
-        length = NAMESPACE_BYTES + _HASH_BYTES
         count = len(fresh)
+        given = self._given(fresh)
         if (
-            self._old is not None
-            or self._count + count > (self._mask + 1) * 3 // 5
-            or set(map(len, fresh)) != {length}
+            given is None
+            or len(fresh[0]) != _KEY_BYTES
+            or count > self._table.most // 2
             or len(set(fresh)) < count
-            or len({key[:NAMESPACE_BYTES] for key in fresh} | self._spaces.keys()) > 0xFFFF
+            or len({key[:NAMESPACE_BYTES] for key in fresh} | self._spaces.keys()) > _SPACES
         ):
             for place, key in zip(new.tolist(), fresh, strict=True):
                 numbers[place] = self.meet(key)
             return numbers
-        while self._size + count > self._room:
-            self._grow()
-        added = np.arange(self._size, self._size + count)
-        self._size += count
+        added = self._take(count)
         self._count += count
+        self._begin_growing()
         numbers[new] = added
-        given = np.frombuffer(text, np.uint8).reshape(count, length)
-        part = slice(int(added[0]), int(added[0]) + count)
-        codes = np.fromiter(map(hash, fresh), np.int64, count)
-        self._hash.array()[part] = codes
-        self._digest.array()[part] = given[:, NAMESPACE_BYTES:]
-        self._form.array()[part] = _HASH_BYTES
+        codes = self._codes(given)
+        self._digest.array().view(np.uint64)[added] = given[:, _SPACE_WORDS:-1]
         spaces = [self._space_number(key[:NAMESPACE_BYTES]) for key in fresh]
-        self._space.array()[part] = spaces
-        table, slots = self._table.array(), codes & self._mask
-        words = codes & _HIGH | added + 1
-        open_ = np.arange(count)
-        while open_.size:
-            free = open_[table[slots[open_]] == 0]
-            table[slots[free]] = words[free]  # of those that want one slot the last gets it
-            open_ = open_[table[slots[open_]] != words[open_]]
-            slots[open_] += 1
+        self._form.array()[added] = np.asarray(spaces) << _FORM | _HASH_BYTES
+        self._refs.array()[added] = 0
+        self._place_all(codes, added)
+        if self._old is not None:
+            self._move_groups(self._old, count)
         return numbers
+
+    def _move_groups(self, old: _Table, count: int) -> None:
+        """``_move_group`` of many."""
+        slots = old.slots.array()
+        part = slots[self._moved : self._moved + count]
+        numbers = (part[part != 0] & np.uint64(_LOW)).astype(np.int64) - 1
+        part[:] = 0
+        if numbers.size:
+            self._place_all(self._codes_of(numbers), numbers)
+        self._moved = min(self._moved + count, len(slots))
+        if self._moved == len(slots):
+            self._old = None
+            self._table.slots.use_huge_pages(at_once=False)
+
+    def _codes_of(self, numbers: Numbers) -> Words:
+        """``_code_of`` of each."""
+        first, second = map(np.uint64, self._factors)
+        forms = self._form.array().take(numbers)
+        kinds = forms & 0xFF
+        is_plain = (kinds != _ODD) & (kinds & (_TAILED - 1) >= 8)
+        spaces = np.frombuffer(b"".join(self._space_list), np.uint64)[::_SPACE_WORDS]
+        codes = np.zeros(len(numbers), np.uint64)
+        if is_plain.any():
+            words = self._digest.array().view(np.uint64)[numbers[is_plain], 0]
+            codes[is_plain] = (words + spaces[forms[is_plain] >> _FORM] * first) * second
+            codes |= np.uint64(1)
+        for place in np.flatnonzero(~is_plain).tolist():
+            codes[place] = self._code_of(int(numbers[place]))
+        return codes
+
+    def _take(self, count: int) -> Numbers:
+        """Free numbers, or else new ones."""
+        numbers: list[int] = []
+        forms = self._form.cells
+        while self._free and len(numbers) < count:
+            numbers.append(self._free - 1)
+            self._free = forms[numbers[-1]]
+        del forms
+        fresh = count - len(numbers)
+        while self._size + fresh > self._room:
+            self._grow()
+        numbers += range(self._size, self._size + fresh)
+        self._size += fresh
+        return np.array(numbers, np.int64)
+
+    def _place_all(self, codes: Words, numbers: Numbers) -> None:
+        """``_place`` of very many, for which the table is large enough."""
+        slots, shift = self._table.slots.array().ravel(), np.uint64(self._table.shift)
+        at = (codes >> shift).astype(np.int64) << _GROUP_BITS
+        end = at + _REACH
+        words = codes << np.uint64(32) | (numbers + 1).astype(np.uint64)
+        open_ = np.arange(len(codes))
+        while open_.size:
+            free = open_[slots[at[open_]] == 0]
+            slots[at[free]] = words[free]  # of those that want one slot the last gets it
+            open_ = open_[slots[at[open_]] != words[open_]]
+            at[open_] += 1
+            is_far = at[open_] == end[open_]
+            for number in numbers[open_[is_far]].tolist():
+                self._far[self.key(number)] = number
+            open_ = open_[~is_far]
 
     def keep_many(self, numbers: Numbers) -> None:
         """``keep`` of each."""
         np.add.at(self._refs.array(), numbers, 1)
 
     def numbers_of(self, keys: Sequence[BlockKey], exact: bool = True) -> Numbers:
-        """``number`` of each of these keys [keys]. Not ``exact``: keys with the same hash of 64
-        bits are taken for one."""
-        count = len(keys)
-        codes = np.fromiter(map(hash, keys), np.int64, count)
-        found = self._search_all(self._table, codes, codes & self._mask)
+        """``number`` of each of these keys [keys]. Not ``exact``: of absent keys some, one in 10^9,
+        are taken for another one."""
+        given = self._given(keys)
+        if given is None:
+            return np.fromiter(map(self.number, keys), np.int64, len(keys))
+        codes = self._codes(given)
+        found = self._search_all(self._table, 0, codes)
         if self._old is not None:
             missing = np.flatnonzero(found < 0)
-            part = codes[missing]
-            home = np.maximum(part & self._old_mask, self._moved)
-            found[missing] = self._search_all(self._old, part, home)
-        if exact and count:
-            self._verify(keys, found)
+            found[missing] = self._search_all(self._old, self._moved, codes[missing])
+        for place in np.flatnonzero(found < 0).tolist() if self._far else ():
+            found[place] = self._far.get(keys[place], -1)
+        if exact:
+            self._verify(keys, given, found)
         return found
 
-    def _search_all(self, column: MemoryColumn, codes: Numbers, slots: Numbers) -> Numbers:
-        """Numbers with these hashes, -1 where there is none."""
-        table, hashes = column.array(), self._hash.array()
+    def _given(self, keys: Sequence[BlockKey]) -> Words | None:
+        """The keys' words, and the mark [keys, words + 1]; None if they are not all as long, or
+        their digests not of one to four words."""
+        nbytes = len(keys[0]) if keys else 0
+        if nbytes % 8 or not NAMESPACE_BYTES < nbytes <= _KEY_BYTES:
+            return None
+        text = self._mark.join((*keys, b""))
+        if len(text) != len(keys) * (nbytes + 8):
+            return None
+        given = np.frombuffer(text, np.uint64).reshape(len(keys), -1)
+        return given if (given[:, -1] == given[-1, -1]).all() else None
+
+    def _codes(self, given: Words) -> Words:
+        """``_code`` of each [keys]."""
+        first, second = map(np.uint64, self._factors)
+        codes: Words = (given[:, 0] * first + given[:, _SPACE_WORDS]) * second
+        codes |= np.uint64(1)
+        return codes
+
+    def _search_all(self, table: _Table, start: int, codes: Words) -> Numbers:
+        """Numbers whose keys have these hashes, as far as home and slot tell; -1: none."""
+        slots = table.slots.array()
+        groups = (codes >> np.uint64(table.shift)).astype(np.int64)
+        if start:
+            groups = np.maximum(groups, start)
         found = np.full(len(codes), -1)
-        open_, ahead = np.arange(len(codes)), np.arange(1)  # most are in their first slot
-        while open_.size:
-            words = table.take(slots[:, None] + ahead)
-            # A slot with the same upper half becomes its number; an empty one never does.
-            lower = words ^ (codes & _HIGH)[:, None]
-            lower -= 1
-            hits = np.flatnonzero(lower.view(np.uint64) < _LOW)
-            places, numbers = hits // len(ahead), lower.take(hits)
-            same = hashes.take(numbers) == codes.take(places)
-            if not same.all():
-                places, numbers = places[same], numbers[same]
-            found[open_.take(places)] = numbers
-            left = np.flatnonzero(found.take(open_) < 0)
-            left = left[words[left].all(axis=1)]
-            open_, codes = open_.take(left), codes.take(left)
-            slots = slots.take(left) + len(ahead)
-            ahead = _AHEAD
+        words = slots.take(groups, axis=0).ravel()
+        # A slot with the same lower half becomes its number plus one.
+        words ^= np.repeat(codes << np.uint64(32), _GROUP)
+        hits = np.flatnonzero(words <= _LOW)
+        found[hits >> _GROUP_BITS] = words.take(hits).view(np.int64) - 1
+        missing = np.flatnonzero(found < 0)
+        if missing.size > _FEW:  # those whose home is full may be behind it
+            last = slots[:, -1].take(groups.take(missing))
+            missing = missing[last != 0]
+        for place in missing.tolist():
+            found[place] = self._search(table, start, int(codes[place]), None)
         return found
 
-    def _verify(self, keys: Sequence[BlockKey], found: Numbers) -> None:
+    def _verify(self, keys: Sequence[BlockKey], given: Words, found: Numbers) -> None:
         """Corrects numbers that were found by their hash alone."""
-        length = NAMESPACE_BYTES + _HASH_BYTES
-        text = b"".join(keys)
-        if self._space_list and len(text) == length * len(keys):
-            given = np.frombuffer(text, np.uint64).reshape(-1, length // 8)
-            at = np.maximum(found, 0)
-            digests = self._digest.array().view(np.uint64).take(at, axis=0)
-            same = digests == given[:, NAMESPACE_BYTES // 8 :]
-            wrong = ~(same[:, 0] & same[:, 1] & same[:, 2] & same[:, 3])
-            wrong |= self._form.array()[at] != _HASH_BYTES
-            if (given[:, :2] == given[0, :2]).all():  # all of one namespace
-                wrong |= self._space.array()[at] != self._spaces.get(keys[0][:NAMESPACE_BYTES], -1)
-            else:
-                spaces = np.frombuffer(b"".join(self._space_list), np.uint64).reshape(-1, 2)
-                wrong |= (spaces[self._space.array()[at]] != given[:, :2]).any(axis=1)
-            suspects = np.flatnonzero(wrong & (found >= 0)).tolist()
-        else:
-            suspects = np.flatnonzero(found >= 0).tolist()
-        for place in suspects:
+        at = np.maximum(found, 0)
+        width = given.shape[1] - 1 - _SPACE_WORDS
+        digests = self._digest.array().view(np.uint64).take(at, axis=0)
+        wrong = np.zeros(len(keys), np.bool_)
+        for word in range(width):
+            wrong |= digests[:, word] != given[:, _SPACE_WORDS + word]
+        forms = self._form.array().take(at)
+        wrong |= forms & 0xFF != 8 * width
+        if all((given[:, word] == given[0, word]).all() for word in range(_SPACE_WORDS)):
+            wrong |= forms >> _FORM != self._spaces.get(keys[0][:NAMESPACE_BYTES], _SPACES)
+        elif self._space_list:  # several namespaces
+            spaces = np.frombuffer(b"".join(self._space_list), np.uint64)
+            spaces = spaces.reshape(-1, _SPACE_WORDS)
+            places = np.minimum(forms >> _FORM, len(spaces) - 1)
+            wrong |= (spaces[places] != given[:, :_SPACE_WORDS]).any(axis=1)
+        for place in np.flatnonzero(wrong & (found >= 0)).tolist():
             found[place] = self.number(keys[place])

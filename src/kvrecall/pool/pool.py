@@ -25,10 +25,12 @@ from kvrecall.errors import ConfigError
 from kvrecall.pool.admin import PoolAdmin
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import (
+    Absence,
     ArenaHandle,
     Found,
     Located,
     PoolStats,
+    Presence,
     Recall,
     RecallState,
     Reservation,
@@ -39,12 +41,14 @@ from kvrecall.pool.base import (
 from kvrecall.pool.cascade import Cascade
 from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.cipher import read_cipher
+from kvrecall.pool.departures import Departure, Departures, Refusal
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.codec import make_codec
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.hints import Hint, HintRecord
 from kvrecall.pool.host import Block, Evictor, HostStore
-from kvrecall.pool.remote.backends import with_remote
+from kvrecall.pool.names import DictNames
+from kvrecall.pool.remote.backends import store_name, with_remote
 from kvrecall.pool.residents import BlockInfo, TenantUse, hangs
 from kvrecall.pool.slots import ArenaSlots, slot_bytes_of
 from kvrecall.pool.tier import Done, Get, NullTier, Outcome, Tier
@@ -61,6 +65,11 @@ _GIB = 1 << 30
 _PENDING = Recall(RecallState.PENDING)
 _PRESENT = Reservation(Verdict.PRESENT)
 _REFUSED = Reservation(Verdict.REFUSED)
+_UNKNOWN = Absence(Presence.UNKNOWN)
+_MOST_NAMESPACES = 64  # of which a block that is in none of its own is looked up
+_MOST_UNREADABLE = 4096
+_MADE_ROOM = (Cause.CAPACITY, Cause.QUOTA)  # causes that leave what lower tiers have
+_UNGOT = {Outcome.CORRUPT: Cause.CORRUPT, Outcome.ERROR: Cause.CORRUPT}
 
 
 @dataclass(slots=True, eq=False)
@@ -165,8 +174,11 @@ class Pool:
         self._lookups = self._found = self._refused = 0
         self._host_hits = self._commits = self._commit_bytes = 0
         self._closed = False
+        self.store_name: str | None = None  # of the remote store, the same on all hosts
         near = cascade.near if cascade else below
         disk = near if isinstance(near, DiskTier) else None
+        self._disk = disk
+        self._unreadable = Departures(DictNames(), self._host.now, _MOST_UNREADABLE)  # in a store
         if disk is not None:
             self._host.pins.update(disk.pinned_keys())
         self._resizing = threading.Lock()
@@ -195,6 +207,7 @@ class Pool:
                 below = with_remote(below, config.remote, arena, cipher)
                 undo.callback(below.close)
             pool = cls(arena, below, config.policy, terms=terms)
+            pool.store_name = store_name(config.remote) if config.remote is not None else None
             undo.pop_all()
             return pool
 
@@ -270,7 +283,7 @@ class Pool:
             is_run = part[-1] - part[0] == len(part) - 1
             asked = keys[part[0] : part[-1] + 1] if is_run else [keys[place] for place in part]
             below = self._below.tiers_of(asked)
-            if is_run and None not in below:
+            if is_run and below[0] is not None and below.count(below[0]) == len(below):
                 tiers[part[0] : part[-1] + 1] = cast(list[TierName], below)
                 continue
             for place, tier in zip(part, below, strict=True):
@@ -296,6 +309,65 @@ class Pool:
                 self._lookups += len(tiers)
                 self._found += len(tiers) - tiers.count(None)
         return Located(tuple(tiers), pending)
+
+    def why(self, key: BlockKey) -> Absence:
+        with self._changed:
+            self._drain()
+            if key in self._host.blocks:
+                return Absence(Presence.HERE, TierName.HOST)
+            if key in self._filling:
+                return Absence(Presence.FILLING)
+            has_below = self._writer.has_below
+            (tier,) = self._below.tiers_of([key]) if has_below else (None,)
+            if tier is not None:
+                there = Presence.HERE if self._below_answers() else Presence.AWAY
+                return Absence(there, tier)
+            left = self._departure(key)
+            is_silent = has_below and self._below.is_silent(key)
+            if left is not None and not (is_silent and left[1].what in _MADE_ROOM):
+                tier, (what, at) = left
+                is_refusal = isinstance(what, Refusal)
+                kind = Presence.REFUSED if is_refusal else Presence.GONE
+                return Absence(kind, tier, what, at)
+            if is_silent:
+                return Absence(Presence.AWAY, TierName.REMOTE)
+            return self._elsewhere(key) or _UNKNOWN
+
+    def _departure(self, key: BlockKey) -> tuple[TierName, Departure] | None:
+        """The latest departure of a block, or refusal; of a store only that it was unreadable."""
+        found = [
+            (TierName.HOST, self._host.departures.of(key)),
+            (TierName.REMOTE, self._unreadable.of(key)),
+        ]
+        if self._disk is not None:
+            found.append((TierName.DISK, self._disk.departure(key)))
+        known = [(tier, left) for tier, left in found if left is not None]
+        return max(known, key=lambda one: one[1].at, default=None)
+
+    def _elsewhere(self, key: BlockKey) -> Absence | None:
+        """Another namespace that has a block of the same hash, and what is different there. Hashes
+        contain the salt, so it is a block of the same tenant."""
+        digest, rest = key[:NAMESPACE_BYTES], key[NAMESPACE_BYTES:]
+        known = (
+            {} if self._disk is None else {one.digest: one for one, _ in self._disk.namespaces()}
+        )
+        known |= self._names
+        own = known.get(digest)
+        if own is None:
+            return None
+        parts = dict(own.parts)
+        for other in itertools.islice(reversed(known.values()), _MOST_NAMESPACES):
+            theirs = dict(other.parts)
+            if other.digest == digest or theirs.get("group") != parts.get("group"):
+                continue
+            twin = BlockKey(other.digest + rest)
+            in_host = twin in self._host.blocks
+            if in_host or (self._disk is not None and self._disk.contains(twin)):
+                names = parts.keys() | theirs.keys()
+                fields = sorted(name for name in names if parts.get(name) != theirs.get(name))
+                tier = TierName.HOST if in_host else TierName.DISK
+                return Absence(Presence.ELSEWHERE, tier, fields=tuple(fields))
+        return None
 
     def acquire(
         self,
@@ -477,13 +549,14 @@ class Pool:
     # -- changes ---------------------------------------------------------------------------
 
     def watch(self, watcher: Watcher) -> None:
-        """From now on ``watcher`` is told what enters and leaves the host and the disk."""
+        """From now on ``watcher`` is told what enters and leaves each tier; of a remote one, what
+        this pool stores and finds missing."""
         with self._changed:
             self._host.watchers = (*self._host.watchers, watcher)
             self._below.watch(watcher)
 
     def sweep(self, watcher: Watcher) -> Iterator[None]:
-        """Reports every block in the host and on disk as stored, some with each step."""
+        """Reports every block in every tier as stored, some with each step."""
         with self._changed:
             keys = list(self._host.blocks)
         for start in range(0, len(keys), _LOOKED_UP):
@@ -744,6 +817,8 @@ class Pool:
         block = loading.block
         if done.outcome is not Outcome.LOADED:
             self._host.free(block)
+            if done.outcome in _UNGOT and loading.tier is TierName.REMOTE:
+                self._unreadable.note(block.key, _UNGOT[done.outcome])
             for ticket, place in waiters:
                 self._host.unlease(ticket.cut(place))
         elif waiters or loading.wanted:

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from kvrecall.block import NAMESPACE_BYTES, SHARED, BlockKey, Tenant, TierName, is_tail
 from kvrecall.config import Amount, PoolTerms, TenantTerms
 from kvrecall.pool.changes import Cause, Watchers
+from kvrecall.pool.departures import Departures
 from kvrecall.pool.eviction import EvictionPolicy, make_policy
 from kvrecall.pool.eviction.queues import Links, LruPolicy
 from kvrecall.pool.hints import Advice
@@ -172,6 +173,7 @@ class EvictionOrders:
         """Begins new orders, without a block."""
         self._capacity_blocks = capacity_blocks
         self._names = self._new_names()
+        self.departures = Departures(self._names, self.now)
         links = Links(self._names)
         self._policy: EvictionPolicy
         self._policy = make_policy(self._policy_name, capacity_blocks, self._names, links)
@@ -269,6 +271,7 @@ class Residents(EvictionOrders, Generic[R]):
         block = self.blocks.pop(key)
         for watcher in self.watchers:
             watcher.removed(self._tier, key, cause)
+        self.departures.note(key, cause)
         if block.pinned:
             self._set_pinned(block, False)
         else:

@@ -99,6 +99,11 @@ class Tier(ABC):
         ``contains`` returns it. Does not wait."""
         return True
 
+    def is_silent(self, key: BlockKey) -> bool:
+        """Whether the tier cannot tell now if it has the block, which it may have: a store that
+        does not answer."""
+        return False
+
     @abstractmethod
     def depth_of(self, key: BlockKey) -> int | None:
         """The block's place in its chain (0 at the root), None if the block is not here."""
@@ -136,8 +141,7 @@ class Tier(ABC):
         """Forgets every block, also those queued to be stored."""
 
     def watch(self, watcher: Watcher) -> None:  # noqa: B027
-        """From now on ``watcher`` is told what enters and leaves this tier. Does nothing in a tier
-        that other hosts change too, such as a remote one."""
+        """From now on ``watcher`` is told what enters and leaves this tier."""
 
     def sweep(self, watcher: Watcher) -> Iterator[None]:
         """Reports every block of a tier that can be watched as stored, some with each step."""

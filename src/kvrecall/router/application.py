@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
+from kvrecall.router.fleet import Fleet
 from kvrecall.router.prefixes import prompt_of
 from kvrecall.router.router import Completion, Router, RouterSettings, error_response
 from kvrecall.router.upstream import InstanceFailedError
@@ -22,9 +23,9 @@ PASSED_ON = ("authorization", "x-request-id", "traceparent", "tracestate", "user
 """Request headers that the router forwards to its instances."""
 
 
-def application(settings: RouterSettings) -> FastAPI:
-    """The router as an ASGI application."""
-    router = Router(settings)
+def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> FastAPI:
+    """The router as an ASGI application. ``fleet_of``: how it chooses among its instances."""
+    router = Router(settings, fleet_of)
     fleet, metrics = router.fleet, router.metrics
     traces = router.traces
     app = FastAPI(title="kvrecall router", lifespan=lambda _: router.running(), openapi_url=None)

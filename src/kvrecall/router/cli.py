@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Annotated
-from urllib.parse import urlsplit
+from typing import Annotated, Any
 
 import typer
 
@@ -15,20 +13,16 @@ from kvrecall.traces import check_endpoint
 
 app = typer.Typer(add_completion=False)
 
-_Urls = Annotated[
-    list[str] | None,
-    typer.Option(metavar="URL", help="A prefill instance; repeatable.", show_default=False),
-]
-_DecodeUrls = Annotated[
-    list[str],
-    typer.Option(metavar="URL", help="A decode instance; repeatable.", show_default=False),
-]
+
+def _instances(what: str) -> Any:
+    return typer.Option(metavar="URL", help=f"{what}; repeatable.", show_default=False)
 
 
 @app.command()
 def route(
-    decode: _DecodeUrls,
-    prefill: _Urls = None,
+    engine: Annotated[list[str] | None, _instances("An engine without a role")] = None,
+    prefill: Annotated[list[str] | None, _instances("A prefill instance")] = None,
+    decode: Annotated[list[str] | None, _instances("A decode instance")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8100,
     prefill_min_tokens: Annotated[
@@ -53,9 +47,16 @@ def route(
         str | None, typer.Option(help="OTLP collector for spans of completions.")
     ] = None,
 ) -> None:
-    """Send prompts to prefill instances and the continuations to decode instances.
+    """Send each prompt to the engine that can answer first: by what it holds and what waits there.
 
-    The instances are servers of one model on one pool:
+    The engines are servers of one model. What they hold, the router reads from their KV events,
+    where a URL says at which port (?events=5557, replay one port higher or events=5557/5600), and
+    those of their node's pool service (pool=5601):
+
+      kvrecall router --engine 'http://10.0.0.1:8000?events=5557' \\
+        --engine 'http://10.0.0.2:8000?events=5557'
+
+    With roles, prompts go to prefill instances and their continuations to decode instances:
 
       kvrecall pool serve --host-size 8GiB
       kvrecall serve MODEL --port 8001 --pool-service --role prefill
@@ -63,20 +64,11 @@ def route(
       kvrecall router --prefill http://127.0.0.1:8001 --decode http://127.0.0.1:8002
     """
     with errors_shown():
-        prefill_urls, decode_urls = (
-            instances(prefill or (), "--prefill"),
-            instances(decode, "--decode"),
-        )
-        if both := set(prefill_urls) & set(decode_urls):
-            raise ConfigError(f"{min(both)} is given for --prefill and for --decode")
-        if f"http://{host}:{port}" in (*prefill_urls, *decode_urls):
-            raise ConfigError(
-                f"--port: {host}:{port} is the router's own address and an instance's; give the "
-                "router another port"
-            )
+        given = {"--engine": engine, "--prefill": prefill, "--decode": decode}
         try:
             import uvicorn
 
+            from kvrecall.router.addresses import addresses
             from kvrecall.router.application import application
             from kvrecall.router.router import RouterSettings
             from kvrecall.server.preflight import check_port
@@ -84,12 +76,19 @@ def route(
             raise ConfigError(
                 f"the router needs {error.name}; install it with: pip install 'kvrecall[router]'"
             ) from error
+        engines, prefills, decodes = addresses(given)
+        if f"http://{host}:{port}" in [one.url for one in (*engines, *prefills, *decodes)]:
+            raise ConfigError(
+                f"--port: {host}:{port} is the router's own address and an instance's; give the "
+                "router another port"
+            )
         check_port(host, port)
         if otlp_traces_endpoint is not None:
             check_endpoint(otlp_traces_endpoint)
     settings = RouterSettings(
-        prefill=prefill_urls,
-        decode=decode_urls,
+        prefill=prefills,
+        decode=decodes,
+        engines=engines,
         prefill_min_tokens=prefill_min_tokens,
         imbalance=imbalance,
         retries=retries,
@@ -110,29 +109,3 @@ def route(
         timeout_graceful_shutdown=30,
         limit_concurrency=max_requests + 200,
     )
-
-
-def base_url(text: str, option: str) -> str:
-    """``text``, a URL or ``host:port``, as a base URL without a path. Raises ConfigError."""
-    is_url = "://" in text
-    url = text if is_url else f"http://{text}"
-    try:
-        parts = urlsplit(url)
-        named = bool(parts.hostname) and parts.port != 0 and (is_url or parts.port is not None)
-    except ValueError:
-        named = False
-    if not named or parts.scheme not in ("http", "https") or parts.path.strip("/") or parts.query:
-        raise ConfigError(
-            f"{option}: {text!r} is not an address of an instance; write for example "
-            "http://10.0.0.5:8000"
-        )
-    return f"{parts.scheme}://{parts.netloc}"
-
-
-def instances(texts: Sequence[str], option: str) -> tuple[str, ...]:
-    """Base URLs of the instances given with ``option``. Raises ConfigError."""
-    urls = tuple(base_url(text, option) for text in texts)
-    twice = {url for url in urls if urls.count(url) > 1}
-    if twice:
-        raise ConfigError(f"{option}: {sorted(twice)[0]} is given twice")
-    return urls

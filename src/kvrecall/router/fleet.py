@@ -1,38 +1,92 @@
-"""The instances behind the router: their health, load and prefixes, and the choice of one for a
-prompt."""
+"""The instances behind the router: their health, load and what they hold, and the choice of one for
+a prompt."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from kvrecall.block import TierName
 from kvrecall.engines.base import Role
+from kvrecall.router.events import Publisher, Subscription, Subscriptions
+from kvrecall.router.holdings import REMOTE, BlockHash, HashRule, Holdings, tier_of
 from kvrecall.router.prefixes import PrefixMap, Prompt
 
 log = logging.getLogger("kvrecall.router")
 
 _FAILED_PROBES = 2  # in a row, before an instance counts as down
 
+COST = {
+    TierName.DEVICE: 0.0,
+    TierName.HOST: 0.05,
+    TierName.DISK: 0.15,
+    TierName.REMOTE: 0.3,
+}
+"""What recalling a token from a tier costs, in tokens computed. Measured on two processor cores,
+where computing is slow (docs/benchmarks.md): 0.003, 0.01, 0.03. On a GPU computing is ten and more
+times faster, and a disk or network is not."""
+
+_WAITS = 0.25
+"""What a token that waits at an instance weighs against one to compute. It delays this prompt only;
+a token computed although another instance holds it delays all that come after it, and takes room
+from their blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """An instance as given: its base URL, and who publishes KV events of what it can recall: itself
+    (one publisher for each rank of data parallelism), and its node's pool service."""
+
+    url: str
+    events: tuple[Publisher, ...] = ()
+    pool: Publisher | None = None
+
 
 @dataclass(slots=True, eq=False)
 class Instance:
     """One server. ``bit`` is its place in the masks of the prefix map; ``failed_probes`` counts
-    those in a row."""
+    those in a row.
+
+    ``waiting``: the cost, in tokens computed, of the prompts that it was sent and has not answered.
+    ``engine``, ``pool``: what its publishers and those of its pool service say. ``models``: names
+    that it serves without an adapter.
+    """
 
     url: str
     role: Role
     bit: int
+    engine: tuple[Subscription, ...] = ()
+    pool: tuple[Subscription, ...] = ()
     healthy: bool = False
     inflight: int = 0
+    waiting: float = 0.0
     failed_probes: int = 0
+    models: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
         """Host and port, for headers, metrics and messages."""
         return self.url.partition("://")[2]
+
+    @property
+    def word(self) -> str:
+        """Its role, for headers and metrics."""
+        return "engine" if self.role is Role.BOTH else str(self.role)
+
+    @property
+    def rule(self) -> HashRule | None:
+        """How it hashes blocks, None as long as that is not known."""
+        return next((one.holdings.rule for one in self.engine if one.holdings.rule), None)
+
+    @property
+    def holdings(self) -> list[Holdings]:
+        """All that it can recall by itself or from its pool service."""
+        return [one.holdings for one in (*self.engine, *self.pool)]
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -43,54 +97,160 @@ class Instance:
         finally:
             self.inflight -= 1
 
+    @contextmanager
+    def answering(self, cost: float) -> Iterator[None]:
+        """Until its first byte, or failure, a request counts as work that waits."""
+        self.waiting += cost
+        try:
+            yield
+        finally:
+            self.waiting = max(0.0, self.waiting - cost)
+
+
+Expected = Mapping[TierName, int]
+"""Tokens of a prompt that an instance is expected to recall, by tier."""
+
 
 class Fleet:
-    """All instances, by role. The best for a prompt is the healthy instance that holds most of it,
-    unless it has more than ``imbalance`` requests in flight above the least busy one."""
+    """All instances. The best for a prompt is the healthy one with the least work until the
+    prompt's first token: tokens to compute, tokens to recall at the cost of their tier, and a share
+    of what waits there; unless it has more than ``imbalance`` requests in flight above the least
+    busy one.
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str], imbalance: int) -> None:
+    ``subscriptions``: makes those of the publishers in the addresses.
+    """
+
+    def __init__(
+        self,
+        prefill: Sequence[Address],
+        decode: Sequence[Address],
+        imbalance: int,
+        engines: Sequence[Address] = (),
+        subscriptions: Subscriptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``engines``: instances without roles; they take the part of decode instances."""
+        self._subscriptions = subscriptions or Subscriptions(lambda _: None)
         bits = (1 << place for place in itertools.count())
-        self.prefill = tuple(Instance(url, Role.PREFILL, next(bits)) for url in prefill)
-        self.decode = tuple(Instance(url, Role.DECODE, next(bits)) for url in decode)
+
+        def made(role: Role, addresses: Sequence[Address]) -> tuple[Instance, ...]:
+            return tuple(self._instance(one, role, next(bits)) for one in addresses)
+
+        self.prefill = made(Role.PREFILL, prefill)
+        self.decode = made(Role.DECODE, decode) + made(Role.BOTH, engines)
         self.all = self.prefill + self.decode
         self.prefixes = PrefixMap()
         self._imbalance = imbalance
+        self._clock = clock
         self._prefill_turns, self._decode_turns = itertools.count(), itertools.count()
+
+    def _instance(self, address: Address, role: Role, bit: int) -> Instance:
+        follow = self._subscriptions.follow
+        pool = () if address.pool is None else (follow(address.pool),)
+        return Instance(address.url, role, bit, tuple(map(follow, address.events)), pool)
 
     @property
     def can_serve(self) -> bool:
         """Whether any instance is healthy; each can serve a request alone if necessary."""
         return any(instance.healthy for instance in self.all)
 
+    @property
+    def least_block(self) -> int | None:
+        """Tokens of the smallest block of instances whose hashes are known; None if there is
+        none."""
+        sizes = [one.rule.block_size for one in self.all if one.healthy and one.rule]
+        return min(sizes, default=None)
+
+    @property
+    def models(self) -> frozenset[str]:
+        """Names of models without an adapter, of instances that publish events."""
+        return frozenset().union(*(one.models for one in self.all))
+
+    def least_busy(self) -> Instance | None:
+        """The healthy instance with the fewest requests."""
+        healthy = [instance for instance in self.all if instance.healthy]
+        return min(healthy, key=lambda one: one.inflight, default=None)
+
     def best_for_prefill(self, prompt: Prompt | None) -> list[Instance]:
         """The healthy prefill instances, best first."""
-        return self._best(prompt, self.prefill, next(self._prefill_turns))
+        return self.ranked(prompt, self.prefill, next(self._prefill_turns))
 
     def best_for_decode(self, prompt: Prompt | None) -> list[Instance]:
         """The healthy decode instances, best first, then the prefill instances as a fallback."""
         turn = next(self._decode_turns)
-        return self._best(prompt, self.decode, turn) + self._best(prompt, self.prefill, turn)
+        return self.ranked(prompt, self.decode, turn) + self.ranked(prompt, self.prefill, turn)
 
-    def _best(self, prompt: Prompt | None, among: Sequence[Instance], turn: int) -> list[Instance]:
+    def ranked(self, prompt: Prompt | None, among: Sequence[Instance], turn: int) -> list[Instance]:
+        """The healthy ones of some instances, best first; ``turn``: the number of the choice."""
         healthy = [instance for instance in among if instance.healthy]
-        held = self.prefixes.held(prompt, [instance.bit for instance in healthy])
+        costs = [self.cost(one, prompt) + _WAITS * one.waiting for one in healthy]
         bound = min((i.inflight for i in healthy), default=0) + self._imbalance
 
-        def rank(place: int) -> tuple[bool, int, int, int]:
+        def rank(place: int) -> tuple[bool, float, int, int]:
             one = healthy[place]
             equals_take_turns = (place - turn) % len(healthy)
-            return one.inflight > bound, -held[one.bit], one.inflight, equals_take_turns
+            return one.inflight > bound, costs[place], one.inflight, equals_take_turns
 
         return [healthy[place] for place in sorted(range(len(healthy)), key=rank)]
 
+    def cost(self, instance: Instance, prompt: Prompt | None) -> float:
+        """The work until a prompt's first token, in tokens computed."""
+        if prompt is None:
+            return 0.0
+        expected = self.expected(instance, prompt)
+        new = prompt.tokens - sum(expected.values())
+        return new + sum(COST[tier] * count for tier, count in expected.items())
+
+    def expected(self, instance: Instance, prompt: Prompt | None) -> Expected:
+        """What ``instance`` recalls of a prompt: as its events say, or, where there are none, if it
+        still has everything that it was sent."""
+        if prompt is None:
+            return {}
+        chain = prompt.chain(instance.rule)
+        if chain is None:
+            held = self.prefixes.held(prompt, [instance.bit])[instance.bit]
+            return {TierName.DEVICE: round(held * prompt.tokens_per_prefix)} if held else {}
+        assert instance.rule is not None
+        return {
+            tier: blocks * instance.rule.block_size
+            for tier, blocks in self._tiers(instance, chain).items()
+        }
+
+    def _tiers(self, instance: Instance, chain: Sequence[BlockHash]) -> Counter[TierName]:
+        """Blocks by tier of the longest prefix of ``chain`` that ``instance`` can recall. What
+        another instance put into a store that both have, it finds there, too."""
+        own = instance.holdings
+        stores = set().union(*(one.stores for one in own))
+        others = [
+            one.holdings
+            for one in self._subscriptions.of.values()
+            if stores & one.holdings.stores and one.holdings not in own
+        ]
+        now = self._clock()
+        found: Counter[TierName] = Counter()
+        for block in chain:
+            mask = 0
+            for one in own:
+                mask |= one.mask(block, now)
+            if not mask:
+                for one in others:
+                    mask |= one.mask(block) & REMOTE
+            tier = tier_of(mask)
+            if tier is None:
+                break
+            found[tier] += 1
+        return found
+
     def new_tokens(self, prompt: Prompt) -> float:
         """Tokens of a prompt that no instance is known to hold."""
-        held = self.prefixes.held(prompt, [instance.bit for instance in self.all])
-        return prompt.tokens - max(held.values(), default=0) * prompt.tokens_per_prefix
+        held = (sum(self.expected(one, prompt).values()) for one in self.all)
+        return prompt.tokens - max(held, default=0)
 
-    def holds(self, instance: Instance, prompt: Prompt | None) -> bool:
-        """Whether an instance is known to hold a prefix of ``prompt``."""
-        return self.prefixes.held(prompt, [instance.bit])[instance.bit] > 0
+    def sent(self, instance: Instance, prompt: Prompt | None) -> None:
+        """``instance`` computes or recalls ``prompt`` now."""
+        if prompt is not None and (chain := prompt.chain(instance.rule)) is not None:
+            for one in instance.engine[:1]:
+                one.holdings.sent(chain, self._clock())
 
     def computed(self, instance: Instance, prompt: Prompt | None) -> None:
         """Notes that ``instance`` has computed or loaded ``prompt``."""
@@ -101,13 +261,17 @@ class Fleet:
         instance.failed_probes = 0 if well else instance.failed_probes + 1
         if well and not instance.healthy:
             instance.healthy = True
+            for one in instance.engine:
+                one.doubt()  # it may be another process, with nothing on its device
             log.info("%s instance %s is up", instance.role, instance.url)
         elif instance.failed_probes >= _FAILED_PROBES:
             self.lost(instance, "it does not answer /health")
 
     def lost(self, instance: Instance, why: str) -> None:
-        """Marks ``instance`` as down and forgets its prefixes."""
+        """Marks ``instance`` as down and forgets what it was sent."""
         if instance.healthy:
             instance.healthy = False
             self.prefixes.forget(instance.bit)
+            for one in instance.engine:
+                one.holdings.forget_sent()
             log.warning("%s instance %s is down: %s", instance.role, instance.url, why)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvrecall.block import TierName
+from kvrecall.router.events import Subscription, Subscriptions
 from kvrecall.router.fleet import Fleet
+from kvrecall.router.holdings import TIERS
 
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -16,7 +19,12 @@ _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 class RouterMetrics:
     """The router's counters and the fleet's gauges, in a registry of their own."""
 
-    def __init__(self, fleet: Fleet, registry: CollectorRegistry | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        subscriptions: Subscriptions,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
         self._registry = registry or CollectorRegistry()
         self.requests = self._counter("requests", "Requests by outcome.", "outcome")
         self.prefills = self._counter("prefills", "Prompts by outcome of their prefill.", "outcome")
@@ -29,6 +37,22 @@ class RouterMetrics:
         )
         self.tokens = self._counter(
             "prompt_tokens", "Prompt tokens by role and source.", "role", "source"
+        )
+        self.expected = self._counter(
+            "expected_tokens",
+            "Prompt tokens by role and tier that an instance was expected to recall; of requests "
+            "that are in prompt_tokens.",
+            "role",
+            "source",
+        )
+        self.tokenized = self._counter(
+            "tokenized", "Prompts by whether an instance told their tokens.", "outcome"
+        )
+        self.event_lag = Histogram(
+            "kvrecall_router_event_lag_seconds",
+            "Seconds from a batch of KV events to its application.",
+            registry=self._registry,
+            buckets=_BUCKETS,
         )
         self.prefill_seconds = Histogram(
             "kvrecall_router_prefill_seconds",
@@ -52,6 +76,40 @@ class RouterMetrics:
             )
         prefixes = self._gauge("prefixes", "Prefix hashes remembered.")
         prefixes.set_function(lambda: len(fleet.prefixes))
+        self._of_events(subscriptions)
+
+    def _of_events(self, subscriptions: Subscriptions) -> None:
+        """Gauges of publishers. Counts of events are gauges too: a subscription keeps them."""
+        shown: tuple[tuple[str, str, Callable[[Subscription], float]], ...] = (
+            ("event_batches", "Batches of KV events applied.", lambda one: one.reader.applied),
+            ("event_gaps", "Times that batches were missing.", lambda one: one.gaps),
+            (
+                "event_gaps_lost",
+                "Of these, times that the publisher no longer had them: all is forgotten.",
+                lambda one: one.reader.lost,
+            ),
+            (
+                "publisher_restarts",
+                "Times that the publisher had been started again.",
+                lambda one: one.reader.restarts,
+            ),
+            (
+                "publisher_joined",
+                "1 if the hashes of the publisher's blocks can be computed from tokens, else 0.",
+                lambda one: float(one.holdings.rule is not None),
+            ),
+        )
+        for name, text, value in shown:
+            gauge = self._gauge(name, text, "publisher")
+            for one in subscriptions.of.values():
+                gauge.labels(one.publisher.name).set_function(partial(value, one))
+        blocks = self._gauge(
+            "blocks", "Blocks that a publisher reports, by tier.", "publisher", "tier"
+        )
+        for one in subscriptions.of.values():
+            for tier in TIERS:
+                shown_blocks = partial(one.holdings.blocks, tier)
+                blocks.labels(one.publisher.name, tier).set_function(shown_blocks)
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"kvrecall_router_{name}", text, labels, registry=self._registry)
@@ -64,6 +122,11 @@ class RouterMetrics:
         for source, count in split.items():
             if count > 0:
                 self.tokens.labels(role, source).inc(count)
+
+    def count_expected(self, role: str, expected: Mapping[TierName, int]) -> None:
+        """Counts the tokens of a prompt that were expected from each tier."""
+        for tier, count in expected.items():
+            self.expected.labels(role, tier).inc(count)
 
     def page(self) -> bytes:
         """The metrics in Prometheus' text format."""

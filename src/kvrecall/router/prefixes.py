@@ -1,8 +1,8 @@
-"""Remembers which instance holds which prefixes, by chained hashes of the prompts' text.
+"""Prompts, and a guess at which instance holds which prefixes, by chained hashes of their text.
 
-The router has no tokenizer. A prompt is cut into chunks of its bytes, and the chain of their hashes
-names its prefixes, as block hashes do in the engine. This is only a hint: the instance
-determines what it holds.
+For instances that publish no events. A prompt is cut into chunks of its bytes, and the chain of
+their hashes names its prefixes, as block hashes do in the engine. What an instance was sent, it is
+assumed to hold: it may have evicted it since.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from kvrecall.router.holdings import BlockHash, HashRule
 
 CHUNK_BYTES = 256
 _BYTES_PER_TOKEN = 4  # of text: for estimates
@@ -24,14 +26,35 @@ _SHAPING = ("model", "cache_salt", "tools", "documents", "chat_template", "chat_
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt's length (tokens, estimated if it is text) and the hashes of its prefixes."""
+    """A prompt's length (tokens, estimated if it is text) and the hashes of its prefixes.
+
+    ``ids``: its tokens, None if they are not known. ``salt``: the request's ``cache_salt``.
+    ``most_tokens``: of its text, a token a byte.
+    """
 
     tokens: int
     prefixes: tuple[bytes, ...]
+    ids: tuple[int, ...] | None = None
+    salt: str | None = None
+    most_tokens: int = 0
+    _chains: dict[HashRule, tuple[BlockHash, ...]] = field(default_factory=dict, compare=False)
 
     @property
     def tokens_per_prefix(self) -> float:
         return self.tokens / len(self.prefixes) if self.prefixes else 0.0
+
+    def with_ids(self, ids: Sequence[int]) -> Prompt:
+        """This prompt, its tokens known."""
+        return replace(self, tokens=len(ids), ids=tuple(ids), _chains={})
+
+    def chain(self, rule: HashRule | None) -> tuple[BlockHash, ...] | None:
+        """The hashes of the blocks that can be hit, all but the last token's; None if they are not
+        known."""
+        if rule is None or self.ids is None:
+            return None
+        if rule not in self._chains:
+            self._chains[rule] = rule.chain(self.ids[:-1], self.salt)
+        return self._chains[rule]
 
 
 def prompt_of(body: Mapping[str, Any]) -> Prompt | None:
@@ -52,7 +75,10 @@ def prompt_of(body: Mapping[str, Any]) -> Prompt | None:
 
 def _prompt(body: Mapping[str, Any], text: bytes, tokens: int) -> Prompt:
     shape = _canonical({name: body[name] for name in _SHAPING if body.get(name) is not None})
-    return Prompt(tokens, tuple(_chain(shape.encode(), text)))
+    salt = body.get("cache_salt")
+    salt = salt if isinstance(salt, str) and salt else None
+    prefixes = tuple(_chain(shape.encode(), text))
+    return Prompt(tokens, prefixes, salt=salt, most_tokens=len(text))
 
 
 def _canonical(value: object) -> str:

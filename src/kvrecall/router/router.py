@@ -1,5 +1,5 @@
-"""Serves a completion: a prefill instance computes the prompt, a decode instance recalls its blocks
-from the pool and generates the answer."""
+"""Serves a completion: an engine does, or a prefill instance computes the prompt and a decode
+instance recalls its blocks from the pool and generates the answer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvrecall.engines.base import HANDOVER, RECALL_HEADER, REPORT
-from kvrecall.router.fleet import Fleet, Instance
+from kvrecall.router.events import Subscriptions
+from kvrecall.router.fleet import Address, Expected, Fleet, Instance
 from kvrecall.router.metrics import RouterMetrics
 from kvrecall.router.prefixes import Prompt
+from kvrecall.router.tokens import Tokens
 from kvrecall.router.traces import CompletionSpan, RouterTraces, calling
 from kvrecall.router.upstream import Answer, InstanceFailedError, Stream, Upstream
 
@@ -42,7 +44,8 @@ _ANSWER_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """Settings from the command line. ``prefill`` and ``decode``: base URLs of instances.
+    """Settings from the command line. ``prefill``, ``decode``, ``engines``: addresses of instances,
+    of the last without roles.
 
     ``prefill_min_tokens``: prompts with fewer tokens that no instance holds go directly to a decode
     instance. ``imbalance``: requests in flight that an instance may have above the least busy one
@@ -50,8 +53,9 @@ class RouterSettings:
     for each of the two roles.
     """
 
-    prefill: tuple[str, ...]
-    decode: tuple[str, ...]
+    prefill: tuple[Address, ...]
+    decode: tuple[Address, ...]
+    engines: tuple[Address, ...]
     prefill_min_tokens: int
     imbalance: int
     retries: int
@@ -67,7 +71,8 @@ class Completion:
     of each by source.
 
     ``headers``: those to forward. ``prompt``: None if it cannot be compared with others.
-    ``outcome``: how a stream ended. ``span``: None where nothing is traced.
+    ``expected``: what the decode instance was expected to recall. ``outcome``: how a stream ended.
+    ``span``: None where nothing is traced.
     """
 
     path: str
@@ -78,17 +83,19 @@ class Completion:
     decode: Instance | None = None
     prefill_split: dict[str, int] = field(default_factory=dict)
     decode_split: dict[str, int] = field(default_factory=dict)
+    expected: Expected = field(default_factory=dict)
     outcome: str = "cancelled"
     span: CompletionSpan | None = None
 
     def header(self) -> str:
         """``x-kvrecall``: the instances, and the prompt tokens by source as far as known."""
         words = []
-        for role, instance, split in (
-            ("prefill", self.prefill, self.prefill_split),
-            ("decode", self.decode, self.decode_split),
+        for instance, split in (
+            (self.prefill, self.prefill_split),
+            (self.decode, self.decode_split),
         ):
             if instance is not None:
+                role = instance.word
                 words.append(f"{role}={instance.name}")
                 words += [f"{role}.{name}={count}" for name, count in split.items()]
         return ";".join(words)
@@ -149,17 +156,27 @@ def error_response(status: int, message: str, kind: str = "router_error") -> Res
 class Router:
     """Serves completions with the instances of a fleet."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> None:
+        """``fleet_of``: how it chooses among its instances."""
         self._settings = settings
-        self.fleet = Fleet(settings.prefill, settings.decode, settings.imbalance)
-        self.metrics = RouterMetrics(self.fleet)
+        self._subscriptions = Subscriptions(lambda seconds: self.metrics.event_lag.observe(seconds))
+        self.fleet = fleet_of(
+            settings.prefill,
+            settings.decode,
+            settings.imbalance,
+            settings.engines,
+            self._subscriptions,
+        )
+        self.metrics = RouterMetrics(self.fleet, self._subscriptions)
         self.upstream = Upstream(settings.timeout_s)
         self.traces = RouterTraces(settings.traces_endpoint)
+        self._tokens = Tokens(self.upstream)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[None, None]:
-        """Probes instances while the context is open; enters after the first round."""
-        async with self.upstream:
+        """Probes instances and follows their events while the context is open; enters after the
+        first round of probes."""
+        async with self.upstream, self._subscriptions.running():
             await self._probe_all()
             task = asyncio.create_task(self._probe_on())
             try:
@@ -176,19 +193,40 @@ class Router:
 
     async def _probe_all(self) -> None:
         async def probe(instance: Instance) -> None:
-            self.fleet.probed(instance, await self.upstream.probe(instance))
+            well = await self.upstream.probe(instance)
+            if well and not instance.healthy and instance.engine:
+                instance.models = await self.upstream.models(instance, self._settings.api_key)
+            self.fleet.probed(instance, well)
 
         await asyncio.gather(*map(probe, self.fleet.all))
 
     async def serve(self, request: Completion, held: contextlib.ExitStack) -> Response:
         """The reply for the client. Closes ``held`` when the reply has ended."""
-        outcome, handover = await self._prefill(request)
-        self.metrics.prefills.labels(outcome).inc()
+        request.prompt = await self._tokenized(request)
+        outcome, handover = "none", None
+        if self.fleet.prefill:
+            outcome, handover = await self._prefill(request)
+            self.metrics.prefills.labels(outcome).inc()
         if handover:
             given = request.body.get("kv_transfer_params")
             params = {**(given if isinstance(given, dict) else {}), HANDOVER: handover}
             request.body = {**request.body, "kv_transfer_params": params}
         return await self._decode(request, held)
+
+    async def _tokenized(self, request: Completion) -> Prompt | None:
+        """The prompt with its tokens, if any instance's events can be compared with them."""
+        prompt, block = request.prompt, self.fleet.least_block
+        if prompt is None or block is None:
+            return prompt
+        if "messages" not in request.body and prompt.ids is None and prompt.most_tokens <= block:
+            return prompt
+        instance = self.fleet.least_busy()
+        model = request.body.get("model")
+        if instance is None or (model is not None and model not in self.fleet.models):
+            return prompt  # with an adapter, blocks have other hashes
+        ids = await self._tokens.of(request.body, request.headers, instance)
+        self.metrics.tokenized.labels("done" if ids is not None else "unknown").inc()
+        return prompt if ids is None else prompt.with_ids(ids)
 
     async def _prefill(self, request: Completion) -> tuple[str, Any]:
         """Has a prefill instance compute the prompt. Returns the outcome and the receipt for the
@@ -204,9 +242,14 @@ class Router:
             if attempt:
                 self.metrics.retries.labels("prefill").inc()
             began = time.monotonic()
+            cost, expected = (
+                self.fleet.cost(instance, prompt),
+                self.fleet.expected(instance, prompt),
+            )
+            self.fleet.sent(instance, prompt)
             try:
                 call = calling(request.span, "prefill", instance.name, request.headers)
-                with instance.busy(), call as headers:
+                with instance.busy(), instance.answering(cost), call as headers:
                     answer = await self.upstream.ask(
                         instance, request.path, prompt_only(request.body), headers
                     )
@@ -219,7 +262,7 @@ class Router:
             params = answer.json().get("kv_transfer_params") or {}
             request.prefill = instance
             request.prefill_split = split_of(params.get(REPORT))
-            self._served("prefill", instance, prompt)
+            self._served("prefill", instance, prompt, expected)
             self.metrics.count_tokens("prefill", request.prefill_split)
             return "done", params.get(HANDOVER)
         return ("failed" if candidates else "none_up"), None
@@ -233,19 +276,22 @@ class Router:
         candidates = self.fleet.best_for_decode(request.prompt)[: self._settings.retries + 1]
         for attempt, instance in enumerate(candidates):
             if attempt:
-                self.metrics.retries.labels("decode").inc()
+                self.metrics.retries.labels(instance.word).inc()
+            request.expected = self.fleet.expected(instance, request.prompt)
+            cost = self.fleet.cost(instance, request.prompt)
+            self.fleet.sent(instance, request.prompt)
             try:
                 with contextlib.ExitStack() as busy:
                     busy.enter_context(instance.busy())
                     call = calling(request.span, "decode", instance.name, request.headers)
-                    with call as headers:
+                    with instance.answering(cost), call as headers:
                         got = await ask(instance, request.path, request.body, headers)
                     held.push(busy.pop_all())
             except InstanceFailedError as error:
-                self._failed("decode", instance, error)
+                self._failed(instance.word, instance, error)
                 failure = error
                 continue
-            self._served("decode", instance, request.prompt)
+            self._served(instance.word, instance, request.prompt, request.expected)
             request.decode = instance
             self.metrics.first_byte_seconds.observe(time.monotonic() - began)
             if isinstance(got, Stream):
@@ -258,9 +304,10 @@ class Router:
             return Response(failure.reply.content, failure.reply.status, None, "application/json")
         return error_response(502, f"no instance could serve the request: {failure}")
 
-    def _served(self, role: str, instance: Instance, prompt: Prompt | None) -> None:
-        held = "held" if self.fleet.holds(instance, prompt) else "new"
-        self.metrics.affinity.labels(role, held).inc()
+    def _served(
+        self, role: str, instance: Instance, prompt: Prompt | None, expected: Expected
+    ) -> None:
+        self.metrics.affinity.labels(role, "held" if expected else "new").inc()
         self.fleet.computed(instance, prompt)
 
     def _failed(self, role: str, instance: Instance, error: InstanceFailedError) -> None:
@@ -274,12 +321,22 @@ class Router:
         content, body = answer.content, answer.json()
         if answer.status == 200 and isinstance(body.get("usage"), dict):
             request.complete_usage(body["usage"])
-            self.metrics.count_tokens("decode", request.decode_split)
+            params = body.get("kv_transfer_params")
+            if not request.decode_split and isinstance(params, dict):
+                request.decode_split = split_of(params.get(REPORT))  # of ``vllm serve``
+            self._count(request)
             content = _compact(body).encode()
         self.metrics.requests.labels("ok" if answer.status == 200 else "refused").inc()
         return Response(
             content, answer.status, {RECALL_HEADER: request.header()}, answer.media_type
         )
+
+    def _count(self, request: Completion) -> None:
+        """Counts where the prompt came from, and where it was expected to."""
+        if request.decode is not None and request.decode_split:
+            role = request.decode.word
+            self.metrics.count_tokens(role, request.decode_split)
+            self.metrics.count_expected(role, request.expected)
 
     def _streamed(
         self,
@@ -297,13 +354,13 @@ class Router:
             except httpx.HTTPError as error:
                 request.outcome = "broken"
                 why = str(error) or type(error).__name__
-                self._failed("decode", instance, InstanceFailedError(why, gone=True))
+                self._failed(instance.word, instance, InstanceFailedError(why, gone=True))
                 told = {"message": f"{instance.name} broke off", "type": "router_error"}
                 yield f"data: {json.dumps({'error': told | {'code': 502}})}\n\n".encode()
 
         def ended() -> None:
             self.metrics.requests.labels(request.outcome).inc()
-            self.metrics.count_tokens("decode", request.decode_split)
+            self._count(request)
 
         response = _StreamedReply(events(), stream, request.header())
         response.held = held.pop_all()

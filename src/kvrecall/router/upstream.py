@@ -99,6 +99,19 @@ class Upstream:
             return False
         return reply.status_code == 200
 
+    async def models(self, instance: Instance, api_key: str | None) -> frozenset[str]:
+        """Names of the models that an instance serves, adapters left out; none if it does not
+        say."""
+        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        try:
+            reply = await self._client.get(
+                f"{instance.url}/v1/models", headers=headers, timeout=_PROBE_S
+            )
+            listed = reply.json()["data"]
+            return frozenset(one["id"] for one in listed if not one.get("parent"))
+        except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError):
+            return frozenset()
+
     async def get(self, instance: Instance, path: str, headers: Mapping[str, str]) -> Answer:
         """GET. Raises InstanceFailedError."""
         with _failures(instance):
@@ -108,11 +121,22 @@ class Upstream:
             return _answer(reply, reply.content)
 
     async def ask(
-        self, instance: Instance, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+        self,
+        instance: Instance,
+        path: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str],
+        timeout_s: float | None = None,
     ) -> Answer:
-        """POST for a whole reply. Raises InstanceFailedError for failures worth a retry."""
+        """POST for a whole reply. Raises InstanceFailedError for failures worth a retry.
+        ``timeout_s``: instead of the client's."""
         with _failures(instance):
-            reply = await self._client.post(instance.url + path, json=body, headers=dict(headers))
+            reply = await self._client.post(
+                instance.url + path,
+                json=body,
+                headers=dict(headers),
+                timeout=httpx.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s,
+            )
         return _usable(instance, _answer(reply, reply.content))
 
     async def stream(

@@ -6,12 +6,14 @@ import asyncio
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable
+from dataclasses import asdict
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from kvrecall.engines.base import Engine, GenerateRequest, Sampling
+from kvrecall.engines.base import Engine, GenerateRequest, RequestView, Sampling, miss_text
 from kvrecall.server.descriptions import add_management_descriptions, served_model
 from kvrecall.server.metrics import MetricsVector, MindieMetrics
 from kvrecall.server.plan import SHUTDOWN_TIMEOUT_S, Plan, Plane
@@ -85,6 +87,10 @@ def management_router(engine: Engine, plan: Plan, metrics: MindieMetrics) -> API
     async def metrics_json() -> Response:
         return JSONResponse(vector.told())
 
+    @router.get("/why/{request_id:path}")
+    async def why(request_id: str) -> Response:
+        return JSONResponse({"requests": _why(engine, request_id)})
+
     @router.api_route("/stopService", methods=["GET", "POST"])
     async def stop_service(mode: str = "") -> Response:
         if mode == "Force":  # in this spelling, as in MindIE
@@ -94,6 +100,33 @@ def management_router(engine: Engine, plan: Plan, metrics: MindieMetrics) -> API
         return Response()
 
     return router
+
+
+def _why(engine: Engine, request_id: str) -> list[dict[str, object]]:
+    """The requests of that id, why the rest of their prompts was computed, and that in words.
+    Raises ReplyError 404 if there are none."""
+    insight = engine.insight
+    found = insight.requests(request_id)
+    if not found:
+        since = insight.forgotten_until
+        ended = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(since))
+        kept = f"those that ended by {ended} are forgotten" if since else "none was forgotten yet"
+        raise ReplyError(
+            404,
+            f"no request {request_id!r} here: it never reached this server, or it is too old "
+            f"({kept})",
+        )
+    return [{**asdict(view), "why": _words(engine, view)} for view in found]
+
+
+def _words(engine: Engine, view: RequestView) -> str:
+    if view.missed is not None:
+        return miss_text(view.missed)
+    if not view.split:
+        return "not known yet: it waits for its first step" if not view.ended else "not known"
+    if not engine.info.pooled:
+        return "this server has no pool"
+    return "everything that could be recalled was"
 
 
 def _add_health(router: APIRouter, engine: Engine, metrics: MindieMetrics) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
 
-from kvrecall.engines.base import RECALL_HEADER, Fault, GenerateError, Update
+from kvrecall.engines.base import MISSED_HEADER, RECALL_HEADER, Fault, GenerateError, Update
 
 T = TypeVar("T")
 Updates = AsyncGenerator[Update, None]
@@ -146,6 +146,19 @@ def streamed(
     return StreamingResponse(frames(), media_type="text/event-stream", headers=headers)
 
 
-def recall_header(update: Update) -> dict[str, str]:
-    counts = update.split.as_dict()
-    return {RECALL_HEADER: ";".join(f"{name}={count}" for name, count in counts.items())}
+def recall_headers(update: Update) -> dict[str, str]:
+    """The sources of the prompt, and why the rest was computed."""
+    headers = {RECALL_HEADER: _listed(update.split.as_dict())}
+    if update.split.missed is not None:
+        told = {name: value for name, value in update.split.missed.items() if name != "text"}
+        headers[MISSED_HEADER] = _listed(told)
+    return headers
+
+
+def _listed(values: Mapping[str, object]) -> str:
+    """``name=value;name=value,value``"""
+    words = {
+        name: ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+        for name, value in values.items()
+    }
+    return ";".join(f"{name}={value}" for name, value in words.items())

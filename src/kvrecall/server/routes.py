@@ -10,7 +10,7 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from kvrecall.engines.base import Engine, GenerateError, GenerateRequest
+from kvrecall.engines.base import REQUEST_HEADER, Engine, GenerateError, GenerateRequest
 from kvrecall.server.descriptions import add_business_descriptions, served_model
 from kvrecall.server.forms.base import Form, Strict, described, parsed
 from kvrecall.server.forms.mindie import InferBody
@@ -23,7 +23,7 @@ from kvrecall.server.replies import (
     Updates,
     begun,
     json_object,
-    recall_header,
+    recall_headers,
     streamed,
     whole,
 )
@@ -57,11 +57,14 @@ async def _serve(
     """The reply to a request in any form."""
     request = replace(body.to_request(stream), trace_headers=trace_headers(http.headers))
     ignored = body.wanted.ignored()
-    headers = {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
+    headers = {REQUEST_HEADER: request.request_id}
+    if ignored:
+        headers[IGNORED_HEADER] = ", ".join(ignored)
     updates = generate(request)
     if not stream:
         answer = await whole(http, updates)
-        return JSONResponse(body.reply(request, answer), headers=recall_header(answer[0]) | headers)
+        headers |= recall_headers(answer[0])
+        return JSONResponse(body.reply(request, answer), headers=headers)
     first = await begun(http, updates)
     return streamed(first, updates, body.writer(request), body.frame, headers)
 

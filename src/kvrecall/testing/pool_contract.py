@@ -14,7 +14,9 @@ from kvrecall.block import NAMESPACE_BYTES, SHARED, BlockKey, Tenant, TierName
 from kvrecall.errors import ConfigError
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
-from kvrecall.pool.base import PoolClient, Recall, RecallState, Verdict
+from kvrecall.pool.base import Absence, PoolClient, Presence, Recall, RecallState, Verdict
+from kvrecall.pool.changes import Cause
+from kvrecall.pool.departures import Refusal
 from kvrecall.pool.hints import Hint
 from kvrecall.testing.blocks import chain, content, namespace, wait_until
 
@@ -77,6 +79,19 @@ class Engine:
         self.pool.release(ticket)
         return recall.tiers
 
+    def why(self, key: BlockKey) -> Absence:
+        """Asks until the answer is there."""
+        answers: list[Absence | None] = []
+
+        def is_there() -> bool:
+            answers.append(self.pool.why(key))
+            return answers[-1] is not None
+
+        wait_until(is_there)
+        found = answers[-1]
+        assert found is not None
+        return found
+
     def check(self, keys: Sequence[BlockKey], recall: Recall) -> None:
         assert len(recall.offsets) == len(recall.tiers)
         for key, offset in zip(keys, recall.offsets, strict=False):
@@ -135,6 +150,32 @@ class PoolContract:
         assert engine.save(keys) == {Verdict.RESERVED: 20}
         assert engine.pool.find(keys).tiers == (TierName.HOST,) * 20
         assert engine.recall(keys) == (TierName.HOST,) * 20
+
+    def test_it_knows_why_a_block_is_missing(self, start: Callable[..., Engine]) -> None:
+        engine = start(blocks=8, disk=False)
+        keys, others = chain(NAMESPACE, 4, "a"), chain(NAMESPACE, 8, "b")
+        assert engine.why(keys[0]) == Absence(Presence.UNKNOWN)
+        answers = engine.pool.reserve(keys)
+        assert engine.why(keys[0]).presence is Presence.FILLING
+        for key, answer in zip(keys, answers, strict=True):
+            engine.fill(key, answer.offset)
+        engine.pool.commit(keys)
+        assert engine.why(keys[0]).presence is Presence.HERE
+        self.drop(engine.pool, keys[3:])
+        left = engine.why(keys[3])
+        assert (left.presence, left.tier, left.cause) == (Presence.GONE, "host", Cause.DROPPED)
+        assert left.at > 0
+        engine.save(others)
+        gone = [engine.why(key) for key in keys[:3]]
+        assert {(one.presence, one.cause) for one in gone} == {(Presence.GONE, Cause.CAPACITY)}
+        ticket = engine.pool.acquire(others, 60.0)
+        engine.wait(ticket)
+        assert engine.save(keys[:1]) == {Verdict.REFUSED: 1}
+        refused = engine.why(keys[0])
+        assert (refused.presence, refused.cause) == (Presence.REFUSED, Refusal.ROOM)
+        engine.pool.release(ticket)
+        engine.save(keys[:1])
+        assert engine.why(keys[0]).presence is Presence.HERE
 
     def test_arena_can_be_used_to_the_last_slot(self, start: Callable[..., Engine]) -> None:
         engine = start(blocks=64, disk=False)

@@ -18,6 +18,7 @@ from kvrecall.engines.vllm.device.base import Batch
 from kvrecall.pool.arena import Arena
 
 _ROUNDS = 15
+_PAUSE_S = 0.02  # after an operation of torch its threads keep processors busy for milliseconds
 
 
 def measure_bandwidth(
@@ -68,6 +69,7 @@ def measure_bandwidth(
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(_ROUNDS + 1):
         for name, copy in work.items():
+            time.sleep(_PAUSE_S)
             begin = time.perf_counter()
             copy()
             copier.drain()

@@ -38,6 +38,10 @@ COMMANDS = {
         "step",
         "What the connector adds to a step of vLLM's scheduler while sequences decode.",
     ),
+    "misses": (
+        "misses",
+        "Every cause of a miss brought about on live servers: is it the one that is reported?",
+    ),
     "launches": (
         "launches",
         "Calls, operations and waits that kvrecall asks of a device, counted without one.",
@@ -87,6 +91,10 @@ COMMANDS = {
         "Conversations and questions over long texts against servers with each kind of pool.",
     ),
     "replay": ("serving", "A slice of a recorded trace, scaled down, against live servers."),
+    "router": (
+        "router",
+        "Agents' sessions before two engines: which of them a router chooses, and what it knows.",
+    ),
     "needle": (
         "needle.evaluate",
         "Does the model still answer? Facts in long texts, dense and by retrieval.",

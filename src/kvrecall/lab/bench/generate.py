@@ -188,7 +188,10 @@ def measure_generate(
         str,
         typer.Option(help="small or large: shapes of random weights; or a model's folder."),
     ] = "large",
-    contexts: Annotated[str, typer.Option(help="Tokens of the prompts, comma-separated.")] = "64K",
+    contexts: Annotated[
+        str,
+        typer.Option("--contexts", "--context", help="Tokens of the prompts, comma-separated."),
+    ] = "64K",
     sequences: Annotated[
         str, typer.Option(help="Sequences that decode at once, comma-separated.")
     ] = "1,4",
@@ -231,6 +234,7 @@ def measure_generate(
         "steps": steps,
         "rows": rows,
         "left_out": left_out,
+        **_first(rows),
     }
     notes = (
         f"{shape.name}: {shape.params / 1e6:.0f} million parameters, "
@@ -242,6 +246,19 @@ def measure_generate(
         *(f"left out: {text}" for text in left_out),
     )
     return Report("generate", *generate_table(rows), figures, notes)
+
+
+def _first(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of the first length and number of sequences: tokens a second, and by mode the most bytes of
+    the device in use and the most sequences that decoded at once."""
+    first = rows[0]["context"], rows[0]["sequences"]
+    of = {row["mode"]: row for row in rows if (row["context"], row["sequences"]) == first}
+    named = {DENSE: "dense", "retrieval": "retrieval", "offloaded": "offload"}
+    return {
+        **{f"{named[mode]}_tokens_s": of[mode]["tokens_per_s"] for mode in named if mode in of},
+        "device_bytes": {mode: row["peak_device_bytes"] for mode, row in of.items()},
+        "sequences_at_once": {mode: row["at_once"] for mode, row in of.items()},
+    }
 
 
 def _modes(text: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import os
 import statistics
 import tempfile
@@ -58,7 +59,7 @@ def measure_index(
         config = DiskConfig(
             Path(name) / "tier", (8 << 20) + blocks * (_BLOCK + 512) * 5 // 4, direct_io=False
         )
-        built_s = timed(lambda: _build(config, blocks))
+        built_s = timed(lambda: write_folder(config, blocks))
         progress(f"folder of {blocks:,} blocks written in {built_s:.1f} s")
         figures = {"blocks": blocks, "policy": policy, **_measure(config, blocks, policy, repeats)}
     pauses: dict[str, float] = figures["pauses_ms"]  # type: ignore[assignment]
@@ -81,13 +82,17 @@ class _SparseIo(FileIo):
         pass
 
 
-def _key(number: int) -> BlockKey:
-    return NAMESPACE.key(hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest())
+def key_of(number: int) -> BlockKey:
+    """The key of one of the blocks of ``write_folder``."""
+    return NAMESPACE.key(
+        hashlib.blake2b(number.to_bytes(8, "little", signed=True), digest_size=32).digest()
+    )
 
 
-def _build(config: DiskConfig, blocks: int) -> None:
-    """Writes a folder of chains that were used over a week, the last one latest."""
-    config.path.mkdir(mode=0o700)
+def write_folder(config: DiskConfig, blocks: int) -> None:
+    """Fills an empty folder with chains that were used over a week, the last one latest: blocks of
+    4 KiB with rows and slots, but no bytes."""
+    config.path.mkdir(mode=0o700, exist_ok=True)
     index = Index.open(config.path)
     store = SlabStore(config.path, config.capacity_bytes, index.pool_id, _SparseIo(), direct=False)
     try:
@@ -102,8 +107,8 @@ def _build(config: DiskConfig, blocks: int) -> None:
                 [
                     Row(
                         address,
-                        _key(number),
-                        _key(number - 1) if number % _CHAIN else None,
+                        key_of(number),
+                        key_of(number - 1) if number % _CHAIN else None,
                         number % _CHAIN,
                         _BLOCK,
                         bytes(16),
@@ -157,7 +162,7 @@ def _resident_bytes() -> int:
 
 
 def _chain(number: int) -> list[BlockKey]:
-    return [_key(place) for place in range(number * _CHAIN, (number + 1) * _CHAIN)]
+    return [key_of(place) for place in range(number * _CHAIN, (number + 1) * _CHAIN)]
 
 
 def _some(blocks: int, turn: int) -> list[BlockKey]:
@@ -257,9 +262,16 @@ def _pauses(tier: DiskTier, blocks: int, repeats: int) -> dict[str, float]:
         whole_s = time.thread_time() - began
         kept = collected[:-1]
         watch("clear", lambda keys: tier.clear(), 1)
+        kinds = itertools.count()
+        watch("touch of 1,000 new ones", lambda keys: tier.touch(_new(next(kinds))), 3 * repeats)
     found["collection of garbage"] = 1e3 * max(kept, default=0.0)
     found["full collection of garbage"] = 1e3 * whole_s
     return found
+
+
+def _new(kind: int) -> list[BlockKey]:
+    """Keys that no block has."""
+    return [key_of(-1 - number - _FOUND * kind) for number in range(_FOUND)]
 
 
 def _acquire(tier: DiskTier, keys: Sequence[BlockKey]) -> None:

@@ -49,7 +49,11 @@ BIAS: Mapping[str, str] = {
     ),
     "overhead": "against the pool: nothing is ever asked again, so saving can only cost",
     "throttle": "for neither: a disk of known bandwidth, one hit at a time",
-    "service": "for the service: two clients that do nothing else",
+    "misses": (
+        "for explanations: one request at a time, each cause alone; against them: a small model, "
+        "whose first token takes milliseconds"
+    ),
+    "service": "for the service: clients that do nothing else, few at once or at a steady rate",
     "lookup": "for the pool: one caller, keys that are all there or all absent",
     "index": "for the index: blocks of one size and one namespace, in chains of 50",
     "soak": "for neither: nothing is compared; one process, blocks of 256 KiB, a steady rate",
@@ -75,6 +79,10 @@ BIAS: Mapping[str, str] = {
     "generate": (
         "for retrieval: a model with little but attention to do; against it: random keys and "
         "weights, so that steps select other blocks than the steps before them"
+    ),
+    "router": (
+        "for prefix maps: sessions that come back, over system prompts that they share; against "
+        "them: two engines on the same cores, so that a wrong choice makes no queue longer"
     ),
     "needle": (
         "for retrieval: few facts in much filler; against it: questions whose answer one block "

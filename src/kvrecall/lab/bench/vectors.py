@@ -12,12 +12,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 
-from kvrecall.attention.digest import encode
+from kvrecall.attention.digest import Layout, encode
 from kvrecall.attention.index.base import EXACT, INDEXES, index_factory
 from kvrecall.attention.index.search import SequenceIndex
+from kvrecall.attention.kernels import search as compiled
 from kvrecall.attention.selection import selector_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.errors import ConfigError
@@ -91,7 +93,7 @@ def _compare(
     parts = [_AT_ONCE] * (split.middle // _AT_ONCE) + [split.middle % _AT_ONCE + 1]
     coded = torch.cat([encode(layout.rows_of(keys.blocks(part))) for part in parts])[None]
     rows, next_block = coded[:, :-1], coded[:, -1:]
-    searches: dict[str, Search] = {EXACT: partial(selector_of(layout).choose, runs=[rows])}
+    searches: dict[str, Search] = {EXACT: _exact(layout, rows, split.chosen)}
     made: dict[str, SequenceIndex] = {}
     seconds: dict[str, float] = {}
     for name in names:
@@ -131,6 +133,19 @@ def _compare(
             made[name].close()
         points.append(point)
     return points
+
+
+def _exact(layout: Layout, rows: torch.Tensor, count: int) -> Search:
+    """The exact search, as engines do it."""
+    if not compiled.is_compiled():
+        return partial(selector_of(layout).choose, runs=[rows])
+    coarse = rows[:, :, layout.coarse_rows].contiguous() if layout.coarse else None
+    prepared = compiled.Search((1, GROUP, DIM), layout, [np.arange(rows.shape[1])], count)
+
+    def search(query: torch.Tensor, count: int, scale: float) -> torch.Tensor:
+        return prepared.run(query[0], [(rows, coarse)], scale)
+
+    return search
 
 
 class _Keys:

@@ -167,7 +167,7 @@ def generate(
         raise EngineError(f"the stream ended early: {json.dumps(final)[:500]}")
     return Answer(
         prompt_tokens=final["details"]["prompt_tokens"],
-        recalled=final["details"]["recall"],
+        recalled={k: v for k, v in final["details"]["recall"].items() if k != "missed"},
         tokens=tuple(event["token"]["id"] for event in events),
         logprobs=tuple(event["token"]["logprob"] for event in events),
         text=final["generated_text"],

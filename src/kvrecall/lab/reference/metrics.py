@@ -12,7 +12,8 @@ from prometheus_client.metrics_core import Metric
 
 from kvrecall.engines.base import Load
 from kvrecall.lab.reference.markdown import code, sentence, table
-from kvrecall.router.fleet import Fleet
+from kvrecall.router.events import Publisher, Subscriptions
+from kvrecall.router.fleet import Address, Fleet
 from kvrecall.router.metrics import RouterMetrics
 from kvrecall.server.metrics import MetricsVector, MindieMetrics
 
@@ -87,7 +88,10 @@ def pool_families() -> list[Family]:
 def router_families() -> list[Family]:
     """The metrics in a router's registry."""
     registry = CollectorRegistry()
-    RouterMetrics(Fleet(("http://a:1",), ("http://b:2",), 4), registry)
+    following = Subscriptions(lambda _: None)
+    decode = Address("http://b:2", (Publisher("b", 3, 4),))
+    fleet = Fleet((Address("http://a:1"),), (decode,), 4, (), following)
+    RouterMetrics(fleet, following, registry)
     labels = {
         one.describe()[0].name: tuple(getattr(one, "_labelnames", ()))
         for one in list(getattr(registry, "_collector_to_names", ()))

@@ -8,6 +8,7 @@ import copy
 import itertools
 import threading
 import time
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -19,6 +20,7 @@ from kvrecall.block import NAMESPACE_BYTES, BlockKey, Tenant, TierName
 from kvrecall.config import PoolTerms
 from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.counters import TierCounters
+from kvrecall.pool.departures import Departure
 from kvrecall.pool.disk.index import Row, Rows
 from kvrecall.pool.disk.slabs import SLAB_BITS, slab_of
 from kvrecall.pool.eviction import EvictionPolicy
@@ -38,6 +40,7 @@ _STALE_S = 10.0  # a last use is written to the index again when it is older tha
 _AT_ONCE = 128  # blocks that change under one hold of the lock: less than a millisecond
 _LISTED = 256  # blocks listed under one hold
 _SCANNED = 1 << 16  # numbers looked through under one hold
+_ADDRESSES = 1 << 13
 T = TypeVar("T")
 Bools = npt.NDArray[np.bool_]
 # State of a number:
@@ -110,7 +113,7 @@ class Catalog(EvictionOrders):
         self._tenant_list: list[Tenant] = []
         self._tenants_gone: list[int] = []  # their numbers, to be used again
         self._late: _Late | None = None  # while blocks are still being recovered
-        self._pending_free: list[int] = []
+        self._pending_free = _Addresses()
         self._unnoted_uses: dict[int, int] = {}  # seconds by address, not in the index yet
         self._unnoted_pins: dict[int, int] = {}  # 1 or 0 by address, not in the index yet
         self.used_bytes = 0
@@ -158,6 +161,11 @@ class Catalog(EvictionOrders):
         with self._lock:
             number = self._find(key)
             return None if number < 0 else int(self._depth.cells[number])
+
+    def departure(self, key: BlockKey) -> Departure | None:
+        """Why and when the block left; None if that is not remembered."""
+        with self._lock:
+            return self.departures.of(key)
 
     def _entry(self, number: int) -> Entry:
         begin = number * self._tag_bytes
@@ -737,6 +745,7 @@ class Catalog(EvictionOrders):
     def _forget(self, number: int, cause: Cause) -> None:
         for watcher in self.watchers:
             watcher.removed(TierName.DISK, self._table.key(number), cause)
+        self.departures.note_n(number, cause)
         address, state = self._address.cells[number], self._state.cells
         slot_bytes = self._slot_bytes(number)
         if state[number] & _PINNED:
@@ -771,14 +780,13 @@ class Catalog(EvictionOrders):
     def take_pending_free(self, limit: int) -> list[int]:
         """Slots whose rows are to be deleted; the caller owns them now."""
         with self._lock:
-            taken = self._pending_free[-limit:]
-            del self._pending_free[-limit:]
-            return taken
+            return self._pending_free.take(limit)
 
     def add_pending_free(self, addresses: Iterable[int]) -> None:
         """Adds (or returns) slots to the list of those whose rows are to be deleted."""
         with self._lock:
-            self._pending_free.extend(addresses)
+            for address in addresses:
+                self._pending_free.append(address)
 
     # -- limits, and what the reclaimer goes by --------------------------------------------
 
@@ -873,6 +881,29 @@ class _Late:
     @property
     def has_any(self) -> bool:
         return bool(self.dropped or self.unpinned or self.sizes or self.cleared or self.pinned)
+
+
+class _Addresses:
+    """Up to as many addresses as a tier has blocks, in arrays of some thousands: no list that would
+    have to be copied as it grows, and in which the garbage collector would look at each."""
+
+    def __init__(self) -> None:
+        self._full: list[array[int]] = []
+        self._last = array("q")
+
+    def append(self, address: int) -> None:
+        if len(self._last) == _ADDRESSES:
+            self._full.append(self._last)
+            self._last = array("q")
+        self._last.append(address)
+
+    def take(self, limit: int) -> list[int]:
+        """Removes up to ``limit`` addresses, the latest; none only if there are none."""
+        if not self._last and self._full:
+            self._last = self._full.pop()
+        taken = self._last[-limit:].tolist()
+        del self._last[-limit:]
+        return taken
 
 
 def _parts(items: Collection[T]) -> Iterator[Sequence[T]]:

@@ -35,7 +35,7 @@ _UPGRADES = {
 }
 """Migrations from each version to the next; versions that are missing here are too old."""
 _PAGE = 4096
-_LARGE = 128 << 20  # of a file that takes seconds to check
+_LARGE = 128 << 20  # of a file that takes seconds to check: only if it was not closed well
 _WAL_PAGES = 256
 _SHM_BYTES = 256 << 10  # more than the log's shared memory file takes
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -122,6 +122,7 @@ class Index:
         query = "SELECT count(*) FROM meta WHERE name = 'compressed'"
         self.is_compressed = bool(connection.execute(query).fetchone()[0])
         """Whether blocks may be compressed; once they may, that stays."""
+        connection.execute("DELETE FROM meta WHERE name = 'ended'")
         self.probe()  # now the log exists
         self._inodes = [os.stat(file).st_ino for file in (path, self._log_path)]
 
@@ -131,9 +132,7 @@ class Index:
         and replaced by an empty one; one of a newer kvrecall raises TierError."""
         path = folder / INDEX_NAME
         if path.exists():
-            if (size := path.stat().st_size) > _LARGE:
-                _LOG.info("disk tier: checking %s, %d MiB", path, size >> 20)
-            why = _unfit(path)
+            why = _unfit(path, trusting=path.stat().st_size > _LARGE)
             if why:
                 _move_aside(path, why)
         try:
@@ -342,7 +341,12 @@ class Index:
             return False
         return inodes == self._inodes
 
-    def close(self) -> None:
+    def close(self, is_well: bool = True) -> None:
+        """``is_well``: all of it could be read and written; it need not be checked when it is
+        opened again."""
+        with contextlib.suppress(sqlite3.Error):
+            if is_well:
+                self._connection.execute("INSERT OR REPLACE INTO meta VALUES ('ended', '')")
         self._connection.close()
 
 
@@ -438,9 +442,10 @@ def _reserve(path: Path, nbytes: int) -> bool:
         os.close(fd)
 
 
-def _unfit(path: Path) -> str:
+def _unfit(path: Path, trusting: bool = False) -> str:
     """Why the file cannot be used as an index; empty if it can. Raises TierError if it is newer, or
-    cannot be read, which says nothing of what is in it."""
+    cannot be read, which says nothing of what is in it. ``trusting``: a file that was closed well
+    is not checked page by page; damage is then found when its rows are counted."""
     if not path.is_file():
         raise TierError(f"disk_path: {path} is not a file; remove it or use another folder")
     if not os.access(path, os.R_OK | os.W_OK):
@@ -465,6 +470,11 @@ def _unfit(path: Path) -> str:
                 )
             if version < SCHEMA_VERSION and version not in _UPGRADES:
                 return f"its format {version} is older than {SCHEMA_VERSION}"
+            query = "SELECT count(*) FROM meta WHERE name = 'ended'"
+            if trusting and connection.execute(query).fetchone()[0]:
+                return ""
+            if trusting:
+                _LOG.info("disk tier: checking %s, %d MiB", path, path.stat().st_size >> 20)
             verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
             return "" if verdict == "ok" else f"it is damaged ({verdict})"
         finally:

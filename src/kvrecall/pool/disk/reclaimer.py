@@ -84,6 +84,11 @@ class Reclaimer:
             return
         self._grow_at = time.monotonic() + _GROW_RETRY_S
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether the index could not be written when last tried."""
+        return self._failing
+
     def index_works(self) -> bool:
         """Whether rows can be written; checked before blocks are evicted for new ones."""
         if self._failing:

@@ -38,6 +38,8 @@ class Recovery:
         self._strange = 0  # encrypted with a key that is not given (any more)
         self.ended = threading.Event()
         """Whether it has ended, well or not."""
+        self.is_damaged = False
+        """Whether the index could not be read to its end."""
         catalog.begin_recovery()
 
     def run(self, is_closing: Callable[[], bool]) -> bool:
@@ -45,6 +47,7 @@ class Recovery:
         try:
             return self._run(is_closing)
         except sqlite3.Error as error:
+            self.is_damaged = True
             _LOG.error(
                 "disk tier: the index of %s cannot be read to its end, no more blocks are stored "
                 "until a restart: %s",

@@ -22,6 +22,7 @@ from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.compression import check_compression
+from kvrecall.pool.departures import Departure
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters, Entry
 from kvrecall.pool.disk.codec import BlockCodec, Plain
 from kvrecall.pool.disk.flusher import Flusher
@@ -91,7 +92,7 @@ class DiskTier(Tier):
             self._lock = FolderLock(config.path)
             undo.callback(self._lock.release)
             try:
-                self._open(io or FileIo(), policy, clock, undo)
+                self._open_whole(io or FileIo(), policy, clock, undo)
             except (OSError, sqlite3.Error) as error:
                 raise TierError(f"disk_path: {config.path}: {error}") from error
             undo.pop_all()
@@ -146,6 +147,10 @@ class DiskTier(Tier):
 
     def depth_of(self, key: BlockKey) -> int | None:
         return self._catalog.depth_of(key)
+
+    def departure(self, key: BlockKey) -> Departure | None:
+        """Why and when the block left; None if that is not remembered."""
+        return self._catalog.departure(key)
 
     def submit_put(self, puts: Sequence[Put]) -> list[PutVerdict]:
         return self._flusher.submit(puts)
@@ -217,7 +222,7 @@ class DiskTier(Tier):
             reader.join(max(0.0, until - time.monotonic()))
         read = not any(reader.is_alive() for reader in self._readers)
         if flushed:
-            self._index.close()
+            self._index.close(not (self._recovery.is_damaged or self._reclaimer.is_failing))
         if flushed and read:
             self._store.close()
             self._lock.release()
@@ -410,6 +415,22 @@ class DiskTier(Tier):
 
     # -- opening ---------------------------------------------------------------------------
 
+    def _open_whole(
+        self,
+        io: FileIo,
+        policy: str,
+        clock: Callable[[], float],
+        undo: contextlib.ExitStack,
+    ) -> None:
+        """``_open``, and again if the index is damaged although it was closed well: only then is it
+        checked, and moved aside."""
+        try:
+            with contextlib.ExitStack() as attempt:
+                self._open(io, policy, clock, attempt)
+                undo.enter_context(attempt.pop_all())
+        except sqlite3.DatabaseError:
+            self._open(io, policy, clock, undo)
+
     def _open(
         self,
         io: FileIo,
@@ -420,7 +441,7 @@ class DiskTier(Tier):
         """Opens index and slabs and finds their blocks; ``undo`` collects how to close them."""
         path, capacity = self._config.path, self._config.capacity_bytes
         self._index = Index.open(path)
-        undo.callback(self._index.close)
+        undo.callback(self._index.close, False)
         self._admit()
         limit = capacity - aside_bytes(path)
         self._store = SlabStore(path, limit, self._index.pool_id, io, self._config.direct_io)

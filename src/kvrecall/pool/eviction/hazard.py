@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import heapq
 from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
@@ -35,6 +36,8 @@ _FADE = 0.9975  # what then stays of the old counts: half after 277 looks, about
 _EVIDENCE = 4.0  # requests' worth of blocks that a class needs to be believed half
 _RETURNS = 16  # ticks in which blocks came back, before the tables are believed at all
 _MEMBERS = 4096  # of a cohort: so many names are forgotten at once
+_DROPPED = 1024  # numbers that are given up at once, at least
+_GOING = 1 << 17  # numbers to be given up before no more names are forgotten
 _GROWN = 256  # cohorts that move to another bin at once
 _LARGE = 1 << 20  # names that a large tier remembers at least
 _KEPT_SHARE = 0.5  # of a tier: what the pins of all tenants' hints may keep
@@ -48,15 +51,26 @@ _KEPT = 16  # by the pin of a hint
 _STAYS = _RESIDENT | _HELD | _KEPT  # of these only the first, if it may be given up
 
 
+T = TypeVar("T")
+_untrack = ctypes.pythonapi.PyObject_GC_UnTrack
+_untrack.argtypes, _untrack.restype = (ctypes.py_object,), None
+
+
+def _untracked(it: T) -> T:
+    """Hides an object from the garbage collector, which otherwise visits it in every full
+    collection. It must never be part of a cycle."""
+    _untrack(it)
+    return it
+
+
 _NONE = array("i")  # shared and never appended to
 
 
 class _Cohort:
     """The blocks of one class with the same time of last use: they age together.
 
-    There are very many blocks, and tens of thousands of cohorts: each keeps its blocks in arrays,
-    in which the garbage collector does not look at members. It does visit each array, so that an
-    empty one is shared.
+    There are very many blocks, and tens of thousands of cohorts: the garbage collector sees neither
+    them nor the arrays of their blocks.
     """
 
     __slots__ = (
@@ -64,6 +78,7 @@ class _Cohort:
         "begin",
         "bin",
         "born",
+        "ended",
         "first",
         "forgotten",
         "kind",
@@ -78,13 +93,15 @@ class _Cohort:
         self.born = born
         self.bin = 0
         self.alive = 0  # members not used again since, resident or remembered
-        self.names = array("i")  # who joined; some may have moved on
+        self.names = _untracked(array("i"))  # who joined; some may have moved on
         # Who became resident, oldest first, as runs down a chain; some may have left since. The
         # first run, then the others; the first block of each of these is inverted (~number).
         self.first = _NONE
         self.rest = _NONE
         self.begin = 0  # of ``rest``: what is before is in ``first`` or gone
+        self.ended = False  # has no members and gets no more
         self.forgotten = False  # names are no longer remembered when they are evicted
+        _untrack(self)
 
     def settle(self, number: int, parent: int) -> None:
         """A member became resident."""
@@ -94,7 +111,7 @@ class _Cohort:
         elif self.first and parent >= 0 and self.first[-1] == parent:
             self.first.append(number)
         elif self.rest is _NONE:
-            self.rest = array("i", (~number,))
+            self.rest = _untracked(array("i", (~number,)))
         else:
             self.rest.append(~number)
 
@@ -106,7 +123,7 @@ class _Cohort:
                 self.rest, self.begin = _NONE, 0
             return False
         self.begin = _end_of(rest, begin)
-        self.first = rest[begin : self.begin]
+        self.first = _untracked(rest[begin : self.begin])
         self.first[0] = ~self.first[0]
         return True
 
@@ -186,17 +203,18 @@ class HazardPolicy(EvictionPolicy):
         self._pins_end: list[tuple[float, int, list[int]]] = []
         self._pins = 0
         self._rival = Rival(capacity_blocks)
+        self._going = array("i")  # forgotten names whose numbers are still kept, and their parents
         self._has_groups = False  # a block that hangs on a chain was seen
-        # Cohorts with members, the oldest first: by age, by number, and all that may be forgotten.
-        self._by_bin: list[OrderedDict[_Cohort, None]]
-        self._by_bin = [OrderedDict() for _ in range(self._bins.count)]
-        self._cohorts: dict[int, _Cohort] = {}
-        self._memory: OrderedDict[_Cohort, None] = OrderedDict()
-        self._born = 0  # number of the last cohort
+        # Cohorts with members, by number; the oldest first by age, and all that may be forgotten.
+        self._cohorts: list[_Cohort] = _untracked([])
+        self._unused: list[int] = _untracked([])  # numbers of cohorts that ended
+        self._by_bin: list[OrderedDict[int, None]]
+        self._by_bin = [_untracked(OrderedDict()) for _ in range(self._bins.count)]
+        self._memory: OrderedDict[int, None] = _untracked(OrderedDict())
         self._is_late = False  # some have not reached the bins of their age
         self._youngest: dict[int, _Cohort] = {}  # by class
         # Cohorts with residents that may go, by cell (class, bin); cells ordered by worth.
-        self._ready: list[dict[_Cohort, None]] = [{} for _ in range(CLASSES * self._bins.count)]
+        self._ready: list[dict[int, None]] = [{} for _ in range(CLASSES * self._bins.count)]
         self._is_taught = False  # has seen enough blocks come back to refuse others
         # The order until taught for the first time.
         self._recency: LruPolicy | None = LruPolicy(self.names, links)
@@ -245,7 +263,8 @@ class HazardPolicy(EvictionPolicy):
         self._use_chain(chain, advice)
         if self._uses >= self._refresh_at:
             self._refresh(_FADE)
-        self._forget()
+        if self._ghosts > self._remember or self._going:
+            self._forget()
 
     def insert_n(
         self, number: int, parent: int, depth: int, now: float, hangs: bool = False
@@ -276,7 +295,7 @@ class HazardPolicy(EvictionPolicy):
         self._has_groups |= hangs
         if self._has_groups:
             self._settle(number)
-        if self._ghosts > self._remember:
+        if self._ghosts > self._remember or self._going:
             self._forget()
 
     def remove_n(self, number: int) -> None:
@@ -369,10 +388,12 @@ class HazardPolicy(EvictionPolicy):
         """Ready cohorts, least worth first; or the oldest first, while recency is better."""
         if not self._rival.is_better:
             for place in self._filled:
-                yield from self._ready[self._order[place]]
+                yield from map(self._cohorts.__getitem__, self._ready[self._order[place]])
             return
         for _, places in groupby(self._filled, lambda place: self._order[place] % self._bins.count):
-            cells = (self._ready[self._order[place]] for place in places)
+            cells = (
+                map(self._cohorts.__getitem__, self._ready[self._order[place]]) for place in places
+            )
             yield from heapq.merge(*cells, key=lambda cohort: cohort.born)
 
     def _trim(self, cohort: _Cohort) -> bool:
@@ -706,12 +727,11 @@ class HazardPolicy(EvictionPolicy):
             or cohort.forgotten
             or len(cohort.names) >= _MEMBERS
         ):
-            self._born = self._born % 0xFFFF_FFFF + 1
-            while self._born in self._cohorts:
-                self._born = self._born % 0xFFFF_FFFF + 1
-            old, cohort = cohort, _Cohort(self._born, kind, self._now)
-            self._youngest[kind] = self._cohorts[cohort.number] = cohort
-            self._by_bin[0][cohort] = self._memory[cohort] = None
+            number = self._unused.pop() if self._unused else len(self._cohorts)
+            old, cohort = cohort, _Cohort(number, kind, self._now)
+            self._cohorts[number : number + 1] = (cohort,)
+            self._youngest[kind] = cohort
+            self._by_bin[0][number] = self._memory[number] = None
             if old is not None:
                 self._bury(old)
         cohort.alive += 1
@@ -731,14 +751,15 @@ class HazardPolicy(EvictionPolicy):
             self._drop(cohort)
 
     def _drop(self, cohort: _Cohort) -> None:
-        if self._cohorts.pop(cohort.number, None) is None:
+        if cohort.ended:
             return
         self._make_unready(cohort)
-        self._by_bin[cohort.bin].pop(cohort, None)
-        self._memory.pop(cohort, None)
-        cohort.forgotten = True
-        cohort.names, cohort.first, cohort.rest = array("i"), _NONE, _NONE
+        self._by_bin[cohort.bin].pop(cohort.number, None)
+        self._memory.pop(cohort.number, None)
+        cohort.forgotten = cohort.ended = True
+        cohort.names, cohort.first, cohort.rest = _untracked(array("i")), _NONE, _NONE
         cohort.begin = 0
+        self._unused.append(cohort.number)
 
     def _cell(self, cohort: _Cohort) -> int:
         return cohort.kind * self._bins.count + cohort.bin
@@ -762,15 +783,15 @@ class HazardPolicy(EvictionPolicy):
         ready = self._ready[cell]
         if not ready:
             insort(self._filled, self._place[cell])
-        ready[cohort] = None
+        ready[cohort.number] = None
 
     def _make_unready(self, cohort: _Cohort) -> bool:
         """False if it was not ready."""
         cell = self._cell(cohort)
         ready = self._ready[cell]
-        if cohort not in ready:
+        if cohort.number not in ready:
             return False
-        del ready[cohort]
+        del ready[cohort.number]
         if not ready:
             del self._filled[bisect_left(self._filled, self._place[cell])]
         return True
@@ -785,11 +806,11 @@ class HazardPolicy(EvictionPolicy):
         left = _GROWN
         for queue, end in zip(reversed(self._by_bin), reversed(self._bins.ends), strict=True):
             while queue:
-                cohort = next(iter(queue))
+                cohort = self._cohorts[next(iter(queue))]
                 if cohort.alive == 0:
                     self._drop(cohort)
                 elif self._now - cohort.born >= end and left:
-                    del queue[cohort]
+                    del queue[cohort.number]
                     self._grow(cohort)
                 else:
                     break
@@ -805,23 +826,40 @@ class HazardPolicy(EvictionPolicy):
         while self._now - cohort.born >= ends[cohort.bin]:
             cohort.bin += 1
             entered[cohort.bin] += cohort.alive
-        self._by_bin[cohort.bin][cohort] = None
+        self._by_bin[cohort.bin][cohort.number] = None
         if was_ready:
             self._make_ready(cohort)
 
     def _forget(self) -> None:
-        """Drops the oldest names beyond what may be remembered."""
-        state, cohorts = self._state.cells, self._cohort.cells
-        while self._ghosts > self._remember and self._memory:
-            cohort, _ = self._memory.popitem(last=False)
+        """Forgets the oldest names beyond what may be remembered, a few thousand at once, and gives
+        up some of the numbers of those that it forgot."""
+        state, cohorts, parents = self._state.cells, self._cohort.cells, self._parent.cells
+        going, before = self._going, len(self._going)
+        while (
+            self._ghosts > self._remember
+            and self._memory
+            and len(going) - before < 2 * _MEMBERS
+            and before < _GOING
+        ):
+            cohort = self._cohorts[self._memory.popitem(last=False)[0]]
             cohort.forgotten = True
-            names, cohort.names = cohort.names, array("i")
+            names, cohort.names = cohort.names, _untracked(array("i"))
             for number in names:
                 if cohorts[number] == cohort.number and state[number] & _GHOST:
                     self._ghosts -= 1
-                    self._unlearn(number)
                     cohort.alive -= 1
+                    if state[number] & _KEPT:
+                        self._unkeep(number)
+                    state[number] = 0
+                    self._rival.forget(number)
+                    going.append(number)
+                    if parents[number]:
+                        going.append(parents[number] - 1)
+                        parents[number] = 0
             self._bury(cohort)
+        some = slice(-max(_DROPPED, len(going) // 16), None)
+        self.names.drop_all(going[some])
+        del going[some]
 
     def _refresh(self, fade: float = 1.0) -> None:
         """Ranks the cells again by the life table."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import ipaddress
+import json
 import logging
+import socket
 from collections.abc import Callable, Mapping
 
 from kvrecall.config import RemoteConfig
@@ -85,6 +88,22 @@ def with_remote(
     if isinstance(above, NullTier):
         return remote
     return Cascade(above, remote)
+
+
+def store_name(config: RemoteConfig) -> str:
+    """A name of the store, 16 hex digits, equal on all hosts that reach it at the same address, and
+    different on hosts that each have one of their own on loopback."""
+    options = config.options
+    where: object = sorted((name, repr(value)) for name, value in options.items())
+    if config.kind == "mooncake":
+        from kvrecall.pool.remote.mooncake import MooncakeSettings  # which needs this module
+
+        host, port = MooncakeSettings.of(options).master
+        where = [socket.gethostname() if is_loopback(host) else host, port]
+    elif config.kind == "objects":
+        where = [str(options.get(name, "")).rstrip("/") for name in ("url", "endpoint")]
+    text = json.dumps([config.kind, where])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def is_loopback(host: str) -> bool:

@@ -10,7 +10,8 @@ import queue
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -18,7 +19,7 @@ import xxhash
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import RemoteConfig
 from kvrecall.pool.base import TierStats
-from kvrecall.pool.changes import Cause
+from kvrecall.pool.changes import Cause, Watcher, Watchers
 from kvrecall.pool.counters import Histogram, TierCounters
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.remote.calls import BatchSize, CallQueue, CircuitBreaker
@@ -36,6 +37,8 @@ _ASKS_WAITING = 64  # lookups; beyond it blocks count as absent
 _STORE_CLOSE_S = 5.0
 _HOPELESS_S = 60.0
 _MAX_UNREADABLE = 1024
+_MOST_REPORTED = 1 << 20  # blocks of which watchers know: some hundred MB
+_SWEPT = 1024
 
 HEADER_BYTES = 64
 _VERSION = 1
@@ -118,6 +121,8 @@ class RemoteTier(Tier):
         self._unreadable: dict[BlockKey, float] = {}  # there, but not got, since then
         self._queued_bytes = 0
         self._closed = False
+        self._watchers: Watchers = ()
+        self._reported: OrderedDict[BlockKey, BlockKey | None] = OrderedDict()  # and their parents
         longest_s = _CALL_SHARE * config.call_deadline_s
         self._get_size, self._put_size = (BatchSize(_TURN_S, longest_s) for _ in range(2))
         threads = max(1, config.threads)
@@ -152,6 +157,10 @@ class RemoteTier(Tier):
 
     def contains(self, key: BlockKey) -> bool:
         return self._existence.of(key) is Belief.THERE and self._is_up()
+
+    def is_silent(self, key: BlockKey) -> bool:
+        is_open = self._existence.of(key) in (Belief.UNKNOWN, Belief.THERE)
+        return is_open and not self._is_up()
 
     def depth_of(self, key: BlockKey) -> int | None:
         return self._existence.depth_of(key)
@@ -250,6 +259,7 @@ class RemoteTier(Tier):
                 if key in self._storing:
                     self._storing[key].wanted = False
                 self._existence.dropped(key)
+            self._withdraw(keys, cause)
         self._drops.add(list(keys))
 
     def clear(self) -> None:
@@ -258,6 +268,44 @@ class RemoteTier(Tier):
                 item.wanted = False
                 self._existence.dropped(item.put.key)
             self._existence.drop_all()
+            self._withdraw(list(self._reported), Cause.CLEARED)
+
+    # -- changes ---------------------------------------------------------------------------
+
+    def watch(self, watcher: Watcher) -> None:
+        """``watcher`` is told what this tier stores from now on, and which of it is dropped here,
+        or found missing: what other hosts store and the store itself evicts is not known here."""
+        with self._lock:
+            self._watchers = (*self._watchers, watcher)
+
+    def sweep(self, watcher: Watcher) -> Iterator[None]:
+        with self._lock:
+            keys = list(self._reported)
+        for start in range(0, len(keys), _SWEPT):
+            with self._lock:
+                for key in keys[start : start + _SWEPT]:
+                    if key in self._reported:
+                        watcher.stored(self.name, key, self._reported[key])
+            yield
+
+    def _report(self, key: BlockKey, parent: BlockKey | None) -> None:
+        """A block was stored. Under the lock."""
+        if not self._watchers:
+            return
+        self._reported[key] = parent
+        self._reported.move_to_end(key)
+        for watcher in self._watchers:
+            watcher.stored(self.name, key, parent)
+        if len(self._reported) > _MOST_REPORTED:
+            self._withdraw([next(iter(self._reported))], Cause.LOST)
+
+    def _withdraw(self, keys: Iterable[BlockKey], cause: Cause) -> None:
+        """Blocks are not there any more, or that is no longer sure. Under the lock."""
+        for key in keys:
+            if key in self._reported:
+                del self._reported[key]
+                for watcher in self._watchers:
+                    watcher.removed(self.name, key, cause)
 
     # -- the rest --------------------------------------------------------------------------
 
@@ -340,6 +388,7 @@ class RemoteTier(Tier):
                 is_stored = stored.get(put.key, False)
                 if is_stored and item.wanted:
                     self._existence.stored(put.key, put.nbytes, put.depth)
+                    self._report(put.key, put.parent)
                 elif is_stored:
                     unwanted.append(put.key)
                 outcome = Outcome.STORED if is_stored and item.wanted else Outcome.SHED
@@ -415,8 +464,10 @@ class RemoteTier(Tier):
                 outcome = outcomes.get(key, Outcome.MISS)
                 if outcome is Outcome.CORRUPT:
                     self._existence.dropped(key)
+                    self._withdraw((key,), Cause.CORRUPT)
                 elif outcome is Outcome.MISS:
                     self._existence.told(key, False, 0)
+                    self._withdraw((key,), Cause.LOST)
                 self._ledger.read_done(outcome, now - item.at)
                 self._done.put(Done(key, outcome))
 
@@ -436,6 +487,8 @@ class RemoteTier(Tier):
             for key, is_there in zip(keys, answers, strict=False):
                 nbytes = self._sizes.get(key[:NAMESPACE_BYTES], 0)
                 self._existence.told(key, is_there and nbytes > 0, nbytes)
+                if not is_there:
+                    self._withdraw((key,), Cause.LOST)
             self._asking.difference_update(keys)
             self._asks -= len(batch)
 
@@ -469,6 +522,7 @@ class RemoteTier(Tier):
         if self._breaker.worked():
             with self._lock:
                 self._existence.doubt_all()
+                self._withdraw(list(self._reported), Cause.LOST)
             _LOG.warning("remote tier: the store answers again")
         return answers
 

@@ -29,6 +29,7 @@ from kvrecall.pool.service.admin import (
     commands,
 )
 from kvrecall.pool.service.endpoint import serve as run_service
+from kvrecall.pool.service.publisher import endpoint_of
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -60,11 +61,20 @@ def serve(
     ttl: Annotated[str | None, typer.Option(help=help_of("ttl"))] = None,
     write_policy: Annotated[str | None, typer.Option(help=help_of("write_policy"))] = None,
     tenant_quota: Annotated[str | None, typer.Option(help=help_of("tenant_quota"))] = None,
+    events: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Publish KV events at this port of 127.0.0.1 or HOST, replay at the next one.",
+        ),
+    ] = None,
 ) -> None:
     """Run the pool of this node for all its engines, until SIGTERM."""
     with errors_shown():
         given: dict[str, Any] = {k: v for k, v in context.params.items() if v is not None}
         given.pop("config", None)
+        given.pop("events", None)
+        publish_at = None if events is None else endpoint_of(events)
         if config is None:
             pool, path = service_settings(given, option_of)
         else:
@@ -74,7 +84,7 @@ def serve(
                 lambda key: option_of(key) if key in given else document.where_key(key),
             )
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-        run_service(pool, path, lambda: _announce(pool, path))
+        run_service(pool, path, lambda: _announce(pool, path), publish_at)
 
 
 def _announce(config: PoolConfig, path: Path) -> None:

@@ -33,10 +33,12 @@ from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.arena import open_arena
 from kvrecall.pool.base import (
     NO_ARENA,
+    Absence,
     ArenaHandle,
     Found,
     Located,
     PoolStats,
+    Presence,
     Recall,
     RecallState,
     Reservation,
@@ -62,6 +64,8 @@ _CLEAR_S = 10.0
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 1.0
 _WATCH_S = 1.0
+_MOST_ASKED = 256  # questions why a block is missing that are under way
+_NO_SERVICE = Absence(Presence.AWAY, "service")
 _POOL_COUNTERS = (
     *("lookups", "hits", "refused"),
     *("hints", "hints_believed", "hints_true", "hints_false"),
@@ -180,6 +184,7 @@ class ServiceClient:
         self._tickets: dict[int, _Ticket] = {}
         self._filling: dict[BlockKey, _Life] = {}
         self._unsettled: list[_Life] = []
+        self._asked: dict[BlockKey, tuple[_Life, int]] = {}  # why it is missing
         self._life: _Life | None = None
         self._next: _Life | None = None
         self._unsent = False  # offsets were given out since the last ``arena_handle``
@@ -256,6 +261,34 @@ class ServiceClient:
             return Located((None,) * len(keys))
         beyond = (None,) * (len(keys) - len(wanted))
         return Located((*p.PLACES.unpack(reply.places), *beyond), reply.pending)
+
+    def why(self, key: BlockKey) -> Absence | None:
+        with self._lock:
+            life = self._current()
+            asked = self._asked.get(key)
+        if asked is None:
+            return self._ask_why(life, key)
+        asked_of, number = asked
+        reply = None if asked_of is not life else asked_of.link.taken(number)
+        if reply is None and asked_of is life:
+            return None
+        with self._lock:
+            self._asked.pop(key, None)
+        return reply.absence if isinstance(reply, p.WhyReply) else _NO_SERVICE
+
+    def _ask_why(self, life: _Life | None, key: BlockKey) -> Absence | None:
+        if life is None:
+            return _NO_SERVICE
+        try:
+            number = life.link.begin(p.Why, key, timeout_s=self._timeout_s)
+        except (LinkLate, LinkLost):
+            return _NO_SERVICE
+        with self._lock:
+            self._asked[key] = life, number
+            spare = [*self._asked][:-_MOST_ASKED]  # by requests that have ended since
+            for old, forgotten in [self._asked.pop(one) for one in spare]:
+                old.link.forget(forgotten)
+        return None
 
     def acquire(
         self,

@@ -22,6 +22,7 @@ from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.arena import available_memory
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.peers import mappers_of
+from kvrecall.pool.service.publisher import EventPublisher
 from kvrecall.pool.service.server import Patience, Server
 
 _LOG = logging.getLogger(__name__)
@@ -144,9 +145,15 @@ def clear_dead(own: Path) -> None:
                 os.close(fd)
 
 
-def serve(config: PoolConfig, path: Path, on_ready: Callable[[], None]) -> None:
+def serve(
+    config: PoolConfig,
+    path: Path,
+    on_ready: Callable[[], None],
+    events: tuple[str, int] | None = None,
+) -> None:
     """Serves until SIGTERM or SIGINT, then stores queued blocks for at most ``FLUSH_S`` seconds.
-    Raises ConfigError or TierError, with nothing left behind, if it cannot start."""
+    ``events``: host and port at which KV events are published. Raises ConfigError or TierError,
+    with nothing left behind, if it cannot start."""
     lock = SocketLock(path)
     try:
         with listening(path) as listener, contextlib.ExitStack() as stack:
@@ -154,6 +161,8 @@ def serve(config: PoolConfig, path: Path, on_ready: Callable[[], None]) -> None:
             pool = Pool.open(config)
             stack.callback(pool.close, FLUSH_S)
             lock.note_arena(pool.arena_handle().inode)
+            if events is not None:
+                stack.callback(EventPublisher(pool, *events).close)
             server = Server(pool, listener, config)
             _tune()
             for number in (signal.SIGTERM, signal.SIGINT):

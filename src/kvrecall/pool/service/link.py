@@ -143,6 +143,39 @@ class Link:
                 self._expected.discard(number)
                 self._on_progress.pop(number, None)
 
+    def begin(self, kind: Callable[[int, *Ts], p.Message], *fields: *Ts, timeout_s: float) -> int:
+        """Sends ``kind(number, *fields)`` and returns its number, for ``taken``. Raises LinkLate if
+        a reply is owed, or LinkLost."""
+        self._check_owed()
+        number = next(self._numbers)
+        with self._changed:
+            self._expected.add(number)
+        try:
+            self._send(p.frame_of(kind(number, *fields)), time.monotonic() + timeout_s)
+        except LinkLost:
+            self.forget(number)
+            raise
+        return number
+
+    def taken(self, number: int) -> p.Reply | None:
+        """The reply to what ``begin`` sent, if it is there; does not wait for it."""
+        with self._changed:
+            reads = number not in self._replies and not (self._reading or self._lost)
+            self._reading |= reads
+        if reads:
+            self._read(0.0)
+        with self._changed:
+            reply = self._replies.pop(number, None)
+            if reply is not None:
+                self._expected.discard(number)
+            return reply
+
+    def forget(self, number: int) -> None:
+        """The reply to what ``begin`` sent is not wanted any more."""
+        with self._changed:
+            self._expected.discard(number)
+            self._replies.pop(number, None)
+
     def tell(self, message: p.Message, timeout_s: float) -> None:
         """Sends a message that has no reply. LinkLost if it cannot be sent."""
         self._send(p.frame_of(message), time.monotonic() + timeout_s)

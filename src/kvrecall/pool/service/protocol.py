@@ -25,7 +25,7 @@ from msgspec import Meta
 from kvrecall.block import FORMAT_VERSION, NAMESPACE_BYTES, SHARED, BlockKey, Tenant, TierName
 from kvrecall.errors import KvrecallError
 from kvrecall.pool import hints
-from kvrecall.pool.base import ArenaHandle, PoolStats, Verdict, check_parents
+from kvrecall.pool.base import Absence, ArenaHandle, PoolStats, Verdict, check_parents
 
 E = TypeVar("E", bound=enum.Enum | None)
 
@@ -193,6 +193,11 @@ class Locate(Message, frozen=True, tag=17):
     keys: Keys
 
 
+class Why(Message, frozen=True, tag=18):
+    number: Number
+    key: Key
+
+
 class Administer(Message, frozen=True, tag=32):
     """``fields``: of the command of that name, see ``admin``. Answered by any number of
     ``Progress`` and one ``Administered``."""
@@ -206,6 +211,7 @@ Request = (
     Register
     | Find
     | Locate
+    | Why
     | Acquire
     | Poll
     | Release
@@ -291,6 +297,11 @@ class LocatedReply(Message, frozen=True, tag=73):
     pending: bool
 
 
+class WhyReply(Message, frozen=True, tag=74):
+    number: Number
+    absence: Absence
+
+
 class Progress(Message, frozen=True, tag=76):
     """Of a command: what is done, and what there is to do."""
 
@@ -313,6 +324,7 @@ Reply = (
     | Trouble
     | FoundReply
     | LocatedReply
+    | WhyReply
     | RecallReply
     | ReserveReply
     | Flushed

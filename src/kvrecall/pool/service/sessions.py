@@ -71,6 +71,8 @@ class Session:
             case p.Locate(number, keys):
                 located = pool.locate(keys)
                 return p.LocatedReply(number, p.PLACES.pack(located.tiers), located.pending)
+            case p.Why(number, key):
+                return p.WhyReply(number, pool.why(key))
             case p.Acquire(ticket, keys):
                 is_new = ticket not in self._tickets and len(self._tickets) < _MAX_TICKETS
                 if is_new and self._knows(keys):  # if not, its poll will find nothing

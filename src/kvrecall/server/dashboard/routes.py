@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from kvrecall import __version__
-from kvrecall.engines.base import Engine, Heat
+from kvrecall.engines.base import REASONS, Engine, Heat
 from kvrecall.server.dashboard.alarms import ENGINE_DOWN, POOL_AWAY
 from kvrecall.server.dashboard.cached_prefixes import CachedPrefixes
 from kvrecall.server.dashboard.history import EVERY_S, KEPT, History
@@ -82,6 +82,7 @@ def dashboard_router(engine: Engine) -> APIRouter:
             "kept_requests": insight.remembered,
             "alarms": history.alarms.active(now),
             "bounds": history.bounds,
+            "reasons": REASONS,
             "sample": sample,
             "samples": history.since(since),
             "live": live,

@@ -11,6 +11,7 @@ from prometheus_client.samples import Sample as Line
 
 _TOKENS = "kvrecall_prompt_tokens"
 _LOADED = "kvrecall_loaded_blocks"
+_MISSED = "kvrecall_missed_tokens"
 _TIER = "kvrecall_tier_"
 _TIER_FIGURES = (
     "used_bytes capacity_bytes blocks hits evictions dropped errors corrupt full given_bytes "
@@ -47,6 +48,7 @@ _HISTOGRAMS = {
 _METRICS = (
     _TOKENS,
     _LOADED,
+    _MISSED,
     *(_TIER + figure for figure in _TIER_FIGURES),
     *_RETRIEVAL,
     *_COUNTS,
@@ -65,15 +67,17 @@ NAMES = (
 class Sample:
     """Figures at one moment.
 
-    ``tokens``: prompt tokens by source. ``loaded``: blocks by kind of KV group. ``tiers``,
-    ``retrieval`` and ``counts``: by their names in the metrics; counters are totals since the
-    start. ``buckets``: histograms by ``ttft``, ``tpot`` and ``load:TIER``, as numbers of values at
-    most the bounds that ``sample`` gives; those that differ from the sample before.
+    ``tokens``: prompt tokens by source. ``loaded``: blocks by kind of KV group. ``missed``: prompt
+    tokens computed, by the reason of the miss. ``tiers``, ``retrieval`` and ``counts``: by their
+    names in the metrics; counters are totals since the start. ``buckets``: histograms by ``ttft``,
+    ``tpot`` and ``load:TIER``, as numbers of values at most the bounds that ``sample`` gives; those
+    that differ from the sample before.
     """
 
     at: float
     tokens: dict[str, float] = field(default_factory=dict)
     loaded: dict[str, float] = field(default_factory=dict)
+    missed: dict[str, float] = field(default_factory=dict)
     tiers: dict[str, dict[str, float]] = field(default_factory=dict)
     retrieval: dict[str, float] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS.values(), 0.0))
@@ -96,6 +100,8 @@ def sample(registry: CollectorRegistry, now: float) -> tuple[Sample, Bounds]:
             _add(made.tokens, line.labels["source"], line.value)
         elif name == _LOADED:
             _add(made.loaded, line.labels["group"], line.value)
+        elif name == _MISSED:
+            _add(made.missed, line.labels["reason"], line.value)
         elif name.startswith(_TIER):
             tier = made.tiers.setdefault(line.labels["tier"], {})
             figure = name.removeprefix(_TIER)  # all replicas report the same pool

@@ -243,6 +243,7 @@ class CpuKernel(RowKernel):
         width = max(sequence.split.attended_blocks for sequence in sequences)
         table = torch.zeros(len(sequences) * heads, width, dtype=torch.int32)
         head = torch.arange(heads, dtype=torch.int32)[:, None]
+        away = any(sequence.offloaded is not None for sequence in sequences)
         for at, sequence in enumerate(sequences):
             split, blocks = sequence.split, sequence.table
             rows = table[at * heads : (at + 1) * heads]
@@ -251,6 +252,8 @@ class CpuKernel(RowKernel):
             rows[:, last : split.attended_blocks] = (
                 blocks[split.local : split.blocks] * heads + head
             )
+            if not away and sequence.search is not None:
+                sequence.search.enter_into(rows[:, split.init :])
         lens = [sequence.split.attended_tokens for sequence in sequences]
         seq_lens = torch.tensor(lens, dtype=torch.int32).repeat_interleave(heads)
         starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32)
@@ -258,7 +261,7 @@ class CpuKernel(RowKernel):
         ours = slice(None, None, heads if self.shape.sinks else 1)
         told = seq_lens[ours].contiguous(), starts[: len(seq_lens[ours]) + 1]
         distances = None
-        if any(sequence.offloaded is not None for sequence in sequences):
+        if away:
             distances = table.numpy().astype(np.int64) * self._row_bytes
         plan = CpuPlan(tokens, table, seq_lens, starts, self.schedule(*told), distances)
         return SparseStep(stale, tuple(sequences), plan)

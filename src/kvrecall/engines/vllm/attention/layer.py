@@ -22,6 +22,7 @@ from kvrecall.attention.index.base import index_factory
 from kvrecall.attention.index.search import SequenceIndex
 from kvrecall.attention.kernels import int8
 from kvrecall.attention.kernels.device import pieces_of
+from kvrecall.attention.kernels.search import is_compiled
 from kvrecall.attention.residency import DeviceResidency, Flags, Ints, Residency
 from kvrecall.attention.selection import Split, selector_of
 from kvrecall.attention.settings import RetrievalSettings
@@ -51,6 +52,9 @@ _SEEN_EVERY = 16
 
 _SPARE = 64
 """Extra blocks to allocate when the memory must grow."""
+
+Parts = list[tuple[torch.Tensor, torch.Tensor | None]]
+"""Digests of blocks one after another: all rows, and the coarse ones, as ``DigestStore.part``."""
 
 _Seen = tuple[tuple[int, Split, Ints], ...]
 """Sequences of a step by their places in it, with their middle blocks' ids."""
@@ -83,6 +87,7 @@ class RetrievalLayer:
         self._selector = selector_of(self._layout)
         if kernel.device.type == "cpu":
             int8.prepare()
+            is_compiled()
         self._store: DigestStore | None = None
         self._checksums = torch.empty(0, CHECKSUM_BYTES, dtype=torch.uint8)
         self._written = torch.empty(0, dtype=torch.int64)
@@ -140,20 +145,20 @@ class RetrievalLayer:
         heads, _, nbytes = self.digest_rows(kv_cache).transpose(0, 1).shape
         pages = records.pages(offsets, digests_of_layer(self._name), heads * nbytes)
         signed = records.pages(offsets, checksums_of_layer(self._name), CHECKSUM_BYTES)
-        checksums = torch.from_numpy(signed)
-        device = self._kernel.device
-        stored = torch.from_numpy(pages).view(self._rows.dtype).to(device)
+        stored = torch.from_numpy(pages).view(self._rows.dtype)
         stored = stored.view(len(pages), heads, *self._rows.shape[2:])
-        damaged = damaged_among(stored, checksums.to(device)).nonzero().flatten()
+        sums = checksums_of if self._kernel.device.type == "cpu" else sums_of
+        damaged = (sums(stored) != torch.from_numpy(signed)).any(-1).nonzero().flatten()
+        stored = self._sent(stored)  # verified on the host, which does not wait for the device
         if len(damaged):
-            kept = records.pages(offsets[damaged.cpu().numpy()], self._name, kv_cache[0].nbytes)
-            blocks = _blocks_of(torch.from_numpy(kept).to(device), kv_cache)
-            ids = torch.arange(len(blocks), device=device)
-            stored[damaged] = self._digests_of(blocks, ids)
+            kept = records.pages(offsets[damaged.numpy()], self._name, kv_cache[0].nbytes)
+            blocks = _blocks_of(self._sent(torch.from_numpy(kept)), kv_cache)
+            ids = self._sent(torch.arange(len(blocks)))
+            stored[self._sent(damaged)] = self._digests_of(blocks, ids)
             self._activity.digests_mended += len(damaged)
         self._begin(sequence, kv_cache)
         self._recalled[sequence.key].depart(stored.transpose(0, 1))
-        self._activity.bytes_digests += pages.nbytes + checksums.nbytes
+        self._activity.bytes_digests += pages.nbytes + signed.nbytes
 
     def _begin(self, sequence: OffloadedSequence, kv_cache: torch.Tensor) -> None:
         """Starts a sequence without offloaded blocks."""
@@ -219,7 +224,7 @@ class RetrievalLayer:
         sampled = self._note is not None and activity.steps_sparse % _SEEN_EVERY == 1
         if kernel.chooses and sampled:
             self._tell_heat(step)
-        search = self._exactly if self._indexes is None else self._by_index
+        search = self._plainly if self._indexes is None else self._by_index
         if self._indexes is not None:
             self._indexes.begin_step()
         for at, sequence in enumerate(step.sequences):
@@ -237,23 +242,34 @@ class RetrievalLayer:
                 # Waits for the device, which cannot fetch blocks of this sequence.
                 named = rows[:, split.init : split.init + split.chosen].cpu().numpy()
                 places = torch.from_numpy(_places_of(named, sequence.blocks.numpy()))
+            elif sequence.search is not None:
+                parts = self._parts(sequence)
+                places = sequence.search.run(query[sequence.token], parts, scale)
             else:
                 grouped = query[sequence.token].reshape(heads, shape.group, shape.head_dim)
                 # In the sequence's order, so that the sum does not depend on where blocks lie.
                 places = search(sequence, grouped, scale).sort(-1).values
-            ids = sequence.blocks[places]
-            if offloaded is not None and kernel.in_place:
-                recalled = self._recalled[offloaded.key]
-                kernel.enter_in_place(step, at, recalled.find(places.numpy(), ids.numpy()))
-            else:
-                if offloaded is not None:
-                    left = places < offloaded.count
-                    slots = self._recalled[offloaded.key].fetch(places.numpy(), left.numpy())
-                    ids = torch.where(left, offloaded.slots[torch.from_numpy(slots)], ids)
-                kernel.enter(step, at, ids)
+            if sequence.search is None or not sequence.search.enters:
+                self._enter(step, at, places)
             if self._note is not None and sampled and not kernel.chooses:
                 middle = np.arange(split.init, split.local)
                 self._note(middle, places.numpy() + split.init, split.blocks)
+
+    def _enter(self, step: SparseStep, at: int, places: torch.Tensor) -> None:
+        """The step's sequence ``at`` attends to these of its middle blocks: ``[kv_heads, chosen]``.
+        Recalls them to the device where the kernel does not read them in place."""
+        sequence, kernel = step.sequences[at], self._kernel
+        offloaded = sequence.offloaded
+        if offloaded is not None and kernel.in_place:
+            found = self._recalled[offloaded.key].find(places.numpy(), sequence.blocks.numpy())
+            kernel.enter_in_place(step, at, found)
+            return
+        ids = sequence.blocks[places]
+        if offloaded is not None:
+            left = places < offloaded.count
+            slots = self._recalled[offloaded.key].fetch(places.numpy(), left.numpy())
+            ids = torch.where(left, offloaded.slots[torch.from_numpy(slots)], ids)
+        kernel.enter(step, at, ids)
 
     def _tell_heat(self, step: SparseStep) -> None:
         """Notes what a device chose once that is here; the host does not wait for it."""
@@ -272,23 +288,26 @@ class RetrievalLayer:
             )
             self._unseen.append((event, table, seen))
 
-    def _exactly(self, sequence: SparseSequence, query: torch.Tensor, scale: float) -> torch.Tensor:
-        """Places of the chosen blocks among the middle ones, by the exact search: int64
+    def _parts(self, sequence: SparseSequence) -> Parts:
+        """As a ``Search`` of its middle blocks takes them: the digests of those that left, then of
+        the device's blocks."""
+        assert self._store is not None
+        left = sequence.offloaded
+        here = self._store.whole
+        return [here] if left is None else [self._recalled[left.key].digests, here]
+
+    def _plainly(self, sequence: SparseSequence, query: torch.Tensor, scale: float) -> torch.Tensor:
+        """Places of the chosen blocks among the middle ones, by PyTorch's search: int64
         ``[kv_heads, chosen]``. ``query``: ``[kv_heads, group, dim]``."""
         assert self._store is not None
-        offloaded, count = sequence.offloaded, sequence.split.chosen
+        offloaded = sequence.offloaded
+        left = 0 if offloaded is None else offloaded.count
+        runs = [self._store.part(self._sent(sequence.blocks[left:]))]
         if offloaded is not None:
-            runs = [self._recalled[offloaded.key].digests]
-            if offloaded.count < sequence.split.middle:
-                runs.append(self._store.part(self._sent(sequence.blocks[offloaded.count :])))
-        elif sequence.runs:
-            runs = [self._store.part(slice(first, end)) for first, end in sequence.runs]
-        else:
-            runs = [self._store.part(sequence.blocks[sequence.places])]
+            runs.insert(0, self._recalled[offloaded.key].digests)
         digests = [digests for digests, _ in runs]
         coarse = [coarse for _, coarse in runs if coarse is not None]
-        chosen = self._selector.choose(query, digests, count, scale, coarse or None)
-        return chosen if offloaded is not None else sequence.places[chosen]
+        return self._selector.choose(query, digests, sequence.split.chosen, scale, coarse or None)
 
     def _by_index(
         self, sequence: SparseSequence, query: torch.Tensor, scale: float
@@ -321,9 +340,10 @@ class RetrievalLayer:
         if self._indexes is not None:
             self._written[ids] += 1
 
-    def _sent(self, ids: torch.Tensor) -> torch.Tensor:
+    def _sent(self, values: torch.Tensor) -> torch.Tensor:
+        """On the kernel's device."""
         device = self._kernel.device
-        return ids if ids.device == device else device_of(device).send(ids)
+        return values if values.device == device else device_of(device).send(values)
 
     def _digests_of(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """Digests in storage form: int8 ``[blocks, kv_heads, rows, width]``."""
@@ -394,6 +414,7 @@ class RecalledBlocks:
         self._residency = Residency(kernel.shape.kv_heads)
         self._digests = digests
         self._count = self._slots = 0
+        self._away = np.empty(0, dtype=np.int64)
 
     @property
     def digests(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -417,6 +438,7 @@ class RecalledBlocks:
         else:
             self._digests.reach(self._count)
             self._digests.write(torch.arange(first, self._count, device=digests.device), digests)
+        self._away = sequence.addresses(self._layer)[: self._count] - self._cache.data_ptr()
         self._residency.grow(self._slots, self._count)
 
     def end(self) -> None:
@@ -432,13 +454,16 @@ class RecalledBlocks:
         if not (inside and all(0 <= slot < len(self._cache) for slot in slots)):
             raise IndexError(f"blocks of {sequence.key} lie outside of the arena or of the cache")
 
-    def find(self, blocks: Ints, ids: Ints) -> Ints:
-        """Where these middle blocks begin, in bytes from the start of the cache. ``blocks``,
-        ``ids``: ``[kv_heads, count]``; device blocks of those that have not left."""
-        left, known = blocks < self._count, np.minimum(blocks, self._count - 1)
-        away = self._sequence.addresses(self._layer)[known] - self._cache.data_ptr()
-        self._activity.blocks_in_place += int(left.sum())
-        return np.where(left, away, ids.astype(np.int64) * self._block)
+    def find(self, places: Ints, blocks: Ints) -> Ints:
+        """Where these middle blocks begin, in bytes from the start of the cache: ``[kv_heads,
+        count]``, as ``places``. ``blocks``: device blocks of all middle ones that have not left."""
+        begins = self._away
+        if self._count < len(blocks):
+            here = blocks[self._count :].astype(np.int64) * self._block
+            begins = np.concatenate([begins, here])
+        self._activity.blocks_in_place += int((places < self._count).sum())
+        found: Ints = begins[places]
+        return found
 
     def fetch(self, blocks: Ints, wanted: Flags) -> Ints:
         """Recalls blocks to the device; returns places in the sequence's slots, valid until the
@@ -477,6 +502,11 @@ class DigestStore:
         """The rows of these blocks were written through a view."""
         if self._coarse is not None:
             self._coarse[:, block_ids] = self.rows[:, block_ids, self._layout.coarse_rows]
+
+    @property
+    def whole(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As ``part`` of all blocks; not copies."""
+        return self.rows, self._coarse
 
     def part(self, blocks: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Of these blocks all rows, and the coarse ones, side by side; None if there are none.

@@ -122,7 +122,7 @@ class OffloadPlanner:
             return
         split = self._split(state, state.request.num_tokens)
         last = 0 if split is None else min(end, split.local)
-        if split is None or start >= last:
+        if split is None or last <= max(start, split.init):
             return
         count = last - split.init
         slots = self._slots_of(split, count)[1]

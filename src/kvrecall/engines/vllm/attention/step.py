@@ -12,7 +12,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +20,9 @@ import numpy as np
 import torch
 
 from kvrecall.attention.digest import Layout
+from kvrecall.attention.index.base import EXACT
 from kvrecall.attention.kernels.device import Addresses, Piece
+from kvrecall.attention.kernels.search import Search, is_compiled
 from kvrecall.attention.residency import DeviceResidency, Ints
 from kvrecall.attention.selection import Gate, Split, split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
@@ -28,9 +30,6 @@ from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
 
 logger = logging.getLogger("vllm.kvrecall")
-
-GATHER_RUNS = 16
-"""Middle blocks in more runs than this are gathered before they are scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +104,17 @@ class SparseSequence:
 
     ``row``: the request's place in the batch, ``token``: its token's. ``table``: int32 ids of the
     blocks up to that token, ``blocks``: of the middle ones, in the sequence's order, on the host;
-    without middle blocks it attends to all. Candidates are
-    in the order of their ids: ``places`` says which of ``blocks`` each is, ``runs`` gives their ids
-    as half-open ranges, none if they are too scattered. ``offloaded``: if its leading middle blocks
-    are off the device; their ids then mean nothing, or are as of ``OffloadedSequence.named``, and
-    there are no ``places`` and ``runs``; nor are there if the kernel ``chooses``.
+    without middle blocks it attends to all. ``offloaded``: if its leading middle blocks are off the
+    device; their ids then mean nothing, or are as of ``OffloadedSequence.named``. ``search``: what
+    finds the blocks to choose; None if the kernel ``chooses``, or an index or PyTorch does.
     """
 
     row: int
     token: int
     split: Split
     table: torch.Tensor
-    places: torch.Tensor
-    runs: tuple[tuple[int, int], ...]
     offloaded: OffloadedSequence | None = None
+    search: Search | None = None
 
     @property
     def blocks(self) -> torch.Tensor:
@@ -366,6 +362,9 @@ class StepPlanner:
         self._activity = activity
         self.gate = Gate(settings, shape.token_bytes, kernel.overhead_bytes, not kernel.chooses)
         self._told = False
+        self._layout = settings.layout(shape.block_size, not kernel.chooses)
+        self._query_size = shape.kv_heads, shape.group, shape.head_dim
+        self._searches = settings.index == EXACT and not kernel.chooses and is_compiled()
 
     def plan(
         self,
@@ -400,18 +399,12 @@ class StepPlanner:
             stale.append(self._freshness.take_stale(block_table[index, first:full]))
             if not row.decodes:
                 continue
-            searched = sequence is None and not self._kernel.chooses
-            order: tuple[torch.Tensor, Any] = torch.empty(0, dtype=torch.int64), ()
-            ordered = slice(0)
             for place, split in enumerate(splits):
-                table, middle = block_table[index, : split.blocks], slice(split.init, split.local)
+                table = block_table[index, : split.blocks]
                 if sequence is not None:
                     table = sequence.named(table)
-                if searched and split.middle and middle != ordered:
-                    order, ordered = _runs_of(table[middle]), middle
-                sequences.append(
-                    SparseSequence(index, token + place, split, table, *order, sequence)
-                )
+                told = index, token + place, split, table, sequence
+                sequences.append(SparseSequence(*told, self._search(split, table, sequence)))
             self._activity.sequences_offloaded += len(splits) * (sequence is not None)
         if gated and not sequences:
             self._tell_gated(gated)
@@ -433,6 +426,17 @@ class StepPlanner:
             return split
         return replace(split, init=split.blocks, local=split.blocks, chosen=0)
 
+    def _search(
+        self, split: Split, table: torch.Tensor, offloaded: OffloadedSequence | None
+    ) -> Search | None:
+        """For a sequence's middle blocks: first those that are off the device, then the others."""
+        if not (self._searches and split.middle):
+            return None
+        left = 0 if offloaded is None else offloaded.count
+        here = table[split.init + left : split.local].numpy().astype(np.int64)
+        parts = [np.arange(left), here] if left else [here]
+        return Search(self._query_size, self._layout, parts, split.chosen)
+
     def _tell_gated(self, sequences: int) -> None:
         """Logs once that retrieval did not act although sequences are past the boundary."""
         if self._told or not self._settings.gate or self._settings.topk_share == 1:
@@ -445,15 +449,3 @@ class StepPlanner:
             self._settings.dense_boundary,
             sequences,
         )
-
-
-def _runs_of(middle: torch.Tensor) -> tuple[torch.Tensor, tuple[tuple[int, int], ...]]:
-    """``places`` and ``runs`` of a ``SparseSequence``."""
-    ids, places = middle.sort()
-    breaks = (ids.diff() != 1).nonzero().flatten().tolist()
-    if len(breaks) >= GATHER_RUNS:
-        return places, ()
-    cuts = [0, *(at + 1 for at in breaks), len(ids)]
-    first = ids[cuts[:-1]].tolist()
-    lengths = [end - begin for begin, end in pairwise(cuts)]
-    return places, tuple((a, a + n) for a, n in zip(first, lengths, strict=True))

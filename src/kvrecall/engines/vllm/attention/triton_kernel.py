@@ -72,9 +72,8 @@ class TritonKernel(RowKernel):
         bandwidth = _bandwidth(device, rounds)
         size, layout = shape.block_size, settings.layout(shape.block_size, narrows=False)
         split = Split(4, 1, 3, 1, size, size)
-        none = torch.empty(0, dtype=torch.int64)
         ids = torch.arange(4, dtype=torch.int32)
-        sequence = SparseSequence(0, 0, split, ids, none, ())
+        sequence = SparseSequence(0, 0, split, ids)
         step = self.plan(ids[1:2].to(torch.int64), [sequence])
         sizes = (4, shape.kv_heads, size, 2 * shape.head_dim)
         cache = torch.zeros(sizes, dtype=shape.dtype, device=device)
@@ -173,9 +172,13 @@ class TritonKernel(RowKernel):
             totals, event = device_of(self.device).fetch(self._counts)
             self._asked.append((event, totals))
             self._untold = False
-        while self._asked and (wait or self._asked[0][0].is_reached()):
-            event, totals = self._asked.popleft()
-            event.wait()
+        while self._asked:
+            event, totals = self._asked[0]
+            if wait:
+                event.wait()
+            elif not event.is_reached():
+                break
+            self._asked.popleft()
             hits, loaded = (n - m for n, m in zip(totals.tolist(), self._collected, strict=True))
             self._collected = totals.tolist()
             shape = self.shape

@@ -61,7 +61,11 @@ def _group_of(spec: Any, contexts: int) -> KvGroup:
     if all(reaches):
         return KvGroup(GroupKind.WINDOW, size, max(reaches), True)
     names = {type(layer).__name__ for layer in layers}
-    return KvGroup(GroupKind.FULL, size, 0, not names <= {"FullAttentionSpec", "MLAAttentionSpec"})
+    return KvGroup(GroupKind.FULL, size, 0, not names <= _KEEPING)
+
+
+_KEEPING = {"FullAttentionSpec", "MLAAttentionSpec", "OffloadableSpec"}
+"""Specs of which a running request's blocks stay, or leave once the pool has them."""
 
 
 def _is_recurrent(spec: Any) -> bool:

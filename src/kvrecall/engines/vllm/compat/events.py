@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from vllm.distributed.kv_events import (
@@ -14,38 +13,45 @@ from vllm.distributed.kv_events import (
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvrecall.block import TierName
+from kvrecall.pool.runs import Run
 
 # vLLM names its media in code, except storage, whose name older versions lack.
-_MEDIA = {TierName.HOST: MEDIUM_CPU, TierName.DISK: "STORAGE"}
+_MEDIA = {TierName.HOST: MEDIUM_CPU, TierName.DISK: "STORAGE", TierName.REMOTE: "STORAGE"}
 
 
-def stored(tier: TierName, group: int, parent: bytes | None, hashes: Sequence[bytes]) -> Any:
-    """Blocks of a KV group, each the next one's parent, are in a tier. Their tokens are not known
-    to the pool: as in the events of vLLM's own offloading, ``token_ids`` is empty and
-    ``block_size`` 0."""
+def stored(run: Run, ownership: str | None) -> Any:
+    """Blocks are in a tier. Their tokens are not known to the pool: as in the events of vLLM's own
+    offloading, ``token_ids`` is empty and ``block_size`` 0. ``ownership``: of a remote tier's."""
+    parent = run.parent
     return _event(
         BlockStored,
-        block_hashes=[maybe_convert_block_hash(BlockHash(one)) for one in hashes],
+        block_hashes=[maybe_convert_block_hash(BlockHash(one)) for one in run.hashes],
         parent_block_hash=(None if parent is None else maybe_convert_block_hash(BlockHash(parent))),
         token_ids=[],
         block_size=0,
         lora_id=None,
         lora_name=None,
-        medium=_MEDIA[tier],
-        group_idx=group,
-        locality="LOCAL",
+        medium=_MEDIA[run.tier],
+        group_idx=run.group,
+        **_place(run.tier, ownership),
     )
 
 
-def removed(tier: TierName, group: int, hashes: Sequence[bytes]) -> Any:
-    """Blocks of a KV group have left a tier."""
+def removed(run: Run, ownership: str | None) -> Any:
+    """Blocks have left a tier."""
     return _event(
         BlockRemoved,
-        block_hashes=[maybe_convert_block_hash(BlockHash(one)) for one in hashes],
-        medium=_MEDIA[tier],
-        group_idx=group,
-        locality="LOCAL",
+        block_hashes=[maybe_convert_block_hash(BlockHash(one)) for one in run.hashes],
+        medium=_MEDIA[run.tier],
+        group_idx=run.group,
+        **_place(run.tier, ownership),
     )
+
+
+def _place(tier: TierName, ownership: str | None) -> dict[str, str | None]:
+    if tier is TierName.REMOTE:
+        return {"locality": "REMOTE", "ownership": ownership}
+    return {"locality": "LOCAL"}
 
 
 def cleared() -> Any:

@@ -70,15 +70,16 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
     Settings come from ``kv_connector_extra_config``; see ``RecallSettings.from_mapping``.
     """
 
+    _scheduler: RecallScheduler | None = None
+    _worker: RecallWorker | None = None
+    _pool: PoolClient | None = None
+    _endpoint: AdminEndpoint | None = None
+    _events: PoolEvents | None = None
+    _traces: Traces | None = None
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         show_pool_lines()
-        self._scheduler: RecallScheduler | None = None
-        self._worker: RecallWorker | None = None
-        self._pool: PoolClient | None = None
-        self._endpoint: AdminEndpoint | None = None
-        self._events: PoolEvents | None = None
-        self._traces: Traces | None = None
         self._last_states: tuple[str, list[tuple[int, int, int]]] = "", []
         config.require_supported(vllm_config, kv_cache_config)
         require_on(vllm_config, os.environ)
@@ -234,7 +235,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         if not isinstance(self._pool, Pool):
             logger.warning(
                 "kvrecall: kv_events_config publishes the device's blocks alone, because the pool "
-                "is a service's; use an engine's own pool (backend embedded) to publish its tiers"
+                "is a service's, which publishes its own: kvrecall pool serve --events PORT"
             )
             return None
         cleared = events.DeviceClears(self._kv_cache_manager)
@@ -431,10 +432,11 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._scheduler.tally.is_due(self._scheduler.is_busy):
             return None
         gauges = self._scheduler.tally.watch(self._pool.stats())
-        counts, splits, loads = self._scheduler.tally.take()
-        if not (counts or splits or loads):
+        stats = self._scheduler.tally.take()
+        if not any(stats.data.values()):
             return None
-        return RecallStats.of(counts, gauges, splits, loads=loads)
+        stats.data["gauges"] = gauges
+        return stats
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RecallStats | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kvrecall.block import NAMESPACE_BYTES, BlockKey, TierName, is_tail
 from kvrecall.engines.vllm.compat import events
-from kvrecall.pool.changes import Cause, Change, ChangeLog, Removed, Restart, Stored
+from kvrecall.pool.changes import Change, ChangeLog, Restart
 from kvrecall.pool.pool import Pool
+from kvrecall.pool.runs import runs_of
 
 
 class PoolEvents:
@@ -49,68 +49,24 @@ class PoolEvents:
         if self._device_cleared():
             self._log.repeat()
         self._groups = dict(live)
-        return to_events(self._log.take(), self._groups, self._abandoned)
+        return to_events(self._log.take(), self._groups, self._abandoned, self._pool.store_name)
 
 
 def to_events(
-    changes: Iterable[Change], groups: Mapping[bytes, int], abandoned: Mapping[bytes, int]
+    changes: Iterable[Change],
+    groups: Mapping[bytes, int],
+    abandoned: Mapping[bytes, int],
+    store: str | None = None,
 ) -> list[Any]:
     """vLLM's events for changes of blocks in these namespaces, with as few events as their order
     allows: a chain stored in one tier is one event, and so are removals that follow each other.
-    Blocks of abandoned namespaces are removed, wherever they are."""
+    ``store``: names the remote store."""
     made: list[Any] = []
-    run: _Run | None = None
-    for change in changes:
-        if isinstance(change, Restart):
-            if run is not None:
-                made.append(run.event())
-            run = None
+    for run in runs_of(changes, groups, abandoned):
+        if isinstance(run, Restart):
             made.append(events.cleared())
-            continue
-        digest = change.key[:NAMESPACE_BYTES]
-        group = groups.get(digest)
-        if group is None and digest in abandoned:
-            group = abandoned[digest]
-            change = Removed(change.tier, change.key, Cause.DROPPED)
-        if group is None or is_tail(change.key):
-            continue
-        if run is None or not run.takes(change, group):
-            if run is not None:
-                made.append(run.event())
-            run = _Run(change, group)
-        run.add(change.key)
-    if run is not None:
-        made.append(run.event())
+        elif run.stored:
+            made.append(events.stored(run, run.ownership(store)))
+        else:
+            made.append(events.removed(run, run.ownership(store)))
     return made
-
-
-class _Run:
-    """Changes that make one event."""
-
-    def __init__(self, first: Change, group: int) -> None:
-        assert not isinstance(first, Restart)
-        self._first = first
-        self._group = group
-        self._last: BlockKey | None = None
-        self._hashes: list[bytes] = []
-
-    def takes(self, change: Change, group: int) -> bool:
-        assert not isinstance(change, Restart)
-        first = self._first
-        if type(change) is not type(first) or group != self._group or change.tier != first.tier:
-            return False
-        return not isinstance(change, Stored) or change.parent == self._last
-
-    def add(self, key: BlockKey) -> None:
-        self._hashes.append(key[NAMESPACE_BYTES:])
-        self._last = key
-
-    def event(self) -> Any:
-        first = self._first
-        tier: TierName = first.tier
-        if not isinstance(first, Stored):
-            return events.removed(tier, self._group, self._hashes)
-        parent = first.parent
-        same = parent is not None and parent[:NAMESPACE_BYTES] == first.key[:NAMESPACE_BYTES]
-        above = parent[NAMESPACE_BYTES:] if parent is not None and same else None
-        return events.stored(tier, self._group, above, self._hashes)

@@ -207,8 +207,11 @@ class HitFinder:
             for end in {end for found in tails.values() for end in found}
             if all(end in tails[i] or end <= self._end(i, start, whole[i]) for i in self._full)
         ]
+        state.lacks = None
         end, states, more = self._states(state, start, reach, sorted(ends, reverse=True))
         is_pending |= more
+        if end >= self._aligned(reach):
+            state.lacks = None
         if not is_pending:
             aligned = self._aligned(reach)
             self._touch(state, start, end, aligned)
@@ -240,21 +243,22 @@ class HitFinder:
         tiers of the states, by group, and whether a tier beyond this host has not answered yet."""
         unit, alignment = self._facts.unit, self._facts.alignment
         ends = range(self._aligned(start) + alignment, reach + 1, alignment)
-        end, tiers, is_pending = self._last_state(state, [*tails, *reversed(ends)])
+        boundary = self._aligned(reach)
+        end, tiers, is_pending = self._last_state(state, [*tails, *reversed(ends)], boundary)
         if end < reach:  # states inside blocks are kept where prompts ended, which is not known
             nearest = range(reach // unit * unit, max(start, end), -unit)[:_MOST_PROBED]
             inside = [one for one in nearest if one % alignment]
-            deeper, found, more = self._last_state(state, inside)
+            deeper, found, more = self._last_state(state, inside, -1)
             is_pending |= more
             if deeper:
                 return deeper, found, is_pending
         return (end, tiers, is_pending) if end else (start, [], is_pending)
 
     def _last_state(
-        self, state: RequestState, ends: Sequence[int]
+        self, state: RequestState, ends: Sequence[int], boundary: int
     ) -> tuple[int, list[TierName], bool]:
         """The first of ``ends`` at which every recurrent group has its state, and as ``_states``; 0
-        if there is none."""
+        if there is none. Notes which state is missing at ``boundary``, one of them."""
         found: dict[int, list[TierName]] = {end: [] for end in ends}
         is_pending = False
         for group in self._sparse:
@@ -262,7 +266,11 @@ class HitFinder:
             located = self._pool.locate([key for _, key in known])
             is_pending |= located.pending
             pairs = zip(known, located.tiers, strict=True)
+            is_candidate = boundary in found
             found = {end: [*found[end], tier] for (end, _), tier in pairs if tier}
+            if is_candidate and boundary not in found:
+                state.lacks = state.key_at(boundary, group)
+                state.lacks_kind = str(self._facts.groups[group].kind)
         end = next(iter(found), 0)
         return end, found.get(end, []), is_pending
 
@@ -285,6 +293,7 @@ class HitFinder:
             is_pending |= located.pending
         reach = end
         end = self._boundary(tiers, start, end)
+        self._note_gap(state, tiers, start, end, reach)
         if not is_pending:
             self._touch(state, start, end, reach)
             if end < reach and self._full:
@@ -326,6 +335,25 @@ class HitFinder:
         there, base = tiers[group], start // size
         needed = range(*self._needed(group, start, end))
         return [place * size for place in needed if there[place - base] is None]
+
+    def _note_gap(
+        self,
+        state: RequestState,
+        tiers: dict[int, tuple[TierName | None, ...]],
+        start: int,
+        end: int,
+        reach: int,
+    ) -> None:
+        """Notes which block beside the chain the hit would have needed to end at ``reach``."""
+        state.lacks = None
+        for group in self._sparse if end < reach else ():
+            gaps = self._gaps(tiers, group, start, reach)
+            if gaps:
+                facts = self._facts.groups[group]
+                place = gaps[0] // facts.block_size
+                state.lacks = next(iter(state.keys(place + 1, group, place)), None)
+                state.lacks_kind = str(facts.kind)
+                return
 
     def _run(
         self,

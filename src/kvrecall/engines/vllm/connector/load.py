@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvrecall.block import TierName
+from kvrecall.block import BlockKey, TierName
 from kvrecall.engines.vllm.connector.hit import Hit
 from kvrecall.engines.vllm.connector.request import LoadCostModel, Mark, RequestState
 from kvrecall.pool.base import PoolClient, Recall, RecallState
@@ -20,6 +20,7 @@ class PrefixLoad:
     They are acquired in portions, which the pool serves in order, so that the scheduler side sees
     the progress and can stop waiting where that does not pay. ``mark``: when they were found.
     ``patience_s``: how long to wait beyond the time that the arrived blocks have saved.
+    ``deadline_s``: of the pool. ``was_late``: it passed before all blocks were there.
     ``pending_s``: when it was last seen unfinished, seconds since ``mark``. ``offsets``: of the
     blocks to copy, by run of the hit; None while more may arrive. ``came``: when each of ``whole``
     was seen, seconds since ``mark``; None: not noted.
@@ -33,6 +34,8 @@ class PrefixLoad:
     tickets: list[int] = field(default_factory=list)
     portions: list[tuple[int, int]] = field(default_factory=list)  # run and blocks of each ticket
     whole: list[Recall] = field(default_factory=list)  # of the leading tickets that are READY
+    deadline_s: float = float("inf")
+    was_late: bool = False
     pending_s: float = 0.0
     given_up: bool = False
     offsets: list[tuple[int, ...]] | None = None
@@ -40,6 +43,7 @@ class PrefixLoad:
 
     def acquire(self, deadline_s: float, state: RequestState) -> None:
         """Acquires the blocks of the hit; each run in one portion if all of it is in the host."""
+        self.deadline_s = deadline_s
         for number, run in enumerate(self.hit.runs):
             count = len(run.keys)
             size = -(-count // _PORTIONS)
@@ -70,6 +74,7 @@ class PrefixLoad:
         for (number, _), recall in zip(self.portions, self.whole, strict=False):
             offsets[number] += recall.offsets
         self.offsets = offsets
+        self.was_late = self.given_up or self.costs.elapsed(self.mark) >= self.deadline_s
         self._tell_speeds()
         return True
 
@@ -83,6 +88,15 @@ class PrefixLoad:
         if self.hit.is_chain:
             return self.hit.tokens(came[0])
         return self.hit.end - self.hit.start if came == whole else 0
+
+    @property
+    def missing(self) -> tuple[BlockKey, TierName] | None:
+        """The first block of the hit that did not arrive, and its tier."""
+        assert self.offsets is not None
+        for run, offsets in zip(self.hit.runs, self.offsets, strict=True):
+            if len(offsets) < len(run.keys):
+                return run.keys[len(offsets)], run.tiers[len(offsets)]
+        return None
 
     def cut(self, tokens: int) -> None:
         """Limits the load to that many tokens. The leases of the others stay."""

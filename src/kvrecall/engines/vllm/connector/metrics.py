@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from kvrecall.engines.base import Miss
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.connector.wire import StepReport
@@ -45,6 +46,7 @@ COUNTERS = {
     "handovers_foreign": "Handovers whose blocks do not fit this engine.",
     "traces_dropped": "Batches of a request's spans that were dropped, because too many waited.",
     "hints_invalid": "Hints of requests that were ignored, because their form is wrong.",
+    "explain_seconds": "Seconds of the scheduler spent on finding the reasons of misses.",
     "flushes_missed": "Replies sent before their blocks were durable (async_write off).",
     **{f"retrieval_{one.name}": one.metadata["text"] for one in fields(Activity)},
 }
@@ -55,6 +57,9 @@ POOL_COUNTERS = {
     "hints_false": "Hints that did not come true.",
 }
 PROMPT_TOKENS = "Prompt tokens by source of their KV."
+MISSED_TOKENS = (
+    "Prompt tokens computed, by the reason why the first of them was not recalled (docs/misses.md)."
+)
 LOADED_BLOCKS = "Blocks copied to the device, by what their KV group keeps: full, window, state."
 TIER_COUNTERS = {
     "hits": "Blocks found in the tier.",
@@ -101,13 +106,15 @@ _REPORT_EVERY_S = 0.25
 
 class Tally:
     """Counters of the scheduler side since the last report (names as in ``COUNTERS``), the loads
-    that ended since then, and prompt tokens by source of the requests that began."""
+    that ended since then, and of the requests that began prompt tokens by source and the reasons
+    of misses."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._taken_at = clock()
         self.counts: Counts[str] = Counts()
         self.splits: dict[str, dict[str, int]] = {}
+        self.misses: dict[str, Miss] = {}
         self.loads: dict[str, list[float]] = {}  # tier -> seconds of each
         self._totals: Counts[str] = Counts()  # of the pool, when they were last watched
 
@@ -121,6 +128,10 @@ class Tally:
         """Adds a prefix that was loaded."""
         self.loads.setdefault(str(tier), []).append(round(seconds, 6))
 
+    def count_seconds(self, name: str, seconds: Any) -> None:
+        """Adds to a counter of seconds."""
+        self.counts[name] += seconds
+
     def count_step(self, report: StepReport) -> None:
         """Adds the copies of a step."""
         for name in ("loaded_bytes", "load_seconds", "stored_bytes", "store_seconds"):
@@ -130,7 +141,7 @@ class Tally:
         """Whether a report is to be made after this step: at once if a request began, loaded or
         ended, or the engine is not ``busy``; otherwise now and then, because reading the pool's
         totals costs a step more than the rest of this side."""
-        news = self.splits or self.loads or self.counts["requests"]
+        news = self.splits or self.misses or self.loads or self.counts["requests"]
         return bool(news) or not busy or self._clock() - self._taken_at >= _REPORT_EVERY_S
 
     def watch(self, stats: PoolStats) -> dict[str, float]:
@@ -149,19 +160,22 @@ class Tally:
                 gauges[f"{tier.name}:tier_{name}"] = float(getattr(tier, name))
         return gauges
 
-    def take(self) -> tuple[dict[str, float], dict[str, dict[str, int]], dict[str, list[float]]]:
-        """The counts that moved, the splits, and the loads; starts anew."""
+    def take(self) -> RecallStats:
+        """The counts that moved, the splits, the misses and the loads, without gauges; starts
+        anew."""
         self._taken_at = self._clock()
         counts, self.counts = self.counts, Counts()
         splits, self.splits = self.splits, {}
         loads, self.loads = self.loads, {}
-        return {name: amount for name, amount in counts.items() if amount}, splits, loads
+        misses, self.misses = self.misses, {}
+        moved: dict[str, float] = {name: amount for name, amount in counts.items() if amount}
+        return RecallStats.of(moved, {}, splits, loads=loads, misses=misses)
 
 
 class RecallStats(KVConnectorStats):
     """Payload: ``counts`` (name -> increment), ``gauges`` (name -> value), ``splits`` (request
-    -> source -> tokens), ``heat`` (layer -> where its blocks lay and were chosen) and ``loads``
-    (tier -> seconds of each)."""
+    -> source -> tokens), ``misses`` (request -> ``Miss``), ``heat`` (layer -> where its blocks lay
+    and were chosen) and ``loads`` (tier -> seconds of each)."""
 
     @classmethod
     def of(
@@ -171,10 +185,11 @@ class RecallStats(KVConnectorStats):
         splits: dict[str, dict[str, int]] | None = None,
         heat: Mapping[int, list[list[int]]] | None = None,
         loads: Mapping[str, list[float]] | None = None,
+        misses: Mapping[str, Miss] | None = None,
     ) -> RecallStats:
         plain = {str(layer): rows for layer, rows in (heat or {}).items()}
         data = {"counts": counts, "gauges": gauges, "splits": splits or {}, "heat": plain}
-        return cls(data=data | {"loads": dict(loads or {})})
+        return cls(data=data | {"loads": dict(loads or {}), "misses": dict(misses or {})})
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {
@@ -183,6 +198,7 @@ class RecallStats(KVConnectorStats):
             "splits": {},
             "heat": {},
             "loads": {},
+            "misses": {},
         }
 
     def is_empty(self) -> bool:
@@ -194,13 +210,14 @@ class RecallStats(KVConnectorStats):
             counts[name] = counts.get(name, 0) + amount
         gauges = {**self.data.get("gauges", {}), **other.data.get("gauges", {})}
         splits = {**self.data.get("splits", {}), **other.data.get("splits", {})}
+        misses = {**self.data.get("misses", {}), **other.data.get("misses", {})}
         heat = HeatTotals()
         loads: dict[str, list[float]] = {}
         for payload in (self, other):
             heat.add(payload.data.get("heat", {}))
             for tier, seconds in payload.data.get("loads", {}).items():
                 loads.setdefault(tier, []).extend(seconds)
-        return RecallStats.of(counts, gauges, splits, heat.take(), loads)
+        return RecallStats.of(counts, gauges, splits, heat.take(), loads, misses)
 
     def reduce(self) -> dict[str, int | float]:
         """The values for the log line of the last interval."""
@@ -240,6 +257,7 @@ class RecallPromMetrics(KVConnectorPromMetrics):
         register(Counter, COUNTERS)
         register(Counter, POOL_COUNTERS)
         register(Counter, {"prompt_tokens": PROMPT_TOKENS}, "", "source")
+        register(Counter, {"missed_tokens": MISSED_TOKENS}, "", "reason")
         register(Counter, {"loaded_blocks": LOADED_BLOCKS}, "", "group")
         register(Counter, TIER_COUNTERS, "tier_", "tier")
         register(Gauge, POOL_GAUGES)

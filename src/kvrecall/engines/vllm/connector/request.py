@@ -20,10 +20,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName
-from kvrecall.engines.base import HANDOVER, HINT
+from kvrecall.engines.base import HANDOVER, HINT, Miss, Reason
 from kvrecall.pool.hints import Hint, hint_of
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ class LoadPlan:
 
     blocks: int
     patience_s: float
+    load_s: float = 0.0
+    compute_s: float = 0.0
 
 
 class LoadCostModel:
@@ -173,9 +175,12 @@ class LoadCostModel:
             if spent + left <= best_cost or spent <= TRIVIAL_S:
                 best, best_cost = index + 1, spent + left
         if best < len(tiers) and self._is_time_to_probe(tiers[best]):
-            return LoadPlan(best + 1, max(_LEAST_PATIENCE_S, _PROBE_SHARE * sum(computes)))
+            patience_s = max(_LEAST_PATIENCE_S, _PROBE_SHARE * sum(computes))
+            best += 1
+            return LoadPlan(best, patience_s, sum(loads[best:]), sum(computes[best:]))
         worth = sum(c for c, tier in zip(computes, tiers, strict=True) if tier is not TierName.HOST)
-        return LoadPlan(best, min(self._deadline_s, max(_RISK_SHARE * worth, _LEAST_PATIENCE_S)))
+        patience_s = min(self._deadline_s, max(_RISK_SHARE * worth, _LEAST_PATIENCE_S))
+        return LoadPlan(best, patience_s, sum(loads[best:]), sum(computes[best:]))
 
     def _is_time_to_probe(self, tier: TierName) -> bool:
         """Whether to load from a slow tier nevertheless, to notice its recovery."""
@@ -231,6 +236,16 @@ class _PrefillModel:
         if spread > 1.0:
             slope = max(0.0, (self._xy / self._weight - mean_x * mean_y) / spread)
         return max(mean_y + slope * (depth - mean_x), mean_y * 0.1)
+
+
+class Cut(NamedTuple):
+    """Where the scheduler side ended a hit, in tokens of the prompt, and why; no ``reason``: the
+    block ``key`` did not arrive, and the pool knows why."""
+
+    at: int
+    reason: Reason | None
+    details: Mapping[str, object]
+    key: BlockKey | None = None
 
 
 class Handover(enum.Enum):
@@ -331,9 +346,11 @@ class RequestState:
     ``closed``: no more of it can be saved; ``passes``: steps until it tries to reserve again, and
     ``passes_next`` after the last refusal. ``touched``: the pool knows that its chain is in use,
     and ``hanging_touched``: the blocks beside it, which only a complete lookup tells.
-    ``reported``: the API process knows the sources of its prompt. ``rests_until``: the tick of the
-    scheduler side at which it has work for it again; 0: it does not rest. ``trace``: what is noted
-    for its spans; None unless it is traced.
+    ``reported``: the API process knows the sources of its prompt. ``cut``: the scheduler side ended
+    its hit; ``lacks``: a block beside the chain without which the hit is shorter than the chain, of
+    the group ``lacks_kind``; ``miss``: why the rest was computed; ``learnt``: its tokens that the
+    memory of chains has. ``rests_until``: the tick of the scheduler side at which it has work for
+    it again; 0: it does not rest. ``trace``: what is noted for its spans; None unless it is traced.
     """
 
     request: Any
@@ -364,6 +381,11 @@ class RequestState:
     touched: bool = False
     hanging_touched: bool = False
     reported: bool = False
+    cut: Cut | None = None
+    lacks: BlockKey | None = None
+    lacks_kind: str = ""
+    miss: Miss | None = None
+    learnt: int | None = None
     rests_until: int = 0
     device_tokens: int = 0
     recalled: Counter[TierName] = field(default_factory=Counter)

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvrecall.block import BlockKey, Namespace, TierName, tenant_of
 from kvrecall.config import RecallSettings
-from kvrecall.engines.base import REPORT, UNIT
+from kvrecall.engines.base import MISSED, REPORT, UNIT, Reason
 from kvrecall.engines.vllm.attention.offload_scheduler import OffloadPlanner
 from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.compat.scheduler import boundary_states
@@ -23,9 +23,11 @@ from kvrecall.engines.vllm.connector.audit import Auditor
 from kvrecall.engines.vllm.connector.hit import FirstNeeded, Hit, HitFinder
 from kvrecall.engines.vllm.connector.load import PrefixLoad
 from kvrecall.engines.vllm.connector.metrics import Tally
+from kvrecall.engines.vllm.connector.miss import MissExplainer
 from kvrecall.engines.vllm.connector.pages import Copy
 from kvrecall.engines.vllm.connector.request import (
     LOOK_EVERY_S,
+    Cut,
     Handover,
     LoadCostModel,
     Promise,
@@ -113,6 +115,7 @@ class RecallScheduler:
         )
         self._finder = HitFinder(pool, facts, first_needed)
         self._auditor = Auditor(pool, facts, settings.audit_every, self.tally, self._refuted)
+        self.misses = MissExplainer(pool, facts, self.tally, settings.explain_misses)
         self._saver = Saver(pool, facts, self._finder, reachable, self._auditor.origin, self.tally)
 
     # ---- recall -------------------------------------------------------------------------
@@ -151,13 +154,20 @@ class RecallScheduler:
         self.tally.counts["loads_given_up"] += is_new and load.given_up
         if is_new and state.trace is not None:
             state.trace.loaded(load, self._settings.pool.load_deadline_s)
+        if is_new and (missing := load.missing) is not None:
+            reason = Reason.LATE if load.was_late else None
+            at, (key, tier) = load.hit.start + load.tokens, missing
+            state.cut = Cut(at, reason, {"tier": tier}, key)
         if not load.tokens and self._may_retry(state, load):
             self._drop_load(state)
             return _ASK_AGAIN
         if is_new and load.tokens:
             assert load.offsets is not None
             alone = len(self._states) == 1
-            load.cut(self._auditor.admit(state, load.hit, load.offsets, alone))
+            admitted = self._auditor.admit(state, load.hit, load.offsets, alone)
+            if admitted < load.tokens:
+                state.cut = Cut(load.hit.start + admitted, Reason.AUDIT, {})
+            load.cut(admitted)
         if not load.tokens:
             self._drop_load(state)
             state.computes = True
@@ -222,6 +232,8 @@ class RecallScheduler:
             if left_s > 0:
                 state.next_lookup_at = now + min(left_s, LOOK_EVERY_S)
                 return True
+            end = start if hit is None else hit.end
+            state.cut = Cut(end, Reason.LATE, {"tier": TierName.REMOTE, "cause": "lookup"})
         if hit is None:
             return False
         deadline = self._settings.pool.load_deadline_s
@@ -262,6 +274,10 @@ class RecallScheduler:
         self.tally.counts["blocks_declined"] += declined
         if state.trace is not None:
             state.trace.declined(declined)
+        if shorter is not hit:
+            end = hit.start if shorter is None else shorter.end
+            seconds = {"load_s": round(plan.load_s, 6), "compute_s": round(plan.compute_s, 6)}
+            state.cut = Cut(end, Reason.DECLINED, seconds)
         if shorter is None:
             self._auditor.declined(state, hit)
             return None
@@ -322,6 +338,7 @@ class RecallScheduler:
     def _report_sources(self, state: RequestState) -> None:
         if not state.reported:
             state.reported = True
+            self.misses.begin(state, self._states)
             self.tally.splits[state.request.request_id] = {
                 **state.sources(),
                 "unit": self._facts.unit,
@@ -346,6 +363,7 @@ class RecallScheduler:
         decoding: list[Computed] = []
         prompt_tokens = positions = 0
         waiting, has_states = self._waiting, self._facts.has_states
+        self.misses.resume()
         has_tails = self._facts.match_unit is not None
         for state in self._due(scheduled, scheduler_output.total_num_scheduled_tokens, offered):
             request = state.request
@@ -529,6 +547,7 @@ class RecallScheduler:
             if state is not None:
                 state.computes = True
                 state.recalled.clear()
+                self.misses.failed(state)
         self._saver.flush()  # with async_write off, replies of this step leave after it
 
     def _sequences_lost(self, lost: Collection[str]) -> None:
@@ -595,11 +614,13 @@ class RecallScheduler:
         if hold:
             self._releases.append(request.request_id)
         sources = state.sources()
+        self.misses.ended(state, min(request.num_computed_tokens + 1, request.num_tokens))
         self.tally.count_request(sources)
         if state.trace is not None:
             state.trace.finished(sources, len(state.open_stores))
         promised = self._saver.promised(state) if whole and not state.closed else 0
-        return hold, {REPORT: sources, UNIT: self._facts.unit, **receipt(state.namespace, promised)}
+        told = {REPORT: sources, UNIT: self._facts.unit, **receipt(state.namespace, promised)}
+        return hold, told if state.miss is None else {**told, MISSED: state.miss}
 
     def state_of(self, request_id: str) -> RequestState | None:
         """The state of a request, None if it is not in the engine."""

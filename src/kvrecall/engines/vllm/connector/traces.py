@@ -340,7 +340,7 @@ class Traces:
             },
             start_time=int(request.arrival_time * 1e9),
         )
-        if parent is None:
+        if not parent:
             request.trace_headers = headers_of(span.get_span_context())
         if not span.is_recording():
             return None

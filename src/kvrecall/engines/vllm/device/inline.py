@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from itertools import pairwise
@@ -15,6 +16,7 @@ from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event, S
 
 _WORTH_SHARING = 4 << 20
 """One thread copies batches of fewer bytes."""
+_PARTS = 8  # of a batch for each thread
 
 
 class Moment(Event):
@@ -37,7 +39,11 @@ class Moment(Event):
 
 
 class InlineStream(Stream):
-    """Shares large batches among as many threads as torch computes with in this process."""
+    """Shares large batches among as many threads as torch computes with in this process.
+
+    Each takes the next part when it is done with one, as its processor may be taken: after an
+    operation of torch the threads of OpenMP keep it busy for some milliseconds.
+    """
 
     def __init__(self) -> None:
         self._helpers = torch.get_num_threads() - 1
@@ -53,13 +59,24 @@ class InlineStream(Stream):
         if not self._helpers or batch.nbytes < _WORTH_SHARING:
             batch.copy_here()
             return
-        shares = 1 + self._helpers
+        shares = min(len(batch.sizes), (1 + self._helpers) * _PARTS)
         bounds = [len(batch.sizes) * share // shares for share in range(shares + 1)]
-        mine, *others = pairwise(bounds)
-        helping = [self._team.submit(batch.copy_here, *part) for part in others]
-        batch.copy_here(*mine)
+        parts = deque(pairwise(bounds))
+        helping = [self._team.submit(_copy_parts, batch, parts) for _ in range(self._helpers)]
+        _copy_parts(batch, parts)
         for helper in helping:
-            helper.result()
+            if not helper.cancel():  # one that has not begun is not needed any more
+                helper.result()
+
+
+def _copy_parts(batch: Batch, parts: deque[tuple[int, int]]) -> None:
+    """Copies parts of a batch as long as there are any."""
+    while parts:
+        try:
+            first, last = parts.popleft()
+        except IndexError:  # another thread has the last one
+            return
+        batch.copy_here(first, last)
 
 
 class Caller(Executor):

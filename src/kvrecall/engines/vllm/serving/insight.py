@@ -18,12 +18,22 @@ from typing import Any
 from vllm.outputs import RequestOutput
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from kvrecall.engines.base import REPORT, Heat, Phase, RecallSplit, RequestView
+from kvrecall.engines.base import (
+    MISSED,
+    REPORT,
+    Heat,
+    Miss,
+    Phase,
+    Reason,
+    RecallSplit,
+    RequestView,
+)
 from kvrecall.engines.vllm.attention.heat import HeatTotals
 
 _REMEMBERED = 16_384
 _CHILD = re.compile(r"^\d+_")  # one of several samples of a request
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")  # vLLM's own, to make ids unique
+_EXPLAINED = 4096  # ended requests that can be asked for by their id
 _KEPT = 8192  # steps of an engine
 WINDOW_S = 10.0
 """Time over which throughputs are averaged; vLLM's own log takes the same."""
@@ -35,6 +45,7 @@ class ConnectorReports:
 
     def __init__(self, remembered: int = _REMEMBERED) -> None:
         self._splits: OrderedDict[str, Mapping[str, int]] = OrderedDict()
+        self._misses: OrderedDict[str, Miss] = OrderedDict()
         self._remembered = remembered
         self.heat = HeatTotals()
 
@@ -43,13 +54,20 @@ class ConnectorReports:
         counts: the others hit blocks that it computed."""
         for engine_id, split in payload.get("splits", {}).items():
             self._splits.setdefault(_CHILD.sub("", _SUFFIX.sub("", engine_id)), split)
-        while len(self._splits) > self._remembered:
-            self._splits.popitem(last=False)
+        for engine_id, miss in payload.get("misses", {}).items():
+            name = _CHILD.sub("", _SUFFIX.sub("", engine_id))
+            if miss["reason"] == Reason.FAILED or name not in self._misses:
+                self._misses[name] = miss
+        for known in (self._splits, self._misses):
+            while len(known) > self._remembered:
+                known.popitem(last=False)
         self.heat.add(payload.get("heat", {}))
 
-    def split_of(self, request_id: str) -> Mapping[str, int] | None:
-        """The split of a request by the name the API gave it."""
-        return self._splits.get(_CHILD.sub("", request_id))
+    def split_of(self, request_id: str) -> Mapping[str, object] | None:
+        """The split of a request by the name the API gave it, with its miss as ``missed``."""
+        name = _CHILD.sub("", request_id)
+        split, miss = self._splits.get(name), self._misses.get(name)
+        return split if split is None or miss is None else {**split, "missed": miss}
 
     def stat_logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
         """One of vLLM's stat loggers, which feeds this."""
@@ -127,6 +145,8 @@ class RequestLog:
         self._reports = reports
         self._engine = engine
         self._ended: deque[RequestView] = deque(maxlen=self.remembered)
+        self._by_id: OrderedDict[str, RequestView] = OrderedDict()
+        self.forgotten_until = 0.0
 
     async def watch(
         self, request_id: str, outputs: AsyncGenerator[RequestOutput, None]
@@ -146,7 +166,11 @@ class RequestLog:
             phase = Phase.FAILED
             raise
         finally:
-            self._ended.append(self._ended_view(request_id, phase, began, last))
+            view = self._ended_view(request_id, phase, began, last)
+            self._ended.append(view)
+            self._by_id[request_id] = view
+            if len(self._by_id) > _EXPLAINED:
+                self.forgotten_until = self._by_id.popitem(last=False)[1].ended
             await outputs.aclose()
 
     def live(self, most: int) -> tuple[Sequence[RequestView], int]:
@@ -157,6 +181,14 @@ class RequestLog:
     def ended(self, since: float) -> Sequence[RequestView]:
         """See Insight.ended."""
         return [view for view in self._ended if view.ended > since]
+
+    def requests(self, request_id: str) -> Sequence[RequestView]:
+        """See Insight.requests."""
+        states = list(self._engine.output_processor.request_states.values())
+        found = [self._live_view(state) for state in states]
+        found += self._by_id.values()
+        named = re.compile(re.escape(request_id) + r"(-\d+)?")  # of several prompts in one
+        return [view for view in found if named.fullmatch(view.id)]
 
     def heat(self) -> Heat | None:
         """See Insight.heat."""
@@ -170,7 +202,7 @@ class RequestLog:
             began=0.0 if state.stats is None else float(state.stats.arrival_time),
             ended=0.0,
             prompt_tokens=int(state.prompt_len or 0),
-            split=_counts(self._reports.split_of(name)),
+            **_sources(self._reports.split_of(name)),
             **_progress(state.stats),
         )
 
@@ -179,9 +211,10 @@ class RequestLog:
     ) -> RequestView:
         stats: Any = None if last is None else last.metrics
         prompt = 0 if last is None else len(last.prompt_token_ids or ())
-        split: Mapping[str, int] | None = None
-        if last is not None:
-            split = (last.kv_transfer_params or {}).get(REPORT)
+        split: Mapping[str, object] | None = None
+        params = {} if last is None else last.kv_transfer_params or {}
+        if REPORT in params:
+            split = {**params[REPORT], "missed": params.get(MISSED)}
         split = split or self._reports.split_of(request_id)
         if split is None and last is not None and last.num_cached_tokens is not None:
             cached = last.num_cached_tokens
@@ -193,14 +226,17 @@ class RequestLog:
             began=began if stats is None else min(began, stats.arrival_time),
             ended=time.time(),
             prompt_tokens=prompt,
-            split=_counts(split),
+            **_sources(split),
             **_progress(stats),
         )
 
 
-def _counts(report: Mapping[str, int] | None) -> dict[str, int]:
-    """A prompt's tokens by source."""
-    return {} if report is None else RecallSplit.of_report(report, 0, 0, True).as_dict()
+def _sources(report: Mapping[str, object] | None) -> dict[str, Any]:
+    """A prompt's tokens by source, and its miss."""
+    if report is None:
+        return {"split": {}}
+    split = RecallSplit.of_report(report, 0, 0, True)
+    return {"split": split.as_dict(), "missed": split.missed}
 
 
 def _progress(stats: Any) -> dict[str, Any]:

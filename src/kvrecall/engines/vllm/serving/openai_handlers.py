@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -21,17 +22,37 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, PromptTokenUsageInfo
 from vllm.outputs import RequestOutput
 
-from kvrecall.engines.base import HINT, MAX_SEQUENCES, REPORT, UNIT, Limits, RecallSplit, recalled
+from kvrecall.engines.base import (
+    HINT,
+    MAX_SEQUENCES,
+    MISSED,
+    REPORT,
+    UNIT,
+    Limits,
+    Miss,
+    RecallSplit,
+    recalled,
+)
 from kvrecall.engines.vllm.serving.insight import ConnectorReports
 from kvrecall.engines.vllm.serving.sampling import BEST_OF
 from kvrecall.pool.hints import Hint, hint_of
+
+_AROUND = 8  # tokens before and behind the one at which a prompt leaves a known one
 
 
 class Ledger:
     """Sums the sources of the prompts of one HTTP request, from the outputs passing by."""
 
-    def __init__(self, pooled: bool, reports: ConnectorReports) -> None:
-        """``pooled``: whether a connector is in use."""
+    def __init__(
+        self,
+        pooled: bool,
+        reports: ConnectorReports,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        """``pooled``: whether a connector is in use. ``decode``: the text of tokens."""
+        self._decode = decode
+        self._ids: dict[str, Sequence[int]] = {}
+        self._texts: dict[tuple[str, int], str] = {}
         self._pooled = pooled
         self._reports = reports
         self._prompts: dict[str, int] = {}
@@ -43,12 +64,14 @@ class Ledger:
         key = output.request_id
         if output.prompt_token_ids is not None:
             self._prompts[key] = len(output.prompt_token_ids)
+            self._ids[key] = output.prompt_token_ids
         if output.num_cached_tokens is not None:
             self._cached.setdefault(key, output.num_cached_tokens)
         params = output.kv_transfer_params or {}
         report = params.get(REPORT)
         if isinstance(report, dict):
-            self._told.setdefault(key, {**report, "unit": params.get(UNIT, 0)})
+            told = {**report, "unit": params.get(UNIT, 0), "missed": params.get(MISSED)}
+            self._told.setdefault(key, told)
 
     async def watch(self, outputs: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
         """Passes ``outputs`` (RequestOutput, or pairs ending in one) on, noting each."""
@@ -73,7 +96,21 @@ class Ledger:
         counts: Counter[str] = Counter()
         for part in parts:
             counts.update(part.as_dict())
-        return RecallSplit(**counts, unit=max(part.unit for part in parts))
+        pairs = zip(known, parts, strict=True)
+        missed = [self._with_text(key, part.missed) for key, part in pairs if part.missed]
+        costliest = max(missed, key=lambda one: int(str(one["tokens"])), default=None)
+        unit = max(part.unit for part in parts)
+        return replace(RecallSplit.of_report(counts, 0, 0, True), unit=unit, missed=costliest)
+
+    def _with_text(self, key: str, miss: Miss) -> Miss:
+        """A miss with the text around the token at which this very prompt leaves a known one."""
+        token, ids = miss.get("token"), self._ids.get(key)
+        if self._decode is None or not isinstance(token, int) or ids is None:
+            return miss
+        if (key, token) not in self._texts:
+            part = ids[max(0, token - _AROUND) : token + _AROUND]
+            self._texts[key, token] = self._decode(part)
+        return {**miss, "text": self._texts[key, token]}
 
 
 def _details(ledger: Ledger, usage: Any) -> None:
@@ -144,7 +181,8 @@ class _Bounded:
 
     def ledger(self) -> Ledger:
         """For one HTTP request."""
-        return Ledger(self.pooled, self.engine_client.reports)  # type: ignore[attr-defined]
+        decode = self.renderer.tokenizer.decode  # type: ignore[attr-defined]
+        return Ledger(self.pooled, self.engine_client.reports, decode)  # type: ignore[attr-defined]
 
     def _rank(self, request: Any) -> ErrorResponse | None:
         """Passes ``best_of`` to the engine; returns an error if it is not a valid number of

@@ -153,6 +153,26 @@ function drawRecall(marks, from) {
     `Prompt tokens per second, by source. Tokens in all: ${totals.join(", ")}.`);
 }
 
+// Tokens computed, by the reason why the first of them was not recalled, the costliest first.
+function drawMissed(from) {
+  const box = $("missed");
+  if (!state.latest.pool) { replace(box, note("This server runs without a pool, so nothing can be missed.")); return; }
+  if (!from) { replace(box, note(GATHERING)); return; }
+  const now = state.latest.sample;
+  const rows = Object.entries(now.missed ?? {}).map(([reason, tokens]) => [reason, tokens - (from.missed?.[reason] ?? 0)])
+    .filter(([, tokens]) => tokens > 0).sort(([, a], [, b]) => b - a);
+  const all = rows.reduce((sum, [, tokens]) => sum + tokens, 0);
+  $("missed-note").textContent = all ? `${count(all)} tokens in this window` : "";
+  if (!all) { replace(box, note("No prompt of this window was computed that could have been recalled.")); return; }
+  replace(box, h("table", { class: "missed" },
+    h("thead", {}, h("tr", {}, ["reason", "tokens", "share", ""].map((name) => h("th", { scope: "col" }, name)))),
+    h("tbody", {}, rows.map(([reason, tokens]) => h("tr", {},
+      h("th", { scope: "row" }, reason), h("td", {}, count(tokens)), h("td", {}, percent(tokens / all)),
+      h("td", { class: "meaning" },
+        h("span", { class: "share", style: { width: `${Math.max(0.5, 30 * tokens / rows[0][1])}%` }, "aria-hidden": "true" }),
+        state.latest.reasons[reason] ?? ""))))));
+}
+
 function quantileLines(kind, marks) {
   return [
     { label: "p50", color: "var(--ink)", values: quantiles(0.5, kind, marks) },
@@ -329,6 +349,7 @@ function drawRequests() {
     h("td", {}, count(each.prompt_tokens)),
     h("td", {}, splitBar(each.split)),
     h("td", {}, sum(each.split) ? percent(recalledOf(each.split)) : "–"),
+    h("td", {}, each.missed?.reason ?? "–"),
     h("td", {}, each.ttft_s > 0 ? seconds(each.ttft_s) : "–"),
     h("td", {}, each.output_tokens === null ? "–" : count(each.output_tokens)),
     h("td", {}, each.ended && each.ttft_s > 0 && each.output_tokens > 1 ? seconds((each.ended - each.began - each.ttft_s) / (each.output_tokens - 1)) : "–"),
@@ -336,7 +357,7 @@ function drawRequests() {
   const box = $("requests"), top = box.scrollTop;
   replace(box, h("table", {},
     h("caption", { class: "unseen" }, "Requests in flight and the last that ended"),
-    h("thead", {}, h("tr", {}, ["state", "request", "began", "prompt, tokens", "from", "recalled", "first token", "output, tokens", "per output token", "time"].map((name) => h("th", { scope: "col" }, name)))),
+    h("thead", {}, h("tr", {}, ["state", "request", "began", "prompt, tokens", "from", "recalled", "missed because", "first token", "output, tokens", "per output token", "time"].map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, live.map(row), ended.map(row))));
   box.scrollTop = top;
 }
@@ -381,6 +402,7 @@ function draw() {
   const range = samples && { from: samples[0].at, to: samples.at(-1).at };
   drawTiles(from);
   drawRecall(marks, from);
+  drawMissed(from);
   drawTtft(marks, from, range);
   drawTpot(marks, from, range);
   drawOutput(marks, range);

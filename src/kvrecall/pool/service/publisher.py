@@ -1,0 +1,203 @@
+"""Publishes KV events of a pool service, in the wire format of vLLM's publisher, without vLLM.
+
+A PUB socket sends batches, each of three frames: topic, number (8 bytes, big-endian), MessagePack
+of ``[seconds, events, 0]``. A ROUTER socket repeats the batches from a number on, and ends with an
+empty one. See vllm/distributed/kv_events.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+
+import msgspec
+
+from kvrecall.block import Namespace, TierName
+from kvrecall.errors import ConfigError
+from kvrecall.pool.changes import ChangeLog, Restart
+from kvrecall.pool.pool import Pool
+from kvrecall.pool.remote.mooncake.settings import split_address
+from kvrecall.pool.runs import Run, runs_of
+
+_LOG = logging.getLogger(__name__)
+_EVERY_MS = 50
+_KEPT_BATCHES = 10_000
+_KEPT_BYTES = 64 << 20
+_AGAIN_S = 1.0  # at least, between two times that everything is published once more
+_QUEUED = 100_000
+_END = (-1).to_bytes(8, "big", signed=True)
+_LOW = (1 << 64) - 1
+_MEDIA = {TierName.HOST: "CPU", TierName.DISK: "STORAGE", TierName.REMOTE: "STORAGE"}
+
+
+class _Stored(msgspec.Struct, tag="BlockStored", omit_defaults=True):
+    """The fields that vLLM's has in every version come first, and are always there."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class _Removed(msgspec.Struct, tag="BlockRemoved", omit_defaults=True):
+    block_hashes: list[int]
+    medium: str
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class _Cleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+def _short(block_hash: bytes) -> int:
+    """The last 64 bits, as vLLM publishes them by default."""
+    return int.from_bytes(block_hash, "big") & _LOW
+
+
+def event_of(run: Run | Restart, store: str | None) -> msgspec.Struct:
+    """The event of a run of blocks; ``store`` names the remote store."""
+    if isinstance(run, Restart):
+        return _Cleared()
+    is_far = run.tier is TierName.REMOTE
+    place = ("REMOTE", run.ownership(store)) if is_far else ("LOCAL", None)
+    hashes = [_short(one) for one in run.hashes]
+    medium = _MEDIA[run.tier]
+    if not run.stored:
+        return _Removed(hashes, medium, run.group, *place)
+    parent = None if run.parent is None else _short(run.parent)
+    return _Stored(hashes, parent, [], 0, None, medium, None, run.group, *place)
+
+
+def group_of(namespace: Namespace) -> int:
+    """The KV group of a namespace's blocks."""
+    name = dict(namespace.parts).get("group", "")
+    number = name.partition(":")[0]
+    return int(number) if number.isdecimal() else 0
+
+
+def endpoint_of(text: str) -> tuple[str, int]:
+    """Host and port of ``--events``: PORT or HOST:PORT. Raises ConfigError."""
+    host, port = "127.0.0.1", text
+    if not text.isdecimal():
+        found = split_address(text)
+        host, port = (found[0], str(found[1])) if found else ("", "0")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65535:
+        raise ConfigError(
+            f"--events: {text!r} is not a port below 65535; write PORT, or HOST:PORT for another "
+            "address than 127.0.0.1 ('*' for all), e.g. 5601"
+        )
+    return host, int(port)
+
+
+class EventPublisher:
+    """Publishes what enters and leaves a pool's tiers, in a thread of its own, until ``close``.
+
+    What the pool holds when it begins is published first; and once more when a reader asks for
+    batches that are no longer kept.
+    """
+
+    def __init__(self, pool: Pool, host: str, port: int) -> None:
+        """Listens at ``port`` and, for replay, the one above. Raises ConfigError if it cannot."""
+        try:
+            import zmq
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "--events needs pyzmq; install it with: pip install 'kvrecall[router]'"
+            ) from error
+        self._pool = pool
+        self._context = zmq.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self._pub.set_hwm(_QUEUED)
+        self._replay = self._context.socket(zmq.ROUTER)
+        try:
+            for socket, number in ((self._pub, port), (self._replay, port + 1)):
+                socket.set(zmq.LINGER, 500)
+                try:
+                    socket.bind(f"tcp://{host}:{number}")
+                except zmq.ZMQError as error:
+                    raise ConfigError(
+                        f"--events: cannot listen at {host}:{number}: {error}; use another port"
+                    ) from error
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
+        self._number = 0
+        self._groups: dict[bytes, int] = {}
+        self._again_at = 0.0
+        self._log = ChangeLog(pool.sweep)
+        pool.watch(self._log)
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvrecall-events", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Publishes what is left and ends. Idempotent."""
+        self._ending.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._ending.is_set():
+                busy = self._publish()
+                while self._replay.poll(0 if busy else _EVERY_MS):
+                    self._answer(self._replay.recv_multipart())
+            self._publish()
+        except Exception:  # noqa: BLE001 - a thread that ends unseen would be believed
+            _LOG.exception("pool service: publishing of KV events has ended")
+        finally:
+            self._context.destroy(linger=500)
+
+    def _publish(self) -> bool:
+        """One batch of what has changed. Whether there may be more at once."""
+        groups = {space.digest: group_of(space) for space, _ in self._pool.namespaces()}
+        if groups != self._groups:  # what was held of new ones was left out until now
+            self._groups = groups
+            self._log.repeat()
+        events = events_of(self._log, groups, self._pool.store_name)
+        if events:
+            payload = msgspec.msgpack.encode([time.time(), events, 0])
+            self._pub.send_multipart((b"", self._number.to_bytes(8, "big"), payload))
+            self._keep(payload)
+        return not self._log.is_complete
+
+    def _keep(self, payload: bytes) -> None:
+        self._kept.append((self._number, payload))
+        self._kept_bytes += len(payload)
+        self._number += 1
+        while len(self._kept) > _KEPT_BATCHES or self._kept_bytes > _KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[1])
+
+    def _answer(self, frames: list[bytes]) -> None:
+        """Repeats batches for a reader that asks: its name, an empty frame, the first number."""
+        if len(frames) != 3:
+            return
+        reader, _, first = frames
+        start = int.from_bytes(first, "big")
+        for number, payload in self._kept:
+            if number >= start:
+                self._replay.send_multipart((reader, b"", b"", number.to_bytes(8, "big"), payload))
+        self._replay.send_multipart((reader, b"", b"", _END, b""))
+        now = time.monotonic()
+        if self._kept and start < self._kept[0][0] and now > self._again_at:
+            self._again_at = now + _AGAIN_S
+            self._log.repeat()
+
+
+def events_of(
+    log: ChangeLog, groups: Mapping[bytes, int], store: str | None
+) -> list[msgspec.Struct]:
+    """The events of all changes that ``log`` has now."""
+    return [event_of(run, store) for run in runs_of(log.take(), groups)]

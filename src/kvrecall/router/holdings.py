@@ -1,0 +1,214 @@
+"""What a publisher's KV events say that it holds, and vLLM's block hashes of a prompt, by which the
+two are joined."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import cbor2
+import xxhash
+
+from kvrecall.block import TierName
+
+_SEED = "vllm-none-hash"
+_MOST_BLOCKS = 8_000_000  # of one publisher: some GB
+_COMING_S = 30.0  # from sending a prompt until its blocks must have been reported
+_LOW = (1 << 64) - 1
+_BITS = {TierName.DEVICE: 1, TierName.HOST: 2, TierName.DISK: 4, TierName.REMOTE: 8}
+TIERS = tuple(_BITS)
+"""Nearest first."""
+DEVICE, REMOTE = _BITS[TierName.DEVICE], _BITS[TierName.REMOTE]
+
+BlockHash = int
+"""The last 64 bits of vLLM's block hash, as vLLM publishes it by default."""
+
+
+def short_hash(published: int | bytes) -> BlockHash:
+    """A hash as events carry it: its last 64 bits, or all of its bytes."""
+    if isinstance(published, bytes):
+        return int.from_bytes(published[-8:], "big")
+    return published & _LOW
+
+
+# -- block hashes ---------------------------------------------------------------------------
+
+
+def _pickled(value: object) -> bytes:
+    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _cbor(value: object) -> bytes:
+    encoded: bytes = cbor2.dumps(value, canonical=True)
+    return encoded
+
+
+def _sha256(encoded: bytes) -> bytes:
+    return hashlib.sha256(encoded).digest()
+
+
+_ALGORITHMS: Mapping[str, tuple[Callable[[object], bytes], Callable[[bytes], bytes]]] = {
+    "sha256_cbor": (_cbor, _sha256),
+    "sha256": (_pickled, _sha256),
+    "xxhash_cbor": (_cbor, xxhash.xxh3_128_digest),
+    "xxhash": (_pickled, xxhash.xxh3_128_digest),
+}
+"""vLLM's ``prefix_caching_hash_algo`` by name: how a block is encoded, and hashed."""
+
+
+@dataclass(frozen=True, slots=True)
+class HashRule:
+    """How an engine hashes blocks: its algorithm, and the tokens of a block."""
+
+    algorithm: str
+    block_size: int
+
+    def chain(self, tokens: Sequence[int], salt: str | None = None) -> tuple[BlockHash, ...]:
+        """The hashes of all whole blocks of a prompt, as vLLM computes them (v1/core/
+        kv_cache_utils.py): of the parent's hash, the tokens, and for the first block the salt. The
+        root is vLLM's, of PYTHONHASHSEED if that is set."""
+        encode, digest = _ALGORITHMS[self.algorithm]
+        parent = digest(encode(os.environ.get("PYTHONHASHSEED", _SEED)))
+        extra: tuple[tuple[str, str], ...] | None = (("cache_salt", salt),) if salt else None
+        size = self.block_size
+        made = []
+        for start in range(0, len(tokens) - size + 1, size):
+            parent = digest(encode((parent, tuple(tokens[start : start + size]), extra)))
+            made.append(short_hash(parent))
+            extra = None
+        return tuple(made)
+
+
+def rule_of(
+    first: BlockHash, tokens: Sequence[int], block_size: int, salt: str | None
+) -> HashRule | None:
+    """The rule by which ``first`` is the hash of the first block of ``tokens``; None if it is of no
+    known algorithm, or the engine's root is random or of another PYTHONHASHSEED."""
+    for name in _ALGORITHMS:
+        rule = HashRule(name, block_size)
+        if rule.chain(tokens[:block_size], salt) == (first,):
+            return rule
+    return None
+
+
+# -- holdings -------------------------------------------------------------------------------
+
+
+class Holdings:
+    """The blocks that one publisher reports, by tier. Not thread-safe.
+
+    Of a model with several KV groups only those of full attention count: whether the others can
+    continue a prefix is the engine's to find out.
+    """
+
+    def __init__(self) -> None:
+        self._tiers: dict[BlockHash, int] = {}
+        self._counts = dict.fromkeys(TIERS, 0)
+        self._coming: dict[BlockHash, float] = {}  # to the device, and until when that is believed
+        self._partial: set[int] = set()  # groups of windows or states
+        self.rule: HashRule | None = None
+        self.unknown_rule = False
+        self.stores: set[str] = set()
+        self.refused = 0
+
+    def __len__(self) -> int:
+        return len(self._tiers)
+
+    def blocks(self, tier: TierName) -> int:
+        """How many blocks of a tier are known."""
+        return self._counts[tier]
+
+    def hashes(self, tier: TierName) -> set[BlockHash]:
+        """All known blocks of a tier: for tests."""
+        return {one for one, tiers in self._tiers.items() if tiers & _BITS[tier]}
+
+    def mask(self, block: BlockHash, now: float = 0.0) -> int:
+        """The tiers of a block, as bits; 0 if it is not known."""
+        known = self._tiers.get(block, 0)
+        if self._coming and self._coming.get(block, now) > now:
+            return known | DEVICE
+        return known
+
+    def sent(self, blocks: Iterable[BlockHash], now: float) -> None:
+        """The engine was sent a prompt: these blocks are going to be on its device. That is
+        believed until its events speak of them, or a while has passed."""
+        for block in blocks:
+            self._coming.pop(block, None)
+            if not self._tiers.get(block, 0) & DEVICE:
+                self._coming[block] = now + _COMING_S
+        while self._coming and next(iter(self._coming.values())) <= now:
+            del self._coming[next(iter(self._coming))]
+
+    def forget_sent(self) -> None:
+        """What was sent will not be answered."""
+        self._coming.clear()
+
+    def stored(self, tier: TierName, blocks: Iterable[BlockHash], group: int | None = None) -> None:
+        """Blocks are in a tier, perhaps for long."""
+        if group in self._partial:
+            return
+        bit, tiers = _BITS[tier], self._tiers
+        for block in blocks:
+            if bit == DEVICE:
+                self._coming.pop(block, None)
+            known = tiers.get(block, 0)
+            if not known and len(tiers) >= _MOST_BLOCKS:
+                self.refused += 1
+            elif not known & bit:
+                tiers[block] = known | bit
+                self._counts[tier] += 1
+
+    def removed(
+        self, tier: TierName, blocks: Iterable[BlockHash], group: int | None = None
+    ) -> None:
+        """Blocks are not in a tier, and perhaps never were."""
+        if group in self._partial:
+            return
+        bit, tiers = _BITS[tier], self._tiers
+        for block in blocks:
+            if bit == DEVICE:
+                self._coming.pop(block, None)
+            known = tiers.get(block, 0)
+            if known & bit:
+                self._counts[tier] -= 1
+                if known == bit:
+                    del tiers[block]
+                else:
+                    tiers[block] = known & ~bit
+
+    def clear(self) -> None:
+        """Nothing is known any more, apart from how the engine hashes."""
+        self._tiers.clear()
+        self._counts = dict.fromkeys(TIERS, 0)
+
+    def group_is(self, group: int | None, kind: str | None) -> None:
+        """The engine says what layers of a group are."""
+        if group is not None and kind is not None and not _is_full(kind):
+            self._partial.add(group)
+
+    def learn(
+        self, first: BlockHash, tokens: Sequence[int], block_size: int, salt: str | None
+    ) -> None:
+        """Finds out how the engine hashes, from the first block of a prompt and its tokens."""
+        rule, block = self.rule, tokens[:block_size]
+        known = rule is not None and rule.block_size == block_size
+        if rule is not None and known and rule.chain(block, salt) == (first,):
+            return
+        found = rule_of(first, tokens, block_size, salt)
+        self.unknown_rule = found is None
+        self.rule = found
+
+
+def _is_full(kind: str) -> bool:
+    return kind in ("full_attention", "mla_attention", "sink_full_attention", "unknown")
+
+
+def tier_of(mask: int) -> TierName | None:
+    """The nearest of some tiers, given as bits."""
+    for tier, bit in _BITS.items():
+        if mask & bit:
+            return tier
+    return None

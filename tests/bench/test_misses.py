@@ -1,0 +1,19 @@
+"""``kvrecall bench misses``: few requests of each cause, on live servers."""
+
+from __future__ import annotations
+
+import pytest
+
+from .commands import figures_of
+
+
+@pytest.mark.engine
+@pytest.mark.longest
+def test_each_cause_is_reported() -> None:
+    figures = figures_of("misses", "--requests", "60")
+    assert figures["right"] == 1.0
+    assert figures["requests"] >= 60
+    assert set(figures["reasons"]) >= {
+        "audit", "away", "damaged", "declined", "diverged", "evicted", "late", "namespace", "new",
+        "no_room", "not_asked", "refused", "short",
+    }  # fmt: skip

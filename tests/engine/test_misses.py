@@ -1,0 +1,479 @@
+"""Each miss has one reason, and none of another tenant's: the scheduler side over real pools."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.stores import SHARED, MemoryStore
+from vllm import SamplingParams
+from vllm.v1.request import Request
+
+from kvrecall.block import Namespace, TierName, tenant_of
+from kvrecall.config import RecallSettings
+from kvrecall.engines.base import MISSED, REASONS, Reason
+from kvrecall.engines.vllm.connector.chains import Chains
+from kvrecall.pool import Pool
+from kvrecall.pool.changes import Cause
+from kvrecall.pool.service.client import ServiceClient
+from kvrecall.pool.service.endpoint import ServiceThread
+from kvrecall.testing.blocks import wait_until
+
+from .test_groups import SHAPES
+from .test_groups import Bench as GroupBench
+from .test_groups import prompt as prompt_of
+from .test_scheduler import BLOCK, Bench, SlowPool, finished
+
+NAMES = itertools.count()
+PROMPT = list(range(1000, 1000 + 8 * BLOCK + 4))
+Ask = Callable[..., dict[str, Any] | None]
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    with make_pool() as pool:
+        yield pool
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[SlowPool]:
+    slow = SlowPool(tmp_path / "disk")
+    yield slow
+    slow.io.read_gate.set()
+    slow.pool.close()
+
+
+def make_pool(**settings: Any) -> Pool:
+    return Pool.open(RecallSettings.from_mapping({"host_size": "1MiB", **settings}).pool)
+
+
+def ask(
+    bench: Bench, prompt: list[int], salt: str | None = None, saves: bool = True, **sampling: Any
+) -> dict[str, Any] | None:
+    """The miss of a request that is computed and ends, as its reply has it."""
+    name = f"request {next(NAMES)}"
+    params = SamplingParams(max_tokens=100, **sampling)
+    params.update_from_generation_config({}, eos_token_id=1)
+    request = Request(name, prompt, params, None, cache_salt=salt, block_hasher=bench.hasher)
+    bench.blocks[name] = list(range(1, 200))
+    bench.side.admit(request)
+    wait_until(lambda: bench.matched(request) is not None)
+    got = bench.matched(request) or 0
+    if got:
+        bench.side.allocated(request, (bench.blocks[name],), got)
+        request.num_computed_tokens = got
+        bench.side.reported(None, {name}, set())
+    orders = bench.step(request, len(prompt) - got)
+    bench.report(orders, failed=not saves)
+    wait_until(lambda: bench.pool.stats().queued_writes == 0)
+    if isinstance(bench.pool, ServiceClient):
+        time.sleep(0.05)  # for the answer, which nothing waits for
+    told: dict[str, Any] | None = finished(bench, request).get(MISSED)
+    return told
+
+
+def reason(told: dict[str, Any] | None) -> str | None:
+    return None if told is None else told["reason"]
+
+
+def test_a_whole_hit_has_no_reason(pool: Pool) -> None:
+    bench = Bench(pool)
+    assert ask(bench, PROMPT) == {"reason": "new", "from": 0, "tokens": len(PROMPT)}
+    assert ask(bench, PROMPT) is None
+    assert bench.side.tally.counts["new:missed_tokens"] == len(PROMPT)
+
+
+def test_what_is_shorter_than_a_block(pool: Pool) -> None:
+    bench = Bench(pool)
+    assert ask(bench, PROMPT[:BLOCK]) == {"reason": "short", "from": 0, "tokens": BLOCK}
+    assert reason(ask(bench, PROMPT[4 : BLOCK + 5])) == "new"
+
+
+@pytest.mark.parametrize("at", [9, 3 * BLOCK, 3 * BLOCK + 5, 8 * BLOCK - 1])
+def test_a_prompt_that_leaves_a_known_one_says_where(pool: Pool, at: int) -> None:
+    bench = Bench(pool)
+    ask(bench, PROMPT)
+    told = ask(bench, [*PROMPT[:at], *range(50_000, 50_000 + 3 * BLOCK)])
+    assert told is not None
+    assert (told["reason"], told["token"]) == ("diverged", at)
+    assert told["from"] == at // BLOCK * BLOCK
+
+
+def test_a_prompt_that_leaves_the_last_answer_says_where(pool: Pool) -> None:
+    """The next turn of a conversation, whose client has changed a token of the answer."""
+    bench = Bench(pool)
+    ask(bench, PROMPT)  # answered by token 5
+    told = ask(bench, [*PROMPT, 6, *range(50_000, 50_000 + 3 * BLOCK)])
+    assert told is not None
+    assert (told["reason"], told["token"]) == ("diverged", len(PROMPT))
+    assert reason(ask(bench, [*PROMPT, 5, *range(60_000, 60_000 + 3 * BLOCK)])) == "new"
+
+
+def test_the_nearest_of_several_known_ones_counts(pool: Pool) -> None:
+    bench = Bench(pool)
+    for at in (20, 28, 24):
+        ask(bench, [*PROMPT[:at], *range(50_000 + 1000 * at, 50_000 + 1000 * at + 3 * BLOCK)])
+    told = ask(bench, [*PROMPT[:28], *range(90_000, 90_000 + 2 * BLOCK)])
+    assert told is not None
+    assert (told["reason"], told["token"], told["from"]) == ("diverged", 28, BLOCK)
+
+
+def test_few_common_tokens_at_the_beginning_are_a_template(pool: Pool) -> None:
+    bench = Bench(pool)
+    ask(bench, PROMPT)
+    assert reason(ask(bench, [*PROMPT[:7], *range(50_000, 50_000 + 2 * BLOCK)])) == "new"
+
+
+def test_positions_are_left_out_on_request(pool: Pool) -> None:
+    bench = Bench(pool, explain_misses="blocks")
+    ask(bench, PROMPT)
+    told = ask(bench, [*PROMPT[:40], *range(50_000, 50_000 + 2 * BLOCK)])
+    assert told == {"reason": "diverged", "from": 32, "tokens": 2 * BLOCK + 8}
+
+
+def test_off_is_off(pool: Pool) -> None:
+    bench = Bench(pool, explain_misses="off")
+    assert ask(bench, PROMPT) is None
+    assert ask(bench, PROMPT[:BLOCK]) is None
+    assert bench.side.misses.chains.nbytes == 0
+
+
+@pytest.mark.parametrize("cause", ["dropped", "cleared", "capacity", "expired", "quota"])
+def test_what_was_evicted_says_from_where_and_why(cause: str) -> None:
+    settings: dict[str, Any] = {"policy": "lru"}
+    if cause == "expired":
+        settings["ttl"] = "1s"
+    if cause == "quota":
+        settings["tenant_quota"] = {"host": f"{12 * 4096}B"}
+    with make_pool(**settings) as pool:
+        bench = Bench(pool)
+        ask(bench, PROMPT)
+        before = time.time()
+        if cause == "dropped":
+            pool.admin.drop([block.key for block in pool.admin.blocks()])
+        elif cause == "cleared":
+            pool.clear()
+        elif cause == "expired":
+            wait_until(lambda: not list(pool.admin.blocks()))
+        else:
+            for first in range(5_000, 90_000, 1000):
+                ask(bench, list(range(first, first + 8 * BLOCK + 4)))
+        told = ask(bench, PROMPT)
+        assert told is not None
+        assert (told["reason"], told["tier"], told["cause"]) == ("evicted", "host", cause)
+        assert before - 1 <= told["time"] <= time.time() + 1
+
+
+def test_a_refused_block_says_so() -> None:
+    with make_pool(tenant_quota={"host": f"{8 * 4096}B"}) as pool:
+        bench = Bench(pool)
+        ask(bench, PROMPT)
+        ticket = pool.acquire([block.key for block in pool.admin.blocks()], 60.0)
+        other = list(range(9000, 9000 + 4 * BLOCK + 4))
+        assert reason(ask(bench, other)) == "new"
+        told = ask(bench, other)
+        assert told is not None
+        assert (told["reason"], told["tier"], told["cause"]) == ("refused", "host", "quota")
+        pool.release(ticket)
+
+
+def test_a_copy_that_failed_leaves_a_block_unsaved(pool: Pool) -> None:
+    bench = Bench(pool)
+    ask(bench, PROMPT, saves=False)
+    assert reason(ask(bench, PROMPT)) == "unsaved"
+
+
+def test_a_block_that_is_being_saved_is_a_race(pool: Pool) -> None:
+    bench = Bench(pool)
+    first = bench.request("first", 40)
+    bench.step(first, 20)
+    second = bench.request("second", 40)
+    bench.matched(second)
+    bench.step(second, 40)
+    told = finished(bench, second)[MISSED]
+    assert told["reason"] == "race"
+
+
+def test_a_request_that_excludes_recall(pool: Pool) -> None:
+    bench = Bench(pool)
+    ask(bench, PROMPT)
+    told = ask(bench, PROMPT, prompt_logprobs=1)
+    assert told is not None
+    assert (told["reason"], told["cause"]) == ("not_asked", "prompt_logprobs")
+    told = ask(bench, PROMPT, skip_reading_prefix_cache=True)
+    assert told is not None
+    assert (told["reason"], told["cause"]) == ("not_asked", "skip_reading_prefix_cache")
+
+
+def test_an_engine_without_a_namespace(pool: Pool) -> None:
+    bench = Bench(pool)
+    ask(bench, PROMPT)
+    request = bench.request("old", 40)
+    assert bench.side.reset()
+    bench.matched(request)
+    bench.step(request, 40)
+    assert finished(bench, request)[MISSED]["reason"] == "not_pooled"
+
+
+def test_a_load_that_is_given_up_is_late(slow: SlowPool) -> None:
+    slow.fill(16 * 50)
+    bench = slow.bench()
+    slow.io.read_gate.clear()
+    request = bench.request("again", 16 * 50)
+    assert bench.matched(request) is None
+    slow.now = 20.0
+    assert bench.matched(request) == 0
+    bench.blocks["again"] = list(range(1, 999))
+    bench.step(request, 16 * 50)
+    told = finished(bench, request)[MISSED]
+    assert (told["reason"], told["tier"], told["from"]) == ("late", "disk", 0)
+    slow.io.read_gate.set()
+
+
+def test_a_slow_tier_is_declined_with_both_estimates(slow: SlowPool) -> None:
+    slow.fill(16 * 50)
+    bench = slow.bench()
+    bench.side.costs.saw_load(TierName.DISK, 0.1, 50.0)
+    bench.side.costs._passed_over = 0
+    bench.side.costs._seen_at[TierName.DISK] = slow.now
+    request = bench.request("again", 16 * 50)
+    assert bench.matched(request) == 0
+    bench.blocks["again"] = list(range(1, 999))
+    bench.step(request, 16 * 50)
+    told = finished(bench, request)[MISSED]
+    assert told["reason"] == "declined"
+    assert told["load_s"] > told["compute_s"] > 1.0
+
+
+def test_a_damaged_block_says_so(slow: SlowPool, tmp_path: Path) -> None:
+    slow.fill(16 * 50)
+    for slab in (tmp_path / "disk").glob("slab-*.kv"):
+        with slab.open("r+b") as file:
+            for at in range(8192, slab.stat().st_size, 4096):
+                file.seek(at + 17)
+                file.write(b"\xff\x00\xff")
+    bench = Bench(slow.pool)
+    request = bench.request("again", 16 * 50)
+    wait_until(lambda: bench.matched(request) is not None)
+    bench.blocks["again"] = list(range(1, 999))
+    bench.step(request, 16 * 50)
+    told = finished(bench, request)[MISSED]
+    assert (told["reason"], told["tier"]) == ("damaged", "disk")
+
+
+def test_blocks_that_arrive_and_cannot_be_copied(pool: Pool) -> None:
+    bench = Bench(pool)
+    ask(bench, PROMPT)
+    request = Request("failing", PROMPT, SamplingParams(), None, block_hasher=bench.hasher)
+    bench.blocks["failing"] = list(range(1, 99))
+    bench.side.admit(request)
+    assert bench.matched(request) == 8 * BLOCK
+    bench.side.allocated(request, (bench.blocks["failing"],), 8 * BLOCK)
+    bench.side.reported(None, {"failing"}, {"failing"})
+    bench.step(request, len(PROMPT))
+    assert finished(bench, request)[MISSED] == {
+        "reason": "failed",
+        "from": 0,
+        "tokens": len(PROMPT),
+    }
+
+
+@pytest.mark.parametrize("gate", ["late", "away"])
+def test_a_store_that_does_not_answer(request: pytest.FixtureRequest, gate: str) -> None:
+    store = SHARED.setdefault(request.node.name, MemoryStore())
+    remote = {"kind": "support.stores:make_store", "name": request.node.name}
+    with make_pool(remote=remote) as pool:
+        bench = Bench(pool, lookup_deadline=0.05)
+        ask(bench, PROMPT[:17], "other")  # registers the namespace
+        if gate == "late":
+            store.gate.clear()
+            threading.Timer(0.5, store.gate.set).start()
+        else:
+            store.failing = OSError("no route")
+        told = ask(bench, PROMPT)
+        assert told is not None
+        assert (told["reason"], told["tier"]) == (gate, "remote")
+        store.gate.set()
+    del SHARED[request.node.name]
+
+
+def test_a_service_tells_it_too_and_is_never_waited_for(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    settings = RecallSettings.from_mapping({"host_size": "1MiB"})
+    service = ServiceThread(settings.pool, tmp_path / "pool.sock")
+    client = ServiceClient(tmp_path / "pool.sock", 60.0)
+    try:
+        bench = Bench(client)  # type: ignore[arg-type]
+        assert reason(ask(bench, PROMPT)) == "new"
+        assert ask(bench, PROMPT) is None
+        told = ask(bench, [*PROMPT[:40], *range(50_000, 50_000 + 2 * BLOCK)])
+        assert told is not None
+        assert (told["reason"], told["token"]) == ("diverged", 40)
+        client.clear()
+        told = ask(bench, PROMPT)
+        assert told is not None
+        assert (told["reason"], told["cause"]) == ("evicted", "dropped")
+        service.close()
+        wait_until(lambda: not client.is_connected)
+        told = ask(bench, [*PROMPT[:5], 9, *PROMPT[5:]])
+        assert told is not None
+        assert (told["reason"], told["tier"]) == ("away", "service")
+    finally:
+        client.close()
+
+
+# ---- several KV groups ----------------------------------------------------------------------
+
+
+def of_groups(bench: GroupBench, tokens: list[int]) -> dict[str, Any] | None:
+    """The miss of a request that is computed and ends; it has one if it is no whole hit."""
+    request, on_device, recalled = bench.begin(tokens)
+    bench.prefill(request)
+    told: dict[str, Any] | None = bench.end(request).get(MISSED)
+    unit = bench.facts.unit
+    assert (told is None) == (on_device + recalled >= (len(tokens) - 1) // unit * unit)
+    return told
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_engines_of_several_groups_have_one_reason(shape: str) -> None:
+    """The block that is missing is any group's: the chain's, or a window or state beside it."""
+    with make_pool(host_size="4MiB", policy="lru") as pool:
+        bench = GroupBench(pool, SHAPES[shape])
+        asked = prompt_of(321)
+        assert reason(of_groups(bench, asked)) == "new"
+        bench.forget_device()
+        of_groups(bench, asked)
+        told = of_groups(bench, [*asked[:200], *prompt_of(200, 2)])
+        assert told is not None
+        if told["reason"] == "unsaved":  # the states behind these tokens were not kept
+            assert told["group"] in ("state", "window")
+        else:
+            assert (told["reason"], told["token"]) == ("diverged", 200)
+        dropped = 0
+        for digest in {block.key[:16] for block in pool.admin.blocks()}:
+            bench.forget_device()
+            of_groups(bench, asked)
+            bench.forget_device()
+            pool.admin.drop([b.key for b in pool.admin.blocks() if b.key.startswith(digest)])
+            told = of_groups(bench, asked)
+            if told is not None:  # a chunk that begins there needs no block before it
+                assert (told["reason"], told["cause"]) == ("evicted", "dropped")
+                dropped += 1
+        assert dropped
+
+
+# ---- tenants ------------------------------------------------------------------------------
+
+
+def histories() -> dict[str, Callable[[Bench, Pool], None]]:
+    """What another tenant has done before, by the reason that its own next request would get."""
+
+    def evict(bench: Bench, pool: Pool) -> None:
+        ask(bench, PROMPT, "theirs")
+        pool.admin.drop([block.key for block in pool.admin.blocks()])
+
+    def refuse(bench: Bench, pool: Pool) -> None:
+        ask(bench, list(range(9000, 9000 + 4 * BLOCK + 4)), "theirs")
+        ticket = pool.acquire([block.key for block in pool.admin.blocks()], 60.0)
+        ask(bench, PROMPT, "theirs")
+        pool.release(ticket)
+
+    def damage(bench: Bench, pool: Pool) -> None:
+        ask(bench, PROMPT, "theirs")
+        for block in pool.admin.blocks():
+            pool.drop([block.key], Cause.CORRUPT)
+
+    def elsewhere(bench: Bench, pool: Pool) -> None:
+        other = Bench(pool)
+        other.side.namespaces._make_base = lambda: Namespace.of({"test": "2"})
+        assert reason(ask(other, PROMPT, "theirs")) == "new"
+
+    def race(bench: Bench, pool: Pool) -> None:
+        params = SamplingParams()
+        request = Request(
+            "live", PROMPT, params, None, cache_salt="theirs", block_hasher=bench.hasher
+        )
+        bench.blocks["live"] = list(range(1, 200))
+        bench.side.admit(request)
+        bench.matched(request)
+        bench.step(request, 8)
+
+    return {
+        "namespace": elsewhere,
+        "race": race,
+        "none": lambda bench, pool: ask(bench, PROMPT, "theirs") and None,
+        "evicted": evict,
+        "refused": refuse,
+        "damaged": damage,
+        "unsaved": lambda bench, pool: ask(bench, PROMPT, "theirs", saves=False) and None,
+        "diverged": lambda bench, pool: (
+            ask(bench, [*PROMPT[:40], *range(9_000, 9_040)], "theirs") and None
+        ),
+    }
+
+
+@pytest.mark.parametrize("history", histories())
+@pytest.mark.parametrize("explain", ["tokens", "blocks"])
+def test_no_reason_depends_on_what_another_tenant_did(history: str, explain: str) -> None:
+    """The same request, in the same pool without that tenant and with it, under another salt and
+    under none: every field is the same, and so is every key that is looked up."""
+    tenants = {tenant_of("theirs"): {"host": f"{4 * 4096}B"}} if history == "refused" else {}
+    told: dict[bool, list[Any]] = {}
+    for others in (False, True):
+        with make_pool(tenants=tenants) as pool:
+            bench = Bench(pool, explain_misses=explain)
+            if others:
+                histories()[history](bench, pool)
+                own = ask(bench, PROMPT, "theirs")
+                assert reason(own) == (None if history == "none" else history)
+            looked_up: list[Any] = []
+            why, parting = pool.why, bench.side.misses.chains.parting
+
+            def seen(key: Any, *, why: Any = why, into: list[Any] = looked_up) -> Any:
+                into.append(key)
+                return why(key)
+
+            def compared(
+                parent: Any, tokens: Any, *, parting: Any = parting, into: list[Any] = looked_up
+            ) -> Any:
+                into.append(parent)
+                found = parting(parent, tokens)
+                assert found is None, "tokens of another tenant were compared"
+                return found
+
+            pool.why = seen  # type: ignore[method-assign, assignment]
+            bench.side.misses.chains.parting = compared  # type: ignore[method-assign, assignment]
+            told[others] = [ask(bench, PROMPT, salt) for salt in ("ours", None)]
+            told[others] += looked_up
+    assert told[True] == told[False]
+    assert told[True][0] == {"reason": "new", "from": 0, "tokens": len(PROMPT)}
+
+
+# ---- memory --------------------------------------------------------------------------------
+
+
+def test_the_memory_of_chains_is_bounded() -> None:
+    chains = Chains(BLOCK, most_bytes=50_000)
+    keys = [f"{number}".encode() for number in range(400)]
+    for number in range(0, 400, 4):
+        part = keys[number : number + 4]
+        chains.add(b"root", part, list(range(number, number + 4 * BLOCK)), str(number))  # type: ignore[arg-type]
+    assert chains.nbytes <= 50_000
+    assert len(chains._places) < 200
+    assert chains.owner(keys[399]) == "396"  # type: ignore[arg-type]
+    assert chains.owner(keys[0]) is None  # type: ignore[arg-type]
+    for number in range(4000):
+        chains.add(f"{number}".encode(), [], [1, 2, 3], "")  # type: ignore[arg-type]
+    assert chains.nbytes <= 50_000
+    assert len(chains._branches) <= len(chains._segments) < 100
+    assert not chains._places
+
+
+def test_every_reason_is_told_in_words() -> None:
+    assert set(REASONS) == set(Reason)

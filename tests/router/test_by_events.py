@@ -1,0 +1,231 @@
+"""Two engines with pools of their own, and a router that knows from their events what they hold:
+real processes all. The tests run in the order they are written in; the last one kills an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from server.live import LiveServer
+
+from kvrecall.lab.models import write_model
+from kvrecall.lab.ports import free_port
+
+from .cluster import Json, Router, header, instance, kill, two_ports, until
+
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+
+BLOCK = 128
+BLOCK_BYTES = 2 * 2 * 2 * 64 * BLOCK * 4  # layers, K and V, KV heads, head size, float32
+TEXT = "He was an old man who fished alone in a skiff in the Gulf Stream. " * 30
+BLOCKS = len(TEXT) // BLOCK * BLOCK
+CLIENTS = 500
+TIERS = ("device", "host", "disk")
+
+
+@dataclass(slots=True)
+class Two:
+    folder: Path
+    model: Path
+    servers: list[LiveServer]
+    ports: list[int]
+    router: Router
+
+    @property
+    def words(self) -> list[str]:
+        made = []
+        for server, port in zip(self.servers, self.ports, strict=True):
+            made += ["--engine", f"{server.url}?events={port}"]
+        return made
+
+    def start(self, number: int, port: int) -> LiveServer:
+        home = self.folder / f"engine-{number}"
+        pool = {"host_size": 40 * BLOCK_BYTES, "disk_path": str(home / "disk")}
+        pool |= {"disk_size": "256MiB", "policy": "lru"}
+        return instance(home, self.model, "both", port, None, self.ports[number], (), **pool)
+
+    def served(self, reply: httpx.Response) -> LiveServer:
+        return next(s for s in self.servers if s.url.endswith(header(reply)["engine"]))
+
+    def other(self, server: LiveServer) -> LiveServer:
+        return next(s for s in self.servers if s is not server)
+
+    def blocks(self, server: LiveServer, tier: str) -> float:
+        publisher = f"127.0.0.1:{self.ports[self.servers.index(server)]}"
+        return self.router.count("blocks", publisher=publisher, tier=tier)
+
+    def step(self, server: LiveServer) -> None:
+        """A step of an engine, with which it publishes."""
+        asked = {"model": "tiny", "prompt": "A step.", "max_tokens": 4}
+        assert server.client.post("/v1/completions", json=asked).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+    folder = tmp_path_factory.mktemp("two")
+    model = write_model(
+        folder / "model", "qwen3", hidden=64, layers=2, max_position=8192, dtype="float32"
+    )
+    with ExitStack() as stack:
+        made = Two(folder, model, [], [two_ports(), two_ports()], None)  # type: ignore[arg-type]
+        for number in range(2):
+            made.servers.append(made.start(number, free_port()))
+            stack.callback(lambda at=number: made.servers[at].close())
+        for server in made.servers:
+            server.wait_ready()
+        made.router = Router(folder, made.words)
+        stack.callback(lambda: made.router.close())
+        yield made
+
+
+def recalled(reply: httpx.Response) -> Json:
+    assert reply.status_code == 200, reply.text
+    split: Json = reply.json()["usage"]["prompt_tokens_details"]["recall"]
+    return split
+
+
+def grown(two: Two, before: dict[str, float]) -> dict[str, float]:
+    return {name: value - before[name] for name, value in counters(two).items()}
+
+
+def counters(two: Two) -> dict[str, float]:
+    return {
+        f"{name} {tier}": two.router.count(f"{name}_tokens_total", role="engine", source=tier)
+        for name in ("prompt", "expected")
+        for tier in TIERS
+    }
+
+
+def test_a_prompt_goes_where_it_is_held_and_is_expected_from_its_tier(two: Two) -> None:
+    first = two.router.complete(prompt=TEXT)
+    assert recalled(first)["computed"] == len(TEXT)
+    holder = two.served(first)
+    before = counters(two)
+    again = two.router.complete(prompt=TEXT)
+    assert two.served(again) is holder
+    assert recalled(again)["device"] == BLOCKS
+    new = grown(two, before)
+    assert new["expected device"] == new["prompt device"] == BLOCKS
+    assert holder.client.post("/reset_prefix_cache").json()["success"]
+    two.step(holder)
+    assert until(lambda: not two.blocks(holder, "device"))
+    before = counters(two)
+    reply = two.router.complete(prompt=TEXT)
+    assert two.served(reply) is holder
+    assert recalled(reply)["host"] == BLOCKS
+    new = grown(two, before)
+    assert new["expected host"] == new["prompt host"] == BLOCKS
+
+
+def test_another_salt_is_not_expected(two: Two) -> None:
+    before = counters(two)
+    reply = two.router.complete(prompt=TEXT, cache_salt="another tenant")
+    assert recalled(reply)["computed"] == len(TEXT)
+    new = grown(two, before)
+    assert not any(value for name, value in new.items() if name.startswith("expected"))
+
+
+def test_blocks_on_disk_are_known_and_so_is_what_an_engine_was_asked_directly(two: Two) -> None:
+    """No client of the router asked it: only events can tell."""
+    server = two.servers[1]
+    text = "Asked behind the router's back. " + TEXT
+    body = {"model": "tiny", "prompt": text, "max_tokens": 8, "temperature": 0}
+    assert server.client.post("/v1/completions", json=body).status_code == 200
+    for number in range(4):  # more than the host holds
+        asked = {**body, "prompt": f"{number}. {TEXT}"}
+        assert server.client.post("/v1/completions", json=asked).status_code == 200
+    assert server.client.post("/reset_prefix_cache").json()["success"]
+    two.step(server)
+    assert until(lambda: not two.blocks(server, "device"))
+    before = counters(two)
+    reply = two.router.complete(prompt=text)
+    assert two.served(reply) is server
+    split = recalled(reply)
+    assert split["disk"] > 0
+    assert split["disk"] + split["host"] == len(text) // BLOCK * BLOCK
+    new = grown(two, before)
+    assert new["expected disk"] == new["prompt disk"] == split["disk"]
+
+
+def test_a_router_that_is_started_again_knows_everything(two: Two) -> None:
+    texts = [f"Before the router's end {number}. " + TEXT for number in range(3)]
+    holders = [two.served(two.router.complete(prompt=text)) for text in texts]
+    for server in two.servers:
+        two.step(server)
+    known = {(s.url, tier): two.blocks(s, tier) for s in two.servers for tier in TIERS}
+    two.router.close()
+    two.router = Router(two.folder, two.words)
+
+    def knows() -> bool:
+        return all(
+            two.blocks(server, tier) == known[server.url, tier]
+            for server in two.servers
+            for tier in TIERS
+        )
+
+    assert until(knows)
+    for text, holder in zip(texts, holders, strict=True):
+        reply = two.router.complete(prompt=text)
+        assert two.served(reply) is holder
+        assert recalled(reply)["computed"] < BLOCK
+
+
+def test_five_hundred_clients(two: Two) -> None:
+    """Each asks one of twenty prompts; every answer is the one engine's that computed it alone."""
+    texts = [f"Client {number}. " + TEXT[: 4 * BLOCK] for number in range(20)]
+    asked = {"model": "tiny", "max_tokens": 4, "temperature": 0}
+    alone = []
+    for text in texts:
+        body = {**asked, "prompt": text, "cache_salt": f"alone {text[:12]}"}
+        alone.append(two.servers[0].client.post("/v1/completions", json=body).json())
+
+    async def all_of_them() -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=300, limits=limits) as client:
+            url = f"{two.router.url}/v1/completions"
+            bodies = [{**asked, "prompt": texts[at % len(texts)]} for at in range(CLIENTS)]
+            return await asyncio.gather(*(client.post(url, json=body) for body in bodies))
+
+    replies = asyncio.run(all_of_them())
+    for at, reply in enumerate(replies):
+        assert reply.status_code == 200, reply.text
+        wanted = alone[at % len(texts)]["choices"][0]["text"]
+        assert reply.json()["choices"][0]["text"] == wanted
+    served = {header(reply)["engine"] for reply in replies}
+    assert len(served) == 2
+    assert until(lambda: two.router.inflight() == 0)
+    assert two.router.count("requests_total", outcome="shed") == 0
+    computed = sum(recalled(reply)["computed"] for reply in replies)
+    assert computed < 0.5 * sum(sum(recalled(reply).values()) for reply in replies)
+
+
+def test_an_engine_that_is_killed_and_comes_back_with_its_disk(two: Two) -> None:
+    text = "Before the engine's end. " + TEXT
+    first = two.router.complete(prompt=text)
+    holder = two.served(first)
+    assert until(lambda: two.step(holder) or two.blocks(holder, "disk") >= BLOCKS // BLOCK)
+    number = two.servers.index(holder)
+    kill(holder)
+    meanwhile = two.router.complete(prompt="Meanwhile. " + TEXT)
+    assert two.served(meanwhile) is not holder
+    assert meanwhile.status_code == 200
+    back = two.start(number, int(holder.url.rsplit(":", 1)[1]))
+    two.servers[number] = back
+    back.wait_ready()
+    assert until(lambda: all(two.router.up().values()))
+    two.step(back)  # from the first request on it knows its namespace, and publishes its disk
+    assert until(lambda: two.step(back) or two.blocks(back, "disk") >= BLOCKS // BLOCK)
+    assert not two.blocks(back, "host")
+    assert two.router.count("publisher_restarts") == 1
+    before = counters(two)
+    reply = two.router.complete(prompt=text)
+    assert two.served(reply) is back
+    assert recalled(reply)["disk"] == len(text) // BLOCK * BLOCK
+    new = grown(two, before)
+    assert new["expected disk"] == new["prompt disk"]
+    assert "Traceback" not in two.router.log

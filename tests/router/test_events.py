@@ -1,0 +1,134 @@
+"""Subscriptions to vLLM's own publisher, over real sockets: gaps, restarts, late joins."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kvrecall.block import TierName
+from kvrecall.lab.ports import free_port
+from kvrecall.router.events import Publisher, Subscription
+from kvrecall.router.holdings import HashRule
+
+kv_events = pytest.importorskip("vllm.distributed.kv_events")
+
+
+def publisher(ports: Publisher, keeps: int = 10_000) -> Any:
+    return kv_events.ZmqEventPublisher(
+        0,
+        endpoint=f"tcp://*:{ports.port}",
+        replay_endpoint=f"tcp://*:{ports.replay_port}",
+        buffer_steps=keeps,
+    )
+
+
+def stored(hashes: list[int], **more: Any) -> Any:
+    fields = {"parent_block_hash": None, "token_ids": [], "block_size": 0, "lora_id": None}
+    fields |= {"medium": "CPU", "lora_name": None}
+    return kv_events.BlockStored(block_hashes=hashes, **(fields | more))
+
+
+def publish(of: Any, *events: Any) -> None:
+    of.publish(kv_events.KVEventBatch(ts=time.time(), events=list(events)))
+
+
+@asynccontextmanager
+async def following(ports: Publisher) -> AsyncGenerator[Subscription, None]:
+    subscription = Subscription(ports, lambda _: None)
+    task = asyncio.create_task(subscription.run())
+    try:
+        yield subscription
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def ports() -> Publisher:
+    return Publisher("127.0.0.1", free_port(), free_port())
+
+
+def test_what_was_published_before_is_replayed(ports: Publisher) -> None:
+    async def story() -> None:
+        engine = publisher(ports)
+        try:
+            publish(engine, stored([1, 2]))
+            publish(engine, kv_events.BlockRemoved(block_hashes=[1], medium="CPU"))
+            async with following(ports) as known:
+                await until(lambda: known.holdings.hashes(TierName.HOST) == {2})
+                publish(engine, stored([3], medium="GPU"))
+                await until(lambda: known.holdings.hashes(TierName.DEVICE) == {3})
+                assert known.gaps == 0
+        finally:
+            engine.shutdown()
+
+    asyncio.run(story())
+
+
+def test_a_publisher_that_comes_later_and_comes_back(ports: Publisher) -> None:
+    async def story() -> None:
+        async with following(ports) as known:
+            first = publisher(ports)
+            for number in range(5):
+                publish(first, stored([number]))
+            await until(lambda: len(known.holdings) == 5)
+            first.shutdown()
+            second = publisher(ports)
+            try:  # it reaches the same numbers before anyone is connected again
+                for number in range(5):
+                    publish(second, stored([100 + number]))
+                await until(lambda: known.reader.restarts == 1)
+                publish(second, stored([105]))
+                wanted = set(range(100, 106))
+                await until(lambda: known.holdings.hashes(TierName.HOST) == wanted)
+            finally:
+                second.shutdown()
+
+    asyncio.run(story())
+
+
+def test_a_late_reader_of_a_long_story_knows_its_end(ports: Publisher) -> None:
+    async def story() -> None:
+        engine = publisher(ports, keeps=3)
+        try:
+            for number in range(10):
+                publish(engine, stored([number]))
+            async with following(ports) as known:
+                await until(lambda: known.holdings.hashes(TierName.HOST) == {7, 8, 9})
+                assert known.reader.lost == 0
+        finally:
+            engine.shutdown()
+
+    asyncio.run(story())
+
+
+def test_the_way_of_hashing_is_learned(ports: Publisher) -> None:
+    rule, tokens = HashRule("sha256_cbor", 4), [5, 6, 7, 8, 9]
+    (first,) = rule.chain(tokens, "salt")
+
+    async def story() -> None:
+        engine = publisher(ports)
+        try:
+            told: dict[str, Any] = {"token_ids": tokens[:4], "block_size": 4, "medium": "GPU"}
+            publish(engine, stored([first], **told, extra_keys=[("salt",)]))
+            async with following(ports) as known:
+                await until(lambda: known.holdings.rule == rule)
+                publish(engine, stored([12345], **told))
+                await until(lambda: known.holdings.unknown_rule)
+                assert known.holdings.rule is None
+        finally:
+            engine.shutdown()
+
+    asyncio.run(story())

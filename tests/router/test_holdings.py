@@ -1,0 +1,317 @@
+"""What the router knows of a publisher after its events, whatever was lost; and vLLM's block
+hashes, computed without vLLM."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrecall.block import TierName
+from kvrecall.router.events import Publisher, Reader, Subscriptions, Verdict
+from kvrecall.router.fleet import Address, Fleet
+from kvrecall.router.holdings import HashRule, Holdings, rule_of, short_hash
+from kvrecall.router.prefixes import Prompt
+
+MEDIA = {TierName.DEVICE: "GPU", TierName.HOST: "CPU", TierName.DISK: "STORAGE"}
+Json = dict[str, object]
+
+
+# -- a publisher, and what is lost of what it says ------------------------------------------
+
+
+@dataclass
+class Engine:
+    """Publishes as vLLM does: numbered batches, of which it keeps the last few."""
+
+    keeps: int
+    clock: list[float]
+    number: int = 0
+    held: dict[str, set[int]] = field(default_factory=lambda: {m: set() for m in MEDIA.values()})
+    kept: deque[tuple[int, bytes]] = field(default_factory=deque)
+
+    def publish(self, events: list[Json]) -> tuple[int, bytes]:
+        for event in events:
+            hashes = set(event.get("block_hashes", ()))  # type: ignore[call-overload]
+            if event["type"] == "AllBlocksCleared":
+                self.held = {medium: set() for medium in self.held}
+            elif event["type"] == "BlockStored":
+                self.held[str(event["medium"])] |= hashes
+            else:
+                self.held[str(event["medium"])] -= hashes
+        self.clock[0] += 1.0
+        batch = (self.number, msgspec.msgpack.encode([self.clock[0], events, 0]))
+        self.number += 1
+        self.kept.append(batch)
+        while len(self.kept) > self.keeps:
+            self.kept.popleft()
+        return batch
+
+    def replay(self, start: int) -> list[tuple[int, bytes]]:
+        return [one for one in self.kept if one[0] >= start]
+
+
+def stored(medium: str, hashes: list[int]) -> Json:
+    return {
+        "type": "BlockStored",
+        "block_hashes": hashes,
+        "parent_block_hash": None,
+        "token_ids": [],
+        "block_size": 0,
+        "lora_id": None,
+        "lora_name": None,
+        "medium": medium,
+    }
+
+
+def removed(medium: str, hashes: list[int]) -> Json:
+    return {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium}
+
+
+def catch_up(reader: Reader, engine: Engine, can_replay: bool) -> None:
+    """As ``Subscription`` does, without sockets."""
+    if not reader.resume(engine.replay(max(0, reader.last)) if can_replay else None):
+        reader.resume(engine.replay(0))
+
+
+def follow(reader: Reader, engine: Engine, batch: tuple[int, bytes], can_replay: bool) -> None:
+    if reader.take(*batch) is Verdict.GAP:
+        catch_up(reader, engine, can_replay)
+        reader.take_from(*batch)
+
+
+hashes = st.lists(st.integers(0, 12), min_size=1, max_size=4)
+media = st.sampled_from(sorted(MEDIA.values()))
+events = st.one_of(
+    st.builds(stored, media, hashes),
+    st.builds(removed, media, hashes),
+    st.just({"type": "AllBlocksCleared"}),
+)
+steps = st.lists(
+    st.tuples(
+        st.lists(events, min_size=1, max_size=3),
+        st.sampled_from(["arrives", "arrives", "is lost", "comes twice"]),
+        st.sampled_from([False, False, False, False, True]),
+    ),
+    max_size=40,
+)
+
+
+@given(steps, st.integers(1, 8), st.booleans())
+@settings(max_examples=400, deadline=None)
+def test_never_more_is_known_than_is_held(
+    story: list[tuple[list[Json], str, bool]], keeps: int, can_replay: bool
+) -> None:
+    clock = [100.0]
+    engine = Engine(keeps, clock)
+    reader = Reader(Holdings())
+    lost = 0  # since the engine started
+    is_connected = True
+    for published, fate, starts_again in story:
+        if starts_again:
+            engine = Engine(keeps, clock)
+            lost, is_connected = 0, False
+        batch = engine.publish(published)
+        if fate == "is lost":
+            lost += 1
+            continue
+        if not is_connected:  # the first batch that comes is of a new connection
+            is_connected = True
+            catch_up(reader, engine, can_replay)
+        follow(reader, engine, batch, can_replay)
+        if fate == "comes twice":
+            assert reader.take(*batch) is Verdict.KNOWN
+        for tier, medium in MEDIA.items():
+            known = reader.holdings.hashes(tier)
+            assert known <= engine.held[medium]
+            assert reader.holdings.blocks(tier) == len(known)
+            if not lost or (can_replay and engine.number <= keeps):
+                assert known == engine.held[medium]
+
+
+def test_rows_and_maps_and_hashes_of_bytes() -> None:
+    reader = Reader(Holdings())
+    long = bytes(range(32))
+    row = ["BlockStored", [long], None, [1, 2, 3], 2, None, "CPU", None]
+    batch = msgspec.msgpack.encode([1.0, [row, ["BlockRemoved", [5], "GPU"]]])
+    assert reader.take(0, batch) is Verdict.APPLIED
+    assert reader.holdings.hashes(TierName.HOST) == {short_hash(long)}
+    newer = stored("GPU", [7]) | {"session_id": "s", "field_of_next_year": [1]}
+    assert reader.take(1, msgspec.msgpack.encode([2.0, [newer], 0, "more"])) is Verdict.APPLIED
+    assert reader.holdings.hashes(TierName.DEVICE) == {7}
+    for bad in (b"", b"\xc1", b"x" * 50, msgspec.msgpack.encode([1, [{"type": "Other"}]])):
+        assert reader.take(2, bad) is Verdict.UNREADABLE
+    odd = msgspec.msgpack.encode([3.0, [stored("TAPE", [9])], 0])
+    assert reader.take(2, odd) is Verdict.APPLIED
+    assert reader.holdings.mask(9) == 0
+
+
+def test_groups_of_windows_do_not_count() -> None:
+    reader = Reader(Holdings())
+    window = stored("GPU", [1]) | {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
+    full = stored("GPU", [2]) | {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    later = stored("CPU", [1]) | {"group_idx": 1}
+    gone = removed("GPU", [2]) | {"group_idx": 1}
+    reader.take(0, msgspec.msgpack.encode([1.0, [window, full, later, gone], 0]))
+    assert reader.holdings.mask(1) == 0
+    assert reader.holdings.hashes(TierName.DEVICE) == {2}
+
+
+# -- block hashes ---------------------------------------------------------------------------
+
+
+def vllm_hashes(algorithm: str, tokens: list[int], size: int, salt: str | None) -> list[int]:
+    """By vLLM's own functions."""
+    from types import SimpleNamespace
+
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils as vllm
+
+    function = get_hash_fn_by_name(algorithm)
+    vllm.init_none_hash(function)
+    request = SimpleNamespace(
+        lora_request=None, mm_features=[], cache_salt=salt, prompt_embeds=None
+    )
+    parent, made = None, []
+    for start in range(0, len(tokens) - size + 1, size):
+        extra, _ = vllm.generate_block_hash_extra_keys(request, start, start + size, 0)  # type: ignore[arg-type]
+        parent = vllm.hash_block_tokens(function, parent, tokens[start : start + size], extra)
+        made.append(short_hash(parent))
+    return made
+
+
+@pytest.mark.parametrize("salt", [None, "a tenant's salt"])
+@pytest.mark.parametrize("algorithm", ["sha256_cbor", "sha256"])
+def test_hashes_are_vllms(algorithm: str, salt: str | None) -> None:
+    tokens = random.Random(1).choices(range(200_000), k=100)
+    assert list(HashRule(algorithm, 16).chain(tokens, salt)) == vllm_hashes(
+        algorithm, tokens, 16, salt
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor"])
+def test_a_seed_that_is_set_makes_every_algorithm_known(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    tokens = list(range(50))
+    assert list(HashRule(algorithm, 16).chain(tokens)) == vllm_hashes(algorithm, tokens, 16, None)
+
+
+def test_a_rule_is_found_from_one_block() -> None:
+    tokens = list(range(1000, 1040))
+    for algorithm in ("sha256_cbor", "sha256"):
+        first = HashRule(algorithm, 16).chain(tokens, "s")[0]
+        assert rule_of(first, tokens, 16, "s") == HashRule(algorithm, 16)
+        assert rule_of(first, tokens, 16, "t") is None
+        assert rule_of(first + 1, tokens, 16, "s") is None
+
+
+# -- choices --------------------------------------------------------------------------------
+
+RULE = HashRule("sha256_cbor", 16)
+
+
+def fleet(engines: int = 2, pool: bool = False) -> tuple[Fleet, list[Reader]]:
+    """Engines of which the events are applied by hand; the last reader is of their pool."""
+    service = Publisher("n", 9000, 9001) if pool else None
+    following = Subscriptions(lambda _: None)
+    addresses = [
+        Address(f"http://e{at}:1", (Publisher(f"e{at}", 5557, 5558),), service)
+        for at in range(engines)
+    ]
+    made = Fleet((), (), 4, addresses, following, clock=lambda: 0.0)
+    for instance in made.all:
+        instance.healthy = True
+        instance.engine[0].holdings.rule = RULE
+    readers = [one.engine[0].reader for one in made.all]
+    if pool:
+        readers.append(made.all[0].pool[0].reader)
+    return made, readers
+
+
+def ask(tokens: int, seed: int = 0, salt: str | None = None) -> Prompt:
+    ids = random.Random(seed).choices(range(1000), k=tokens)
+    return Prompt(tokens, (), salt=salt).with_ids(ids)
+
+
+def say(reader: Reader, *said: Json) -> None:
+    clock = reader.last_ts + 1.0
+    batch = msgspec.msgpack.encode([clock, list(said), 0])
+    assert reader.take(reader.last + 1, batch) is Verdict.APPLIED
+
+
+def test_the_nearer_tier_is_preferred_and_more_over_nearer() -> None:
+    all_, (one, two) = fleet()
+    prompt = ask(170)
+    chain = list(prompt.chain(RULE) or ())
+    assert len(chain) == 10
+    say(one, stored("CPU", chain))
+    say(two, stored("GPU", chain))
+    first, second = all_.all
+    assert all_.expected(first, prompt) == {TierName.HOST: 160}
+    assert all_.best_for_decode(prompt) == [second, first]
+    say(two, removed("GPU", chain[4:]))
+    assert all_.expected(second, prompt) == {TierName.DEVICE: 64}
+    assert all_.best_for_decode(prompt) == [first, second]
+    say(one, removed("CPU", chain[:1]))
+    assert all_.expected(first, prompt) == {}
+
+
+def test_other_salts_are_never_matched() -> None:
+    all_, (one, _) = fleet()
+    mine, other, none = ask(170, salt="a"), ask(170, salt="b"), ask(170)
+    say(one, stored("GPU", list(mine.chain(RULE) or ())))
+    assert all_.expected(all_.all[0], mine) == {TierName.DEVICE: 160}
+    for prompt in (other, none):
+        assert all_.expected(all_.all[0], prompt) == {}
+        assert all_.new_tokens(prompt) == 170
+
+
+def test_what_a_pool_service_holds_both_engines_recall() -> None:
+    all_, (_, two, service) = fleet(pool=True)
+    prompt = ask(170)
+    chain = list(prompt.chain(RULE) or ())
+    say(service, stored("CPU", chain))
+    say(two, stored("GPU", chain[:2]))
+    first, second = all_.all
+    assert all_.expected(first, prompt) == {TierName.HOST: 160}
+    assert all_.expected(second, prompt) == {TierName.DEVICE: 32, TierName.HOST: 128}
+    assert all_.best_for_decode(prompt)[0] is second
+
+
+def test_a_shared_store_is_known_to_all_that_use_it() -> None:
+    all_, (one, two, three) = fleet(3)
+    prompt = ask(170)
+    chain = list(prompt.chain(RULE) or ())
+    remote = {"locality": "REMOTE", "ownership": "store-1"}
+    say(one, stored("STORAGE", chain) | remote)
+    say(two, stored("STORAGE", [1]) | remote)
+    say(three, stored("STORAGE", [2]) | remote | {"ownership": "store-2"})
+    first, second, third = all_.all
+    assert all_.expected(first, prompt) == all_.expected(second, prompt) == {TierName.REMOTE: 160}
+    assert all_.expected(third, prompt) == {}
+
+
+def test_what_was_just_sent_is_expected_until_events_speak() -> None:
+    now = [0.0]
+    all_, (one, _) = fleet()
+    all_._clock = lambda: now[0]
+    prompt = ask(170)
+    chain = list(prompt.chain(RULE) or ())
+    instance = all_.all[0]
+    all_.sent(instance, prompt)
+    assert all_.expected(instance, prompt) == {TierName.DEVICE: 160}
+    say(one, stored("CPU", chain))
+    assert all_.expected(instance, prompt) == {TierName.DEVICE: 160}
+    say(one, stored("GPU", chain), removed("GPU", chain))
+    assert all_.expected(instance, prompt) == {TierName.HOST: 160}
+    say(one, removed("CPU", chain))
+    all_.sent(instance, prompt)
+    now[0] = 31.0
+    assert all_.expected(instance, prompt) == {}
