@@ -22,7 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import DiskConfig, RecallSettings
-from kvrecall.engines.base import HANDOVER
+from kvrecall.engines.base import HANDOVER, HINT
 from kvrecall.engines.vllm.connector.pages import Copy
 from kvrecall.engines.vllm.connector.saver import Computed
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
@@ -744,3 +744,26 @@ def test_rejected_speculation_does_not_hide_a_blocks_end(pool: Pool) -> None:
         bench.report(orders, ranks=1)
         assert len(saved) == request.num_computed_tokens // BLOCK - 2, request.num_computed_tokens
     assert saved == [3]
+
+
+def test_hints_of_requests_reach_the_pool_and_wrong_ones_are_counted(pool: Pool) -> None:
+    bench = Bench(pool)
+    told: list[Any] = [
+        {HINT: {"returns": True, "in_s": 30}},
+        {HINT: {"returns": "yes"}},
+        {HINT: [1]},
+        None,
+    ]
+    for number, params in enumerate(told):
+        request = bench.request(f"r{number}", 40, first=1000 * number, told=params)
+        assert bench.matched(request) == 0
+        assert bench.matched(request) == 0, "asked again: the hint counts once"
+    assert (pool.stats().hints, bench.side.tally.counts["hints_invalid"]) == (1, 2)
+    session = bench.request("s", 40, first=9000)
+    session.session_id = "agent 7"
+    bench.matched(session)
+    action = SimpleNamespace(action_type=HINT, payload={"returns": False})
+    other = bench.request("t", 40, first=9500)
+    other.kv_hints = SimpleNamespace(actions=[SimpleNamespace(action_type="x"), action])
+    bench.matched(other)
+    assert (pool.stats().hints, bench.side.tally.counts["hints_invalid"]) == (3, 2)

@@ -107,7 +107,7 @@ def test_hazard_beats_recency(groups: str, capacity: int) -> None:
 
 
 def test_the_command() -> None:
-    arguments = ["synthetic:agents", "--groups", "full:12MiB,window:128:12MiB"]
+    arguments = ["synthetic:tool-loops", "--groups", "full:12MiB,window:128:12MiB"]
     result = CliRunner().invoke(
         app, [*arguments, "--tiers", "host:2GiB,disk:9GiB", "--policy", "lru"]
     )

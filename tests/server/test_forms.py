@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from kvrecall.engines.base import Finish, GenerateRequest, Sampling, Update
+from kvrecall.pool.hints import Hint
 
 from .fake import SPLIT, FakeEngine
 from .test_routes import application, events, post
@@ -336,3 +337,26 @@ def test_stop_infer() -> None:
     assert finishes == [Finish.STOPPED, Finish.STOPPED, Finish.EOS]
     assert (stopped.status_code, stopped.json()) == (200, {"id": "one"})
     assert again.status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"inputs": "Hi"}),
+        ("/generate", {"prompt": "Hi"}),
+        ("/infer", {"inputs": "Hi"}),
+        (f"{V2}/generate", {"text_input": "Hi"}),
+    ],
+)
+def test_hints(path: str, body: Json) -> None:
+    request = request_of(path, body | {"hint": {"returns": True, "in_s": 45, "pin_s": 60}})
+    assert request.hint == Hint(True, 45.0, 60.0)
+    assert request_of(path, body).hint is None
+    for wrong, why in (
+        ({"returns": False, "in_s": 5}, "hint: returns is false; leave out in_s and pin_s"),
+        ({"in_s": -1}, "hint: in_s is -1.0; it must be 0 to 86400 seconds"),
+        ({"back": True}, "hint.back: unknown field"),
+    ):
+        reply = post(FakeEngine(), path, body | {"hint": wrong})
+        assert reply.status_code == 422
+        assert why in reply.text

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.changes import Cause
+from kvrecall.pool.hints import Advice
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier
 
 
@@ -81,6 +82,7 @@ class MemoryTier(Tier):
         chain: Sequence[BlockKey],
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
+        advice: Advice | None = None,
     ) -> None:
         pass
 
@@ -144,8 +146,9 @@ class WrapperTier(Tier):
         chain: Sequence[BlockKey],
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
+        advice: Advice | None = None,
     ) -> None:
-        self.inner.touch(chain, hanging, ending)
+        self.inner.touch(chain, hanging, ending, advice)
 
     def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
         self.inner.drop(keys, cause)
@@ -267,9 +270,10 @@ class RecordingTier(WrapperTier):
         chain: Sequence[BlockKey],
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
+        advice: Advice | None = None,
     ) -> None:
         self.calls.append(("touch", (*chain, *hanging, *ending)))
-        super().touch(chain, hanging, ending)
+        super().touch(chain, hanging, ending, advice)
 
     def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
         self.calls.append(("drop", tuple(keys)))

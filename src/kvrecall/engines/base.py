@@ -14,6 +14,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal, Protocol
 
+from kvrecall.pool.hints import Hint
+
 REPORT = "kvrecall"
 """Key in ``kv_transfer_params`` of a reply: prompt tokens by source."""
 
@@ -40,6 +42,10 @@ instances and their counts (``prefill=HOST:PORT;prefill.host=128;decode=HOST:POR
 HANDOVER = "kvrecall_handover"
 """Key in ``kv_transfer_params``, of a prefill instance's reply and the decode instance's request:
 which part of the prompt is in the pool."""
+
+HINT = "kvrecall_hint"
+"""Key in ``kv_transfer_params`` of a request, and the type of an action of vLLM's ``kv_hints``:
+what the client says about the return of its blocks (``pool.hints.hint_of``)."""
 
 CONTEXT_PARALLEL = (
     "with context parallelism a rank keeps only some of a block's tokens, and no engine has "
@@ -227,6 +233,7 @@ class GenerateRequest:
     priorities have 0. ``timeout_s`` shortens the server's limit for the whole (0: it does not).
     With ``stream`` an update follows each step, otherwise one update contains everything.
     With ``paced`` updates contain their pace. ``trace_headers``: W3C's, of the client's span.
+    ``hint``: what the client says about the prompt's return.
     """
 
     request_id: str
@@ -239,6 +246,7 @@ class GenerateRequest:
     timeout_s: float = 0.0
     paced: bool = False
     trace_headers: Mapping[str, str] = field(default_factory=dict)
+    hint: Hint | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from typing import Protocol
 import msgspec
 
 from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName
+from kvrecall.pool.hints import Hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,10 @@ class PoolStats:
     lookups: int = 0  # blocks looked up
     hits: int = 0  # blocks found, any tier
     refused: int = 0  # reservations refused
+    hints: int = 0  # given by clients
+    hints_believed: int = 0  # because enough of the tenant's came true before
+    hints_true: int = 0  # by their outcome
+    hints_false: int = 0
     unwritten_bytes: int = 0  # in the host and, by the write policy, not written yet
     pool_up: int = 1  # gauge; 0: the pool is a service's, and it is away
     histograms: dict[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
@@ -273,6 +278,8 @@ class PoolClient(Protocol):
         keys: Sequence[BlockKey],
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
+        hint: Hint | None = None,
+        tenant: Tenant = SHARED,
     ) -> None:
         """The chain ``keys`` (prefix first) was used: refreshes recency in every tier.
 
@@ -283,6 +290,9 @@ class PoolClient(Protocol):
         not. ``ending``: those at its own end, which a request that continues it will need: in the
         pool, or to be saved. Both may be reported later than the chain, with no ``keys``. All
         others are not named: they age.
+
+        ``hint``: what the client says about the return of the chain; believed as far as hints of
+        ``tenant`` came true so far.
         """
 
     def flush(self, keys: Sequence[BlockKey], deadline_s: float) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.changes import Cause, Watcher
+from kvrecall.pool.hints import Advice
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier
 
 _SLICE_S = 0.01  # how long one of the tiers is waited for while both work
@@ -134,9 +135,10 @@ class Cascade(Tier):
         chain: Sequence[BlockKey],
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
+        advice: Advice | None = None,
     ) -> None:
-        self.near.touch(chain, hanging, ending)
-        self.far.touch(chain, hanging, ending)
+        self.near.touch(chain, hanging, ending, advice)
+        self.far.touch(chain, hanging, ending, advice)
 
     def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
         self.near.drop(keys, cause)

@@ -45,6 +45,7 @@ from kvrecall.pool.departures import Departure, Departures, Refusal
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.codec import make_codec
 from kvrecall.pool.eviction import make_policy
+from kvrecall.pool.hints import Hint, HintRecord
 from kvrecall.pool.host import Block, Evictor, HostStore
 from kvrecall.pool.names import DictNames
 from kvrecall.pool.remote.backends import store_name, with_remote
@@ -166,6 +167,7 @@ class Pool:
         self._names: dict[bytes, Namespace] = {}
         self._filling: dict[BlockKey, Block] = {}
         self._tickets: dict[int, Ticket] = {}
+        self._hints = HintRecord()
         self._loading: dict[BlockKey, _Loading] = {}
         self._silent_until = float("-inf")
         self._numbers = itertools.count(1)
@@ -407,11 +409,14 @@ class Pool:
         keys: Sequence[BlockKey],
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
+        hint: Hint | None = None,
+        tenant: Tenant = SHARED,
     ) -> None:
         with self._changed:
-            self._host.touch(keys, hanging, ending)
+            advice = self._hints.used(keys, self._monotonic(), tenant, hint)
+            self._host.touch(keys, hanging, ending, advice=advice)
             if self._writer.has_below:
-                self._below.touch(keys, hanging, ending)
+                self._below.touch(keys, hanging, ending, advice)
                 self._writer.touched(keys, hanging)
 
     # -- save ------------------------------------------------------------------------------
@@ -523,6 +528,7 @@ class Pool:
             )
             below = self._below.stats_of_each() if self._writer.has_below else ()
             puts, gets = self._below.queued()
+            hints = self._hints.counts
             return PoolStats(
                 tiers=(host_stats, *below),
                 leases=host.leases,
@@ -532,6 +538,10 @@ class Pool:
                 lookups=self._lookups,
                 hits=self._found,
                 refused=self._refused,
+                hints=hints.given,
+                hints_believed=hints.believed,
+                hints_true=hints.true,
+                hints_false=hints.false,
                 unwritten_bytes=self._writer.unwritten_bytes,
                 histograms=self._below.histograms(),
             )

@@ -13,6 +13,7 @@ from kvrecall.pool.changes import Cause, Watchers
 from kvrecall.pool.departures import Departures
 from kvrecall.pool.eviction import EvictionPolicy, make_policy
 from kvrecall.pool.eviction.queues import Links, LruPolicy
+from kvrecall.pool.hints import Advice
 from kvrecall.pool.names import DictNames, Names
 from kvrecall.pool.slots import slot_bytes_of
 
@@ -331,12 +332,13 @@ class Residents(EvictionOrders, Generic[R]):
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
         stale_s: float = 0.0,
+        advice: Advice | None = None,
     ) -> list[R]:
         """A request used ``chain`` (prefix first) and ``hanging`` blocks beside it, and leaves
         ``ending`` ones at its end. Returns the used blocks whose last use was recorded ``stale_s``
         seconds ago or longer, and records it again."""
         now, get = self.now(), self.blocks.get
-        self._policy.access(chain, now, hanging, ending)
+        self._policy.access(chain, now, hanging, ending, advice)
         self._tails.access((), now, hanging)
         last: R | None = None
         noted: list[R] = []

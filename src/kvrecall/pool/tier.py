@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.changes import Cause, Watcher
+from kvrecall.pool.hints import Advice
 
 Buckets = tuple[tuple[float, int], ...]
 
@@ -125,9 +126,11 @@ class Tier(ABC):
         chain: Sequence[BlockKey],
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
+        advice: Advice | None = None,
     ) -> None:
         """A request used ``chain`` (prefix first), and ``hanging`` blocks beside it; keys not here
-        are allowed."""
+        are allowed. ``advice``: what is believed of the client's hint about the chain's return,
+        for the policy."""
 
     @abstractmethod
     def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
@@ -211,6 +214,7 @@ class NullTier(Tier):
         chain: Sequence[BlockKey],
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
+        advice: Advice | None = None,
     ) -> None:
         pass
 

@@ -81,11 +81,13 @@ def _blocks_in(text: str, name: str, block_bytes: int) -> int:
     return nbytes // block_bytes
 
 
-def load_trace(trace: str) -> Trace:
-    """The trace of that file or ``synthetic:NAME``, with a progress bar on stderr. Raises
-    ConfigError."""
+def load_trace(trace: str, hints: str = "none") -> Trace:
+    """The trace of that file or ``synthetic:NAME``, with a progress bar on stderr. ``hints``: what
+    the clients of a workload say. Raises ConfigError."""
     if trace.startswith(SYNTHETIC):
-        return make_workload(trace.removeprefix(SYNTHETIC))
+        return make_workload(trace.removeprefix(SYNTHETIC), hints=hints)
+    if hints != "none":
+        raise ConfigError(f"--hints: {hints!r}, but a file has no hints; --workload agents has")
     path = Path(trace)
     try:
         size = path.stat().st_size

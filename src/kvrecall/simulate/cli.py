@@ -28,13 +28,15 @@ from kvrecall.simulate.fleet import WINDOW_S, FleetOutcome, Routing, replay_flee
 from kvrecall.simulate.groups import parse_groups, replay_groups
 from kvrecall.simulate.replay import Outcome, TierSpec, clairvoyant_hits, replay
 from kvrecall.simulate.trace import Trace
-from kvrecall.simulate.workload import WORKLOADS
+from kvrecall.simulate.workload import HINTS, WORKLOADS
 
 app = typer.Typer(add_completion=False)
 
 Row = dict[str, Any]
 """A line of JSON, or a part of it."""
 
+WORKLOAD_BLOCKS = 2_000
+WORKLOAD_POLICIES = ("lru", "hazard")
 _LITTLE = 0.005  # of all blocks
 
 
@@ -47,7 +49,23 @@ def simulate(
             help="File in Mooncake's format (one JSON object a line with timestamp and "
             f"hash_ids), or {SYNTHETIC}NAME with NAME one of {', '.join(WORKLOADS)}.",
         ),
-    ],
+    ] = "",
+    workload: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help=f"Instead of TRACE: {SYNTHETIC}NAME, and unless given --capacity-blocks "
+            f"{WORKLOAD_BLOCKS} and --policy {','.join(WORKLOAD_POLICIES)}.",
+        ),
+    ] = "",
+    hints: Annotated[
+        str,
+        typer.Option(
+            metavar="H",
+            help=f"What the clients of --workload agents say about their return: "
+            f"{', '.join(HINTS)}.",
+        ),
+    ] = "none",
     capacity: Annotated[
         str, typer.Option(metavar="SIZE", help="Size of a pool with one tier, e.g. 64GiB.")
     ] = "",
@@ -63,8 +81,8 @@ def simulate(
         ),
     ] = "",
     policy: Annotated[
-        str, typer.Option(metavar="P", help=f"{', '.join(POLICY_NAMES)}, or all.")
-    ] = DEFAULT_POLICY,
+        str, typer.Option(metavar="P,...", help=f"Of {', '.join(POLICY_NAMES)}; or all.")
+    ] = "",
     block_bytes: Annotated[
         str,
         typer.Option(
@@ -101,6 +119,16 @@ def simulate(
     requests are spread over hosts in two ways: all of a session to one host, or each to any; what
     crosses the network to and from the store is reported. The last line is JSON.
     """
+    if workload:
+        with errors_shown():
+            trace = _workload_of(trace, workload)
+        if not (capacity or capacity_blocks or tiers):
+            capacity_blocks = "" if groups else str(WORKLOAD_BLOCKS)
+        policy = policy or ("" if hosts > 1 or store else ",".join(WORKLOAD_POLICIES))
+    policy = policy or DEFAULT_POLICY
+    if not trace:
+        with errors_shown():
+            raise ConfigError("give TRACE, a file, or --workload NAME")
     if hosts > 1 or store:
         sized = (capacity, capacity_blocks, tiers)
         _simulate_fleet(trace, hosts, store, sized, block_bytes, policy, groups, as_json)
@@ -113,10 +141,10 @@ def simulate(
     with errors_shown():
         size = block_size(block_bytes)
         specs = parse_tiers(capacity, capacity_blocks, tiers, size)
-        names = POLICY_NAMES if policy == "all" else (policy,)
+        names = _policies(policy)
         for name in names:
             make_policy(name, specs[0].capacity)
-        loaded = load_trace(trace)
+        loaded = load_trace(trace, hints)
     rows = _run(loaded, specs, names, size)
     if not as_json:
         _print_table(rows, size)
@@ -135,8 +163,8 @@ def _simulate_fleet(
 ) -> None:
     """The command for several hosts, or one with a store."""
     with errors_shown():
-        if groups or policy == "all":
-            other = "--groups" if groups else "--policy all"
+        if groups or policy == "all" or "," in policy:
+            other = "--groups" if groups else f"--policy {policy}"
             raise ConfigError(f"{other} does not go together with --hosts and --store")
         size = block_size(block_bytes)
         specs = parse_tiers(*sized, size)
@@ -250,7 +278,7 @@ def _simulate_groups(
                     f"{spec.name}: {format_size(spec.capacity)} is less than a record of each "
                     f"group ({format_size(smallest)})"
                 )
-        names = POLICY_NAMES if policy == "all" else (policy,)
+        names = _policies(policy)
         for name in names:
             make_policy(name, 1)
         loaded = load_trace(trace)
@@ -275,12 +303,12 @@ def _simulate_groups(
     ]
     if not as_json:
         _print_groups(rows)
-    if policy != "all":
+    if len(names) == 1:
         typer.echo(json.dumps(rows[0]))
         return
     first = max(rows, key=lambda row: float(row["hit_rate"]))
     kept = {name: first[name] for name in ("hit_rate", "unlimited")}
-    typer.echo(json.dumps({"policy": "all", "best": first["policy"], **kept, "policies": rows}))
+    typer.echo(json.dumps({"policy": policy, "best": first["policy"], **kept, "policies": rows}))
 
 
 def _print_groups(rows: Sequence[Row]) -> None:
@@ -348,7 +376,19 @@ def _row(trace: Trace, outcome: Outcome, bounds: Sequence[float], block_bytes: i
         "hits": outcome.hits,
         "tiers": tiers,
         "hints": hints_of(outcome, bounds),
+        "client_hints": asdict(outcome.client_hints),
     }
+
+
+def _workload_of(trace: str, workload: str) -> str:
+    """The name for ``load_trace``. Raises ConfigError if both are given."""
+    if trace:
+        raise ConfigError(f"--workload: {workload!r}, but {trace!r} is given as TRACE; give one")
+    return SYNTHETIC + workload
+
+
+def _policies(names: str) -> tuple[str, ...]:
+    return POLICY_NAMES if names == "all" else tuple(dict.fromkeys(names.split(",")))
 
 
 def hints_of(outcome: Outcome, bounds: Sequence[float]) -> list[str]:
@@ -414,13 +454,15 @@ def _print_table(rows: Sequence[Row], block_bytes: int) -> None:
 
 
 def _summary(rows: Sequence[Row], policy: str) -> Row:
-    if policy != "all":
+    if len(rows) == 1:
         return rows[0]
     best = max(rows, key=lambda row: float(row["hit_rate"]))
     return {
-        "policy": "all",
+        "policy": policy,
         "best": best["policy"],
         "hit_rate": best["hit_rate"],
         "clairvoyant": best["clairvoyant"],
+        "rates": {row["policy"]: row["hit_rate"] for row in rows}
+        | {"clairvoyant": best["clairvoyant"]},
         "policies": list(rows),
     }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kvrecall.block import BlockKey
+from kvrecall.block import SHARED, BlockKey
 from kvrecall.pool.eviction import make_policy
+from kvrecall.pool.hints import HintCounts, HintRecord
 from kvrecall.simulate.trace import Trace
 
 
@@ -34,12 +35,14 @@ class TierCount:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a replay; ``accesses`` counts blocks, repeats included."""
+    """Result of a replay; ``accesses`` counts blocks, repeats included; ``client_hints``: the
+    hints of the clients, and what came of them."""
 
     policy: str
     requests: int
     accesses: int
     tiers: tuple[TierCount, ...]
+    client_hints: HintCounts = field(default_factory=HintCounts)
 
     @property
     def hits(self) -> int:
@@ -103,6 +106,7 @@ def replay(
     """
     rooms = [Tier(spec, policy, picky=spec is tiers[-1]) for spec in tiers]
     accesses = 0
+    hints = HintRecord()
     for request in trace.requests:
         advance(1)
         chain = request.chain
@@ -112,10 +116,13 @@ def replay(
             if room is None:
                 break
             room.count.hits += 1
+        advice = hints.used(chain, request.now, SHARED, request.hint)
         for room in rooms:
-            room.policy.access(chain, request.now)
+            room.policy.access(chain, request.now, advice=advice)
             room.fill(chain, request.now)
-    return Outcome(policy, len(trace.requests), accesses, tuple(room.count for room in rooms))
+    return Outcome(
+        policy, len(trace.requests), accesses, tuple(room.count for room in rooms), hints.counts
+    )
 
 
 def clairvoyant_hits(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvrecall.block import BlockKey
 from kvrecall.errors import ConfigError
+from kvrecall.pool.hints import Hint
 
 _COMPRESSED = {
     b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"\x28\xb5\x2f\xfd": "unzstd",
@@ -29,12 +30,14 @@ class Request:
     """One request: its arrival in seconds and its blocks, prefix first.
 
     Equal keys mean equal blocks *and* equal prefixes (the ids of the format are chained).
-    ``is_partial``: the last one has less than ``BLOCK_TOKENS`` tokens.
+    ``is_partial``: the last one has less than ``BLOCK_TOKENS`` tokens. ``hint``: what the client
+    says about its return.
     """
 
     now: float
     chain: tuple[BlockKey, ...]
     is_partial: bool = False
+    hint: Hint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +59,21 @@ def block_key(number: int) -> BlockKey:
 
 
 def trace_of(
-    name: str, requests: Iterable[tuple[float, Sequence[int]] | tuple[float, Sequence[int], bool]]
+    name: str,
+    requests: Iterable[
+        tuple[float, Sequence[int]] | tuple[float, Sequence[int], bool | Hint | None]
+    ],
 ) -> Trace:
     """A trace of (seconds, ids) pairs; sorted by time, equal times keep their order. A third
-    element says whether the last block is partial."""
+    element says whether the last block is partial, or is the client's hint."""
     known: dict[int, BlockKey] = {}
     rows = []
-    for now, ids, *partial in sorted(requests, key=lambda row: row[0]):
+    for now, ids, *more in sorted(requests, key=lambda row: row[0]):
         for number in ids:
             if number not in known:
                 known[number] = block_key(number)
-        rows.append(Request(now, tuple(known[number] for number in ids), any(partial)))
+        hint = next((each for each in more if isinstance(each, Hint)), None)
+        rows.append(Request(now, tuple(known[number] for number in ids), True in more, hint))
     return Trace(name, tuple(rows))
 
 

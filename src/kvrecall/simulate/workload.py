@@ -7,15 +7,18 @@ only full blocks appear (unlike Mooncake's traces, whose last id of a request ma
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from kvrecall.block import BlockKey
 from kvrecall.errors import ConfigError
-from kvrecall.simulate.trace import Request, Trace, block_key, trace_of
+from kvrecall.pool.hints import Hint
+from kvrecall.simulate.trace import BLOCK_TOKENS, Request, Trace, block_key, trace_of
 
-Row = tuple[float, list[int]]
+Row = tuple[float, list[int]] | tuple[float, list[int], Hint | None]
 Gap = Callable[[random.Random], float]
 
 
@@ -80,7 +83,7 @@ def chat(seed: int, gap: Gap, sessions: int = 3000, seconds: float = 3600.0) -> 
         yield from _conversation(rng, ids, start, heads[next(which)], first, 0.6, 4, gap)
 
 
-def agents(seed: int) -> Iterator[Row]:
+def tool_loops(seed: int) -> Iterator[Row]:
     """Tool-calling loops, a dozen quick turns each, behind six long system prompts."""
     rng, ids = random.Random(seed), _Ids()
     heads = [ids.take(12) for _ in range(6)]
@@ -119,11 +122,142 @@ def loop(seed: int) -> Iterator[Row]:
         yield index * 1.0, documents[index % len(documents)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Tool:
+    """A kind of tool: its share of the calls, and how long one takes."""
+
+    share: float
+    median_s: float
+    sigma: float
+
+
+_TOOLS = (
+    _Tool(0.62, 2.0, 0.8),  # reads and searches
+    _Tool(0.24, 12.0, 0.8),  # edits, linters
+    _Tool(0.10, 75.0, 0.7),  # builds and tests
+    _Tool(0.04, 420.0, 0.9),  # a person is asked
+)
+_ANSWER_TOKENS = 444  # median; at 50 a second
+_TOKENS_A_SECOND = 50.0
+_LIMIT_TOKENS = 260_000  # of a prompt: then the session is compacted
+
+
+class _Agents:
+    """Sessions of coding agents: the requests of each, and what their clients could say of them."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._ids = _Ids()
+        self.rows: list[tuple[float, list[int], Hint]] = []
+        self._heads = [self._ids.take(self._rng.randint(16, 32)) for _ in range(4)]
+        self._sub_heads = [self._ids.take(14) for _ in self._heads]  # of sub-agents, by role
+
+    def session(self, start: float) -> None:
+        """A session with its sub-agents, from ``start`` on."""
+        rng = self._rng
+        role = rng.choices(range(4), (8, 4, 2, 1))[0]
+        head = self._heads[role]
+        turns = max(1, round(rng.lognormvariate(math.log(43), 0.75)))
+        tokens = len(head) * BLOCK_TOKENS + int(rng.lognormvariate(math.log(84_000), 0.5))
+        now, chain = start, list(head)
+        for turn in range(turns):
+            chain += self._ids.take(max(0, tokens // BLOCK_TOKENS - len(chain)))
+            answer = int(rng.lognormvariate(math.log(_ANSWER_TOKENS), 0.9))
+            grown = tokens + answer + int(min(40_000, rng.lognormvariate(math.log(2_000), 1.0)))
+            answered_s = answer / _TOKENS_A_SECOND
+            is_over, is_compacted = turn == turns - 1, grown > _LIMIT_TOKENS
+            tool = self._call(_TOOLS)
+            wait = expected = answered_s + tool.median_s
+            wait = answered_s + rng.lognormvariate(math.log(tool.median_s), tool.sigma)
+            if not is_over and rng.random() < 0.03:
+                expected = 120.0
+                task = self._ids.take(10)
+                wait = max(
+                    self._sub_agent(now + answered_s, self._sub_heads[role] + task) - now
+                    for _ in range(rng.randint(1, 3))
+                )
+            returns = not is_over and not is_compacted
+            self.rows.append((now, list(chain), Hint(returns, expected if returns else None)))
+            now += wait
+            tokens = grown
+            if is_compacted:  # to its beginning and a summary
+                chain = list(head)
+                summary = int(rng.lognormvariate(math.log(9_000), 0.4))
+                tokens = len(head) * BLOCK_TOKENS + summary
+
+    def _sub_agent(self, start: float, shared: list[int]) -> float:
+        """A sub-agent that begins with ``shared``; returns when it ends."""
+        rng, now, chain = self._rng, start, list(shared)
+        tokens = len(chain) * BLOCK_TOKENS
+        turns = 2 + int(rng.lognormvariate(math.log(7), 0.6))
+        for turn in range(turns):
+            tokens += int(rng.lognormvariate(math.log(2_500), 0.9))
+            chain += self._ids.take(tokens // BLOCK_TOKENS - len(chain))
+            tool = self._call(_TOOLS[:3])
+            returns = turn < turns - 1
+            hint = Hint(returns, tool.median_s + 5.0 if returns else None)
+            self.rows.append((now, list(chain), hint))
+            now += rng.lognormvariate(math.log(tool.median_s), tool.sigma)
+            now += rng.expovariate(_TOKENS_A_SECOND / 300)
+        return now
+
+    def _call(self, tools: Sequence[_Tool]) -> _Tool:
+        return self._rng.choices(tools, [tool.share for tool in tools])[0]
+
+
+def agents(seed: int, hints: str = "none", sessions: int = 40) -> Iterator[Row]:
+    """Sessions of coding agents in the shape that is published of them: a median of 43 turns,
+    142,000 tokens in and 444 out, more than 95 % of a prompt seen before (AgentX, vLLM's blog,
+    2026-09-08). Begun within 45 minutes.
+
+    A session returns when its tool is done: mostly after seconds, sometimes after a build or after
+    a person has answered. Sub-agents share their beginning, and the task with their siblings; the
+    session returns when the last of them is done. A prompt that would be longer than 260,000
+    tokens is compacted: it continues with its beginning and a summary.
+
+    ``hints``: one of ``HINTS``.
+    """
+    made = _Agents(seed)
+    rng = random.Random(seed)
+    for _ in range(sessions):
+        made.session(rng.uniform(0.0, 2700.0))
+    say = HINTS[hints]
+    for now, chain, hint in sorted(made.rows, key=lambda row: row[0]):
+        yield now, chain, say(rng, hint)
+
+
+def _noisy(rng: random.Random, hint: Hint) -> Hint | None:
+    if rng.random() < 0.2:
+        return None
+    if rng.random() < 0.2:
+        return Hint(not hint.returns)
+    in_s = None if hint.in_s is None else hint.in_s * rng.lognormvariate(0.0, 1.0)
+    return hint._replace(in_s=in_s)
+
+
+def _lying(rng: random.Random, hint: Hint) -> Hint | None:
+    if hint.returns:
+        return Hint(False)
+    return Hint(True, rng.uniform(1.0, 60.0), pin_s=3600.0)
+
+
+HINTS: dict[str, Callable[[random.Random, Hint], Hint | None]] = {
+    "honest": lambda rng, hint: hint,
+    "noisy": _noisy,
+    "none": lambda rng, hint: None,
+    "lying": _lying,
+}
+"""What clients make of the truth. Honest: whether the session returns, and the usual time of its
+tool. Noisy: a fifth is not given, of the rest a fifth says the opposite, and the times are off by a
+factor of e. Lying: the opposite of the truth, always, with pins for what never returns."""
+
+
 WORKLOADS: dict[str, Callable[[int], Iterator[Row]]] = {
     "chat-lognormal": lambda seed: chat(seed, _lognormal(60.0, 1.0)),
     "chat-exponential": lambda seed: chat(seed, _exponential(120.0)),
     "chat-pareto": lambda seed: chat(seed, _pareto(20.0, 0.9)),
     "chat-two-moods": lambda seed: chat(seed, _two_moods),
+    "tool-loops": tool_loops,
     "agents": agents,
     "document-qa": document_qa,
     "document-qa-drift": lambda seed: document_qa(seed, drift=True),
@@ -133,12 +267,17 @@ WORKLOADS: dict[str, Callable[[int], Iterator[Row]]] = {
 """Made-up workloads by name."""
 
 
-def make_workload(name: str, seed: int = 0, hours: float = 2.0) -> Trace:
-    """The workload ``name``, cut off after ``hours``. Raises ConfigError if unknown."""
+def make_workload(name: str, seed: int = 0, hours: float = 2.0, hints: str = "none") -> Trace:
+    """The workload ``name``, cut off after ``hours``; ``hints``: what its clients say, one of
+    ``HINTS``. Raises ConfigError if unknown, or if no client of that workload says anything."""
     if name not in WORKLOADS:
         raise ConfigError(f"workload: {name!r} is unknown; known: {', '.join(WORKLOADS)}")
-    rows = (row for row in WORKLOADS[name](seed) if row[0] < hours * 3600.0)
-    return trace_of(f"synthetic:{name}", rows)
+    if hints not in HINTS:
+        raise ConfigError(f"hints: {hints!r} is unknown; known: {', '.join(HINTS)}")
+    if hints != "none" and name != "agents":
+        raise ConfigError(f"hints: {hints!r}, but clients of {name!r} give none; agents do")
+    made = agents(seed, hints) if name == "agents" else WORKLOADS[name](seed)
+    return trace_of(f"synthetic:{name}", (row for row in made if row[0] < hours * 3600.0))
 
 
 def part(trace: Trace, first: float, last: float) -> Trace:

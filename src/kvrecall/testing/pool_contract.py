@@ -17,6 +17,7 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import Absence, PoolClient, Presence, Recall, RecallState, Verdict
 from kvrecall.pool.changes import Cause
 from kvrecall.pool.departures import Refusal
+from kvrecall.pool.hints import Hint
 from kvrecall.testing.blocks import chain, content, namespace, wait_until
 
 BLOCK_BYTES = 60_000
@@ -306,6 +307,17 @@ class PoolContract:
         engine.save(chain(NAMESPACE, 2, "other"))
         assert engine.save(keys) == {Verdict.PRESENT: 6, Verdict.RESERVED: 2, Verdict.REFUSED: 4}
         assert engine.pool.find(keys).blocks == 8
+
+    def test_hints_are_recorded(self, start: Callable[..., Engine]) -> None:
+        engine = start(blocks=16, disk=False)
+        keys = chain(NAMESPACE, 4, "hinted")
+        engine.save(keys)
+        engine.pool.touch(keys, hint=Hint(returns=True, in_s=0.0))
+        engine.pool.touch(keys)
+        assert engine.recall(keys) == (TierName.HOST,) * 4
+        stats = engine.pool.stats()
+        assert (stats.hints, stats.hints_believed) == (1, 0)
+        assert (stats.hints_true, stats.hints_false) == (1, 0)
 
     def test_suffixes_leave_before_prefixes(self, start: Callable[..., Engine]) -> None:
         engine = start(blocks=16, disk=False)

@@ -24,6 +24,7 @@ from kvrecall.pool.departures import Departure
 from kvrecall.pool.disk.index import Row, Rows
 from kvrecall.pool.disk.slabs import SLAB_BITS, slab_of
 from kvrecall.pool.eviction import EvictionPolicy
+from kvrecall.pool.hints import Advice
 from kvrecall.pool.names import CompactNames, Names
 from kvrecall.pool.residents import (
     HELD_AT_ONCE,
@@ -465,6 +466,7 @@ class Catalog(EvictionOrders):
         chain: Sequence[BlockKey],
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
+        advice: Advice | None = None,
     ) -> None:
         """A request used ``chain`` (prefix first) and ``hanging`` blocks beside it, and leaves
         ``ending`` ones at its end."""
@@ -473,7 +475,7 @@ class Catalog(EvictionOrders):
             look = names.meet_all if self._policy.learns else names.numbers
             used, last = look(chain), look(ending)
             beside = names.numbers(hanging)
-            self._policy.access_n(used, now, beside, last)
+            self._policy.access_n(used, now, beside, last, advice)
             self._tails.access_n((), now, beside)
             owner = self._note_uses(used, now)
             owner = max(owner, self._note_uses(beside, now))

@@ -39,6 +39,7 @@ from kvrecall.pool.disk.slabs import (
     slab_of,
 )
 from kvrecall.pool.eviction import make_policy
+from kvrecall.pool.hints import Advice
 from kvrecall.pool.residents import BlockInfo, TenantUse
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
@@ -162,8 +163,9 @@ class DiskTier(Tier):
         chain: Sequence[BlockKey],
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
+        advice: Advice | None = None,
     ) -> None:
-        self._catalog.touch(chain, hanging, ending)
+        self._catalog.touch(chain, hanging, ending, advice)
 
     def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
         self._flusher.cancel(keys)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from kvrecall.block import BlockKey
+from kvrecall.pool.hints import Advice
 from kvrecall.pool.names import DictNames, Names
 
 
@@ -56,11 +57,13 @@ class EvictionPolicy(ABC):
         now: float,
         hanging: Sequence[int] = (),
         ending: Sequence[int] = (),
+        advice: Advice | None = None,
     ) -> None:
         """A request used ``chain`` (prefix first), and ``hanging`` blocks: each has a block of a
         chain as its parent, but is none itself. ``ending``: those that are at the request's own
         end, or will be: where a request that continues it begins. Blocks that are not resident are
-        allowed: a policy may learn from them, but does not make them resident."""
+        allowed: a policy may learn from them, but does not make them resident. ``advice``: what
+        the client said about the return of ``chain``, if it is believed; it may be wrong."""
 
     @abstractmethod
     def remove_n(self, number: int) -> None:
@@ -116,11 +119,12 @@ class EvictionPolicy(ABC):
         now: float,
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
+        advice: Advice | None = None,
     ) -> None:
         names = self.names
         look = names.meet_all if self.learns else names.numbers
         used, last = look(chain), look(ending)
-        self.access_n(used, now, names.numbers(hanging), last)
+        self.access_n(used, now, names.numbers(hanging), last, advice)
         if self.learns:
             names.sweep((*used, *last))
 

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import ctypes
+import heapq
 from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import ClassVar, TypeVar
 
 import numpy as np
 
 from kvrecall.pool.eviction.base import EvictionPolicy
+from kvrecall.pool.eviction.classes import (
+    BARE,
+    CLASSES,
+    INNER,
+    class_of,
+    feature,
+    feature_of,
+    levels,
+)
 from kvrecall.pool.eviction.lifetable import AgeBins, LifeTable
 from kvrecall.pool.eviction.queues import Links, LruPolicy
+from kvrecall.pool.eviction.rival import Rival
+from kvrecall.pool.hints import Advice
 from kvrecall.pool.names import Names
 
-_USES = (0, 0, 1, 2, 3, 3, 4, 4, 4, 4, 5)  # uses -> group; more uses: the last
-_GROUPS = 6
-# Classes: group x (in a chain, ended its request or not), then group of what hangs on a chain,
-_INNER = 3 * _GROUPS  # what hangs there and was neither used nor at the end of a request,
-_BARE = _INNER + 1  # and what can serve no hit as things are.
-_CLASSES = _BARE + 1
 _TICK = 0.25  # seconds; what happens within one counts as happening at once
 _SLACK = 8.0  # the same for blocks without a request, as after a restart
-_REFRESH = 64.0  # requests between two looks at the life table
-_FADE = 0.995  # what then stays of the old counts: half after 139 looks, about 9,000 requests
+_REFRESH = 32.0  # requests between two looks at the life table
+_FADE = 0.9975  # what then stays of the old counts: half after 277 looks, about 9,000 requests
 _EVIDENCE = 4.0  # requests' worth of blocks that a class needs to be believed half
 _RETURNS = 16  # ticks in which blocks came back, before the tables are believed at all
 _MEMBERS = 4096  # of a cohort: so many names are forgotten at once
@@ -33,12 +40,15 @@ _DROPPED = 1024  # numbers that are given up at once, at least
 _GOING = 1 << 17  # numbers to be given up before no more names are forgotten
 _GROWN = 256  # cohorts that move to another bin at once
 _LARGE = 1 << 20  # names that a large tier remembers at least
+_KEPT_SHARE = 0.5  # of a tier: what the pins of all tenants' hints may keep
 # What is known of a name:
 _RESIDENT = 1
 _GHOST = 2  # remembered for a while after it was evicted or refused
 _KNOWN = _RESIDENT | _GHOST
 _HELD = 4
 _HANGS = 8
+_KEPT = 16  # by the pin of a hint
+_STAYS = _RESIDENT | _HELD | _KEPT  # of these only the first, if it may be given up
 
 
 T = TypeVar("T")
@@ -175,8 +185,9 @@ class HazardPolicy(EvictionPolicy):
             remember = max(2 * capacity_blocks, min(16 * capacity_blocks + 32_768, 262_144))
             remember = min(remember, max(capacity_blocks // 2, _LARGE))
         self._remember = remember
+        self._capacity = capacity_blocks
         self._bins = AgeBins()
-        self._table = LifeTable(_CLASSES, self._bins)
+        self._table = LifeTable(CLASSES, self._bins, levels())
         # By name; parents and what hangs plus one, 0 for none.
         self._state = self.names.column("B")
         self._used = self.names.column("B")  # times, up to 255
@@ -186,6 +197,12 @@ class HazardPolicy(EvictionPolicy):
         self._hung = self.names.column("i")  # the first of those that hang on it
         self._hung_next = self.names.column("i")
         self._ghosts = 0
+        # Pins of hints: until when, and whose; and their ends, a heap with the blocks.
+        self._kept: dict[int, tuple[float, str]] = {}
+        self._kept_by: dict[str, int] = {}
+        self._pins_end: list[tuple[float, int, list[int]]] = []
+        self._pins = 0
+        self._rival = Rival(capacity_blocks)
         self._going = array("i")  # forgotten names whose numbers are still kept, and their parents
         self._has_groups = False  # a block that hangs on a chain was seen
         # Cohorts with members, by number; the oldest first by age, and all that may be forgotten.
@@ -197,7 +214,7 @@ class HazardPolicy(EvictionPolicy):
         self._is_late = False  # some have not reached the bins of their age
         self._youngest: dict[int, _Cohort] = {}  # by class
         # Cohorts with residents that may go, by cell (class, bin); cells ordered by worth.
-        self._ready: list[dict[int, None]] = [{} for _ in range(_CLASSES * self._bins.count)]
+        self._ready: list[dict[int, None]] = [{} for _ in range(CLASSES * self._bins.count)]
         self._is_taught = False  # has seen enough blocks come back to refuse others
         # The order until taught for the first time.
         self._recency: LruPolicy | None = LruPolicy(self.names, links)
@@ -222,6 +239,7 @@ class HazardPolicy(EvictionPolicy):
         now: float,
         hanging: Sequence[int] = (),
         ending: Sequence[int] = (),
+        advice: Advice | None = None,
     ) -> None:
         if not (chain or hanging or ending):
             return
@@ -236,16 +254,15 @@ class HazardPolicy(EvictionPolicy):
             if not state[number] & _KNOWN:
                 self._meet(number, -1, 1, 0.0, True)
                 self._remember_it(number)
-            elif self._cohorts[self._cohort.cells[number]].kind == _INNER:
-                self._move(number, _kind(self._used.cells[number], 1, True))
+            elif self._cohorts[self._cohort.cells[number]].kind == INNER:
+                self._move(number, class_of(self._used.cells[number], 1, True))
         if not chain:
             return
         self._mean_chain += 0.01 * (len(chain) - self._mean_chain)
         self._uses += len(chain)
-        self._use_chain(chain)
+        self._use_chain(chain, advice)
         if self._uses >= self._refresh_at:
-            self._table.fade(_FADE)
-            self._refresh()
+            self._refresh(_FADE)
         if self._ghosts > self._remember or self._going:
             self._forget()
 
@@ -259,14 +276,16 @@ class HazardPolicy(EvictionPolicy):
             self._ghosts -= 1
             if parent >= 0 and not self._parent.cells[number]:
                 self._adopt(number, parent)
-                state[number] = _HANGS * hangs
+                state[number] = state[number] & _KEPT | _HANGS * hangs
         else:
             if now - self._now >= _TICK:
                 self._advance(now)
-            self._meet(number, parent, 0, _SLACK, hangs)
+            self._meet(number, parent, 0, _SLACK, hangs, self._feature_below(parent))
         if self._recency is not None:
             self._recency.insert_n(number, parent, depth, now, hangs)
-        state[number] = state[number] & _HANGS | _RESIDENT
+            if state[number] & _KEPT:
+                self._recency.hold_n(number)
+        state[number] = state[number] & (_HANGS | _KEPT) | _RESIDENT
         cohort = self._cohorts[self._cohort.cells[number]]
         above = self._parent.cells[number] - 1
         cohort.settle(number, above)
@@ -285,10 +304,12 @@ class HazardPolicy(EvictionPolicy):
             return
         if self._recency is not None:
             self._recency.remove_n(number)
+        if state[number] & _KEPT:
+            self._unkeep(number)
         state[number] &= _HANGS
         cohort = self._cohorts[self._cohort.cells[number]]
         for child in self._hung_on(number):
-            self._move(child, _BARE)
+            self._move(child, BARE)
         above = self._parent.cells[number] - 1
         if above >= 0:
             hangs = state[number] & _HANGS
@@ -298,8 +319,8 @@ class HazardPolicy(EvictionPolicy):
             self._children.cells[above] = left
             if not left and state[above] & _RESIDENT:
                 self._make_ready(self._cohorts[self._cohort.cells[above]])
-                if hangs or cohort.kind == _BARE:
-                    self._move(above, _BARE)
+                if hangs or cohort.kind == BARE:
+                    self._move(above, BARE)
         if cohort.forgotten:
             self._unlearn(number)
             self._leave(cohort)
@@ -318,7 +339,7 @@ class HazardPolicy(EvictionPolicy):
         if state[number] & _HELD:
             state[number] ^= _HELD
             self._make_ready(self._cohorts[self._cohort.cells[number]])
-            if self._recency is not None:
+            if self._recency is not None and not state[number] & _KEPT:
                 self._recency.release_n(number)
 
     # -- what to give up -------------------------------------------------------------------
@@ -326,12 +347,13 @@ class HazardPolicy(EvictionPolicy):
     def admit_n(
         self, number: int, parent: int, depth: int, now: float, hangs: bool = False
     ) -> bool:
-        if not self._is_taught:
+        if not self._is_taught or self._rival.is_better:
             return True
         self._advance(now)
-        if number >= 0 and not self._state.cells[number] & _GHOST:
-            number = -1
-        mine = self._worth[self._cell_of(number, hangs)]
+        known = self._state.cells[number] if number >= 0 else 0
+        if known & _KEPT:
+            return True
+        mine = self._worth[self._cell_of(number if known & _GHOST else -1, hangs, parent)]
         for cohort in self._candidates():
             if self._trim(cohort):
                 return self._worth[self._cell(cohort)] < mine
@@ -342,7 +364,7 @@ class HazardPolicy(EvictionPolicy):
             return None
         self._advance(now)
         if self._chances is None:
-            self._chances = self._table.chances(_EVIDENCE * self._mean_chain).ravel().tolist()
+            self._chances = self._table.chances().ravel().tolist()
         return self._chances[self._cell_of(number)]
 
     def victims_n(self, count: int, evictable: Callable[[int], bool], now: float) -> list[int]:
@@ -363,9 +385,16 @@ class HazardPolicy(EvictionPolicy):
         return list(found)
 
     def _candidates(self) -> Iterator[_Cohort]:
-        """Ready cohorts, least worth first."""
-        for place in self._filled:
-            yield from map(self._cohorts.__getitem__, self._ready[self._order[place]])
+        """Ready cohorts, least worth first; or the oldest first, while recency is better."""
+        if not self._rival.is_better:
+            for place in self._filled:
+                yield from map(self._cohorts.__getitem__, self._ready[self._order[place]])
+            return
+        for _, places in groupby(self._filled, lambda place: self._order[place] % self._bins.count):
+            cells = (
+                map(self._cohorts.__getitem__, self._ready[self._order[place]]) for place in places
+            )
+            yield from heapq.merge(*cells, key=lambda cohort: cohort.born)
 
     def _trim(self, cohort: _Cohort) -> bool:
         """Drops blocks that left from the end of the first run. False if no block is left."""
@@ -394,7 +423,7 @@ class HazardPolicy(EvictionPolicy):
         state, cohorts, own = self._state.cells, self._cohort.cells, cohort.number
         able = False
         for number in cohort.members():
-            if cohorts[number] != own or state[number] & (_RESIDENT | _HELD) != _RESIDENT:
+            if cohorts[number] != own or state[number] & _STAYS != _RESIDENT:
                 continue
             if not self._is_leaf(number, going):
                 continue
@@ -419,7 +448,7 @@ class HazardPolicy(EvictionPolicy):
             above = self._parent.cells[number] - 1
             if above < 0 or above in found:
                 continue
-            if state[above] & (_RESIDENT | _HELD) != _RESIDENT or not self._is_leaf(above, going):
+            if state[above] & _STAYS != _RESIDENT or not self._is_leaf(above, going):
                 continue
             if evictable(above):
                 self._give(above, found, going)
@@ -440,7 +469,13 @@ class HazardPolicy(EvictionPolicy):
     # -- names -----------------------------------------------------------------------------
 
     def _meet(
-        self, number: int, parent: int, ended: int, slack: float = 0.0, hangs: bool = False
+        self,
+        number: int,
+        parent: int,
+        ended: int,
+        slack: float = 0.0,
+        hangs: bool = False,
+        feature: int = 0,
     ) -> None:
         """A name is used for the first time, up to ``slack`` seconds ago."""
         self.names.keep(number)
@@ -448,7 +483,7 @@ class HazardPolicy(EvictionPolicy):
         self._used.cells[number] = 1
         if parent >= 0:
             self._adopt(number, parent)
-        self._enter(number, self._join(_kind(1, ended, hangs), slack))
+        self._enter(number, self._join(class_of(1, ended, hangs, feature), slack))
 
     def _adopt(self, number: int, parent: int) -> None:
         """Records the parent of a name."""
@@ -461,7 +496,10 @@ class HazardPolicy(EvictionPolicy):
 
     def _unlearn(self, number: int) -> None:
         """Forgets a name that is neither resident nor remembered."""
+        if self._state.cells[number] & _KEPT:
+            self._unkeep(number)
         self._state.cells[number] = 0
+        self._rival.forget(number)
         parent = self._parent.cells[number]
         self._parent.cells[number] = 0
         self.names.drop(number)
@@ -476,16 +514,24 @@ class HazardPolicy(EvictionPolicy):
             cohort.settle(number, self._parent.cells[number] - 1)
             self._make_ready(cohort)
 
-    def _use_chain(self, chain: Sequence[int]) -> None:
+    def _use_chain(self, chain: Sequence[int], advice: Advice | None) -> None:
         """``_use`` of each of a chain, or its first use: the innermost loop, written out."""
+        known_blocks, hits, pause = self._continues(chain)
+        self._rival.use(chain, hits)
+        plain = own = feature(len(chain) - known_blocks, pause)
+        begin = len(chain)
+        if advice is not None:  # which is about what no other chain shares
+            begin = self._fork(chain)
+            own = feature(0, None, advice.kind) if advice.kind else plain
         state, parents, used = self._state.cells, self._parent.cells, self._used.cells
         of, cohorts, uses_seen = self._cohort.cells, self._cohorts, self._table.used
         last, parent = len(chain) - 1, -1
         kind, cohort, is_ready = -1, None, False
         for index, number in enumerate(chain):
             known = state[number]
+            here = plain if index < begin else own
             if not known & _KNOWN:
-                self._meet(number, parent, int(index == last))
+                self._meet(number, parent, int(index == last), feature=here)
                 self._remember_it(number)
                 parent = number
                 continue
@@ -500,7 +546,7 @@ class HazardPolicy(EvictionPolicy):
             if uses < 255:
                 uses += 1
                 used[number] = uses
-            now_kind = _kind(uses, int(index == last), bool(known & _HANGS))
+            now_kind = class_of(uses, int(index == last), bool(known & _HANGS), here)
             if now_kind == kind and cohort is not None and len(cohort.names) < _MEMBERS:
                 cohort.alive += 1
                 self._table.entered[kind][0] += 1.0
@@ -520,6 +566,27 @@ class HazardPolicy(EvictionPolicy):
                 self._returned_at = self._now
                 self._returns += 1
             parent = number
+        if advice is not None and advice.pin_s:
+            self._keep(chain[begin:], advice)
+
+    def _continues(self, chain: Sequence[int]) -> tuple[int, int, float | None]:
+        """The numbers of leading blocks that are known and that are resident, and the seconds
+        since the last known one was used; None if that is the root, which many have in common, or
+        there is none."""
+        state, count, hits = self._state.cells, 0, -1
+        for number in chain:
+            known = state[number]
+            if not known & _RESIDENT:
+                if hits < 0:
+                    hits = count
+                if not known & _KNOWN:
+                    break
+            count += 1
+        hits = count if hits < 0 else hits
+        deepest = count - 1 - (count == len(chain))  # the last may end many chains
+        if deepest < 1:
+            return count, hits, None
+        return count, hits, self._now - self._cohorts[self._cohort.cells[chain[deepest]]].born
 
     def _use(self, number: int, ended: int) -> None:
         """Records another use of a known block and puts it with others of its kind."""
@@ -532,7 +599,7 @@ class HazardPolicy(EvictionPolicy):
         uses[number] = min(255, uses[number] + 1)
         hangs = bool(self._state.cells[number] & _HANGS)
         old.alive -= 1
-        self._enter(number, self._join(_kind(uses[number], ended, hangs)))
+        self._enter(number, self._join(class_of(uses[number], ended, hangs)))
         self._bury(old)
 
     def _move(self, number: int, kind: int) -> None:
@@ -541,6 +608,61 @@ class HazardPolicy(EvictionPolicy):
         old.alive -= 1
         self._enter(number, self._join(kind))
         self._bury(old)
+
+    # -- hints -----------------------------------------------------------------------------
+
+    def _fork(self, chain: Sequence[int]) -> int:
+        """Where a chain's own part begins: behind its last block with children in two chains."""
+        children = self._children.cells
+        for index in range(len(chain) - 1, 0, -1):
+            if children[chain[index - 1]] > 1:
+                return index
+        return 0
+
+    def _keep(self, numbers: Sequence[int], advice: Advice) -> None:
+        """Pins blocks for a time, the first of them, as far as there is room for pins."""
+        tenant, until = advice.tenant, self._now + advice.pin_s
+        left = int(min(
+            self._capacity * advice.share - self._kept_by.get(tenant, 0),
+            self._capacity * _KEPT_SHARE - len(self._kept),
+        ))  # fmt: skip
+        state, pinned = self._state.cells, []
+        for number in numbers:
+            if state[number] & _KEPT:
+                self._kept[number] = (max(until, self._kept[number][0]), self._kept[number][1])
+            elif left > 0:
+                left -= 1
+                state[number] |= _KEPT
+                self._kept[number] = (until, tenant)
+                self._kept_by[tenant] = self._kept_by.get(tenant, 0) + 1
+                if self._recency is not None and state[number] & _RESIDENT:
+                    self._recency.hold_n(number)
+            else:
+                break
+            pinned.append(number)
+        if pinned:
+            self._pins += 1
+            heapq.heappush(self._pins_end, (until, self._pins, pinned))
+
+    def _unkeep(self, number: int) -> None:
+        self._state.cells[number] &= ~_KEPT
+        _, tenant = self._kept.pop(number)
+        left = self._kept_by.pop(tenant) - 1
+        if left:
+            self._kept_by[tenant] = left
+
+    def _end_pins(self) -> None:
+        """Lets go of blocks whose pins are past."""
+        while self._pins_end and self._pins_end[0][0] <= self._now:
+            for number in heapq.heappop(self._pins_end)[2]:
+                if number not in self._kept or self._kept[number][0] > self._now:
+                    continue
+                self._unkeep(number)
+                state = self._state.cells[number]
+                if state & _RESIDENT and not state & _HELD:
+                    self._make_ready(self._cohorts[self._cohort.cells[number]])
+                    if self._recency is not None:
+                        self._recency.release_n(number)
 
     # -- what hangs on a chain -------------------------------------------------------------
 
@@ -557,7 +679,7 @@ class HazardPolicy(EvictionPolicy):
         if self._state.cells[number] & _HANGS:
             self._hang(number, above)
             if not is_here:
-                self._move(number, _BARE)
+                self._move(number, BARE)
 
     def _hung_on(self, number: int) -> Iterator[int]:
         """Resident blocks that hang on it, in the order in which they came."""
@@ -588,10 +710,10 @@ class HazardPolicy(EvictionPolicy):
 
     def _revive(self, number: int) -> None:
         """The block may serve hits again."""
-        if self._cohorts[self._cohort.cells[number]].kind == _BARE:
+        if self._cohorts[self._cohort.cells[number]].kind == BARE:
             uses = self._used.cells[number]
             hangs = bool(self._state.cells[number] & _HANGS)
-            self._move(number, _kind(uses, int(uses > 1), hangs))
+            self._move(number, class_of(uses, int(uses > 1), hangs))
 
     # -- classes, cohorts and time ---------------------------------------------------------
 
@@ -642,14 +764,19 @@ class HazardPolicy(EvictionPolicy):
     def _cell(self, cohort: _Cohort) -> int:
         return cohort.kind * self._bins.count + cohort.bin
 
-    def _cell_of(self, number: int, hangs: bool = False) -> int:
+    def _cell_of(self, number: int, hangs: bool = False, parent: int = -1) -> int:
         """The cell of a block; of one that is not known, or was given up as bare: a new one's."""
-        if number < 0 or not self._state.cells[number] & _KNOWN:
-            return _kind(1, 0, hangs) * self._bins.count
-        cohort = self._cohorts[self._cohort.cells[number]]
-        if cohort.kind == _BARE:
-            return _kind(1, 0, hangs) * self._bins.count
-        return self._cell(cohort)
+        if number >= 0 and self._state.cells[number] & _KNOWN:
+            cohort = self._cohorts[self._cohort.cells[number]]
+            if cohort.kind != BARE:
+                return self._cell(cohort)
+        return class_of(1, 0, hangs, self._feature_below(parent)) * self._bins.count
+
+    def _feature_below(self, parent: int) -> int:
+        """The feature of a block that no request used yet: its parent's."""
+        if parent < 0 or not self._state.cells[parent] & _KNOWN:
+            return 0
+        return feature_of(self._cohorts[self._cohort.cells[parent]].kind)
 
     def _make_ready(self, cohort: _Cohort) -> None:
         cell = self._cell(cohort)
@@ -674,6 +801,8 @@ class HazardPolicy(EvictionPolicy):
         if now - self._now < _TICK and not self._is_late:
             return
         self._now = max(now, self._now)
+        if self._pins_end:
+            self._end_pins()
         left = _GROWN
         for queue, end in zip(reversed(self._by_bin), reversed(self._bins.ends), strict=True):
             while queue:
@@ -719,7 +848,10 @@ class HazardPolicy(EvictionPolicy):
                 if cohorts[number] == cohort.number and state[number] & _GHOST:
                     self._ghosts -= 1
                     cohort.alive -= 1
+                    if state[number] & _KEPT:
+                        self._unkeep(number)
                     state[number] = 0
+                    self._rival.forget(number)
                     going.append(number)
                     if parents[number]:
                         going.append(parents[number] - 1)
@@ -729,7 +861,7 @@ class HazardPolicy(EvictionPolicy):
         self.names.drop_all(going[some])
         del going[some]
 
-    def _refresh(self) -> None:
+    def _refresh(self, fade: float = 1.0) -> None:
         """Ranks the cells again by the life table."""
         evidence = _EVIDENCE * self._mean_chain
         seen = sum(map(sum, self._table.used))
@@ -737,8 +869,13 @@ class HazardPolicy(EvictionPolicy):
         if self._is_taught:
             self._recency = None
         self._chances = None
-        table = self._table.worth(evidence)
-        table[_BARE] = 0.0
+        self._rival.look(self._mean_chain)
+        self._table.refresh(evidence, fade)
+        if self._rival.is_better:
+            table = np.tile(-np.arange(self._bins.count, dtype=np.float64), (CLASSES, 1))
+        else:
+            table = self._table.worth()
+        table[BARE] = table.min() - 1.0
         worth = table.ravel()
         order = len(worth) - 1 - np.argsort(worth[::-1], kind="stable")  # ties: the older first
         place = np.empty_like(order)
@@ -746,11 +883,3 @@ class HazardPolicy(EvictionPolicy):
         self._worth, self._order, self._place = worth.tolist(), order.tolist(), place.tolist()
         self._filled = sorted(self._place[cell] for cell, ready in enumerate(self._ready) if ready)
         self._refresh_at = self._uses + int(_REFRESH * self._mean_chain) + 1
-
-
-def _kind(uses: int, ended: int, hangs: bool) -> int:
-    """The class of a block."""
-    group = _USES[uses] if uses < len(_USES) else _USES[-1]
-    if hangs:
-        return 2 * _GROUPS + group if ended else _INNER
-    return 2 * group + ended

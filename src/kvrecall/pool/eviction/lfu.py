@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from kvrecall.pool.eviction.base import EvictionPolicy
 from kvrecall.pool.eviction.queues import Links, Queue
+from kvrecall.pool.hints import Advice
 from kvrecall.pool.names import Names
 
 
@@ -75,6 +76,7 @@ class LfuPolicy(EvictionPolicy):
         now: float,
         hanging: Sequence[int] = (),
         ending: Sequence[int] = (),
+        advice: Advice | None = None,
     ) -> None:
         tick = self._advance(now, True)
         uses, depths, ticks = self._uses.cells, self._depth.cells, self._tick.cells

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -35,21 +36,44 @@ class LifeTable:
     used there.
 
     ``entered[c][b]`` and ``used[c][b]`` are counts of blocks, faded over time so that old habits
-    are forgotten. The owner adds to them directly (this is the innermost loop); ``worth`` turns
-    them into ranks.
+    are forgotten. The owner adds to them directly (this is the innermost loop), and calls
+    ``refresh`` now and then; ``worth`` turns what it found into ranks.
+
+    Classes are grouped by ``levels``, the coarse groupings first: a group with little evidence is
+    taken to behave as the coarser one does.
     """
 
-    def __init__(self, classes: int, bins: AgeBins) -> None:
+    def __init__(self, classes: int, bins: AgeBins, levels: Sequence[npt.NDArray[np.intp]]) -> None:
         self.bins = bins
         self.entered: list[list[float]] = [[0.0] * bins.count for _ in range(classes)]
         self.used: list[list[float]] = [[0.0] * bins.count for _ in range(classes)]
+        self._levels = tuple(_Level(of) for of in levels)
+        self._hazard: Floats = np.full((classes, bins.count), _LEAST)
 
-    def fade(self, factor: float) -> None:
-        """Multiplies all counts by ``factor``."""
-        for table in (self.entered, self.used):
-            table[:] = (np.asarray(table) * factor).tolist()
+    def refresh(self, weight: float, factor: float = 1.0) -> None:
+        """Learns from the counts since the last call, and multiplies all by ``factor``.
 
-    def worth(self, weight: float) -> Floats:
+        Where evidence is thin, a bin leans with the weight of ``weight`` blocks on two priors: its
+        group relates to the coarser one at this age as it does at all ages; and all blocks at this
+        age behave as they did one bin younger, starting from a tenth used per bin. Unseen ages are
+        thus assumed to fade with age; but not from the first bin to the second, which is a quarter
+        as wide, so no block should be ranked by these priors alone.
+        """
+        counts = np.asarray((self.used, self.entered))
+        if factor != 1.0:
+            counts = counts * factor
+            self.used, self.entered = counts.tolist()
+        used, entered = counts
+        usual = np.empty(self.bins.count)
+        share = 0.1
+        for index, (hits, all_) in enumerate(zip(used.sum(0), entered.sum(0), strict=True)):
+            usual[index] = share = (hits + weight * share) / (all_ + weight)
+        hazard = np.broadcast_to(np.clip(usual, _LEAST, _MOST), used.shape)
+        for level in self._levels:
+            hazard = level.refine(hazard, used, entered, weight)
+        self._hazard = hazard
+
+    def worth(self) -> Floats:
         """Hits per second of occupied space of a block of each class at the start of each age bin.
 
         Shape (classes, bins). It is the best ratio, over all ages at which the block could be
@@ -57,33 +81,34 @@ class LifeTable:
         of a job that pays 1 when done. LHD (Beckmann et al., NSDI 2018) ranks by the same ratio
         without the choice of when to evict. Unlike a rate it accounts for blocks worth waiting for:
         a block one think time away from its next turn ranks above one that was used just now.
-
-        Where evidence is thin, a bin leans with the weight of ``weight`` blocks on two priors: its
-        class relates to all blocks at this age as it does at all ages; and all blocks at this age
-        behave as they did one bin younger, starting from a tenth used per bin. Unseen ages are thus
-        assumed to fade with age; but not from the first bin to the second, which is a quarter as
-        wide, so no block should be ranked by these priors alone.
         """
-        return _gittins(self._hazard(weight), self.bins.widths)
+        return _gittins(self._hazard, self.bins.widths)
 
-    def chances(self, weight: float) -> Floats:
+    def chances(self) -> Floats:
         """The probability that a block of each class, at the start of each age bin, is used before
-        the end of the last bin. Shape (classes, bins); uses the priors of ``worth``."""
-        unused = np.cumprod((1.0 - self._hazard(weight))[:, ::-1], axis=1)[:, ::-1]
+        the end of the last bin. Shape (classes, bins)."""
+        unused = np.cumprod((1.0 - self._hazard)[:, ::-1], axis=1)[:, ::-1]
         return np.asarray(1.0 - unused, dtype=np.float64)
 
-    def _hazard(self, weight: float) -> Floats:
-        """Shape (classes, bins): the probability that a block that reached the bin is used in
-        it."""
-        used, entered = np.asarray(self.used), np.asarray(self.entered)
-        usual = np.empty(self.bins.count)
-        share = 0.1
-        for index, (hits, all_) in enumerate(zip(used.sum(0), entered.sum(0), strict=True)):
-            usual[index] = share = (hits + weight * share) / (all_ + weight)
-        ratio = (used.sum(1) + weight) / ((entered * usual).sum(1) + weight)
-        expected = np.minimum(ratio[:, None] * usual, _MOST)
-        hazard = (used + weight * expected) / (entered + weight)
-        return np.asarray(np.clip(hazard, _LEAST, _MOST), dtype=np.float64)
+
+class _Level:
+    """A grouping of classes."""
+
+    def __init__(self, of: npt.NDArray[np.intp]) -> None:
+        """``of``: the group of each class."""
+        self._of = of
+        self._members: Floats = np.equal.outer(np.arange(of.max() + 1), of).astype(np.float64)
+        self._size = self._members.sum(1)
+
+    def refine(self, coarse: Floats, used: Floats, entered: Floats, weight: float) -> Floats:
+        """The probabilities of the coarser grouping, refined. Shapes (classes, bins)."""
+        members = self._members
+        hits, all_ = members @ used, members @ entered
+        prior = members @ coarse / self._size[:, None]  # the same for all classes of a group
+        ratio = (hits.sum(1) + weight) / ((all_ * prior).sum(1) + weight)
+        expected = np.minimum(ratio[:, None] * prior, _MOST)
+        fine = (hits + weight * expected) / (all_ + weight)
+        return np.asarray(np.clip(fine, _LEAST, _MOST)[self._of], dtype=np.float64)
 
 
 def _gittins(hazard: Floats, widths: Floats) -> Floats:
@@ -94,9 +119,8 @@ def _gittins(hazard: Floats, widths: Floats) -> Floats:
     np.maximum(alive, 1e-12, out=alive)  # older than that: no block is left, worth nothing
     kept = np.zeros((classes, bins + 1))
     np.cumsum((alive[:, :-1] + alive[:, 1:]) * 0.5 * widths, axis=1, out=kept[:, 1:])
-    hits = alive[:, :-1, None] - alive[:, None, 1:]
-    room = kept[:, None, 1:] - kept[:, :-1, None]
-    later = np.triu(np.ones((bins, bins), dtype=bool))
-    ratio = np.where(later, hits / np.where(later, room, 1.0), 0.0)
-    index: Floats = ratio.max(axis=2)
+    index: Floats = np.empty((classes, bins))
+    for age in range(bins):
+        hits = alive[:, age, None] - alive[:, age + 1 :]
+        index[:, age] = (hits / (kept[:, age + 1 :] - kept[:, age, None])).max(axis=1)
     return index

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from kvrecall.block import BlockKey
 from kvrecall.pool.eviction.base import EvictionPolicy
+from kvrecall.pool.hints import Advice
 from kvrecall.pool.names import Names
 
 _SWEPT = 4096  # blocks that one search sends round again, at most
@@ -207,6 +208,7 @@ class LruPolicy(QueuePolicy):
         now: float,
         hanging: Sequence[int] = (),
         ending: Sequence[int] = (),
+        advice: Advice | None = None,
     ) -> None:
         queue, held = self._queue, self._held
         marks, mark = self._links.queue.cells, self._queue.mark
@@ -250,6 +252,7 @@ class FifoPolicy(QueuePolicy):
         now: float,
         hanging: Sequence[int] = (),
         ending: Sequence[int] = (),
+        advice: Advice | None = None,
     ) -> None:
         """Use does not matter to a queue."""
 
@@ -306,6 +309,7 @@ class S3FifoPolicy(EvictionPolicy):
         now: float,
         hanging: Sequence[int] = (),
         ending: Sequence[int] = (),
+        advice: Advice | None = None,
     ) -> None:
         uses, marks = self._uses.cells, self._marks.cells
         here = (self._small.mark, self._main.mark)

@@ -21,6 +21,7 @@ from kvrecall.config import RemoteConfig
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.changes import Cause, Watcher, Watchers
 from kvrecall.pool.counters import Histogram, TierCounters
+from kvrecall.pool.hints import Advice
 from kvrecall.pool.remote.calls import BatchSize, CallQueue, CircuitBreaker
 from kvrecall.pool.remote.compressed import CompressedStore
 from kvrecall.pool.remote.existence import Belief, ExistenceCache
@@ -248,6 +249,7 @@ class RemoteTier(Tier):
         chain: Sequence[BlockKey],
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
+        advice: Advice | None = None,
     ) -> None:
         """Does nothing: stores track uses themselves."""
 

@@ -46,6 +46,7 @@ from kvrecall.pool.base import (
     Verdict,
     check_parents,
 )
+from kvrecall.pool.hints import Hint
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.link import Link, LinkLate, LinkLost
 from kvrecall.pool.slots import ALIGNMENT
@@ -65,7 +66,10 @@ _LONGEST_PAUSE_S = 1.0
 _WATCH_S = 1.0
 _MOST_ASKED = 256  # questions why a block is missing that are under way
 _NO_SERVICE = Absence(Presence.AWAY, "service")
-_POOL_COUNTERS = ("lookups", "hits", "refused")
+_POOL_COUNTERS = (
+    *("lookups", "hits", "refused"),
+    *("hints", "hints_believed", "hints_true", "hints_false"),
+)
 _TIER_GAUGES = ("name", "capacity_bytes", "used_bytes", "blocks", "pinned_bytes", "full")
 _TIER_COUNTERS = tuple(
     field.name for field in dataclasses.fields(TierStats) if field.name not in _TIER_GAUGES
@@ -345,10 +349,12 @@ class ServiceClient:
         keys: Sequence[BlockKey],
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
+        hint: Hint | None = None,
+        tenant: Tenant = SHARED,
     ) -> None:
         room = p.MAX_KEYS // 3 if hanging or ending else p.MAX_KEYS
-        named = (tuple(each[:room]) for each in (keys, hanging, ending))
-        self._tell(self._current(), p.Touch(*named))
+        used, beside, last = (tuple(each[:room]) for each in (keys, hanging, ending))
+        self._tell(self._current(), p.Touch(used, beside, last, hint, tenant))
 
     # -- save ------------------------------------------------------------------------------
 

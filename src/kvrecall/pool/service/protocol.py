@@ -22,8 +22,9 @@ from typing import Annotated, Generic, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvrecall.block import FORMAT_VERSION, NAMESPACE_BYTES, BlockKey, Tenant, TierName
+from kvrecall.block import FORMAT_VERSION, NAMESPACE_BYTES, SHARED, BlockKey, Tenant, TierName
 from kvrecall.errors import KvrecallError
+from kvrecall.pool import hints
 from kvrecall.pool.base import Absence, ArenaHandle, PoolStats, Verdict, check_parents
 
 E = TypeVar("E", bound=enum.Enum | None)
@@ -75,6 +76,9 @@ Text = Annotated[str, Meta(max_length=4096)]
 Part = Annotated[str, Meta(max_length=1 << 20)]
 Parts = Annotated[tuple[tuple[Part, Part], ...], Meta(max_length=256)]
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+HintSeconds = Annotated[float, Meta(ge=0, le=hints.MAX_SECONDS)]
+SomeHint = tuple[bool | None, HintSeconds | None, HintSeconds | None]
+"""A ``Hint``."""
 TenantName = Annotated[Tenant, Meta(pattern="^(-|[0-9a-f]{16})$", max_length=16)]
 
 
@@ -152,6 +156,8 @@ class Touch(Message, frozen=True, tag=11):
     keys: Keys
     hanging: Keys = ()
     ending: Keys = ()
+    hint: SomeHint | None = None
+    tenant: TenantName = SHARED
 
 
 class Flush(Message, frozen=True, tag=12):

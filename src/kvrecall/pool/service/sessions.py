@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace
 from kvrecall.errors import ConfigError
 from kvrecall.pool.base import Recall, RecallState, Verdict
+from kvrecall.pool.hints import Hint
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.peers import Peer, families_of, mappers_of, peer_of
@@ -85,8 +86,8 @@ class Session:
                 return p.RecallReply(number, is_ready, recall.offsets, p.TIERS.pack(recall.tiers))
             case p.Release(ticket):
                 self._release(ticket)
-            case p.Touch(keys, hanging, ending):
-                pool.touch(keys, hanging, ending)
+            case p.Touch(keys, hanging, ending, hint, tenant):
+                pool.touch(keys, hanging, ending, hint and Hint(*hint), tenant)
             case p.Reserve(number, keys):
                 if not self._knows(keys):
                     return p.ReserveReply(

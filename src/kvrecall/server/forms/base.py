@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvrecall.engines.base import GenerateRequest, Sampling, Token, Update, recalled
+from kvrecall.pool.hints import hint_of
 from kvrecall.server.replies import ReplyError
 
 Json = dict[str, Any]
@@ -115,11 +116,26 @@ class Parameters(Sampled):
         return super().sampling(**(given | more))
 
 
+class HintBody(Strict):
+    """What the client says about the return of its prompt."""
+
+    returns: bool | None = None
+    in_s: float | None = None
+    pin_s: float | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> HintBody:
+        hint_of(dict(self))
+        return self
+
+
 class Form(Strict):
     """A request in one form. A route serves it with ``to_request`` and then ``reply``, or, as a
     stream, ``writer`` and ``frame``."""
 
     name: ClassVar[str]  # of the form, in ids of requests
+
+    hint: HintBody | None = None
 
     @property
     def wanted(self) -> Sampled:
@@ -154,6 +170,7 @@ class Form(Strict):
             stream=stream,
             priority=(self.wanted.priority or _LOWEST_PRIORITY) - _LOWEST_PRIORITY,
             timeout_s=self.wanted.timeout or 0,
+            hint=hint_of(dict(self.hint)) if self.hint else None,
             **more,
         )
 

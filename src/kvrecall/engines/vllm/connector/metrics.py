@@ -45,9 +45,16 @@ COUNTERS = {
     "handovers_late": "Handovers whose blocks did not arrive in time and were computed.",
     "handovers_foreign": "Handovers whose blocks do not fit this engine.",
     "traces_dropped": "Batches of a request's spans that were dropped, because too many waited.",
+    "hints_invalid": "Hints of requests that were ignored, because their form is wrong.",
     "explain_seconds": "Seconds of the scheduler spent on finding the reasons of misses.",
     "flushes_missed": "Replies sent before their blocks were durable (async_write off).",
     **{f"retrieval_{one.name}": one.metadata["text"] for one in fields(Activity)},
+}
+POOL_COUNTERS = {
+    "hints": "Hints that clients gave about the return of their blocks.",
+    "hints_believed": "Hints that were believed, because enough of the tenant's came true before.",
+    "hints_true": "Hints that came true.",
+    "hints_false": "Hints that did not come true.",
 }
 PROMPT_TOKENS = "Prompt tokens by source of their KV."
 MISSED_TOKENS = (
@@ -140,6 +147,10 @@ class Tally:
     def watch(self, stats: PoolStats) -> dict[str, float]:
         """Adds the increase of the pool's running totals; returns the present gauges."""
         gauges: dict[str, float] = {name: getattr(stats, name) for name in POOL_GAUGES}
+        for name in POOL_COUNTERS:
+            total = getattr(stats, name)
+            self.counts[name] += total - self._totals[name]
+            self._totals[name] = total
         for tier in stats.tiers:
             for name in TIER_COUNTERS:
                 label, total = f"{tier.name}:tier_{name}", getattr(tier, name)
@@ -244,6 +255,7 @@ class RecallPromMetrics(KVConnectorPromMetrics):
                 )
 
         register(Counter, COUNTERS)
+        register(Counter, POOL_COUNTERS)
         register(Counter, {"prompt_tokens": PROMPT_TOKENS}, "", "source")
         register(Counter, {"missed_tokens": MISSED_TOKENS}, "", "reason")
         register(Counter, {"loaded_blocks": LOADED_BLOCKS}, "", "group")

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName
-from kvrecall.engines.base import HANDOVER, Miss, Reason
+from kvrecall.engines.base import HANDOVER, HINT, Miss, Reason
+from kvrecall.pool.hints import Hint, hint_of
 
 if TYPE_CHECKING:
     from kvrecall.engines.vllm.connector.load import PrefixLoad
@@ -261,6 +262,23 @@ def receipt(namespace: Namespace | None, tokens: int) -> dict[str, Any]:
     if namespace is None or tokens <= 0:
         return {}
     return {HANDOVER: {"tokens": tokens, "namespace": namespace.digest.hex()}}
+
+
+def hint_of_request(request: Any) -> tuple[Hint | None, bool]:
+    """What the client of a request says about its return, and whether it said something that is
+    ignored, because its form is wrong. In this order: ``kv_transfer_params``, an action of vLLM's
+    ``kv_hints``, a ``session_id``, by which a request is one of several."""
+    params = request.kv_transfer_params
+    given = [params[HINT]] if isinstance(params, Mapping) and HINT in params else []
+    envelope = getattr(request, "kv_hints", None)  # since vLLM 0.32, as the session's id is
+    if envelope is not None:
+        given += [each.payload for each in envelope.actions if each.action_type == HINT]
+    try:
+        if given:
+            return hint_of(given[0]), False
+    except ValueError:
+        return None, True
+    return (Hint(returns=True), False) if getattr(request, "session_id", None) else (None, False)
 
 
 @dataclass(slots=True)

@@ -33,6 +33,7 @@ from kvrecall.engines.vllm.connector.request import (
     Promise,
     RequestState,
     TailHash,
+    hint_of_request,
     receipt,
 )
 from kvrecall.engines.vllm.connector.saver import Computed, Reachable, Saver, Tables
@@ -212,7 +213,10 @@ class RecallScheduler:
         yet."""
         if not state.touched:
             ending = self._finder.ending(state, limit)
-            self._pool.touch(state.keys(limit // self._facts.block_size), ending=ending)
+            hint, is_invalid = hint_of_request(state.request)
+            self.tally.counts["hints_invalid"] += is_invalid
+            keys = state.keys(limit // self._facts.block_size)
+            self._pool.touch(keys, ending=ending, hint=hint, tenant=state.tenant)
             state.touched = True
         now = self._clock()
         if now < state.next_lookup_at:

@@ -27,6 +27,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.version import __version__ as VLLM_VERSION
 
 from kvrecall.engines.base import (
+    HINT,
     EngineInfo,
     Fault,
     Finish,
@@ -207,6 +208,8 @@ class VllmEngine:
         extra: dict[str, Any] = with_timeout(request.timeout_s)
         if sampling.best_of is not None:
             extra[BEST_OF] = sampling.best_of
+        if request.hint is not None:
+            extra["kv_transfer_params"] = {HINT: request.hint._asdict()}
         kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
         return SamplingParams(
             max_tokens=max_tokens,

@@ -23,6 +23,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse, PromptTokenUsa
 from vllm.outputs import RequestOutput
 
 from kvrecall.engines.base import (
+    HINT,
     MAX_SEQUENCES,
     MISSED,
     REPORT,
@@ -34,6 +35,7 @@ from kvrecall.engines.base import (
 )
 from kvrecall.engines.vllm.serving.insight import ConnectorReports
 from kvrecall.engines.vllm.serving.sampling import BEST_OF
+from kvrecall.pool.hints import Hint, hint_of
 
 _AROUND = 8  # tokens before and behind the one at which a prompt leaves a known one
 
@@ -138,8 +140,40 @@ def _completed(event: str, ledger: Ledger) -> str:
     return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
+_TTLS = {"5m": 300.0, "1h": 3600.0}
+
+
+def hint_of_messages(body: Any) -> Hint | None:
+    """The hint in a chat's ``cache_control`` marks, Anthropic's way to say that a prompt comes
+    again within its ``ttl``: of the last message, and else of none, because a hint is about a whole
+    prompt. Marks before it are prefixes that the policy knows by their uses. Raises ValueError for
+    a mark that is none."""
+    messages = body.get("messages") if isinstance(body, dict) else None
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, dict):
+        return None
+    content = last.get("content")
+    parts = [last, *(content if isinstance(content, list) else ())]
+    marks = [part["cache_control"] for part in parts if _is_marked(part)]
+    return Hint(returns=True, pin_s=max(map(_ttl, marks))) if marks else None
+
+
+def _is_marked(part: object) -> bool:
+    return isinstance(part, dict) and part.get("cache_control") is not None
+
+
+def _ttl(mark: object) -> float:
+    """Seconds of a mark."""
+    if not isinstance(mark, dict) or mark.get("type") != "ephemeral":
+        raise ValueError(f'it is {mark!r:.80}; it must be {{"type": "ephemeral"}}')
+    ttl = mark.get("ttl", "5m")
+    if not isinstance(ttl, str) or ttl not in _TTLS:
+        raise ValueError(f"ttl is {ttl!r:.80}; it must be 5m or 1h")
+    return _TTLS[ttl]
+
+
 class _Bounded:
-    """The server's bounds on prompts and time, and best_of, for both handlers."""
+    """The server's bounds on prompts and time, best_of and hints, for both handlers."""
 
     limits: Limits
     pooled: bool
@@ -164,6 +198,20 @@ class _Bounded:
             return self._refused("best_of above n cannot be streamed; leave out stream or best_of")
         if (best_of, request.n) != (1, 1) and not request.stream:
             request.vllm_xargs = {**(request.vllm_xargs or {}), BEST_OF: best_of}
+        return None
+
+    def _hint(self, request: Any, marked: Hint | None = None) -> ErrorResponse | None:
+        """Passes the request's ``hint``, or what its messages' ``cache_control`` says, to the
+        connector; returns an error if it is none."""
+        given = (request.model_extra or {}).get("hint")
+        if given is not None:
+            try:
+                marked = hint_of(given)
+            except ValueError as error:
+                return self._refused(f"hint: {error}")
+        if marked is not None:
+            params = request.kv_transfer_params or {}
+            request.kv_transfer_params = {HINT: marked._asdict()} | params
         return None
 
     def beam_search(
@@ -197,7 +245,7 @@ class RecallCompletion(_Bounded, OpenAIServingCompletion):
     """/v1/completions with the recall split in its usage."""
 
     async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
-        refused = self._rank(request) or self._too_many(request)
+        refused = self._rank(request) or self._hint(request) or self._too_many(request)
         return refused or await super().create_completion(request, raw_request)
 
     def _too_many(self, request: CompletionRequest) -> ErrorResponse | None:
@@ -248,7 +296,12 @@ class RecallChat(_Bounded, OpenAIServingChat):
     async def create_chat_completion(
         self, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        reply = self._rank(request)
+        body = b"" if raw_request is None else await raw_request.body()
+        try:
+            marked = hint_of_messages(json.loads(body)) if b"cache_control" in body else None
+        except ValueError as error:
+            return self._refused(f"cache_control: {error}")
+        reply = self._rank(request) or self._hint(request, marked)
         if reply is not None:
             return reply
         return await super().create_chat_completion(request, raw_request, *args, **kwargs)
