@@ -51,6 +51,11 @@ def engine(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
     return start(**setup)
 
 
+def test_nothing_is_traced_without_an_endpoint(engine: Engine) -> None:
+    found = engine.traced_midway(prompt=prompt_of(200, 77))
+    assert found == {"request": False, "headers": None, "threads": []}
+
+
 def test_every_worker_maps_the_arena_before_the_first_request(engine: Engine) -> None:
     """Where it is page-locked, too, which takes long. The pool has mapped it as well."""
     process = psutil.Process(engine.process.pid)
@@ -275,8 +280,3 @@ def test_replies_are_durable_survive_kill_9_and_a_reset_forgets_them(
     assert hits(second.ask(prompts[0])) == (0, 0, 0)
     assert second.forget_device()
     assert hits(second.ask(prompts[0])) == (0, 4 * BLOCK, 0)
-
-
-def test_nothing_is_traced_without_an_endpoint(engine: Engine) -> None:
-    found = engine.traced_midway(prompt=prompt_of(200, 77))
-    assert found == {"request": False, "headers": None, "threads": []}
