@@ -214,13 +214,13 @@ def test_preemption_waits_for_late_copies(pool: Pool, since: RequestStatus) -> N
     bench = Bench(pool)
     request = bench.request("r", 16)
     bench.step(request, 16)
-    assert not bench.step(request, 0).drain
+    assert not bench.step(request, 0).stores_first
     request.num_preemptions += 1
     request.status = since
     if request.is_finished():
         bench.side.finished(request, (bench.blocks["r"],))
     idle = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
-    assert bench.side.orders(idle, pool.arena_handle()).drain
+    assert bench.side.orders(idle, pool.arena_handle()).stores_first
 
 
 def test_a_failed_copy_is_not_offered(pool: Pool) -> None:

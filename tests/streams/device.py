@@ -399,9 +399,9 @@ class LateStream(Stream):
         return Mark(self, self.clock[self.place], self.clock)
 
     def wait(self, event: Event) -> None:
-        assert isinstance(event, Mark)
-        if self.machine.ignores("follow", self.name):
+        if self.machine.ignores("follow", self.name) or isinstance(event, Unsent):
             return
+        assert isinstance(event, Mark)
         self.clock = _latest(self.clock, event.clock)
         self.clock[self.place] += 1
         self.queue.append(event)

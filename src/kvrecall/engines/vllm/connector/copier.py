@@ -76,6 +76,12 @@ class CopyQueue:
             self._under_way[-1][1].result()[1].wait()
         return self._take(len(self._under_way))
 
+    def precede(self) -> None:
+        """What the engine queues on the device from now on begins after every submitted batch. The
+        host does not wait for the device."""
+        if self._under_way:
+            self._device.current().wait(self._under_way[-1][1].result()[1])
+
     def close(self) -> list[Moved]:
         """As ``drain``, and ends the thread."""
         drained = self.drain()
@@ -266,11 +272,11 @@ class ArenaMapping:
             stored, self._stored = self._stored, []
             return loaded, stored
 
-    def drain_stores(self) -> None:
-        """Waits until every submitted store has left the device."""
+    def stores_first(self) -> None:
+        """What the engine queues on the device from now on begins after every submitted store."""
         with self._lock:
             if self._copier is not None:
-                self._stored += self._copier.stores.drain()
+                self._copier.stores.precede()
 
     def keep(self, read: frozenset[ArenaHandle]) -> None:
         """Attention reads these arenas in place from now on, and no others: they stay mapped and

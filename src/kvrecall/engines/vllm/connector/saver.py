@@ -363,7 +363,7 @@ class Saver:
             stores.append(Store(number, copy, origin))
         return stores
 
-    def must_drain(self) -> bool:
+    def must_precede(self) -> bool:
         """Whether device blocks of open stores may be overwritten in this step: those of requests
         that were preempted since, whatever has become of them. vLLM can preempt all requests at
         once, outside a step, and resume or abort them before the next."""

@@ -415,7 +415,7 @@ class RecallScheduler:
             self._loads,
             self._saver.take(),
             self._releases,
-            self._saver.must_drain(),
+            self._saver.must_precede(),
             comparisons,
             self._record_bytes,
             timed=timed,

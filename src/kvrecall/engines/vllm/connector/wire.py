@@ -134,8 +134,8 @@ class StepOrders(KVConnectorMetadata):
     """The scheduler side's orders for one step.
 
     ``releases``: finished requests whose device blocks are held until the stores ordered so far
-    have left the device. ``drain``: wait for all stores before anything is overwritten (a request
-    was preempted or its blocks may be reused). ``record_bytes``: of a block's KV over all ranks,
+    have left the device. ``stores_first``: the device completes all stores before it overwrites
+    anything (a request was preempted or its blocks may be reused). ``record_bytes``: of a block's KV over all ranks,
     by KV group. ``computes``: whether the step computes anything.
     """
 
@@ -143,7 +143,7 @@ class StepOrders(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     releases: list[str] = field(default_factory=list)
-    drain: bool = False
+    stores_first: bool = False
     comparisons: list[Comparison] = field(default_factory=list)
     record_bytes: tuple[int, ...] = (0,)
     offload: OffloadOrders | None = None

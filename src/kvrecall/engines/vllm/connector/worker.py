@@ -241,8 +241,8 @@ class RecallWorker:
             return
         self._applied = orders
         self._step_began = self._device.current().record() if orders.timed is not None else None
-        if orders.drain:
-            self._arena.drain_stores()
+        if orders.stores_first:
+            self._arena.stores_first()
         if orders.offload is not None or self._offloading:
             self._offload(orders)
 
