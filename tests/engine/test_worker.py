@@ -65,8 +65,9 @@ class Machine(Bench):
         which fills each of these blocks with a value. Returns the requests whose load has ended."""
         self.worker.before_overwrite(orders)
         self.worker.start_loads(orders)
-        if self.late:
-            self.worker._device.machine.now += 0.01 if computes else 0.0
+        if self.late and computes:
+            self.worker._device.machine.now += 0.01
+            self.worker._device.current().record().wait()  # it begins after what it must follow
         for block, value in computes.items():
             for rows in self.device.values():
                 rows[block] = value

@@ -135,8 +135,8 @@ class StepOrders(KVConnectorMetadata):
 
     ``releases``: finished requests whose device blocks are held until the stores ordered so far
     have left the device. ``stores_first``: the device completes all stores before it overwrites
-    anything (a request was preempted or its blocks may be reused). ``record_bytes``: of a block's KV over all ranks,
-    by KV group. ``computes``: whether the step computes anything.
+    anything (a request was preempted or its blocks may be reused). ``record_bytes``: of a block's
+    KV over all ranks, by KV group. ``computes``: whether the step computes anything.
     """
 
     arena: ArenaHandle
