@@ -408,7 +408,9 @@ def counted(server: LiveServer, name: str) -> float:
 @pytest.mark.parametrize(("path", "body"), HINTS, ids=lambda v: str(v)[:60])
 def test_hints(server: LiveServer, path: str, body: Json) -> None:
     given, invalid = hints(server)
-    reply = server.client.post(path, json={"model": "tiny"} | body if "/v1" in path else body)
+    reply = server.client.post(
+        path, json={"model": "tiny", "max_tokens": 1} | body if "/v1" in path else body
+    )
     assert reply.status_code == 200, reply.text
     assert until(lambda: hints(server) == (given + 1, invalid)), (given, invalid, hints(server))
 
@@ -468,7 +470,9 @@ def test_what_is_no_hint_is_refused(server: LiveServer, path: str, body: Json, s
     """And is not counted: the next one is."""
     given, invalid = hints(server)
     is_openai = "/v1" in path
-    reply = server.client.post(path, json={"model": "tiny"} | body if is_openai else body)
+    reply = server.client.post(
+        path, json={"model": "tiny", "max_tokens": 1} | body if is_openai else body
+    )
     assert reply.status_code == (400 if is_openai else 422)
     error = reply.json()["error"]
     assert (error["message"] if is_openai else error).startswith(said), error
@@ -483,7 +487,11 @@ def test_what_is_ignored_is_counted(server: LiveServer) -> None:
     body = {"model": "tiny", "prompt": TEXT, "kv_transfer_params": {"kvrecall_hint": {"in_s": -1}}}
     assert server.client.post("/v1/completions", json=body).status_code == 200
     first = {"role": "user", "content": TEXT, "cache_control": {"type": "none"}}
-    marked = {"model": "tiny", "messages": [first, {"role": "user", "content": "x"}]}
+    marked = {
+        "model": "tiny",
+        "max_tokens": 1,
+        "messages": [first, {"role": "user", "content": "x"}],
+    }
     assert server.client.post("/v1/chat/completions", json=marked).status_code == 200
     assert until(lambda: hints(server) == (given, invalid + 1)), (given, invalid, hints(server))
 
