@@ -767,3 +767,16 @@ def test_hints_of_requests_reach_the_pool_and_wrong_ones_are_counted(pool: Pool)
     other.kv_hints = SimpleNamespace(actions=[SimpleNamespace(action_type="x"), action])
     bench.matched(other)
     assert (pool.stats().hints, bench.side.tally.counts["hints_invalid"]) == (3, 2)
+
+
+def test_the_sequences_of_a_request_give_one_hint(pool: Pool) -> None:
+    """And do not make it false. Requests of other names with numbers are requests of their own."""
+    bench = Bench(pool)
+    gone = {HINT: {"returns": False}}
+    for number in range(4):
+        bench.matched(bench.request(f"{number}_cmpl-1-0-abcd", 40, told=gone))
+    stats = pool.stats()
+    assert (stats.hints, stats.hints_true, stats.hints_false) == (1, 0, 0)
+    bench.matched(bench.request("4_mine-abcd", 40, told=gone))
+    stats = pool.stats()
+    assert (stats.hints, stats.hints_true, stats.hints_false) == (2, 0, 1)

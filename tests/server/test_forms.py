@@ -354,8 +354,8 @@ def test_hints(path: str, body: Json) -> None:
     assert request_of(path, body).hint is None
     for wrong, why in (
         ({"returns": False, "in_s": 5}, "hint: returns is false; leave out in_s and pin_s"),
-        ({"in_s": -1}, "hint: in_s is -1.0; it must be 0 to 86400 seconds"),
-        ({"back": True}, "hint.back: unknown field"),
+        ({"in_s": -1}, "hint: in_s is -1; it must be 0 to 86400 seconds"),
+        ({"back": True}, "hint: 'back' is unknown; known: returns, in_s, pin_s"),
     ):
         reply = post(FakeEngine(), path, body | {"hint": wrong})
         assert reply.status_code == 422

@@ -361,6 +361,141 @@ def until(condition: Any, timeout: float = 60) -> bool:
     return False
 
 
+BACK: Json = {"returns": True, "in_s": 45, "pin_s": 60}
+CACHED: Json = {"type": "ephemeral", "ttl": "1h"}
+
+
+def chat(**mark: Any) -> Json:
+    return {
+        "messages": [{"role": "user", "content": "x"}, {"role": "user", "content": TEXT, **mark}]
+    }
+
+
+def part(**mark: Any) -> Json:
+    return {"messages": [{"role": "user", "content": [{"type": "text", "text": TEXT, **mark}]}]}
+
+
+HINTS: list[tuple[str, Json]] = [
+    ("/generate", {"inputs": TEXT, "hint": BACK}),
+    ("/generate", {"inputs": TEXT, "hint": {"returns": False}}),
+    ("/generate", {"prompt": TEXT, "max_tokens": 1, "hint": BACK}),
+    ("/generate_stream", {"inputs": TEXT, "hint": BACK}),
+    ("/infer", {"inputs": TEXT, "hint": BACK}),
+    ("/v2/models/tiny/generate", {"text_input": TEXT, "hint": BACK}),
+    ("/v1/completions", {"prompt": TEXT, "hint": BACK}),
+    ("/v1/completions", {"prompt": TEXT, "n": 3, "hint": BACK}),
+    ("/v1/completions", {"prompt": TEXT, "stream": True, "hint": {"pin_s": 5}}),
+    ("/v1/completions", {"prompt": TEXT, "kv_transfer_params": {"kvrecall_hint": BACK}}),
+    ("/v1/chat/completions", {**CHAT, "hint": BACK}),
+    ("/v1/chat/completions", chat(cache_control=CACHED)),
+    ("/v1/chat/completions", part(cache_control={"type": "ephemeral"})),
+    ("/v1/chat/completions", {**part(cache_control=CACHED), "stream": True}),
+]
+
+
+def hints(server: LiveServer) -> tuple[float, float]:
+    """Those given, and those ignored because of their form."""
+    return counted(server, "hints"), counted(server, "hints_invalid")
+
+
+def counted(server: LiveServer, name: str) -> float:
+    """A counter of the connector, which is on the page from its first count on."""
+    page = server.client.get("/metrics").text
+    found = re.search(rf"^kvrecall_{name}_total{{[^}}]*}} (\S+)$", page, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+@pytest.mark.parametrize(("path", "body"), HINTS, ids=lambda v: str(v)[:60])
+def test_hints(server: LiveServer, path: str, body: Json) -> None:
+    given, invalid = hints(server)
+    reply = server.client.post(
+        path, json={"model": "tiny", "max_tokens": 1} | body if "/v1" in path else body
+    )
+    assert reply.status_code == 200, reply.text
+    assert until(lambda: hints(server) == (given + 1, invalid)), (given, invalid, hints(server))
+
+
+def test_hints_that_come_true_are_believed(server: LiveServer) -> None:
+    """As long as too many have not, they are given and have no effect."""
+    body = {"inputs": TEXT[5:], "hint": {"returns": True}}
+    given, believed = hints(server)[0], counted(server, "hints_believed")
+    true = counted(server, "hints_true")
+    for _ in range(30):
+        assert server.client.post("/generate", json=body).status_code == 200
+    assert until(lambda: counted(server, "hints") == given + 30)
+    assert counted(server, "hints_true") == true + 29
+    assert 0 < counted(server, "hints_believed") - believed <= 30
+    # Now they are lies, and soon not believed.
+    for number in range(30):
+        body = {"inputs": TEXT[7:], "hint": {"returns": False}}
+        assert server.client.post("/generate", json=body).status_code == 200
+        if number == 20:
+            assert until(lambda: counted(server, "hints") == given + 51)
+            believed = counted(server, "hints_believed")
+    assert until(lambda: counted(server, "hints") == given + 60)
+    assert counted(server, "hints_believed") == believed
+    assert counted(server, "hints_false") >= 29
+
+
+NO_HINTS: list[tuple[str, Json, str]] = [
+    ("/generate", {"inputs": TEXT, "hint": 3}, "hint: it is 3; it must be an object with returns"),
+    ("/generate", {"inputs": TEXT, "hint": {"back": 1}}, "hint: 'back' is unknown; known: returns"),
+    ("/generate", {"inputs": TEXT, "hint": {"returns": "yes"}}, "hint: returns is 'yes'; it must"),
+    ("/generate", {"inputs": TEXT, "hint": {"in_s": -1}}, "hint: in_s is -1; it must be 0 to"),
+    ("/generate", {"inputs": TEXT, "hint": {"pin_s": 1e9}}, "hint: pin_s is 1000000000.0; it must"),
+    (
+        "/generate",
+        {"prompt": TEXT, "hint": {"returns": False, "in_s": 5}},
+        "hint: returns is false; leave out in_s and pin_s",
+    ),
+    ("/v1/completions", {"prompt": TEXT, "hint": 3}, "hint: it is 3; it must be an object with"),
+    ("/v1/completions", {"prompt": TEXT, "hint": {"in_s": "5"}}, "hint: in_s is '5'; it must be a"),
+    ("/v1/chat/completions", {**CHAT, "hint": {"back": 1}}, "hint: 'back' is unknown; known: "),
+    (
+        "/v1/chat/completions",
+        chat(cache_control={"type": "ephemeral", "ttl": "soon"}),
+        "cache_control: ttl is 'soon'; it must be 5m or 1h",
+    ),
+    (
+        "/v1/chat/completions",
+        part(cache_control={"type": "ephemeral", "ttl": 300}),
+        "cache_control: ttl is 300; it must be 5m or 1h",
+    ),
+    ("/v1/chat/completions", chat(cache_control="1h"), "cache_control: it is '1h'; it must be"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "said"), NO_HINTS, ids=lambda v: str(v)[:60])
+def test_what_is_no_hint_is_refused(server: LiveServer, path: str, body: Json, said: str) -> None:
+    """And is not counted: the next one is."""
+    given, invalid = hints(server)
+    is_openai = "/v1" in path
+    reply = server.client.post(
+        path, json={"model": "tiny", "max_tokens": 1} | body if is_openai else body
+    )
+    assert reply.status_code == (400 if is_openai else 422)
+    error = reply.json()["error"]
+    assert (error["message"] if is_openai else error).startswith(said), error
+    body = {"inputs": TEXT, "parameters": {"max_new_tokens": 1}, "hint": BACK}
+    assert server.client.post("/generate", json=body).status_code == 200
+    assert until(lambda: hints(server) == (given + 1, invalid)), (given, invalid, hints(server))
+
+
+def test_what_is_ignored_is_counted(server: LiveServer) -> None:
+    """A hint for the connector of another form; a mark on another message is none."""
+    given, invalid = hints(server)
+    body = {"model": "tiny", "prompt": TEXT, "kv_transfer_params": {"kvrecall_hint": {"in_s": -1}}}
+    assert server.client.post("/v1/completions", json=body).status_code == 200
+    first = {"role": "user", "content": TEXT, "cache_control": {"type": "none"}}
+    marked = {
+        "model": "tiny",
+        "max_tokens": 1,
+        "messages": [first, {"role": "user", "content": "x"}],
+    }
+    assert server.client.post("/v1/chat/completions", json=marked).status_code == 200
+    assert until(lambda: hints(server) == (given, invalid + 1)), (given, invalid, hints(server))
+
+
 LONGEST = 15_000
 LONG: Json = {"max_new_tokens": LONGEST, "ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "x"}]

@@ -14,6 +14,7 @@ from kvrecall.config import Amount, PoolTerms, TenantRules, TenantTerms, Waterma
 from kvrecall.errors import ConfigError
 from kvrecall.pool.admin import PoolAdmin
 from kvrecall.pool.base import PoolClient, TierStats, Verdict
+from kvrecall.pool.hints import Hint
 from kvrecall.pool.pool import Pool
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.pool_contract import NAMESPACE, SLOT_BYTES, Engine, engines
@@ -156,6 +157,33 @@ class TermsContract:
         kept = "".join(".#"[disk.contains(key)] for key in keys)
         assert kept == "#" * 20 + "." * 12
         assert tier(engine, TierName.DISK).over_quota >= 12
+
+    def test_pins_of_hints_resist_others_and_not_the_tenants_limit(self, start: Start) -> None:
+        rules = TenantRules(TenantTerms(), {ANN: TenantTerms(Amount(8 * SLOT_BYTES))})
+        engine = start(PoolTerms(tenants=rules), disk=False)
+        kept = pinned_by_hint(engine)
+        for number in range(60):
+            engine.save(keys_of(f"flood {number}", 4), EVE)
+        assert engine.pool.find(kept).blocks == 4
+        assert tier(engine, TierName.HOST).evictions == 60 * 4 - 60
+        more = keys_of("more", 8)
+        assert engine.save(more, ANN) == {Verdict.RESERVED: 8}
+        assert engine.pool.find(kept).blocks == 0
+        assert engine.pool.find(more).blocks == 8
+        assert tier(engine, TierName.HOST).quota_evictions == 4
+
+    def test_pins_of_hints_do_not_resist_the_tenants_limit_on_disk(self, start: Start) -> None:
+        rules = TenantRules(TenantTerms(), {ANN: TenantTerms(None, Amount(8 * SLOT_BYTES))})
+        engine = start(PoolTerms(tenants=rules))
+        kept, more = pinned_by_hint(engine), keys_of("more", 8)
+        assert engine.pool.flush(kept, 60.0)
+        disk = self.admin(engine).disk
+        assert disk is not None
+        assert len(disk._catalog._policy._kept) == 4  # type: ignore[attr-defined]
+        engine.save(more, ANN)
+        assert engine.pool.flush(more, 60.0)
+        assert [disk.contains(key) for key in (*kept, *more)] == [False] * 4 + [True] * 8
+        assert tier(engine, TierName.DISK).quota_evictions == 4
 
     # -- expiry ----------------------------------------------------------------------------
 
@@ -378,6 +406,17 @@ class TermsContract:
 
 def tier(engine: Engine, name: TierName) -> TierStats:
     return next(tier for tier in engine.pool.stats().tiers if tier.name == name)
+
+
+def pinned_by_hint(engine: Engine) -> list:  # type: ignore[type-arg]
+    """Four blocks of ANN, saved and pinned for a minute by a hint, after eight that came true."""
+    said, keys = keys_of("said", 1), keys_of("kept", 4)
+    for _ in range(9):
+        engine.pool.touch(said, hint=Hint(returns=True), tenant=ANN)
+    engine.pool.touch(keys, hint=Hint(returns=True, pin_s=60.0), tenant=ANN)
+    engine.save(keys, ANN)
+    assert engine.pool.stats().hints_believed > 0
+    return keys
 
 
 def held(admin: PoolAdmin, tenant: Tenant) -> int:

@@ -292,7 +292,9 @@ class HazardPolicy(EvictionPolicy):
         self._make_ready(cohort)
         if above >= 0:
             self._children.cells[above] += 1
-        self._has_groups |= hangs
+        if hangs and not self._has_groups:
+            self._has_groups = True
+            self._rival.end()
         if self._has_groups:
             self._settle(number)
         if self._ghosts > self._remember or self._going:

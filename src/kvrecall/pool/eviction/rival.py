@@ -16,7 +16,8 @@ _LONGEST_PAUSE = 512
 
 class Rival:
     """An LRU tier of one block in ``every`` (SHARDS, Waldspurger et al., FAST 2015), and the hits
-    of both on these blocks. Of a tier of up to 4,096 blocks it is LRU, to the block."""
+    of both on these blocks. Of a tier of up to 4,096 blocks it is LRU, to the block. It knows
+    chains alone, so it is no measure for a tier that also holds what hangs on them."""
 
     def __init__(self, capacity_blocks: int) -> None:
         self.every = -(-capacity_blocks // _SAMPLE)
@@ -27,9 +28,17 @@ class Rival:
         self._pause = _FIRST_PAUSE
         self.is_better = False
         """Whether the learned order should not be used at present."""
+        self._is_over = False
+
+    def end(self) -> None:
+        """The learned order is used from now on."""
+        self._is_over, self.is_better = True, False
+        self._resident.clear()
 
     def use(self, chain: Sequence[int], hits: int) -> None:
         """A request used ``chain``, of which the first ``hits`` blocks were resident."""
+        if self._is_over:
+            return
         every, resident = self.every, self._resident
         if every > 1:
             hits = sum(not number % every for number in chain[:hits])
@@ -54,7 +63,7 @@ class Rival:
         """Decides, now and then; ``chain``: the blocks of a request, on average, which hit or miss
         together. What the learned order won or lost counts half after a pause."""
         self._left -= 1
-        if self._left > 0:
+        if self._left > 0 or self._is_over:
             return
         if self.is_better:
             self.is_better, self._left, keep = False, _TRIAL, 0.5

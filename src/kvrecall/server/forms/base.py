@@ -123,10 +123,11 @@ class HintBody(Strict):
     in_s: float | None = None
     pin_s: float | None = None
 
-    @model_validator(mode="after")
-    def _consistent(self) -> HintBody:
-        hint_of(dict(self))
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _is_hint(cls, given: object) -> object:
+        hint_of(given)
+        return given
 
 
 class Form(Strict):

@@ -281,6 +281,13 @@ def hint_of_request(request: Any) -> tuple[Hint | None, bool]:
     return (Hint(returns=True), False) if getattr(request, "session_id", None) else (None, False)
 
 
+def request_of(sequence: str) -> str:
+    """The request of a sequence: vLLM calls the n-th of several ``n_request``, and one alone as its
+    request."""
+    number, _, request = sequence.partition("_")
+    return request if number.isdecimal() and request else sequence
+
+
 @dataclass(slots=True)
 class Promise:
     """Leading tokens of a prompt whose blocks a prefill instance's receipt says are in the pool, or

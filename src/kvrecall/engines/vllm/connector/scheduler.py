@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ from kvrecall.engines.vllm.connector.request import (
     TailHash,
     hint_of_request,
     receipt,
+    request_of,
 )
 from kvrecall.engines.vllm.connector.saver import Computed, Reachable, Saver, Tables
 from kvrecall.engines.vllm.connector.traces import Traces
@@ -55,6 +57,7 @@ RoomFor = Callable[[Any, int, Iterable[Any]], bool]
 _FINISHED_WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 _ABORTED = "FINISHED_ABORTED"
 _MOST_INCOMPLETE = 2  # loads after which a request is computed
+_HINTED = 256  # requests of several sequences whose hint was told
 _NOTHING = 0, False
 _ASK_AGAIN = None, False
 
@@ -94,6 +97,7 @@ class RecallScheduler:
         self._awake: dict[str, RequestState] = {}  # all but those that rest
         self._resting: dict[int, list[str]] = {}  # by the tick that wakes them; some woke before
         self._ticks = 0
+        self._hinted: deque[str] = deque(maxlen=_HINTED)
         self._room_for = room_for
         self._tail_hash = tail_hash
         self._uncache = uncache
@@ -207,6 +211,17 @@ class RecallScheduler:
             state.trace.waited(outcome, end - start)
         return outcome is Handover.WAIT
 
+    def _is_hinted(self, request: Any) -> bool:
+        """Whether another sequence of the request brought its hint: the rest of them are the same
+        use of the prompt, not its return."""
+        name = request_of(request.request_id)
+        if name == request.request_id:
+            return False
+        if name in self._hinted:
+            return True
+        self._hinted.append(name)
+        return False
+
     def _begin_load(self, state: RequestState, start: int, limit: int) -> bool:
         """Acquires the blocks of the longest hit between ``start`` and ``limit``, as far as loading
         is expected to be faster than computing. True if a tier beyond this host has not answered
@@ -216,7 +231,8 @@ class RecallScheduler:
             hint, is_invalid = hint_of_request(state.request)
             self.tally.counts["hints_invalid"] += is_invalid
             keys = state.keys(limit // self._facts.block_size)
-            self._pool.touch(keys, ending=ending, hint=hint, tenant=state.tenant)
+            if hint is None or not self._is_hinted(state.request):
+                self._pool.touch(keys, ending=ending, hint=hint, tenant=state.tenant)
             state.touched = True
         now = self._clock()
         if now < state.next_lookup_at:
