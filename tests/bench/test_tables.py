@@ -69,7 +69,7 @@ def run() -> dict[str, Any]:
         "restore": _restore(),
         "overhead": overhead._report(pairs, pairs, 4096),
         "throttle": throttle._report([throttle.Sample("3 x", 1.0, 2.0, 1.0)], 2048, 1 << 20, 1e8),
-        "service": service._report(SECONDS, [(1e9, 2e9)], starts, 1000),
+        "service": service._report(SECONDS, [(1e9, 2e9)], starts, [SECONDS] * 2, 1000),
         "remote": _remote(),
         "chat": _chat(),
         "decode 64K 20%": _decode(),

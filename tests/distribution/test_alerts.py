@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from kvrecall.router.events import Subscriptions
 from kvrecall.router.fleet import Fleet
 from kvrecall.router.metrics import RouterMetrics
 from tests.docs.pages import anchors
@@ -42,7 +43,7 @@ def exported() -> set[str]:
     names = {f"{name}_total" for name in (*tables["COUNTERS"], "prompt_tokens")}
     names |= {f"tier_{name}_total" for name in tables["TIER_COUNTERS"]}
     names |= {*tables["POOL_GAUGES"], *(f"tier_{name}" for name in tables["TIER_GAUGES"])}
-    page = RouterMetrics(Fleet([], [], 1)).page().decode()
+    page = RouterMetrics(Fleet([], [], 1), Subscriptions(lambda _: None)).page().decode()
     return {f"kvrecall_{name}" for name in names} | set(re.findall(r"^# TYPE (\w+)", page, re.M))
 
 

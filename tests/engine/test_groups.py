@@ -541,9 +541,10 @@ def test_the_pool_learns_where_requests_end(
         keys: Sequence[BlockKey],
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
+        **others: Any,
     ) -> None:
         endings.append(ending)
-        touch(keys, hanging, ending)
+        touch(keys, hanging, ending, **others)
 
     monkeypatch.setattr(pool, "touch", watched)
     bench = Bench(pool, specs)
@@ -586,9 +587,10 @@ def test_windows_of_a_promised_prefix_count_as_used(
         keys: Sequence[BlockKey],
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
+        **others: Any,
     ) -> None:
         used.extend(hanging)
-        touch(keys, hanging, ending)
+        touch(keys, hanging, ending, **others)
 
     request = Request("r", prompt(160), SamplingParams(), None, block_hasher=reader.hasher)
     request.kv_transfer_params = receipt(Namespace.of({"test": "1"}), 144)

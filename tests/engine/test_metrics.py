@@ -73,4 +73,5 @@ TIER = (
     "given_bytes compressed_bytes"
 ).split()
 QUEUES = {"queued_writes": 0, "queued_reads": 0, "unwritten_bytes": 0}
-POOL = {"leases": 3, "reserved": 0, "pool_up": 1, **QUEUES}
+HINTS = dict.fromkeys(("hints", "hints_believed", "hints_true", "hints_false"), 0)
+POOL = {"leases": 3, "reserved": 0, "pool_up": 1, **QUEUES, **HINTS}

@@ -21,6 +21,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from support.clocks import ManualClock
 
 from kvrecall.lab.ports import free_port
+from kvrecall.router.events import Subscriptions
 from kvrecall.router.fleet import Fleet
 from kvrecall.router.metrics import RouterMetrics
 from kvrecall.server.dashboard import cached_prefixes, history
@@ -626,7 +627,7 @@ def test_polls_are_small_and_tell_only_what_is_new(server: LiveServer) -> None:
 @pytest.mark.long
 @pytest.mark.engine
 def test_every_metric_of_the_grafana_dashboard_is_exported(server: LiveServer) -> None:
-    page = server.client.get("/metrics").text + RouterMetrics(Fleet([], [], 0)).page().decode()
+    page = server.client.get("/metrics").text + RouterMetrics(Fleet([], [], 0), Subscriptions(lambda _: None)).page().decode()
     exported = set(re.findall(r"^# TYPE (\S+) ", page, re.MULTILINE))
     exported |= {f"{name}_bucket" for name in exported}
     dashboard = json.loads(GRAFANA.read_text())
