@@ -166,6 +166,25 @@ def test_a_preempted_requests_blocks_are_read_before_they_are_overwritten(
     assert machine.values([50, 51]) == [{21}, {22}]
 
 
+def test_a_request_that_ends_while_it_loads_is_reported_once(machine: Machine) -> None:
+    """With stores of before its preemption under way: vLLM frees its blocks at the first report,
+    and does not know it at a second one."""
+    machine.compute("first", [11, 12])
+    for _ in range(PATIENCE):
+        machine.idle()
+    again = machine.load("again", 2 * BLOCK + 1, [50, 51])
+    state: Any = machine.side.state_of("again")
+    state.open_stores.add(1 << 40)
+    again.status = RequestStatus.FINISHED_ABORTED
+    hold, _ = machine.side.finished(again, ([50, 51],))
+    assert not hold
+    loaded: list[str] = []
+    for _ in range(2 * PATIENCE):
+        loaded += machine.idle()
+    assert loaded == ["again"]
+    assert "again" not in machine.released
+
+
 def test_loads_end_in_their_order_and_one_that_cannot_be_made_fails(machine: Machine) -> None:
     for name, values, first in (("first", [11, 12], 0), ("second", [21, 22], 500)):
         machine.compute(name, values, first)

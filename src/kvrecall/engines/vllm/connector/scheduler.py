@@ -611,8 +611,9 @@ class RecallScheduler:
         self._settle(state)
         self._drop_load(state)
         whole = request.status.name in _FINISHED_WHOLE
+        loads = request.request_id in self._loading
         any_new = False
-        if whole or states:
+        if (whole or states) and not loads:
             # The last token sampled has no KV yet; under asynchronous scheduling the step that
             # computes it may be under way. States of recurrent layers have moved on.
             final = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -626,7 +627,12 @@ class RecallScheduler:
             self._uncache({block_id for ids in block_ids for block_id in ids})
         if whole and (state.saved or state.hanging) and not self._settings.async_write:
             self._saver.flush_later([*state.keys(state.saved), *state.hanging])
-        hold = any_new or (bool(state.open_stores) and not self._facts.copies_in_step)
+        if loads:
+            # vLLM keeps its blocks until the load is reported, and takes one report only. Stores of
+            # before its preemption are complete by then: the load came after them on the device.
+            hold = False
+        else:
+            hold = any_new or (bool(state.open_stores) and not self._facts.copies_in_step)
         if hold:
             self._releases.append(request.request_id)
         sources = state.sources()
