@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from streams.device import Machine, Style, cells_of
+from streams.device import Machine, Style
 from streams.engine import on
 
 from kvrecall.engines.vllm.connector import copier
@@ -64,7 +64,9 @@ class LateTraffic(Traffic):
         sides = []
         for blocks in (reads, writes):
             rows = [page.rows[block] for page in self._cache.group.pages for block in blocks]
-            sides.append({cell for row in rows for cell in cells_of(row.data_ptr(), row.numel())})
+            sides.append(
+                {cell for row in rows for cell in self.machine.cells(row.data_ptr(), row.numel())}
+            )
         self.machine.computing.launch(work, *sides, "forward")
 
 

@@ -627,7 +627,10 @@ def test_polls_are_small_and_tell_only_what_is_new(server: LiveServer) -> None:
 @pytest.mark.long
 @pytest.mark.engine
 def test_every_metric_of_the_grafana_dashboard_is_exported(server: LiveServer) -> None:
-    page = server.client.get("/metrics").text + RouterMetrics(Fleet([], [], 0), Subscriptions(lambda _: None)).page().decode()
+    page = (
+        server.client.get("/metrics").text
+        + RouterMetrics(Fleet([], [], 0), Subscriptions(lambda _: None)).page().decode()
+    )
     exported = set(re.findall(r"^# TYPE (\S+) ", page, re.MULTILINE))
     exported |= {f"{name}_bucket" for name in exported}
     dashboard = json.loads(GRAFANA.read_text())

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from streams.device import LateDevice, cells_of
+from streams.device import LateDevice
 from streams.late import late_device
 
 from kvrecall.attention.kernels.device import Piece
@@ -101,7 +101,9 @@ def test_an_arena_that_attention_reads_outlives_its_owner(
     with Service(tmp_path) as service:
         client = service.client()
         handle = client.arena_handle()
-        late.machine.host(set(), set(cells_of(device.data_ptr(), device.numel())), "this test")
+        late.machine.host(
+            set(), set(late.machine.cells(device.data_ptr(), device.numel())), "this test"
+        )
         assert mapping.store(handle, Copy((1,), (0,)))
         memory = mapping.memory(handle)
         assert memory is not None

@@ -63,8 +63,10 @@ def route(
       kvrecall serve MODEL --port 8002 --pool-service --role decode
       kvrecall router --prefill http://127.0.0.1:8001 --decode http://127.0.0.1:8002
     """
+    given = {"--engine": engine, "--prefill": prefill, "--decode": decode}
+    if not any(given.values()):
+        raise typer.BadParameter("no instance is given; give --engine, or --prefill and --decode")
     with errors_shown():
-        given = {"--engine": engine, "--prefill": prefill, "--decode": decode}
         try:
             import uvicorn
 

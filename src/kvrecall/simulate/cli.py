@@ -127,8 +127,7 @@ def simulate(
         policy = policy or ("" if hosts > 1 or store else ",".join(WORKLOAD_POLICIES))
     policy = policy or DEFAULT_POLICY
     if not trace:
-        with errors_shown():
-            raise ConfigError("give TRACE, a file, or --workload NAME")
+        raise typer.BadParameter("give TRACE, a file, or --workload NAME")
     if hosts > 1 or store:
         sized = (capacity, capacity_blocks, tiers)
         _simulate_fleet(trace, hosts, store, sized, block_bytes, policy, groups, as_json)
