@@ -31,7 +31,7 @@ _MAKE: Mapping[str, Kind] = {
     ),
     "make models": Elsewhere("tests/lab/test_shapes.py", '"-m", "kvrecall.lab.shapes", *words'),
     "make compat": Elsewhere("tests/lab/test_compat.py", '"-m", "kvrecall.lab.compat", *words'),
-    "make streams": Elsewhere("tests/streams/test_streams.py", "check(write_model("),
+    "make streams": Elsewhere("tests/streams/test_streams.py", "check(model, 0, SCHEDULES"),
     "make bench": Runs(more=_SMALL_BENCH, before=scenes.repository, says="lookup"),
     "make gpu-check": Needs("a GPU", ("GPU",)),
 }
@@ -147,7 +147,9 @@ _MODELS: Mapping[str, Kind] = {
         more=" --questions 1 --limit 1 --threads 1",
     ),
     "python -m bench.model.choices": Runs(
-        swaps=(("16384", "1024"), ("24", "1")), more=" --only 'as served'", says='"as served"'
+        swaps=(("16384", "1024"), ("--samples 24", "--samples 1"), (_MODEL, str(ROOT / _MODEL))),
+        more=" --only 'as served'",
+        says='"as served"',
     ),
     "python -m bench.digests.capture": Runs(
         swaps=(("FOLDER", str(ROOT / _MODEL)), ("4096 16384", "1024")), more=" --samples 1"

@@ -213,6 +213,8 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 """Waits and orders that no event names; each with what takes it out, and where it matters."""
 
 RARE = {
+    "wait compute: ArenaMapping._release < ArenaMapping._detach < ArenaMapping.close "
+    "< RecallWorker.close",
     "rule: blocks that stay in the pool are leased",
     "rule: what held a number or slot before is forgotten",
 }
@@ -401,7 +403,7 @@ def explored(model: Path, first: int, quick: bool, kind: str, schedules: int) ->
     sites = sorted(set().union(*(one.sites for one in outcomes.values())))
     rules = [rule for rule, (_, where) in RULES.items() if kind in where]
     found: dict[str, int | None] = {}
-    for site in [*sites, *(rule for rule in rules if not (quick and rule in RARE))]:
+    for site in [one for one in (*sites, *rules) if not (quick and one in RARE)]:
         seed_of = found[site] = caught_at(model, site, outcomes, kind)
         word = "not caught" if seed_of is None else f"caught by {seed_of}"
         print(f"{kind:>14} {word:>16}  {site}", flush=True)
