@@ -417,15 +417,13 @@ class OffloadManager(FullAttentionManager):
         request_id: str,
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
-        record_for_zeroing: bool = True,
+        **zeroing: bool,
     ) -> None:
+        """``zeroing``: what vLLM 0.32 and later say of it."""
         left_in_pool = self._expected(request_id, num_external_computed_tokens)
         if left_in_pool is None:
             super().allocate_external_computed_blocks(
-                request_id,
-                num_local_computed_tokens,
-                num_external_computed_tokens,
-                record_for_zeroing,
+                request_id, num_local_computed_tokens, num_external_computed_tokens, **zeroing
             )
             return
         assert self.planner is not None
