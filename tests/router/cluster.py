@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import zmq
 from server.live import KVRECALL, START_LIMIT_S, LiveServer
 
 from kvrecall.lab.ports import free_port
@@ -51,18 +50,6 @@ def instance(
         published |= {"endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{events + 1}"}
         words += ["--kv-events-config", json.dumps(published)]
     return LiveServer(folder, words, f"http://127.0.0.1:{port}", warm=True)
-
-
-def two_ports() -> int:
-    """A port whose next one is free, too."""
-    while True:
-        port = free_port()
-        with zmq.Context() as context, context.socket(zmq.REP) as probe:
-            try:
-                probe.bind(f"tcp://127.0.0.1:{port + 1}")
-            except zmq.ZMQError:
-                continue
-            return port
 
 
 class Router:

@@ -16,9 +16,9 @@ from server.live import LiveServer
 from service.service import MIB, Service
 
 from kvrecall.lab.models import write_model
-from kvrecall.lab.ports import free_port
+from kvrecall.lab.ports import free_port, two_ports
 
-from .cluster import Json, Router, header, instance, kill, two_ports, until
+from .cluster import Json, Router, header, instance, kill, until
 
 pytestmark = pytest.mark.engine
 

@@ -11,14 +11,27 @@ from typing import Any
 import pytest
 
 from kvrecall.block import TierName
+from kvrecall.errors import ConfigError
 from kvrecall.lab.ports import free_port
 from kvrecall.router.events import Publisher, Subscription
 from kvrecall.router.holdings import HashRule
+from kvrecall.server.preflight import check_port
+from kvrecall.testing.blocks import wait_until
 
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
 
 
+def is_free(port: int) -> bool:
+    try:
+        check_port("0.0.0.0", port)
+    except ConfigError:
+        return False
+    return True
+
+
 def publisher(ports: Publisher, keeps: int = 10_000) -> Any:
+    """Once the ports are free: ZeroMQ closes those of the one before in a thread of its own."""
+    wait_until(lambda: all(map(is_free, (ports.port, ports.replay_port))))
     return kv_events.ZmqEventPublisher(
         0,
         endpoint=f"tcp://*:{ports.port}",

@@ -18,7 +18,7 @@ import zmq
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, TierName
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError
-from kvrecall.lab.ports import free_port
+from kvrecall.lab.ports import two_ports
 from kvrecall.lab.processes import kvrecall
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import publisher as room
@@ -30,18 +30,6 @@ from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine
 
 MIB = 1 << 20
-
-
-def two_ports() -> int:
-    """A port whose next one is free, too."""
-    while True:
-        port = free_port()
-        with zmq.Context() as context, context.socket(zmq.REP) as probe:
-            try:
-                probe.bind(f"tcp://127.0.0.1:{port + 1}")
-            except zmq.ZMQError:
-                continue
-            return port
 
 
 def hashes(keys: list[BlockKey]) -> set[int]:

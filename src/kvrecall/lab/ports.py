@@ -28,6 +28,14 @@ def free_port() -> int:
     raise OSError(f"no port from {low} to {end - 1} is free")
 
 
+def two_ports() -> int:
+    """The first of two ports next to each other, both as ``free_port``'s."""
+    while True:
+        port = free_port()
+        if _is_free(port + 1) and _claim(port + 1):
+            return port
+
+
 def _first_ephemeral() -> int:
     """The lowest port of outgoing connections."""
     try:
