@@ -112,7 +112,7 @@ class Arena:
         """``goal_bytes``: bytes that the owner populates at first; None for attaching processes,
         which map the pages present at that time, and the others as they access them."""
         self._fd = fd
-        self._inode = os.fstat(fd).st_ino
+        self._handle = ArenaHandle(os.getpid(), fd, nbytes, os.fstat(fd).st_ino)
         self.nbytes = nbytes
         self.goal_bytes = min(nbytes, _allocated(fd)) if goal_bytes is None else goal_bytes
         self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -157,7 +157,7 @@ class Arena:
 
     def handle(self) -> ArenaHandle:
         """How other processes attach; valid while this process holds the arena."""
-        return ArenaHandle(os.getpid(), self._fd, self.nbytes, self._inode)
+        return self._handle
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Writable view of ``nbytes`` bytes from ``offset`` on."""

@@ -24,6 +24,8 @@ Words = npt.NDArray[np.uint64]
 _BYTES = {"B": 1, "i": 4, "I": 4, "q": 8, "Q": 8, "d": 8}
 Kind = Literal["B", "i", "I", "q", "Q", "d"]
 _HUGE = 2 << 20  # bytes of a huge page
+_MORE = 64  # numbers that a dictionary of names makes at once
+_NO_KEY = BlockKey(b"")
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
@@ -105,17 +107,20 @@ class DictNames(Names):
         number = self._numbers.get(key)
         if number is not None:
             return number
-        if self._free:
-            number = self._free.pop()
-            self._keys[number] = key
-        else:
-            number = len(self._keys)
-            self._keys.append(key)
-            self._refs.append(0)
-            for cells in self._columns:
-                cells.append(0)
+        if not self._free:
+            self._grow()
+        number = self._free.pop()
+        self._keys[number] = key
         self._numbers[key] = number
         return number
+
+    def _grow(self) -> None:
+        """Makes new numbers: many at once, as each costs an operation on every column."""
+        size = len(self._keys)
+        self._free += range(size + _MORE - 1, size - 1, -1)
+        self._keys += [_NO_KEY] * _MORE
+        for cells in (self._refs, *self._columns):
+            cells += [0] * _MORE
 
     def key(self, number: int) -> BlockKey:
         return self._keys[number]
@@ -130,9 +135,12 @@ class DictNames(Names):
             self._free.append(number)
 
     def sweep(self, numbers: Sequence[int]) -> None:
+        refs = self._refs
         for number in numbers:
+            if refs[number]:
+                continue
             key = self._keys[number]
-            if not self._refs[number] and self._numbers.get(key) == number:
+            if self._numbers.get(key) == number:
                 del self._numbers[key]
                 self._free.append(number)
 

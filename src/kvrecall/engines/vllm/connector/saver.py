@@ -185,8 +185,9 @@ class Saver:
                 state.passes -= 1
                 continue
             keys = state.keys(upto, first=max(0, saved - 1))
-            parents: list[BlockKey | None] = [*keys[:-1]] if saved else [None, *keys[:-1]]
             new = keys[1:] if saved else keys
+            parents: list[BlockKey | None] = [*keys] if saved else [None, *keys]
+            parents.pop()
             if new:
                 wanted.append(_Wanted(one, new, parents, range(saved, saved + len(new))))
         any_new = False
@@ -199,15 +200,15 @@ class Saver:
         before = state.saved
         table = wanted.of.tables()[self._facts.chain]
         assert not isinstance(table, dict), "only states are kept by their tokens"
-        ids = itertools.chain(table[before : before + len(new)], itertools.repeat(0))
+        ids = table[before : before + len(new)]
         rows: list[tuple[BlockKey, int, int]] = []
         done = 0
-        for key, block, answer in zip(new, ids, answers, strict=False):
+        for key, answer in zip(new, answers, strict=True):
             verdict = answer.verdict
             if verdict is _REFUSED:
                 break
             if verdict is _RESERVED:
-                rows.append((key, block, answer.offset))
+                rows.append((key, ids[done] if done < len(ids) else 0, answer.offset))
             done += 1
         state.saved = saved = before + done
         if done == len(new):
