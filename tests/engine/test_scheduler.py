@@ -764,7 +764,7 @@ def test_hints_of_requests_reach_the_pool_and_wrong_ones_are_counted(pool: Pool)
     bench.matched(session)
     action = SimpleNamespace(action_type=HINT, payload={"returns": False})
     other = bench.request("t", 40, first=9500)
-    other.kv_hints = SimpleNamespace(actions=[SimpleNamespace(action_type="x"), action])
+    other.kv_hints = SimpleNamespace(actions=[SimpleNamespace(action_type="x", payload={}), action])
     bench.matched(other)
     assert (pool.stats().hints, bench.side.tally.counts["hints_invalid"]) == (3, 2)
 

@@ -25,6 +25,15 @@ def hit_sources(tokens: Mapping[TierName, int]) -> dict[Any, int]:
     return {names[tier]: count for tier, count in tokens.items() if count}
 
 
+def said_of_return(request: Any) -> tuple[str | None, list[tuple[str, Any]]]:
+    """The id of the session that a request belongs to, and its ``kv_hints`` by type. 0.30 and 0.31
+    take neither."""
+    envelope = getattr(request, "kv_hints", None)
+    actions = [] if envelope is None else envelope.actions
+    hints = [(action.action_type, action.payload) for action in actions]
+    return getattr(request, "session_id", None), hints
+
+
 def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     """Tokens per block hash. In 0.30 and 0.31 the engine core does not write it into the KV cache's
     configuration, so it is resolved again."""

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName
 from kvrecall.engines.base import HANDOVER, HINT, Miss, Reason
+from kvrecall.engines.vllm.compat.shims import said_of_return
 from kvrecall.pool.hints import Hint, hint_of
 
 if TYPE_CHECKING:
@@ -270,15 +271,14 @@ def hint_of_request(request: Any) -> tuple[Hint | None, bool]:
     ``kv_hints``, a ``session_id``, by which a request is one of several."""
     params = request.kv_transfer_params
     given = [params[HINT]] if isinstance(params, Mapping) and HINT in params else []
-    envelope = getattr(request, "kv_hints", None)  # since vLLM 0.32, as the session's id is
-    if envelope is not None:
-        given += [each.payload for each in envelope.actions if each.action_type == HINT]
+    session, hints = said_of_return(request)
+    given += [payload for kind, payload in hints if kind == HINT]
     try:
         if given:
             return hint_of(given[0]), False
     except ValueError:
         return None, True
-    return (Hint(returns=True), False) if getattr(request, "session_id", None) else (None, False)
+    return (Hint(returns=True), False) if session else (None, False)
 
 
 def request_of(sequence: str) -> str:
