@@ -46,6 +46,7 @@ from .tier import LateTier
 
 _MOST_STEPS = 2000
 _LENGTH = 30
+_TELLS_S = 15.0  # between lines on how far it is
 _FAILS = 0.5  # how likely a step fails, beside _ACTIONS
 _SLOTS = (8, 40, 100)
 """Blocks of 4 KiB that the pool has room for."""
@@ -352,10 +353,11 @@ def _is_right(engine: Engine) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--schedules", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schedules", type=int, default=1000, help="of all kinds together")
+    parser.add_argument("--seed", type=int, default=0, help="of the first schedule of each kind")
     given = parser.parse_args()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # of the processes that run schedules
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model", weights=False)
         processes = min(len(ALL), os.cpu_count() or 1)
@@ -395,9 +397,15 @@ class Found:
 def explored(model: Path, first: int, quick: bool, kind: str, schedules: int) -> Found:
     """Runs so many schedules, then each mutant until one finds it. ``quick``: not those that need
     many schedules."""
-    outcomes = {seed: run(model, seed, kind=kind) for seed in range(first, first + schedules)}
+    outcomes: dict[int, Outcome] = {}
+    told_at = time.monotonic()
+    for seed in range(first, first + schedules):
+        outcomes[seed] = run(model, seed, kind=kind)
+        if time.monotonic() - told_at > _TELLS_S or len(outcomes) == schedules:
+            told_at = time.monotonic()
+            wrong = sum(not one.is_good for one in outcomes.values())
+            print(f"{kind}: {len(outcomes)} of {schedules} schedules, {wrong} wrong", flush=True)
     bad = {seed: one for seed, one in outcomes.items() if not one.is_good}
-    print(f"{kind}: {len(bad)} of {schedules} schedules went wrong", flush=True)
     for seed, one in list(bad.items())[:5]:
         print(f"{kind}, schedule {seed}: {one.text}", flush=True)
     sites = sorted(set().union(*(one.sites for one in outcomes.values())))
