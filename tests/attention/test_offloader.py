@@ -86,6 +86,8 @@ class Bench:
         block_manager(self.manager).planner = self.planner
         self.orders: OffloadOrders | None = None
         self.loads: list[Load] = []
+        self.makes_stores = True
+        self._stores: list[int] = []
 
     @property
     def free(self) -> int:
@@ -149,7 +151,14 @@ class Bench:
         request.num_computed_tokens += tokens
         if request.num_computed_tokens == request.num_tokens:
             request.append_output_token_ids(7)
-        self.side.reported(StepReport({s.store_id: 1 for s in orders.stores}), set(), set())
+        self._stores += [store.store_id for store in orders.stores]
+        if self.makes_stores:
+            self.make_stores()
+
+    def make_stores(self) -> None:
+        """The workers have made all stores ordered so far."""
+        made, self._stores = self._stores, []
+        self.side.reported(StepReport(dict.fromkeys(made, 1)), set(), set())
 
     def _orders(self, scheduled: dict[str, int]) -> StepOrders:
         step = SimpleNamespace(
@@ -280,6 +289,42 @@ def test_what_went_to_the_disk_is_brought_back_first(tmp_path: Path) -> None:
         assert len(set(left.offsets)) == len(left.block_ids) >= 15
         bench.end(request)
         assert (bench.free, pool.stats().leases) == (99, 0)
+
+
+def test_what_another_engine_stored_leaves_once_nothing_reads_it(tmp_path: Path) -> None:
+    """The pool has the blocks from a shared store while this engine's stores of them, which read
+    the device, are under way."""
+    store = {"kind": "objects", "url": f"file://{tmp_path}"}
+    settings = RecallSettings.from_mapping({"host_size": "1MiB", "remote": store}).pool
+    with Pool.open(settings) as pool:
+        bench = Bench(pool, 100)
+        request = bench.begun("r", 400, 0)
+        state = bench.side.state_of("r")
+        assert state is not None
+        assert pool.flush(state.keys(25), 60.0)
+        bench.end(request)
+    with Pool.open(settings) as pool:
+        bench = Bench(pool, 100)
+        bench.makes_stores = False
+        request = bench.begun("r", 400, 0)
+        state = bench.side.state_of("r")
+        assert state is not None
+        keys = state.keys(25)
+        wait_until(lambda: pool.find(keys).blocks == 25)  # as when it was looked up
+        for _ in range(3):
+            assert bench.decode(request)
+            wait_until(lambda: pool.stats().queued_reads == 0)
+            assert bench.orders is None
+        bench.make_stores()
+        wait_until(lambda: bench.orders is not None or not bench.decode(request))
+        assert bench.orders is not None
+        (left,) = bench.orders.departures
+        assert len(left.offsets) == 20
+        bench.end(request)
+        bench.make_stores()
+        assert pool.stats().leases == 0
+        pool.clear()
+        wait_until(lambda: pool.stats().tiers[0].used_bytes == 0)
 
 
 def test_a_shared_prefix_is_freed_by_the_last(pool: Pool) -> None:

@@ -104,6 +104,36 @@ def test_a_hung_tier_costs_one_deadline_not_many(start: Start, clock: ManualCloc
     assert engine.recall(other) == (TierName.DISK,) * 5
 
 
+@pytest.mark.parametrize("commits_first", [True, False])
+def test_a_block_that_is_computed_while_it_comes_from_a_store_is_there_once(
+    start: Start, commits_first: bool
+) -> None:
+    tier = FaultyTier(MemoryTier())
+    engine = start(tier)
+    engine.save(KEYS)
+    assert engine.pool.flush(KEYS, 60.0)
+    push_out(engine)
+    answers = engine.pool.reserve(KEYS)
+    assert {answer.verdict for answer in answers} == {Verdict.RESERVED}
+    for key, answer in zip(KEYS, answers, strict=True):
+        engine.fill(key, answer.offset)
+    tier.faults.hung = set(KEYS) if commits_first else set()
+    ticket = engine.pool.acquire(KEYS, 5.0)
+    if commits_first:
+        engine.pool.commit(KEYS)
+        tier.faults.hung = set()
+    wait_until(lambda: engine.pool.poll(ticket).state is RecallState.READY)
+    recall = engine.pool.poll(ticket)
+    assert recall.tiers == (REMOTE,) * 10
+    if not commits_first:
+        engine.pool.commit(KEYS)
+    engine.check(KEYS, recall)
+    assert engine.pool.find(KEYS).tiers == (TierName.HOST,) * 10
+    engine.pool.release(ticket)
+    engine.pool.clear()
+    wait_until(lambda: engine.pool.stats().tiers[0].used_bytes == 0)
+
+
 @pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.ERROR, Outcome.MISS])
 def test_a_block_that_does_not_come_cuts_the_recall(start: Start, outcome: Outcome) -> None:
     tier = FaultyTier(MemoryTier())

@@ -472,11 +472,22 @@ class Pool:
 
     def commit(self, keys: Sequence[BlockKey]) -> None:
         with self._changed:
-            blocks = [self._filling.pop(key) for key in keys if key in self._filling]
+            filled = [self._filling.pop(key) for key in keys if key in self._filling]
+            blocks = [block for block in filled if block.key not in self._host.blocks]
+            if len(blocks) < len(filled):
+                self._drop_copies(filled)
             self._host.publish(blocks)
             self._commit_bytes += sum([block.nbytes for block in blocks])
             self._commits += len(blocks)
             self._writer.committed(blocks)
+
+    def _drop_copies(self, filled: Sequence[Block]) -> None:
+        """Of these blocks, frees the slots of those that have come from a store meanwhile."""
+        for block in filled:
+            present = self._host.blocks.get(block.key)
+            if present is not None:
+                self._host.free(block)
+                self._writer.recalled([present])
 
     def abandon(self, keys: Sequence[BlockKey]) -> None:
         with self._changed:
@@ -822,9 +833,14 @@ class Pool:
             for ticket, place in waiters:
                 self._host.unlease(ticket.cut(place))
         elif waiters or loading.wanted:
-            durable = loading.wanted and self._writer.is_durable(block.key)
-            self._host.set_stored(block, durable)
-            self._host.publish([block])
+            present = self._host.blocks.get(block.key)
+            if present is None:
+                durable = loading.wanted and self._writer.is_durable(block.key)
+                self._host.set_stored(block, durable)
+                self._host.publish([block])
+            else:  # it was computed and committed meanwhile
+                self._host.free(block)
+                block = present
             for ticket, place in waiters:
                 if ticket.fill(place, block):
                     self._host.lease((block,))

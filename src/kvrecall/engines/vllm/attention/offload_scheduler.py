@@ -161,7 +161,8 @@ class OffloadPlanner:
 
     def review(self, request_id: str, tokens: int) -> Offload | None:
         """The blocks that may leave the device now, of a sequence whose next step makes it that
-        long."""
+        long. None while stores read its device blocks: the pool may have a block from a store
+        that others share before it has this sequence's own."""
         state = self._state_of(request_id)
         split = None if state is None else self._split(state, tokens)
         if split is None or state is None or not _decodes(state, tokens):
@@ -177,7 +178,7 @@ class OffloadPlanner:
         least, slots = self._slots_of(split, safe)
         if safe <= sequence.gone or not (safe == split.middle or safe > 2 * slots):
             return None
-        if not self._holds(sequence):
+        if state.open_stores or not self._holds(sequence):
             return None
         return Offload(split.init + sequence.gone, split.init + safe, least, slots)
 
