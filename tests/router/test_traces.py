@@ -47,7 +47,7 @@ def cluster(
         servers = {}
         for role in ("prefill", "decode"):
             home = folder / role
-            servers[role] = instance(home, model, role, free_port(), service.socket, option)
+            servers[role] = instance(home, model, role, free_port(), service.socket, 0, option)
             stack.callback(servers[role].close)
         for server in servers.values():
             server.wait_ready()

@@ -29,7 +29,7 @@ from kvrecall.router.application import application
 from kvrecall.router.events import Publisher
 from kvrecall.router.fleet import Address, Fleet, Instance
 from kvrecall.router.prefixes import Prompt
-from kvrecall.router.router import RouterSettings
+from kvrecall.router.router import RouterSettings, split_of
 
 BLOCK = 64
 ANSWER_TOKENS = 16
@@ -155,7 +155,7 @@ def ask(client: httpx.Client, url: str, prompt: str) -> tuple[str, float, dict[s
                 raise EngineError(f"a request failed: {event['error']}")
             text += "".join(choice["text"] for choice in event["choices"])
             if event.get("usage"):
-                split = event["usage"]["prompt_tokens_details"]["recall"]
+                split = split_of(event["usage"]["prompt_tokens_details"]["recall"])
     return text, ttft_s, split
 
 

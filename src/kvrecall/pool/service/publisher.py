@@ -103,8 +103,9 @@ def endpoint_of(text: str) -> tuple[str, int]:
 class EventPublisher:
     """Publishes what enters and leaves a pool's tiers, in a thread of its own, until ``close``.
 
-    What the pool holds when it begins is published first; and once more when a reader asks for
-    batches that are no longer kept.
+    What the pool holds when it begins is published first; and once more whenever a quarter of what
+    is kept was published since the last time, so that what is kept names all of it, and when a
+    reader asks for batches that are no longer kept.
     """
 
     def __init__(self, pool: Pool, host: str, port: int) -> None:
@@ -135,6 +136,7 @@ class EventPublisher:
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._number = 0
+        self._since = (0, 0)  # batches and bytes since all that is held was published
         self._groups: dict[bytes, int] = {}
         self._again_at = 0.0
         self._log = ChangeLog(pool.sweep)
@@ -171,6 +173,11 @@ class EventPublisher:
             payload = msgspec.msgpack.encode([time.time(), events, 0])
             self._pub.send_multipart((b"", self._number.to_bytes(8, "big"), payload))
             self._keep(payload)
+            batches, nbytes = self._since
+            self._since = (batches + 1, nbytes + len(payload)) if self._log.is_swept else (0, 0)
+            if batches >= _KEPT_BATCHES // 4 or nbytes >= _KEPT_BYTES // 4:
+                self._since = (0, 0)
+                self._log.repeat()
         return not self._log.is_complete
 
     def _keep(self, payload: bytes) -> None:
