@@ -64,6 +64,18 @@ class Router:
             if int.from_bytes(seq, "big") == self._next:
                 self._apply(payload)
 
+    def replay_from_the_oldest(self) -> None:
+        """Reads all that can be replayed, and notes the number of the first."""
+        self._replay.send_multipart((b"", (0).to_bytes(8, "big")))
+        self.first = -1
+        while self._replay.poll(20_000):
+            *_, seq, payload = self._replay.recv_multipart()
+            if not payload:
+                return
+            if self.first < 0:
+                self.first = int.from_bytes(seq, "big")
+            self._apply(payload)
+
     def _apply(self, payload: bytes) -> None:
         self._next += 1
         for event in self._decode(payload).events:
@@ -216,3 +228,32 @@ def test_a_reopened_folder_is_published(
     router.replay()
     assert router.known() == {"STORAGE": on_disk}
     router.close()
+
+
+@pytest.mark.long
+def test_what_can_be_replayed_names_all_that_is_held(
+    start: Callable[..., Engine], setup: dict[str, Any], tmp_path: Path
+) -> None:
+    """A reader that begins late knows what was stored in batches that are long gone, and a reader
+    that loses more than can be replayed knows it again."""
+    setup = {**setup, "pool": {**setup["pool"], "disk_path": str(tmp_path)}}
+    port, replay_port = free_port(), free_port()
+    engine = start(**setup, kv_events_config={**events_at(port, replay_port), "buffer_steps": 24})
+    for number in range(12):
+        engine.ask(prompt_of(3 * BLOCK, 100 + number))
+    for number in range(8):  # steps that store nothing for long
+        engine.ask(prompt_of(20, 200 + number), max_tokens=30)
+    for _ in range(2):
+        settle(engine)
+        late = Router(port, replay_port)
+        late.replay_from_the_oldest()
+        held = {medium: hashes for medium, hashes in engine.held().items() if hashes}
+        assert late.known() == held
+        assert late.first > 24
+        assert {"GPU", "CPU", "STORAGE"} == set(held)
+        late.close()
+        assert engine.forget_device()
+        engine.ask(prompt_of(3 * BLOCK, 300))
+        for number in range(8):
+            engine.ask(prompt_of(20, 400 + number), max_tokens=30)
+    engine.close()

@@ -27,11 +27,13 @@ def instance(
     socket: Path | None = None,
     events: int = 0,
     options: Sequence[str] = (),
+    replayed: int = 10_000,
     **pool: object,
 ) -> LiveServer:
     """An engine that is starting; ``wait_ready`` before use. Its pool is the service's at
     ``socket``, or one of its own with the settings ``pool``. ``events``: the port at which it
-    publishes KV events, if any; replay is at the next one. ``options``: further ones of serve."""
+    publishes KV events, if any; replay of ``replayed`` batches is at the next one. ``options``:
+    further ones of serve."""
     folder.mkdir(exist_ok=True)
     words = [str(model), "--port", str(port), "--served-model-name", "tiny", "--role", role]
     words += ["--dtype", "float32", "--kv-cache-memory-bytes", "64MiB"]
@@ -48,18 +50,19 @@ def instance(
     if events:
         published = {"enable_kv_cache_events": True, "publisher": "zmq"}
         published |= {"endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{events + 1}"}
+        published |= {"buffer_steps": replayed}
         words += ["--kv-events-config", json.dumps(published)]
     return LiveServer(folder, words, f"http://127.0.0.1:{port}", warm=True)
 
 
 class Router:
-    """``kvrecall router`` on a free port."""
+    """``kvrecall router`` on a free port, or the one given."""
 
-    def __init__(self, folder: Path, words: list[str]) -> None:
-        port = free_port()
+    def __init__(self, folder: Path, words: list[str], port: int = 0) -> None:
+        self.port = port = port or free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.client = httpx.Client(base_url=self.url, timeout=120)
-        self._log = folder / "router.log"
+        self._log = folder / f"router-{port}.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [KVRECALL, "router", "--port", str(port), *words],
@@ -75,6 +78,12 @@ class Router:
             except httpx.TransportError:
                 time.sleep(0.1)
         raise AssertionError(f"the router did not start:\n{self.log}")
+
+    def blocks(self) -> dict[str, float]:
+        """What it knows: the lines of its page on blocks, by publisher and tier."""
+        lines = self.client.get("/metrics").text.splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if "_router_blocks{" in line)
+        return {name: float(value) for name, value in pairs}
 
     @property
     def log(self) -> str:

@@ -4,7 +4,11 @@ real processes all. The tests run in the order they are written in; the last one
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +29,7 @@ BLOCK_BYTES = 2 * 2 * 2 * 64 * BLOCK * 4  # layers, K and V, KV heads, head size
 TEXT = "He was an old man who fished alone in a skiff in the Gulf Stream. " * 30
 BLOCKS = len(TEXT) // BLOCK * BLOCK
 CLIENTS = 500
+REPLAYED = 64  # batches: few, so that most of what is held was stored before them
 TIERS = ("device", "host", "disk")
 
 
@@ -47,7 +52,8 @@ class Two:
         home = self.folder / f"engine-{number}"
         pool = {"host_size": 40 * BLOCK_BYTES, "disk_path": str(home / "disk")}
         pool |= {"disk_size": "256MiB", "policy": "lru"}
-        return instance(home, self.model, "both", port, None, self.ports[number], (), **pool)
+        ports = self.ports[number]
+        return instance(home, self.model, "both", port, None, ports, (), REPLAYED, **pool)
 
     def served(self, reply: httpx.Response) -> LiveServer:
         return next(s for s in self.servers if s.url.endswith(header(reply)["engine"]))
@@ -175,33 +181,157 @@ def test_a_router_that_is_started_again_knows_everything(two: Two) -> None:
         assert recalled(reply)["computed"] < BLOCK
 
 
-def test_five_hundred_clients(two: Two) -> None:
-    """Each asks one of twenty prompts; every answer is the one engine's that computed it alone."""
-    texts = [f"Client {number}. " + TEXT[: 4 * BLOCK] for number in range(20)]
-    asked = {"model": "tiny", "max_tokens": 4, "temperature": 0}
-    alone = []
-    for text in texts:
-        body = {**asked, "prompt": text, "cache_salt": f"alone {text[:12]}"}
-        alone.append(two.servers[0].client.post("/v1/completions", json=body).json())
+def patient(url: str, body: Json) -> httpx.Response:
+    """As a client asks that tries again for a while, at a router that may be away."""
+    end = time.monotonic() + 120
+    while True:
+        try:
+            reply = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+            if reply.status_code not in (502, 503):
+                return reply
+        except httpx.TransportError:
+            pass
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+def test_a_router_that_is_killed_under_agents_costs_time_and_nothing_else(two: Two) -> None:
+    """Another router that lives on shows what the killed one would have known."""
+    with ExitStack() as stack:
+        observer = Router(two.folder, two.words)
+        stack.callback(observer.close)
+        killed = Router(two.folder, two.words)
+        stack.callback(lambda: killed.close())
+        clients = stack.enter_context(ThreadPoolExecutor(8))
+        answered: list[int] = []
+
+        def converse(number: int) -> int:
+            prompt = f"Agent {number} begins. " + TEXT[:400]
+            for turn in range(8):
+                prompt += f" Tool result {turn}: " + TEXT[turn * 50 : turn * 50 + 300]
+                asked = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0}
+                reply = patient(killed.url, asked)
+                assert reply.status_code == 200, reply.text
+                prompt += reply.json()["choices"][0]["text"]
+                answered.append(number)
+            return len(prompt)
+
+        running = [clients.submit(converse, number) for number in range(8)]
+        assert until(lambda: len(answered) >= 20)
+        killed.process.kill()
+        killed.process.wait()
+        assert not all(one.done() for one in running)
+        killed = Router(two.folder, two.words, killed.port)
+        assert until(lambda: any(killed.blocks().values()))
+        assert all(one.result() for one in running)
+        assert len(answered) == 64
+        for server in two.servers:
+            two.step(server)
+        assert until(lambda: killed.blocks() == observer.blocks())
+        assert sum(observer.blocks().values()) > 100
+        os.kill(killed.process.pid, signal.SIGSTOP)  # it loses more than is replayed, perhaps
+        for number in range(2 * REPLAYED):
+            body = {"model": "tiny", "prompt": f"Unseen {number}. {TEXT[:200]}", "max_tokens": 1}
+            two.servers[number % 2].client.post("/v1/completions", json=body)
+        os.kill(killed.process.pid, signal.SIGCONT)
+        for server in two.servers:
+            two.step(server)
+        assert until(lambda: killed.blocks() == observer.blocks())
+
+
+TEXTS = [f"Client {number}. " + TEXT[: 4 * BLOCK] for number in range(20)]
+ASKED: Json = {"model": "tiny", "max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def alone(two: Two) -> list[str]:
+    """Answers of the one engine that computes each of the prompts alone."""
+    told = []
+    for text in TEXTS:
+        body = {**ASKED, "prompt": text, "cache_salt": f"alone {text[:12]}"}
+        told.append(two.servers[0].client.post("/v1/completions", json=body).json())
+    return [one["choices"][0]["text"] for one in told]
+
+
+def all_clients(router: Router, at_reply: Callable[[int], None]) -> list[httpx.Response]:
+    """The replies to all clients, each of which asks one of the prompts. ``at_reply``: told how
+    many replies there are."""
+
+    async def ask(client: httpx.AsyncClient, at: int, counted: list[int]) -> httpx.Response:
+        body = {**ASKED, "prompt": TEXTS[at % len(TEXTS)]}
+        reply = await client.post(f"{router.url}/v1/completions", json=body)
+        counted.append(at)
+        at_reply(len(counted))
+        return reply
 
     async def all_of_them() -> list[httpx.Response]:
+        counted: list[int] = []
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=300, limits=limits) as client:
-            url = f"{two.router.url}/v1/completions"
-            bodies = [{**asked, "prompt": texts[at % len(texts)]} for at in range(CLIENTS)]
-            return await asyncio.gather(*(client.post(url, json=body) for body in bodies))
+            return await asyncio.gather(*(ask(client, at, counted) for at in range(CLIENTS)))
 
-    replies = asyncio.run(all_of_them())
+    return asyncio.run(all_of_them())
+
+
+def are_right(replies: list[httpx.Response], alone: list[str]) -> bool:
     for at, reply in enumerate(replies):
         assert reply.status_code == 200, reply.text
-        wanted = alone[at % len(texts)]["choices"][0]["text"]
-        assert reply.json()["choices"][0]["text"] == wanted
+        assert reply.json()["choices"][0]["text"] == alone[at % len(TEXTS)]
+    return True
+
+
+def test_five_hundred_clients(two: Two, alone: list[str]) -> None:
+    replies = all_clients(two.router, lambda _: None)
+    assert are_right(replies, alone)
     served = {header(reply)["engine"] for reply in replies}
     assert len(served) == 2
     assert until(lambda: two.router.inflight() == 0)
     assert two.router.count("requests_total", outcome="shed") == 0
     computed = sum(recalled(reply)["computed"] for reply in replies)
     assert computed < 0.5 * sum(sum(recalled(reply).values()) for reply in replies)
+
+
+def test_engines_come_and_go_while_the_router_runs(two: Two) -> None:
+    """As a file lists them. One that leaves ends what it began."""
+    roster = two.folder / "instances"
+    first, second = (f"engine {word}\n" for word in two.words if word != "--engine")
+    roster.write_text("# engines of this test\n" + first)
+    router = Router(two.folder, ["--instances", str(roster)])
+    try:
+        assert list(router.up()) == [two.servers[0].url]
+        assert two.served(router.complete(prompt="Only one. " + TEXT)) is two.servers[0]
+        roster.write_text(first + second)
+        assert until(lambda: list(router.up().values()) == [True, True])
+        assert until(lambda: router.blocks() == two.router.blocks())
+        body = {**ASKED, "prompt": "Long. ", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with router.client.stream("POST", "/v1/completions", json=body) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            name = header(reply)["engine"]
+            stays = next(s for s in two.servers if not s.url.endswith(name))
+            roster.write_text(first if first.find(stays.url) >= 0 else second)
+            assert until(lambda: two.served(router.complete(prompt="Who?")) is stays)
+            state = router.client.get("/health").json()["instances"]
+            assert [one["url"] for one in state if one.get("leaving")] == [f"http://{name}"]
+            told = list(lines)
+        assert told[-2:] == ["data: [DONE]", ""]
+        assert until(lambda: list(router.up()) == [stays.url])
+        assert {line.partition("{")[2][:30] for line in router.blocks()} == {
+            f'publisher="127.0.0.1:{two.ports[two.servers.index(stays)]}'[:30]
+        }
+        roster.write_text("engine nonsense://\n")
+        assert until(lambda: "line 1: 'nonsense://' is not an address" in router.log)
+        assert list(router.up()) == [stays.url]
+        roster.write_text("")
+        assert until(lambda: not router.up())
+        reply = router.complete(prompt="Who?")
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+        roster.write_text(first + second)
+        assert until(lambda: list(router.up().values()) == [True, True])
+        assert until(lambda: router.blocks() == two.router.blocks())
+        assert "Traceback" not in router.log
+    finally:
+        router.close()
 
 
 def test_an_engine_that_is_killed_and_comes_back_with_its_disk(two: Two) -> None:
@@ -228,4 +358,20 @@ def test_an_engine_that_is_killed_and_comes_back_with_its_disk(two: Two) -> None
     assert recalled(reply)["disk"] == len(text) // BLOCK * BLOCK
     new = grown(two, before)
     assert new["expected disk"] == new["prompt disk"]
+    assert "Traceback" not in two.router.log
+
+
+def test_five_hundred_clients_and_an_engine_that_dies(two: Two, alone: list[str]) -> None:
+    dying = two.servers[0]
+    before = two.router.count("retries_total")
+
+    def at_reply(count: int) -> None:
+        if count == 100:
+            kill(dying)
+
+    replies = all_clients(two.router, at_reply)
+    assert are_right(replies, alone)
+    assert two.router.count("retries_total") > before
+    assert two.router.up()[dying.url] is False
+    assert until(lambda: two.router.inflight() == 0)
     assert "Traceback" not in two.router.log

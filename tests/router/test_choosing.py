@@ -79,6 +79,44 @@ def test_the_instance_that_holds_most_is_chosen_unless_it_is_much_busier() -> No
     assert second not in all_.best_for_decode(prompt(TEXT))
 
 
+def test_a_request_goes_to_the_engines_of_its_model() -> None:
+    all_ = fleet()
+    first, second, third = all_.decode
+    first.serves = second.serves = frozenset(("base", "adapter"))
+    third.serves = frozenset(("other",))
+    all_.computed(third, prompt(TEXT))
+    assert set(all_.best_for_decode(prompt(TEXT), "base")[:-1]) == {first, second}
+    assert all_.best_for_decode(prompt(TEXT), "other")[0] is third
+    assert all_.least_busy("other") is third
+    for unknown in ("new adapter", None, 5):
+        assert all_.best_for_decode(prompt(TEXT), unknown)[0] is third
+    assert all_.new_tokens(prompt(TEXT), "other") < all_.new_tokens(prompt(TEXT), "base")
+
+
+def test_instances_join_and_leave() -> None:
+    all_ = fleet()
+    first, second, third = all_.decode
+    all_.computed(second, prompt(TEXT))
+    with second.busy():
+        new = Address("http://new:1")
+        all_.consist_of((), [first.address, new], ())
+        assert all_.decode[0] is first
+        assert all_.leaving == [second]
+        assert second.leaves
+        assert third.leaves
+        joined = all_.decode[1]
+        assert not joined.healthy
+        assert joined.bit not in (first.bit, second.bit)
+        assert all_.best_for_decode(prompt(TEXT)) == [first]
+        all_.computed(second, prompt(TEXT))
+        assert len(all_.prefixes) == 0
+    assert not all_.leaving
+    all_.consist_of((), [first.address, new, second.address], ())
+    assert all_.decode[:2] == (first, joined)
+    assert all_.decode[2] is not second
+    assert len({one.bit for one in all_.all}) == 3
+
+
 def test_equals_take_turns() -> None:
     all_ = fleet()
     assert {all_.best_for_prefill(None)[0].name} == {"p:1"}

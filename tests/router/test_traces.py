@@ -186,10 +186,11 @@ def test_packages_are_missed_in_one_line() -> None:
     program = """
 import sys
 from kvrecall.router.application import application
-from kvrecall.router.fleet import Address
+from kvrecall.router.addresses import Roster
 from kvrecall.router.router import RouterSettings
 from kvrecall.traces import check_endpoint
-application(RouterSettings((), (Address("http://127.0.0.1:1"),), (), 0, 0, 0, 1, 1.0, None))
+given = {"--engine": (), "--prefill": (), "--decode": ["http://127.0.0.1:1"]}
+application(RouterSettings(Roster(given, None), 0, 0, 0, 1, 1.0, None))
 print(any(name.startswith("opentelemetry") for name in sys.modules))
 sys.modules["opentelemetry"] = None
 check_endpoint("http://127.0.0.1:4317")

@@ -219,3 +219,41 @@ def test_a_port_that_is_taken(pool: Pool, port: int) -> None:
         other.bind(f"tcp://127.0.0.1:{port + 1}")
         with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{port + 1}"):
             EventPublisher(pool, "127.0.0.1", port)
+
+
+def test_what_is_kept_names_all_that_is_held(
+    pool: Pool, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For readers that ask for a replay and wish for nothing more, and for those that only
+    listen."""
+    monkeypatch.setattr(room, "_KEPT_BATCHES", 40)
+    publisher = EventPublisher(pool, "127.0.0.1", port)
+    monkeypatch.setattr(publisher, "_again_at", float("inf"))  # nothing is repeated on a wish
+    listener, context = set[int](), zmq.Context()
+    sub = context.socket(zmq.SUB)
+    try:
+        keys = save(pool, "a")
+        wait_until(lambda: publisher._number and publisher._log.is_complete)
+        sub.connect(f"tcp://127.0.0.1:{port}")
+        sub.subscribe(b"")
+        time.sleep(0.5)  # a subscription takes effect when the publisher has seen it
+        for number in range(90):
+            before = publisher._number
+            pool.drop(save(pool, f"b {number}", 1))
+            wait_until(lambda before=before: publisher._number > before)
+        while sub.poll(1000):
+            for event in msgspec.msgpack.decode(sub.recv_multipart()[-1])[1]:
+                if event["type"] == "BlockStored" and event["medium"] == "STORAGE":
+                    listener |= set(event["block_hashes"])
+        assert hashes(keys) <= listener
+        assert publisher._kept[0][0] > 40
+        late = Follower(port)
+        try:
+            wait_until(lambda: late.held(TierName.DISK) == hashes(keys))
+            assert agrees(late, pool)()
+            assert late.known.reader.lost == 0
+        finally:
+            late.close()
+    finally:
+        context.destroy(linger=0)
+        publisher.close()

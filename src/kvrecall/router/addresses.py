@@ -3,15 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 from kvrecall.errors import ConfigError
 from kvrecall.router.events import Publisher
 from kvrecall.router.fleet import Address
 
+_OPTIONS = {"engine": "--engine", "prefill": "--prefill", "decode": "--decode"}
 
-def addresses(given: Mapping[str, Sequence[str] | None]) -> list[tuple[Address, ...]]:
-    """Those given with each option, in its order. Raises ConfigError."""
+
+class Roster:
+    """The instances, as options give them for the router's life, and as a file lists them now:
+    ``engine URL``, ``prefill URL`` or ``decode URL``, one a line, and comments behind ``#``."""
+
+    def __init__(self, given: Mapping[str, Sequence[str] | None], file: Path | None) -> None:
+        """``given``: addresses by option."""
+        self._given = {option: list(texts or ()) for option, texts in given.items()}
+        self._file = file
+        self._read: tuple[int, ...] = ()
+
+    def has_changed(self) -> bool:
+        """Whether the file is another one than was read last."""
+        return self._file is not None and self._stamp() != self._read
+
+    def _stamp(self) -> tuple[int, ...]:
+        assert self._file is not None
+        try:
+            now = self._file.stat()
+        except OSError:
+            return (-1,)
+        return now.st_mtime_ns, now.st_size, now.st_ino
+
+    def read(self) -> list[tuple[Address, ...]]:
+        """Engines, prefill and decode instances. Raises ConfigError."""
+        if self._file is None:
+            return addresses(self._given)
+        self._read = self._stamp()
+        try:
+            lines = self._file.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ConfigError(
+                f"--instances: {self._file}: {why}; give a file with a line such as "
+                "'engine http://10.0.0.5:8000' for each instance"
+            ) from error
+        listed = {option: list(texts) for option, texts in self._given.items()}
+        for number, line in enumerate(lines, start=1):
+            words = line.partition("#")[0].split()
+            if not words:
+                continue
+            if len(words) != 2 or words[0] not in _OPTIONS:
+                raise ConfigError(
+                    f"--instances: {self._file}, line {number}: {line.strip()!r} is not a role and "
+                    "a URL; write for example 'engine http://10.0.0.5:8000'"
+                )
+            address(words[1], f"--instances: {self._file}, line {number}")
+            listed[_OPTIONS[words[0]]].append(words[1])
+        return addresses(listed, may_be_none=True)
+
+
+def addresses(
+    given: Mapping[str, Sequence[str] | None], may_be_none: bool = False
+) -> list[tuple[Address, ...]]:
+    """Those given with each option, in its order. ``may_be_none``: no instance is no error. Raises
+    ConfigError."""
     made = {option: instances(texts or (), option) for option, texts in given.items()}
     options: dict[str, str] = {}
     for option, those in made.items():
@@ -24,7 +80,7 @@ def addresses(given: Mapping[str, Sequence[str] | None]) -> list[tuple[Address, 
             "--engine: engines without roles do not go with --prefill and --decode; give all "
             "instances with --engine, or each with its role"
         )
-    if not engines and not decode:
+    if not engines and not decode and not (may_be_none and not prefill):
         raise ConfigError("--engine: no instance is given; give engines, or --prefill and --decode")
     return [engines, prefill, decode]
 
@@ -67,7 +123,7 @@ def address(text: str, option: str) -> Address:
                 f"{option}: {text!r}: {name!r} is unknown or given twice; known are events=PORT "
                 "(of the engine's KV events) and pool=PORT (of its pool service's)"
             )
-    return Address(f"{parts.scheme}://{parts.netloc}", tuple(events), pool)
+    return Address(f"{parts.scheme}://{parts.netloc.lower()}", tuple(events), pool)
 
 
 def _publisher(host: str, value: str, where: str) -> Publisher:

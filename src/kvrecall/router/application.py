@@ -90,7 +90,8 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Fast
             "open_requests": open_requests,
             "instances": [
                 {"url": x.url, "role": str(x.role), "up": x.healthy, "inflight": x.inflight}
-                for x in fleet.all
+                | ({"leaving": True} if x.leaves else {})
+                for x in (*fleet.all, *fleet.leaving)
             ],
         }
         return JSONResponse(state, 200 if fleet.can_serve else 503)

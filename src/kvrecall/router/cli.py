@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +24,14 @@ def route(
     engine: Annotated[list[str] | None, _instances("An engine without a role")] = None,
     prefill: Annotated[list[str] | None, _instances("A prefill instance")] = None,
     decode: Annotated[list[str] | None, _instances("A decode instance")] = None,
+    instances: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Instances, a line each ('engine URL', 'prefill URL', 'decode URL'); read again "
+            "when it changes.",
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8100,
     prefill_min_tokens: Annotated[
@@ -64,13 +73,15 @@ def route(
       kvrecall router --prefill http://127.0.0.1:8001 --decode http://127.0.0.1:8002
     """
     given = {"--engine": engine, "--prefill": prefill, "--decode": decode}
-    if not any(given.values()):
-        raise typer.BadParameter("no instance is given; give --engine, or --prefill and --decode")
+    if instances is None and not any(given.values()):
+        raise typer.BadParameter(
+            "no instance is given; give --engine, --prefill and --decode, or --instances"
+        )
     with errors_shown():
         try:
             import uvicorn
 
-            from kvrecall.router.addresses import addresses
+            from kvrecall.router.addresses import Roster
             from kvrecall.router.application import application
             from kvrecall.router.router import RouterSettings
             from kvrecall.server.preflight import check_port
@@ -78,8 +89,8 @@ def route(
             raise ConfigError(
                 f"the router needs {error.name}; install it with: pip install 'kvrecall[router]'"
             ) from error
-        engines, prefills, decodes = addresses(given)
-        if f"http://{host}:{port}" in [one.url for one in (*engines, *prefills, *decodes)]:
+        roster = Roster(given, instances)
+        if f"http://{host}:{port}" in [one.url for those in roster.read() for one in those]:
             raise ConfigError(
                 f"--port: {host}:{port} is the router's own address and an instance's; give the "
                 "router another port"
@@ -88,9 +99,7 @@ def route(
         if otlp_traces_endpoint is not None:
             check_endpoint(otlp_traces_endpoint)
     settings = RouterSettings(
-        prefill=prefills,
-        decode=decodes,
-        engines=engines,
+        roster=roster,
         prefill_min_tokens=prefill_min_tokens,
         imbalance=imbalance,
         retries=retries,

@@ -12,7 +12,7 @@ import contextlib
 import enum
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -351,19 +351,36 @@ class Subscriptions:
     def __init__(self, lag: Callable[[float], None]) -> None:
         self._lag = lag
         self.of: dict[Publisher, Subscription] = {}
+        self._tasks: dict[Publisher, asyncio.Task[None]] | None = None  # None: not running
 
     def follow(self, publisher: Publisher) -> Subscription:
         """The subscription of a publisher, the same one each time."""
         if publisher not in self.of:
             self.of[publisher] = Subscription(publisher, self._lag)
+            self._begin(publisher)
         return self.of[publisher]
+
+    def keep(self, publishers: Collection[Publisher]) -> None:
+        """No other publisher is followed any more."""
+        for gone in self.of.keys() - publishers:
+            del self.of[gone]
+            if self._tasks is not None:
+                self._tasks.pop(gone).cancel()
+
+    def _begin(self, publisher: Publisher) -> None:
+        if self._tasks is not None:
+            self._tasks[publisher] = asyncio.create_task(self.of[publisher].run())
 
     @contextlib.asynccontextmanager
     async def running(self) -> Any:
-        tasks = [asyncio.create_task(one.run()) for one in self.of.values()]
+        """Follows them while the context is open."""
+        self._tasks = {}
+        for publisher in self.of:
+            self._begin(publisher)
         try:
             yield
         finally:
+            tasks, self._tasks = list(self._tasks.values()), None
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

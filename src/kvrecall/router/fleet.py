@@ -53,11 +53,12 @@ class Instance:
     those in a row.
 
     ``waiting``: the cost, in tokens computed, of the prompts that it was sent and has not answered.
-    ``engine``, ``pool``: what its publishers and those of its pool service say. ``models``: names
-    that it serves without an adapter.
+    ``engine``, ``pool``: what its publishers and those of its pool service say. ``serves``: names
+    of models and adapters, empty if it did not say; ``models``: those without an adapter.
+    ``leaves``: it gets no further requests.
     """
 
-    url: str
+    address: Address
     role: Role
     bit: int
     engine: tuple[Subscription, ...] = ()
@@ -66,7 +67,13 @@ class Instance:
     inflight: int = 0
     waiting: float = 0.0
     failed_probes: int = 0
+    serves: frozenset[str] = frozenset()
     models: frozenset[str] = frozenset()
+    leaves: bool = False
+
+    @property
+    def url(self) -> str:
+        return self.address.url
 
     @property
     def name(self) -> str:
@@ -131,23 +138,54 @@ class Fleet:
     ) -> None:
         """``engines``: instances without roles; they take the part of decode instances."""
         self._subscriptions = subscriptions or Subscriptions(lambda _: None)
-        bits = (1 << place for place in itertools.count())
-
-        def made(role: Role, addresses: Sequence[Address]) -> tuple[Instance, ...]:
-            return tuple(self._instance(one, role, next(bits)) for one in addresses)
-
-        self.prefill = made(Role.PREFILL, prefill)
-        self.decode = made(Role.DECODE, decode) + made(Role.BOTH, engines)
-        self.all = self.prefill + self.decode
+        self.prefill: tuple[Instance, ...] = ()
+        self.decode: tuple[Instance, ...] = ()
+        self._leaving: list[Instance] = []
         self.prefixes = PrefixMap()
         self._imbalance = imbalance
         self._clock = clock
         self._prefill_turns, self._decode_turns = itertools.count(), itertools.count()
+        self.consist_of(prefill, decode, engines)
 
-    def _instance(self, address: Address, role: Role, bit: int) -> Instance:
+    def consist_of(
+        self, prefill: Sequence[Address], decode: Sequence[Address], engines: Sequence[Address]
+    ) -> None:
+        """These are the instances from now on. Those that are there already stay as they are; new
+        ones are used once they answer a probe; the others get no further requests, and leave when
+        those that they have are answered."""
+        before = {(one.address, one.role): one for one in self.all}
+        taken = {one.bit for one in (*self.all, *self.leaving)}
+        bits = (1 << place for place in itertools.count() if 1 << place not in taken)
+
+        def made(role: Role, addresses: Sequence[Address]) -> tuple[Instance, ...]:
+            known = [(one, before.pop((one, role), None)) for one in addresses]
+            return tuple(there or self._instance(one, role, bits) for one, there in known)
+
+        self.prefill = made(Role.PREFILL, prefill)
+        self.decode = made(Role.DECODE, decode) + made(Role.BOTH, engines)
+        for gone in before.values():
+            gone.leaves = True
+            self.prefixes.forget(gone.bit)
+            self._leaving.append(gone)
+            log.info("%s instance %s leaves", gone.role, gone.url)
+        followed = (one for each in self.all for one in (*each.engine, *each.pool))
+        self._subscriptions.keep({one.publisher for one in followed})
+
+    def _instance(self, address: Address, role: Role, bits: Iterator[int]) -> Instance:
         follow = self._subscriptions.follow
         pool = () if address.pool is None else (follow(address.pool),)
-        return Instance(address.url, role, bit, tuple(map(follow, address.events)), pool)
+        return Instance(address, role, next(bits), tuple(map(follow, address.events)), pool)
+
+    @property
+    def all(self) -> tuple[Instance, ...]:
+        """Those that get requests."""
+        return self.prefill + self.decode
+
+    @property
+    def leaving(self) -> list[Instance]:
+        """Instances that still answer what they were sent before they left."""
+        self._leaving = [one for one in self._leaving if one.inflight]
+        return self._leaving
 
     @property
     def can_serve(self) -> bool:
@@ -166,19 +204,28 @@ class Fleet:
         """Names of models without an adapter, of instances that publish events."""
         return frozenset().union(*(one.models for one in self.all))
 
-    def least_busy(self) -> Instance | None:
-        """The healthy instance with the fewest requests."""
-        healthy = [instance for instance in self.all if instance.healthy]
+    def of_model(self, model: object, among: Sequence[Instance]) -> Sequence[Instance]:
+        """Those that serve the model, or all if none is known to: an engine may have got an adapter
+        that it did not list yet, and knows best what to answer otherwise."""
+        serving = [one for one in among if model in one.serves] if isinstance(model, str) else ()
+        return serving or among
+
+    def least_busy(self, model: object = None) -> Instance | None:
+        """The healthy instance of a model with the fewest requests."""
+        healthy = [one for one in self.of_model(model, self.all) if one.healthy]
         return min(healthy, key=lambda one: one.inflight, default=None)
 
-    def best_for_prefill(self, prompt: Prompt | None) -> list[Instance]:
-        """The healthy prefill instances, best first."""
-        return self.ranked(prompt, self.prefill, next(self._prefill_turns))
+    def best_for_prefill(self, prompt: Prompt | None, model: object = None) -> list[Instance]:
+        """The healthy prefill instances of a model, best first."""
+        among = self.of_model(model, self.prefill)
+        return self.ranked(prompt, among, next(self._prefill_turns))
 
-    def best_for_decode(self, prompt: Prompt | None) -> list[Instance]:
-        """The healthy decode instances, best first, then the prefill instances as a fallback."""
+    def best_for_decode(self, prompt: Prompt | None, model: object = None) -> list[Instance]:
+        """The healthy decode instances of a model, best first, then the prefill instances as a
+        fallback."""
         turn = next(self._decode_turns)
-        return self.ranked(prompt, self.decode, turn) + self.ranked(prompt, self.prefill, turn)
+        decode, prefill = self.of_model(model, self.decode), self.of_model(model, self.prefill)
+        return self.ranked(prompt, decode, turn) + self.ranked(prompt, prefill, turn)
 
     def ranked(self, prompt: Prompt | None, among: Sequence[Instance], turn: int) -> list[Instance]:
         """The healthy ones of some instances, best first; ``turn``: the number of the choice."""
@@ -241,9 +288,10 @@ class Fleet:
             found[tier] += 1
         return found
 
-    def new_tokens(self, prompt: Prompt) -> float:
-        """Tokens of a prompt that no instance is known to hold."""
-        held = (sum(self.expected(one, prompt).values()) for one in self.all)
+    def new_tokens(self, prompt: Prompt, model: object = None) -> float:
+        """Tokens of a prompt that no instance of a model is known to hold."""
+        among = self.of_model(model, self.all)
+        held = (sum(self.expected(one, prompt).values()) for one in among)
         return prompt.tokens - max(held, default=0)
 
     def sent(self, instance: Instance, prompt: Prompt | None) -> None:
@@ -254,7 +302,8 @@ class Fleet:
 
     def computed(self, instance: Instance, prompt: Prompt | None) -> None:
         """Notes that ``instance`` has computed or loaded ``prompt``."""
-        self.prefixes.note(prompt, instance.bit)
+        if not instance.leaves:
+            self.prefixes.note(prompt, instance.bit)
 
     def probed(self, instance: Instance, well: bool) -> None:
         """Notes whether ``instance`` answered its health probe."""

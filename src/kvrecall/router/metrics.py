@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -14,6 +13,12 @@ from kvrecall.router.fleet import Fleet
 from kvrecall.router.holdings import TIERS
 
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+_Values = Sequence[tuple[tuple[str, ...], float]]
+
+
+def _of_each(following: Subscriptions, value: Callable[[Subscription], float]) -> _Values:
+    return [((one.publisher.name,), value(one)) for one in following.of.values()]
 
 
 class RouterMetrics:
@@ -67,15 +72,22 @@ class RouterMetrics:
             buckets=_BUCKETS,
         )
 
-        up = self._gauge("instance_up", "1 if the instance answers, else 0.", "role", "instance")
-        inflight = self._gauge("inflight", "Requests in flight.", "role", "instance")
-        for each in fleet.all:
-            up.labels(each.role, each.name).set_function(partial(attrgetter("healthy"), each))
-            inflight.labels(each.role, each.name).set_function(
-                partial(attrgetter("inflight"), each)
-            )
-        prefixes = self._gauge("prefixes", "Prefix hashes remembered.")
-        prefixes.set_function(lambda: len(fleet.prefixes))
+        self._shown: list[tuple[Gauge, Callable[[], _Values]]] = []
+        self._show(
+            "instance_up",
+            "1 if the instance answers, else 0.",
+            ("role", "instance"),
+            lambda: [((one.role, one.name), float(one.healthy)) for one in fleet.all],
+        )
+        self._show(
+            "inflight",
+            "Requests in flight.",
+            ("role", "instance"),
+            lambda: [
+                ((one.role, one.name), float(one.inflight)) for one in (*fleet.all, *fleet.leaving)
+            ],
+        )
+        self._show("prefixes", "Prefix hashes remembered.", (), lambda: [((), len(fleet.prefixes))])
         self._of_events(subscriptions)
 
     def _of_events(self, subscriptions: Subscriptions) -> None:
@@ -100,19 +112,24 @@ class RouterMetrics:
             ),
         )
         for name, text, value in shown:
-            gauge = self._gauge(name, text, "publisher")
-            for one in subscriptions.of.values():
-                gauge.labels(one.publisher.name).set_function(partial(value, one))
-        blocks = self._gauge(
-            "blocks", "Blocks that a publisher reports, by tier.", "publisher", "tier"
+            self._show(name, text, ("publisher",), partial(_of_each, subscriptions, value))
+        self._show(
+            "blocks",
+            "Blocks that a publisher reports, by tier.",
+            ("publisher", "tier"),
+            lambda: [
+                ((one.publisher.name, tier), float(one.holdings.blocks(tier)))
+                for one in subscriptions.of.values()
+                for tier in TIERS
+            ],
         )
-        for one in subscriptions.of.values():
-            for tier in TIERS:
-                shown_blocks = partial(one.holdings.blocks, tier)
-                blocks.labels(one.publisher.name, tier).set_function(shown_blocks)
 
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"kvrecall_router_{name}", text, labels, registry=self._registry)
+    def _show(
+        self, name: str, text: str, labels: tuple[str, ...], values: Callable[[], _Values]
+    ) -> None:
+        """A gauge whose values, by labels, are asked for with each page: instances come and go."""
+        gauge = Gauge(f"kvrecall_router_{name}", text, labels, registry=self._registry)
+        self._shown.append((gauge, values))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"kvrecall_router_{name}", text, labels, registry=self._registry)
@@ -130,4 +147,9 @@ class RouterMetrics:
 
     def page(self) -> bytes:
         """The metrics in Prometheus' text format."""
+        for gauge, values in self._shown:
+            if gauge._labelnames:
+                gauge.clear()
+            for labels, value in values():
+                (gauge.labels(*labels) if labels else gauge).set(value)
         return generate_latest(self._registry)

@@ -17,8 +17,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvrecall.engines.base import HANDOVER, RECALL_HEADER, REPORT
+from kvrecall.errors import ConfigError
+from kvrecall.router.addresses import Roster
 from kvrecall.router.events import Subscriptions
-from kvrecall.router.fleet import Address, Expected, Fleet, Instance
+from kvrecall.router.fleet import Expected, Fleet, Instance
 from kvrecall.router.metrics import RouterMetrics
 from kvrecall.router.prefixes import Prompt
 from kvrecall.router.tokens import Tokens
@@ -31,6 +33,7 @@ RETRY_HEADER = "retry-after"
 """Reply header of the router with status 503: seconds until a retry is useful."""
 
 _PROBE_EVERY_S = 2.0
+_LIST_EVERY = 15  # probes, after which an instance's list of models is read again
 
 SOURCES = ("device", "host", "disk", "remote", "unspecified", "computed")
 
@@ -44,8 +47,8 @@ _ANSWER_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """Settings from the command line. ``prefill``, ``decode``, ``engines``: addresses of instances,
-    of the last without roles.
+    """Settings from the command line. ``roster``: the instances, as the command line names them and
+    as its file lists them from time to time.
 
     ``prefill_min_tokens``: prompts with fewer tokens that no instance holds go directly to a decode
     instance. ``imbalance``: requests in flight that an instance may have above the least busy one
@@ -53,9 +56,7 @@ class RouterSettings:
     for each of the two roles.
     """
 
-    prefill: tuple[Address, ...]
-    decode: tuple[Address, ...]
-    engines: tuple[Address, ...]
+    roster: Roster
     prefill_min_tokens: int
     imbalance: int
     retries: int
@@ -149,8 +150,11 @@ def prompt_only(body: Mapping[str, Any]) -> dict[str, Any]:
 def error_response(status: int, message: str, kind: str = "router_error") -> Response:
     """An error in OpenAI's form."""
     body = {"error": {"message": message, "type": kind, "code": status}}
-    headers = {RETRY_HEADER: "1"} if status == 503 else {}
-    return Response(json.dumps(body), status, headers, "application/json")
+    return Response(json.dumps(body), status, _retry_after(status), "application/json")
+
+
+def _retry_after(status: int) -> dict[str, str]:
+    return {RETRY_HEADER: "1"} if status == 503 else {}
 
 
 class Router:
@@ -160,13 +164,9 @@ class Router:
         """``fleet_of``: how it chooses among its instances."""
         self._settings = settings
         self._subscriptions = Subscriptions(lambda seconds: self.metrics.event_lag.observe(seconds))
-        self.fleet = fleet_of(
-            settings.prefill,
-            settings.decode,
-            settings.imbalance,
-            settings.engines,
-            self._subscriptions,
-        )
+        engines, prefill, decode = settings.roster.read()
+        self.fleet = fleet_of(prefill, decode, settings.imbalance, engines, self._subscriptions)
+        self._rounds = 0
         self.metrics = RouterMetrics(self.fleet, self._subscriptions)
         self.upstream = Upstream(settings.timeout_s)
         self.traces = RouterTraces(settings.traces_endpoint)
@@ -189,13 +189,28 @@ class Router:
     async def _probe_on(self) -> None:
         while True:
             await asyncio.sleep(_PROBE_EVERY_S)
+            if self._settings.roster.has_changed():
+                self._read_roster()
             await self._probe_all()
 
+    def _read_roster(self) -> None:
+        try:
+            engines, prefill, decode = self._settings.roster.read()
+        except ConfigError as error:
+            log.warning("%s; the instances stay as they were", error)
+        else:
+            self.fleet.consist_of(prefill, decode, engines)
+
     async def _probe_all(self) -> None:
+        lists_models = self._rounds % _LIST_EVERY == 0
+        self._rounds += 1
+
         async def probe(instance: Instance) -> None:
             well = await self.upstream.probe(instance)
-            if well and not instance.healthy and instance.engine:
-                instance.models = await self.upstream.models(instance, self._settings.api_key)
+            if well and (lists_models or not instance.healthy):
+                instance.serves, instance.models = await self.upstream.models(
+                    instance, self._settings.api_key
+                )
             self.fleet.probed(instance, well)
 
         await asyncio.gather(*map(probe, self.fleet.all))
@@ -220,8 +235,8 @@ class Router:
             return prompt
         if "messages" not in request.body and prompt.ids is None and prompt.most_tokens <= block:
             return prompt
-        instance = self.fleet.least_busy()
         model = request.body.get("model")
+        instance = self.fleet.least_busy(model)
         if instance is None or (model is not None and model not in self.fleet.models):
             return prompt  # with an adapter, blocks have other hashes
         ids = await self._tokens.of(request.body, request.headers, instance)
@@ -235,9 +250,10 @@ class Router:
         prompt = request.prompt
         if prompt is None or request.body.get("prompt_logprobs") is not None:
             return "unsuitable", None
-        if self.fleet.new_tokens(prompt) < self._settings.prefill_min_tokens:
+        model = request.body.get("model")
+        if self.fleet.new_tokens(prompt, model) < self._settings.prefill_min_tokens:
             return "short", None
-        candidates = self.fleet.best_for_prefill(prompt)[: self._settings.retries + 1]
+        candidates = self.fleet.best_for_prefill(prompt, model)[: self._settings.retries + 1]
         for attempt, instance in enumerate(candidates):
             if attempt:
                 self.metrics.retries.labels("prefill").inc()
@@ -273,7 +289,8 @@ class Router:
         began = time.monotonic()
         failure: InstanceFailedError | None = None
         ask = self.upstream.stream if request.body.get("stream") else self.upstream.ask
-        candidates = self.fleet.best_for_decode(request.prompt)[: self._settings.retries + 1]
+        ranked = self.fleet.best_for_decode(request.prompt, request.body.get("model"))
+        candidates = ranked[: self._settings.retries + 1]
         for attempt, instance in enumerate(candidates):
             if attempt:
                 self.metrics.retries.labels(instance.word).inc()
@@ -301,7 +318,8 @@ class Router:
         if failure is None:
             return error_response(503, "no instance is up", "service_unavailable")
         if failure.reply is not None:
-            return Response(failure.reply.content, failure.reply.status, None, "application/json")
+            status = failure.reply.status
+            return Response(failure.reply.content, status, _retry_after(status), "application/json")
         return error_response(502, f"no instance could serve the request: {failure}")
 
     def _served(

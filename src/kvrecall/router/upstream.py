@@ -99,18 +99,20 @@ class Upstream:
             return False
         return reply.status_code == 200
 
-    async def models(self, instance: Instance, api_key: str | None) -> frozenset[str]:
-        """Names of the models that an instance serves, adapters left out; none if it does not
-        say."""
+    async def models(
+        self, instance: Instance, api_key: str | None
+    ) -> tuple[frozenset[str], frozenset[str]]:
+        """Names of the models and adapters that an instance serves, and of the models alone; none
+        if it does not say."""
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         try:
             reply = await self._client.get(
                 f"{instance.url}/v1/models", headers=headers, timeout=_PROBE_S
             )
-            listed = reply.json()["data"]
-            return frozenset(one["id"] for one in listed if not one.get("parent"))
+            listed = {one["id"]: one.get("parent") for one in reply.json()["data"]}
+            return frozenset(listed), frozenset(n for n, parent in listed.items() if not parent)
         except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError):
-            return frozenset()
+            return frozenset(), frozenset()
 
     async def get(self, instance: Instance, path: str, headers: Mapping[str, str]) -> Answer:
         """GET. Raises InstanceFailedError."""

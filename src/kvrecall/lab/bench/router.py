@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
+import numpy as np
 import typer
 import uvicorn
 
@@ -25,9 +26,9 @@ from kvrecall.lab.bench.model import BenchModel, Texts
 from kvrecall.lab.bench.report import Report, names_in, progress
 from kvrecall.lab.engines.server import ServerProcess
 from kvrecall.lab.ports import free_port
+from kvrecall.router.addresses import Roster
 from kvrecall.router.application import application
-from kvrecall.router.events import Publisher
-from kvrecall.router.fleet import Address, Fleet, Instance
+from kvrecall.router.fleet import Fleet, Instance
 from kvrecall.router.prefixes import Prompt
 from kvrecall.router.router import RouterSettings, split_of
 
@@ -94,15 +95,16 @@ class Session:
     turns: tuple[Turn, ...]
 
 
-def agents(sessions: int, turns: int, seed: int) -> tuple[Session, ...]:
+def agents(sessions: int, turns: int, pause_s: float, seed: int) -> tuple[Session, ...]:
     """Sessions over one of two system prompts of 512 tokens, one every two seconds; a task of 128
     to 512, results of tools of 64 to 384 tokens, after pauses of half a second and more (in the
-    mean 2.5, exponential, at most 10)."""
+    mean ``pause_s``, exponential, at most four times that)."""
     draw, texts = random.Random(seed), Texts(seed)
     systems = [texts.document(_SYSTEM_TOKENS) for _ in range(2)]
 
     def turn() -> Turn:
-        return Turn(min(10.0, 0.5 + draw.expovariate(0.5)), texts.document(draw.randint(64, 384)))
+        pause = min(4 * pause_s, 0.5 + draw.expovariate(1 / max(0.1, pause_s - 0.5)))
+        return Turn(pause, texts.document(draw.randint(64, 384)))
 
     return tuple(
         Session(
@@ -221,7 +223,8 @@ def failed(running: Sequence[Future[None]]) -> bool:
 class RouterThread:
     """A router in a thread of this process, on a free port."""
 
-    def __init__(self, way: Way, addresses: Sequence[Address]) -> None:
+    def __init__(self, way: Way, addresses: Sequence[str]) -> None:
+        """``addresses``: of the engines, with the ports of their events."""
         self._way = way
         self._addresses = tuple(addresses)
         self.url = ""
@@ -230,8 +233,9 @@ class RouterThread:
     def _start(self) -> None:
         addresses = self._addresses
         if not self._way.reads_events:
-            addresses = tuple(Address(one.url) for one in addresses)
-        settings = RouterSettings((), (), addresses, 0, 4, 1, 1000, 600.0, None)
+            addresses = tuple(one.partition("?")[0] for one in addresses)
+        roster = Roster({"--engine": addresses, "--prefill": (), "--decode": ()}, None)
+        settings = RouterSettings(roster, 0, 4, 1, 1000, 600.0, None)
         port = free_port()
         app = application(settings, self._way.fleet)
         config = uvicorn.Config(app, "127.0.0.1", port, log_level="error", access_log=False)
@@ -271,7 +275,7 @@ class RouterThread:
 @contextlib.contextmanager
 def engines(
     folder: Path, arguments: Sequence[str], host_bytes: int, disk_bytes: int
-) -> Iterator[tuple[list[ServerProcess], list[Address]]]:
+) -> Iterator[tuple[list[ServerProcess], list[str]]]:
     """Two servers with pools of their own, which publish their events."""
     with ExitStack() as stack:
         servers, addresses = [], []
@@ -293,8 +297,7 @@ def engines(
             words += ["--", "--kv-events-config", json.dumps(published)]
             log = folder / f"server{number}.log"
             servers.append(stack.enter_context(ServerProcess(words, log, progress)))
-            publisher = Publisher("127.0.0.1", events, replay)
-            addresses.append(Address(servers[-1].url, (publisher,)))
+            addresses.append(f"{servers[-1].url}?events={events}/{replay}")
         yield servers, addresses
 
 
@@ -313,9 +316,12 @@ def empty(servers: Sequence[ServerProcess]) -> None:
 
 
 def measure_router(
-    sessions: Annotated[int, typer.Option(min=2, help="Sessions, all at once.")] = 12,
+    sessions: Annotated[int, typer.Option(min=2, help="Sessions, all at once.")] = 8,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 6,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that each way is measured.")] = 2,
+    pause: Annotated[
+        float, typer.Option(min=0.5, help="Seconds between an answer and the next turn, mean.")
+    ] = 3.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each way is measured.")] = 3,
     ways: Annotated[str, typer.Option(help="Ways to choose, by name.")] = ",".join(WAYS),
     restart: Annotated[
         bool, typer.Option("--restart", help="Start the router anew halfway, in every run.")
@@ -323,18 +329,18 @@ def measure_router(
     seed: Annotated[int, typer.Option()] = 0,
 ) -> Report:
     """Agents' sessions before two engines, whose devices hold an eighth of it each and their hosts
-    a fifth: round robin, least busy, prefix map by guess, prefix map by the engines' KV events; the
-    same sessions with each, by turns."""
+    two fifths: round robin, least busy, prefix map by guess, prefix map by the engines' KV events;
+    the same sessions with each, by turns."""
     names = names_in(ways)
     for name in names:
         if name not in WAYS:
             raise EngineError(f"there is no way {name!r}; known: {', '.join(WAYS)}")
-    model = BenchModel(hidden=256, layers=4, heads=4, kv_heads=2)
-    all_sessions = [agents(sessions, turns, seed + number) for number in range(rounds)]
+    model = BenchModel(hidden=384, layers=6, heads=6, kv_heads=2)
+    all_sessions = [agents(sessions, turns, pause, seed + number) for number in range(rounds)]
     longest = max(map(longest_of, all_sessions)) + 128
     unique = 2 * _SYSTEM_TOKENS + sessions * (longest - _SYSTEM_TOKENS)
     device = max(unique // 8, longest + 4 * BLOCK) * model.token_bytes
-    host, disk = unique // 5 * model.token_bytes, 0
+    host, disk = 2 * unique // 5 * model.token_bytes, 0
     played: dict[str, list[Played]] = {name: [] for name in names}
     figures: dict[str, Any] = {}
     expected: dict[str, int] = {}
@@ -378,8 +384,18 @@ def _figures(runs: Sequence[Played]) -> dict[str, Any]:
         "computed_tokens": tokens["computed"],
         "computed_share": round(tokens["computed"] / prompt, 4),
         "by_tier": {source: round(tokens[source] / prompt, 4) for source in _SOURCES},
-        "ttft_p50_s": round(statistics.median(times), 4),
+        "ttft_p50_s": round(float(np.percentile(times, 50)), 4),
+        "ttft_p90_s": round(float(np.percentile(times, 90)), 4),
+        "ttft_p99_s": round(float(np.percentile(times, 99)), 4),
         "ttft_mean_s": round(statistics.fmean(times), 4),
+        "rounds": [
+            {
+                "computed_tokens": run.tokens.get("computed", 0),
+                "ttft_p50_s": round(statistics.median(run.ttft_s), 4),
+                "ttft_mean_s": round(statistics.fmean(run.ttft_s), 4),
+            }
+            for run in runs
+        ],
     }
 
 
@@ -400,12 +416,14 @@ def _report(
             f"{one['computed_tokens']:,}",
             f"{one['computed_tokens'] / base['computed_tokens']:.2f}",
             f"{one['ttft_p50_s']:.3f}",
+            f"{one['ttft_p90_s']:.3f}",
+            f"{one['ttft_p99_s']:.3f}",
             f"{one['ttft_mean_s']:.3f}",
             f"{one['ttft_mean_s'] / base['ttft_mean_s']:.2f}",
         )
         for name, one in figures.items()
     )
-    columns = ("choice", "computed", "ratio", "first token, median", "mean", "ratio of means")
+    columns = ("choice", "computed", "ratio", "first token, p50", "p90", "p99", "mean", "ratio")
     notes = [
         f"{sessions} sessions of {turns} turns, {rounds} times; {base['prompt_tokens']:,} prompt "
         f"tokens; two engines, each with {device / 2**20:.0f} MiB on the device and "

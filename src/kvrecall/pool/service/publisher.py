@@ -174,8 +174,9 @@ class EventPublisher:
             self._pub.send_multipart((b"", self._number.to_bytes(8, "big"), payload))
             self._keep(payload)
             batches, nbytes = self._since
-            self._since = (batches + 1, nbytes + len(payload)) if self._log.is_swept else (0, 0)
-            if batches >= _KEPT_BATCHES // 4 or nbytes >= _KEPT_BYTES // 4:
+            batches, nbytes = (batches + 1, nbytes + len(payload)) if self._log.is_swept else (0, 0)
+            self._since = batches, nbytes
+            if batches >= max(2, _KEPT_BATCHES // 4) or nbytes >= _KEPT_BYTES // 4:
                 self._since = (0, 0)
                 self._log.repeat()
         return not self._log.is_complete
