@@ -131,7 +131,7 @@ def test_what_is_refused_at_start(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", port)):
         told = refused("--engine", "127.0.0.1:1", "--port", str(port))
         assert len(told.splitlines()) == 1
-        assert f"127.0.0.1:{port}" in told
+        assert f"port {port} on 127.0.0.1 is in use" in told
     assert "is given twice" in refused("--engine", "http://H:1", "--engine", "http://h:1/")
     missing = tmp_path / "missing"
     assert f"--instances: {missing}: No such file" in refused("--instances", str(missing))
