@@ -30,7 +30,7 @@ def run(folder, host_bytes, max_files, events):
         PoolConfig(host_bytes, DiskConfig(folder / "disk", 256 << 20)),
         folder / "pool.sock",
         lambda: print("ready", flush=True),
-        ("127.0.0.1", events) if events else None,
+        ("127.0.0.1", events, "") if events else None,
     )
 
 children = set()

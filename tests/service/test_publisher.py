@@ -150,7 +150,7 @@ def test_a_reader_follows_a_pool_through_evictions_and_drops(pool: Pool, port: i
         publisher.close()
 
 
-def test_a_late_reader_is_told_everything_once_more(
+def test_a_late_reader_is_told_everything(
     pool: Pool, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "_KEPT_BATCHES", 2)
@@ -221,39 +221,42 @@ def test_a_port_that_is_taken(pool: Pool, port: int) -> None:
             EventPublisher(pool, "127.0.0.1", port)
 
 
-def test_what_is_kept_names_all_that_is_held(
+def test_a_topic_and_a_gap_that_is_no_longer_kept(
     pool: Pool, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For readers that ask for a replay and wish for nothing more, and for those that only
-    listen."""
-    monkeypatch.setattr(room, "_KEPT_BATCHES", 40)
-    publisher = EventPublisher(pool, "127.0.0.1", port)
-    monkeypatch.setattr(publisher, "_again_at", float("inf"))  # nothing is repeated on a wish
-    listener, context = set[int](), zmq.Context()
-    sub = context.socket(zmq.SUB)
+    """The frames: with the topic, in order, and first those that void what a reader knew."""
+    monkeypatch.setattr(room, "_KEPT_BATCHES", 4)
+    publisher = EventPublisher(pool, "127.0.0.1", port, "kv-events")
+    context = zmq.Context()
+    sub, replay = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+    follower = Follower(port)
     try:
-        keys = save(pool, "a")
-        wait_until(lambda: publisher._number and publisher._log.is_complete)
         sub.connect(f"tcp://127.0.0.1:{port}")
-        sub.subscribe(b"")
+        sub.subscribe(b"kv-events")
+        replay.connect(f"tcp://127.0.0.1:{port + 1}")
         time.sleep(0.5)  # a subscription takes effect when the publisher has seen it
-        for number in range(90):
+        keys = save(pool, "a")
+        assert sub.poll(20_000)
+        assert sub.recv_multipart()[0] == b"kv-events"
+        for number in range(12):
             before = publisher._number
             pool.drop(save(pool, f"b {number}", 1))
             wait_until(lambda before=before: publisher._number > before)
-        while sub.poll(1000):
-            for event in msgspec.msgpack.decode(sub.recv_multipart()[-1])[1]:
-                if event["type"] == "BlockStored" and event["medium"] == "STORAGE":
-                    listener |= set(event["block_hashes"])
-        assert hashes(keys) <= listener
-        assert publisher._kept[0][0] > 40
-        late = Follower(port)
-        try:
-            wait_until(lambda: late.held(TierName.DISK) == hashes(keys))
-            assert agrees(late, pool)()
-            assert late.known.reader.lost == 0
-        finally:
-            late.close()
+        wait_until(lambda: follower.held(TierName.DISK) == hashes(keys))
+        replay.send_multipart((b"", (2).to_bytes(8, "big")))
+        replies: list[list[bytes]] = []
+        while not replies or replies[-1][-1]:
+            assert replay.poll(20_000)
+            replies.append(replay.recv_multipart())
+        numbers = [int.from_bytes(one[2], "big") for one in replies[:-1]]
+        assert numbers == list(range(numbers[0], publisher._number))
+        assert numbers[0] >= 2
+        assert {one[1] for one in replies[:-1]} == {b"kv-events"}
+        first = msgspec.msgpack.decode(replies[0][-1])[1]
+        assert first[0]["type"] == "AllBlocksCleared"
+        told = {h for one in first if one.get("medium") == "STORAGE" for h in one["block_hashes"]}
+        assert told >= hashes(keys)
     finally:
+        follower.close()
         context.destroy(linger=0)
         publisher.close()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.pool.base import TierStats
-from kvrecall.pool.changes import SWEPT, Cause, Watcher
+from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier
 
@@ -152,9 +152,9 @@ class Cascade(Tier):
         self.near.watch(watcher)
         self.far.watch(watcher)
 
-    def sweep(self, watcher: Watcher, count: int = SWEPT) -> Iterator[None]:
-        yield from self.near.sweep(watcher, count)
-        yield from self.far.sweep(watcher, count)
+    def sweep(self, watcher: Watcher) -> Iterator[None]:
+        yield from self.near.sweep(watcher)
+        yield from self.far.sweep(watcher)
 
     def stats(self) -> TierStats:
         return self.near.stats()

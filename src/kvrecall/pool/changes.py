@@ -13,9 +13,6 @@ from kvrecall.block import BlockKey, TierName
 MOST_CHANGES = 65_536
 """Changes that a log keeps until they are taken, by default: about 10 MB."""
 
-SWEPT = 256
-"""Blocks that one step of a sweep reports at most, by default, under one hold of a tier's lock."""
-
 
 class Cause(enum.StrEnum):
     """Why a block left a tier."""
@@ -80,14 +77,11 @@ class ChangeLog:
     """
 
     def __init__(
-        self,
-        sweep: Callable[[Watcher, int], Iterator[None]],
-        most: int = MOST_CHANGES,
-        swept: int = SWEPT,
+        self, sweep: Callable[[Watcher], Iterator[None]], most: int = MOST_CHANGES
     ) -> None:
-        """``sweep``: reports all blocks held, ``swept`` of them with each step, as ``Pool.sweep``
-        does; what one step reports may exceed ``most``."""
-        self._begin_sweep = functools.partial(sweep, _Held(self._hold), swept)
+        """``sweep``: reports all blocks held, some with each step, as ``Pool.sweep`` does; what one
+        step reports may exceed ``most``."""
+        self._begin_sweep = functools.partial(sweep, _Held(self._hold))
         self._most = most
         self._lock = threading.Lock()
         self._changes: list[Change] = []
@@ -140,11 +134,6 @@ class ChangeLog:
         with self._lock:
             taken, self._changes = self._changes, []
         return taken
-
-    @property
-    def is_swept(self) -> bool:
-        """Whether all that is held has been taken since the last time it had to be."""
-        return self._sweep is None and not self._overflowed
 
     @property
     def is_complete(self) -> bool:

@@ -39,7 +39,7 @@ from kvrecall.pool.base import (
     check_parents,
 )
 from kvrecall.pool.cascade import Cascade
-from kvrecall.pool.changes import SWEPT, Cause, Watcher
+from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.departures import Departure, Departures, Refusal
 from kvrecall.pool.disk import DiskTier
@@ -566,18 +566,18 @@ class Pool:
             self._host.watchers = (*self._host.watchers, watcher)
             self._below.watch(watcher)
 
-    def sweep(self, watcher: Watcher, count: int = SWEPT) -> Iterator[None]:
-        """Reports every block in every tier as stored, at most ``count`` with each step."""
+    def sweep(self, watcher: Watcher) -> Iterator[None]:
+        """Reports every block in every tier as stored, some with each step."""
         with self._changed:
             keys = list(self._host.blocks)
-        for start in range(0, len(keys), count):
+        for start in range(0, len(keys), _LOOKED_UP):
             with self._changed:
                 blocks = self._host.blocks
-                for key in keys[start : start + count]:
+                for key in keys[start : start + _LOOKED_UP]:
                     if key in blocks:
                         watcher.stored(TierName.HOST, key, blocks[key].parent)
             yield
-        yield from self._below.sweep(watcher, count)
+        yield from self._below.sweep(watcher)
 
     # -- administration, for ``PoolAdmin`` --------------------------------------------------
 

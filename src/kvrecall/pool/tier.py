@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName
 from kvrecall.pool.base import TierStats
-from kvrecall.pool.changes import SWEPT, Cause, Watcher
+from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.hints import Advice
 
 Buckets = tuple[tuple[float, int], ...]
@@ -143,9 +143,8 @@ class Tier(ABC):
     def watch(self, watcher: Watcher) -> None:  # noqa: B027
         """From now on ``watcher`` is told what enters and leaves this tier."""
 
-    def sweep(self, watcher: Watcher, count: int = SWEPT) -> Iterator[None]:
-        """Reports every block of a tier that can be watched as stored, at most ``count`` with each
-        step."""
+    def sweep(self, watcher: Watcher) -> Iterator[None]:
+        """Reports every block of a tier that can be watched as stored, some with each step."""
         return iter(())
 
     @abstractmethod

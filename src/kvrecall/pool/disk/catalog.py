@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Tenant, TierName
 from kvrecall.config import PoolTerms
-from kvrecall.pool.changes import SWEPT, Cause, Watcher
+from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.counters import TierCounters
 from kvrecall.pool.departures import Departure
 from kvrecall.pool.disk.index import Row, Rows
@@ -208,12 +208,12 @@ class Catalog(EvictionOrders):
         with self._lock:
             self.watchers = (*self.watchers, watcher)
 
-    def sweep(self, watcher: Watcher, count: int = SWEPT) -> Iterator[None]:
-        """Reports every block as stored, at most ``count`` with each step."""
+    def sweep(self, watcher: Watcher) -> Iterator[None]:
+        """Reports every block as stored, some with each step."""
         start = 0
         while True:
             with self._lock:
-                end = min(self._table.size, start + count)
+                end = min(self._table.size, start + _LISTED)
                 state = self._state.cells
                 for number in range(start, end):
                     if state[number]:

@@ -20,7 +20,7 @@ from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import DEFAULT_POLICY, DiskConfig, PoolTerms, Watermarks
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.base import TierStats
-from kvrecall.pool.changes import SWEPT, Cause, Watcher
+from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.compression import check_compression
 from kvrecall.pool.departures import Departure
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters, Entry
@@ -178,8 +178,8 @@ class DiskTier(Tier):
     def watch(self, watcher: Watcher) -> None:
         self._catalog.watch(watcher)
 
-    def sweep(self, watcher: Watcher, count: int = SWEPT) -> Iterator[None]:
-        return self._catalog.sweep(watcher, count)
+    def sweep(self, watcher: Watcher) -> Iterator[None]:
+        return self._catalog.sweep(watcher)
 
     def stats(self) -> TierStats:
         accounts = self._catalog.accounts

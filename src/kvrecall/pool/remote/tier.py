@@ -19,7 +19,7 @@ import xxhash
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import RemoteConfig
 from kvrecall.pool.base import TierStats
-from kvrecall.pool.changes import SWEPT, Cause, Watcher, Watchers
+from kvrecall.pool.changes import Cause, Watcher, Watchers
 from kvrecall.pool.counters import Histogram, TierCounters
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.remote.calls import BatchSize, CallQueue, CircuitBreaker
@@ -38,6 +38,7 @@ _STORE_CLOSE_S = 5.0
 _HOPELESS_S = 60.0
 _MAX_UNREADABLE = 1024
 _MOST_REPORTED = 1 << 20  # blocks of which watchers know: some hundred MB
+_SWEPT = 1024
 
 HEADER_BYTES = 64
 _VERSION = 1
@@ -277,12 +278,12 @@ class RemoteTier(Tier):
         with self._lock:
             self._watchers = (*self._watchers, watcher)
 
-    def sweep(self, watcher: Watcher, count: int = SWEPT) -> Iterator[None]:
+    def sweep(self, watcher: Watcher) -> Iterator[None]:
         with self._lock:
             keys = list(self._reported)
-        for start in range(0, len(keys), count):
+        for start in range(0, len(keys), _SWEPT):
             with self._lock:
-                for key in keys[start : start + count]:
+                for key in keys[start : start + _SWEPT]:
                     if key in self._reported:
                         watcher.stored(self.name, key, self._reported[key])
             yield

@@ -68,13 +68,19 @@ def serve(
             help="Publish KV events at this port of 127.0.0.1 or HOST, replay at the next one.",
         ),
     ] = None,
+    events_topic: Annotated[
+        str, typer.Option(help="Topic of the KV events, for subscribers that ask for one.")
+    ] = "",
 ) -> None:
     """Run the pool of this node for all its engines, until SIGTERM."""
     with errors_shown():
         given: dict[str, Any] = {k: v for k, v in context.params.items() if v is not None}
         given.pop("config", None)
         given.pop("events", None)
-        publish_at = None if events is None else endpoint_of(events)
+        given.pop("events_topic", None)
+        if events is None and events_topic:
+            raise ConfigError("--events-topic: no events are published; give --events as well")
+        publish_at = None if events is None else (*endpoint_of(events), events_topic)
         if config is None:
             pool, path = service_settings(given, option_of)
         else:

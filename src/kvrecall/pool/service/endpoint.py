@@ -149,11 +149,11 @@ def serve(
     config: PoolConfig,
     path: Path,
     on_ready: Callable[[], None],
-    events: tuple[str, int] | None = None,
+    events: tuple[str, int, str] | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then stores queued blocks for at most ``FLUSH_S`` seconds.
-    ``events``: host and port at which KV events are published. Raises ConfigError or TierError,
-    with nothing left behind, if it cannot start."""
+    ``events``: host and port at which KV events are published, and their topic. Raises ConfigError
+    or TierError, with nothing left behind, if it cannot start."""
     lock = SocketLock(path)
     try:
         with listening(path) as listener, contextlib.ExitStack() as stack:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping
 
 import msgspec
@@ -18,6 +17,7 @@ import msgspec
 from kvrecall.block import Namespace, TierName
 from kvrecall.errors import ConfigError
 from kvrecall.pool.changes import ChangeLog, Restart
+from kvrecall.pool.history import EventHistory
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.mooncake.settings import split_address
 from kvrecall.pool.runs import Run, runs_of
@@ -26,7 +26,6 @@ _LOG = logging.getLogger(__name__)
 _EVERY_MS = 50
 _KEPT_BATCHES = 10_000
 _KEPT_BYTES = 64 << 20
-_AGAIN_S = 1.0  # at least, between two times that everything is published once more
 _QUEUED = 100_000
 _END = (-1).to_bytes(8, "big", signed=True)
 _LOW = (1 << 64) - 1
@@ -103,13 +102,12 @@ def endpoint_of(text: str) -> tuple[str, int]:
 class EventPublisher:
     """Publishes what enters and leaves a pool's tiers, in a thread of its own, until ``close``.
 
-    What the pool holds when it begins is published first; and once more whenever a quarter of what
-    is kept was published since the last time, so that what is kept names all of it, and when a
-    reader asks for batches that are no longer kept.
+    What the pool holds when it begins is published first.
     """
 
-    def __init__(self, pool: Pool, host: str, port: int) -> None:
-        """Listens at ``port`` and, for replay, the one above. Raises ConfigError if it cannot."""
+    def __init__(self, pool: Pool, host: str, port: int, topic: str = "") -> None:
+        """Listens at ``port`` and, for replay, the one above. ``topic``: of all batches. Raises
+        ConfigError if it cannot."""
         try:
             import zmq
         except ModuleNotFoundError as error:
@@ -133,12 +131,10 @@ class EventPublisher:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._kept: deque[tuple[int, bytes]] = deque()
-        self._kept_bytes = 0
+        self._topic = topic.encode()
+        self._history = EventHistory(_KEPT_BATCHES, _KEPT_BYTES)
         self._number = 0
-        self._since = (0, 0)  # batches and bytes since all that is held was published
         self._groups: dict[bytes, int] = {}
-        self._again_at = 0.0
         self._log = ChangeLog(pool.sweep)
         pool.watch(self._log)
         self._ending = threading.Event()
@@ -171,37 +167,21 @@ class EventPublisher:
         events = events_of(self._log, groups, self._pool.store_name)
         if events:
             payload = msgspec.msgpack.encode([time.time(), events, 0])
-            self._pub.send_multipart((b"", self._number.to_bytes(8, "big"), payload))
-            self._keep(payload)
-            batches, nbytes = self._since
-            batches, nbytes = (batches + 1, nbytes + len(payload)) if self._log.is_swept else (0, 0)
-            self._since = batches, nbytes
-            if batches >= max(2, _KEPT_BATCHES // 4) or nbytes >= _KEPT_BYTES // 4:
-                self._since = (0, 0)
-                self._log.repeat()
+            self._pub.send_multipart((self._topic, self._number.to_bytes(8, "big"), payload))
+            self._history.append((self._number, payload))
+            self._number += 1
         return not self._log.is_complete
-
-    def _keep(self, payload: bytes) -> None:
-        self._kept.append((self._number, payload))
-        self._kept_bytes += len(payload)
-        self._number += 1
-        while len(self._kept) > _KEPT_BATCHES or self._kept_bytes > _KEPT_BYTES:
-            self._kept_bytes -= len(self._kept.popleft()[1])
 
     def _answer(self, frames: list[bytes]) -> None:
         """Repeats batches for a reader that asks: its name, an empty frame, the first number."""
         if len(frames) != 3:
             return
         reader, _, first = frames
-        start = int.from_bytes(first, "big")
-        for number, payload in self._kept:
-            if number >= start:
-                self._replay.send_multipart((reader, b"", b"", number.to_bytes(8, "big"), payload))
+        for number, payload in self._history.since(int.from_bytes(first, "big")):
+            self._replay.send_multipart(
+                (reader, b"", self._topic, number.to_bytes(8, "big"), payload)
+            )
         self._replay.send_multipart((reader, b"", b"", _END, b""))
-        now = time.monotonic()
-        if self._kept and start < self._kept[0][0] and now > self._again_at:
-            self._again_at = now + _AGAIN_S
-            self._log.repeat()
 
 
 def events_of(

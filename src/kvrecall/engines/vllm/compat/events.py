@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.distributed.kv_events import (
     MEDIUM_CPU,
-    MEDIUM_GPU,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    EventPublisherFactory,
+    ZmqEventPublisher,
 )
-from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
-    get_block_hash,
-    get_group_id,
-    maybe_convert_block_hash,
-)
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvrecall.block import TierName
+from kvrecall.pool.history import EventHistory
 from kvrecall.pool.runs import Run
+
+_LOG = logging.getLogger("vllm.kvrecall")
 
 # vLLM names its media in code, except storage, whose name older versions lack.
 _MEDIA = {TierName.HOST: MEDIUM_CPU, TierName.DISK: "STORAGE", TierName.REMOTE: "STORAGE"}
@@ -85,51 +85,59 @@ def are_published(vllm_config: Any) -> bool:
     return settings is not None and bool(settings.enable_kv_cache_events)
 
 
-def replayed_batches(vllm_config: Any) -> int:
-    """How many of the last batches vLLM's publisher can repeat. A step makes at most one."""
-    return int(vllm_config.kv_events_config.buffer_steps)
+class _WholePublisher(ZmqEventPublisher):
+    """vLLM's publisher, whose replay also has what batches that are no longer kept have left
+    stored."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._history = EventHistory(options.get("buffer_steps", 10_000))
+        super().__init__(*arguments, **options)
+
+    @property
+    def _buffer(self) -> EventHistory:
+        """Where vLLM's thread appends what it has published."""
+        return self._history
+
+    @_buffer.setter
+    def _buffer(self, _: Any) -> None:
+        pass
+
+    def _service_replay(self) -> None:
+        frames = self._replay.recv_multipart()
+        if len(frames) != 3:
+            return
+        reader, _, first = frames
+        for number, payload in self._history.since(int.from_bytes(first, "big")):
+            self._replay.send_multipart(
+                (reader, b"", self._topic_bytes, number.to_bytes(8, "big"), payload)
+            )
+        self._replay.send_multipart((reader, b"", b"", self.END_SEQ, b""))
 
 
-class DeviceBlocks:
-    """The device's prefix cache, of which vLLM publishes what changes. Used from the scheduler's
-    thread."""
+def replay_everything() -> None:
+    """From now on this process's publishers replay all that is stored, not only what changed in the
+    last batches. For all supported versions."""
+    registry = getattr(EventPublisherFactory, "_registry", {})
+    if registry.get("zmq") is ZmqEventPublisher and hasattr(ZmqEventPublisher, "_service_replay"):
+        registry["zmq"] = _WholePublisher
+    elif registry.get("zmq") is not _WholePublisher:
+        _LOG.warning(
+            "kvrecall: this vLLM publishes KV events in a way of its own; a reader that begins "
+            "late learns only of blocks in batches that vLLM can still replay"
+        )
+
+
+class DeviceClears:
+    """Detects that vLLM has emptied the device's prefix cache. It publishes ``AllBlocksCleared``
+    then, which voids the pool's blocks too."""
 
     def __init__(self, kv_cache_manager: Any) -> None:
         self._blocks = kv_cache_manager.block_pool
         self._seen = self._blocks.cached_block_hash_to_block  # a clear makes a new one
 
-    def were_cleared(self) -> bool:
-        """Whether vLLM has emptied the cache since the last call. It publishes
-        ``AllBlocksCleared`` then, which voids the pool's blocks too."""
+    def happened(self) -> bool:
+        """Whether it did since the last call."""
         now = self._blocks.cached_block_hash_to_block
         is_new = now is not self._seen
         self._seen = now
         return is_new
-
-    def sweep(self, most: int) -> Iterator[list[Any]]:
-        """Events of all blocks that the device holds, of at most ``most`` blocks with each step; as
-        those of vLLM's own offloading without tokens and parents, which the cache does not know."""
-        table = self._blocks.cached_block_hash_to_block
-        keys = list(table._cache)
-        for start in range(0, len(keys), most):
-            if self._blocks.cached_block_hash_to_block is not table:
-                return  # cleared
-            groups: dict[int, list[bytes]] = {}
-            for key in keys[start : start + most]:
-                if key in table._cache:
-                    groups.setdefault(get_group_id(key), []).append(get_block_hash(key))
-            yield [self._held(group, hashes) for group, hashes in groups.items()]
-
-    def _held(self, group: int, hashes: list[bytes]) -> Any:
-        return _event(
-            BlockStored,
-            block_hashes=_published(hashes),
-            parent_block_hash=None,
-            token_ids=[],
-            block_size=0,
-            lora_id=None,
-            lora_name=None,
-            medium=getattr(self._blocks, "medium", MEDIUM_GPU),
-            group_idx=group,
-            locality="LOCAL",
-        )

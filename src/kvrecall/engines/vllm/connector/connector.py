@@ -30,7 +30,7 @@ from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested
 from kvrecall.engines.vllm.compat import config, events, runner, scheduler, shims, waits
 from kvrecall.engines.vllm.compat.logs import show_pool_lines
 from kvrecall.engines.vllm.compat.serving import end_with_parent
-from kvrecall.engines.vllm.connector.events import EngineEvents, PoolEvents
+from kvrecall.engines.vllm.connector.events import PoolEvents
 from kvrecall.engines.vllm.connector.metrics import RecallPromMetrics, RecallStats
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
@@ -74,7 +74,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
     _worker: RecallWorker | None = None
     _pool: PoolClient | None = None
     _endpoint: AdminEndpoint | None = None
-    _events: EngineEvents | None = None
+    _events: PoolEvents | None = None
     _traces: Traces | None = None
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -93,6 +93,8 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             if multiprocessing.current_process().name.startswith("EngineCore"):
                 end_with_parent()
             scheduler.reschedule_lost()
+            if events.are_published(vllm_config):
+                events.replay_everything()  # vLLM makes the publisher next
             self._settings = _settings_of(vllm_config)
             self._weights = weights_of(vllm_config)
             _warn_if_hopeless(vllm_config)
@@ -201,7 +203,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             scheduler.tail_hash(self._vllm_config, facts.block_size),
             self._kv_cache_manager.evict_blocks,
         )
-        self._events = self._engine_events(self._scheduler)
+        self._events = self._pool_events(self._scheduler)
         self._traces = self._scheduler.traces = self._begin_traces(self._scheduler, facts)
         self._keep_long_sequences(facts)
         self._ready_arena(facts, [shard.numa_node for shard in shards if isinstance(shard, Shard)])
@@ -227,21 +229,19 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         if handle.nbytes:  # none while a pool service is not there
             scheduler.on_workers(self._vllm_config, functools.partial(_map_arena, handle=handle))
 
-    def _engine_events(self, side: RecallScheduler) -> EngineEvents | None:
-        """None if the engine publishes no events. Those of the pool's tiers only if the pool is its
-        own."""
+    def _pool_events(self, side: RecallScheduler) -> PoolEvents | None:
+        """What publishes the pool's tiers; None if the engine publishes no events, or if the pool
+        is not its own."""
         if not events.are_published(self._vllm_config):
             return None
-        pool = None
-        if isinstance(self._pool, Pool):
-            pool = PoolEvents(self._pool, lambda: side.namespaces.live)
-        else:
+        if not isinstance(self._pool, Pool):
             logger.warning(
                 "kvrecall: kv_events_config publishes the device's blocks alone, because the pool "
                 "is a service's, which publishes its own: kvrecall pool serve --events PORT"
             )
-        device = events.DeviceBlocks(self._kv_cache_manager)
-        return EngineEvents(device, events.replayed_batches(self._vllm_config), pool)
+            return None
+        cleared = events.DeviceClears(self._kv_cache_manager)
+        return PoolEvents(self._pool, lambda: side.namespaces.live, cleared.happened)
 
     def _begin_traces(self, side: RecallScheduler, facts: EngineFacts) -> Traces | None:
         """None without vLLM's ``--otlp-traces-endpoint``."""

@@ -1,0 +1,194 @@
+"""What a publisher of KV events can repeat: its last batches as they were, and of all before them
+what they have left stored.
+
+Events are vLLM's, in its wire format (vllm/distributed/kv_events.py).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+Batch = tuple[int, bytes]
+"""Its number, and MessagePack of ``[seconds, events, rank]``."""
+
+_MOST_BLOCKS = 4_000_000  # of which older batches are remembered: some hundred MB
+_IN_A_BATCH = 1024  # blocks
+_OF_REQUEST = ("session_id",)  # fields that say why a block was reported, not what it is
+_OF_BLOCKS = ("type", "block_hashes", "parent_block_hash", "token_ids", "extra_keys")
+
+_Hash = int | bytes
+_Place = tuple[Any, ...]  # medium, locality, ownership, group
+
+
+class _Block(NamedTuple):
+    """A block that an event reported as stored. ``about``: the fields that it shares with others of
+    its event; ``tokens``: 32 bits each, empty if they were not told."""
+
+    parent: _Hash | None
+    about: Mapping[str, Any]
+    tokens: bytes
+    extra: Any
+
+
+class EventHistory:
+    """The batches of one publisher. A reader that takes all of ``since(0)`` knows what the
+    publisher holds, however long ago it was stored. Thread-safe.
+
+    A batch that is too old to be kept as it was is taken apart: its events change a table of the
+    blocks that are stored, which is what ``since`` begins with. Memory is bounded: of more than
+    four million blocks the table leaves some out.
+    """
+
+    def __init__(self, batches: int, nbytes: int | None = None) -> None:
+        """Keeps so many batches as they were, of at most ``nbytes`` bytes."""
+        self._most, self._most_bytes = batches, nbytes
+        self._lock = threading.Lock()
+        self._kept: deque[Batch] = deque()
+        self._kept_bytes = 0
+        self._held: dict[_Place, dict[_Hash, _Block]] = {}
+        self._count = 0
+        self._abouts: dict[bytes, Mapping[str, Any]] = {}
+        self._rank: Any = 0
+
+    def append(self, batch: Batch) -> None:
+        """The next batch has been published."""
+        with self._lock:
+            self._kept.append(batch)
+            self._kept_bytes += len(batch[1])
+            while len(self._kept) > 1 and (
+                len(self._kept) > self._most
+                or (self._most_bytes is not None and self._kept_bytes > self._most_bytes)
+            ):
+                _, payload = self._kept.popleft()
+                self._kept_bytes -= len(payload)
+                self._apply(payload)
+
+    def since(self, start: int) -> Iterator[Batch]:
+        """What a reader needs that has all batches before ``start``: those from ``start`` on, in
+        order and without a gap. If some are no longer kept, the first say that all was cleared, and
+        what the batches that are gone have left stored; they have the numbers just before those
+        that are kept."""
+        with self._lock:
+            kept = [one for one in self._kept if one[0] >= start]
+            first = self._kept[0][0] if self._kept else 0
+            payloads = self._base(first - start) if start < first else []
+        yield from zip(range(first - len(payloads), first), payloads, strict=True)
+        yield from kept
+
+    # -- the table --------------------------------------------------------------------------
+
+    def _apply(self, payload: bytes) -> None:
+        _, events, *rank = msgspec.msgpack.decode(payload)
+        self._rank = rank[0] if rank else None
+        for event in events:
+            if not isinstance(event, dict):  # of a version that publishes rows
+                continue
+            kind = event["type"]
+            if kind == "AllBlocksCleared":
+                self._held.clear()
+                self._abouts.clear()
+                self._count = 0
+            elif kind == "BlockStored":
+                self._stored(event)
+            elif kind == "BlockRemoved":
+                held = self._held.get(_place_of(event), {})
+                for block in event["block_hashes"]:
+                    self._count -= held.pop(block, None) is not None
+
+    def _stored(self, event: Mapping[str, Any]) -> None:
+        hashes, size = event["block_hashes"], event.get("block_size") or 0
+        tokens, extra = event.get("token_ids") or (), event.get("extra_keys")
+        told = bool(size) and len(tokens) >= size * len(hashes)
+        about = self._about(event)
+        held = self._held.setdefault(_place_of(event), {})
+        parent = event.get("parent_block_hash")
+        for at, block in enumerate(hashes):
+            part = array("I", tokens[at * size : (at + 1) * size]).tobytes() if told else b""
+            known = held.get(block)
+            if known is not None and (part or not known.tokens):
+                self._count -= held.pop(block, None) is not None
+                known = None
+            if known is None and self._count < _MOST_BLOCKS:
+                held[block] = _Block(parent, about, part, extra[at] if extra else None)
+                self._count += 1
+            parent = block
+
+    def _about(self, event: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The event's fields that are not its blocks', one object for all that are equal."""
+        fields = {k: v for k, v in event.items() if k not in _OF_BLOCKS and k not in _OF_REQUEST}
+        return self._abouts.setdefault(msgspec.msgpack.encode(fields), fields)
+
+    def _base(self, most: int) -> list[bytes]:
+        """The table as at most so many batches, in which a block comes after its parent."""
+        count = max(_IN_A_BATCH, -(-self._count // most))
+        batches: list[list[dict[str, Any]]] = [[{"type": "AllBlocksCleared"}]]
+        room = count
+        for place in sorted(self._held, key=_is_not_of_device):
+            for event in _events_of(self._held[place], count):
+                if room < len(event["block_hashes"]) and len(batches) < most:
+                    batches.append([])
+                    room = count
+                room -= len(event["block_hashes"])
+                batches[-1].append(event)
+        now = time.time()
+        return [msgspec.msgpack.encode([now, events, self._rank]) for events in batches]
+
+
+def _place_of(event: Mapping[str, Any]) -> _Place:
+    names = ("medium", "locality", "ownership", "group_idx")
+    return tuple(event.get(name) for name in names)
+
+
+def _is_not_of_device(place: _Place) -> bool:
+    return place[0] not in (None, "GPU")
+
+
+def _events_of(held: Mapping[_Hash, _Block], most: int) -> Iterator[dict[str, Any]]:
+    """``BlockStored`` of all these blocks, parents first, of at most ``most`` blocks each."""
+    run: list[tuple[_Hash, _Block]] = []
+    for block in _parents_first(held):
+        one = held[block]
+        if run:
+            last, before = run[-1]
+            goes_on = one.parent == last and one.about is before.about and len(run) < most
+            if not goes_on or bool(one.tokens) != bool(before.tokens):
+                yield _event_of(run)
+                run = []
+        run.append((block, one))
+    if run:
+        yield _event_of(run)
+
+
+def _parents_first(held: Mapping[_Hash, _Block]) -> Iterator[_Hash]:
+    done: set[_Hash] = set()
+    for block in held:
+        above = []
+        at: _Hash | None = block
+        while at is not None and at in held and at not in done:
+            done.add(at)
+            above.append(at)
+            at = held[at].parent
+        yield from reversed(above)
+
+
+def _event_of(run: Sequence[tuple[_Hash, _Block]]) -> dict[str, Any]:
+    first = run[0][1]
+    tokens = array("I")
+    tokens.frombytes(b"".join(one.tokens for _, one in run))
+    event: dict[str, Any] = {
+        "type": "BlockStored",
+        "block_hashes": [block for block, _ in run],
+        "parent_block_hash": first.parent,
+        "token_ids": tokens.tolist(),
+        **first.about,
+    }
+    if any(one.extra is not None for _, one in run):
+        event["extra_keys"] = [one.extra for _, one in run]
+    return event

@@ -1,0 +1,116 @@
+"""What a publisher of KV events can repeat."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrecall.pool.history import EventHistory
+
+Json = dict[str, Any]
+SIZE = 2
+Known = dict[tuple[Any, ...], tuple[Any, ...]]
+
+
+def encoded(events: list[Json]) -> bytes:
+    return msgspec.msgpack.encode([time.time(), events, 3])
+
+
+def stored(medium: str, hashes: list[int], parent: int | None, tells: bool) -> Json:
+    event: Json = {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent}
+    event |= {"token_ids": [t for h in hashes for t in (h, 7)] if tells else []}
+    event |= {"block_size": SIZE if tells else 0, "lora_id": None, "medium": medium}
+    event |= {"group_idx": 0, "session_id": str(parent)}
+    return event | ({"extra_keys": [("salt", h) for h in hashes]} if tells else {})
+
+
+def removed(medium: str, hashes: list[int]) -> Json:
+    return {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium, "group_idx": 0}
+
+
+def known_after(payloads: list[bytes]) -> Known:
+    """Tokens, extra key and parent of each block, by medium and hash, as a reader learns them."""
+    known: Known = {}
+    for payload in payloads:
+        _, events, rank = msgspec.msgpack.decode(payload)
+        assert rank == 3
+        for event in events:
+            if event["type"] == "AllBlocksCleared":
+                known.clear()
+                continue
+            for at, block in enumerate(event["block_hashes"]):
+                place = event["medium"], block
+                if event["type"] == "BlockRemoved":
+                    known.pop(place, None)
+                    continue
+                parent = event["block_hashes"][at - 1] if at else event["parent_block_hash"]
+                tokens = event["token_ids"][at * SIZE : (at + 1) * SIZE]
+                known[place] = tokens, (event.get("extra_keys") or [None] * 99)[at], parent
+    return known
+
+
+hashes = st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True)
+events = st.one_of(
+    st.builds(lambda h, p: stored("GPU", h, p, True), hashes, st.none() | st.integers(0, 9)),
+    st.builds(lambda h, p: stored("CPU", h, p, False), hashes, st.none() | st.integers(0, 9)),
+    st.builds(removed, st.sampled_from(["GPU", "CPU"]), hashes),
+    st.just({"type": "AllBlocksCleared"}),
+)
+
+
+@given(st.lists(st.lists(events, min_size=1, max_size=3), max_size=30), st.integers(1, 6))
+@settings(max_examples=300, deadline=None)
+def test_from_any_number_on_a_reader_knows_what_one_knows_that_read_all(
+    story: list[list[Json]], keeps: int
+) -> None:
+    history = EventHistory(keeps)
+    told: list[bytes] = []
+    for number, batch in enumerate(story):
+        told.append(encoded(batch))
+        history.append((number, told[-1]))
+    whole = known_after(told)
+    for start in range(len(story)):
+        read = list(history.since(start))
+        numbers = [number for number, _ in read]
+        assert numbers == list(range(numbers[0], len(story)))
+        assert numbers[0] >= start
+        before = told[:start] if numbers[0] == start else []
+        assert known_after(before + [payload for _, payload in read]) == whole
+    assert list(history.since(len(story))) == []
+
+
+def test_a_long_story_takes_few_batches_with_parents_first() -> None:
+    history = EventHistory(1)
+    for number in range(5000):
+        parent = None if number % 10 == 0 else number - 1
+        history.append((number, encoded([stored("GPU", [number], parent, True)])))
+    history.append((5000, encoded([removed("GPU", [17])])))
+    history.append((5001, encoded([stored("GPU", [17], 16, True)])))
+    history.append((5002, encoded([stored("CPU", [1], 0, False)])))
+    read = list(history.since(0))
+    assert len(read) <= 8
+    seen: set[int] = set()
+    for _, payload in read[:-1]:
+        for event in msgspec.msgpack.decode(payload)[1]:
+            if event["type"] == "BlockStored":
+                assert "session_id" not in event
+                assert event["parent_block_hash"] in seen | {None}
+                seen |= set(event["block_hashes"])
+    assert len(seen) == 5000
+    assert [number for number, _ in history.since(5002)] == [5002]
+    assert [number for number, _ in history.since(5001)] == [5001, 5002]
+
+
+def test_bytes_are_bounded_too() -> None:
+    history = EventHistory(1000, 10_000)
+    for number in range(200):
+        history.append(
+            (number, encoded([stored("CPU", list(range(number, number + 50)), 1, False)]))
+        )
+    kept = list(history.since(199 - 10))
+    assert sum(len(payload) for _, payload in kept) < 20_000
+    assert len(known_after([payload for _, payload in history.since(0)])) == 249
