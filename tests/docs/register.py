@@ -41,7 +41,9 @@ _SERVING: Mapping[str, Kind] = {
     "kvrecall why": Elsewhere("tests/server/test_serve.py", '[KVRECALL, "why", '),
     "kvrecall config check": Runs(before=scenes.mindie, says="modelWeightPath"),
     "kvrecall config example": Runs(says="modelWeightPath"),
-    "kvrecall router": Runs(before=scenes.instances, stays="Uvicorn running"),
+    "kvrecall router": Runs(
+        swaps=(("FILE", "instances"),), before=scenes.instances, stays="Uvicorn running"
+    ),
     "kvrecall gpu-check": Needs("a GPU", ("GPU",)),
     # With the engine: tests/test_doctor.py.
     "kvrecall doctor": Runs(

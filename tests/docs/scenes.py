@@ -159,13 +159,16 @@ class _Instance(BaseHTTPRequestHandler):
 
 
 def instances(stage: Stage) -> None:
-    """Instances for the router, without engines."""
+    """Instances for the router, without engines, and a file that lists them."""
     for number in (8001, 8002):
         if not stage.uses(number):
             server = ThreadingHTTPServer(("127.0.0.1", stage.port(number)), _Instance)
             threading.Thread(target=server.serve_forever, daemon=True).start()
             stage.keep(server.server_close)
             stage.keep(server.shutdown)
+    (stage.folder / "instances").write_text(
+        stage.ported("engine http://127.0.0.1:8001\nengine http://127.0.0.1:8002\n")
+    )
 
 
 def a_server(stage: Stage) -> None:

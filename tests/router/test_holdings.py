@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvrecall.block import TierName
 from kvrecall.pool.history import EventHistory
 from kvrecall.router.events import Publisher, Reader, Subscriptions, Verdict
-from kvrecall.router.fleet import Address, Fleet
+from kvrecall.router.fleet import COST, Address, Fleet
 from kvrecall.router.holdings import HashRule, Holdings, rule_of, short_hash
 from kvrecall.router.prefixes import Prompt
 
@@ -262,6 +262,21 @@ def test_the_nearer_tier_is_preferred_and_more_over_nearer() -> None:
     assert all_.best_for_decode(prompt) == [first, second]
     say(one, removed("CPU", chain[:1]))
     assert all_.expected(first, prompt) == {}
+
+
+@pytest.mark.parametrize("waits", [0, 100, 250, 330, 400, 580, 620, 1000])
+@pytest.mark.parametrize("tier", list(MEDIA))
+def test_a_hit_is_weighed_against_what_waits(tier: TierName, waits: int) -> None:
+    """In tokens computed: a hit of 160 tokens saves them but for the cost of their tier; a token
+    that waits costs a quarter."""
+    all_, (one, _) = fleet()
+    holder, idle = all_.all
+    prompt = ask(170)
+    say(one, stored(MEDIA[tier], list(prompt.chain(RULE) or ())))
+    saved = 160 * (1 - COST[tier])
+    with holder.answering(waits):
+        chosen = all_.best_for_decode(prompt)[0]
+    assert chosen is (holder if saved > waits / 4 else idle)
 
 
 def test_other_salts_are_never_matched() -> None:

@@ -12,7 +12,7 @@ from server.live import LiveServer
 
 from kvrecall.lab.masters import Master
 from kvrecall.lab.models import write_model
-from kvrecall.lab.ports import free_port
+from kvrecall.lab.ports import free_port, two_ports
 from tests.remote.mooncake import needs_mooncake
 
 from .cluster import Json, Router, header, instance, until
@@ -35,6 +35,7 @@ class Apart:
     prefill: LiveServer
     decode: LiveServer
     router: Router
+    ports: list[int]  # of their events
 
 
 def prove(decode: LiveServer, router: Router) -> None:
@@ -58,17 +59,21 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
         stack.callback(master.kill)
         master.start()
         remote = {"kind": "mooncake", **master.options("64MB")}
-        servers = []
+        servers: list[LiveServer] = []
+        ports: list[int] = []
         for role in ("prefill", "decode"):
             pool = {"host_size": "64MiB", "remote": remote, "audit": 0, **PATIENCE}
-            servers.append(instance(folder / role, model, role, free_port(), **pool))
+            ports.append(two_ports())
+            home = folder / role
+            servers.append(instance(home, model, role, free_port(), None, ports[-1], **pool))
             stack.callback(servers[-1].close)
         for server in servers:
             server.wait_ready()
-        router = Router(folder, ["--prefill", servers[0].url, "--decode", servers[1].url])
+        urls = [f"{one.url}?events={at}" for one, at in zip(servers, ports, strict=True)]
+        router = Router(folder, ["--prefill", urls[0], "--decode", urls[1]])
         stack.callback(router.close)
         prove(servers[1], router)
-        yield Apart(master, *servers, router)
+        yield Apart(master, *servers, router, ports)
 
 
 def tokens_of(reply: Json) -> list[int]:
@@ -107,6 +112,29 @@ def test_what_one_host_prefilled_another_decodes(apart: Apart) -> None:
     assert details["recall"]["remote"] == whole
     assert details["recall"]["computed"] == len(TEXT) - whole
     assert tokens_of(reply.json()) == alone(apart.prefill, TEXT)
+
+
+@needs_mooncake
+def test_what_one_host_put_into_the_store_the_other_is_known_to_recall(apart: Apart) -> None:
+    """By the events of both, which name the store."""
+    text = "Known to both. " + TEXT
+    whole = len(text) // BLOCK * BLOCK
+
+    def counted(name: str) -> float:
+        return apart.router.count(f"{name}_tokens_total", role="decode", source="remote")
+
+    asked = {"model": "tiny", "prompt": text, "max_tokens": 2, "temperature": 0}
+    assert apart.prefill.client.post("/v1/completions", json=asked).status_code == 200
+    publisher = f'publisher="127.0.0.1:{apart.ports[0]}",tier="remote"'
+    known = apart.router.blocks
+    line = next(name for name in known() if publisher in name)
+    before = known()[line]
+    assert until(lambda: stored_by(apart.prefill) and known()[line] >= before + whole // BLOCK - 1)
+    counts = {name: counted(name) for name in ("expected", "prompt")}
+    reply = apart.router.complete(prompt=text)
+    assert "prefill" not in header(reply), "the decode instance is known to recall it"
+    assert reply.json()["usage"]["prompt_tokens_details"]["recall"]["remote"] == whole
+    assert {name: counted(name) - counts[name] for name in counts} == dict.fromkeys(counts, whole)
 
 
 @needs_mooncake

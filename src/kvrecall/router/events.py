@@ -28,6 +28,7 @@ log = logging.getLogger("kvrecall.router")
 _REPLAY_S = 5.0  # without a further batch
 _RETRY_S = 2.0
 _LOOK_MS = 500
+_AT_ONCE = 256  # replayed batches applied while nothing else runs
 _QUEUED = 100_000  # batches that wait to be read: the publisher's own limit
 _MEDIA = {
     "GPU": TierName.DEVICE,
@@ -319,8 +320,18 @@ class Subscription:
     async def _catch_up(self, context: zmq.asyncio.Context) -> None:
         """Asks for the batch applied last and all after it; for all, if that does not follow on
         what is known."""
-        if not self.reader.resume(await self._replay(context, max(0, self.reader.last))):
-            self.reader.resume(await self._replay(context, 0))
+        if not await self._resume(await self._replay(context, max(0, self.reader.last))):
+            await self._resume(await self._replay(context, 0))
+
+    async def _resume(self, replayed: list[tuple[int, bytes]] | None) -> bool:
+        """``Reader.resume``, with turns for others in between."""
+        if not self.reader.resume(replayed and replayed[:_AT_ONCE]):
+            return False
+        for start in range(_AT_ONCE, len(replayed or ()), _AT_ONCE):
+            await asyncio.sleep(0)
+            for number, payload in (replayed or [])[start : start + _AT_ONCE]:
+                self.reader.take_from(number, payload)
+        return True
 
     async def _replay(
         self, context: zmq.asyncio.Context, start: int
