@@ -242,9 +242,12 @@ class Fleet:
 
     def cost(self, instance: Instance, prompt: Prompt | None) -> float:
         """The work until a prompt's first token, in tokens computed."""
+        return self.cost_of(prompt, self.expected(instance, prompt))
+
+    def cost_of(self, prompt: Prompt | None, expected: Expected) -> float:
+        """The same at an instance that is expected to recall so much."""
         if prompt is None:
             return 0.0
-        expected = self.expected(instance, prompt)
         new = prompt.tokens - sum(expected.values())
         return new + sum(COST[tier] * count for tier, count in expected.items())
 

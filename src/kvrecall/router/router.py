@@ -258,10 +258,8 @@ class Router:
             if attempt:
                 self.metrics.retries.labels("prefill").inc()
             began = time.monotonic()
-            cost, expected = (
-                self.fleet.cost(instance, prompt),
-                self.fleet.expected(instance, prompt),
-            )
+            expected = self.fleet.expected(instance, prompt)
+            cost = self.fleet.cost_of(prompt, expected)
             self.fleet.sent(instance, prompt)
             try:
                 call = calling(request.span, "prefill", instance.name, request.headers)
@@ -295,7 +293,7 @@ class Router:
             if attempt:
                 self.metrics.retries.labels(instance.word).inc()
             request.expected = self.fleet.expected(instance, request.prompt)
-            cost = self.fleet.cost(instance, request.prompt)
+            cost = self.fleet.cost_of(request.prompt, request.expected)
             self.fleet.sent(instance, request.prompt)
             try:
                 with contextlib.ExitStack() as busy:
