@@ -11,7 +11,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -27,9 +27,10 @@ _Hash = int | bytes
 _Place = tuple[Any, ...]  # medium, locality, ownership, group
 
 
-class _Block(NamedTuple):
+class _Block(msgspec.Struct, frozen=True, gc=False):
     """A block that an event reported as stored. ``about``: the fields that it shares with others of
-    its event; ``tokens``: 32 bits each, empty if they were not told."""
+    its event; ``tokens``: 32 bits each, empty if they were not told. Not seen by the garbage
+    collector: an engine's steps would wait while it looks at each."""
 
     parent: _Hash | None
     about: Mapping[str, Any]
@@ -128,17 +129,24 @@ class EventHistory:
     def _base(self, most: int) -> list[bytes]:
         """The table as at most so many batches, in which a block comes after its parent."""
         count = max(_IN_A_BATCH, -(-self._count // most))
-        batches: list[list[dict[str, Any]]] = [[{"type": "AllBlocksCleared"}]]
+        batches: list[bytes] = []
+        events: list[dict[str, Any]] = [{"type": "AllBlocksCleared"}]
         room = count
+
+        def end() -> None:
+            batches.append(msgspec.msgpack.encode([time.time(), events, self._rank]))
+            events.clear()
+            time.sleep(0)  # a turn for the engine's thread
+
         for place in sorted(self._held, key=_is_not_of_device):
             for event in _events_of(self._held[place], count):
-                if room < len(event["block_hashes"]) and len(batches) < most:
-                    batches.append([])
+                if room < len(event["block_hashes"]) and len(batches) + 1 < most:
+                    end()
                     room = count
                 room -= len(event["block_hashes"])
-                batches[-1].append(event)
-        now = time.time()
-        return [msgspec.msgpack.encode([now, events, self._rank]) for events in batches]
+                events.append(event)
+        end()
+        return batches
 
 
 def _place_of(event: Mapping[str, Any]) -> _Place:
