@@ -127,6 +127,62 @@ def test_a_late_reader_of_a_long_story_knows_its_end(ports: Publisher) -> None:
     asyncio.run(story())
 
 
+def whole_publisher(ports: Publisher, keeps: int) -> Any:
+    """vLLM's, as its scheduler makes one after the connector has said that it publishes."""
+    from kvrecall.engines.vllm.compat import events
+
+    wait_until(lambda: all(map(is_free, (ports.port, ports.replay_port))))
+    registry = kv_events.EventPublisherFactory._registry
+    before = dict(registry)
+    try:
+        events.replay_everything()
+        config = kv_events.KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=f"tcp://*:{ports.port}",
+            replay_endpoint=f"tcp://*:{ports.replay_port}",
+            buffer_steps=keeps,
+            topic="a topic",
+        )
+        return kv_events.EventPublisherFactory.create(config)
+    finally:
+        registry.update(before)
+
+
+def test_late_readers_and_lost_batches_with_our_replay(ports: Publisher) -> None:
+    """What the publisher no longer keeps as it was is known nevertheless, and how it hashes."""
+    rule, tokens = HashRule("sha256_cbor", 4), [5, 6, 7, 8]
+    (root,) = rule.chain(tokens)
+    wanted = {root, 1000, *range(20, 2000, 20)}
+
+    async def story() -> None:
+        engine = whole_publisher(ports, keeps=3)
+        try:
+            publish(engine, stored([root], token_ids=tokens, block_size=4, medium="GPU"))
+            for number in range(1, 2000):
+                publish(engine, stored([number]))
+                if number % 20:
+                    publish(engine, kv_events.BlockRemoved(block_hashes=[number], medium="CPU"))
+            publish(engine, stored([root]))
+            async with following(ports) as late:
+                await until(lambda: late.holdings.hashes(TierName.HOST) == wanted)
+                assert late.holdings.hashes(TierName.DEVICE) == {root}
+                assert late.holdings.rule == rule
+                late.reader.last -= 1500  # as if it had slept
+                late.reader.last_ts -= 1
+                publish(engine, kv_events.BlockRemoved(block_hashes=[root], medium="GPU"))
+                await until(lambda: late.reader.lost + late.reader.restarts == 1)
+                await until(lambda: late.holdings.hashes(TierName.HOST) == wanted)
+                await until(lambda: not late.holdings.hashes(TierName.DEVICE))
+                assert late.holdings.rule == rule
+                publish(engine, stored([3]))
+                await until(lambda: late.holdings.hashes(TierName.HOST) == wanted | {3})
+        finally:
+            engine.shutdown()
+
+    asyncio.run(story())
+
+
 def test_the_way_of_hashing_is_learned(ports: Publisher) -> None:
     rule, tokens = HashRule("sha256_cbor", 4), [5, 6, 7, 8, 9]
     (first,) = rule.chain(tokens, "salt")

@@ -26,7 +26,7 @@ _LOG = logging.getLogger(__name__)
 _EVERY_MS = 50
 _KEPT_BATCHES = 10_000
 _KEPT_BYTES = 64 << 20
-_QUEUED = 100_000
+_QUEUED = 10_000  # batches for a subscriber that does not read; it asks for more than that again
 _END = (-1).to_bytes(8, "big", signed=True)
 _LOW = (1 << 64) - 1
 _MEDIA = {TierName.HOST: "CPU", TierName.DISK: "STORAGE", TierName.REMOTE: "STORAGE"}
