@@ -115,11 +115,15 @@ def _passed_on(request: Request) -> dict[str, str]:
 
 async def _json_body(request: Request) -> dict[str, Any]:
     """The body, a JSON object. Raises ReplyError."""
-    content = b""
+    content = bytearray()
+    announced = request.headers.get("content-length", "")
+    too_large = ReplyError(413, f"the body is larger than {_MAX_BODY_BYTES} bytes")
+    if announced.isdecimal() and int(announced) > _MAX_BODY_BYTES:
+        raise too_large
     async for chunk in request.stream():
         content += chunk
         if len(content) > _MAX_BODY_BYTES:
-            raise ReplyError(413, f"the body is larger than {_MAX_BODY_BYTES} bytes")
+            raise too_large
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):
