@@ -245,6 +245,7 @@ def test_a_replay_from_the_oldest_names_all_that_is_held(
         engine.ask(prompt_of(2 * BLOCK, 101 + number))
     for _ in range(2):
         settle(engine)
+        time.sleep(0.5)  # the publisher has a thread of its own
         late = Router(port, replay_port)
         late.replay_from_the_oldest()
         held = {medium: hashes for medium, hashes in engine.held().items() if hashes}

@@ -217,7 +217,7 @@ def test_a_router_that_is_killed_under_agents_costs_time_and_nothing_else(two: T
             return len(prompt)
 
         running = [clients.submit(converse, number) for number in range(8)]
-        assert until(lambda: len(answered) >= 20)
+        assert until(lambda: len(answered) >= 20, 180)
         killed.process.kill()
         killed.process.wait()
         assert not all(one.done() for one in running)
@@ -316,9 +316,8 @@ def test_engines_come_and_go_while_the_router_runs(two: Two) -> None:
             told = list(lines)
         assert told[-2:] == ["data: [DONE]", ""]
         assert until(lambda: list(router.up()) == [stays.url])
-        assert {line.partition("{")[2][:30] for line in router.blocks()} == {
-            f'publisher="127.0.0.1:{two.ports[two.servers.index(stays)]}'[:30]
-        }
+        port = two.ports[two.servers.index(stays)]
+        assert all(f'publisher="127.0.0.1:{port}"' in line for line in router.blocks())
         roster.write_text("engine nonsense://\n")
         assert until(lambda: "line 1: 'nonsense://' is not an address" in router.log)
         assert list(router.up()) == [stays.url]
