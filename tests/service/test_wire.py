@@ -12,6 +12,7 @@ import pytest
 
 from kvrecall.block import TierName
 from kvrecall.pool.changes import Restart
+from kvrecall.pool.history import EventHistory
 from kvrecall.pool.runs import Run
 from kvrecall.pool.service.publisher import event_of
 
@@ -147,6 +148,44 @@ def test_dynamo_reads_them_and_indexes_none_without_tokens(payload: Callable[[],
         ("BlockRemoved", "host", SHORT[:2]),
         ("AllBlocksCleared",),
     ]
+
+
+def test_a_replay_of_what_is_no_longer_kept_is_read_as_the_events_were() -> None:
+    """The device's blocks first, with their tokens, so that the others can be joined."""
+    from vllm.distributed.kv_events import BlockStored, KVEventBatch
+
+    device = BlockStored(
+        block_hashes=SHORT,
+        parent_block_hash=None,
+        token_ids=list(range(12)),
+        block_size=4,
+        lora_id=None,
+        medium="GPU",
+        lora_name=None,
+        group_idx=0,
+        kv_cache_spec_kind="full_attention",
+        session_id="a session",
+    )
+    history = EventHistory(1)
+    payloads = [
+        msgspec.msgpack.encode([1.0, [event_of(RUNS[0], STORE)], 0]),
+        msgspec.msgpack.encode(KVEventBatch(ts=2.0, events=[device], data_parallel_rank=0)),
+        msgspec.msgpack.encode([3.0, [], 0]),
+    ]
+    for number, payload in enumerate(payloads):
+        history.append((number, payload))
+    ((_, replayed), _) = history.since(0)
+    assert llm_d(replayed) == [
+        ("AllBlocksCleared",),
+        ("BlockStored", "GPU", SHORT, 0, 0),
+        ("BlockStored", "CPU", SHORT[:2], 0, 0),
+    ]
+    assert dynamo(replayed) == [
+        ("AllBlocksCleared",),
+        ("BlockStored", "device", SHORT),
+        ("BlockStored", "host", []),
+    ]
+    assert msgspec.msgpack.decode(replayed, type=KVEventBatch).events[1].token_ids == [*range(12)]
 
 
 def test_both_publishers_say_the_same() -> None:
