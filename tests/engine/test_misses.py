@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from support.stores import SHARED, MemoryStore
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from kvrecall.block import Namespace, TierName, tenant_of
+from kvrecall.block import BlockKey, Namespace, TierName, tenant_of
 from kvrecall.config import (
     Amount,
     DiskConfig,
@@ -588,6 +589,24 @@ def test_the_memory_of_chains_is_bounded() -> None:
     assert chains.nbytes <= 50_000
     assert len(chains._branches) <= len(chains._segments) < 100
     assert not chains._places
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 8, 200])
+def test_the_memory_in_use_is_within_the_bound(blocks: int) -> None:
+    """Of what Python really allocates; the tokens of short and long prompts."""
+    chains = Chains(BLOCK, most_bytes=1 << 20)
+    tracemalloc.start()
+    try:
+        for number in range(40_000 // max(4, blocks)):
+            tokens = range(number, number + blocks * BLOCK + 3)
+            keys = [BlockKey(number.to_bytes(32) + place.to_bytes(16)) for place in range(blocks)]
+            chains.add(BlockKey(number.to_bytes(48)), keys, [*tokens], str(number))
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert chains.nbytes <= 1 << 20
+    assert used <= 1.1 * (1 << 20)
+    assert used >= (1 << 20) / 4, "the memory is not used"
 
 
 def test_every_reason_is_told_in_words() -> None:
