@@ -5,23 +5,39 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.disks import FaultyIo
 from support.stores import SHARED, MemoryStore
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from kvrecall.block import Namespace, TierName, tenant_of
-from kvrecall.config import RecallSettings
+from kvrecall.block import BlockKey, Namespace, TierName, tenant_of
+from kvrecall.config import (
+    Amount,
+    DiskConfig,
+    PoolTerms,
+    RecallSettings,
+    RemoteConfig,
+    TenantRules,
+    TenantTerms,
+)
 from kvrecall.engines.base import MISSED, REASONS, Reason
 from kvrecall.engines.vllm.connector.chains import Chains
 from kvrecall.pool import Pool
+from kvrecall.pool.arena import Arena
 from kvrecall.pool.changes import Cause
+from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread
+from kvrecall.pool.tier import Tier
 from kvrecall.testing.blocks import wait_until
 
 from .test_groups import SHAPES
@@ -381,69 +397,158 @@ def test_engines_of_several_groups_have_one_reason(shape: str) -> None:
 # ---- tenants ------------------------------------------------------------------------------
 
 
-def histories() -> dict[str, Callable[[Bench, Pool], None]]:
-    """What another tenant has done before, by the reason that its own next request would get."""
-
-    def evict(bench: Bench, pool: Pool) -> None:
-        ask(bench, PROMPT, "theirs")
-        pool.admin.drop([block.key for block in pool.admin.blocks()])
-
-    def refuse(bench: Bench, pool: Pool) -> None:
-        ask(bench, list(range(9000, 9000 + 4 * BLOCK + 4)), "theirs")
-        ticket = pool.acquire([block.key for block in pool.admin.blocks()], 60.0)
-        ask(bench, PROMPT, "theirs")
-        pool.release(ticket)
-
-    def damage(bench: Bench, pool: Pool) -> None:
-        ask(bench, PROMPT, "theirs")
-        for block in pool.admin.blocks():
-            pool.drop([block.key], Cause.CORRUPT)
-
-    def elsewhere(bench: Bench, pool: Pool) -> None:
-        other = Bench(pool)
-        other.side.namespaces._make_base = lambda: Namespace.of({"test": "2"})
-        assert reason(ask(other, PROMPT, "theirs")) == "new"
-
-    def race(bench: Bench, pool: Pool) -> None:
-        params = SamplingParams()
-        request = Request(
-            "live", PROMPT, params, None, cache_salt="theirs", block_hasher=bench.hasher
-        )
-        bench.blocks["live"] = list(range(1, 200))
-        bench.side.admit(request)
-        bench.matched(request)
-        bench.step(request, 8)
-
-    return {
-        "namespace": elsewhere,
-        "race": race,
-        "none": lambda bench, pool: ask(bench, PROMPT, "theirs") and None,
-        "evicted": evict,
-        "refused": refuse,
-        "damaged": damage,
-        "unsaved": lambda bench, pool: ask(bench, PROMPT, "theirs", saves=False) and None,
-        "diverged": lambda bench, pool: (
-            ask(bench, [*PROMPT[:40], *range(9_000, 9_040)], "theirs") and None
-        ),
-    }
+THEIRS, PUSHED = "theirs", 9
+"""The other tenant; how many prompts push everything else out of the small host."""
 
 
-@pytest.mark.parametrize("history", histories())
+@dataclass
+class World:
+    """An engine and its pool, in which one tenant may have done something before another asks."""
+
+    pool: Pool
+    bench: Bench
+    io: FaultyIo
+    store: MemoryStore
+
+    def push_out(self) -> None:
+        """Leaves what is on disk on disk only."""
+        for first in range(50_000, 50_000 + PUSHED * 1000, 1000):
+            ask(self.bench, list(range(first, first + 8 * BLOCK + 4)), "pushes")
+
+    def drop(self, cause: Cause) -> None:
+        self.pool.drop([*{block.key for block in self.pool.admin.blocks()}], cause)
+
+    def lease(self) -> None:
+        """Of all that is in the host, for the rest of the test."""
+        self.pool.acquire([block.key for block in self.pool.host_blocks()], 60.0)
+
+
+@contextmanager
+def world(folder: Path, reason: str, explain: str) -> Iterator[World]:
+    """One in which a tenant can get this reason."""
+    choice = "auto" if reason == "declined" else "load"
+    settings: dict[str, Any] = {"explain_misses": explain, "load_or_compute": choice}
+    settings |= {"load_deadline": 0.05, "audit": 1 if reason == "audit" else "off"}
+    limit = TenantTerms(host=Amount(4 * 4096 if reason == "refused" else 64 * 4096))
+    terms = PoolTerms(tenants=TenantRules(named={tenant_of(THEIRS): limit}))
+    io, store, arena = FaultyIo(), MemoryStore(), Arena.create(64 * 4096)
+    below: Tier = DiskTier(DiskConfig(folder, 64 << 20), "lru", io=io, terms=terms)
+    if reason == "away":
+        below = RemoteTier(store, RemoteConfig("memory"))
+        settings["lookup_deadline"] = 0.05
+    with Pool(arena, below, "lru", terms=terms) as pool:
+        bench = Bench(pool, **settings)
+        if reason == "not_pooled":
+            bench.side.namespaces._make_base = lambda: None
+        else:
+            ask(bench, PROMPT[:17], "registers the namespace")
+        yield World(pool, bench, io, store)
+        io.read_gate.set()
+
+
+def does(world: World, reason: str) -> None:
+    """What the other tenant does, so that its own next request gets this reason."""
+    bench, pool = world.bench, world.pool
+    match reason:
+        case "new" | "unknown":
+            ask(bench, list(range(9_000, 9_000 + 4 * BLOCK)), THEIRS)
+        case "diverged":
+            ask(bench, [*PROMPT[:40], *range(9_000, 9_040)], THEIRS)
+        case "unsaved":
+            ask(bench, PROMPT, THEIRS, saves=False)
+        case "namespace":
+            other = Bench(pool)
+            other.side.namespaces._make_base = lambda: Namespace.of({"test": "2"})
+            ask(other, PROMPT, THEIRS)
+        case "race":
+            params = SamplingParams()
+            request = Request(
+                "live", PROMPT, params, None, cache_salt=THEIRS, block_hasher=bench.hasher
+            )
+            bench.blocks["live"] = list(range(1, 200))
+            bench.side.admit(request)
+            bench.matched(request)
+            bench.step(request, 8)
+        case "refused":
+            ask(bench, list(range(9000, 9000 + 4 * BLOCK + 4)), THEIRS)
+            ticket = pool.acquire([block.key for block in pool.admin.blocks()], 60.0)
+            ask(bench, PROMPT, THEIRS)
+            pool.release(ticket)
+        case "evicted" | "damaged":
+            ask(bench, PROMPT, THEIRS)
+            world.drop(Cause.DROPPED if reason == "evicted" else Cause.CORRUPT)
+        case _:
+            ask(bench, PROMPT, THEIRS)
+
+
+def happens(world: World, reason: str) -> None:
+    """What happens to engine and pool then, with that tenant or without it."""
+    match reason:
+        case "late":
+            world.push_out()
+            world.io.read_gate.clear()
+        case "no_room":
+            world.push_out()
+            world.lease()
+        case "declined":
+            world.push_out()
+            costs = world.bench.side.costs
+            costs.saw_step(1000, 500, 10.0)
+            costs.saw_load(TierName.DISK, 0.1, 50.0)
+            costs._passed_over = 0
+            costs._seen_at[TierName.DISK] = time.monotonic()
+        case "away":
+            world.push_out()
+            world.store.failing = OSError("no route")
+        case "unknown":
+            world.pool.why = lambda key: None  # type: ignore[method-assign, assignment, return-value]
+
+
+def asks(world: World, reason: str, salt: str | None) -> dict[str, Any] | None:
+    """The request that gets this reason, if its tenant's history is that."""
+    prompt = PROMPT[:BLOCK] if reason == "short" else PROMPT
+    if reason == "not_asked":
+        return ask(world.bench, prompt, salt, skip_reading_prefix_cache=True)
+    if reason != "failed":
+        return ask(world.bench, prompt, salt)
+    name = f"request {next(NAMES)}"
+    request = Request(
+        name, prompt, SamplingParams(), None, cache_salt=salt, block_hasher=world.bench.hasher
+    )
+    world.bench.blocks[name] = list(range(1, 200))
+    world.bench.side.admit(request)
+    wait_until(lambda: world.bench.matched(request) is not None)
+    if got := world.bench.matched(request):
+        world.bench.side.allocated(request, (world.bench.blocks[name],), got)
+        world.bench.side.reported(None, {name}, {name})
+    world.bench.report(world.bench.step(request, len(prompt)))
+    told: dict[str, Any] | None = finished(world.bench, request).get(MISSED)
+    return told
+
+
+ALIKE = {Reason.SHORT, Reason.NOT_ASKED, Reason.NOT_POOLED, Reason.UNKNOWN, Reason.AWAY}
+"""Reasons that a request has whatever anybody did before; of the others it is new."""
+
+
+@pytest.mark.parametrize("reason", [*Reason, None])
 @pytest.mark.parametrize("explain", ["tokens", "blocks"])
-def test_no_reason_depends_on_what_another_tenant_did(history: str, explain: str) -> None:
+def test_no_reason_depends_on_what_another_tenant_did(
+    tmp_path: Path, reason: Reason | None, explain: str
+) -> None:
     """The same request, in the same pool without that tenant and with it, under another salt and
-    under none: every field is the same, and so is every key that is looked up."""
-    tenants = {tenant_of("theirs"): {"host": f"{4 * 4096}B"}} if history == "refused" else {}
+    under none: every field is the same, and so is every key that is looked up. ``None``: the other
+    tenant has a whole hit."""
     told: dict[bool, list[Any]] = {}
     for others in (False, True):
-        with make_pool(tenants=tenants) as pool:
-            bench = Bench(pool, explain_misses=explain)
+        with world(tmp_path / str(others), str(reason), explain) as made:
             if others:
-                histories()[history](bench, pool)
-                own = ask(bench, PROMPT, "theirs")
-                assert reason(own) == (None if history == "none" else history)
+                does(made, str(reason))
+            happens(made, str(reason))
+            if others:
+                own = asks(made, str(reason), THEIRS)
+                assert (None if own is None else own["reason"]) == reason
             looked_up: list[Any] = []
-            why, parting = pool.why, bench.side.misses.chains.parting
+            why, parting = made.pool.why, made.bench.side.misses.chains.parting
 
             def seen(key: Any, *, why: Any = why, into: list[Any] = looked_up) -> Any:
                 into.append(key)
@@ -457,12 +562,13 @@ def test_no_reason_depends_on_what_another_tenant_did(history: str, explain: str
                 assert found is None, "tokens of another tenant were compared"
                 return found
 
-            pool.why = seen  # type: ignore[method-assign, assignment]
-            bench.side.misses.chains.parting = compared  # type: ignore[method-assign, assignment]
-            told[others] = [ask(bench, PROMPT, salt) for salt in ("ours", None)]
+            made.pool.why = seen  # type: ignore[method-assign, assignment]
+            made.bench.side.misses.chains.parting = compared  # type: ignore[method-assign, assignment]
+            told[others] = [asks(made, str(reason), salt) for salt in ("ours", None)]
             told[others] += looked_up
     assert told[True] == told[False]
-    assert told[True][0] == {"reason": "new", "from": 0, "tokens": len(PROMPT)}
+    expected = str(reason) if reason in ALIKE else "new"
+    assert [one["reason"] for one in told[True][:2]] == [expected] * 2
 
 
 # ---- memory --------------------------------------------------------------------------------
@@ -483,6 +589,24 @@ def test_the_memory_of_chains_is_bounded() -> None:
     assert chains.nbytes <= 50_000
     assert len(chains._branches) <= len(chains._segments) < 100
     assert not chains._places
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 8, 200])
+def test_the_memory_in_use_is_within_the_bound(blocks: int) -> None:
+    """Of what Python really allocates; the tokens of short and long prompts."""
+    chains = Chains(BLOCK, most_bytes=1 << 20)
+    tracemalloc.start()
+    try:
+        for number in range(40_000 // max(4, blocks)):
+            tokens = range(number, number + blocks * BLOCK + 3)
+            keys = [BlockKey(number.to_bytes(32) + place.to_bytes(16)) for place in range(blocks)]
+            chains.add(BlockKey(number.to_bytes(48)), keys, [*tokens], str(number))
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert chains.nbytes <= 1 << 20
+    assert used <= 1.1 * (1 << 20)
+    assert used >= (1 << 20) / 4, "the memory is not used"
 
 
 def test_every_reason_is_told_in_words() -> None:

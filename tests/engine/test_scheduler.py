@@ -475,12 +475,21 @@ class SlowPool:
     def fill(self, tokens: int) -> None:
         """Leaves a prompt of so many tokens on disk only."""
         bench = Bench(self.pool)
-        bench.blocks["other"] = bench.blocks["first"] = list(range(1, 999))
-        for name, start, length in (("first", 0, tokens), ("other", 100_000, 16 * 64)):
+
+        def save(name: str, start: int, length: int) -> None:
             request = bench.request(name, length, start)
+            bench.blocks[name] = list(range(1, 999))
             orders = bench.step(request, length)
             bench.report(orders)
             wait_until(lambda: self.pool.stats().queued_writes == 0)
+
+        save("first", 0, tokens)
+        keys = {block.key for block in self.pool.host_blocks()}
+        for number in range(1, 9):  # what is still being written refuses others a place
+            save(f"other {number}", 100_000 * number, 16 * 64)
+            if keys.isdisjoint(block.key for block in self.pool.host_blocks()):
+                return
+        raise AssertionError("the prompt stays in the host")
 
 
 @pytest.fixture

@@ -66,6 +66,28 @@ def test_samples_are_read_from_the_metrics_and_bounded() -> None:
     assert [each.at for each in kept.since(everything[-3].at)] == [e.at for e in everything[-2:]]
 
 
+def test_what_was_missed_is_known_for_a_day() -> None:
+    registry = CollectorRegistry()
+    missed = Counter("kvrecall_missed_tokens", "x", ["reason"], registry=registry)
+    clock = ManualClock()
+    kept = history.History(registry, clock)
+    assert kept.day()[1] == {}
+    began = clock()
+    missed.labels("new").inc(100)
+    kept.take()
+    for hours in range(1, 31):
+        clock.advance(3600.0)
+        missed.labels("new").inc(10)
+        kept.take()
+        since, before = kept.day()
+        assert since == began + 3600 * max(0, hours - 24)
+        assert before == {"new": 100.0 + 10 * max(0, hours - 24)}
+    for _ in range(2000):
+        clock.advance(2.0)
+        kept.take()
+    assert len(kept._day) <= history.DAY_S / 600 + 2
+
+
 def test_a_histogram_is_kept_where_it_changed_and_whole_in_the_oldest_sample() -> None:
     registry = CollectorRegistry()
     name = "kvrecall_load_latency_seconds"
@@ -285,6 +307,35 @@ def test_before_there_are_figures(browser: Any, faulty: tuple[str, FakeEngine, C
     assert "undefined" not in tiles
     assert re.search(r"Time to first token, p50\s+–\s+p95 –", tiles)
     page.tab.close()
+
+
+@pytest.mark.long
+def test_what_costs_most_tokens_is_first(
+    browser: Any, faulty: tuple[str, FakeEngine, Counter]
+) -> None:
+    missed = Counter("kvrecall_missed_tokens", "x", ["engine", "reason"])
+    try:
+        page = Page(browser, faulty[0])
+        tab = page.tab
+        box = tab.query_selector("#missed")
+        tab.wait_for_function("(e) => e.innerText.startsWith('No prompt of the last ')", arg=box)
+        for engine, reason, tokens in (("0", "new", 300), ("0", "evicted", 900), ("1", "new", 200)):
+            missed.labels(engine, reason).inc(tokens)
+        tab.wait_for_selector("#missed tbody tr:nth-child(2)")
+        rows = [
+            row.locator("th, td").all_inner_texts() for row in tab.locator("#missed tbody tr").all()
+        ]
+        assert [row[:4] for row in rows] == [
+            ["evicted", "900", "64 %", "900"], ["new", "500", "36 %", "500"]
+        ]  # fmt: skip
+        assert rows[0][4].strip() == "its block was evicted, dropped or cleared"
+        assert tab.inner_text("#missed-note").startswith("1,400 tokens in the last ")
+        missed.labels("1", "new").inc(1000)
+        tab.wait_for_function("(e) => e.querySelector('tbody th').innerText === 'new'", arg=box)
+        assert page.wrong == []
+        tab.close()
+    finally:
+        REGISTRY.unregister(missed)
 
 
 @pytest.mark.long

@@ -85,7 +85,7 @@ def test_timeouts(
     class NoLog:
         """The outputs here are numbers, of which there is nothing to note."""
 
-        def watch(self, request_id: str, outputs: Any) -> Any:
+        def watch(self, request_id: str, outputs: Any, engine_id: Any) -> Any:
             return outputs
 
     engine = object.__new__(Engine)
@@ -129,22 +129,23 @@ def test_text_over_tokens(text: str, decoded: list[str], special: str, parts: li
 
 
 def test_ledger_adds_prompts_and_counts_sequences_once() -> None:
-    from kvrecall.engines.vllm.serving.insight import ConnectorReports
     from kvrecall.engines.vllm.serving.openai_handlers import Ledger
 
-    def output(key: str, prompt: int, cached: int, report: object = None) -> Any:
+    def output(key: str, prompt: int, cached: int, report: object = None, index: int = 0) -> Any:
         return SimpleNamespace(
             request_id=key,
             prompt_token_ids=[0] * prompt,
             num_cached_tokens=cached,
             kv_transfer_params=report and {"kvrecall": report},
+            outputs=[SimpleNamespace(index=index)],
         )
 
-    ledger = Ledger(True, ConnectorReports())
+    ledger = Ledger(True)
     assert ledger.split() is None
     ledger.note(output("a", 300, 0))
-    ledger.note(output("a", 300, 256, {"device": 0, "host": 0, "computed": 300}))
-    ledger.note(output("a", 300, 256, {"device": 256, "computed": 44}))
+    ledger.note(output("a", 300, 256, {"device": 0, "host": 128, "computed": 172}))
+    ledger.note(output("a", 300, 256, {"device": 0, "host": 0, "computed": 300}))  # a failed load
+    ledger.note(output("a", 300, 256, {"device": 256, "computed": 44}, index=1))
     ledger.note(output("b", 200, 128))
     split = ledger.split()
     assert split is not None
@@ -153,7 +154,7 @@ def test_ledger_adds_prompts_and_counts_sequences_once() -> None:
     }  # fmt: skip
 
 
-def test_splits_that_travel_with_statistics_are_found_by_the_names_of_the_api() -> None:
+def test_splits_that_travel_with_statistics_are_found_by_the_names_of_the_engine() -> None:
     from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter
 
     from kvrecall.engines.vllm.serving.insight import ConnectorReports
@@ -164,18 +165,20 @@ def test_splits_that_travel_with_statistics_are_found_by_the_names_of_the_api() 
     logger.record(SimpleNamespace(kv_connector_stats={"counts": {}, "splits": step}), None)
     logger.record(None, None)
     logger.log()
-    reports.take({"splits": {"0_cmpl-b-01234567": {"host": 3}}})
-    assert reports.split_of("cmpl-a-0") == {"host": 1}
-    assert reports.split_of("cmpl-b") == {"host": 2}, "of several samples the first counts"
+    reports.take({"splits": {"0_cmpl-b-89abcdef": {"host": 3}, "cmpl-b-01234567": {"host": 9}}})
+    assert reports.split_of("cmpl-b-01234567") == {"host": 9}, "of the same name"
+    assert reports.split_of("cmpl-a-0-0123abcd") is None, "the oldest is forgotten"
+    reports = ConnectorReports()
+    reports.take({"splits": step})
+    reports.take({"splits": {"0_cmpl-b-89abcdef": {"host": 3}}})
+    assert reports.split_of("cmpl-b-89abcdef") == {"host": 2}, "of several samples the first counts"
     new, failed = ({"reason": reason, "from": 0, "tokens": 9} for reason in ("new", "failed"))
-    reports.take({"splits": {}, "misses": {"0_cmpl-b-01234567": new}})
-    assert reports.split_of("cmpl-b") == {"host": 2, "missed": new}
+    reports.take({"splits": {}, "misses": {"0_cmpl-b-89abcdef": new}})
+    assert reports.miss_of("cmpl-b-89abcdef") == new
     reports.take({"misses": {"1_cmpl-b-89abcdef": {**new, "tokens": 1}}})
-    assert reports.split_of("cmpl-b") == {"host": 2, "missed": new}, "the first sample's"
-    reports.take({"misses": {"0_cmpl-b-01234567": failed}})
-    assert reports.split_of("cmpl-b") == {"host": 2, "missed": failed}, "its load failed later"
-    reports.take({"splits": {"cmpl-c-01234567": {"host": 4}}})
-    assert reports.split_of("cmpl-a-0") is None, "the oldest is forgotten"
+    assert reports.miss_of("cmpl-b-89abcdef") == new, "the first sample's"
+    reports.take({"misses": {"0_cmpl-b-89abcdef": failed}})
+    assert reports.miss_of("cmpl-b-89abcdef") == failed, "its load failed later"
     assert reports.heat.heat() is None
 
 
@@ -186,14 +189,15 @@ def test_a_request_is_not_shorter_than_the_wait_for_its_first_token() -> None:
     arrived = time.time() - 5
     stats = SimpleNamespace(arrival_time=arrived, num_generation_tokens=1, first_token_latency=5.0)
     output: Any = SimpleNamespace(
-        metrics=stats, kv_transfer_params=None, prompt_token_ids=[1, 2], num_cached_tokens=0
-    )
+        metrics=stats, kv_transfer_params=None, prompt_token_ids=[1, 2], num_cached_tokens=0,
+        outputs=[],
+    )  # fmt: skip
 
     async def outputs() -> AsyncGenerator[Any, None]:
         yield output
 
     async def run() -> None:
-        async for _ in requests.watch("r", outputs()):
+        async for _ in requests.watch("r", outputs(), lambda: "r-0123abcd"):
             pass
 
     requests = RequestLog(ConnectorReports())
@@ -201,6 +205,37 @@ def test_a_request_is_not_shorter_than_the_wait_for_its_first_token() -> None:
     (view,) = requests.ended(0)
     assert view.began == arrived
     assert view.ended - view.began >= view.ttft_s
+
+
+def test_requests_of_one_name_have_each_its_own_report() -> None:
+    """Clients name them (``X-Request-Id``), and those of two tenants may choose the same."""
+    from kvrecall.engines.vllm.serving.insight import ConnectorReports, RequestLog
+
+    reports = ConnectorReports()
+    requests = RequestLog(
+        reports, SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
+    )
+    theirs = {"reason": "diverged", "from": 0, "tokens": 90, "token": 40}
+
+    async def outputs(*indices: int) -> AsyncGenerator[Any, None]:
+        for index in indices:
+            yield SimpleNamespace(
+                metrics=None, kv_transfer_params=None, prompt_token_ids=[1] * 90,
+                num_cached_tokens=0, outputs=[SimpleNamespace(index=index)],
+            )  # fmt: skip
+
+    async def told(engine_id: str, *indices: int) -> list[Any]:
+        found = requests.watch("cmpl-same-0", outputs(*indices), lambda: engine_id)
+        return [output.kv_transfer_params async for output in found]
+
+    reports.take({"splits": {"cmpl-same-0-aaaaaaaa": {"computed": 90}}})
+    reports.take({"misses": {"cmpl-same-0-aaaaaaaa": theirs}})
+    assert asyncio.run(told("cmpl-same-0-bbbbbbbb", 0)) == [None], "another's"
+    own = {"kvrecall": {"computed": 90}, "kvrecall_missed": theirs}
+    assert asyncio.run(told("cmpl-same-0-aaaaaaaa", 0, 1)) == [own, own]
+    assert asyncio.run(told("", 0)) == [None], "not in the engine yet"
+    missed = [view.missed for view in requests.requests("cmpl-same-0")]
+    assert missed == [None, theirs, None]
 
 
 def test_command_line() -> None:

@@ -318,10 +318,9 @@ class Pool:
             if key in self._filling:
                 return Absence(Presence.FILLING)
             has_below = self._writer.has_below
-            (tier,) = self._below.tiers_of([key]) if has_below else (None,)
-            if tier is not None:
+            if has_below and self._below.contains(key):
                 there = Presence.HERE if self._below_answers() else Presence.AWAY
-                return Absence(there, tier)
+                return Absence(there, self._below.tier_of(key))
             left = self._departure(key)
             is_silent = has_below and self._below.is_silent(key)
             if left is not None and not (is_silent and left[1].what in _MADE_ROOM):

@@ -76,6 +76,12 @@ class ExistenceCache:
         for key in [k for k, entry in self._entries.items() if entry.belief is Belief.THERE]:
             self.dropped(key)
 
+    def doubt(self, key: BlockKey) -> None:
+        """The store did not answer for the block. What was dropped here stays dropped."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.belief is not Belief.DROPPED:
+            self._count(self._entries.pop(key), -1)
+
     def doubt_all(self) -> None:
         """The store may have changed altogether."""
         kept = [(k, e) for k, e in self._entries.items() if e.belief is Belief.DROPPED]

@@ -452,7 +452,8 @@ class RemoteTier(Tier):
             return True
 
     def _end_gets(self, items: Sequence[_Fetching], outcomes: dict[BlockKey, Outcome]) -> None:
-        """Ends each get that has not ended yet."""
+        """Ends each get that has not ended yet. One without an outcome is a miss: the store failed,
+        and is asked again what it has."""
         now = time.monotonic()
         with self._lock:
             for item in items:
@@ -465,6 +466,8 @@ class RemoteTier(Tier):
                 if outcome is Outcome.CORRUPT:
                     self._existence.dropped(key)
                     self._withdraw((key,), Cause.CORRUPT)
+                elif key not in outcomes:
+                    self._existence.doubt(key)
                 elif outcome is Outcome.MISS:
                     self._existence.told(key, False, 0)
                     self._withdraw((key,), Cause.LOST)

@@ -66,6 +66,7 @@ def dashboard_router(engine: Engine) -> APIRouter:
         heat = insight.heat()
         now = time.time()
         sample = history.latest()
+        day_since, day_missed = history.day()
         alive = await engine.alive()
         history.alarms.note(ENGINE_DOWN, not alive, now)
         away = (prefixes.failure or ("" if sample.pool_up else _AWAY)) if alive else ""
@@ -85,6 +86,7 @@ def dashboard_router(engine: Engine) -> APIRouter:
             "reasons": REASONS,
             "sample": sample,
             "samples": history.since(since),
+            "day": {"since": day_since, "missed": day_missed},
             "live": live,
             "live_total": total,
             "ended": insight.ended(ended_since),

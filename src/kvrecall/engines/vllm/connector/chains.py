@@ -19,7 +19,7 @@ LEAST_COMMON = 8
 leave it: fewer are those of a chat template."""
 
 _BLOCK_BYTES = 300  # of a block's key, the entry that finds it, and their objects
-_SEGMENT_BYTES = 600
+_SEGMENT_BYTES = 1400  # most of it is the list of what leaves a block
 _MOST_BRANCHES = 32  # that leave one block, the latest ones
 _PLACE_BITS = 24
 

@@ -639,7 +639,7 @@ class RecallScheduler:
         self.misses.ended(state, min(request.num_computed_tokens + 1, request.num_tokens))
         self.tally.count_request(sources)
         if state.trace is not None:
-            state.trace.finished(sources, len(state.open_stores))
+            state.trace.finished(sources, len(state.open_stores), state.miss)
         promised = self._saver.promised(state) if whole and not state.closed else 0
         told = {REPORT: sources, UNIT: self._facts.unit, **receipt(state.namespace, promised)}
         return hold, told if state.miss is None else {**told, MISSED: state.miss}

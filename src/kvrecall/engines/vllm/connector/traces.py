@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvrecall.block import TierName
+from kvrecall.engines.base import Miss
 from kvrecall.engines.vllm.connector.hit import Hit
 from kvrecall.engines.vllm.connector.load import PrefixLoad
 from kvrecall.engines.vllm.connector.pages import Copy
@@ -163,10 +164,10 @@ class RequestTrace:
             outcome = "whole"
             if load.offsets is None:
                 outcome = "dropped"
-            elif missing > 0 and load.given_up:
-                outcome = "given_up"
+            elif missing > 0 and now - load.mark.seconds >= deadline_s:
+                outcome = "late"
             elif missing > 0:
-                outcome = "late" if now - load.mark.seconds >= deadline_s else "lost"
+                outcome = "given_up" if load.given_up else "lost"
             share = 1.0 if missing <= 0 else arrived[tier] / wanted[tier]
             ended = now if missing > 0 else last.get(tier, now)
             attributes = {
@@ -247,8 +248,9 @@ class RequestTrace:
         if self._ended and not unsaved:
             self._send_save()
 
-    def finished(self, sources: dict[str, int], unsaved: int) -> None:
-        """The request ended; ``sources``: tokens of its prompt. ``unsaved``: as of ``saved``."""
+    def finished(self, sources: dict[str, int], unsaved: int, miss: Miss | None) -> None:
+        """The request ended; ``sources``: tokens of its prompt; ``miss``: why the rest of it was
+        computed. ``unsaved``: as of ``saved``."""
         request = self._request
         self._traces.computing.pop(request.request_id, None)
         if self.is_open and not self.step_ended() and self._compute is not None:
@@ -260,6 +262,10 @@ class RequestTrace:
             "preemptions": request.num_preemptions,
             "outcome": request.status.name.removeprefix("FINISHED_").lower(),
         }
+        if miss is not None:
+            attributes |= {"missed": miss["reason"], "missed.tokens": miss["tokens"]}
+            if "tier" in miss:
+                attributes["missed.tier"] = miss["tier"]
         self._send(now, attributes)
         self._ended = True
         if not unsaved:

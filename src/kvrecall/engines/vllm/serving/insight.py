@@ -2,7 +2,7 @@
 
 vLLM passes a connector's final parameters of a request to the API process only when the *engine*
 ends it; a stop string is found outside the engine, which then merely aborts the request. The split
-of every request therefore also travels with the step's statistics, and the reply reads it here.
+of every request therefore also travels with the step's statistics, and its outputs get it here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from kvrecall.engines.vllm.attention.heat import HeatTotals
 
 _REMEMBERED = 16_384
 _CHILD = re.compile(r"^\d+_")  # one of several samples of a request
-_SUFFIX = re.compile(r"-[0-9a-f]{8}$")  # vLLM's own, to make ids unique
 _EXPLAINED = 4096  # ended requests that can be asked for by their id
 _KEPT = 8192  # steps of an engine
 WINDOW_S = 10.0
@@ -41,7 +40,11 @@ WINDOW_S = 10.0
 
 class ConnectorReports:
     """The latest splits by request, as many as can be under way at once, and the sum of what the
-    workers' layers chose. Owned by the served engine; not thread-safe."""
+    workers' layers chose. Owned by the served engine; not thread-safe.
+
+    Requests have the engine's ids, which are unique: clients choose those of the API (the header
+    ``X-Request-Id``), and two tenants may choose the same.
+    """
 
     def __init__(self, remembered: int = _REMEMBERED) -> None:
         self._splits: OrderedDict[str, Mapping[str, int]] = OrderedDict()
@@ -53,9 +56,9 @@ class ConnectorReports:
         """Adds one payload of ``RecallStats``. If a request has several samples, the first split
         counts: the others hit blocks that it computed."""
         for engine_id, split in payload.get("splits", {}).items():
-            self._splits.setdefault(_CHILD.sub("", _SUFFIX.sub("", engine_id)), split)
+            self._splits.setdefault(_CHILD.sub("", engine_id), split)
         for engine_id, miss in payload.get("misses", {}).items():
-            name = _CHILD.sub("", _SUFFIX.sub("", engine_id))
+            name = _CHILD.sub("", engine_id)
             if miss["reason"] == Reason.FAILED or name not in self._misses:
                 self._misses[name] = miss
         for known in (self._splits, self._misses):
@@ -63,11 +66,13 @@ class ConnectorReports:
                 known.popitem(last=False)
         self.heat.add(payload.get("heat", {}))
 
-    def split_of(self, request_id: str) -> Mapping[str, object] | None:
-        """The split of a request by the name the API gave it, with its miss as ``missed``."""
-        name = _CHILD.sub("", request_id)
-        split, miss = self._splits.get(name), self._misses.get(name)
-        return split if split is None or miss is None else {**split, "missed": miss}
+    def split_of(self, engine_id: str) -> Mapping[str, int] | None:
+        """Prompt tokens by source of a request; None if they are not known yet."""
+        return self._splits.get(_CHILD.sub("", engine_id))
+
+    def miss_of(self, engine_id: str) -> Miss | None:
+        """Why the rest of a prompt was computed."""
+        return self._misses.get(_CHILD.sub("", engine_id))
 
     def stat_logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
         """One of vLLM's stat loggers, which feeds this."""
@@ -149,15 +154,20 @@ class RequestLog:
         self.forgotten_until = 0.0
 
     async def watch(
-        self, request_id: str, outputs: AsyncGenerator[RequestOutput, None]
+        self,
+        request_id: str,
+        outputs: AsyncGenerator[RequestOutput, None],
+        engine_id: Callable[[], str],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Passes ``outputs`` on, and records how the request ended."""
+        """Passes ``outputs`` on, with the report of the request, and records how it ended.
+        ``engine_id``: gives the engine's id of it, "" before it has one."""
         began = time.time()
         last: RequestOutput | None = None
         phase = Phase.CANCELLED
         try:
             async for output in outputs:
                 last = output
+                self._complete(output, engine_id())
                 yield output
             phase = Phase.DONE
         except (asyncio.CancelledError, GeneratorExit):
@@ -166,12 +176,24 @@ class RequestLog:
             phase = Phase.FAILED
             raise
         finally:
-            view = self._ended_view(request_id, phase, began, last)
+            name = engine_id()
+            view = self._ended_view(request_id, name, phase, began, last)
             self._ended.append(view)
-            self._by_id[request_id] = view
+            self._by_id[name or request_id] = view
             if len(self._by_id) > _EXPLAINED:
                 self.forgotten_until = self._by_id.popitem(last=False)[1].ended
             await outputs.aclose()
+
+    def _complete(self, output: RequestOutput, engine_id: str) -> None:
+        """Adds the report to an output that has none, or that of another sample than the first,
+        which hit what the first computed."""
+        params = output.kv_transfer_params or {}
+        if REPORT in params and all(sequence.index == 0 for sequence in output.outputs):
+            return
+        split, miss = self._reports.split_of(engine_id), self._reports.miss_of(engine_id)
+        if split is None:
+            return
+        output.kv_transfer_params = {**params, REPORT: split, **({MISSED: miss} if miss else {})}
 
     def live(self, most: int) -> tuple[Sequence[RequestView], int]:
         """See Insight.live."""
@@ -202,12 +224,21 @@ class RequestLog:
             began=0.0 if state.stats is None else float(state.stats.arrival_time),
             ended=0.0,
             prompt_tokens=int(state.prompt_len or 0),
-            **_sources(self._reports.split_of(name)),
+            **_sources(self._report(str(state.request_id))),
             **_progress(state.stats),
         )
 
+    def _report(self, engine_id: str) -> Mapping[str, object] | None:
+        split = self._reports.split_of(engine_id)
+        return None if split is None else {**split, "missed": self._reports.miss_of(engine_id)}
+
     def _ended_view(
-        self, request_id: str, phase: Phase, began: float, last: RequestOutput | None
+        self,
+        request_id: str,
+        engine_id: str,
+        phase: Phase,
+        began: float,
+        last: RequestOutput | None,
     ) -> RequestView:
         stats: Any = None if last is None else last.metrics
         prompt = 0 if last is None else len(last.prompt_token_ids or ())
@@ -215,7 +246,7 @@ class RequestLog:
         params = {} if last is None else last.kv_transfer_params or {}
         if REPORT in params:
             split = {**params[REPORT], "missed": params.get(MISSED)}
-        split = split or self._reports.split_of(request_id)
+        split = split or self._report(engine_id)
         if split is None and last is not None and last.num_cached_tokens is not None:
             cached = last.num_cached_tokens
             split = {"device": cached, "computed": prompt - cached}

@@ -33,7 +33,6 @@ from kvrecall.engines.base import (
     RecallSplit,
     recalled,
 )
-from kvrecall.engines.vllm.serving.insight import ConnectorReports
 from kvrecall.engines.vllm.serving.sampling import BEST_OF
 from kvrecall.pool.hints import Hint, hint_of
 
@@ -46,7 +45,6 @@ class Ledger:
     def __init__(
         self,
         pooled: bool,
-        reports: ConnectorReports,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         """``pooled``: whether a connector is in use. ``decode``: the text of tokens."""
@@ -54,13 +52,13 @@ class Ledger:
         self._ids: dict[str, Sequence[int]] = {}
         self._texts: dict[tuple[str, int], str] = {}
         self._pooled = pooled
-        self._reports = reports
         self._prompts: dict[str, int] = {}
         self._cached: dict[str, int] = {}
         self._told: dict[str, dict[str, object]] = {}
 
     def note(self, output: RequestOutput) -> None:
-        """Processes an output. For several sequences of a prompt the first one counts."""
+        """Processes an output. For several sequences of a prompt the first one counts; of one
+        sequence the latest report."""
         key = output.request_id
         if output.prompt_token_ids is not None:
             self._prompts[key] = len(output.prompt_token_ids)
@@ -70,8 +68,10 @@ class Ledger:
         params = output.kv_transfer_params or {}
         report = params.get(REPORT)
         if isinstance(report, dict):
-            told = {**report, "unit": params.get(UNIT, 0), "missed": params.get(MISSED)}
-            self._told.setdefault(key, told)
+            unit = params.get(UNIT, report.get("unit", 0))
+            told = {**report, "unit": unit, "missed": params.get(MISSED)}
+            if key not in self._told or all(one.index == 0 for one in output.outputs):
+                self._told[key] = told
 
     async def watch(self, outputs: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
         """Passes ``outputs`` (RequestOutput, or pairs ending in one) on, noting each."""
@@ -86,7 +86,7 @@ class Ledger:
             return None
         parts = [
             RecallSplit.of_report(
-                self._told.get(key) or self._reports.split_of(key),
+                self._told.get(key),
                 self._prompts.get(key, 0),
                 self._cached.get(key, 0),
                 self._pooled,
@@ -182,7 +182,7 @@ class _Bounded:
     def ledger(self) -> Ledger:
         """For one HTTP request."""
         decode = self.renderer.tokenizer.decode  # type: ignore[attr-defined]
-        return Ledger(self.pooled, self.engine_client.reports, decode)  # type: ignore[attr-defined]
+        return Ledger(self.pooled, decode)
 
     def _rank(self, request: Any) -> ErrorResponse | None:
         """Passes ``best_of`` to the engine; returns an error if it is not a valid number of

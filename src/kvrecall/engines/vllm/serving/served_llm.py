@@ -18,6 +18,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from kvrecall.engines.base import Limits
 from kvrecall.engines.vllm.compat.serving import note_outputs
@@ -29,6 +30,8 @@ STOPPED = "the server was stopped"
 """The error of requests that end with the server."""
 _POLL_S = 0.05
 _SEARCHING: ContextVar[bool] = ContextVar("searching", default=False)
+_ENGINE_ID: ContextVar[str] = ContextVar("engine_id", default="")
+"""The engine's id of the request that this task sent to it last."""
 _FORCED_S = 15.0
 """Time for the engine to close after all requests were ended; vLLM may wait 9 s for a worker."""
 
@@ -117,6 +120,12 @@ class ServedLLM(AsyncLLM):
                 f"{name} is {count}; this server allows {most} (maxN, --max-n)", parameter=name
             )
 
+    async def add_request(self, *args: Any, **kwargs: Any) -> RequestOutputCollector:
+        """Like AsyncLLM's; notes the id that the engine knows the request by."""
+        queue = await super().add_request(*args, **kwargs)
+        _ENGINE_ID.set(queue.request_id)
+        return queue
+
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -131,9 +140,10 @@ class ServedLLM(AsyncLLM):
         if best_of is not None:
             self._check_count("best_of", best_of)
             sampling_params = sampling.widened(wanted, best_of)
+        _ENGINE_ID.set("")
         outputs = super().generate(prompt, sampling_params, request_id, **kwargs)
         timed = self.timed(outputs, _own_timeout(wanted.extra_args))
-        watched = self.request_log.watch(request_id, timed)
+        watched = self.request_log.watch(request_id, timed, _ENGINE_ID.get)
         try:
             async for output in watched:
                 sampling.check_output(output, wanted)

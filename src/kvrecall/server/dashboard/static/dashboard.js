@@ -153,24 +153,28 @@ function drawRecall(marks, from) {
     `Prompt tokens per second, by source. Tokens in all: ${totals.join(", ")}.`);
 }
 
-// Tokens computed, by the reason why the first of them was not recalled, the costliest first.
+// Tokens computed, by the reason why the first of them was not recalled, the costliest of the last 24 hours first.
 function drawMissed(from) {
   const box = $("missed");
   if (!state.latest.pool) { replace(box, note("This server runs without a pool, so nothing can be missed.")); return; }
   if (!from) { replace(box, note(GATHERING)); return; }
-  const now = state.latest.sample;
-  const rows = Object.entries(now.missed ?? {}).map(([reason, tokens]) => [reason, tokens - (from.missed?.[reason] ?? 0)])
-    .filter(([, tokens]) => tokens > 0).sort(([, a], [, b]) => b - a);
-  const all = rows.reduce((sum, [, tokens]) => sum + tokens, 0);
-  $("missed-note").textContent = all ? `${count(all)} tokens in this window` : "";
-  if (!all) { replace(box, note("No prompt of this window was computed that could have been recalled.")); return; }
+  const { sample: { missed: now }, day, reasons } = state.latest;
+  const since = (before) => (reason) => Math.max(0, now[reason] - (before?.[reason] ?? 0));
+  const today = since(day.missed), recent = since(from.missed);
+  const rows = Object.keys(now).filter((reason) => today(reason) || recent(reason)).sort((a, b) => today(b) - today(a));
+  const all = rows.reduce((sum, reason) => sum + today(reason), 0);
+  const age_s = state.latest.now - day.since;
+  const long = age_s >= 86_000 ? "24 hours" : age(age_s);
+  $("missed-note").textContent = all ? `${count(all)} tokens in the last ${long}` : "";
+  if (!rows.length) { replace(box, note(`No prompt of the last ${long} was computed that could have been recalled.`)); return; }
   replace(box, h("table", { class: "missed" },
-    h("thead", {}, h("tr", {}, ["reason", "tokens", "share", ""].map((name) => h("th", { scope: "col" }, name)))),
-    h("tbody", {}, rows.map(([reason, tokens]) => h("tr", {},
-      h("th", { scope: "row" }, reason), h("td", {}, count(tokens)), h("td", {}, percent(tokens / all)),
+    h("thead", {}, h("tr", {}, ["reason", `last ${long}, tokens`, "share", "this window, tokens", ""].map((name) => h("th", { scope: "col" }, name)))),
+    h("tbody", {}, rows.map((reason) => h("tr", {},
+      h("th", { scope: "row" }, reason), h("td", {}, count(today(reason))), h("td", {}, percent(all ? today(reason) / all : 0)),
+      h("td", {}, count(recent(reason))),
       h("td", { class: "meaning" },
-        h("span", { class: "share", style: { width: `${Math.max(0.5, 30 * tokens / rows[0][1])}%` }, "aria-hidden": "true" }),
-        state.latest.reasons[reason] ?? ""))))));
+        h("span", { class: "share", style: { width: `${Math.max(0.5, 30 * today(reason) / Math.max(1, today(rows[0])))}%` }, "aria-hidden": "true" }),
+        reasons[reason] ?? ""))))));
 }
 
 function quantileLines(kind, marks) {
