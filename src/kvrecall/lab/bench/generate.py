@@ -199,7 +199,7 @@ def measure_generate(
     ] = "64K",
     sequences: Annotated[
         str, typer.Option(help="Sequences that decode at once, comma-separated.")
-    ] = "1,4",
+    ] = "1",
     modes: Annotated[str, typer.Option(help="Of the engines, comma-separated.")] = ",".join(MODES),
     share: Annotated[float, typer.Option(help="Share of the middle blocks selected.")] = 0.2,
     fits: Annotated[
@@ -345,8 +345,11 @@ class _Turns:
         if not kept:
             return []
         found: dict[int, list[dict[str, Any]]] = {count: [] for count in kept}
+        progress(f"{DENSE}: an engine starts")
         with self._engine(DENSE, max(kept)) as plain:
             for name in others or (DENSE,):
+                if others:
+                    progress(f"{name}: an engine starts")
                 with self._engine(name, max(kept)) if others else nullcontext(plain) as engine:
                     for count in kept:
                         progress(f"{name}: {count} sequences of {self.context:,} tokens")
