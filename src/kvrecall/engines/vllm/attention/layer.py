@@ -213,11 +213,9 @@ class RetrievalLayer:
         dim]``; ``scale``: of its products with keys as they are stored."""
         assert self._store is not None
         kernel, shape, activity = self._kernel, self._shape, self._activity
-        heads = shape.kv_heads
-        shared = None
-        if any(one.offloaded is not None for one in step.sequences):
-            shared = self._shared
-        off = None if shared is None else shared.left
+        heads, off = shape.kv_heads, None
+        if self._shared is not None and any(one.offloaded is not None for one in step.sequences):
+            off = self._shared.left
         kernel.choose(query, step, self._store.rows, self._layout, scale, off)
         sampled = self._note is not None and activity.steps_sparse % _SEEN_EVERY == 1
         if kernel.chooses and sampled:
