@@ -13,7 +13,7 @@ import torch
 
 from kvrecall.attention.digest import DIGESTS, SCALE_BYTES, coded_width, encode, scales_in
 from kvrecall.attention.kernels import int8, search
-from kvrecall.attention.kernels.search import Search, is_compiled
+from kvrecall.attention.kernels.search import Placed, Search, is_compiled
 from kvrecall.attention.selection import CodedQuery, ExactSelector, best_products, selector_of
 from kvrecall.attention.settings import RetrievalSettings
 
@@ -202,8 +202,8 @@ class Case:
         return self.run(prepared, len(parts))
 
     def run(self, prepared: Search, parts: int = 1) -> torch.Tensor:
-        several = [(self.rows, self.coarse)] * parts
-        return prepared.run(self.query.flatten(0, 1), several, 0.125)
+        placed = Placed(self.layout, [(self.rows, self.coarse)] * parts)
+        return prepared.run(self.query.flatten(0, 1), placed, 0.125)
 
     def plainly(self, count: int, *parts: torch.Tensor) -> torch.Tensor:
         """The same by PyTorch."""

@@ -31,6 +31,13 @@ def test_a_mode_of_retrieval_acts_at_every_length(name: str, context: int) -> No
         assert (settings.init_tokens, settings.local_tokens) == (1024, 7192)
 
 
+@pytest.mark.parametrize("name", [name for name, mode in MODES.items() if mode.retrieval])
+def test_the_last_tokens_may_be_fewer(name: str) -> None:
+    variables = MODES[name].variables(name, 65536, 0.2, local=2048)
+    variables.pop("VLLM_PLUGINS")
+    assert RetrievalSettings.from_environ(variables).local_tokens == 2048
+
+
 def test_times_are_compared_round_by_round() -> None:
     def turn(seconds: float, tokens: int) -> list[dict[str, Any]]:
         return [{"seconds": seconds, "tokens": tokens}] * 3
@@ -56,6 +63,7 @@ def test_unknown_words_are_refused() -> None:
         ({"modes": "fast"}, "--modes: 'fast' is not one of dense, "),
         ({"sequences": "0"}, "--sequences: '0' is not a number"),
         ({"model": "models/absent"}, "models/absent"),
+        ({"drafts": 3}, "--drafts 3: retrieval refuses speculation off the device"),
     ):
         with pytest.raises(ConfigError, match=said):
             generate.measure_generate(**options)

@@ -36,6 +36,28 @@ _LINE = 64
 """Bytes of a cache line: what two threads write lies on different ones."""
 
 
+class Placed:
+    """Where the digests of a layer lie, as a search reads them. Made once for as long as they lie
+    there; it keeps them in memory."""
+
+    def __init__(
+        self, layout: Layout, parts: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
+    ) -> None:
+        """``parts``: of each, int8 ``[kv_heads, any number, rows, width + 4]``, and a copy of their
+        coarse rows, side by side, if there are any."""
+        self._parts = tuple(parts)
+        rows = [part for part, _ in parts]
+        read = [part if coarse is None else coarse for part, coarse in parts]
+        coarse_bytes = layout.coarse * rows[0].shape[-1]
+        self._layer = np.zeros((4, 1 + len(rows)), np.int64)
+        self._layer[0, 1:] = [part.data_ptr() for part in read]
+        self._layer[1, 1:] = [part.stride(0) for part in read]
+        self._layer[2] = read[0].stride(1), *(part.data_ptr() + coarse_bytes for part in rows)
+        self._layer[3] = rows[0].stride(1), *(part.stride(0) for part in rows)
+        self.address = self._layer.ctypes.data
+        """Of a search's ``layer``."""
+
+
 class Search:
     """A search of one sequence's blocks, prepared once for all layers of a step."""
 
@@ -58,7 +80,6 @@ class Search:
         blocks = len(self._ids)
         first = layout.coarse or layout.rows
         self._row_bytes = layout.kind.parts * dim + SCALE_BYTES
-        self._coarse_bytes = layout.coarse * self._row_bytes
         at_once = min(blocks, max(1, _CHUNK_BYTES // (first * self._row_bytes)))
         chunks = -(-blocks // at_once)
         self._threads = min(torch.get_num_threads(), heads * chunks)
@@ -70,7 +91,6 @@ class Search:
         self._found = torch.empty(heads, count, dtype=torch.int64)
         self._counters = np.zeros((2 + heads, _LINE // 8), np.int64)
         self._counted = np.array([0, 0, *heads * [chunks]])
-        self._layer = np.zeros((4, 1 + len(parts)), np.int64)
         self._work = np.zeros(1, native.work)
         facts = {
             "heads": heads,
@@ -95,14 +115,14 @@ class Search:
             "scratch": _aligned(self._scratch.ctypes.data),
             "ids": self._ids.ctypes.data,
             "ends": self._ends.ctypes.data,
-            "layer": self._layer.ctypes.data,
             "pack": native.pack,
             "dots": native.dots,
         }
         for name, value in facts.items():
             self._work[name] = value
         self._address = self._work.ctypes.data
-        self._scale = self._work["scale"]
+        self._told = tuple(self._work[name] for name in ("query", "halved", "layer", "scale"))
+        self._left = self._counters[:, 0]
         self._table: torch.Tensor | None = None
 
     def enter_into(self, table: torch.Tensor) -> None:
@@ -119,28 +139,23 @@ class Search:
     def run(
         self,
         query: torch.Tensor,
-        parts: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+        placed: Placed,
         scale: float,
     ) -> torch.Tensor:
         """The most similar blocks, in the sequence's order: int64 ``[kv_heads, count]``, valid
         until the next call. Of equally similar ones the first.
 
-        ``query``: ``[heads, dim]``; ``parts``: the digests of each part, int8 ``[kv_heads, any
-        number, rows, width + 4]``, and a copy of their coarse rows, side by side, if there are any;
-        ``scale``: that of the attention.
+        ``query``: ``[heads, dim]``; ``placed``: the digests of each part; ``scale``: that of the
+        attention.
         """
         halved = query.dtype is torch.bfloat16
         if not halved and query.dtype is not torch.float32:
             query = query.float()
         query = query.contiguous()
-        rows = [part for part, _ in parts]
-        read = [part if coarse is None else coarse for part, coarse in parts]
-        self._layer[0] = query.data_ptr(), *(part.data_ptr() for part in read)
-        self._layer[1] = halved, *(part.stride(0) for part in read)
-        self._layer[2] = read[0].stride(1), *(one.data_ptr() + self._coarse_bytes for one in rows)
-        self._layer[3] = rows[0].stride(1), *(part.stride(0) for part in rows)
-        self._counters[:, 0] = self._counted
-        self._scale[0] = scale
+        address, of_halves, layer, scaled = self._told
+        address[0], of_halves[0] = query.data_ptr(), halved
+        layer[0], scaled[0] = placed.address, scale
+        self._left[:] = self._counted
         self._native.run(self._address, self._threads)
         return self._found
 
@@ -208,7 +223,7 @@ def is_compiled() -> bool:
         rows, ids = encode(layout.rows_of(keys)), torch.arange(60, 3, -1)
         told = rows[:, :, layout.coarse_rows].contiguous() if layout.coarse else None
         found = Search((2, 3, 32), layout, [ids.numpy()], 7).run(
-            query.flatten(0, 1), [(rows, told)], 0.2
+            query.flatten(0, 1), Placed(layout, [(rows, told)]), 0.2
         )
         want = selector_of(layout).choose(query, [rows[:, ids]], 7, 0.2)
         if not torch.equal(found, want.sort(-1).values):

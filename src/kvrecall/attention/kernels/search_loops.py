@@ -17,7 +17,8 @@ from numba.extending import intrinsic
 _FIELDS = (
     "heads", "group", "dim", "parts", "blocks", "count", "few", "first", "fine", "at_once",
     "chunks", "segments", "row_bytes", "room", "sums_at", "packed_at", "found", "logits",
-    "counters", "scratch", "ids", "ends", "layer", "table", "table_row", "pack", "dots",
+    "counters", "scratch", "ids", "ends", "layer", "table", "table_row", "pack", "dots", "query",
+    "halved",
 )  # fmt: skip
 
 WORK = np.dtype([*((name, np.int64) for name in _FIELDS), ("scale", np.float32)], align=True)
@@ -27,10 +28,11 @@ that are then read of the ``few`` best blocks only. ``counters``, on lines of th
 thread, the next chunk of ``at_once`` blocks, and of each head the chunks that are not done.
 ``room``: bytes of ``scratch`` for a thread; ``sums_at``, ``packed_at``: in it. ``table``: where the
 names of a head's blocks are written, ``number * heads + head``, int32, in rows that are
-``table_row`` bytes apart; 0: nowhere. ``pack``, ``dots``: NumKong's functions. ``layer``, int64
-``[4, 1 + segments]``: the address of the query, whether it is of 16 bits (bfloat16), and bytes from
-block to block, of rows that are read first and of fine ones; then of each segment where the former
-begin, bytes from head to head, and the same of the latter."""
+``table_row`` bytes apart; 0: nowhere. ``pack``, ``dots``: NumKong's functions. ``query``: its
+address; ``halved``: whether it is of 16 bits (bfloat16). ``layer``, int64 ``[4, 1 + segments]``:
+bytes from block to block, of rows that are read first and of fine ones (first column of the last
+two rows); then of each segment where the former begin, bytes from head to head, and the same of the
+latter."""
 
 _AHEAD = 1
 """Blocks that are asked of memory in advance."""
@@ -106,16 +108,15 @@ def _float_of(typing: Any, bits: Any) -> Any:
 def _code(work: Any, head: int, point: Any, scales: Any) -> None:
     """Codes a head's queries, as ``selection.CodedQuery`` does, and packs them."""
     dim = work.dim
-    layer = _layer(work)
     query = np.empty((work.group, dim), np.float32)
     first = head * work.group * dim
-    if layer[1, 0]:
-        halves = carray(_pointer(layer[0, 0] + first * 2), (work.group, dim), np.uint16)
+    if work.halved:
+        halves = carray(_pointer(work.query + first * 2), (work.group, dim), np.uint16)
         for row in range(work.group):
             for at in range(dim):
                 query[row, at] = _float_of(np.int64(halves[row, at]) << 16)
     else:
-        query[:] = carray(_pointer(layer[0, 0] + first * 4), (work.group, dim), np.float32)
+        query[:] = carray(_pointer(work.query + first * 4), (work.group, dim), np.float32)
     for row in range(work.group):
         most = np.float32(0)
         for at in range(dim):

@@ -61,12 +61,15 @@ def measure_decode(
     share: Annotated[float, typer.Option(help="Share of the middle blocks selected.")] = 0.2,
     digest: Annotated[str, typer.Option(help="bounds or mean.")] = "bounds",
     digest_tokens: Annotated[int, typer.Option(help="Keys per digest; 0: by the share.")] = 0,
+    local: Annotated[int, typer.Option(min=1, help="Last tokens always attended to.")] = 7192,
     rounds: Times = 10,
     threads: Threads = None,
 ) -> Report:
     """Attention of a decoded token: dense, and by retrieval with RetrievalKV's defaults; from
     65,536 tokens on also with the middle blocks off the device."""
-    settings = RetrievalSettings(topk_share=share, digest=digest, digest_tokens=digest_tokens)
+    settings = RetrievalSettings(
+        topk_share=share, digest=digest, digest_tokens=digest_tokens, local_tokens=local
+    )
     return measure_decode_report(context, settings, rounds, threads)
 
 

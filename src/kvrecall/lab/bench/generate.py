@@ -55,8 +55,11 @@ class Mode:
     retrieval: bool = True
     device_share: float = 1.0
 
-    def variables(self, name: str, context: int, share: float) -> dict[str, str]:
-        """Its environment. Up to 32,768 tokens RetrievalKV's lengths are scaled to the context."""
+    def variables(
+        self, name: str, context: int, share: float, local: int | None = None
+    ) -> dict[str, str]:
+        """Its environment. Up to 32,768 tokens RetrievalKV's lengths are scaled to the context.
+        ``local``: the last tokens that are always attended to; None: as that says."""
         if not self.retrieval:
             return {}
         plain = RetrievalSettings()
@@ -67,6 +70,8 @@ class Mode:
             found[PREFIX + "MODE"] = RETRIEVALKV
         elif self.pool:
             found[PREFIX + "OFFLOAD_BOUNDARY"] = str(min(context, plain.offload_boundary))
+        if local is not None:
+            found[PREFIX + "LOCAL_TOKENS_NUM"] = str(local)
         return {**found, PREFIX + "TOPK_PERCENT": str(share), PLUGINS: "retrieval,waits"}
 
 
@@ -194,7 +199,7 @@ def measure_generate(
     ] = "64K",
     sequences: Annotated[
         str, typer.Option(help="Sequences that decode at once, comma-separated.")
-    ] = "1,4",
+    ] = "1",
     modes: Annotated[str, typer.Option(help="Of the engines, comma-separated.")] = ",".join(MODES),
     share: Annotated[float, typer.Option(help="Share of the middle blocks selected.")] = 0.2,
     fits: Annotated[
@@ -204,23 +209,37 @@ def measure_generate(
     rounds: Times = 5,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 6,
     threads: Annotated[int, typer.Option(min=1, help="Threads of an engine's worker.")] = 1,
+    local: Annotated[
+        int,
+        typer.Option(min=0, help="Last tokens always attended to by retrieval; 0: its default."),
+    ] = 0,
+    drafts: Annotated[
+        int,
+        typer.Option(min=0, help="Tokens that n-gram speculation drafts a step; on the device."),
+    ] = 0,
 ) -> Report:
     """Tokens a second and device memory of whole engines with long sequences: dense, dense with a
     pool, by retrieval on the device and off it, and in RetrievalKV's own mode. The prompts' KV is
     made up. Each engine takes turns with the dense one. Fails if one did not do what its mode says.
     """
     known = _modes(modes)
+    if drafts and any(MODES[name].pool and MODES[name].retrieval for name in known):
+        raise ConfigError(
+            f"--drafts {drafts}: retrieval refuses speculation off the device; write "
+            f"--modes {DENSE},retrieval"
+        )
     lengths, counts = lengths_in(contexts), _counts(sequences)
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
     with tempfile.TemporaryDirectory(prefix="kvrecall-generate-") as folder:
         path = Path(model)
         if model in SHAPES:
-            most = max(lengths) + rounds * steps + _SPARE_TOKENS
+            most = max(lengths) + (rounds * steps + _SPARE_TOKENS) * (1 + drafts)
             path = SHAPES[model].write(Path(folder) / model, most)
         shape = read_shape(path, name=Path(model).name)
         for context in lengths:
-            turns = _Turns(shape, path, context, share, fits, rounds, steps, threads)
+            told = rounds, steps, threads, local or None, drafts
+            turns = _Turns(shape, path, context, share, fits, *told)
             rows += turns.measure(counts, known, left_out)
     if not rows:
         raise ConfigError("; ".join(left_out))
@@ -232,6 +251,8 @@ def measure_generate(
         "threads": threads,
         "rounds": rounds,
         "steps": steps,
+        "local_tokens": local or None,
+        "drafts": drafts,
         "rows": rows,
         "left_out": left_out,
         **_first(rows),
@@ -285,7 +306,8 @@ _Rounds = list[list[Mapping[str, Any]]]
 @dataclass(frozen=True, slots=True)
 class _Turns:
     """Engines for sequences of one length, each of which takes turns with the dense one. ``fits``:
-    sequences that a device cache holds; 0: all."""
+    sequences that a device cache holds; 0: all. ``local``: as of ``Mode.variables``. ``drafts``:
+    tokens that are drafted for a sequence in a step."""
 
     shape: ModelShape
     path: Path
@@ -295,6 +317,13 @@ class _Turns:
     rounds: int
     steps: int
     threads: int
+    local: int | None = None
+    drafts: int = 0
+
+    @property
+    def _decoded(self) -> int:
+        """The most tokens that a sequence decodes."""
+        return (self.rounds * self.steps + _SPARE_TOKENS) * (1 + self.drafts)
 
     def measure(
         self, counts: Sequence[int], modes: Sequence[str], left_out: list[str]
@@ -316,8 +345,11 @@ class _Turns:
         if not kept:
             return []
         found: dict[int, list[dict[str, Any]]] = {count: [] for count in kept}
+        progress(f"{DENSE}: an engine starts")
         with self._engine(DENSE, max(kept)) as plain:
             for name in others or (DENSE,):
+                if others:
+                    progress(f"{name}: an engine starts")
                 with self._engine(name, max(kept)) if others else nullcontext(plain) as engine:
                     for count in kept:
                         progress(f"{name}: {count} sequences of {self.context:,} tokens")
@@ -341,8 +373,19 @@ class _Turns:
 
     def _engine(self, name: str, count: int) -> AbstractContextManager[EngineProcess]:
         mode = MODES[name]
-        decoded = self.rounds * self.steps + _SPARE_TOKENS
-        longest = {"max_position_embeddings": self.context + decoded}
+        decoded = self._decoded
+        options: dict[str, object] = {
+            "hf_overrides": {"max_position_embeddings": self.context + decoded}
+        }
+        if self.drafts:
+            options |= {
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": self.drafts,
+                    "prompt_lookup_max": 2,
+                },
+                "async_scheduling": False,
+            }
         load = Load(
             self.context,
             count,
@@ -350,9 +393,9 @@ class _Turns:
             self.fits or count,
             pool=mode.pool,
             threads=self.threads,
-            options={"hf_overrides": longest},
+            options=options,
         )
-        variables = mode.variables(name, self.context, self.share)
+        variables = mode.variables(name, self.context, self.share, self.local)
         return engine_of(load, self.path, self.shape.kv_bytes_per_token, variables, START_S)
 
     def _both(
@@ -360,8 +403,7 @@ class _Turns:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """The rows of the dense engine and of the other one, which may be the same."""
         engines = {DENSE: plain, name: engine}
-        decoded = self.rounds * self.steps + _SPARE_TOKENS
-        told = {"sequences": count, "context": self.context, "decoded": decoded}
+        told = {"sequences": count, "context": self.context, "decoded": self._decoded}
         for mode, one in engines.items():
             source = "pool" if MODES[mode].pool else "device"
             _asked(one, "generate", START_S, source=source, **told)
@@ -384,6 +426,7 @@ class _Turns:
             "sequences": count,
             "mode": name,
             "at_once": totals["at_once"],
+            "tokens_a_step": round(statistics.mean(float(step["tokens"]) for step in steps), 3),
             "tokens_per_s": round(_rate(steps, "seconds"), 3),
             "ms_a_token": round(statistics.median(step["seconds"] for step in steps) * 1e3, 3),
             "cpu_ms_a_step": round(
@@ -392,7 +435,8 @@ class _Turns:
             "attention_share": _attention_share(steps),
             "times_dense": _times(turns, dense, "seconds"),
             "times_dense_cpu": _times(turns, dense, "cpu_seconds"),
-            "blocks_read_share": round(totals["read_share"], 4),
+            # Of a draft's blocks it is not known whether a step read them for another one, too.
+            "blocks_read_share": None if self.drafts else round(totals["read_share"], 4),
             "device_cache_bytes": totals["cache_bytes"],
             "peak_device_bytes": totals["device_bytes"],
             "loaded_bytes": totals["loaded_bytes"],

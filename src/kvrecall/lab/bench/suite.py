@@ -72,11 +72,7 @@ def full() -> Sequence[Step]:
             needs=trace,
         ),
         *(_decode(context, share) for context in (16384, 65536) for share in ("0.2", "0.05")),
-        Step(
-            "generate",
-            ("generate", "--sequences", "1,4", "--modes", "dense-pool,retrieval,offloaded"),
-            900,
-        ),
+        Step("generate", ("generate",), 900),
         Step(
             "needle",
             ("needle", "--lengths", "16K,64K", "--samples", "4", "--share", "0.2,0.05"),

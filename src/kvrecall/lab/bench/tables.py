@@ -411,7 +411,7 @@ def generate_table(rows: Sequence[Figures]) -> Table:
             f"{one['ms_a_token']:.0f}",
             f"{one['times_dense']:.2f} ({one['times_dense_cpu']:.2f})",
             "" if one["attention_share"] is None else f"{one['attention_share']:.0%}",
-            f"{one['blocks_read_share']:.0%}",
+            "" if one["blocks_read_share"] is None else f"{one['blocks_read_share']:.0%}",
             f"{one['peak_device_bytes'] / 2**20:,.0f} of {one['device_cache_bytes'] / 2**20:,.0f}",
         )
         for one in rows

@@ -141,9 +141,10 @@ def _exact(layout: Layout, rows: torch.Tensor, count: int) -> Search:
         return partial(selector_of(layout).choose, runs=[rows])
     coarse = rows[:, :, layout.coarse_rows].contiguous() if layout.coarse else None
     prepared = compiled.Search((1, GROUP, DIM), layout, [np.arange(rows.shape[1])], count)
+    placed = compiled.Placed(layout, [(rows, coarse)])
 
     def search(query: torch.Tensor, count: int, scale: float) -> torch.Tensor:
-        return prepared.run(query[0], [(rows, coarse)], scale)
+        return prepared.run(query[0], placed, scale)
 
     return search
 

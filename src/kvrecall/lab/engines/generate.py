@@ -38,8 +38,8 @@ _AT_ONCE = 64
 @dataclass(frozen=True, slots=True)
 class Step:
     """A step that computed no prompt: its wall time and this process's processor time, the wall
-    time of its attention (None on a device), and the ``tokens`` that it decoded, one a
-    sequence."""
+    time of its attention (None on a device), and the ``tokens`` that it decoded: one a sequence,
+    and what was drafted and accepted."""
 
     seconds: float
     cpu_seconds: float
@@ -158,7 +158,8 @@ class Generation:
         spent, cpu_spent = time.perf_counter() - began, time.process_time() - cpu_began
         new = {output.request_id: len(output.outputs[0].token_ids) for output in outputs}
         decoding = [key for key, count in new.items() if count > self._seen.get(key, 0) > 0]
-        self._tokens += sum(count - self._seen.get(key, 0) for key, count in new.items())
+        more = {key: count - self._seen.get(key, 0) for key, count in new.items()}
+        self._tokens += sum(more.values())
         self._seen |= new
         running = self._scheduler.running
         pool = self._scheduler.kv_cache_manager.block_pool
@@ -170,9 +171,10 @@ class Generation:
         self._most_held = max(self._most_held, held)
         if not decoding or any(r.num_computed_tokens < r.num_prompt_tokens for r in running):
             return None
+        tokens = sum(more[key] for key in decoding)
         self._alone_seconds += spent
-        self._alone_tokens += len(decoding)
-        return Step(spent, cpu_spent, self._clock.seconds, len(decoding))
+        self._alone_tokens += tokens
+        return Step(spent, cpu_spent, self._clock.seconds, tokens)
 
     def _totals(self) -> dict[str, int]:
         (totals,) = self._llm.collective_rpc("retrieval_activity")

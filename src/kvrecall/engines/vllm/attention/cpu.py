@@ -51,10 +51,15 @@ Pack = Callable[[torch.Tensor], torch.Tensor]
 def halves(kv_cache: torch.Tensor, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Key and value cache as the kernel takes them: ``[blocks * kv_heads, 1, tokens, dim]``, or
     ``[blocks, kv_heads, tokens, dim]`` if ``whole``."""
-    blocks, kv_heads, block_size, _ = kv_cache.shape
-    heads = (blocks, kv_heads) if whole else (blocks * kv_heads, 1)
-    keys, values = kv_cache.view(*heads, 2 * block_size, -1).chunk(2, dim=2)
-    return keys, values
+    blocks, kv_heads, block_size, width = kv_cache.shape
+    dim, row = width // 2, block_size * width
+    heads, steps = ((blocks, kv_heads), (kv_heads * row, row))
+    if not whole:
+        heads, steps = (blocks * kv_heads, 1), (row, row)
+    size, strides, first = (*heads, block_size, dim), (*steps, dim, 1), kv_cache.storage_offset()
+    # Of one piece. One operation for each: a decoded token's layers all wait for this.
+    keys = kv_cache.as_strided(size, strides, first)
+    return keys, kv_cache.as_strided(size, strides, first + row // 2)
 
 
 def far_halves(
@@ -116,13 +121,15 @@ def attend(
     starts: torch.Tensor,
     plan: torch.Tensor,
     terms: Terms,
+    output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of sequences' last tokens over the blocks in its row of the table. ``query``:
     contiguous ``[tokens, heads, dim]``; ``caches``: keys and values, from ``halves``, with the
     sequences' KV heads; ``table``: int32 ``[sequences, width]``; ``seq_lens``: int32, tokens in
-    each row's blocks; ``plan``: of ``schedule``. Returns the query's shape."""
+    each row's blocks; ``plan``: of ``schedule``; ``output``: where it is written,
+    contiguous. Returns the query's shape."""
     keys, values = caches
-    output = torch.empty_like(query)
+    output = torch.empty_like(query) if output is None else output
     ops.cpu_attention_with_kv_cache(
         query=query,
         key_cache=keys,
@@ -169,7 +176,8 @@ def write_tokens(
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """``tokens``: int64, the sequences' places in the batch. ``table``: int32 ``[sequences *
+    """``tokens``: int64, the sequences' places in the batch; ``span``: the same where they are side
+    by side, else None. ``table``: int32 ``[sequences *
     kv_heads, width]``, whose chosen part every layer overwrites, from ``split.init`` on, before it
     attends. ``distances``: the same in bytes from the start of a layer's cache, which then counts
     instead; None if no sequence is partially offloaded. ``seq_lens``: int32, tokens in each row's
@@ -177,6 +185,7 @@ class CpuPlan:
     or, with sinks, of those of a KV head."""
 
     tokens: torch.Tensor
+    span: slice | None
     table: torch.Tensor
     seq_lens: torch.Tensor
     starts: torch.Tensor
@@ -257,13 +266,16 @@ class CpuKernel(RowKernel):
         lens = [sequence.split.attended_tokens for sequence in sequences]
         seq_lens = torch.tensor(lens, dtype=torch.int32).repeat_interleave(heads)
         starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32)
-        tokens = torch.tensor([sequence.token for sequence in sequences])
+        places = [sequence.token for sequence in sequences]
+        first, end = places[0], places[-1] + 1
+        span = slice(first, end) if places == list(range(first, end)) else None
+        tokens = torch.tensor(places)
         ours = slice(None, None, heads if self.shape.sinks else 1)
         told = seq_lens[ours].contiguous(), starts[: len(seq_lens[ours]) + 1]
         distances = None
         if away:
             distances = table.numpy().astype(np.int64) * self._row_bytes
-        plan = CpuPlan(tokens, table, seq_lens, starts, self.schedule(*told), distances)
+        plan = CpuPlan(tokens, span, table, seq_lens, starts, self.schedule(*told), distances)
         return SparseStep(stale, tuple(sequences), plan)
 
     def schedule(self, seq_lens: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
@@ -311,16 +323,23 @@ class CpuKernel(RowKernel):
         terms: Terms,
     ) -> None:
         plan, shape = step.plan, self.shape
-        rows = query[plan.tokens].reshape(-1, shape.group, shape.head_dim)
+        span = plan.span
+        here = plan.tokens if span is None else span
+        rows = query[here].reshape(-1, shape.group, shape.head_dim).contiguous()
         caches, table = halves(kv_cache), plan.table
         if plan.distances is not None:
             caches, table = far_halves(kv_cache, plan.distances)
         if terms.sinks is not None:
             found = self._attend_by_head(rows, caches, table, plan, terms)
         else:
+            into = None
+            if span is not None and output.is_contiguous():
+                into = output[span].view(rows.shape)
             told = table, plan.seq_lens, plan.starts, plan.schedule
-            found = attend(shape, rows, caches, *told, terms)
-        output[plan.tokens] = found.view(len(plan.tokens), *output.shape[1:])
+            found = attend(shape, rows, caches, *told, terms, into)
+            if into is not None:
+                return
+        output[here] = found.view(-1, *output.shape[1:])
 
     def _attend_by_head(
         self,

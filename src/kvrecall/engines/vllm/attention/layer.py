@@ -22,7 +22,7 @@ from kvrecall.attention.index.base import index_factory
 from kvrecall.attention.index.search import SequenceIndex
 from kvrecall.attention.kernels import int8
 from kvrecall.attention.kernels.device import pieces_of
-from kvrecall.attention.kernels.search import is_compiled
+from kvrecall.attention.kernels.search import Placed, is_compiled
 from kvrecall.attention.residency import DeviceResidency, Flags, Ints, Residency
 from kvrecall.attention.selection import Split, selector_of
 from kvrecall.attention.settings import RetrievalSettings
@@ -52,9 +52,6 @@ _SEEN_EVERY = 16
 
 _SPARE = 64
 """Extra blocks to allocate when the memory must grow."""
-
-Parts = list[tuple[torch.Tensor, torch.Tensor | None]]
-"""Digests of blocks one after another: all rows, and the coarse ones, as ``DigestStore.part``."""
 
 _Seen = tuple[tuple[int, Split, Ints], ...]
 """Sequences of a step by their places in it, with their middle blocks' ids."""
@@ -89,6 +86,7 @@ class RetrievalLayer:
             int8.prepare()
             is_compiled()
         self._store: DigestStore | None = None
+        self._placed: Placed | None = None
         self._checksums = torch.empty(0, CHECKSUM_BYTES, dtype=torch.uint8)
         self._written = torch.empty(0, dtype=torch.int64)
         self._recalled: dict[str, RecalledBlocks] = {}
@@ -215,11 +213,9 @@ class RetrievalLayer:
         dim]``; ``scale``: of its products with keys as they are stored."""
         assert self._store is not None
         kernel, shape, activity = self._kernel, self._shape, self._activity
-        heads = shape.kv_heads
-        shared = None
-        if any(one.offloaded is not None for one in step.sequences):
-            shared = self._shared
-        off = None if shared is None else shared.left
+        heads, off = shape.kv_heads, None
+        if self._shared is not None and any(one.offloaded is not None for one in step.sequences):
+            off = self._shared.left
         kernel.choose(query, step, self._store.rows, self._layout, scale, off)
         sampled = self._note is not None and activity.steps_sparse % _SEEN_EVERY == 1
         if kernel.chooses and sampled:
@@ -243,8 +239,8 @@ class RetrievalLayer:
                 named = rows[:, split.init : split.init + split.chosen].cpu().numpy()
                 places = torch.from_numpy(_places_of(named, sequence.blocks.numpy()))
             elif sequence.search is not None:
-                parts = self._parts(sequence)
-                places = sequence.search.run(query[sequence.token], parts, scale)
+                placed = self._placed_for(sequence)
+                places = sequence.search.run(query[sequence.token], placed, scale)
             else:
                 grouped = query[sequence.token].reshape(heads, shape.group, shape.head_dim)
                 # In the sequence's order, so that the sum does not depend on where blocks lie.
@@ -288,13 +284,15 @@ class RetrievalLayer:
             )
             self._unseen.append((event, table, seen))
 
-    def _parts(self, sequence: SparseSequence) -> Parts:
-        """As a ``Search`` of its middle blocks takes them: the digests of those that left, then of
-        the device's blocks."""
+    def _placed_for(self, sequence: SparseSequence) -> Placed:
+        """For a ``Search`` of its middle blocks: the digests of those that left, then of the
+        device's blocks."""
         assert self._store is not None
-        left = sequence.offloaded
-        here = self._store.whole
-        return [here] if left is None else [self._recalled[left.key].digests, here]
+        if sequence.offloaded is not None:
+            return self._recalled[sequence.offloaded.key].placed_before(self._store)
+        if self._placed is None:
+            self._placed = Placed(self._layout, [self._store.whole])
+        return self._placed
 
     def _plainly(self, sequence: SparseSequence, query: torch.Tensor, scale: float) -> torch.Tensor:
         """Places of the chosen blocks among the middle ones, by PyTorch's search: int64
@@ -413,6 +411,7 @@ class RecalledBlocks:
         self._activity = activity
         self._residency = Residency(kernel.shape.kv_heads)
         self._digests = digests
+        self._placed: Placed | None = None
         self._count = self._slots = 0
         self._away = np.empty(0, dtype=np.int64)
 
@@ -421,6 +420,14 @@ class RecalledBlocks:
         """Of the blocks that left, as ``DigestStore.part``, where the kernel does not choose."""
         assert isinstance(self._digests, DigestStore)
         return self._digests.part(slice(0, self._count))
+
+    def placed_before(self, others: DigestStore) -> Placed:
+        """For a ``Search``: its digests, and then others, which never grow."""
+        if self._placed is None:
+            assert isinstance(self._digests, DigestStore)
+            both = [self._digests.whole, others.whole]
+            self._placed = Placed(others.layout, both)
+        return self._placed
 
     def depart(self, digests: torch.Tensor) -> None:
         """Takes the digests of the next leaving blocks, ``[kv_heads, blocks, rows, width]``; the
@@ -437,6 +444,7 @@ class RecalledBlocks:
             sequence.is_readable &= device_of(self._kernel.device).can_read(*here)
         else:
             self._digests.reach(self._count)
+            self._placed = None
             self._digests.write(torch.arange(first, self._count, device=digests.device), digests)
         self._away = sequence.addresses(self._layer)[: self._count] - self._cache.data_ptr()
         self._residency.grow(self._slots, self._count)
@@ -487,7 +495,7 @@ class DigestStore:
 
     def __init__(self, kernel: RowKernel, layout: Layout, blocks: int = 0) -> None:
         self._kernel = kernel
-        self._layout = layout
+        self.layout = layout
         self._width = coded_width(layout.kind.parts * kernel.shape.head_dim)
         self._blocks = blocks
         self.rows = self._new(layout.rows)
@@ -501,7 +509,7 @@ class DigestStore:
     def wrote(self, block_ids: torch.Tensor) -> None:
         """The rows of these blocks were written through a view."""
         if self._coarse is not None:
-            self._coarse[:, block_ids] = self.rows[:, block_ids, self._layout.coarse_rows]
+            self._coarse[:, block_ids] = self.rows[:, block_ids, self.layout.coarse_rows]
 
     @property
     def whole(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -520,10 +528,10 @@ class DigestStore:
             return
         before, self._blocks = self._blocks, blocks + _SPARE
         rows, coarse = self.rows, self._coarse
-        self.rows = self._new(self._layout.rows)
+        self.rows = self._new(self.layout.rows)
         self.rows[:, :before] = rows
         if coarse is not None:
-            self._coarse = self._new(self._layout.coarse)
+            self._coarse = self._new(self.layout.coarse)
             self._coarse[:, :before] = coarse
 
     def _new(self, rows: int) -> torch.Tensor:
