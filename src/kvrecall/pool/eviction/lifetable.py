@@ -11,7 +11,7 @@ import numpy.typing as npt
 _LEAST, _MOST = 1e-5, 0.98  # no bin is known to use up less or more than these shares
 _SMOOTHED = 4  # times that counts are smoothed over neighbouring bins
 _LEANING = 2.0  # of the weight of thin evidence: of that for one class, against its group
-_SPREAD = 0.4  # variance of a smoothed count: the smoothing leaves a fifth, unequal chains double it
+_SPREAD = 0.4  # variance of a smoothed count, over that of chance: of chains of unequal length
 Floats = npt.NDArray[np.float64]
 
 

@@ -27,7 +27,7 @@ class Rival:
         self._resident: OrderedDict[int, None] = OrderedDict()  # the oldest first
         self._ours = self._theirs = 0.0
         self._apart = 0.0  # the sum of squares of the difference, request by request
-        self._filled = 0  # blocks that entered the rival's tier during the trial
+        self._filled = -self._room  # blocks that entered the rival's tier, once it was full
         self._left = _TRIAL
         self._pause = _FIRST_PAUSE
         self.is_better = False
@@ -68,14 +68,15 @@ class Rival:
         """The number will be another block's."""
         self._resident.pop(number, None)
 
-    def look(self) -> None:
+    def look(self, chain: float) -> None:
         """Decides, now and then. The two are compared request by request (a paired test), since
-        most requests hit the same in both. After a pause the comparison begins anew."""
+        most requests hit the same in both; a lead of one ``chain``, the blocks of a request, is
+        none. After a pause the comparison begins anew."""
         self._left -= 1
         is_early = not self.is_better and self._filled < _TURNS * self._room
         if self._left > 0 or is_early or self._is_over:
             return
-        lead = self._theirs - self._ours
+        lead = self._theirs - self._ours - chain / self.every
         if self.is_better:
             self.is_better, self._left, keep = False, _TRIAL, 0.0
             self._filled = 0
@@ -84,6 +85,7 @@ class Rival:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         else:
             self._left, keep = 1, _FADE
-            self._pause = max(self._pause // 2, _FIRST_PAUSE)
+            if lead < 0:
+                self._pause = max(self._pause // 2, _FIRST_PAUSE)
         self._ours, self._theirs = keep * self._ours, keep * self._theirs
         self._apart *= keep
