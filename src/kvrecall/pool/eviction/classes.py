@@ -49,8 +49,8 @@ def feature_of(kind: int) -> int:
 
 
 def levels() -> tuple[npt.NDArray[np.intp], ...]:
-    """Groupings of the classes, the coarse ones first, each refined by the next: by hint, or uses if
-    there is none; by uses, and length or hint; all apart."""
+    """Groupings of the classes, the coarse ones first, each refined by the next: by hint, or by
+    uses if there is none; by uses, and length or hint; all apart."""
     kinds = np.arange(CLASSES)
     in_chain = kinds < _ENDED
     group, own = kinds // _FEATURES, kinds % _FEATURES
