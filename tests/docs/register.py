@@ -130,6 +130,13 @@ _SIZING: Mapping[str, Kind] = {
     "python -m bench.eviction rates": Runs(
         swaps=_TRACE, more=" conversation variant", before=scenes.trace
     ),
+    "python -m bench.eviction known": Runs(
+        swaps=_TRACE, more=" conversation variant", before=scenes.trace
+    ),
+    "python -m bench.eviction left-out": Runs(
+        swaps=_TRACE, more=" conversation variant", before=scenes.trace
+    ),
+    "python -m bench.eviction tenants": Runs(more=" 200"),
     "python -m bench.eviction cost": Runs(more=" 2000"),
 }
 _MODELS: Mapping[str, Kind] = {

@@ -25,7 +25,7 @@ from kvrecall.pool.hints import (
 from kvrecall.simulate.cli import app
 from kvrecall.simulate.replay import TierSpec, clairvoyant_hits, replay
 from kvrecall.simulate.trace import BLOCK_TOKENS, Trace, trace_of
-from kvrecall.simulate.workload import HINTS, agents
+from kvrecall.simulate.workload import HINTS, MIXED, agents, silent
 from kvrecall.testing.policy_contract import anything, keys_of
 
 ONE, TWO = Tenant("1" * 16), Tenant("2" * 16)
@@ -288,6 +288,20 @@ def test_hints_help_if_true_and_do_no_harm_if_not() -> None:
     assert found["none"] >= 0.99 * lru, found
     assert rates["lying"].client_hints.believed < 0.02 * rates["lying"].client_hints.given
     assert rates["none"].client_hints.given == 0
+
+
+def test_a_liar_and_a_silent_tenant_lose_nothing_to_an_honest_one() -> None:
+    tier = [TierSpec("host", 800)]
+    trace = sessions(MIXED, 15)
+    before = replay(silent(trace), tier, "hazard").tenants
+    after = replay(trace, tier, "hazard").tenants
+    rates = {name: (before[name].hit_rate, after[name].hit_rate) for name in before}
+    assert set(rates) == {"honest", "none", "lying"}
+    assert rates["honest"][1] > rates["honest"][0] + 0.02, rates
+    for name in ("none", "lying"):
+        assert rates[name][1] >= 0.99 * rates[name][0], rates
+    owners = {key: request.tenant for request in trace.requests for key in request.chain}
+    assert all(owners[key] == each.tenant for each in trace.requests for key in each.chain)
 
 
 def test_the_command() -> None:

@@ -28,7 +28,7 @@ from kvrecall.simulate.fleet import WINDOW_S, FleetOutcome, Routing, replay_flee
 from kvrecall.simulate.groups import parse_groups, replay_groups
 from kvrecall.simulate.replay import Outcome, TierSpec, clairvoyant_hits, replay
 from kvrecall.simulate.trace import Trace
-from kvrecall.simulate.workload import HINTS, WORKLOADS
+from kvrecall.simulate.workload import HINTS, MIXED, WORKLOADS
 
 app = typer.Typer(add_completion=False)
 
@@ -63,7 +63,8 @@ def simulate(
         typer.Option(
             metavar="H",
             help=f"What the clients of --workload agents say about their return: "
-            f"{', '.join(HINTS)}.",
+            f"{', '.join(HINTS)}; or {MIXED}: a tenant of honest ones, one that says nothing, and "
+            "one that lies.",
         ),
     ] = "none",
     capacity: Annotated[
@@ -376,6 +377,9 @@ def _row(trace: Trace, outcome: Outcome, bounds: Sequence[float], block_bytes: i
         "tiers": tiers,
         "hints": hints_of(outcome, bounds),
         "client_hints": asdict(outcome.client_hints),
+        "tenants": {name: round(count.hit_rate, 6) for name, count in outcome.tenants.items()}
+        if len(outcome.tenants) > 1
+        else {},
     }
 
 

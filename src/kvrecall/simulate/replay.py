@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvrecall.block import SHARED, BlockKey
-from kvrecall.pool.eviction import make_policy
+from kvrecall.block import BlockKey, Tenant
+from kvrecall.pool.eviction import EvictionPolicy, make_policy
 from kvrecall.pool.hints import HintCounts, HintRecord
 from kvrecall.simulate.trace import Trace
 
@@ -33,16 +33,29 @@ class TierCount:
     bypassed: int = 0
 
 
+@dataclass(slots=True)
+class TenantCount:
+    """Blocks that a tenant's requests asked for, repeats included, and those that they hit."""
+
+    accesses: int = 0
+    hits: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / self.accesses if self.accesses else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Result of a replay; ``accesses`` counts blocks, repeats included; ``client_hints``: the
-    hints of the clients, and what came of them."""
+    hints of the clients, and what came of them; ``tenants``: their shares, by name."""
 
     policy: str
     requests: int
     accesses: int
     tiers: tuple[TierCount, ...]
     client_hints: HintCounts = field(default_factory=HintCounts)
+    tenants: Mapping[Tenant, TenantCount] = field(default_factory=dict)
 
     @property
     def hits(self) -> int:
@@ -53,11 +66,18 @@ class Outcome:
         return self.hits / self.accesses if self.accesses else 0.0
 
 
+PolicyMaker = Callable[[int], EvictionPolicy]
+"""A policy that has no name, for a tier of so many blocks."""
+
+
 class Tier:
     """Residents and counts of one tier. ``picky``: the policy may refuse new blocks."""
 
-    def __init__(self, spec: TierSpec, policy: str, picky: bool) -> None:
-        self.policy = make_policy(policy, spec.capacity)
+    def __init__(self, spec: TierSpec, policy: str | PolicyMaker, picky: bool) -> None:
+        if isinstance(policy, str):
+            self.policy = make_policy(policy, spec.capacity)
+        else:
+            self.policy = policy(spec.capacity)
         self.picky = picky
         self.resident: set[BlockKey] = set()
         self.count = TierCount(spec.name, spec.capacity)
@@ -92,7 +112,7 @@ class Tier:
 def replay(
     trace: Trace,
     tiers: Sequence[TierSpec],
-    policy: str,
+    policy: str | PolicyMaker,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Outcome:
     """Replays ``trace``, nearest tier first. Raises ConfigError for an unknown policy or a capacity
@@ -105,23 +125,30 @@ def replay(
     ``advance(1)`` is called for each request (progress).
     """
     rooms = [Tier(spec, policy, picky=spec is tiers[-1]) for spec in tiers]
-    accesses = 0
+    tenants: dict[Tenant, TenantCount] = {}
     hints = HintRecord()
     for request in trace.requests:
         advance(1)
         chain = request.chain
-        accesses += len(chain)
+        count = tenants.setdefault(request.tenant, TenantCount())
+        count.accesses += len(chain)
         for key in chain:
             room = next((room for room in rooms if key in room.resident), None)
             if room is None:
                 break
             room.count.hits += 1
-        advice = hints.used(chain, request.now, SHARED, request.hint)
+            count.hits += 1
+        advice = hints.used(chain, request.now, request.tenant, request.hint)
         for room in rooms:
             room.policy.access(chain, request.now, advice=advice)
             room.fill(chain, request.now)
     return Outcome(
-        policy, len(trace.requests), accesses, tuple(room.count for room in rooms), hints.counts
+        rooms[0].policy.name,
+        len(trace.requests),
+        sum(count.accesses for count in tenants.values()),
+        tuple(room.count for room in rooms),
+        hints.counts,
+        tenants,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrecall.block import BlockKey
+from kvrecall.block import SHARED, BlockKey, Tenant
 from kvrecall.errors import ConfigError
 from kvrecall.pool.hints import Hint
 
@@ -31,13 +31,14 @@ class Request:
 
     Equal keys mean equal blocks *and* equal prefixes (the ids of the format are chained).
     ``is_partial``: the last one has less than ``BLOCK_TOKENS`` tokens. ``hint``: what the client
-    says about its return.
+    says about its return. ``tenant``: whose it is.
     """
 
     now: float
     chain: tuple[BlockKey, ...]
     is_partial: bool = False
     hint: Hint | None = None
+    tenant: Tenant = SHARED
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +62,14 @@ def block_key(number: int) -> BlockKey:
 def trace_of(
     name: str,
     requests: Iterable[
-        tuple[float, Sequence[int]] | tuple[float, Sequence[int], bool | Hint | None]
+        tuple[float, Sequence[int]]
+        | tuple[float, Sequence[int], bool | Hint | None]
+        | tuple[float, Sequence[int], Hint | None, Tenant]
     ],
 ) -> Trace:
     """A trace of (seconds, ids) pairs; sorted by time, equal times keep their order. A third
-    element says whether the last block is partial, or is the client's hint."""
+    element says whether the last block is partial, or is the client's hint, and a fourth is its
+    tenant."""
     known: dict[int, BlockKey] = {}
     rows = []
     for now, ids, *more in sorted(requests, key=lambda row: row[0]):
@@ -73,7 +77,9 @@ def trace_of(
             if number not in known:
                 known[number] = block_key(number)
         hint = next((each for each in more if isinstance(each, Hint)), None)
-        rows.append(Request(now, tuple(known[number] for number in ids), True in more, hint))
+        tenant = next((each for each in more if isinstance(each, str)), SHARED)
+        chain = tuple(known[number] for number in ids)
+        rows.append(Request(now, chain, True in more, hint, Tenant(tenant)))
     return Trace(name, tuple(rows))
 
 

@@ -11,14 +11,18 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvrecall.block import BlockKey
+from kvrecall.block import BlockKey, Tenant
 from kvrecall.errors import ConfigError
 from kvrecall.pool.hints import Hint
 from kvrecall.simulate.trace import BLOCK_TOKENS, Request, Trace, block_key, trace_of
 
-Row = tuple[float, list[int]] | tuple[float, list[int], Hint | None]
+Row = (
+    tuple[float, list[int]]
+    | tuple[float, list[int], Hint | None]
+    | tuple[float, list[int], Hint | None, Tenant]
+)
 Gap = Callable[[random.Random], float]
 
 
@@ -148,12 +152,12 @@ class _Agents:
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
         self._ids = _Ids()
-        self.rows: list[tuple[float, list[int], Hint]] = []
+        self.rows: list[tuple[float, list[int], Hint, int]] = []
         self._heads = [self._ids.take(self._rng.randint(16, 32)) for _ in range(4)]
         self._sub_heads = [self._ids.take(14) for _ in self._heads]  # of sub-agents, by role
 
-    def session(self, start: float) -> None:
-        """A session with its sub-agents, from ``start`` on."""
+    def session(self, start: float, tenant: int = 0) -> None:
+        """A session with its sub-agents, from ``start`` on, of one of the tenants."""
         rng = self._rng
         role = rng.choices(range(4), (8, 4, 2, 1))[0]
         head = self._heads[role]
@@ -173,11 +177,12 @@ class _Agents:
                 expected = 120.0
                 task = self._ids.take(10)
                 wait = max(
-                    self._sub_agent(now + answered_s, self._sub_heads[role] + task) - now
+                    self._sub_agent(now + answered_s, self._sub_heads[role] + task, tenant) - now
                     for _ in range(rng.randint(1, 3))
                 )
             returns = not is_over and not is_compacted
-            self.rows.append((now, list(chain), Hint(returns, expected if returns else None)))
+            hint = Hint(returns, expected if returns else None)
+            self.rows.append((now, list(chain), hint, tenant))
             now += wait
             tokens = grown
             if is_compacted:  # to its beginning and a summary
@@ -185,7 +190,7 @@ class _Agents:
                 summary = int(rng.lognormvariate(math.log(9_000), 0.4))
                 tokens = len(head) * BLOCK_TOKENS + summary
 
-    def _sub_agent(self, start: float, shared: list[int]) -> float:
+    def _sub_agent(self, start: float, shared: list[int], tenant: int) -> float:
         """A sub-agent that begins with ``shared``; returns when it ends."""
         rng, now, chain = self._rng, start, list(shared)
         tokens = len(chain) * BLOCK_TOKENS
@@ -196,7 +201,7 @@ class _Agents:
             tool = self._call(_TOOLS[:3])
             returns = turn < turns - 1
             hint = Hint(returns, tool.median_s + 5.0 if returns else None)
-            self.rows.append((now, list(chain), hint))
+            self.rows.append((now, list(chain), hint, tenant))
             now += rng.lognormvariate(math.log(tool.median_s), tool.sigma)
             now += rng.expovariate(_TOKENS_A_SECOND / 300)
         return now
@@ -215,15 +220,21 @@ def agents(seed: int, hints: str = "none", sessions: int = 40) -> Iterator[Row]:
     session returns when the last of them is done. A prompt that would be longer than 260,000
     tokens is compacted: it continues with its beginning and a summary.
 
-    ``hints``: one of ``HINTS``.
+    ``hints``: one of ``HINTS``; or ``MIXED``: every third session is of a tenant whose clients are
+    honest, every third of one that says nothing, every third of a liar. Tenants share no block.
     """
     made = _Agents(seed)
     rng = random.Random(seed)
-    for _ in range(sessions):
-        made.session(rng.uniform(0.0, 2700.0))
-    say = HINTS[hints]
-    for now, chain, hint in sorted(made.rows, key=lambda row: row[0]):
-        yield now, chain, say(rng, hint)
+    kinds = _MIXED_KINDS if hints == MIXED else (hints,)
+    for number in range(sessions):
+        made.session(rng.uniform(0.0, 2700.0), number % len(kinds))
+    for now, chain, hint, tenant in sorted(made.rows, key=lambda row: row[0]):
+        said = HINTS[kinds[tenant]](rng, hint)
+        if hints == MIXED:
+            own = tenant * _ID_SPACE
+            yield now, [own + number for number in chain], said, Tenant(kinds[tenant])
+        else:
+            yield now, chain, said
 
 
 def _noisy(rng: random.Random, hint: Hint) -> Hint | None:
@@ -251,6 +262,10 @@ HINTS: dict[str, Callable[[random.Random, Hint], Hint | None]] = {
 tool. Noisy: a fifth is not given, of the rest a fifth says the opposite, and the times are off by a
 factor of e. Lying: the opposite of the truth, always, with pins for what never returns."""
 
+MIXED = "mixed"
+_MIXED_KINDS = ("honest", "none", "lying")
+_ID_SPACE = 1 << 48  # of a tenant's blocks
+
 
 WORKLOADS: dict[str, Callable[[int], Iterator[Row]]] = {
     "chat-lognormal": lambda seed: chat(seed, _lognormal(60.0, 1.0)),
@@ -269,15 +284,21 @@ WORKLOADS: dict[str, Callable[[int], Iterator[Row]]] = {
 
 def make_workload(name: str, seed: int = 0, hours: float = 2.0, hints: str = "none") -> Trace:
     """The workload ``name``, cut off after ``hours``; ``hints``: what its clients say, one of
-    ``HINTS``. Raises ConfigError if unknown, or if no client of that workload says anything."""
+    ``HINTS``, or ``MIXED``. Raises ConfigError if unknown, or if no client of that workload says
+    anything."""
     if name not in WORKLOADS:
         raise ConfigError(f"workload: {name!r} is unknown; known: {', '.join(WORKLOADS)}")
-    if hints not in HINTS:
-        raise ConfigError(f"hints: {hints!r} is unknown; known: {', '.join(HINTS)}")
+    if hints not in HINTS and hints != MIXED:
+        raise ConfigError(f"hints: {hints!r} is unknown; known: {', '.join((*HINTS, MIXED))}")
     if hints != "none" and name != "agents":
         raise ConfigError(f"hints: {hints!r}, but clients of {name!r} give none; agents do")
     made = agents(seed, hints) if name == "agents" else WORKLOADS[name](seed)
     return trace_of(f"synthetic:{name}", (row for row in made if row[0] < hours * 3600.0))
+
+
+def silent(trace: Trace) -> Trace:
+    """The trace whose clients say nothing."""
+    return Trace(trace.name, tuple(replace(request, hint=None) for request in trace.requests))
 
 
 def part(trace: Trace, first: float, last: float) -> Trace:

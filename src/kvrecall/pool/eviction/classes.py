@@ -49,12 +49,13 @@ def feature_of(kind: int) -> int:
 
 
 def levels() -> tuple[npt.NDArray[np.intp], ...]:
-    """Groupings of the classes, the coarse ones first, each refined by the next: by uses; by uses,
-    length or hint; all apart."""
+    """Groupings of the classes, the coarse ones first, each refined by the next: by hint, or by
+    uses if there is none; by uses, and length or hint; all apart."""
     kinds = np.arange(CLASSES)
     in_chain = kinds < _ENDED
     group, own = kinds // _FEATURES, kinds % _FEATURES
     length = np.where(own < _PLAIN, own // (len(_PAUSES) + 2), own)
-    coarse = np.where(in_chain, group, _GROUPS + kinds)
+    coarse = np.where(own < _PLAIN, group, _GROUPS + own)
+    coarse = np.where(in_chain, coarse, CLASSES + kinds)
     middle = np.where(in_chain, group * _FEATURES + length, CLASSES + kinds)
     return tuple(np.unique(each, return_inverse=True)[1] for each in (coarse, middle, kinds))

@@ -872,7 +872,7 @@ class HazardPolicy(EvictionPolicy):
             self._recency = None
         self._chances = None
         self._rival.look(self._mean_chain)
-        self._table.refresh(evidence, fade)
+        self._table.refresh(evidence, self._mean_chain, fade)
         if self._rival.is_better:
             table = np.tile(-np.arange(self._bins.count, dtype=np.float64), (CLASSES, 1))
         else:

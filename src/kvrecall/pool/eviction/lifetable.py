@@ -9,6 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 _LEAST, _MOST = 1e-5, 0.98  # no bin is known to use up less or more than these shares
+_SMOOTHED = 4  # times that counts are smoothed over neighbouring bins
+_LEANING = 2.0  # of the weight of thin evidence: of that for one class, against its group
+_SPREAD = 0.4  # variance of a smoothed count, over that of chance: of chains of unequal length
 Floats = npt.NDArray[np.float64]
 
 
@@ -50,14 +53,18 @@ class LifeTable:
         self._levels = tuple(_Level(of) for of in levels)
         self._hazard: Floats = np.full((classes, bins.count), _LEAST)
 
-    def refresh(self, weight: float, factor: float = 1.0) -> None:
+    def refresh(self, weight: float, chain: float, factor: float = 1.0) -> None:
         """Learns from the counts since the last call, and multiplies all by ``factor``.
 
-        Where evidence is thin, a bin leans with the weight of ``weight`` blocks on two priors: its
-        group relates to the coarser one at this age as it does at all ages; and all blocks at this
-        age behave as they did one bin younger, starting from a tenth used per bin. Unseen ages are
-        thus assumed to fade with age; but not from the first bin to the second, which is a quarter
-        as wide, so no block should be ranked by these priors alone.
+        Counts are smoothed over neighbouring ages. Where evidence is thin, a bin leans with the
+        weight of ``weight`` blocks on two priors: its group relates to the coarser one at this age
+        as it does at all ages; and all blocks at this age behave as they did one bin younger,
+        starting from a tenth used per bin. Unseen ages are thus assumed to fade with age; but not
+        from the first bin to the second, which is a quarter as wide, so no block should be ranked
+        by these priors alone.
+
+        ``chain``: the blocks of a request, on average, which come back together or not at all. A
+        group departs from the coarser one only by what is more than chance among so many chains.
         """
         counts = np.asarray((self.used, self.entered))
         if factor != 1.0:
@@ -66,11 +73,12 @@ class LifeTable:
         used, entered = counts
         usual = np.empty(self.bins.count)
         share = 0.1
-        for index, (hits, all_) in enumerate(zip(used.sum(0), entered.sum(0), strict=True)):
+        together = zip(_smooth(used.sum(0)), _smooth(entered.sum(0)), strict=True)
+        for index, (hits, all_) in enumerate(together):
             usual[index] = share = (hits + weight * share) / (all_ + weight)
         hazard = np.broadcast_to(np.clip(usual, _LEAST, _MOST), used.shape)
-        for level in self._levels:
-            hazard = level.refine(hazard, used, entered, weight)
+        for index, level in enumerate(self._levels):
+            hazard = level.refine(hazard, used, entered, _LEANING * weight, chain, index > 0)
         self._hazard = hazard
 
     def worth(self) -> Floats:
@@ -100,15 +108,50 @@ class _Level:
         self._members: Floats = np.equal.outer(np.arange(of.max() + 1), of).astype(np.float64)
         self._size = self._members.sum(1)
 
-    def refine(self, coarse: Floats, used: Floats, entered: Floats, weight: float) -> Floats:
-        """The probabilities of the coarser grouping, refined. Shapes (classes, bins)."""
+    def refine(
+        self,
+        coarse: Floats,
+        used: Floats,
+        entered: Floats,
+        weight: float,
+        chain: float,
+        by_age: bool,
+    ) -> Floats:
+        """The probabilities of the coarser grouping, refined; ``by_age``: also what an age adds to
+        the ratio of all ages must be more than chance. Shapes (classes, bins)."""
         members = self._members
         hits, all_ = members @ used, members @ entered
         prior = members @ coarse / self._size[:, None]  # the same for all classes of a group
-        ratio = (hits.sum(1) + weight) / ((all_ * prior).sum(1) + weight)
+        found, due = hits.sum(1), (all_ * prior).sum(1)
+        ratio = (found + weight) / (due + weight)
+        ratio = 1.0 + _beyond_chance(found - due, due * chain) * (ratio - 1.0)
+        hits, all_ = _smooth(hits), _smooth(all_)
         expected = np.minimum(ratio[:, None] * prior, _MOST)
         fine = (hits + weight * expected) / (all_ + weight)
+        if by_age:
+            due = all_ * expected
+            spread = _SPREAD * chain * due * (1.0 - expected)
+            fine = expected + _beyond_chance(hits - due, spread) * (fine - expected)
         return np.asarray(np.clip(fine, _LEAST, _MOST)[self._of], dtype=np.float64)
+
+
+def _smooth(counts: Floats) -> Floats:
+    """Counts spread over neighbouring bins, the last axis: a binomial kernel of nine bins."""
+    for _ in range(_SMOOTHED):
+        spread = 0.5 * counts
+        spread[..., :-1] += 0.25 * counts[..., 1:]
+        spread[..., 1:] += 0.25 * counts[..., :-1]
+        spread[..., 0] += 0.25 * counts[..., 0]
+        spread[..., -1] += 0.25 * counts[..., -1]
+        counts = spread
+    return counts
+
+
+def _beyond_chance(deviation: Floats, variance: Floats) -> Floats:
+    """What to keep of a deviation: 1 - 1/z², z in standard deviations, and nothing below one
+    (the positive part of James & Stein's estimator, 1961, of a single mean)."""
+    kept: Floats = 1.0 - np.maximum(variance, 1e-9) / np.maximum(deviation * deviation, 1e-9)
+    return np.maximum(kept, 0.0)
 
 
 def _gittins(hazard: Floats, widths: Floats) -> Floats:

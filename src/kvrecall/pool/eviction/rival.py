@@ -7,11 +7,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 _SAMPLE = 4096  # blocks in the rival's tier, at most
-_TRIAL = 6  # looks until the two are compared
-_CHANCE = 0.35  # standard deviations of the hits: what may be lost by chance
-_FADE = 0.99  # of the hits, with each further look
-_FIRST_PAUSE = 8  # looks for which the loser rests; twice as long each time that it loses again
-_LONGEST_PAUSE = 512
+_TRIAL = 16  # looks until the two are compared, and until its tier was filled so many times:
+_TURNS = 2.0  # before, the tier shows what was kept in another order
+_CHANCE = 1.0  # standard deviations of the difference: what may be lost by chance
+_WORTH = 0.002  # of the rival's hits: a smaller difference does not matter
+_FADE = 0.98  # of the hits, with each further look
+_FIRST_PAUSE = 80  # looks for which the loser rests; twice as long each time that it loses again
+_LONGEST_PAUSE = 1024
 
 
 class Rival:
@@ -24,6 +26,8 @@ class Rival:
         self._room = max(1, capacity_blocks // self.every)
         self._resident: OrderedDict[int, None] = OrderedDict()  # the oldest first
         self._ours = self._theirs = 0.0
+        self._apart = 0.0  # the sum of squares of the difference, request by request
+        self._filled = -self._room  # blocks that entered the rival's tier, once it was full
         self._left = _TRIAL
         self._pause = _FIRST_PAUSE
         self.is_better = False
@@ -44,14 +48,19 @@ class Rival:
             hits = sum(not number % every for number in chain[:hits])
             chain = [number for number in chain if not number % every]
         if not self.is_better:
-            self._ours += hits
+            theirs = 0
             for number in chain:
                 if number not in resident:
                     break
-                self._theirs += 1
+                theirs += 1
+            self._ours += hits
+            self._theirs += theirs
+            self._apart += (theirs - hits) ** 2
+        before = len(resident)
         for number in reversed(chain):
             resident[number] = None
             resident.move_to_end(number)
+        self._filled += len(resident) - before
         while len(resident) > self._room:
             resident.popitem(last=False)
 
@@ -60,17 +69,23 @@ class Rival:
         self._resident.pop(number, None)
 
     def look(self, chain: float) -> None:
-        """Decides, now and then; ``chain``: the blocks of a request, on average, which hit or miss
-        together. What the learned order won or lost counts half after a pause."""
+        """Decides, now and then. The two are compared request by request (a paired test), since
+        most requests hit the same in both; a lead of one ``chain``, the blocks of a request, is
+        none. After a pause the comparison begins anew."""
         self._left -= 1
-        if self._left > 0 or self._is_over:
+        is_early = not self.is_better and self._filled < _TURNS * self._room
+        if self._left > 0 or is_early or self._is_over:
             return
+        lead = self._theirs - self._ours - chain / self.every
         if self.is_better:
-            self.is_better, self._left, keep = False, _TRIAL, 0.5
-        elif self._theirs - self._ours > _CHANCE * math.sqrt(self._theirs * chain / self.every):
+            self.is_better, self._left, keep = False, _TRIAL, 0.0
+            self._filled = 0
+        elif lead > max(_CHANCE * math.sqrt(self._apart), _WORTH * self._theirs):
             self.is_better, self._left, keep = True, self._pause, 1.0
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         else:
             self._left, keep = 1, _FADE
-            self._pause = max(self._pause // 2, _FIRST_PAUSE)
+            if lead < 0:
+                self._pause = max(self._pause // 2, _FIRST_PAUSE)
         self._ours, self._theirs = keep * self._ours, keep * self._theirs
+        self._apart *= keep
