@@ -175,7 +175,7 @@ class MemoryColumn(Column):
         with suppress(OSError):  # a kernel without them
             self.pages.madvise(mmap.MADV_HUGEPAGE)
         if at_once:
-            self.array()[:: _HUGE // _BYTES[self.kind]] = 0
+            np.frombuffer(self.pages, np.uint8)[::_HUGE] = 0
 
     def grow(self, room: int) -> None:
         """Makes room for that many numbers; no cell moves in memory that it would take time to
@@ -679,8 +679,8 @@ class CompactNames(Names):
         found[hits >> _GROUP_BITS] = words.take(hits).view(np.int64) - 1
         missing = np.flatnonzero(found < 0)
         if missing.size > _FEW:  # those whose home is full may be behind it
-            last = slots[:, -1].take(groups.take(missing))
-            missing = missing[last != 0]
+            ends = (groups.take(missing) << _GROUP_BITS) + (_GROUP - 1)
+            missing = missing[slots.ravel().take(ends) != 0]
         for place in missing.tolist():
             found[place] = self._search(table, start, int(codes[place]), None)
         return found

@@ -227,7 +227,9 @@ class HazardPolicy(EvictionPolicy):
         self._uses = 0  # block uses seen, and at how many the table is looked at again
         self._refresh_at = 0
         self._mean_chain = 1.0
-        self._refresh()
+        self._is_learned = False  # by the life table, and cells are not ranked by it yet
+        self._learn()
+        self._rank()
 
     # -- what happens to blocks ------------------------------------------------------------
 
@@ -259,9 +261,11 @@ class HazardPolicy(EvictionPolicy):
         self._mean_chain += 0.01 * (len(chain) - self._mean_chain)
         self._uses += len(chain)
         self._use_chain(chain, advice)
-        if self._uses >= self._refresh_at:
-            self._refresh(_FADE)
-        elif self._ghosts > self._remember:  # not both in one call, which would be a long one
+        if self._is_learned:  # one of these a call, which would be a long one
+            self._rank()
+        elif self._uses >= self._refresh_at:
+            self._learn(_FADE)
+        elif self._ghosts > self._remember:
             self._forget()
 
     def insert_n(
@@ -874,16 +878,20 @@ class HazardPolicy(EvictionPolicy):
         self._rival.forget(going)
         self.names.drop_all(going + above)
 
-    def _refresh(self, fade: float = 1.0) -> None:
-        """Ranks the cells again by the life table."""
+    def _learn(self, fade: float = 1.0) -> None:
+        """Looks at the life table again; ``_rank`` follows with the next request."""
         evidence = _EVIDENCE * self._mean_chain
         seen = sum(map(sum, self._table.used))
         self._is_taught = self._returns >= _RETURNS and seen >= evidence
         if self._is_taught:
             self._recency = None
         self._chances = None
-        self._rival.look(self._mean_chain)
         self._table.refresh(evidence, fade)
+        self._is_learned = True
+
+    def _rank(self) -> None:
+        """Ranks the cells by the life table."""
+        self._rival.look(self._mean_chain)
         if self._rival.is_better:
             table = np.tile(-np.arange(self._bins.count, dtype=np.float64), (CLASSES, 1))
         else:
@@ -896,3 +904,4 @@ class HazardPolicy(EvictionPolicy):
         self._worth, self._order, self._place = worth.tolist(), order.tolist(), place.tolist()
         self._filled = sorted(self._place[cell] for cell, ready in enumerate(self._ready) if ready)
         self._refresh_at = self._uses + int(_REFRESH * self._mean_chain) + 1
+        self._is_learned = False
