@@ -256,10 +256,10 @@ def _pauses(tier: DiskTier, blocks: int, repeats: int) -> tuple[dict[str, float]
         watch("eviction of 512", lambda keys: catalog.evict(512, _BLOCK), repeats)
         watch("eviction of bytes", lambda keys: catalog.evict_bytes(512 * _BLOCK), repeats)
         watch("drop of 1,000", tier.drop, 1)
-        fresh = [BlockKey(key[:-1] + b"+") for key in _some(blocks, 99)]
+        fresh = [key_of(blocks + number) for number in range(512)]
         now = seconds_now()
         rows = [Row(at << 12, key, None, 0, _BLOCK, bytes(16), now) for at, key in enumerate(fresh)]
-        watch("new blocks, 512", lambda keys: catalog.publish(rows[:512]), 1)
+        watch("new blocks, 512", lambda keys: catalog.publish(rows), 1)
         watch(
             "namespace of another size",
             lambda keys: catalog.forget_namespace(NAMESPACE.digest, but_of=_BLOCK),

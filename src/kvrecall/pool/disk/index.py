@@ -157,7 +157,7 @@ class Index:
             "SELECT address, namespace, hash, parent, depth, nbytes, checksum, used, tenant,"
             " pinned FROM blocks WHERE address BETWEEN ? AND ? ORDER BY address"
         )
-        for _, first, last in sorted(self._parts(), reverse=True):
+        for _, first, last in sorted(self._parts(), key=lambda part: -part[0]):
             part = self._connection.execute(query, (first, last)).fetchall()
             if not {row[1] for row in part} <= digests.keys():
                 part = [row for row in part if row[1] in digests]

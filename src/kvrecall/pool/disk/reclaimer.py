@@ -134,14 +134,13 @@ class Reclaimer:
         """Deletes the rows of dropped blocks, then frees their slots; all at once if no block is
         left. Stops once ``is_late``: what is not deleted then is found again by the next
         process."""
-        if not self._catalog.pending_free:
-            return
-        has_rows = bool(len(self._catalog))
+        has_rows = True
         try:
-            if not has_rows:
-                self._index.delete_all()
             while not is_late() and (addresses := self._catalog.take_pending_free(MAX_ROWS)):
                 try:
+                    if has_rows and not len(self._catalog):
+                        self._index.delete_all()
+                        has_rows = False
                     if has_rows:
                         self._index.delete(addresses)
                 except sqlite3.Error:

@@ -36,7 +36,8 @@ _FADE = 0.9975  # what then stays of the old counts: half after 277 looks, about
 _EVIDENCE = 4.0  # requests' worth of blocks that a class needs to be believed half
 _RETURNS = 16  # ticks in which blocks came back, before the tables are believed at all
 _MEMBERS = 4096  # of a cohort
-_FORGOTTEN = 1024  # names at once, at least
+_FORGOTTEN = 1024  # names with a request, or twice as many as it has blocks
+_FORGOTTEN_FOR_ONE = 4  # with a new block
 _GROWN = 256  # cohorts that move to another bin at once
 _LARGE = 1 << 20  # names that a large tier remembers at least
 _KEPT_SHARE = 0.5  # of a tier: what the pins of all tenants' hints may keep
@@ -266,7 +267,7 @@ class HazardPolicy(EvictionPolicy):
         elif self._uses >= self._refresh_at:
             self._learn(_FADE)
         elif self._ghosts > self._remember:
-            self._forget()
+            self._forget(max(_FORGOTTEN, 2 * len(chain)))
 
     def insert_n(
         self, number: int, parent: int, depth: int, now: float, hangs: bool = False
@@ -300,7 +301,7 @@ class HazardPolicy(EvictionPolicy):
         if self._has_groups:
             self._settle(number)
         if self._ghosts > self._remember:
-            self._forget()
+            self._forget(_FORGOTTEN_FOR_ONE)
 
     def remove_n(self, number: int) -> None:
         state = self._state.cells
@@ -848,11 +849,9 @@ class HazardPolicy(EvictionPolicy):
         if was_ready:
             self._make_ready(cohort)
 
-    def _forget(self) -> None:
-        """Forgets some of the oldest names beyond what may be remembered: the more, the more of
-        them there are."""
+    def _forget(self, left: int) -> None:
+        """Forgets up to ``left`` of the oldest names beyond what may be remembered."""
         state, cohorts, parents = self._state.cells, self._cohort.cells, self._parent.cells
-        left = max(_FORGOTTEN, (self._ghosts - self._remember) // 4)
         going: list[int] = []
         above: list[int] = []
         while self._ghosts > self._remember and self._memory and left > 0:
