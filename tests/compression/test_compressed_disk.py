@@ -205,9 +205,7 @@ def test_damage_is_found_and_the_block_dropped(tmp_path: Path, key: bytes | None
         assert not blocks.tier.contains(lost)
 
 
-def test_only_threads_of_the_tier_compress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_threads_of_the_tier_compress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Never the one that stores or asks, which may be the engine's; and one core each."""
     seen: set[str] = set()
     for name in ("pack", "trial"):

@@ -191,8 +191,8 @@ class Flusher:
             self._note_uses(limit=8 * MAX_ROWS)
             if left := self._catalog.pending_free:
                 _LOG.warning(
-                    "disk tier: closed before the rows of %d dropped blocks were deleted; they will "
-                    "be found again when the folder is opened",
+                    "disk tier: closed before the rows of %d dropped blocks were deleted; they "
+                    "will be found again when the folder is opened",
                     left,
                 )
         finally:

@@ -74,8 +74,8 @@ class Recovery:
             bad += [good[place] for place in wrong]
             if wrong:
                 good = [address for place, address in enumerate(good) if place not in wrong]
-            for number, addresses in groupby(good, slab_of):
-                taken[number].extend(addresses)
+            for number, its in groupby(good, slab_of):
+                taken[number].extend(its)
             seen += len(rows.keys)
             if time.monotonic() - said > _SILENCE_S:
                 said = time.monotonic()
