@@ -39,6 +39,7 @@ _MEMBERS = 4096  # of a cohort
 _FORGOTTEN = 1024  # names with a request, or twice as many as it has blocks
 _FORGOTTEN_FOR_ONE = 4  # with a new block
 _GROWN = 256  # cohorts that move to another bin at once
+_PATIENT = 1 << 18  # blocks of a tier whose requests either learn or rank: both are a long call
 _LARGE = 1 << 20  # names that a large tier remembers at least
 _KEPT_SHARE = 0.5  # of a tier: what the pins of all tenants' hints may keep
 # What is known of a name:
@@ -262,10 +263,12 @@ class HazardPolicy(EvictionPolicy):
         self._mean_chain += 0.01 * (len(chain) - self._mean_chain)
         self._uses += len(chain)
         self._use_chain(chain, advice)
-        if self._is_learned:  # one of these a call, which would be a long one
+        if self._is_learned:
             self._rank()
         elif self._uses >= self._refresh_at:
             self._learn(_FADE)
+            if self._capacity < _PATIENT:
+                self._rank()
         elif self._ghosts > self._remember:
             self._forget(max(_FORGOTTEN, 2 * len(chain)))
 
