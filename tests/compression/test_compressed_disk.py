@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import mmap
 import secrets
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from numcodecs import blosc
 
 from kvrecall.block import BlockKey
 from kvrecall.config import Compression, DiskConfig, PoolConfig, RecallSettings
 from kvrecall.errors import ConfigError
 from kvrecall.pool import Pool
 from kvrecall.pool.cipher import Cipher
+from kvrecall.pool.compression import Compressor
 from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.disk import codec as disk_codec
 from kvrecall.pool.disk.codec import make_codec
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Get, Outcome, Put, Tier
@@ -142,7 +147,9 @@ def test_the_same_disk_holds_more_blocks(tmp_path: Path) -> None:
             assert stats.used_bytes <= 16 * MIB
             assert blocks.get(there[:1], keys.index(there[0])) == [Outcome.LOADED]
     assert held["zstd"] > 1.25 * held["none"]
-    assert stats.compressed_bytes < 0.85 * stats.given_bytes
+    shrunk_to = stats.compressed_bytes / stats.given_bytes
+    assert shrunk_to < 0.85
+    assert held["zstd"] > 0.95 * held["none"] / shrunk_to, "all that compression saves"
     assert stats.given_bytes == 400 * KIB64
 
 
@@ -177,20 +184,53 @@ def test_blocks_of_another_size_are_not_taken_for_compressed_ones(tmp_path: Path
         assert blocks.get(keys) == [Outcome.LOADED] * 3
 
 
-def test_damage_is_found_and_the_block_dropped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", [None, KEY], ids=["checksum", "encrypted"])
+def test_damage_is_found_and_the_block_dropped(tmp_path: Path, key: bytes | None) -> None:
+    """By the tag of the stored bytes, which are compressed, then encrypted."""
     keys = chain(NAMESPACE, 4)
-    with Blocks(tier(tmp_path, "zstd")) as blocks:
+    with Blocks(tier(tmp_path, "zstd", key=key)) as blocks:
         blocks.put(keys)
+        stats = blocks.tier.stats()
+        assert stats.compressed_bytes < 0.85 * stats.given_bytes
     (slab,) = tmp_path.glob("slab-*.kv")
+    assert (b"kvrz" in slab.read_bytes()) == (key is None), "frames are encrypted too"
     with slab.open("r+b") as file:
         file.seek(4096 + 20_000)  # inside the first block's frame
         file.write(b"\xff" * 64)
-    with Blocks(tier(tmp_path, "zstd")) as blocks:
+    with Blocks(tier(tmp_path, "zstd", key=key)) as blocks:
         outcomes = blocks.get(keys)
         assert outcomes.count(Outcome.CORRUPT) == 1
         assert outcomes.count(Outcome.LOADED) == 3
         lost = keys[outcomes.index(Outcome.CORRUPT)]
         assert not blocks.tier.contains(lost)
+
+
+def test_only_threads_of_the_tier_compress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never the one that stores or asks, which may be the engine's; and one core each."""
+    seen: set[str] = set()
+    for name in ("pack", "trial"):
+        ours = getattr(Compressor, name)
+
+        def watched(self: Compressor, *args: object, ours: Any = ours) -> Any:
+            seen.add(threading.current_thread().name)
+            return ours(self, *args)
+
+        monkeypatch.setattr(Compressor, name, watched)
+    theirs = disk_codec.unpack
+
+    def unpack(frame: memoryview, into: memoryview) -> bool:
+        seen.add(threading.current_thread().name)
+        return theirs(frame, into)
+
+    monkeypatch.setattr(disk_codec, "unpack", unpack)
+    keys = chain(NAMESPACE, 40)
+    for compression in ("zstd", "auto"):
+        with Blocks(tier(tmp_path / compression, compression)) as blocks:  # type: ignore[arg-type]
+            assert blocks.put(keys) == [Outcome.STORED] * 40
+            assert blocks.get(keys) == [Outcome.LOADED] * 40
+    assert seen
+    assert all(name.startswith(("kvrecall-flush", "kvrecall-read")) for name in seen), seen
+    assert blosc.use_threads is False
 
 
 def test_a_pool_by_its_settings(tmp_path: Path) -> None:

@@ -321,6 +321,49 @@ def test_a_driver_that_takes_its_time_holds_no_step(
     assert [one.nbytes for queue in copier.close() for one in queue] == [PAGE, PAGE]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_batch_copies_the_same_in_any_runs(seed: int) -> None:
+    """Items at even distances are one call; others, and what is between, one each."""
+    rng = np.random.default_rng(seed)
+    places = []  # blocks, layers, distances between them
+    for blocks, layers, nbytes in rng.integers(1, 9, (3, 3)).tolist():
+        grid = np.arange(blocks)[:, None] * (layers * 16) + np.arange(layers) * 16
+        other = rng.permutation(blocks)[:, None] * 16 + np.arange(layers) * (16 * blocks)
+        places.append((grid.ravel(), other.ravel(), np.full(grid.size, nbytes)))
+    ends = np.cumsum([0] + [16 * len(sizes) for *_, sizes in places])
+    sources, targets, sizes = (
+        np.concatenate([one[way] + (end if way < 2 else 0)
+                        for one, end in zip(places, ends, strict=False)])
+        for way in range(3)
+    )  # fmt: skip
+    before = rng.integers(0, 256, (2, ends[-1]), dtype=np.uint8)
+    expected = before.copy()
+    for source, target, nbytes in zip(sources, targets, sizes, strict=True):
+        expected[1, target : target + nbytes] = before[0, source : source + nbytes]
+    memory = before.copy()
+    begin = memory.ctypes.data
+    batch = Batch(begin + sources, begin + ends[-1] + targets, sizes)
+    for one in (batch, batch.in_order()):
+        for most in (1, 2, 3, len(sizes)):
+            runs = one.runs(most)
+            items = [item for run in runs for item in range(run.begin, run.end)]
+            assert items == [*range(len(sizes))]
+            assert all(run.end - run.begin <= most for run in runs)
+            memory[:] = before
+            for run in runs:
+                one.copy_run(run)
+            assert np.array_equal(memory, expected)
+
+
+def test_layers_of_blocks_in_order_are_a_call_each() -> None:
+    blocks, layers, nbytes = 32, 4, 64
+    arena = (np.arange(blocks)[:, None] * layers + np.arange(layers)).ravel() * nbytes
+    device = (np.arange(blocks)[:, None] + np.array([900, 700, 300, 0])).ravel() * nbytes
+    sizes = np.full(arena.size, nbytes)
+    for batch in (Batch(arena, device, sizes), Batch(device, arena, sizes)):
+        assert len(batch.in_order().runs(1000)) == layers
+
+
 def test_no_item_crosses_the_end_of_a_locked_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "CHUNK_BYTES", 100)
     for begin, sources, targets in (

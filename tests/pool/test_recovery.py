@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from kvrecall.config import DiskConfig
+from kvrecall.lab.bench.index import key_of, write_folder
 from kvrecall.pool.disk import DiskTier, index, tier
 from kvrecall.pool.disk.index import Index, Rows
 from kvrecall.pool.tier import Outcome
@@ -170,3 +172,71 @@ def test_a_tier_is_closed_while_its_blocks_are_being_found(folder: Folder) -> No
     folder.go_on(bench)
     assert all(here(bench))
     bench.tier.close()
+
+
+def test_what_was_used_last_is_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "_READ_AT_ONCE", 8)
+    now = [1_000_000.0]
+    bench = Bench(
+        DiskTier(DiskConfig(tmp_path, 64 * MIB), clock=lambda: now[0]),
+        slots=64,
+        block_bytes=BLOCK_BYTES,
+    )
+    bench.tier.register(NAMESPACE, BLOCK_BYTES)
+    bench.put(KEYS)
+    now[0] += 2_000_000_000  # past the time at which they were stored
+    bench.tier.touch(KEYS[8:16])
+    now[0] += 1000
+    bench.tier.touch(KEYS[24:32])
+    bench.tier.close()
+    opened = Index.open(tmp_path)
+    parts = [set(rows.keys) for rows in opened.rows()]
+    opened.close()
+    assert set().union(*parts) == set(KEYS)
+    assert sum(map(len, parts)) == len(KEYS)
+    touched = [len(part & set(KEYS[24:32])) for part in parts]
+    assert touched[0] > 0
+    assert touched[-1] == 0
+
+
+def test_a_cleared_tier_stays_empty_however_soon_it_is_closed(tmp_path: Path) -> None:
+    """The rows of all its blocks go at once, and their slots are free again."""
+    blocks = 20_000
+    config = DiskConfig(tmp_path, (8 << 20) + blocks * 6144, direct_io=False)
+    write_folder(config, blocks)
+    opened = DiskTier(config)
+    wait_until(opened._recovery.ended.is_set)
+    assert opened.stats().blocks == blocks
+    slots = opened._store.slot_class(4096)
+    opened.clear()
+    opened.close()
+    assert slots.free == slots.slots > blocks
+    again = DiskTier(config)
+    assert again._recovery.ended.wait(30.0)
+    assert again.stats().blocks == 0
+    again.close()
+
+
+def test_closing_waits_no_longer_for_rows_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was dropped and not deleted is said, and comes back; the folder is closed well."""
+    blocks = 20_000
+    config = DiskConfig(tmp_path, (8 << 20) + blocks * 6144, direct_io=False)
+    write_folder(config, blocks)
+    opened = DiskTier(config)
+    wait_until(opened._recovery.ended.is_set)
+    delete = Index.delete
+
+    def slowly(this: Index, addresses: Sequence[int]) -> None:
+        time.sleep(0.2)
+        delete(this, addresses)
+
+    monkeypatch.setattr(Index, "delete", slowly)
+    opened.drop([key_of(number) for number in range(blocks - 1)])
+    opened.close(1.0)
+    assert "dropped blocks were deleted; they will be found again" in caplog.text
+    again = DiskTier(config)
+    assert again._recovery.ended.wait(30.0)
+    assert 1 < again.stats().blocks < blocks
+    again.close()

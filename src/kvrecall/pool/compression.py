@@ -231,4 +231,5 @@ def _library() -> Any:
         raise ConfigError(
             "compression needs the package numcodecs; run: pip install 'kvrecall[compression]'"
         ) from error
+    blosc.use_threads = False  # of its own, which it would use if the main thread called
     return blosc

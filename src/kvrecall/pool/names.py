@@ -51,6 +51,11 @@ class Names(ABC):
     def keep(self, number: int) -> None:
         """The number is in use once more."""
 
+    def keep_all(self, numbers: Sequence[int]) -> None:
+        """``keep`` of each."""
+        for number in numbers:
+            self.keep(number)
+
     @abstractmethod
     def drop(self, number: int) -> None:
         """Undoes ``keep``; the last one frees the number."""
@@ -170,7 +175,7 @@ class MemoryColumn(Column):
         with suppress(OSError):  # a kernel without them
             self.pages.madvise(mmap.MADV_HUGEPAGE)
         if at_once:
-            self.array()[:: _HUGE // _BYTES[self.kind]] = 0
+            np.frombuffer(self.pages, np.uint8)[::_HUGE] = 0
 
     def grow(self, room: int) -> None:
         """Makes room for that many numbers; no cell moves in memory that it would take time to
@@ -249,6 +254,26 @@ class _Table:
             last -= 1
         slots[at], slots[last] = slots[last], 0
         return True
+
+    def remove_most(self, numbers: Numbers, codes: Words) -> npt.NDArray[np.bool_]:
+        """``remove`` of each of many numbers [numbers] that stands in a home with a free slot,
+        behind which nothing has to move up; of those of one home only of one. Which were."""
+        slots = self.slots.array()
+        homes = (codes >> np.uint64(self.shift)).astype(np.int64)
+        rows = slots.take(homes, axis=0)
+        words = codes << np.uint64(32) | (numbers + 1).astype(np.uint64)
+        at = np.flatnonzero(rows == words[:, None])  # a word is in its row once at most
+        place, cell = at >> _GROUP_BITS, at & (_GROUP - 1)
+        is_easy = rows[place, -1] == 0
+        place, cell = place[is_easy], cell[is_easy]
+        _, first = np.unique(homes[place], return_index=True)
+        place, cell = place[first], cell[first]
+        homes, last = homes[place], (rows[place] != 0).sum(axis=1) - 1
+        slots[homes, cell] = slots[homes, last]
+        slots[homes, last] = 0
+        done = np.zeros(len(numbers), np.bool_)
+        done[place] = True
+        return done
 
 
 class CompactNames(Names):
@@ -431,6 +456,12 @@ class CompactNames(Names):
     def keep(self, number: int) -> None:
         self._refs.cells[number] += 1
 
+    def keep_all(self, numbers: Sequence[int]) -> None:
+        if len(numbers) < _FEW:
+            super().keep_all(numbers)
+        else:
+            self.keep_many(np.asarray(numbers, np.int64))
+
     def drop(self, number: int) -> None:
         refs = self._refs.cells
         left = refs[number] - 1
@@ -451,9 +482,24 @@ class CompactNames(Names):
         np.subtract.at(refs, dropped, 1)
         ended = np.unique(dropped[refs[dropped] == 0])
         del refs
-        if ended.size:
-            for number, code in zip(ended.tolist(), self._codes_of(ended).tolist(), strict=True):
-                self._delete(number, code)
+        if not ended.size:
+            return
+        codes = self._codes_of(ended)
+        done = self._table.remove_most(ended, codes)
+        self._release(ended[done])
+        for number, code in zip(ended[~done].tolist(), codes[~done].tolist(), strict=True):
+            self._delete(number, code)
+
+    def _release(self, numbers: Numbers) -> None:
+        """Frees numbers that no table has any more."""
+        if not numbers.size:
+            return
+        for number in numbers.tolist() if self._odd else ():
+            self._odd.pop(number, None)
+        self._refs.array()[numbers] = -1
+        self._form.array()[numbers] = np.append(self._free, numbers[:-1] + 1)
+        self._free = int(numbers[-1]) + 1
+        self._count -= len(numbers)
 
     def _delete(self, number: int, code: int) -> None:
         here = self._table.remove(number, code, 0, self._code_of)
@@ -497,7 +543,8 @@ class CompactNames(Names):
             or len(fresh[0]) != _KEY_BYTES
             or count > self._table.most // 2
             or len(set(fresh)) < count
-            or len({key[:NAMESPACE_BYTES] for key in fresh} | self._spaces.keys()) > _SPACES
+            or len(self._spaces.keys() | set(spaces := [k[:NAMESPACE_BYTES] for k in fresh]))
+            > _SPACES
         ):
             for place, key in zip(new.tolist(), fresh, strict=True):
                 numbers[place] = self.meet(key)
@@ -508,8 +555,9 @@ class CompactNames(Names):
         numbers[new] = added
         codes = self._codes(given)
         self._digest.array().view(np.uint64)[added] = given[:, _SPACE_WORDS:-1]
-        spaces = [self._space_number(key[:NAMESPACE_BYTES]) for key in fresh]
-        self._form.array()[added] = np.asarray(spaces) << _FORM | _HASH_BYTES
+        places = {space: self._space_number(space) for space in set(spaces)}
+        forms = [places[space] << _FORM | _HASH_BYTES for space in spaces]
+        self._form.array()[added] = forms
         self._refs.array()[added] = 0
         self._place_all(codes, added)
         if self._old is not None:
@@ -631,8 +679,8 @@ class CompactNames(Names):
         found[hits >> _GROUP_BITS] = words.take(hits).view(np.int64) - 1
         missing = np.flatnonzero(found < 0)
         if missing.size > _FEW:  # those whose home is full may be behind it
-            last = slots[:, -1].take(groups.take(missing))
-            missing = missing[last != 0]
+            ends = (groups.take(missing) << _GROUP_BITS) + (_GROUP - 1)
+            missing = missing[slots.ravel().take(ends) != 0]
         for place in missing.tolist():
             found[place] = self._search(table, start, int(codes[place]), None)
         return found

@@ -180,6 +180,19 @@ class SlotClass:
         self._extents[self.extent_of(address)].used -= 1
         self._runs.add(address, self.slot_bytes)
 
+    def give_all(self, addresses: Iterable[int]) -> None:
+        """``give`` of each of many, different ones."""
+        begin = end = -1
+        for address in sorted(addresses):
+            self._extents[self.extent_of(address)].used -= 1
+            if address != end:
+                if begin >= 0:
+                    self._runs.add(begin, end - begin)
+                begin = address
+            end = address + self.slot_bytes
+        if begin >= 0:
+            self._runs.add(begin, end - begin)
+
     def has_run(self, count: int) -> bool:
         """Whether ``count`` adjacent slots are free."""
         return self._runs.has_run(count * self.slot_bytes)

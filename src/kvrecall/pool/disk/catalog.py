@@ -777,6 +777,11 @@ class Catalog(EvictionOrders):
         if not slab.blocks:
             del self._slabs[slab_of(address)]
 
+    @property
+    def pending_free(self) -> int:
+        """Slots whose rows are to be deleted."""
+        return len(self._pending_free)
+
     def take_pending_free(self, limit: int) -> list[int]:
         """Slots whose rows are to be deleted; the caller owns them now."""
         with self._lock:
@@ -890,6 +895,9 @@ class _Addresses:
     def __init__(self) -> None:
         self._full: list[array[int]] = []
         self._last = array("q")
+
+    def __len__(self) -> int:
+        return _ADDRESSES * len(self._full) + len(self._last)
 
     def append(self, address: int) -> None:
         if len(self._last) == _ADDRESSES:

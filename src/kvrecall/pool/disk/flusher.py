@@ -189,6 +189,12 @@ class Flusher:
                 elif self._closing_at is not None and not self._queue:
                     break
             self._note_uses(limit=8 * MAX_ROWS)
+            if left := self._catalog.pending_free:
+                _LOG.warning(
+                    "disk tier: closed before the rows of %d dropped blocks were deleted; they "
+                    "will be found again when the folder is opened",
+                    left,
+                )
         finally:
             self._second.end()
             self._fail_rest(batch)
@@ -215,11 +221,14 @@ class Flusher:
             while self._queue and len(batch) < MAX_ROWS and size < most:
                 batch.append(self._queue.popleft())
                 size += len(batch[-1].put.data)
-            late = self._closing_at is not None and time.monotonic() > self._closing_at
-        if late:
+        if self._is_late():
             self._finish(batch, set())
             return []
         return batch
+
+    def _is_late(self) -> bool:
+        """Whether it should have ended already."""
+        return self._closing_at is not None and time.monotonic() > self._closing_at
 
     def _tend(self) -> None:
         """Small duties: namespaces, lost slabs, deleted rows, last uses."""
@@ -240,7 +249,7 @@ class Flusher:
                 self._counters.fault(
                     "a slab was deleted or truncated", SlabLost(errno.EIO, str(number))
                 )
-        self._reclaimer.reap()
+        self._reclaimer.reap(self._is_late)
         self._note_pins()
         self._reclaimer.shrink()
         if time.monotonic() - self._recency_at > _RECENCY_S:

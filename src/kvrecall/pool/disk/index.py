@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from kvrecall.block import FORMAT_VERSION, NAMESPACE_BYTES, SHARED, BlockKey, Namespace, Tenant
 from kvrecall.errors import TierError
@@ -147,28 +148,34 @@ class Index:
             raise TierError(f"disk_path: {path} cannot be opened: {error}") from error
 
     def rows(self) -> Iterator[Rows]:
-        """All rows, by ascending address, in parts. Rows of unknown namespaces are left out."""
+        """All rows, in parts of neighbouring addresses: first the part with the row used last, so
+        that what is asked for next is most likely among the first. Rows of unknown namespaces are
+        left out."""
         digests = {number: digest for digest, number in self._ids.items()}
         names: dict[bytes, Tenant] = {b"": SHARED}  # one object for each
-        cursor = self._connection.execute(
+        query = (
             "SELECT address, namespace, hash, parent, depth, nbytes, checksum, used, tenant,"
-            " pinned FROM blocks ORDER BY address"
+            " pinned FROM blocks WHERE address BETWEEN ? AND ? ORDER BY address"
         )
-        while part := cursor.fetchmany(_READ_AT_ONCE):
-            part = [row for row in part if row[1] in digests]
+        for _, first, last in sorted(self._parts(), key=lambda part: -part[0]):
+            part = self._connection.execute(query, (first, last)).fetchall()
+            if not {row[1] for row in part} <= digests.keys():
+                part = [row for row in part if row[1] in digests]
             if not part:
                 continue
             address, number, name, parent, depth, nbytes, tags, used, tenant, pinned = zip(
                 *part, strict=True
             )
             spaces = [digests[n] for n in number]
+            keys = [space + text for space, text in zip(spaces, name, strict=True)]
+            parents = [
+                None if text is None else space + text
+                for space, text in zip(spaces, parent, strict=True)
+            ]
             yield Rows(
                 address,
-                [BlockKey(space + text) for space, text in zip(spaces, name, strict=True)],
-                [
-                    None if text is None else BlockKey(space + text)
-                    for space, text in zip(spaces, parent, strict=True)
-                ],
+                cast(list[BlockKey], keys),
+                cast(list[BlockKey | None], parents),
                 depth,
                 nbytes,
                 tags,
@@ -176,6 +183,20 @@ class Index:
                 [names.get(t) or names.setdefault(t, Tenant(t.hex())) for t in tenant],
                 pinned,
             )
+
+    def _parts(self) -> Iterator[tuple[int, int, int]]:
+        """Parts of all rows: the latest use in it, its first and its last address."""
+        query = (
+            "SELECT max(used), min(address), max(address) FROM"
+            " (SELECT used, address FROM blocks WHERE address > ? ORDER BY address LIMIT ?)"
+        )
+        last = -1
+        while True:
+            found = self._connection.execute(query, (last, _READ_AT_ONCE)).fetchone()
+            if found[0] is None:
+                return
+            yield found
+            last = found[2]
 
     def pinned_keys(self) -> list[BlockKey]:
         """Keys of the blocks that are pinned."""

@@ -8,7 +8,8 @@ import os
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 
 from kvrecall.block import BlockKey, Tenant
 from kvrecall.config import Watermarks
@@ -129,22 +130,31 @@ class Reclaimer:
             if slab.base in self._store.slot_class(slab.slot_bytes).empty_extents():
                 self._store.remove(slab.number)
 
-    def reap(self) -> None:
-        """Deletes the rows of dropped blocks, then frees their slots."""
-        while addresses := self._catalog.take_pending_free(MAX_ROWS):
-            try:
-                self._index.delete(addresses)
-            except sqlite3.Error as error:
-                self.index_failed(error)
-                self._catalog.add_pending_free(addresses)
-                return
-            self.give_back(addresses)
+    def reap(self, is_late: Callable[[], bool] = lambda: False) -> None:
+        """Deletes the rows of dropped blocks, then frees their slots; all at once if no block is
+        left. Stops once ``is_late``: what is not deleted then is found again by the next
+        process."""
+        has_rows = True
+        try:
+            while not is_late() and (addresses := self._catalog.take_pending_free(MAX_ROWS)):
+                try:
+                    if has_rows and not len(self._catalog):
+                        self._index.delete_all()
+                        has_rows = False
+                    if has_rows:
+                        self._index.delete(addresses)
+                except sqlite3.Error:
+                    self._catalog.add_pending_free(addresses)
+                    raise
+                self.give_back(addresses)
+        except sqlite3.Error as error:
+            self.index_failed(error)
 
     def give_back(self, addresses: Sequence[int]) -> None:
-        for address in addresses:
-            slab = self._store.slab(slab_of(address))
+        for number, some in groupby(sorted(addresses), slab_of):
+            slab = self._store.slab(number)
             if slab is not None and slab.number not in self._emptied:
-                self._store.slot_class(slab.slot_bytes).give(address)
+                self._store.slot_class(slab.slot_bytes).give_all(some)
 
     def admitted(self, slot_bytes: int, puts: list[Put]) -> list[Put]:
         """The puts that the policy admits at the price of others; all while there is space."""

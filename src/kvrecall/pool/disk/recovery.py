@@ -9,7 +9,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from itertools import compress
+from itertools import compress, groupby
 from pathlib import Path
 
 from kvrecall.pool.disk.catalog import Catalog
@@ -69,14 +69,13 @@ class Recovery:
             time.sleep(0)  # whoever waits for the interpreter goes first
             right = self._right(rows)
             wrong = set(self._catalog.recover(rows if all(right) else _only(rows, right)))
-            good = [
-                address for address, is_good in zip(rows.addresses, right, strict=True) if is_good
-            ]
+            good = list(compress(rows.addresses, right))
             bad += [a for a, is_good in zip(rows.addresses, right, strict=True) if not is_good]
             bad += [good[place] for place in wrong]
-            for place, address in enumerate(good):
-                if place not in wrong:
-                    taken[slab_of(address)].append(address)
+            if wrong:
+                good = [address for place, address in enumerate(good) if place not in wrong]
+            for number, its in groupby(good, slab_of):
+                taken[number].extend(its)
             seen += len(rows.keys)
             if time.monotonic() - said > _SILENCE_S:
                 said = time.monotonic()

@@ -35,10 +35,11 @@ _REFRESH = 32.0  # requests between two looks at the life table
 _FADE = 0.9975  # what then stays of the old counts: half after 277 looks, about 9,000 requests
 _EVIDENCE = 4.0  # requests' worth of blocks that a class needs to be believed half
 _RETURNS = 16  # ticks in which blocks came back, before the tables are believed at all
-_MEMBERS = 4096  # of a cohort: so many names are forgotten at once
-_DROPPED = 1024  # numbers that are given up at once, at least
-_GOING = 1 << 17  # numbers to be given up before no more names are forgotten
+_MEMBERS = 4096  # of a cohort
+_FORGOTTEN = 1024  # names with a request, or twice as many as it has blocks
+_FORGOTTEN_FOR_ONE = 4  # with a new block
 _GROWN = 256  # cohorts that move to another bin at once
+_PATIENT = 1 << 18  # blocks of a tier whose requests either learn or rank: both are a long call
 _LARGE = 1 << 20  # names that a large tier remembers at least
 _KEPT_SHARE = 0.5  # of a tier: what the pins of all tenants' hints may keep
 # What is known of a name:
@@ -203,7 +204,6 @@ class HazardPolicy(EvictionPolicy):
         self._pins_end: list[tuple[float, int, list[int]]] = []
         self._pins = 0
         self._rival = Rival(capacity_blocks)
-        self._going = array("i")  # forgotten names whose numbers are still kept, and their parents
         self._has_groups = False  # a block that hangs on a chain was seen
         # Cohorts with members, by number; the oldest first by age, and all that may be forgotten.
         self._cohorts: list[_Cohort] = _untracked([])
@@ -229,7 +229,9 @@ class HazardPolicy(EvictionPolicy):
         self._uses = 0  # block uses seen, and at how many the table is looked at again
         self._refresh_at = 0
         self._mean_chain = 1.0
-        self._refresh()
+        self._is_learned = False  # by the life table, and cells are not ranked by it yet
+        self._learn()
+        self._rank()
 
     # -- what happens to blocks ------------------------------------------------------------
 
@@ -261,10 +263,14 @@ class HazardPolicy(EvictionPolicy):
         self._mean_chain += 0.01 * (len(chain) - self._mean_chain)
         self._uses += len(chain)
         self._use_chain(chain, advice)
-        if self._uses >= self._refresh_at:
-            self._refresh(_FADE)
-        if self._ghosts > self._remember or self._going:
-            self._forget()
+        if self._is_learned:
+            self._rank()
+        elif self._uses >= self._refresh_at:
+            self._learn(_FADE)
+            if self._capacity < _PATIENT:
+                self._rank()
+        elif self._ghosts > self._remember:
+            self._forget(max(_FORGOTTEN, 2 * len(chain)))
 
     def insert_n(
         self, number: int, parent: int, depth: int, now: float, hangs: bool = False
@@ -297,8 +303,8 @@ class HazardPolicy(EvictionPolicy):
             self._rival.end()
         if self._has_groups:
             self._settle(number)
-        if self._ghosts > self._remember or self._going:
-            self._forget()
+        if self._ghosts > self._remember:
+            self._forget(_FORGOTTEN_FOR_ONE)
 
     def remove_n(self, number: int) -> None:
         state = self._state.cells
@@ -501,7 +507,7 @@ class HazardPolicy(EvictionPolicy):
         if self._state.cells[number] & _KEPT:
             self._unkeep(number)
         self._state.cells[number] = 0
-        self._rival.forget(number)
+        self._rival.forget((number,))
         parent = self._parent.cells[number]
         self._parent.cells[number] = 0
         self.names.drop(number)
@@ -529,12 +535,25 @@ class HazardPolicy(EvictionPolicy):
         of, cohorts, uses_seen = self._cohort.cells, self._cohorts, self._table.used
         last, parent = len(chain) - 1, -1
         kind, cohort, is_ready = -1, None, False
+        new_kind, new = -1, None  # class and cohort of the last one that was met
+        met: list[int] = []  # and parents: to be kept
         for index, number in enumerate(chain):
             known = state[number]
             here = plain if index < begin else own
             if not known & _KNOWN:
-                self._meet(number, parent, int(index == last), feature=here)
-                self._remember_it(number)
+                now_kind = class_of(1, int(index == last), False, here)
+                if now_kind == new_kind and new is not None and len(new.names) < _MEMBERS:
+                    new.alive += 1
+                    self._table.entered[now_kind][0] += 1.0
+                else:
+                    new_kind, new = now_kind, self._join(now_kind)
+                met.append(number)
+                state[number], used[number], of[number] = _GHOST, 1, new.number
+                new.names.append(number)
+                if parent >= 0:
+                    met.append(parent)
+                    parents[number] = parent + 1
+                self._ghosts += 1
                 parent = number
                 continue
             if parent >= 0 and not parents[number]:
@@ -568,6 +587,7 @@ class HazardPolicy(EvictionPolicy):
                 self._returned_at = self._now
                 self._returns += 1
             parent = number
+        self.names.keep_all(met)
         if advice is not None and advice.pin_s:
             self._keep(chain[begin:], advice)
 
@@ -832,20 +852,17 @@ class HazardPolicy(EvictionPolicy):
         if was_ready:
             self._make_ready(cohort)
 
-    def _forget(self) -> None:
-        """Forgets the oldest names beyond what may be remembered, a few thousand at once, and gives
-        up some of the numbers of those that it forgot."""
+    def _forget(self, left: int) -> None:
+        """Forgets up to ``left`` of the oldest names beyond what may be remembered."""
         state, cohorts, parents = self._state.cells, self._cohort.cells, self._parent.cells
-        going, before = self._going, len(self._going)
-        while (
-            self._ghosts > self._remember
-            and self._memory
-            and len(going) - before < 2 * _MEMBERS
-            and before < _GOING
-        ):
-            cohort = self._cohorts[self._memory.popitem(last=False)[0]]
+        going: list[int] = []
+        above: list[int] = []
+        while self._ghosts > self._remember and self._memory and left > 0:
+            cohort = self._cohorts[next(iter(self._memory))]
             cohort.forgotten = True
-            names, cohort.names = cohort.names, _untracked(array("i"))
+            names = cohort.names[-left:]
+            del cohort.names[-left:]
+            left -= len(names)
             for number in names:
                 if cohorts[number] == cohort.number and state[number] & _GHOST:
                     self._ghosts -= 1
@@ -853,26 +870,30 @@ class HazardPolicy(EvictionPolicy):
                     if state[number] & _KEPT:
                         self._unkeep(number)
                     state[number] = 0
-                    self._rival.forget(number)
                     going.append(number)
                     if parents[number]:
-                        going.append(parents[number] - 1)
+                        above.append(parents[number] - 1)
                         parents[number] = 0
+            if not cohort.names:
+                del self._memory[cohort.number]
             self._bury(cohort)
-        some = slice(-max(_DROPPED, len(going) // 16), None)
-        self.names.drop_all(going[some])
-        del going[some]
+        self._rival.forget(going)
+        self.names.drop_all(going + above)
 
-    def _refresh(self, fade: float = 1.0) -> None:
-        """Ranks the cells again by the life table."""
+    def _learn(self, fade: float = 1.0) -> None:
+        """Looks at the life table again; ``_rank`` follows with the next request."""
         evidence = _EVIDENCE * self._mean_chain
         seen = sum(map(sum, self._table.used))
         self._is_taught = self._returns >= _RETURNS and seen >= evidence
         if self._is_taught:
             self._recency = None
         self._chances = None
-        self._rival.look(self._mean_chain)
         self._table.refresh(evidence, self._mean_chain, fade)
+        self._is_learned = True
+
+    def _rank(self) -> None:
+        """Ranks the cells by the life table."""
+        self._rival.look(self._mean_chain)
         if self._rival.is_better:
             table = np.tile(-np.arange(self._bins.count, dtype=np.float64), (CLASSES, 1))
         else:
@@ -885,3 +906,4 @@ class HazardPolicy(EvictionPolicy):
         self._worth, self._order, self._place = worth.tolist(), order.tolist(), place.tolist()
         self._filled = sorted(self._place[cell] for cell, ready in enumerate(self._ready) if ready)
         self._refresh_at = self._uses + int(_REFRESH * self._mean_chain) + 1
+        self._is_learned = False

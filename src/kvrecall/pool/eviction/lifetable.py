@@ -156,14 +156,14 @@ def _beyond_chance(deviation: Floats, variance: Floats) -> Floats:
 
 def _gittins(hazard: Floats, widths: Floats) -> Floats:
     """Index per (class, bin) of P(used in bin | reached it) and the bins' widths in seconds."""
-    classes, bins = hazard.shape
-    alive = np.ones((classes, bins + 1))
-    np.cumprod(1.0 - hazard, axis=1, out=alive[:, 1:])
+    classes, bins = hazard.shape  # the arrays below have classes side by side, which is faster
+    alive = np.ones((bins + 1, classes))
+    np.cumprod(1.0 - hazard.T, axis=0, out=alive[1:])
     np.maximum(alive, 1e-12, out=alive)  # older than that: no block is left, worth nothing
-    kept = np.zeros((classes, bins + 1))
-    np.cumsum((alive[:, :-1] + alive[:, 1:]) * 0.5 * widths, axis=1, out=kept[:, 1:])
+    kept = np.zeros((bins + 1, classes))
+    np.cumsum((alive[:-1] + alive[1:]) * 0.5 * widths[:, None], axis=0, out=kept[1:])
     index: Floats = np.empty((classes, bins))
     for age in range(bins):
-        hits = alive[:, age, None] - alive[:, age + 1 :]
-        index[:, age] = (hits / (kept[:, age + 1 :] - kept[:, age, None])).max(axis=1)
+        hits = alive[age] - alive[age + 1 :]
+        index[:, age] = (hits / (kept[age + 1 :] - kept[age])).max(axis=0)
     return index

@@ -64,9 +64,11 @@ class Rival:
         while len(resident) > self._room:
             resident.popitem(last=False)
 
-    def forget(self, number: int) -> None:
-        """The number will be another block's."""
-        self._resident.pop(number, None)
+    def forget(self, numbers: Sequence[int]) -> None:
+        """The numbers will be other blocks'."""
+        for number in numbers:
+            if not number % self.every:
+                self._resident.pop(number, None)
 
     def look(self, chain: float) -> None:
         """Decides, now and then. The two are compared request by request (a paired test), since

@@ -6,13 +6,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from kvrecall.attention.kernels.device import Piece
-from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event, Stream
+from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event, Run, Stream
 
 _WORTH_SHARING = 4 << 20
 """One thread copies batches of fewer bytes."""
@@ -59,9 +58,8 @@ class InlineStream(Stream):
         if not self._helpers or batch.nbytes < _WORTH_SHARING:
             batch.copy_here()
             return
-        shares = min(len(batch.sizes), (1 + self._helpers) * _PARTS)
-        bounds = [len(batch.sizes) * share // shares for share in range(shares + 1)]
-        parts = deque(pairwise(bounds))
+        batch = batch.in_order()
+        parts = deque(batch.runs(-(-len(batch.sizes) // ((1 + self._helpers) * _PARTS))))
         helping = [self._team.submit(_copy_parts, batch, parts) for _ in range(self._helpers)]
         _copy_parts(batch, parts)
         for helper in helping:
@@ -69,14 +67,14 @@ class InlineStream(Stream):
                 helper.result()
 
 
-def _copy_parts(batch: Batch, parts: deque[tuple[int, int]]) -> None:
+def _copy_parts(batch: Batch, parts: deque[Run]) -> None:
     """Copies parts of a batch as long as there are any."""
     while parts:
         try:
-            first, last = parts.popleft()
+            part = parts.popleft()
         except IndexError:  # another thread has the last one
             return
-        batch.copy_here(first, last)
+        batch.copy_run(part)
 
 
 class Caller(Executor):
