@@ -584,6 +584,7 @@ class Pool:
         """Drops these blocks, pinned or not, from every tier; leased ones stay in the host."""
         with self._changed:
             self._drain()
+            keys = list(dict.fromkeys(keys))
             self._below.drop(keys, cause)
             self._evictor.drop([key for key in keys if key in self._host.blocks], cause)
             self._expire_loads(keys)

@@ -15,7 +15,7 @@ from kvrecall.router.fleet import Instance
 _END = b"\n\n"
 _OTHERS_MAY_SERVE = frozenset({500, 502, 503, 504})
 _MAX_ERROR_BYTES = 1 << 20
-_CONNECT_S = 2.0
+_CONNECT_S = 5.0  # an overloaded machine accepts late
 _PROBE_S = 5.0  # for /health; an overloaded machine answers late
 _LOOK_UP_S = 10.0  # for other small requests
 

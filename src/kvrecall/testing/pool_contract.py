@@ -569,7 +569,7 @@ class PoolContract:
         keys = chain(NAMESPACE, 10)
         engine.save(keys)
         assert engine.pool.flush(keys, 60.0)
-        self.drop(engine.pool, keys[4:6])
+        self.drop(engine.pool, [*keys[4:6], keys[4]])  # twice is once
         assert engine.pool.find(keys).blocks == 4
         assert engine.pool.find(keys[6:]).blocks == 4
         assert engine.save(keys) == {Verdict.PRESENT: 8, Verdict.RESERVED: 2}
