@@ -291,6 +291,11 @@ def test_five_hundred_clients(two: Two, alone: list[str]) -> None:
     assert computed < 0.5 * sum(sum(recalled(reply).values()) for reply in replies)
 
 
+def leaving(router: Router) -> list[str]:
+    state = router.client.get("/health").json()["instances"]
+    return [one["url"] for one in state if one.get("leaving")]
+
+
 def test_engines_come_and_go_while_the_router_runs(two: Two) -> None:
     """As a file lists them. One that leaves ends what it began."""
     roster = two.folder / "instances"
@@ -310,9 +315,8 @@ def test_engines_come_and_go_while_the_router_runs(two: Two) -> None:
             name = header(reply)["engine"]
             stays = next(s for s in two.servers if not s.url.endswith(name))
             roster.write_text(first if first.find(stays.url) >= 0 else second)
-            assert until(lambda: two.served(router.complete(prompt="Who?")) is stays)
-            state = router.client.get("/health").json()["instances"]
-            assert [one["url"] for one in state if one.get("leaving")] == [f"http://{name}"]
+            assert until(lambda: leaving(router) == [f"http://{name}"])
+            assert two.served(router.complete(prompt="Who?")) is stays
             told = list(lines)
         assert told[-2:] == ["data: [DONE]", ""]
         assert until(lambda: list(router.up()) == [stays.url])

@@ -123,13 +123,22 @@ def test_what_one_host_put_into_the_store_the_other_is_known_to_recall(apart: Ap
     def counted(name: str) -> float:
         return apart.router.count(f"{name}_tokens_total", role="decode", source="remote")
 
-    asked = {"model": "tiny", "prompt": text, "max_tokens": 2, "temperature": 0}
-    assert apart.prefill.client.post("/v1/completions", json=asked).status_code == 200
-    publisher = f'publisher="127.0.0.1:{apart.ports[0]}",tier="remote"'
-    known = apart.router.blocks
-    line = next(name for name in known() if publisher in name)
-    before = known()[line]
-    assert until(lambda: stored_by(apart.prefill) and known()[line] >= before + whole // BLOCK - 1)
+    def known(port: int) -> float:
+        publisher = f'publisher="127.0.0.1:{port}",tier="remote"'
+        return sum(count for name, count in apart.router.blocks().items() if publisher in name)
+
+    asked = {"model": "tiny", "max_tokens": 2, "temperature": 0}
+    for server, port, prompt in zip(
+        (apart.decode, apart.prefill), reversed(apart.ports), ("Of one. " + TEXT, text), strict=True
+    ):
+        before, put = known(port), whole // BLOCK - 1
+        reply = server.client.post("/v1/completions", json={**asked, "prompt": prompt})
+        assert reply.status_code == 200
+        assert until(
+            lambda server=server, port=port, least=before + put: (
+                stored_by(server) and known(port) >= least
+            )
+        )
     counts = {name: counted(name) for name in ("expected", "prompt")}
     reply = apart.router.complete(prompt=text)
     assert "prefill" not in header(reply), "the decode instance is known to recall it"
