@@ -173,7 +173,7 @@ def test_spans_without_a_collector_are_dropped_and_counted() -> None:
         assert trace is not None
         trace.taken()
         trace.saves(0, 1)
-        trace.finished({}, 0)
+        trace.finished({}, 0, None)
     assert len(dropped) == 2 * 3000 - 4096, "two batches each: the request, and what it saved"
 
 
