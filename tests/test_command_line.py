@@ -342,7 +342,11 @@ USAGE: list[tuple[str, str, str]] = [
     ("pool serve --host-size", "pool serve", "option '--host-size' requires an argument."),
     ("bench nonsense", "bench", "no such command 'nonsense'."),
     ("bench disk --nonsense", "bench disk", "no such option: --nonsense."),
-    ("router", "router", "no instance is given; give --engine, --prefill and --decode, or --instances"),
+    (
+        "router",
+        "router",
+        "no instance is given; give --engine, --prefill and --decode, or --instances",
+    ),
     ("router --decode a:1 --timeout soon", "router", "valid number, unable to parse string as a"),
     ("simulate", "simulate", "give TRACE, a file, or --workload NAME."),
     ("config check", "config check", "missing argument 'file'."),

@@ -101,6 +101,7 @@ class RemoteBackMachine(CountedMachine):
     """Over a remote store that is written back."""
 
     terms = dataclasses.replace(PoolMachine.terms, remote_write="back")
+    keeps_cleared = True
 
     def open_pool(self, folder: Path) -> PoolClient:
         remote = RemoteConfig("support.stores:make_store", {"name": str(folder)})

@@ -44,6 +44,7 @@ class PoolMachine(RuleBasedStateMachine):
     from keys, and so does the tenant."""
 
     terms = PoolTerms(tenants=_QUOTA)
+    keeps_cleared = False  # a shared store does, for other hosts; a pool may find them there again
 
     tickets: Bundle[int] = Bundle("tickets")
     reserved: Bundle[tuple[str, tuple[BlockKey, ...]]] = Bundle("reserved")
@@ -62,6 +63,7 @@ class PoolMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="kvrecall-machine-"))
         self.committed: set[BlockKey] = set()
+        self.kept: set[BlockKey] = set()
         self.durable: set[BlockKey] = set()
         self.pinned: set[BlockKey] = set()
         self.filling: dict[BlockKey, int] = {}
@@ -80,6 +82,9 @@ class PoolMachine(RuleBasedStateMachine):
             engine.close()
         self.pool.close()
 
+    def may_have(self, key: BlockKey) -> bool:
+        return key in self.committed or key in self.kept
+
     @staticmethod
     def keys(of: tuple[str, str, int]) -> list[BlockKey]:
         size, name, length = of
@@ -88,7 +93,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(of=_CHAINS)
     def save(self, of: tuple[str, str, int]) -> None:
         keys = self.keys(of)
-        known = {key for key in keys if key in self.committed or key in self.filling}
+        known = {key for key in keys if key in self.filling or self.may_have(key)}
         answers = self.pool.reserve(keys, None, _TENANTS[of[1]])
         got = []
         for key, answer in zip(keys, answers, strict=True):
@@ -157,7 +162,7 @@ class PoolMachine(RuleBasedStateMachine):
     def find(self, of: tuple[str, str, int]) -> None:
         keys = self.keys(of)
         found = self.pool.find(keys).blocks
-        assert all(key in self.committed for key in keys[:found])
+        assert all(map(self.may_have, keys[:found]))
         if found < len(keys):
             assert keys[found] not in self.durable
 
@@ -169,7 +174,7 @@ class PoolMachine(RuleBasedStateMachine):
     def flush(self, of: tuple[str, str, int]) -> None:
         keys = self.keys(of)
         if self.pool.flush(keys, 20.0):
-            assert all(key in self.committed for key in keys)
+            assert all(map(self.may_have, keys))
             self.durable.update(keys)
 
     @rule(of=_CHAINS)
@@ -207,6 +212,8 @@ class PoolMachine(RuleBasedStateMachine):
             for _, keys, recall in self.open.values()
             for key in (keys if recall is None else keys[: len(recall.offsets)])
         }
+        if self.keeps_cleared:
+            self.kept |= self.committed
         self.committed &= leased
 
     @precondition(lambda self: len(self.committed) > 10)

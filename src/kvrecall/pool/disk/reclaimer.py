@@ -131,18 +131,12 @@ class Reclaimer:
                 self._store.remove(slab.number)
 
     def reap(self, is_late: Callable[[], bool] = lambda: False) -> None:
-        """Deletes the rows of dropped blocks, then frees their slots; all at once if no block is
-        left. Stops once ``is_late``: what is not deleted then is found again by the next
-        process."""
-        has_rows = True
+        """Deletes the rows of dropped blocks, then frees their slots. Stops once ``is_late``: what
+        is not deleted then is found again by the next process."""
         try:
             while not is_late() and (addresses := self._catalog.take_pending_free(MAX_ROWS)):
                 try:
-                    if has_rows and not len(self._catalog):
-                        self._index.delete_all()
-                        has_rows = False
-                    if has_rows:
-                        self._index.delete(addresses)
+                    self._index.delete(addresses)
                 except sqlite3.Error:
                     self._catalog.add_pending_free(addresses)
                     raise
