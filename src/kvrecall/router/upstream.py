@@ -95,7 +95,7 @@ class Upstream:
         """Whether the instance reports that it is healthy."""
         try:
             reply = await self._client.get(f"{instance.url}/health", timeout=_PROBE_S)
-        except httpx.HTTPError:
+        except (httpx.HTTPError, AttributeError):  # as of ``_failures``
             return False
         return reply.status_code == 200
 
@@ -172,7 +172,8 @@ def _failures(instance: Instance) -> Iterator[None]:
         yield
     except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout) as error:
         raise InstanceFailedError(f"{instance.name} did not answer in time", False) from error
-    except (httpx.HTTPError, httpx.StreamError) as error:
+    except (httpx.HTTPError, httpx.StreamError, AttributeError) as error:
+        # AttributeError: anyio's, of a socket that the instance reset right after it accepted.
         why = str(error) or type(error).__name__
         raise InstanceFailedError(f"{instance.name}: {why}", True) from error
 
