@@ -1,16 +1,19 @@
-"""Real engines, each started once for the tests that share it."""
+"""Real engines, each started once for the tests that share it; and a pool whose disk is slow."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvrecall.lab.models import write_model
 
 from .engine import Engine
+
+if TYPE_CHECKING:
+    from .test_scheduler import SlowPool
 
 
 @pytest.fixture(scope="session")
@@ -42,3 +45,13 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., En
     yield starter
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[SlowPool]:
+    from .test_scheduler import SlowPool
+
+    slow = SlowPool(tmp_path / "disk")
+    yield slow
+    slow.io.read_gate.set()
+    slow.pool.close()

@@ -56,14 +56,6 @@ def pool() -> Iterator[Pool]:
         yield pool
 
 
-@pytest.fixture
-def slow(tmp_path: Path) -> Iterator[SlowPool]:
-    slow = SlowPool(tmp_path / "disk")
-    yield slow
-    slow.io.read_gate.set()
-    slow.pool.close()
-
-
 def make_pool(**settings: Any) -> Pool:
     return Pool.open(RecallSettings.from_mapping({"host_size": "1MiB", **settings}).pool)
 

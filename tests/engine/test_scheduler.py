@@ -492,14 +492,6 @@ class SlowPool:
         raise AssertionError("the prompt stays in the host")
 
 
-@pytest.fixture
-def slow(tmp_path: Path) -> Iterator[SlowPool]:
-    slow = SlowPool(tmp_path / "disk")
-    yield slow
-    slow.io.read_gate.set()
-    slow.pool.close()
-
-
 def test_a_load_that_stalls_is_given_up_for_a_tenth_of_computing(slow: SlowPool) -> None:
     slow.fill(16 * 50)
     bench = slow.bench()

@@ -30,14 +30,6 @@ def collected() -> Iterator[tuple[str, Spans]]:
         yield collector
 
 
-@pytest.fixture
-def slow(tmp_path: Path) -> Iterator[SlowPool]:
-    slow = SlowPool(tmp_path / "disk")
-    yield slow
-    slow.io.read_gate.set()
-    slow.pool.close()
-
-
 class Traced:
     """A scheduler side whose spans go to the collector."""
 

@@ -23,6 +23,7 @@ _IN_A_BATCH = 1024  # blocks
 _OF_REQUEST = ("session_id",)  # fields that say why a block was reported, not what it is
 _OF_BLOCKS = ("type", "block_hashes", "parent_block_hash", "token_ids", "extra_keys")
 
+_END = (-1).to_bytes(8, "big", signed=True)
 _Hash = int | bytes
 _Place = tuple[Any, ...]  # medium, locality, ownership, group
 
@@ -70,6 +71,16 @@ class EventHistory:
                 _, payload = self._kept.popleft()
                 self._kept_bytes -= len(payload)
                 self._apply(payload)
+
+    def answer(self, frames: Sequence[bytes], topic: bytes) -> Iterator[tuple[bytes, ...]]:
+        """The messages to a reader that asks for a replay, in the form of vLLM's publisher.
+        ``frames``: its name, an empty one, the first number; no answer to any others."""
+        if len(frames) != 3:
+            return
+        reader, _, first = frames
+        for number, payload in self.since(int.from_bytes(first, "big")):
+            yield reader, b"", topic, number.to_bytes(8, "big"), payload
+        yield reader, b"", b"", _END, b""
 
     def since(self, start: int) -> Iterator[Batch]:
         """What a reader needs that has all batches before ``start``: those from ``start`` on, in

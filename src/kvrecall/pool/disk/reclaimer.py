@@ -133,16 +133,14 @@ class Reclaimer:
     def reap(self, is_late: Callable[[], bool] = lambda: False) -> None:
         """Deletes the rows of dropped blocks, then frees their slots. Stops once ``is_late``: what
         is not deleted then is found again by the next process."""
-        try:
-            while not is_late() and (addresses := self._catalog.take_pending_free(MAX_ROWS)):
-                try:
-                    self._index.delete(addresses)
-                except sqlite3.Error:
-                    self._catalog.add_pending_free(addresses)
-                    raise
-                self.give_back(addresses)
-        except sqlite3.Error as error:
-            self.index_failed(error)
+        while not is_late() and (addresses := self._catalog.take_pending_free(MAX_ROWS)):
+            try:
+                self._index.delete(addresses)
+            except sqlite3.Error as error:
+                self.index_failed(error)
+                self._catalog.add_pending_free(addresses)
+                return
+            self.give_back(addresses)
 
     def give_back(self, addresses: Sequence[int]) -> None:
         for number, some in groupby(sorted(addresses), slab_of):

@@ -881,7 +881,7 @@ class HazardPolicy(EvictionPolicy):
         self.names.drop_all(going + above)
 
     def _learn(self, fade: float = 1.0) -> None:
-        """Looks at the life table again; ``_rank`` follows with the next request."""
+        """Looks at the life table again; ``_rank`` follows, in a large tier one request later."""
         evidence = _EVIDENCE * self._mean_chain
         seen = sum(map(sum, self._table.used))
         self._is_taught = self._returns >= _RETURNS and seen >= evidence

@@ -27,7 +27,6 @@ _EVERY_MS = 50
 _KEPT_BATCHES = 10_000
 _KEPT_BYTES = 64 << 20
 _QUEUED = 10_000  # batches for a subscriber that does not read; it asks for more than that again
-_END = (-1).to_bytes(8, "big", signed=True)
 _LOW = (1 << 64) - 1
 _MEDIA = {TierName.HOST: "CPU", TierName.DISK: "STORAGE", TierName.REMOTE: "STORAGE"}
 
@@ -151,7 +150,8 @@ class EventPublisher:
             while not self._ending.is_set():
                 busy = self._publish()
                 while self._replay.poll(0 if busy else _EVERY_MS):
-                    self._answer(self._replay.recv_multipart())
+                    for frames in self._history.answer(self._replay.recv_multipart(), self._topic):
+                        self._replay.send_multipart(frames)
             self._publish()
         except Exception:  # noqa: BLE001 - a thread that ends unseen would be believed
             _LOG.exception("pool service: publishing of KV events has ended")
@@ -171,17 +171,6 @@ class EventPublisher:
             self._history.append((self._number, payload))
             self._number += 1
         return not self._log.is_complete
-
-    def _answer(self, frames: list[bytes]) -> None:
-        """Repeats batches for a reader that asks: its name, an empty frame, the first number."""
-        if len(frames) != 3:
-            return
-        reader, _, first = frames
-        for number, payload in self._history.since(int.from_bytes(first, "big")):
-            self._replay.send_multipart(
-                (reader, b"", self._topic, number.to_bytes(8, "big"), payload)
-            )
-        self._replay.send_multipart((reader, b"", b"", _END, b""))
 
 
 def events_of(

@@ -103,15 +103,8 @@ class _WholePublisher(ZmqEventPublisher):
         pass
 
     def _service_replay(self) -> None:
-        frames = self._replay.recv_multipart()
-        if len(frames) != 3:
-            return
-        reader, _, first = frames
-        for number, payload in self._history.since(int.from_bytes(first, "big")):
-            self._replay.send_multipart(
-                (reader, b"", self._topic_bytes, number.to_bytes(8, "big"), payload)
-            )
-        self._replay.send_multipart((reader, b"", b"", self.END_SEQ, b""))
+        for frames in self._history.answer(self._replay.recv_multipart(), self._topic_bytes):
+            self._replay.send_multipart(frames)
 
 
 def replay_everything() -> None:
