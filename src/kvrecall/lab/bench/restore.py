@@ -8,6 +8,7 @@ document.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,7 +55,9 @@ def measure_restore(
         folder = Path(name)
         arguments = model.serve(folder, tokens + 1024, 4 * prefix_bytes)
         needed = hit_bytes(read_shape(Path(arguments[0])).groups(BLOCK), tokens)
-        arguments += ["--host-size", str(needed * 3 // 2)]
+        pool = folder / "pool.json"  # the learned order keeps a part of some documents
+        pool.write_text(json.dumps({"policy": "lru"}))
+        arguments += ["--pool-config", str(pool), "--host-size", str(needed * 3 // 2)]
         arguments += ["--disk-path", str(folder / "pool"), "--disk-size", str(32 * prefix_bytes)]
         progress("starting the server")
         with ServerProcess(arguments, folder / "server.log", progress) as server:
