@@ -107,6 +107,11 @@ class _Outcome:
         told = self.told or {}
         return all(told.get(name) == value for name, value in self.expected.items())
 
+    @property
+    def text(self) -> str:
+        """Of one that is wrong."""
+        return f"wrong: {self.cause}: expected {dict(self.expected)}, reported {self.told}"
+
 
 class GatedIo(ThrottledIo):
     """A disk whose reads can be stopped altogether."""
@@ -294,7 +299,10 @@ class _Client:
         **more: object,
     ) -> None:
         """Asks a prompt whose miss has that cause."""
-        self.outcomes.append(_Outcome(cause, expected, self.missed(prompt, salt, **more)))
+        outcome = _Outcome(cause, expected, self.missed(prompt, salt, **more))
+        self.outcomes.append(outcome)
+        if not outcome.is_right:
+            progress(f"  {outcome.text}")
 
     def missed(self, prompt: _Prompt, salt: str | None = None, **more: object) -> Any:
         """The miss that the reply to a prompt reports."""
@@ -768,10 +776,7 @@ def _report(outcomes: Sequence[_Outcome], seconds: Sequence[float]) -> Report:
     reasons = Counter(str((one.told or {}).get("reason", "none")) for one in outcomes)
     explained, first, requests = seconds
     wrong = [one for one in outcomes if not one.is_right]
-    notes = [
-        f"wrong: {one.cause}: expected {dict(one.expected)}, reported {one.told}"
-        for one in wrong[:20]
-    ]
+    notes = [one.text for one in wrong[:20]]
     overhead = explained / first if first else 0.0
     each_us = 1e6 * explained / requests if requests else 0.0
     notes.append(
