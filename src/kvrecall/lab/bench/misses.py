@@ -83,7 +83,11 @@ ON_DISK = "on disk"
 _FOREIGN: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     "dtype": (("--dtype", "float32"), (), ("configuration", "dtype", "layout", "loaded")),
     "weights": ((), (), ("weights",)),
-    "settings": ((), ("--hf-overrides", '{"rope_theta": 5000.0}'), ("architecture", "loaded")),
+    "settings": (
+        (),
+        ("--hf-overrides", '{"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}'),
+        ("architecture", "loaded"),
+    ),
 }
 """Engines of other namespaces: kvrecall's options, vLLM's, and the parts of a namespace that differ
 then. "weights": of another seed."""
