@@ -335,6 +335,31 @@ def test_rounding_is_within_and_another_model_is_not(dtype: torch.dtype, dim: in
     assert not compare().within
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("share", [0.15, 0.5, 1.0])
+@pytest.mark.parametrize("value", ["zero", "largest", "infinite"])
+def test_vectors_of_nothing_and_of_too_much_are_not_within(
+    dtype: torch.dtype, share: float, value: str
+) -> None:
+    """Of a block that was never written, or partly; of one so large that squares overflow: a ratio
+    that is no number passed for none."""
+    draw = torch.Generator().manual_seed(1)
+    values = 8 * torch.randn(2, 64 * 128, generator=draw).to(dtype)
+    pages, arena = pages_with(values)
+    size = values[0].nbytes
+    pooled = arena.view(dtype).reshape(values.shape)
+    largest = torch.finfo(dtype).max
+    sizes = {"zero": 0.0, "largest": largest, "infinite": float("inf")}
+    pooled[:, : int(share * pooled.shape[1])] = sizes[value]
+    found = deviation(GroupPages(tuple(pages)), arena, [0, 1], [0, size], dtype, False)
+    assert not found.within
+    assert (found.unequal, found.layer) == (2, "layer")
+    if value == "largest":  # both are, and differ
+        values[:, : int(share * values.shape[1])] = -largest
+        found = deviation(GroupPages(tuple(pages)), arena, [0, 1], [0, size], dtype, False)
+        assert not found.within
+
+
 def test_eight_bit_caches_are_compared_by_value() -> None:
     draw = torch.Generator().manual_seed(1)
     values = torch.randn(2, 4096, generator=draw).to(torch.float8_e4m3fn)

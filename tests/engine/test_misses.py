@@ -8,7 +8,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -343,6 +343,29 @@ def test_a_service_tells_it_too_and_is_never_waited_for(tmp_path: Path) -> None:
         assert (told["reason"], told["tier"]) == ("away", "service")
     finally:
         client.close()
+
+
+def test_a_service_that_cannot_hold_a_block_pools_nothing(tmp_path: Path) -> None:
+    """It follows one that could: the engine's namespace is known and refused."""
+    tmp_path.chmod(0o700)
+    room = RecallSettings.from_mapping({"host_size": "1MiB"}).pool
+    service = ServiceThread(room, tmp_path / "pool.sock")
+    client = ServiceClient(tmp_path / "pool.sock", 60.0)
+    try:
+        bench = Bench(client)  # type: ignore[arg-type]
+        assert reason(ask(bench, PROMPT)) == "new"
+        service.close()
+        wait_until(lambda: not client.is_connected)
+        service = ServiceThread(replace(room, host_bytes=2048), tmp_path / "pool.sock")
+        wait_until(lambda: client.is_connected)
+        ask(bench, PROMPT[:BLOCK])  # from its last step on the engine uses the new service
+        told = ask(bench, PROMPT)
+        assert told is not None
+        cause = "namespace abandoned or refused"
+        assert (told["reason"], told["cause"]) == ("not_pooled", cause)
+    finally:
+        client.close()
+        service.close()
 
 
 # ---- several KV groups ----------------------------------------------------------------------

@@ -238,6 +238,67 @@ def test_requests_of_one_name_have_each_its_own_report() -> None:
     assert missed == [None, theirs, None]
 
 
+def test_several_prompts_of_one_request_keep_their_reports() -> None:
+    """vLLM merges their outputs, each in a task of its own; one ends by a stop string, of which
+    the engine reports nothing."""
+    from vllm.utils.async_utils import merge_async_iterators
+
+    from kvrecall.engines.vllm.serving.insight import ConnectorReports, RequestLog
+    from kvrecall.engines.vllm.serving.served_llm import _ENGINE_ID
+
+    reports = ConnectorReports()
+    requests = RequestLog(
+        reports, SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
+    )
+    miss = {"reason": "new", "from": 0, "tokens": 90}
+
+    async def outputs(engine_id: str) -> AsyncGenerator[Any, None]:
+        _ENGINE_ID.set(engine_id)
+        for _ in range(3):
+            yield SimpleNamespace(
+                metrics=None, kv_transfer_params=None, prompt_token_ids=[1] * 90,
+                num_cached_tokens=0, outputs=[SimpleNamespace(index=0)],
+            )  # fmt: skip
+
+    async def told(suffix: str) -> list[Any]:
+        names = [f"cmpl-same-{number}" for number in range(2)]
+        watched = [requests.watch(name, outputs(name + suffix), _ENGINE_ID.get) for name in names]
+        return [output.kv_transfer_params async for _, output in merge_async_iterators(*watched)]
+
+    for suffix in ("-aaaaaaaa", "-bbbbbbbb"):  # of two tenants
+        for number in range(2):
+            reports.take({"splits": {f"cmpl-same-{number}{suffix}": {"computed": 90}}})
+            reports.take({"misses": {f"cmpl-same-{number}{suffix}": miss}})
+        assert (
+            asyncio.run(told(suffix))
+            == [{"kvrecall": {"computed": 90}, "kvrecall_missed": miss}] * 6
+        )
+    assert [view.missed for view in requests.requests("cmpl-same")] == [miss] * 4
+    assert [view.id for view in requests.requests("cmpl-same-1")] == ["cmpl-same-1"] * 2
+
+
+@pytest.mark.parametrize("name", ["", "cmpl", "cmpl-one-x", "cmpl-on", "cmpl-one-", "-", ".*"])
+def test_ids_that_are_none(name: str) -> None:
+    from kvrecall.engines.vllm.serving.insight import ConnectorReports, RequestLog
+
+    requests = RequestLog(
+        ConnectorReports(), SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
+    )
+
+    async def ended(name: str) -> None:
+        async def none() -> AsyncGenerator[Any, None]:
+            return
+            yield
+
+        async for _ in requests.watch(name, none(), lambda: ""):
+            pass
+
+    asyncio.run(ended("cmpl-one-7"))
+    assert not requests.requests(name)
+    assert [view.id for view in requests.requests("cmpl-one")] == ["cmpl-one-7"]
+    assert [view.id for view in requests.requests("cmpl-one-7")] == ["cmpl-one-7"]
+
+
 def test_command_line() -> None:
     from kvrecall.engines.vllm.serving.app import command_line, connector_config, parse_args
 

@@ -106,6 +106,7 @@ class Presence(enum.StrEnum):
     REFUSED = "refused"  # it was not accepted; ``Absence.cause`` is a ``Refusal``
     ELSEWHERE = "elsewhere"  # it is in another namespace only, which differs in ``Absence.fields``
     AWAY = "away"  # the tier that has it, or may have it, does not answer
+    BARRED = "barred"  # the pool refuses its namespace: no block of that size fits
     UNKNOWN = "unknown"  # nothing
 
 

@@ -354,18 +354,18 @@ class Pool:
         own = known.get(digest)
         if own is None:
             return None
-        parts = dict(own.parts)
         for other in itertools.islice(reversed(known.values()), _MOST_NAMESPACES):
-            theirs = dict(other.parts)
-            if other.digest == digest or theirs.get("group") != parts.get("group"):
-                continue
             twin = BlockKey(other.digest + rest)
             in_host = twin in self._host.blocks
-            if in_host or (self._disk is not None and self._disk.contains(twin)):
-                names = parts.keys() | theirs.keys()
-                fields = sorted(name for name in names if parts.get(name) != theirs.get(name))
-                tier = TierName.HOST if in_host else TierName.DISK
-                return Absence(Presence.ELSEWHERE, tier, fields=tuple(fields))
+            if not (in_host or (self._disk is not None and self._disk.contains(twin))):
+                continue
+            parts, theirs = dict(own.parts), dict(other.parts)
+            if other.digest == digest or theirs.get("group") != parts.get("group"):
+                continue
+            names = parts.keys() | theirs.keys()
+            fields = sorted(name for name in names if parts.get(name) != theirs.get(name))
+            tier = TierName.HOST if in_host else TierName.DISK
+            return Absence(Presence.ELSEWHERE, tier, fields=tuple(fields))
         return None
 
     def acquire(

@@ -13,6 +13,8 @@ from kvrecall.errors import ExitStatus, KvrecallError
 app = typer.Typer(add_completion=False)
 
 _TIMEOUT_S = 10.0
+_LONGEST = 16_384
+"""Characters of an id in a URL: beyond what servers take in a header."""
 
 
 @app.command()
@@ -36,20 +38,24 @@ def why(
     """
     import httpx
 
+    name = quote(request_id, safe="", errors="surrogateescape")
+    if len(name) > _LONGEST:
+        raise KvrecallError(f"no request {request_id:.40}... anywhere: no id is that long")
     try:
-        reply = httpx.get(f"{url.rstrip('/')}/why/{quote(request_id)}", timeout=_TIMEOUT_S)
+        reply = httpx.get(f"{url.rstrip('/')}/why/{name}", timeout=_TIMEOUT_S)
         answer = reply.json()
-    except (httpx.HTTPError, httpx.InvalidURL, json.JSONDecodeError) as error:
+        told = answer["error"] if reply.status_code != 200 else answer["requests"]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         raise KvrecallError(
             f"no kvrecall server answers at {url}: {error}; name its address with --url"
         ) from error
     if reply.status_code != 200:
-        typer.echo(answer.get("error", reply.text), err=True)
+        typer.echo(told, err=True)
         raise typer.Exit(ExitStatus.FAILED)
     if as_json:
         typer.echo(json.dumps(answer))
         return
-    for request in answer["requests"]:
+    for request in told:
         split = ", ".join(f"{name} {tokens}" for name, tokens in request["split"].items() if tokens)
         typer.echo(f"{request['id']}: {request['prompt_tokens']} prompt tokens: {split or '-'}")
         typer.echo(f"  {request['why']}")

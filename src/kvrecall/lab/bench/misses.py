@@ -83,7 +83,11 @@ ON_DISK = "on disk"
 _FOREIGN: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     "dtype": (("--dtype", "float32"), (), ("configuration", "dtype", "layout", "loaded")),
     "weights": ((), (), ("weights",)),
-    "settings": ((), ("--hf-overrides", '{"rope_theta": 5000.0}'), ("architecture", "loaded")),
+    "settings": (
+        (),
+        ("--hf-overrides", '{"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}'),
+        ("architecture", "loaded"),
+    ),
 }
 """Engines of other namespaces: kvrecall's options, vLLM's, and the parts of a namespace that differ
 then. "weights": of another seed."""
@@ -106,6 +110,11 @@ class _Outcome:
     def is_right(self) -> bool:
         told = self.told or {}
         return all(told.get(name) == value for name, value in self.expected.items())
+
+    @property
+    def text(self) -> str:
+        """Of one that is wrong."""
+        return f"wrong: {self.cause}: expected {dict(self.expected)}, reported {self.told}"
 
 
 class GatedIo(ThrottledIo):
@@ -294,7 +303,10 @@ class _Client:
         **more: object,
     ) -> None:
         """Asks a prompt whose miss has that cause."""
-        self.outcomes.append(_Outcome(cause, expected, self.missed(prompt, salt, **more)))
+        outcome = _Outcome(cause, expected, self.missed(prompt, salt, **more))
+        self.outcomes.append(outcome)
+        if not outcome.is_right:
+            progress(f"  {outcome.text}")
 
     def missed(self, prompt: _Prompt, salt: str | None = None, **more: object) -> Any:
         """The miss that the reply to a prompt reports."""
@@ -311,6 +323,15 @@ class _Client:
         """Requests that the server has."""
         reply = self.http.get(f"{self.server.url}/dashboard/data.json").raise_for_status()
         return int(reply.json()["live_total"])
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The engine begins no step. It admits what the server got within before it goes on."""
+        self.http.post(f"{self.server.url}/pause", params={"mode": "keep"}).raise_for_status()
+        try:
+            yield
+        finally:
+            self.http.post(f"{self.server.url}/resume").raise_for_status()
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -511,22 +532,19 @@ def _changed(client: _Client, prompt: _Prompt) -> tuple[_Prompt, int]:
 
 
 def _race(client: _Client) -> None:
-    """Two equal long prompts come while the engine is stopped: whichever is the first is new; the
-    other hits what of it is computed, and the rest is being computed."""
-    prompt = client.prompt(7 * _CHUNK)
-    engines = [one for one in client.server.family() if "EngineCore" in "".join(one.cmdline())]
-    if len(engines) != 1:
-        raise EngineError(f"{len(engines)} processes are called EngineCore, and not one")
+    """Two equal prompts of two chunks come while the engine is paused, so that they begin in one
+    step: the first is new; the other hits the chunk that the first computes in that step, and what
+    is behind it is being computed."""
+    prompt = client.prompt(2 * _CHUNK)
     with ThreadPoolExecutor(2) as threads:
-        engines[0].suspend()
-        try:
+        with client.paused():
             asked = [threads.submit(client.missed, prompt) for _ in range(2)]
             _wait(lambda: client.live() == 2)
-        finally:
-            engines[0].resume()
-        first, second = sorted((one.result() or {} for one in asked), key=lambda one: one["from"])
+        told = [one.result() or {} for one in asked]
+    first, second = sorted(told, key=lambda one: one.get("from", len(prompt)))
     client.outcomes.append(_Outcome("new", {"reason": "new", "from": 0}, first))
-    client.outcomes.append(_Outcome("race", {"reason": "race"}, second))
+    expected = {"reason": "race", "from": _CHUNK, "cause": "being computed"}
+    client.outcomes.append(_Outcome("race", expected, second))
 
 
 def _evicted(client: _Client, folder: Path, share: int) -> None:
@@ -762,10 +780,7 @@ def _report(outcomes: Sequence[_Outcome], seconds: Sequence[float]) -> Report:
     reasons = Counter(str((one.told or {}).get("reason", "none")) for one in outcomes)
     explained, first, requests = seconds
     wrong = [one for one in outcomes if not one.is_right]
-    notes = [
-        f"wrong: {one.cause}: expected {dict(one.expected)}, reported {one.told}"
-        for one in wrong[:20]
-    ]
+    notes = [one.text for one in wrong[:20]]
     overhead = explained / first if first else 0.0
     each_us = 1e6 * explained / requests if requests else 0.0
     notes.append(

@@ -66,6 +66,7 @@ _LONGEST_PAUSE_S = 1.0
 _WATCH_S = 1.0
 _MOST_ASKED = 256  # questions why a block is missing that are under way
 _NO_SERVICE = Absence(Presence.AWAY, "service")
+_BARRED = Absence(Presence.BARRED)
 _POOL_COUNTERS = (
     *("lookups", "hits", "refused"),
     *("hints", "hints_believed", "hints_true", "hints_false"),
@@ -121,6 +122,7 @@ class _Life:
 
     link: Link
     knows: set[bytes]  # namespaces registered when it began
+    refuses: set[bytes] = field(default_factory=set)  # those of them that the service cannot hold
     tickets: set[int] = field(default_factory=set)
     keys: set[BlockKey] = field(default_factory=set)
     file: int = -1  # the arena's, opened when it is first read
@@ -279,6 +281,8 @@ class ServiceClient:
     def _ask_why(self, life: _Life | None, key: BlockKey) -> Absence | None:
         if life is None:
             return _NO_SERVICE
+        if key[:NAMESPACE_BYTES] in life.refuses:
+            return _BARRED
         try:
             number = life.link.begin(p.Why, key, timeout_s=self._timeout_s)
         except (LinkLate, LinkLost):
@@ -561,6 +565,7 @@ class ServiceClient:
         """A new connection that knows all namespaces. Raises LinkLost."""
         link = Link.open(self._path, _GREETING_S)
         done: set[bytes] = set()
+        refused: set[bytes] = set()
         try:
             while missing := self._names.keys() - done:
                 for digest in missing:
@@ -570,6 +575,7 @@ class ServiceClient:
                     )
                     if isinstance(reply, p.Trouble):
                         _LOG.error("kvrecall: the pool service refuses blocks: %s", reply.text)
+                        refused.add(digest)
                     done.add(digest)
         except LinkLate as error:
             link.close()
@@ -577,7 +583,7 @@ class ServiceClient:
         except LinkLost:
             link.close()
             raise
-        return _Life(link, done)
+        return _Life(link, done, refused)
 
     def _keep(self) -> None:
         """Thread: notices the end of a connection, and makes the next one."""

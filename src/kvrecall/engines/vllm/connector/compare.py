@@ -102,10 +102,12 @@ def _bound(dtype: torch.dtype, computes: torch.dtype, depth: int) -> float:
 
 def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """The deviation that a tenth of the vectors exceed; infinite where a value is no number in
-    one of them only. float32 ``[vectors, 32]``."""
+    one of them only. float32 ``[vectors, 32]``.
+
+    In float64: a quotient that overflows makes the quantile NaN, which exceeds no bound."""
     if bool((ours.isfinite() != theirs.isfinite()).any()):
         return float("inf")
-    ours, theirs = ours.nan_to_num(), theirs.nan_to_num()
+    ours, theirs = ours.nan_to_num().double(), theirs.nan_to_num().double()
     length = theirs.norm(dim=1)
     floor = max(float(length.median()) * _FLOOR, torch.finfo(torch.float32).tiny)
     ratio = (ours - theirs).norm(dim=1) / length.clamp(min=floor)

@@ -27,6 +27,7 @@ from kvrecall.pool.base import Absence, PoolClient, Presence
 from kvrecall.pool.changes import Cause
 
 _MEDIUM = (Cause.CORRUPT, Cause.LOST)
+_NO_NAMESPACE = "namespace abandoned or refused"
 _ROOT_BYTES = 48  # longer than any digest of a block in a key of this namespace
 
 
@@ -151,7 +152,7 @@ class MissExplainer:
             return {"reason": Reason.NOT_ASKED, "cause": "kv_producer"}
         if state.namespace is not None:
             return None
-        cause = "adapter" if request.lora_request is not None else "namespace abandoned or refused"
+        cause = "adapter" if request.lora_request is not None else _NO_NAMESPACE
         if not state.settled:
             cause = "weights not identified yet"
         return {"reason": Reason.NOT_POOLED, "cause": cause}
@@ -176,6 +177,8 @@ class MissExplainer:
                 return {"reason": Reason.NAMESPACE, "fields": list(absence.fields), **place}
             case Presence.AWAY:
                 return {"reason": Reason.AWAY, **place}
+            case Presence.BARRED:
+                return {"reason": Reason.NOT_POOLED, "cause": _NO_NAMESPACE}
             case Presence.FILLING:
                 return {"reason": Reason.RACE, "cause": "being saved"}
             case Presence.HERE:
@@ -215,11 +218,13 @@ class MissExplainer:
         these first tokens in common: without them a prompt does not leave one."""
         if first:
             return state.keys(first)[first - 1]
-        assert state.namespace is not None
-        beginning = array("q", state.request.prompt_token_ids[:LEAST_COMMON]).tobytes()
-        salt = (state.request.cache_salt or "").encode()
-        root = hashlib.blake2b(beginning + salt, digest_size=_ROOT_BYTES).digest()
-        return state.namespace.key(root)
+        if state.root is None:
+            assert state.namespace is not None
+            beginning = array("q", state.request.prompt_token_ids[:LEAST_COMMON]).tobytes()
+            salt = (state.request.cache_salt or "").encode()
+            root = hashlib.blake2b(beginning + salt, digest_size=_ROOT_BYTES).digest()
+            state.root = state.namespace.key(root)
+        return state.root
 
     def _learn(self, state: RequestState, start: int, final: int | None = None) -> None:
         """Remembers the tokens of a request behind the first ``start``: of its prompt, or at its

@@ -356,8 +356,9 @@ class RequestState:
     ``reported``: the API process knows the sources of its prompt. ``cut``: the scheduler side ended
     its hit; ``lacks``: a block beside the chain without which the hit is shorter than the chain, of
     the group ``lacks_kind``; ``miss``: why the rest was computed; ``learnt``: its tokens that the
-    memory of chains has. ``rests_until``: the tick of the scheduler side at which it has work for
-    it again; 0: it does not rest. ``trace``: what is noted for its spans; None unless it is traced.
+    memory of chains has; ``root``: the name of its beginning there. ``rests_until``: the tick of
+    the scheduler side at which it has work for it again; 0: it does not rest. ``trace``: what is
+    noted for its spans; None unless it is traced.
     """
 
     request: Any
@@ -393,6 +394,7 @@ class RequestState:
     lacks_kind: str = ""
     miss: Miss | None = None
     learnt: int | None = None
+    root: BlockKey | None = None
     rests_until: int = 0
     device_tokens: int = 0
     recalled: Counter[TierName] = field(default_factory=Counter)

@@ -160,14 +160,18 @@ class RequestLog:
         engine_id: Callable[[], str],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Passes ``outputs`` on, with the report of the request, and records how it ended.
-        ``engine_id``: gives the engine's id of it, "" before it has one."""
+        ``engine_id``: gives the engine's id of it, "" before it has one. It is asked until it gives
+        one: of several prompts in one HTTP request vLLM takes each output in a task of its own, and
+        only the first of them knows the id."""
         began = time.time()
+        name = ""
         last: RequestOutput | None = None
         phase = Phase.CANCELLED
         try:
             async for output in outputs:
                 last = output
-                self._complete(output, engine_id())
+                name = name or engine_id()
+                self._complete(output, name)
                 yield output
             phase = Phase.DONE
         except (asyncio.CancelledError, GeneratorExit):
@@ -176,7 +180,7 @@ class RequestLog:
             phase = Phase.FAILED
             raise
         finally:
-            name = engine_id()
+            name = name or engine_id()
             view = self._ended_view(request_id, name, phase, began, last)
             self._ended.append(view)
             self._by_id[name or request_id] = view
@@ -209,8 +213,7 @@ class RequestLog:
         states = list(self._engine.output_processor.request_states.values())
         found = [self._live_view(state) for state in states]
         found += self._by_id.values()
-        named = re.compile(re.escape(request_id) + r"(-\d+)?")  # of several prompts in one
-        return [view for view in found if named.fullmatch(view.id)]
+        return [view for view in found if _is_of(view.id, request_id)]
 
     def heat(self) -> Heat | None:
         """See Insight.heat."""
@@ -260,6 +263,14 @@ class RequestLog:
             **_sources(split),
             **_progress(stats),
         )
+
+
+def _is_of(name: str, request_id: str) -> bool:
+    """Whether a request has that id, or is one of the several prompts of the one that has it."""
+    if not name.startswith(request_id):
+        return False
+    sign, number = name[len(request_id) :][:1], name[len(request_id) + 1 :]
+    return not sign or (sign == "-" and number.isdecimal())
 
 
 def _sources(report: Mapping[str, object] | None) -> dict[str, Any]:
