@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -327,9 +327,10 @@ class Catalog(EvictionOrders):
         """All were recovered: puts them into the eviction orders, the least recently used first,
         and of those used in the same second the deepest. False if the tier is closing."""
         with self._lock:
-            self._late = None
-            numbers = np.flatnonzero(self._state.array() & (_HERE | _RANKED) == _HERE)
-            used, depth = self._used.array()[numbers], self._depth.array()[numbers]
+            self._late = None  # what comes from now on is ranked as it comes
+        parts = list(self._unranked())
+        numbers, used, depth = map(np.concatenate, zip(*parts, strict=True))
+        del parts
         order = numbers[np.lexsort((-depth, used))]
         del numbers, used, depth
         for start in range(0, len(order), _AT_ONCE):
@@ -342,6 +343,20 @@ class Catalog(EvictionOrders):
                         self._rank_in(number, self._used.cells[number])
             time.sleep(0)  # whoever waits for the interpreter goes first
         return True
+
+    def _unranked(self) -> Iterator[tuple[npt.NDArray[Any], ...]]:
+        """Number, last use and depth of each block that is in no order yet, in parts."""
+        start = 0
+        while True:
+            with self._lock:
+                part = slice(start, min(self._table.size, start + _SCANNED))
+                here = self._state.array()[part] & (_HERE | _RANKED) == _HERE
+                numbers = np.flatnonzero(here).astype(np.int32) + start
+                used, depth = self._used.array()[part][here], self._depth.array()[part][here]
+            yield numbers, used, depth
+            if part.stop < start + _SCANNED:
+                return
+            start = part.stop
 
     def publish(self, rows: Sequence[Row]) -> None:
         """Makes durable blocks visible."""

@@ -105,8 +105,13 @@ class _Level:
     def __init__(self, of: npt.NDArray[np.intp]) -> None:
         """``of``: the group of each class."""
         self._of = of
-        self._members: Floats = np.equal.outer(np.arange(of.max() + 1), of).astype(np.float64)
-        self._size = self._members.sum(1)
+        self._order = np.argsort(of, kind="stable")  # classes by group
+        self._starts = np.searchsorted(of[self._order], np.arange(of.max() + 1))
+
+    def _sums(self, counts: Floats) -> Floats:
+        """The counts of each group's classes together (groups, bins). No product of matrices:
+        for these, NumPy's BLAS has threads, which wait for each other by spinning."""
+        return np.add.reduceat(counts[self._order], self._starts, axis=0)
 
     def refine(
         self,
@@ -119,9 +124,8 @@ class _Level:
     ) -> Floats:
         """The probabilities of the coarser grouping, refined; ``by_age``: also what an age adds to
         the ratio of all ages must be more than chance. Shapes (classes, bins)."""
-        members = self._members
-        hits, all_ = members @ used, members @ entered
-        prior = members @ coarse / self._size[:, None]  # the same for all classes of a group
+        hits, all_ = self._sums(used), self._sums(entered)
+        prior = coarse[self._order[self._starts]]  # the same for all classes of a group
         found, due = hits.sum(1), (all_ * prior).sum(1)
         ratio = (found + weight) / (due + weight)
         ratio = 1.0 + _beyond_chance(found - due, due * chain) * (ratio - 1.0)
