@@ -59,7 +59,7 @@ _MIB = 1 << 20
 
 
 def measure_index(
-    blocks: Annotated[int, typer.Option(min=2000, help="Blocks in the folder.")] = 100_000,
+    blocks: Annotated[int, typer.Option(min=5000, help="Blocks in the folder.")] = 100_000,
     policy: Annotated[str, typer.Option(help="Eviction policy.")] = DEFAULT_POLICY,
     path: Folder = Path("var"),
     repeats: Annotated[int, typer.Option(min=1)] = 20,
@@ -323,6 +323,7 @@ def _pauses(tier: DiskTier, blocks: int, repeats: int) -> dict[str, float]:
     catalog = tier._catalog
     watch = _Watch(_watch_tier(tier))
     once, often = [_some(blocks, 100)], [_some(blocks, 100 + turn) for turn in range(repeats)]
+    few = often[: max(1, blocks // 10_000)]  # a tenth of the blocks at most
     fresh = [key_of(blocks + number) for number in range(512)]
     now = seconds_now()
     rows = [Row(at << 12, key, None, 0, _BLOCK, bytes(16), now) for at, key in enumerate(fresh)]
@@ -333,8 +334,8 @@ def _pauses(tier: DiskTier, blocks: int, repeats: int) -> dict[str, float]:
         watch.calls("unpin of 1,000", tier.unpin, once)
         watch.calls("list", lambda _: deque(tier.blocks(), maxlen=0), once)
         watch.calls("use of slabs", lambda _: catalog.slab_uses(), once)
-        watch.calls("eviction of 512", lambda _: catalog.evict(512, _BLOCK), often)
-        watch.calls("eviction of bytes", lambda _: catalog.evict_bytes(512 * _BLOCK), often)
+        watch.calls("eviction of 512", lambda _: catalog.evict(512, _BLOCK), few)
+        watch.calls("eviction of bytes", lambda _: catalog.evict_bytes(512 * _BLOCK), few)
         watch.calls("drop of 1,000", tier.drop, once)
         watch.calls("new blocks, 512", lambda _: catalog.publish(rows), once)
         watch.calls("touch of 1,000 new ones", tier.touch, map(_new, range(repeats)))
