@@ -246,6 +246,34 @@ def test_a_cleared_tier_stays_empty_however_soon_it_is_closed(tmp_path: Path) ->
     again.close()
 
 
+def test_however_slowly_rows_are_deleted_a_cleared_tier_stays_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocks = 20_000
+    config = DiskConfig(tmp_path, (8 << 20) + blocks * 6144, direct_io=False)
+    write_folder(config, blocks)
+    opened = DiskTier(config)
+    wait_until(opened._recovery.ended.is_set)
+    begun = threading.Event()
+
+    def never(this: Index, addresses: Sequence[int]) -> None:
+        begun.set()
+        wait_until(lambda: opened._closed)
+        delete(this, addresses)
+
+    delete = Index.delete
+    monkeypatch.setattr(Index, "delete", never)
+    opened.clear()
+    wait_until(begun.is_set)
+    opened.close()
+    assert opened._catalog.pending_free == 0
+    assert "dropped blocks" not in caplog.text
+    again = DiskTier(config)
+    assert again._recovery.ended.wait(30.0)
+    assert again.stats().blocks == 0
+    again.close()
+
+
 def test_closing_waits_no_longer_for_rows_than_it_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
