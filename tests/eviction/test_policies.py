@@ -246,7 +246,7 @@ def test_life_table_adds_classes_in_their_order() -> None:
             [sum(counts[kind, age] for kind in np.flatnonzero(of == group)) for age in range(7)]
             for group in range(of.max() + 1)
         ]
-        assert _Level(of)._sums(counts).tolist() == expected
+        assert _Level(of, 7)._sums(counts).tolist() == expected
 
 
 @pytest.mark.parametrize("name", ["lru", "hazard"])

@@ -50,7 +50,7 @@ class LifeTable:
         self.bins = bins
         self.entered: list[list[float]] = [[0.0] * bins.count for _ in range(classes)]
         self.used: list[list[float]] = [[0.0] * bins.count for _ in range(classes)]
-        self._levels = tuple(_Level(of) for of in levels)
+        self._levels = tuple(_Level(of, bins.count) for of in levels)
         self._hazard: Floats = np.full((classes, bins.count), _LEAST)
 
     def refresh(self, weight: float, chain: float, factor: float = 1.0) -> None:
@@ -102,19 +102,18 @@ class LifeTable:
 class _Level:
     """A grouping of classes."""
 
-    def __init__(self, of: npt.NDArray[np.intp]) -> None:
+    def __init__(self, of: npt.NDArray[np.intp], bins: int) -> None:
         """``of``: the group of each class."""
         self._of = of
-        self._groups = int(of.max()) + 1
         self._size = np.bincount(of)
+        self._cells = (of[:, None] * bins + np.arange(bins)).ravel()
 
     def _sums(self, counts: Floats) -> Floats:
         """The counts of each group's classes together (groups, bins), added in the order of the
         classes. No product of matrices: NumPy's BLAS makes it with threads that wait for each
         other by spinning, for tens of milliseconds on busy processors."""
-        sums: Floats = np.zeros((self._groups, counts.shape[1]))
-        np.add.at(sums, self._of, counts)
-        return sums
+        sums = np.bincount(self._cells, counts.ravel()).astype(np.float64, copy=False)
+        return sums.reshape(len(self._size), -1)
 
     def refine(
         self,
