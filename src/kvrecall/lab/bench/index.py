@@ -323,7 +323,7 @@ def _pauses(tier: DiskTier, blocks: int, repeats: int) -> dict[str, float]:
     catalog = tier._catalog
     watch = _Watch(_watch_tier(tier))
     once, often = [_some(blocks, 100)], [_some(blocks, 100 + turn) for turn in range(repeats)]
-    few = often[: max(1, blocks // 10_000)]  # a tenth of the blocks at most
+    few = often[: max(1, blocks // 40_000)]  # some of the blocks only
     fresh = [key_of(blocks + number) for number in range(512)]
     now = seconds_now()
     rows = [Row(at << 12, key, None, 0, _BLOCK, bytes(16), now) for at, key in enumerate(fresh)]

@@ -249,9 +249,10 @@ class Catalog(EvictionOrders):
     def recover(self, rows: Rows) -> list[int]:
         """Takes over blocks of an earlier process, not yet ranked. Returns the places of those that
         it does not: dropped since the recovery began, or here already."""
+        is_plain = not any(rows.pinned) and len(set(rows.keys)) == len(rows.keys)
         with self._lock:
-            is_plain = not (any(rows.pinned) or self._late is None or self._late.has_any)
-            if is_plain and len(set(rows.keys)) == len(rows.keys) and self._take_many(rows):
+            is_plain = is_plain and not (self._late is None or self._late.has_any)
+            if is_plain and self._take_many(rows):
                 return []
         refused: list[int] = []
         for part in _parts(range(len(rows.keys))):
@@ -494,12 +495,17 @@ class Catalog(EvictionOrders):
             self._tails.access_n((), now, beside)
             owner = self._note_uses(used, now)
             owner = max(owner, self._note_uses(beside, now))
-            if owner >= 0:
-                for order in self.accounts.orders(self._tenant_of(owner)):
-                    order.access_n(used, now, beside, last)
+            tenant = self._tenant_of(owner) if owner >= 0 else None
             if self._policy.learns:
                 names.sweep(used)
                 names.sweep(last)
+        if tenant is not None and self.accounts.is_bounded:
+            # Under a hold of its own, since each takes milliseconds. Another request's use may come
+            # between the two: either order of both is right, for each of the tier's orders.
+            with self._lock:
+                used, beside = names.numbers(chain), names.numbers(hanging)
+                for order in self.accounts.orders(tenant):
+                    order.access_n(used, now, beside)
 
     def _note_uses(self, numbers: Sequence[int], now: float) -> int:
         """Records the use of those that are here, to be written to the index if the last one on

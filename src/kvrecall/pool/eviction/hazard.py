@@ -241,10 +241,10 @@ class HazardPolicy(EvictionPolicy):
         self._recency: LruPolicy | None = LruPolicy(self.names, links)
         self._returns = 0  # ticks in which blocks came back
         self._returned_at = -1.0  # the last of them
-        self._worth: list[float] = []
+        self._worth = memoryview(b"").cast("d")
         self._chances: list[float] | None = None  # by cell, made when asked for
-        self._order: list[int] = []  # cells, least worth first
-        self._place: list[int] = []  # inverse of _order
+        self._order = memoryview(b"").cast("q")  # cells, least worth first
+        self._place = memoryview(b"").cast("q")  # inverse of _order
         self._filled: list[int] = []  # places whose cell holds a ready cohort, ascending
         self._now = 0.0
         self._uses = 0  # block uses seen, and at how many the table is looked at again
@@ -934,7 +934,8 @@ class HazardPolicy(EvictionPolicy):
         order = len(worth) - 1 - np.argsort(worth[::-1], kind="stable")  # ties: the older first
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
-        self._worth, self._order, self._place = worth.tolist(), order.tolist(), place.tolist()
+        self._worth, self._order = memoryview(worth.data), memoryview(order.data)
+        self._place = memoryview(place.data)
         self._filled = sorted(self._place[cell] for cell, ready in enumerate(self._ready) if ready)
         self._refresh_at = self._uses + int(_REFRESH * self._mean_chain) + 1
         self._is_learned = False

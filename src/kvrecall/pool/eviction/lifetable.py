@@ -73,8 +73,7 @@ class LifeTable:
         used, entered = counts
         usual = np.empty(self.bins.count)
         share = 0.1
-        together = zip(_smooth(used.sum(0)), _smooth(entered.sum(0)), strict=True)
-        for index, (hits, all_) in enumerate(together):
+        for index, (hits, all_) in enumerate(_smooth(counts.sum(1)).T):
             usual[index] = share = (hits + weight * share) / (all_ + weight)
         hazard = np.broadcast_to(np.clip(usual, _LEAST, _MOST), used.shape)
         for index, level in enumerate(self._levels):
@@ -131,7 +130,7 @@ class _Level:
         found, due = hits.sum(1), (all_ * prior).sum(1)
         ratio = (found + weight) / (due + weight)
         ratio = 1.0 + _beyond_chance(found - due, due * chain) * (ratio - 1.0)
-        hits, all_ = _smooth(hits), _smooth(all_)
+        hits, all_ = _smooth(np.stack((hits, all_)))
         expected = np.minimum(ratio[:, None] * prior, _MOST)
         fine = (hits + weight * expected) / (all_ + weight)
         if by_age:
