@@ -40,13 +40,14 @@ _STALE_S = 10.0  # a last use is written to the index again when it is older tha
 _AT_ONCE = 128  # blocks that change under one hold of the lock: less than a millisecond
 _LISTED = 256  # blocks listed under one hold
 _SCANNED = 1 << 16  # numbers looked through under one hold
-_ADDRESSES = 1 << 13
+_NUMBERS = 1 << 13
 T = TypeVar("T")
 Bools = npt.NDArray[np.bool_]
 # State of a number:
 _HERE = 1
 _PINNED = 2
 _RANKED = 4  # in the eviction orders, or pinned
+_USED = 8  # its last use is not in the index yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +114,8 @@ class Catalog(EvictionOrders):
         self._tenant_list: list[Tenant] = []
         self._tenants_gone: list[int] = []  # their numbers, to be used again
         self._late: _Late | None = None  # while blocks are still being recovered
-        self._pending_free = _Addresses()
-        self._unnoted_uses: dict[int, int] = {}  # seconds by address, not in the index yet
+        self._pending_free = _Numbers()
+        self._unnoted_uses = _Numbers()  # of blocks that were used, or gone since
         self._unnoted_pins: dict[int, int] = {}  # 1 or 0 by address, not in the index yet
         self.used_bytes = 0
 
@@ -517,15 +518,21 @@ class Catalog(EvictionOrders):
                 owner = number
                 if used[number] <= stale:
                     used[number] = now
-                    self._unnoted_uses[self._address.cells[number]] = int(now)
+                    if not state[number] & _USED:
+                        state[number] |= _USED
+                        self._unnoted_uses.append(number)
         return owner
 
     def take_unnoted_uses(self, limit: int) -> list[tuple[int, int]]:
-        """``(second, address)`` of last uses not yet written to the index."""
+        """``(second, address)`` of up to ``limit`` last uses not yet written to the index."""
+        noted: list[tuple[int, int]] = []
         with self._lock:
-            uses = self._unnoted_uses
-            taken = [uses.popitem() for _ in range(min(limit, len(uses)))]
-            return [(second, address) for address, second in taken]
+            state = self._state.cells
+            for number in self._unnoted_uses.take(limit):
+                if state[number] & _USED:
+                    state[number] ^= _USED
+                    noted.append((int(self._used.cells[number]), self._address.cells[number]))
+        return noted
 
     # -- pinned by an operator -------------------------------------------------------------
 
@@ -572,7 +579,10 @@ class Catalog(EvictionOrders):
             slab.fixed += change
         self.pinned_bytes += change * self._slot_bytes(number)
         state = self._state.cells
-        state[number] = state[number] | _PINNED | _RANKED if pinned else _HERE
+        if pinned:
+            state[number] |= _PINNED | _RANKED
+        else:
+            state[number] &= ~(_PINNED | _RANKED)
 
     def expect_pins(self, keys: Iterable[BlockKey]) -> None:
         """Pins of blocks that will be recovered."""
@@ -779,7 +789,6 @@ class Catalog(EvictionOrders):
         tenant = self._tenant_of(number)
         if not self.accounts.refund(tenant, slot_bytes):
             self._tenants_gone.append(self._tenant_numbers.pop(tenant))
-        self._unnoted_uses.pop(address, None)
         self._unnoted_pins.pop(address, None)
         self.used_bytes -= slot_bytes
         if address in self._reading:
@@ -887,9 +896,8 @@ class Catalog(EvictionOrders):
             self._slabs.setdefault(slab_of(address), SlabUse()).blocks += 1
             if pinned:
                 self._set_pinned(number, True)
-            for notes in (self._unnoted_uses, self._unnoted_pins):
-                if old.address in notes:
-                    notes[address] = notes.pop(old.address)
+            if old.address in self._unnoted_pins:
+                self._unnoted_pins[address] = self._unnoted_pins.pop(old.address)
             return True
 
 
@@ -909,8 +917,8 @@ class _Late:
         return bool(self.dropped or self.unpinned or self.sizes or self.cleared or self.pinned)
 
 
-class _Addresses:
-    """Up to as many addresses as a tier has blocks, in arrays of some thousands: no list that would
+class _Numbers:
+    """Up to as many integers as a tier has blocks, in arrays of some thousands: no list that would
     have to be copied as it grows, and in which the garbage collector would look at each."""
 
     def __init__(self) -> None:
@@ -918,16 +926,16 @@ class _Addresses:
         self._last = array("q")
 
     def __len__(self) -> int:
-        return _ADDRESSES * len(self._full) + len(self._last)
+        return _NUMBERS * len(self._full) + len(self._last)
 
-    def append(self, address: int) -> None:
-        if len(self._last) == _ADDRESSES:
+    def append(self, number: int) -> None:
+        if len(self._last) == _NUMBERS:
             self._full.append(self._last)
             self._last = array("q")
-        self._last.append(address)
+        self._last.append(number)
 
     def take(self, limit: int) -> list[int]:
-        """Removes up to ``limit`` addresses, the latest; none only if there are none."""
+        """Removes up to ``limit`` of them, the latest; none only if there are none."""
         if not self._last and self._full:
             self._last = self._full.pop()
         taken = self._last[-limit:].tolist()
