@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kvrecall.lab.bench.index import measure_index
 from kvrecall.lab.bench.pool import measure_disk, measure_lookup
 
 
@@ -31,3 +32,16 @@ def test_disk_figures(tmp_path: Path) -> None:
 def test_compressed_disk_figures(tmp_path: Path) -> None:
     figures: Any = measure_disk(tmp_path, False, "8MiB", 100_000, 1, "zstd").figures
     assert 0.5 < figures["compressed_to"] < 0.9
+
+
+def test_index_figures(tmp_path: Path) -> None:
+    figures: Any = measure_index(5000, "lru", tmp_path, repeats=2).figures
+    json.dumps(figures)
+    assert figures["find_1000_us"] > 0
+    pauses = figures["pauses_ms"]
+    assert {"touch of 1,000", "clear", "while blocks are found"} <= pauses.keys()
+    assert {"quotas: room for 512", "expiry of a tenth"} <= pauses.keys()
+    assert pauses["quotas: touch of 1,000"] > 0
+    assert pauses["expiry of a tenth"] > 0
+    assert figures["longest_pause_ms"] == max(pauses.values())
+    assert list(tmp_path.iterdir()) == []

@@ -3,12 +3,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 
 from kvrecall.block import BlockKey
 from kvrecall.errors import ConfigError
 from kvrecall.pool.eviction import POLICY_NAMES, EvictionPolicy, make_policy
+from kvrecall.pool.eviction.classes import CLASSES, levels
 from kvrecall.pool.eviction.hazard import HazardPolicy
+from kvrecall.pool.eviction.lifetable import _Level
 from kvrecall.pool.eviction.queues import LruPolicy
 from kvrecall.testing.policy_contract import PolicyContract, anything, keys_of, store
 
@@ -215,6 +218,35 @@ def test_hazard_memory_is_bounded() -> None:
         store(policy, hot, float(number))
     assert len(policy._memory) <= 500
     assert sum(len(policy._cohorts[number].names) for number in policy._memory) <= 20_000
+
+
+def test_hazard_frees_names_that_were_used_again() -> None:
+    """Each request leaves one block that is never used again, and uses 50 others: their names do
+    not stay with it."""
+    policy = HazardPolicy(2_000)
+    hot = keys_of("hot", 50)
+    store(policy, hot, 0.0)
+    for number in range(1, 1_000):
+        policy.access(hot, float(number))
+        new = keys_of(f"new{number}", 51)
+        store(policy, [*hot, new[-1]], float(number))
+    known = 50 + 999
+    assert sum(cohort.alive for cohort in policy._cohorts) == known
+    assert sum(cohort.size for cohort in policy._cohorts) < 5 * known
+    victims = policy.victims(known, anything, 1_000.0)
+    assert sorted(victims) == sorted([*hot, *(keys_of(f"new{n}", 51)[-1] for n in range(1, 1_000))])
+
+
+def test_life_table_adds_classes_in_their_order() -> None:
+    """To the last bit, whatever the machine."""
+    rng = np.random.default_rng(1)
+    for of in levels():
+        counts = rng.random((CLASSES, 7)) * 1000.0
+        expected = [
+            [sum(counts[kind, age] for kind in np.flatnonzero(of == group)) for age in range(7)]
+            for group in range(of.max() + 1)
+        ]
+        assert _Level(of, 7)._sums(counts).tolist() == expected
 
 
 @pytest.mark.parametrize("name", ["lru", "hazard"])

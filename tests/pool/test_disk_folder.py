@@ -16,11 +16,14 @@ from pathlib import Path
 import pytest
 from support.clocks import ManualClock
 
-from kvrecall.config import DiskConfig
+from kvrecall.config import DiskConfig, PoolTerms
 from kvrecall.errors import TierError
+from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk import index as index_module
+from kvrecall.pool.disk.catalog import Catalog
 from kvrecall.pool.disk.folder import FolderLock
+from kvrecall.pool.disk.index import Row
 from kvrecall.pool.disk.slabs import address_of
 from kvrecall.pool.tier import Outcome
 from kvrecall.testing.blocks import chain, namespace, wait_until
@@ -438,3 +441,26 @@ def test_a_hundred_thousand_blocks_are_found_again(tmp_path: Path) -> None:
     bench = open_tier(tmp_path, 1024 * MIB, block_bytes=100)
     wait_until(lambda: bench.tier.stats().blocks == slots, 60.0)
     bench.tier.close()
+
+
+def test_uses_are_noted_once_for_blocks_that_are_still_here() -> None:
+    now = [1_000_000.0]
+    catalog = Catalog("lru", 64, lambda: 64 * MIB, lambda: now[0], PoolTerms())
+    rows = {
+        key: Row(place * BLOCK_BYTES, key, None, 0, BLOCK_BYTES, bytes(16), 0)
+        for place, key in enumerate(KEYS)
+    }
+    catalog.publish(list(rows.values()))
+    now[0] += 100.0
+    catalog.touch(KEYS)
+    now[0] += 100.0
+    catalog.touch(KEYS[:16])
+    catalog.pin(KEYS[:4])
+    catalog.unpin(KEYS[:2])
+    catalog.forget(KEYS[24:], Cause.DROPPED)
+    catalog.publish([rows[key] for key in KEYS[28:]])  # not used since
+    noted = catalog.take_unnoted_uses(12) + catalog.take_unnoted_uses(100)
+    expected = [(1_000_200, rows[key].address) for key in KEYS[:16]]
+    expected += [(1_000_100, rows[key].address) for key in KEYS[16:24]]
+    assert sorted(noted) == sorted(expected)
+    assert catalog.take_unnoted_uses(100) == []

@@ -6,11 +6,13 @@ import pytest
 from support.terms_contract import TermsContract
 
 from kvrecall.block import TierName
-from kvrecall.config import DiskConfig, PoolConfig, PoolTerms
-from kvrecall.pool import Pool
-from kvrecall.pool.base import PoolClient, Verdict
+from kvrecall.config import DiskConfig, PoolConfig, PoolTerms, TenantRules, TenantTerms
+from kvrecall.pool import Pool, admin
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.base import PoolClient, RecallState, Verdict
 from kvrecall.pool.changes import Cause
-from kvrecall.testing.blocks import chain, namespace
+from kvrecall.pool.disk import DiskTier
+from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import (
     BLOCK_BYTES,
     NAMESPACE,
@@ -101,3 +103,36 @@ def test_find_sees_one_prefix_whichever_tier_holds_which_block(tmp_path: Path) -
                 assert list(pool.find(tuple(keys[:hole])).tiers) == expected
                 engine.close()
                 pool.clear()
+
+
+def test_blocks_expire_that_are_old_and_not_pinned_in_every_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin, "_AT_ONCE", 3)  # several parts
+    now = [3_000_000_000.0]
+    disk = DiskTier(DiskConfig(tmp_path, 64 * MIB), clock=lambda: now[0])
+    with Pool(Arena.create(8 * SLOT_BYTES), disk, clock=lambda: now[0]) as pool:
+        pool.register(NAMESPACE, BLOCK_BYTES)
+        engine = Engine(pool)
+        recalled, old, pinned, used, both = (
+            chain(NAMESPACE, 4, name) for name in ("recalled", "old", "pinned", "used", "both")
+        )
+        chains = (recalled, old, pinned, used, both)
+        for keys in chains:
+            engine.save(keys)
+            assert pool.flush(keys, 60.0)
+        assert not any(map(pool.is_in_host, (*recalled, *old)))
+        assert all(map(pool.is_in_host, both))
+        pool.admin.pin(pinned)
+        now[0] += 200.0
+        pool.touch(used)
+        ticket = pool.acquire(recalled[:2], 60.0)  # young in the host, and old on disk
+        wait_until(lambda: pool.poll(ticket).state is RecallState.READY)
+        pool.release(ticket)
+        rules = TenantRules(TenantTerms(ttl_s=100.0))
+        admin.PoolAdmin(pool, disk, PoolTerms(tenants=rules), lambda: now[0]).expire()
+        on_disk = [[disk.contains(key) for key in keys] for keys in chains]
+        assert on_disk[0] == [True, True, False, False]
+        assert [sum(some) for some in on_disk[1:]] == [0, 4, 4, 0]
+        assert not any(map(pool.is_in_host, both))
+        engine.close()

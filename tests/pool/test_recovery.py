@@ -11,7 +11,7 @@ import pytest
 
 from kvrecall.config import DiskConfig
 from kvrecall.lab.bench.index import key_of, write_folder
-from kvrecall.pool.disk import DiskTier, index, tier
+from kvrecall.pool.disk import DiskTier, catalog, index, tier
 from kvrecall.pool.disk.index import Index, Rows
 from kvrecall.pool.tier import Outcome
 from kvrecall.testing.blocks import chain, wait_until
@@ -199,6 +199,35 @@ def test_what_was_used_last_is_found_first(tmp_path: Path, monkeypatch: pytest.M
     assert touched[-1] == 0
 
 
+@pytest.mark.parametrize("scanned", [8, 32, 1000])
+def test_recovered_blocks_are_evicted_in_the_order_of_their_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scanned: int
+) -> None:
+    """However many are looked at under one hold of the lock."""
+    monkeypatch.setattr(catalog, "_SCANNED", scanned)
+    now = [3_000_000_000.0]
+
+    def opened() -> DiskTier:
+        it = DiskTier(DiskConfig(tmp_path, 64 * MIB), "lru", clock=lambda: now[0])
+        it.register(NAMESPACE, BLOCK_BYTES)
+        return it
+
+    chains = [chain(NAMESPACE, 8, name) for name in "abcd"]
+    bench = Bench(opened(), slots=64, block_bytes=BLOCK_BYTES)
+    for keys in chains:
+        bench.put(keys)
+    used = [chains[place] for place in (1, 3, 0, 2)]
+    for keys in used:
+        now[0] += 1000
+        bench.tier.touch(keys)
+    bench.tier.close()
+    again = opened()
+    assert again._recovery.ended.wait(30.0)
+    order = [entry.key for entry in again._catalog.coldest(100)]
+    assert order == [key for keys in used for key in keys[::-1]]
+    again.close()
+
+
 def test_a_cleared_tier_stays_empty_however_soon_it_is_closed(tmp_path: Path) -> None:
     """The rows of all its blocks go at once, and their slots are free again."""
     blocks = 20_000
@@ -211,6 +240,34 @@ def test_a_cleared_tier_stays_empty_however_soon_it_is_closed(tmp_path: Path) ->
     opened.clear()
     opened.close()
     assert slots.free == slots.slots > blocks
+    again = DiskTier(config)
+    assert again._recovery.ended.wait(30.0)
+    assert again.stats().blocks == 0
+    again.close()
+
+
+def test_however_slowly_rows_are_deleted_a_cleared_tier_stays_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocks = 20_000
+    config = DiskConfig(tmp_path, (8 << 20) + blocks * 6144, direct_io=False)
+    write_folder(config, blocks)
+    opened = DiskTier(config)
+    wait_until(opened._recovery.ended.is_set)
+    begun = threading.Event()
+
+    def never(this: Index, addresses: Sequence[int]) -> None:
+        begun.set()
+        wait_until(lambda: opened._closed)
+        delete(this, addresses)
+
+    delete = Index.delete
+    monkeypatch.setattr(Index, "delete", never)
+    opened.clear()
+    wait_until(begun.is_set)
+    opened.close()
+    assert opened._catalog.pending_free == 0
+    assert "dropped blocks" not in caplog.text
     again = DiskTier(config)
     assert again._recovery.ended.wait(30.0)
     assert again.stats().blocks == 0

@@ -414,8 +414,9 @@ class Pool:
         with self._changed:
             advice = self._hints.used(keys, self._monotonic(), tenant, hint)
             self._host.touch(keys, hanging, ending, advice=advice)
-            if self._writer.has_below:
-                self._below.touch(keys, hanging, ending, advice)
+        if self._writer.has_below:
+            self._below.touch(keys, hanging, ending, advice)  # look-ups need not wait for both
+            with self._changed:
                 self._writer.touched(keys, hanging)
 
     # -- save ------------------------------------------------------------------------------

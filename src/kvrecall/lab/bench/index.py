@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
-import itertools
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import psutil
 import typer
 
-from kvrecall.block import BlockKey
-from kvrecall.config import DEFAULT_POLICY, DiskConfig
+from kvrecall.block import SHARED, BlockKey
+from kvrecall.config import (
+    DEFAULT_POLICY,
+    Amount,
+    DiskConfig,
+    PoolTerms,
+    TenantRules,
+    TenantTerms,
+)
 from kvrecall.lab.bench.pool import NAMESPACE
 from kvrecall.lab.bench.report import Folder, Report, progress, timed
+from kvrecall.pool.admin import PoolAdmin
 from kvrecall.pool.arena import Arena
+from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.index import Index, Row, seconds_now
 from kvrecall.pool.disk.slabs import FileIo, SlabStore
@@ -37,8 +47,8 @@ GOALS = {
 """Goals with a million blocks."""
 
 _SHOWN = (
-    "bytes_a_block", "open_s", "first_hit_s", "read_s", "ranked_s", "find_1000_us",
-    "find_1000_absent_us", "clear_s", "close_s",
+    "bytes_a_block", "bytes_a_block_with_quotas", "open_s", "first_hit_s", "read_s", "ranked_s",
+    "find_1000_us", "find_1000_absent_us", "clear_s", "close_s",
 )  # fmt: skip
 
 _BLOCK = 4096
@@ -49,7 +59,7 @@ _MIB = 1 << 20
 
 
 def measure_index(
-    blocks: Annotated[int, typer.Option(min=2000, help="Blocks in the folder.")] = 100_000,
+    blocks: Annotated[int, typer.Option(min=5000, help="Blocks in the folder.")] = 100_000,
     policy: Annotated[str, typer.Option(help="Eviction policy.")] = DEFAULT_POLICY,
     path: Folder = Path("var"),
     repeats: Annotated[int, typer.Option(min=1)] = 20,
@@ -58,7 +68,8 @@ def measure_index(
 
     The folder is a real one, with sparse slab files: its blocks have rows and slots, but no bytes.
     A pause is processor time of one thread that holds the tier's lock, garbage collection
-    included.
+    included. The folder is opened twice: the second time tenants have limits, and pauses are
+    measured while blocks are found, with limits, and when blocks expire, the pool's lock included.
     """
     with tempfile.TemporaryDirectory(prefix="kvrecall-", dir=path) as name:
         config = DiskConfig(
@@ -129,35 +140,32 @@ def write_folder(config: DiskConfig, blocks: int) -> None:
 
 
 def _measure(config: DiskConfig, blocks: int, policy: str, repeats: int) -> dict[str, object]:
-    before = _resident_bytes()
     gc.freeze()  # as the service and vLLM's engine do: what was there before counts for nothing
-    began = time.perf_counter()
-    tier = DiskTier(config, policy)
-    opened_s = time.perf_counter() - began
-    with Pool(Arena.create(_MIB, background=False), tier, policy) as pool:
-        pool.register(NAMESPACE, _BLOCK)
-        latest = _chain(blocks // _CHAIN - 1)
-        while len(pool.find(latest).tiers) < len(latest):
-            time.sleep(0.001)
-        hit_s = time.perf_counter() - began
-        while tier.stats().blocks < blocks:
-            time.sleep(0.001)
-        read_s = time.perf_counter() - began
-        tier._recovery.ended.wait()
-        ranked_s = time.perf_counter() - began
-        memory = _resident_bytes() - before
+    with _opened(config, policy) as (pool, tier, opened):
+        opened.wait_hit(_chain(blocks // _CHAIN - 1))
+        opened.wait_all(blocks)
+        memory = _resident_bytes() - opened.memory
         find_us = _find_us(pool, (_some(blocks, turn) for turn in range(repeats)))
         absent_us = _find_us(pool, (_new(turn) for turn in range(repeats)))
-        pauses, clear_s = _pauses(tier, blocks, repeats)
+        pauses = _pauses(tier, blocks, repeats)
+    limit = Amount(blocks * _BLOCK)
+    terms = PoolTerms(tenants=TenantRules(TenantTerms(disk=limit)))
+    with _opened(config, policy, terms) as (pool, tier, limited):
+        pauses |= _pauses_meanwhile(tier, blocks)
+        left = tier.stats().blocks
+        limited_memory = _resident_bytes() - limited.memory
+        more, clear_s = _pauses_with_limits(pool, tier, blocks, repeats)
+        pauses |= more
         began = time.perf_counter()
     close_s = time.perf_counter() - began
     gc.unfreeze()
     return {
         "bytes_a_block": memory / blocks,
-        "open_s": opened_s,
-        "first_hit_s": hit_s,
-        "read_s": read_s,
-        "ranked_s": ranked_s,
+        "bytes_a_block_with_quotas": limited_memory / left,
+        "open_s": opened.opened_s,
+        "first_hit_s": opened.hit_s,
+        "read_s": opened.read_s,
+        "ranked_s": opened.ranked_s,
         "find_1000_us": find_us,
         "find_1000_absent_us": absent_us,
         "longest_pause_ms": max(pauses.values()),
@@ -167,8 +175,49 @@ def _measure(config: DiskConfig, blocks: int, policy: str, repeats: int) -> dict
     }
 
 
+class _Opening:
+    """What opening a tier takes: memory before, in bytes, and seconds since it began."""
+
+    def __init__(self, memory: int) -> None:
+        self.memory = memory
+        self.tier: DiskTier
+        self.pool: Pool
+        self.opened_s = self.hit_s = self.read_s = self.ranked_s = 0.0
+        self._began = time.perf_counter()
+
+    def passed_s(self) -> float:
+        return time.perf_counter() - self._began
+
+    def wait_hit(self, chain: Sequence[BlockKey]) -> None:
+        while len(self.pool.find(chain).tiers) < len(chain):
+            time.sleep(0.001)
+        self.hit_s = self.passed_s()
+
+    def wait_all(self, blocks: int) -> None:
+        while self.tier.stats().blocks < blocks:
+            time.sleep(0.001)
+        self.read_s = self.passed_s()
+        self.tier._recovery.ended.wait()
+        self.ranked_s = self.passed_s()
+
+
+@contextmanager
+def _opened(
+    config: DiskConfig, policy: str, terms: PoolTerms | None = None
+) -> Iterator[tuple[Pool, DiskTier, _Opening]]:
+    """A pool on the folder."""
+    opening = _Opening(_resident_bytes())
+    tier = opening.tier = DiskTier(config, policy, terms=terms)
+    opening.opened_s = opening.passed_s()
+    with Pool(Arena.create(_MIB, background=False), tier, policy, terms=terms) as pool:
+        pool.register(NAMESPACE, _BLOCK)
+        opening.pool = pool
+        yield pool, tier, opening
+
+
 def _resident_bytes() -> int:
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     return int(psutil.Process().memory_info().rss)
 
 
@@ -196,20 +245,47 @@ def _find_us(pool: Pool, asked: Iterable[Sequence[BlockKey]]) -> float:
 
 
 class _WatchedLock:
-    """A lock that remembers the longest processor time for which a thread held it."""
+    """A lock, locked or not, that remembers the longest processor time for which a thread held
+    it."""
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
-        self._began = 0.0
+        self._began: dict[int, float] = {}  # by thread: who waits for a condition lets others in
         self.longest_s = 0.0
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        self._began = time.thread_time()
+        self._began[threading.get_ident()] = time.thread_time()
 
     def __exit__(self, *_: object) -> None:
-        self.longest_s = max(self.longest_s, time.thread_time() - self._began)
+        spent_s = time.thread_time() - self._began[threading.get_ident()]
+        self.longest_s = max(self.longest_s, spent_s)
         self._lock.release()
+
+
+class _Watch:
+    """The longest time that each operation holds a lock, in milliseconds of processor time."""
+
+    def __init__(self, *locks: _WatchedLock) -> None:
+        self._locks = locks
+        self.found: dict[str, float] = {}
+
+    @contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        for lock in self._locks:
+            lock.longest_s = 0.0
+        yield
+        self.found[what] = 1e3 * max(lock.longest_s for lock in self._locks)
+
+    def calls(
+        self,
+        what: str,
+        call: Callable[[Sequence[BlockKey]], object],
+        keys: Iterable[list[BlockKey]],
+    ) -> None:
+        with self.of(what):
+            for each in keys:
+                call(each)
 
 
 @contextmanager
@@ -232,51 +308,89 @@ def _collections() -> Iterator[list[float]]:
         gc.callbacks.remove(watch)
 
 
-def _pauses(tier: DiskTier, blocks: int, repeats: int) -> tuple[dict[str, float], float]:
-    """The longest time that each operation holds the tier's lock, in milliseconds of processor
-    time, and the longest collection of garbage; and the seconds that ``clear`` takes."""
+def _watch_tier(tier: DiskTier) -> _WatchedLock:
     catalog = tier._catalog
-    lock = catalog._lock = _WatchedLock(catalog._lock)  # type: ignore[assignment]
-    assert isinstance(lock, _WatchedLock)
-    found: dict[str, float] = {}
+    lock = cast(object, catalog._lock)
+    if isinstance(lock, _WatchedLock):
+        return lock
+    watched = _WatchedLock(lock)  # the same for threads that wait for it now
+    catalog._lock = watched  # type: ignore[assignment]
+    return watched
 
-    def watch(what: str, call: Callable[[Sequence[BlockKey]], object], turns: int) -> None:
-        lock.longest_s = 0.0
-        for turn in range(turns):
-            call(_some(blocks, 100 + turn))
-        found[what] = 1e3 * lock.longest_s
 
+def _pauses(tier: DiskTier, blocks: int, repeats: int) -> dict[str, float]:
+    """Of operations on a tier that is at rest, and of collections of garbage."""
+    catalog = tier._catalog
+    watch = _Watch(_watch_tier(tier))
+    once, often = [_some(blocks, 100)], [_some(blocks, 100 + turn) for turn in range(repeats)]
+    few = often[: max(1, blocks // 40_000)]  # some of the blocks only
+    fresh = [key_of(blocks + number) for number in range(512)]
+    now = seconds_now()
+    rows = [Row(at << 12, key, None, 0, _BLOCK, bytes(16), now) for at, key in enumerate(fresh)]
     with _collections() as collected:
-        watch("touch of 1,000", tier.touch, repeats)
-        watch("acquire, release", lambda keys: _acquire(tier, keys), 1)
-        watch("pin of 1,000", tier.pin, 1)
-        watch("unpin of 1,000", tier.unpin, 1)
-        watch("list", lambda keys: deque(tier.blocks(), maxlen=0), 1)
-        watch("use of slabs", lambda keys: catalog.slab_uses(), 1)
-        watch("eviction of 512", lambda keys: catalog.evict(512, _BLOCK), repeats)
-        watch("eviction of bytes", lambda keys: catalog.evict_bytes(512 * _BLOCK), repeats)
-        watch("drop of 1,000", tier.drop, 1)
-        fresh = [key_of(blocks + number) for number in range(512)]
-        now = seconds_now()
-        rows = [Row(at << 12, key, None, 0, _BLOCK, bytes(16), now) for at, key in enumerate(fresh)]
-        watch("new blocks, 512", lambda keys: catalog.publish(rows), 1)
-        watch(
+        watch.calls("touch of 1,000", tier.touch, often)
+        watch.calls("acquire, release", lambda keys: _acquire(tier, keys), once)
+        watch.calls("pin of 1,000", tier.pin, once)
+        watch.calls("unpin of 1,000", tier.unpin, once)
+        watch.calls("list", lambda _: deque(tier.blocks(), maxlen=0), once)
+        watch.calls("use of slabs", lambda _: catalog.slab_uses(), once)
+        watch.calls("eviction of 512", lambda _: catalog.evict(512, _BLOCK), few)
+        watch.calls("eviction of bytes", lambda _: catalog.evict_bytes(512 * _BLOCK), few)
+        watch.calls("drop of 1,000", tier.drop, once)
+        watch.calls("new blocks, 512", lambda _: catalog.publish(rows), once)
+        watch.calls("touch of 1,000 new ones", tier.touch, map(_new, range(repeats)))
+        watch.calls(
             "namespace of another size",
-            lambda keys: catalog.forget_namespace(NAMESPACE.digest, but_of=_BLOCK),
-            1,
+            lambda _: catalog.forget_namespace(NAMESPACE.digest, but_of=_BLOCK),
+            once,
         )
         began = time.thread_time()
         gc.collect()
         whole_s = time.thread_time() - began
-        kept = collected[:-1]
-        began = time.perf_counter()
-        watch("clear", lambda keys: tier.clear(), 1)
-        clear_s = time.perf_counter() - began
-        kinds = itertools.count()
-        watch("touch of 1,000 new ones", lambda keys: tier.touch(_new(next(kinds))), 3 * repeats)
-    found["collection of garbage"] = 1e3 * max(kept, default=0.0)
-    found["full collection of garbage"] = 1e3 * whole_s
-    return found, clear_s
+    catalog.forget(fresh, Cause.DROPPED)
+    watch.found["collection of garbage"] = 1e3 * max(collected[:-1], default=0.0)
+    watch.found["full collection of garbage"] = 1e3 * whole_s
+    return watch.found
+
+
+def _pauses_meanwhile(tier: DiskTier, blocks: int) -> dict[str, float]:
+    """Of what finds the folder's blocks, and of touches meanwhile."""
+    watch, turn = _Watch(_watch_tier(tier)), 0
+    with watch.of("while blocks are found"):
+        while not tier._recovery.ended.wait(0.01):
+            tier.touch(_some(blocks, turn))
+            turn += 1
+    return watch.found
+
+
+def _pauses_with_limits(
+    pool: Pool, tier: DiskTier, blocks: int, repeats: int
+) -> tuple[dict[str, float], float]:
+    """Of operations on a tier whose tenants have limits, the pool's lock included, until all is
+    cleared; and the seconds that takes."""
+    catalog, tenant = tier._catalog, SHARED
+    lock = pool._changed._lock = _WatchedLock(pool._changed._lock)  # type: ignore[attr-defined]
+    watch = _Watch(_watch_tier(tier), lock)
+    often = [_some(blocks, 100 + turn) for turn in range(repeats)]
+    old = PoolTerms(tenants=TenantRules(TenantTerms(ttl_s=0.9 * _WEEK_S)))
+    room = blocks * _BLOCK - tier.stats().used_bytes
+
+    watch.calls("quotas: touch of 1,000", pool.touch, often)
+    watch.calls(
+        "quotas: room for 512",
+        lambda keys: catalog.make_way(tenant, room + 512 * _BLOCK, keys[0]),
+        often,
+    )
+    with watch.of("expiry of a tenth"):
+        PoolAdmin(pool, tier, old).expire()
+    watch.calls("quotas: list of tenants", lambda _: tier.tenants(), often)
+    began = time.perf_counter()
+    with watch.of("clear"):
+        tier.clear()
+    clear_s = time.perf_counter() - began
+    fresh = map(_new, range(repeats, 4 * repeats))
+    watch.calls("touch of 1,000 new ones, cleared", tier.touch, fresh)
+    return watch.found, clear_s
 
 
 def _new(kind: int) -> list[BlockKey]:

@@ -10,6 +10,7 @@ import statistics
 import tempfile
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -99,9 +100,9 @@ class _Part:
     """What was seen in a part of the time: microseconds of the thread's processor time to find a
     block, milliseconds until blocks were there, memory of the process."""
 
-    find_us: list[float] = field(default_factory=list)
-    disk_ms: list[float] = field(default_factory=list)
-    rss_mib: list[float] = field(default_factory=list)
+    find_us: array[float] = field(default_factory=lambda: array("d"))
+    disk_ms: array[float] = field(default_factory=lambda: array("d"))
+    rss_mib: array[float] = field(default_factory=lambda: array("d"))
 
 
 class _Run:

@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,13 +40,14 @@ _STALE_S = 10.0  # a last use is written to the index again when it is older tha
 _AT_ONCE = 128  # blocks that change under one hold of the lock: less than a millisecond
 _LISTED = 256  # blocks listed under one hold
 _SCANNED = 1 << 16  # numbers looked through under one hold
-_ADDRESSES = 1 << 13
+_NUMBERS = 1 << 13
 T = TypeVar("T")
 Bools = npt.NDArray[np.bool_]
 # State of a number:
 _HERE = 1
 _PINNED = 2
 _RANKED = 4  # in the eviction orders, or pinned
+_USED = 8  # its last use is not in the index yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +114,8 @@ class Catalog(EvictionOrders):
         self._tenant_list: list[Tenant] = []
         self._tenants_gone: list[int] = []  # their numbers, to be used again
         self._late: _Late | None = None  # while blocks are still being recovered
-        self._pending_free = _Addresses()
-        self._unnoted_uses: dict[int, int] = {}  # seconds by address, not in the index yet
+        self._pending_free = _Numbers()
+        self._unnoted_uses = _Numbers()  # of blocks that were used, or gone since
         self._unnoted_pins: dict[int, int] = {}  # 1 or 0 by address, not in the index yet
         self.used_bytes = 0
 
@@ -249,9 +250,10 @@ class Catalog(EvictionOrders):
     def recover(self, rows: Rows) -> list[int]:
         """Takes over blocks of an earlier process, not yet ranked. Returns the places of those that
         it does not: dropped since the recovery began, or here already."""
+        is_plain = not any(rows.pinned) and len(set(rows.keys)) == len(rows.keys)
         with self._lock:
-            is_plain = not (any(rows.pinned) or self._late is None or self._late.has_any)
-            if is_plain and len(set(rows.keys)) == len(rows.keys) and self._take_many(rows):
+            is_plain = is_plain and not (self._late is None or self._late.has_any)
+            if is_plain and self._take_many(rows):
                 return []
         refused: list[int] = []
         for part in _parts(range(len(rows.keys))):
@@ -327,9 +329,10 @@ class Catalog(EvictionOrders):
         """All were recovered: puts them into the eviction orders, the least recently used first,
         and of those used in the same second the deepest. False if the tier is closing."""
         with self._lock:
-            self._late = None
-            numbers = np.flatnonzero(self._state.array() & (_HERE | _RANKED) == _HERE)
-            used, depth = self._used.array()[numbers], self._depth.array()[numbers]
+            self._late = None  # what comes from now on is ranked as it comes
+        parts = list(self._unranked())
+        numbers, used, depth = map(np.concatenate, zip(*parts, strict=True))
+        del parts
         order = numbers[np.lexsort((-depth, used))]
         del numbers, used, depth
         for start in range(0, len(order), _AT_ONCE):
@@ -342,6 +345,20 @@ class Catalog(EvictionOrders):
                         self._rank_in(number, self._used.cells[number])
             time.sleep(0)  # whoever waits for the interpreter goes first
         return True
+
+    def _unranked(self) -> Iterator[tuple[npt.NDArray[Any], ...]]:
+        """Number, last use and depth of each block that is in no order yet, in parts."""
+        start = 0
+        while True:
+            with self._lock:
+                part = slice(start, min(self._table.size, start + _SCANNED))
+                here = self._state.array()[part] & (_HERE | _RANKED) == _HERE
+                numbers = np.flatnonzero(here).astype(np.int32) + start
+                used, depth = self._used.array()[part][here], self._depth.array()[part][here]
+            yield numbers, used, depth
+            if part.stop < start + _SCANNED:
+                return
+            start = part.stop
 
     def publish(self, rows: Sequence[Row]) -> None:
         """Makes durable blocks visible."""
@@ -479,12 +496,17 @@ class Catalog(EvictionOrders):
             self._tails.access_n((), now, beside)
             owner = self._note_uses(used, now)
             owner = max(owner, self._note_uses(beside, now))
-            if owner >= 0:
-                for order in self.accounts.orders(self._tenant_of(owner)):
-                    order.access_n(used, now, beside, last)
+            tenant = self._tenant_of(owner) if owner >= 0 else None
             if self._policy.learns:
                 names.sweep(used)
                 names.sweep(last)
+        if tenant is not None and self.accounts.is_bounded:
+            # Under a hold of its own, since each takes milliseconds. Another request's use may come
+            # between the two: either order of both is right, for each of the tier's orders.
+            with self._lock:
+                used, beside = names.numbers(chain), names.numbers(hanging)
+                for order in self.accounts.orders(tenant):
+                    order.access_n(used, now, beside)
 
     def _note_uses(self, numbers: Sequence[int], now: float) -> int:
         """Records the use of those that are here, to be written to the index if the last one on
@@ -496,15 +518,21 @@ class Catalog(EvictionOrders):
                 owner = number
                 if used[number] <= stale:
                     used[number] = now
-                    self._unnoted_uses[self._address.cells[number]] = int(now)
+                    if not state[number] & _USED:
+                        state[number] |= _USED
+                        self._unnoted_uses.append(number)
         return owner
 
     def take_unnoted_uses(self, limit: int) -> list[tuple[int, int]]:
-        """``(second, address)`` of last uses not yet written to the index."""
+        """``(second, address)`` of up to ``limit`` last uses not yet written to the index."""
+        noted: list[tuple[int, int]] = []
         with self._lock:
-            uses = self._unnoted_uses
-            taken = [uses.popitem() for _ in range(min(limit, len(uses)))]
-            return [(second, address) for address, second in taken]
+            state = self._state.cells
+            for number in self._unnoted_uses.take(limit):
+                if state[number] & _USED:
+                    state[number] ^= _USED
+                    noted.append((int(self._used.cells[number]), self._address.cells[number]))
+        return noted
 
     # -- pinned by an operator -------------------------------------------------------------
 
@@ -551,7 +579,10 @@ class Catalog(EvictionOrders):
             slab.fixed += change
         self.pinned_bytes += change * self._slot_bytes(number)
         state = self._state.cells
-        state[number] = state[number] | _PINNED | _RANKED if pinned else _HERE
+        if pinned:
+            state[number] |= _PINNED | _RANKED
+        else:
+            state[number] &= ~(_PINNED | _RANKED)
 
     def expect_pins(self, keys: Iterable[BlockKey]) -> None:
         """Pins of blocks that will be recovered."""
@@ -758,7 +789,6 @@ class Catalog(EvictionOrders):
         tenant = self._tenant_of(number)
         if not self.accounts.refund(tenant, slot_bytes):
             self._tenants_gone.append(self._tenant_numbers.pop(tenant))
-        self._unnoted_uses.pop(address, None)
         self._unnoted_pins.pop(address, None)
         self.used_bytes -= slot_bytes
         if address in self._reading:
@@ -866,9 +896,8 @@ class Catalog(EvictionOrders):
             self._slabs.setdefault(slab_of(address), SlabUse()).blocks += 1
             if pinned:
                 self._set_pinned(number, True)
-            for notes in (self._unnoted_uses, self._unnoted_pins):
-                if old.address in notes:
-                    notes[address] = notes.pop(old.address)
+            if old.address in self._unnoted_pins:
+                self._unnoted_pins[address] = self._unnoted_pins.pop(old.address)
             return True
 
 
@@ -888,8 +917,8 @@ class _Late:
         return bool(self.dropped or self.unpinned or self.sizes or self.cleared or self.pinned)
 
 
-class _Addresses:
-    """Up to as many addresses as a tier has blocks, in arrays of some thousands: no list that would
+class _Numbers:
+    """Up to as many integers as a tier has blocks, in arrays of some thousands: no list that would
     have to be copied as it grows, and in which the garbage collector would look at each."""
 
     def __init__(self) -> None:
@@ -897,16 +926,16 @@ class _Addresses:
         self._last = array("q")
 
     def __len__(self) -> int:
-        return _ADDRESSES * len(self._full) + len(self._last)
+        return _NUMBERS * len(self._full) + len(self._last)
 
-    def append(self, address: int) -> None:
-        if len(self._last) == _ADDRESSES:
+    def append(self, number: int) -> None:
+        if len(self._last) == _NUMBERS:
             self._full.append(self._last)
             self._last = array("q")
-        self._last.append(address)
+        self._last.append(number)
 
     def take(self, limit: int) -> list[int]:
-        """Removes up to ``limit`` addresses, the latest; none only if there are none."""
+        """Removes up to ``limit`` of them, the latest; none only if there are none."""
         if not self._last and self._full:
             self._last = self._full.pop()
         taken = self._last[-limit:].tolist()

@@ -188,6 +188,8 @@ class Flusher:
                     self._store_batch(batch)
                 elif self._closing_at is not None and not self._queue:
                     break
+            if self._catalog.is_empty:  # no block is being stored now, and all rows were read
+                self._reclaimer.reap_all()
             self._note_uses(limit=8 * MAX_ROWS)
             if left := self._catalog.pending_free:
                 _LOG.warning(
@@ -230,6 +232,11 @@ class Flusher:
         """Whether it should have ended already."""
         return self._closing_at is not None and time.monotonic() > self._closing_at
 
+    def _is_late_or_cleared(self) -> bool:
+        """Whether rows should not be deleted one by one: there is no time left, or at the end all
+        can be deleted at once."""
+        return self._is_late() or (self._closing_at is not None and self._catalog.is_empty)
+
     def _tend(self) -> None:
         """Small duties: namespaces, lost slabs, deleted rows, last uses."""
         with self._wake:
@@ -249,7 +256,7 @@ class Flusher:
                 self._counters.fault(
                     "a slab was deleted or truncated", SlabLost(errno.EIO, str(number))
                 )
-        self._reclaimer.reap(self._is_late)
+        self._reclaimer.reap(self._is_late_or_cleared)
         self._note_pins()
         self._reclaimer.shrink()
         if time.monotonic() - self._recency_at > _RECENCY_S:

@@ -44,7 +44,7 @@ _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 WAL_BYTES = 4 << 20
 """Bound of the write-ahead log and its shared memory file: checkpoints run after 1 MiB, and a
 transaction of ``MAX_ROWS`` rows adds 2.5 MiB at worst (a page for every row)."""
-_READ_AT_ONCE = 2048  # rows
+_READ_AT_ONCE = 1024  # rows: about a millisecond under the lock
 MAX_ROWS = 512
 """Rows a transaction may insert, delete or update."""
 ROW_BYTES = 288

@@ -142,6 +142,19 @@ class Reclaimer:
                 return
             self.give_back(addresses)
 
+    def reap_all(self) -> None:
+        """``reap`` of a tier without a block, in one transaction. Only while none can come, neither
+        from the index nor from a put."""
+        if not self._catalog.pending_free:
+            return
+        try:
+            self._index.delete_all()
+        except sqlite3.Error as error:
+            self.index_failed(error)
+            return
+        while addresses := self._catalog.take_pending_free(MAX_ROWS):
+            self.give_back(addresses)
+
     def give_back(self, addresses: Sequence[int]) -> None:
         for number, some in groupby(sorted(addresses), slab_of):
             slab = self._store.slab(number)

@@ -39,6 +39,8 @@ _MEMBERS = 4096  # of a cohort
 _FORGOTTEN = 1024  # names with a request, or twice as many as it has blocks
 _FORGOTTEN_FOR_ONE = 4  # with a new block
 _GROWN = 256  # cohorts that move to another bin at once
+_PRUNED = 8192  # names that they are then freed of at once, less than a millisecond
+_PRUNED_FROM = 16  # names of a cohort, and twice as many as it has members
 _PATIENT = 1 << 18  # blocks of a tier whose requests either learn or rank: both are a long call
 _LARGE = 1 << 20  # names that a large tier remembers at least
 _KEPT_SHARE = 0.5  # of a tier: what the pins of all tenants' hints may keep
@@ -127,6 +129,25 @@ class _Cohort:
         self.first = _untracked(rest[begin : self.begin])
         self.first[0] = ~self.first[0]
         return True
+
+    @property
+    def size(self) -> int:
+        """Entries of names."""
+        return len(self.names) + len(self.rest)
+
+    def prune(self, is_member: Callable[[int], bool]) -> None:
+        """Frees the memory of those that moved on."""
+        self.names = _untracked(array("i", filter(is_member, self.names)))
+        rest, begin = array("i"), self.begin
+        while begin < len(self.rest):
+            end = _end_of(self.rest, begin)
+            run = [~self.rest[begin], *self.rest[begin + 1 : end]]
+            run = list(filter(is_member, run))
+            if run:
+                rest.append(~run[0])
+                rest.extend(run[1:])
+            begin = end
+        self.rest, self.begin = _untracked(rest) if rest else _NONE, 0
 
     def members(self) -> Iterator[int]:
         """Those that became resident: the first run first, each from its end."""
@@ -220,10 +241,10 @@ class HazardPolicy(EvictionPolicy):
         self._recency: LruPolicy | None = LruPolicy(self.names, links)
         self._returns = 0  # ticks in which blocks came back
         self._returned_at = -1.0  # the last of them
-        self._worth: list[float] = []
+        self._worth = memoryview(b"").cast("d")
         self._chances: list[float] | None = None  # by cell, made when asked for
-        self._order: list[int] = []  # cells, least worth first
-        self._place: list[int] = []  # inverse of _order
+        self._order = memoryview(b"").cast("q")  # cells, least worth first
+        self._place = memoryview(b"").cast("q")  # inverse of _order
         self._filled: list[int] = []  # places whose cell holds a ready cohort, ascending
         self._now = 0.0
         self._uses = 0  # block uses seen, and at how many the table is looked at again
@@ -825,7 +846,7 @@ class HazardPolicy(EvictionPolicy):
         self._now = max(now, self._now)
         if self._pins_end:
             self._end_pins()
-        left = _GROWN
+        left, pruned = _GROWN, 0
         for queue, end in zip(reversed(self._by_bin), reversed(self._bins.ends), strict=True):
             while queue:
                 cohort = self._cohorts[next(iter(queue))]
@@ -834,6 +855,10 @@ class HazardPolicy(EvictionPolicy):
                 elif self._now - cohort.born >= end and left:
                     del queue[cohort.number]
                     self._grow(cohort)
+                    size = cohort.size
+                    if size > 2 * (cohort.alive + _PRUNED_FROM) and pruned + size <= _PRUNED:
+                        pruned += size
+                        self._prune(cohort)
                 else:
                     break
                 left -= 1
@@ -851,6 +876,12 @@ class HazardPolicy(EvictionPolicy):
         self._by_bin[cohort.bin][cohort.number] = None
         if was_ready:
             self._make_ready(cohort)
+
+    def _prune(self, cohort: _Cohort) -> None:
+        """Frees the memory of names that were used again since: a cohort stays as long as one of
+        its blocks was not, and there may be as many cohorts as blocks."""
+        state, cohorts, own = self._state.cells, self._cohort.cells, cohort.number
+        cohort.prune(lambda number: cohorts[number] == own and state[number] & _KNOWN > 0)
 
     def _forget(self, left: int) -> None:
         """Forgets up to ``left`` of the oldest names beyond what may be remembered."""
@@ -903,7 +934,8 @@ class HazardPolicy(EvictionPolicy):
         order = len(worth) - 1 - np.argsort(worth[::-1], kind="stable")  # ties: the older first
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
-        self._worth, self._order, self._place = worth.tolist(), order.tolist(), place.tolist()
+        self._worth, self._order = memoryview(worth.data), memoryview(order.data)
+        self._place = memoryview(place.data)
         self._filled = sorted(self._place[cell] for cell, ready in enumerate(self._ready) if ready)
         self._refresh_at = self._uses + int(_REFRESH * self._mean_chain) + 1
         self._is_learned = False

@@ -50,7 +50,7 @@ class LifeTable:
         self.bins = bins
         self.entered: list[list[float]] = [[0.0] * bins.count for _ in range(classes)]
         self.used: list[list[float]] = [[0.0] * bins.count for _ in range(classes)]
-        self._levels = tuple(_Level(of) for of in levels)
+        self._levels = tuple(_Level(of, bins.count) for of in levels)
         self._hazard: Floats = np.full((classes, bins.count), _LEAST)
 
     def refresh(self, weight: float, chain: float, factor: float = 1.0) -> None:
@@ -73,8 +73,7 @@ class LifeTable:
         used, entered = counts
         usual = np.empty(self.bins.count)
         share = 0.1
-        together = zip(_smooth(used.sum(0)), _smooth(entered.sum(0)), strict=True)
-        for index, (hits, all_) in enumerate(together):
+        for index, (hits, all_) in enumerate(_smooth(counts.sum(1)).T):
             usual[index] = share = (hits + weight * share) / (all_ + weight)
         hazard = np.broadcast_to(np.clip(usual, _LEAST, _MOST), used.shape)
         for index, level in enumerate(self._levels):
@@ -102,11 +101,18 @@ class LifeTable:
 class _Level:
     """A grouping of classes."""
 
-    def __init__(self, of: npt.NDArray[np.intp]) -> None:
+    def __init__(self, of: npt.NDArray[np.intp], bins: int) -> None:
         """``of``: the group of each class."""
         self._of = of
-        self._members: Floats = np.equal.outer(np.arange(of.max() + 1), of).astype(np.float64)
-        self._size = self._members.sum(1)
+        self._size = np.bincount(of)
+        self._cells = (of[:, None] * bins + np.arange(bins)).ravel()
+
+    def _sums(self, counts: Floats) -> Floats:
+        """The counts of each group's classes together (groups, bins), added in the order of the
+        classes. No product of matrices: NumPy's BLAS makes it with threads that wait for each
+        other by spinning, for tens of milliseconds on busy processors."""
+        sums = np.bincount(self._cells, counts.ravel()).astype(np.float64, copy=False)
+        return sums.reshape(len(self._size), -1)
 
     def refine(
         self,
@@ -119,13 +125,12 @@ class _Level:
     ) -> Floats:
         """The probabilities of the coarser grouping, refined; ``by_age``: also what an age adds to
         the ratio of all ages must be more than chance. Shapes (classes, bins)."""
-        members = self._members
-        hits, all_ = members @ used, members @ entered
-        prior = members @ coarse / self._size[:, None]  # the same for all classes of a group
+        hits, all_ = self._sums(used), self._sums(entered)
+        prior = self._sums(coarse) / self._size[:, None]  # the same for all classes of a group
         found, due = hits.sum(1), (all_ * prior).sum(1)
         ratio = (found + weight) / (due + weight)
         ratio = 1.0 + _beyond_chance(found - due, due * chain) * (ratio - 1.0)
-        hits, all_ = _smooth(hits), _smooth(all_)
+        hits, all_ = _smooth(np.stack((hits, all_)))
         expected = np.minimum(ratio[:, None] * prior, _MOST)
         fine = (hits + weight * expected) / (all_ + weight)
         if by_age:
