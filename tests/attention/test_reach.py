@@ -12,7 +12,7 @@ from engine.engine import Engine, prompt_of
 
 from kvrecall.lab.models import write_lora
 
-from .test_engine import EXTENSION, MIXED, activity, retrieval, spent, tokens_of
+from .test_engine import EXTENSION, MIXED, SAMPLING, activity, retrieval, spent, tokens_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -61,17 +61,40 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, setup: dict[str, Any]) ->
 def test_adapters(
     start: Callable[..., Engine], setup: dict[str, Any], adapters: list[list[Any]], plain: Engine
 ) -> None:
-    """With every block chosen, dense attention's tokens, of each adapter and without."""
+    """With every block chosen, dense attention's tokens, of each adapter and without, in one
+    batch."""
     prompts = [prompt_of(tokens, 20 + at) for at, tokens in enumerate((1000, 1500))]
     setup = {**setup, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     dense, whole = start(**setup), start(**setup, env=retrieval(1.0))
-    before, found = activity(whole), []
-    for adapter in (None, *adapters):
-        ask = {"prompts": prompts, "lora": adapter, "max_tokens": 60}
-        found.append(tokens_of(whole.generate(**ask)))
-        assert found[-1] == tokens_of(dense.generate(**ask))
+    before, each = activity(whole), [None, *adapters]
+    ask = {
+        "prompts": [prompt for _ in each for prompt in prompts],
+        "loras": [adapter for adapter in each for _ in prompts],
+        "max_tokens": 60,
+    }
+    found = tokens_of(whole.generate(**ask))
+    assert found == tokens_of(dense.generate(**ask))
     assert spent(whole, before)["blocks_selected"] > 0
-    assert found[0] != found[1] != found[2] != found[0]
+    assert found[0] != found[2] != found[4] != found[0]
+
+
+def test_samples_of_a_shared_prefix_are_those_of_one(plain: Engine) -> None:
+    """Few blocks chosen: prompts with a prefix in common, three samples each, whose blocks are
+    shared until they end, against each prompt by itself."""
+    shared = prompt_of(1200, 90)
+    prompts = [shared + prompt_of(tokens, 91 + tokens) for tokens in (5, 140, 301)]
+    assert plain.forget_all()
+    alone = []
+    for prompt in prompts:
+        alone.append(plain.ask(prompt, max_tokens=40)["tokens"])
+        assert plain.forget_all()
+    before = activity(plain)
+    got = plain.generate(prompts=prompts, n=3, max_tokens=40, **SAMPLING)
+    assert [len(reply["all"]) for reply in got] == [3, 3, 3]
+    assert tokens_of(got) == [tokens for tokens in alone for _ in range(3)]
+    did = spent(plain, before)
+    assert did["sequences_sparse"] > 3 * 3 * 35
+    assert 0 < did["blocks_selected"] < did["blocks_considered"]
 
 
 def test_ranks_choose_for_their_own_heads(
