@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.engine import Engine, prompt_of
+from engine.engine import Engine, EngineFailed, prompt_of
 
 from kvrecall.lab.models import write_lora
 
@@ -204,3 +204,47 @@ def test_latent_attention(start: Callable[..., Engine], model_folder: Callable[.
     assert got[1:] != want[1:]
     did = activity(few)
     assert 0 < did["blocks_selected"] < did["blocks_considered"] / 10
+
+
+POOL = {"host_size": "64MiB"}
+MLA = {"block_size": 16, "attention_backend": "CPU_MLA", "max_num_batched_tokens": 4096}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "windows in every layer": ("mistral", {}, "sliding windows in every layer; serve a model with"),
+    "local chunks": ("llama4_text", {}, "layers of chunked_attention; serve a model with"),
+    "recurrent state": ("qwen3_next", {}, "hybrid models; serve a decoder with full attention"),
+    "other quantised KV": (
+        "qwen3",
+        {"kv_cache_dtype": "int8_per_token_head"},
+        "kv_cache_dtype=int8_per_token_head; leave kv_cache_dtype at auto",
+    ),
+    "speculation of latent attention": (
+        "deepseek_v3",
+        {**MLA, "speculative_config": NGRAM},
+        "speculative decoding of latent attention .MLA.; disable speculation",
+    ),
+    "speculation off the device": (
+        "qwen3",
+        {"speculative_config": NGRAM, "pool": POOL},
+        "OFFLOAD_BOUNDARY=2048 cannot leave .* .disable speculation.",
+    ),
+    "windows off the device": (
+        "gemma3_text",
+        {"pool": POOL},
+        "OFFLOAD_BOUNDARY=2048 cannot leave .* set the boundary above max_model_len=4096",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "given", "said"), REFUSED.values(), ids=list(REFUSED))
+def test_an_engine_refuses_at_start(
+    start: Callable[..., Engine],
+    setup: dict[str, Any],
+    model_folder: Callable[..., Path],
+    model: str,
+    given: dict[str, Any],
+    said: str,
+) -> None:
+    """In a line that names the thing and the cure."""
+    setup = {**setup, "model": str(model_folder(model)), **given}
+    with pytest.raises(EngineFailed, match=said):
+        start(**setup, env=retrieval(0.3))
