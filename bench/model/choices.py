@@ -26,7 +26,7 @@ from torch import Tensor
 from kvrecall.attention.digest import decode, encode
 from kvrecall.attention.selection import CodedQuery, best_products, split_of
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.lab.bench.needle.dataset import Dataset, PromptStyle, is_answered
+from kvrecall.lab.bench.needle.dataset import SEED, Dataset, PromptStyle, is_answered
 from kvrecall.lab.bench.needle.tasks import approximate_tokens, raw_prompt
 from kvrecall.lab.bench.needle.words import sentences
 
@@ -215,6 +215,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--lengths", type=int, nargs="+", default=[16384])
     parser.add_argument("--samples", type=int, default=24, help="of each task")
+    parser.add_argument("--seed", type=int, default=SEED, help="of the texts")
     parser.add_argument("--tasks", nargs="+", default=["values", "count"])
     parser.add_argument("--share", type=float, default=0.2)
     parser.add_argument("--only", nargs="+", help="these only, beside dense in bfloat16")
@@ -232,7 +233,8 @@ def main() -> None:
     # As `kvrecall bench needle` measures documents, so that they are the same.
     text = " ".join(islice(sentences(random.Random(1)), min(120, min(args.lengths) // 24)))
     ratio = 1.005 * len(tokenizer.encode(text).ids) / approximate_tokens(text)
-    dataset = Dataset(tuple(args.lengths), tuple(args.tasks), args.samples)
+    told = tuple(args.lengths), tuple(args.tasks), args.samples
+    dataset = Dataset(*told, seed=args.seed)
 
     def measure(line: str) -> int:
         return round(approximate_tokens(line) * ratio)

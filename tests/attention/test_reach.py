@@ -168,10 +168,26 @@ def test_windows_beside_full_attention(
     assert first["logprobs"] != dense.ask(prompt, max_tokens=24)["logprobs"]
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_eight_bit_kv(start: Callable[..., Engine], setup: dict[str, Any], dtype: str) -> None:
+SHORT_BLOCKS = {"dtype": "bfloat16", "block_size": 32, "num_gpu_blocks_override": 360}
+
+
+@pytest.mark.parametrize(
+    ("shape", "given"),
+    [
+        ({}, {"kv_cache_dtype": "fp8_e4m3"}),
+        ({"heads": 6, "kv_heads": 3}, {"kv_cache_dtype": "fp8_e5m2", **SHORT_BLOCKS}),
+    ],
+    ids=["e4m3", "e5m2, short blocks, three KV heads"],
+)
+def test_eight_bit_kv(
+    start: Callable[..., Engine],
+    setup: dict[str, Any],
+    model_folder: Callable[..., Path],
+    shape: dict[str, Any],
+    given: dict[str, Any],
+) -> None:
     prompts = [prompt_of(tokens, 70 + at) for at, tokens in enumerate(MIXED)]
-    setup = {**setup, "kv_cache_dtype": dtype}
+    setup = {**setup, "model": str(model_folder("qwen3", **shape)), **given}
     dense, whole = start(**setup), start(**setup, env=retrieval(1.0))
     before = activity(whole)
     got = whole.generate(prompts=prompts, max_tokens=60)
@@ -183,7 +199,7 @@ def test_latent_attention(start: Callable[..., Engine], model_folder: Callable[.
     """In a backend that a processor with AMX must be asked to use. With every block chosen, dense
     attention's tokens; with few, others."""
     setup = {
-        "model": str(model_folder("deepseek_v3")),
+        "model": str(model_folder("deepseek_v3", heads=5)),
         "dtype": "float32",
         "block_size": 16,
         "max_num_batched_tokens": 4096,
