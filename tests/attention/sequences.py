@@ -31,8 +31,9 @@ def shape_of(
     dtype: torch.dtype = torch.float32,
     fp8: torch.dtype | None = None,
     sinks: bool = False,
+    block: int = BLOCK,
 ) -> KernelShape:
-    return KernelShape(heads, kv_heads, dim, BLOCK, dtype, isa_of(dtype, dim), fp8, sinks)
+    return KernelShape(heads, kv_heads, dim, block, dtype, isa_of(dtype, dim, block), fp8, sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,8 @@ class Bench:
         self.shape = shape
         self.terms = terms or Terms(shape.head_dim**-0.5)
         stored = shape.dtype if shape.fp8 is None else torch.uint8
-        self.cache = torch.full((blocks, shape.kv_heads, BLOCK, 2 * shape.head_dim), 3).to(stored)
+        size = (blocks, shape.kv_heads, shape.block_size, 2 * shape.head_dim)
+        self.cache = torch.full(size, 3).to(stored)
         self.activity = Activity()
         self.group = RetrievalGroup(self.activity, HeatTotals())
         self.freshness = self.group.freshness
@@ -75,9 +77,9 @@ class Bench:
 
     def sequence(self, tokens: int, in_order: bool = False) -> Sequence:
         """Writes a random sequence into blocks of its own."""
-        ids = self.take(-(-tokens // BLOCK))
-        ids = ids.sort().values if in_order else ids
         shape = self.shape
+        ids = self.take(-(-tokens // shape.block_size))
+        ids = ids.sort().values if in_order else ids
         size = (tokens, shape.kv_heads, shape.head_dim)
         keys, values = torch.randn(size), torch.randn(size)
         query = torch.randn(shape.heads, shape.head_dim)
@@ -92,12 +94,12 @@ class Bench:
 
     def write(self, sequence: Sequence, first: int, end: int) -> None:
         """Writes tokens ``[first, end)`` of the sequence."""
-        at = torch.arange(first, end)
-        slots = sequence.block_ids[at // BLOCK] * BLOCK + at % BLOCK
+        at, size = torch.arange(first, end), self.shape.block_size
+        slots = sequence.block_ids[at // size] * size + at % size
         keys, values = sequence.keys[first:end], sequence.values[first:end]
         both = keys.contiguous(), values.contiguous()
         write_tokens(self.shape, self.cache, *both, slots, self.terms)
-        self.freshness.wrote_blocks((slots // BLOCK).tolist())
+        self.freshness.wrote_blocks((slots // size).tolist())
 
     def decode(self, *sequences: Sequence, lengths: tuple[int, ...] = ()) -> torch.Tensor:
         """Sparse attention of every sequence's query: ``[sequences, heads, dim]``."""

@@ -37,6 +37,37 @@ def oracle(sequence: Sequence, settings: RetrievalSettings) -> torch.Tensor:
     return attention(sequence.query, sequence.keys, sequence.values, mask)
 
 
+SHORT_BLOCKS = {
+    "32": (shape_of(heads=6, kv_heads=3, dtype=torch.bfloat16, block=32), 0.2),
+    "32, of 3 query heads": (shape_of(heads=9, kv_heads=3, dtype=torch.float16, block=32), 0.05),
+    "64, coarse digests": (shape_of(heads=5, kv_heads=1, dim=96, block=64), 0.02),
+    "64, fp8": (shape_of(heads=6, kv_heads=2, fp8=torch.float8_e5m2, block=64), 0.3),
+    "96, sinks": (shape_of(heads=6, kv_heads=2, block=96, sinks=True), 0.2),
+    "160": (shape_of(heads=7, kv_heads=7, dim=128, dtype=torch.bfloat16, block=160), 0.1),
+}
+
+
+@pytest.mark.parametrize(("shape", "share"), SHORT_BLOCKS.values(), ids=list(SHORT_BLOCKS))
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_blocks_of_other_sizes(shape: KernelShape, share: float, softcap: float) -> None:
+    """Three sequences of odd lengths in a batch."""
+    settings = replace(SMALL, init_tokens=70, topk_share=share)
+    sinks = torch.randn(shape.heads) if shape.sinks else None
+    terms = Terms(shape.head_dim**-0.5, softcap, sinks)
+    bench = Bench(shape, settings, 300, terms)
+    sequences = [bench.sequence(tokens) for tokens in (1025, 1487, 2301)]
+    for got, one in zip(bench.decode(*sequences), sequences, strict=True):
+        keys, values = one.keys, one.values
+        if shape.fp8 is not None:
+            keys, values = (in_eight_bits(given, shape.fp8) for given in (keys, values))
+        mask = attended(one.query, keys, shape.block_size, settings)
+        want = attention(one.query, keys, values, mask, sinks, softcap)
+        assert_close(got, want, shape.dtype)
+        assert not mask.all()
+        if softcap:
+            assert (want - attention(one.query, keys, values, mask, sinks)).abs().max() > 1e-2
+
+
 def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 

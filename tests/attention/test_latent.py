@@ -21,7 +21,7 @@ from kvrecall.engines.vllm.attention.step import (
     Terms,
 )
 
-BLOCK, WIDTH, VALUES, HEADS = 16, 576, 512, 4
+BLOCK, WIDTH, VALUES, HEADS = 16, 576, 512, 5
 """Of vLLM's kernel, and query heads."""
 SETTINGS = RetrievalSettings(
     init_tokens=32,

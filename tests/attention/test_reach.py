@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.engine import Engine, prompt_of
+from engine.engine import Engine, EngineFailed, prompt_of
 
 from kvrecall.lab.models import write_lora
 
-from .test_engine import EXTENSION, MIXED, activity, retrieval, spent, tokens_of
+from .test_engine import EXTENSION, MIXED, SAMPLING, activity, retrieval, spent, tokens_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -61,17 +61,40 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, setup: dict[str, Any]) ->
 def test_adapters(
     start: Callable[..., Engine], setup: dict[str, Any], adapters: list[list[Any]], plain: Engine
 ) -> None:
-    """With every block chosen, dense attention's tokens, of each adapter and without."""
+    """With every block chosen, dense attention's tokens, of each adapter and without, in one
+    batch."""
     prompts = [prompt_of(tokens, 20 + at) for at, tokens in enumerate((1000, 1500))]
     setup = {**setup, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     dense, whole = start(**setup), start(**setup, env=retrieval(1.0))
-    before, found = activity(whole), []
-    for adapter in (None, *adapters):
-        ask = {"prompts": prompts, "lora": adapter, "max_tokens": 60}
-        found.append(tokens_of(whole.generate(**ask)))
-        assert found[-1] == tokens_of(dense.generate(**ask))
+    before, each = activity(whole), [None, *adapters]
+    ask = {
+        "prompts": [prompt for _ in each for prompt in prompts],
+        "loras": [adapter for adapter in each for _ in prompts],
+        "max_tokens": 60,
+    }
+    found = tokens_of(whole.generate(**ask))
+    assert found == tokens_of(dense.generate(**ask))
     assert spent(whole, before)["blocks_selected"] > 0
-    assert found[0] != found[1] != found[2] != found[0]
+    assert found[0] != found[2] != found[4] != found[0]
+
+
+def test_samples_of_a_shared_prefix_are_those_of_one(plain: Engine) -> None:
+    """Few blocks chosen: prompts with a prefix in common, three samples each, whose blocks are
+    shared until they end, against each prompt by itself."""
+    shared = prompt_of(1200, 90)
+    prompts = [shared + prompt_of(tokens, 91 + tokens) for tokens in (5, 140, 301)]
+    assert plain.forget_all()
+    alone = []
+    for prompt in prompts:
+        alone.append(plain.ask(prompt, max_tokens=40)["tokens"])
+        assert plain.forget_all()
+    before = activity(plain)
+    got = plain.generate(prompts=prompts, n=3, max_tokens=40, **SAMPLING)
+    assert [len(reply["all"]) for reply in got] == [3, 3, 3]
+    assert tokens_of(got) == [tokens for tokens in alone for _ in range(3)]
+    did = spent(plain, before)
+    assert did["sequences_sparse"] > 3 * 3 * 35
+    assert 0 < did["blocks_selected"] < did["blocks_considered"]
 
 
 def test_ranks_choose_for_their_own_heads(
@@ -145,10 +168,26 @@ def test_windows_beside_full_attention(
     assert first["logprobs"] != dense.ask(prompt, max_tokens=24)["logprobs"]
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_eight_bit_kv(start: Callable[..., Engine], setup: dict[str, Any], dtype: str) -> None:
+SHORT_BLOCKS = {"dtype": "bfloat16", "block_size": 32, "num_gpu_blocks_override": 360}
+
+
+@pytest.mark.parametrize(
+    ("shape", "given"),
+    [
+        ({}, {"kv_cache_dtype": "fp8_e4m3"}),
+        ({"heads": 6, "kv_heads": 3}, {"kv_cache_dtype": "fp8_e5m2", **SHORT_BLOCKS}),
+    ],
+    ids=["e4m3", "e5m2, short blocks, three KV heads"],
+)
+def test_eight_bit_kv(
+    start: Callable[..., Engine],
+    setup: dict[str, Any],
+    model_folder: Callable[..., Path],
+    shape: dict[str, Any],
+    given: dict[str, Any],
+) -> None:
     prompts = [prompt_of(tokens, 70 + at) for at, tokens in enumerate(MIXED)]
-    setup = {**setup, "kv_cache_dtype": dtype}
+    setup = {**setup, "model": str(model_folder("qwen3", **shape)), **given}
     dense, whole = start(**setup), start(**setup, env=retrieval(1.0))
     before = activity(whole)
     got = whole.generate(prompts=prompts, max_tokens=60)
@@ -160,7 +199,7 @@ def test_latent_attention(start: Callable[..., Engine], model_folder: Callable[.
     """In a backend that a processor with AMX must be asked to use. With every block chosen, dense
     attention's tokens; with few, others."""
     setup = {
-        "model": str(model_folder("deepseek_v3")),
+        "model": str(model_folder("deepseek_v3", heads=5)),
         "dtype": "float32",
         "block_size": 16,
         "max_num_batched_tokens": 4096,
@@ -181,3 +220,47 @@ def test_latent_attention(start: Callable[..., Engine], model_folder: Callable[.
     assert got[1:] != want[1:]
     did = activity(few)
     assert 0 < did["blocks_selected"] < did["blocks_considered"] / 10
+
+
+POOL = {"host_size": "64MiB"}
+MLA = {"block_size": 16, "attention_backend": "CPU_MLA", "max_num_batched_tokens": 4096}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "windows in every layer": ("mistral", {}, "sliding windows in every layer; serve a model with"),
+    "local chunks": ("llama4_text", {}, "layers of chunked_attention; serve a model with"),
+    "recurrent state": ("qwen3_next", {}, "hybrid models; serve a decoder with full attention"),
+    "other quantised KV": (
+        "qwen3",
+        {"kv_cache_dtype": "int8_per_token_head"},
+        "kv_cache_dtype=int8_per_token_head; leave kv_cache_dtype at auto",
+    ),
+    "speculation of latent attention": (
+        "deepseek_v3",
+        {**MLA, "speculative_config": NGRAM},
+        "speculative decoding of latent attention .MLA.; disable speculation",
+    ),
+    "speculation off the device": (
+        "qwen3",
+        {"speculative_config": NGRAM, "pool": POOL},
+        "OFFLOAD_BOUNDARY=2048 cannot leave .* .disable speculation.",
+    ),
+    "windows off the device": (
+        "gemma3_text",
+        {"pool": POOL},
+        "OFFLOAD_BOUNDARY=2048 cannot leave .* set the boundary above max_model_len=4096",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "given", "said"), REFUSED.values(), ids=list(REFUSED))
+def test_an_engine_refuses_at_start(
+    start: Callable[..., Engine],
+    setup: dict[str, Any],
+    model_folder: Callable[..., Path],
+    model: str,
+    given: dict[str, Any],
+    said: str,
+) -> None:
+    """In a line that names the thing and the cure."""
+    setup = {**setup, "model": str(model_folder(model)), **given}
+    with pytest.raises(EngineFailed, match=said):
+        start(**setup, env=retrieval(0.3))

@@ -203,7 +203,7 @@ class Case:
 
     def run(self, prepared: Search, parts: int = 1) -> torch.Tensor:
         placed = Placed(self.layout, [(self.rows, self.coarse)] * parts)
-        return prepared.run(self.query.flatten(0, 1), placed, 0.125)
+        return prepared.run(self.query.flatten(0, 1)[None], 0, placed, 0.125)
 
     def plainly(self, count: int, *parts: torch.Tensor) -> torch.Tensor:
         """The same by PyTorch."""
@@ -238,6 +238,24 @@ def test_a_prepared_search_serves_several_queries_and_layers(threads: int) -> No
     for _ in range(20):
         case = Case(0.2, "bounds", (2, 3, 64), 50)
         assert torch.equal(case.run(prepared), case.plainly(9, torch.arange(50)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_query_is_read_where_it_lies(dtype: torch.dtype, threads: int) -> None:
+    """In a batch, beside the keys of its tokens, and with its heads apart."""
+    case = Case(0.2, "bounds", (2, 3, 64), 50)
+    case.query = case.query.to(dtype)
+    want = case.plainly(9, torch.arange(50))
+    prepared = Search(case.size, case.layout, [np.arange(50)], 9)
+    placed = Placed(case.layout, [(case.rows, case.coarse)])
+    batches = (
+        torch.randn(4, 6 * 64 + 40).to(dtype)[:, : 6 * 64].unflatten(1, (6, 64)),
+        torch.randn(4, 6, 65).to(dtype)[:, :, :64],
+        torch.randn(4, 64, 6).to(dtype).transpose(1, 2),
+    )
+    for batch in batches:
+        batch[2] = case.query.flatten(0, 1)
+        assert torch.equal(prepared.run(batch, 2, placed, 0.125), want)
 
 
 def test_of_equal_blocks_the_first_are_found(threads: int) -> None:

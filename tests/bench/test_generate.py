@@ -127,3 +127,17 @@ def test_engines_of_every_mode() -> None:
     assert found["dense", 1]["loaded_bytes"] == 0
     assert found["dense-pool", 1]["loaded_bytes"] == 63 * 128 * 2048
     assert 0 < found["offloaded", 1]["loaded_bytes"] < found["dense-pool", 1]["loaded_bytes"] / 2
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_engines_that_speculate_with_fewer_last_tokens() -> None:
+    words = "--model models/recall-tiny --context 8K --rounds 1 --steps 4 --modes retrieval"
+    few = figures_of("generate", *words.split(), "--local", "256")["rows"][1]
+    dense, one = figures_of("generate", *words.split(), "--local", "256", "--drafts", "2")["rows"]
+    assert few["drafted"] == 0
+    assert few["blocks_read_share"] < 0.47, "as with the last 899 tokens"
+    for row in (dense, one):
+        assert row["drafted"] >= 4 * 2
+        assert row["accepted"] <= row["drafted"]
+    assert one["blocks_read_share"] is None

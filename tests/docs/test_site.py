@@ -94,6 +94,22 @@ def test_links_between_files_lead_somewhere(page: Path) -> None:
     assert not broken
 
 
+_HELD = re.compile(r"`(test_\w+\.py)::(test_\w+)`")
+
+
+def test_what_retrieval_reaches_is_held_by_tests_that_exist() -> None:
+    """Every row of the table of what it serves and refuses names them."""
+    part = (ROOT / "docs/retrieval.md").read_text().partition("\n## What it refuses\n")[2]
+    rows = [line for line in part.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    assert len(rows) > 15
+    for row in rows[1:]:
+        held = _HELD.findall(row)
+        assert held, f"no test is named: {row[:60]}"
+        for file, name in held:
+            text = (ROOT / "tests/attention" / file).read_text()
+            assert f"\ndef {name}(" in text, f"there is no {name} in {file}"
+
+
 @pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda page: page.name)
 def test_links_of_the_repositorys_pages_lead_to_headings(page: Path) -> None:
     """mkdocs checks those between the pages of the site."""

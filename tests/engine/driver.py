@@ -94,8 +94,10 @@ class Host:
         prompts: list[list[int]],
         salts: list[str | None] | None = None,
         lora: list[Any] | None = None,
+        loras: list[list[Any] | None] | None = None,
         **sampling: Any,
     ) -> list[dict[str, Any]]:
+        """``lora``: the adapter of all prompts; ``loras``: of each its own."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
@@ -106,7 +108,9 @@ class Host:
             if salt:
                 item["cache_salt"] = salt
             inputs.append(item)
-        adapter = LoRARequest(*lora) if lora else None
+        adapter: Any = LoRARequest(*lora) if lora else None
+        if loras is not None:
+            adapter = [LoRARequest(*one) if one else None for one in loras]
         outputs = self.llm.generate(inputs, params, lora_request=adapter, use_tqdm=False)
         return [reply_of(output) for output in outputs]
 

@@ -48,16 +48,20 @@ def attention(
     values: torch.Tensor,
     mask: torch.Tensor,
     sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Attention of one token over the tokens ``mask`` names: float32 ``[heads, dim]``.
 
     ``query``: ``[heads, dim]``; ``keys``, ``values``: ``[tokens, kv_heads, dim]``; ``mask``: bool
-    ``[kv_heads, tokens]``; ``sinks``: ``[heads]``, logits of no token.
+    ``[kv_heads, tokens]``; ``sinks``: ``[heads]``, logits of no token; ``softcap``: bounds the
+    others, 0: not.
     """
     heads, dim = query.shape
     kv_heads = keys.shape[1]
     grouped = query.float().view(kv_heads, heads // kv_heads, dim)
     logits = torch.einsum("hgd,thd->hgt", grouped, keys.float()) * dim**-0.5
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
     logits = logits.masked_fill(~mask[:, None], float("-inf"))
     if sinks is not None:
         logits = torch.cat([logits, sinks.float().view(*logits.shape[:2], 1)], -1)

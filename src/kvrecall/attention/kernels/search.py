@@ -90,7 +90,7 @@ class Search:
         self._logits = np.empty((heads, group, blocks), np.float32)
         self._found = torch.empty(heads, count, dtype=torch.int64)
         self._counters = np.zeros((2 + heads, _LINE // 8), np.int64)
-        self._counted = np.array([0, 0, *heads * [chunks]])
+        self._counted = np.array([[0, 0], [0, 0], *heads * [[chunks, 0]]])
         self._work = np.zeros(1, native.work)
         facts = {
             "heads": heads,
@@ -122,7 +122,8 @@ class Search:
             self._work[name] = value
         self._address = self._work.ctypes.data
         self._told = tuple(self._work[name] for name in ("query", "halved", "layer", "scale"))
-        self._left = self._counters[:, 0]
+        self._left = self._counters[:, :2]
+        self._steps = [dim, 1]
         self._table: torch.Tensor | None = None
 
     def enter_into(self, table: torch.Tensor) -> None:
@@ -139,21 +140,25 @@ class Search:
     def run(
         self,
         query: torch.Tensor,
+        token: int,
         placed: Placed,
         scale: float,
     ) -> torch.Tensor:
         """The most similar blocks, in the sequence's order: int64 ``[kv_heads, count]``, valid
         until the next call. Of equally similar ones the first.
 
-        ``query``: ``[heads, dim]``; ``placed``: the digests of each part; ``scale``: that of the
-        attention.
+        ``query``: ``[tokens, heads, dim]``, of which ``token`` asks; ``placed``: the digests of
+        each part; ``scale``: that of the attention.
         """
         halved = query.dtype is torch.bfloat16
-        if not halved and query.dtype is not torch.float32:
-            query = query.float()
-        query = query.contiguous()
+        step, *steps = query.stride()
+        if steps != self._steps or not (halved or query.dtype is torch.float32):
+            query = query[token].contiguous() if halved else query[token].float().contiguous()
+            token = 0
+        # Of a view an operation of PyTorch's would be made, in every layer.
+        at = query.data_ptr() + token * step * (2 if halved else 4)
         address, of_halves, layer, scaled = self._told
-        address[0], of_halves[0] = query.data_ptr(), halved
+        address[0], of_halves[0] = at, halved
         layer[0], scaled[0] = placed.address, scale
         self._left[:] = self._counted
         self._native.run(self._address, self._threads)
@@ -223,7 +228,7 @@ def is_compiled() -> bool:
         rows, ids = encode(layout.rows_of(keys)), torch.arange(60, 3, -1)
         told = rows[:, :, layout.coarse_rows].contiguous() if layout.coarse else None
         found = Search((2, 3, 32), layout, [ids.numpy()], 7).run(
-            query.flatten(0, 1), Placed(layout, [(rows, told)]), 0.2
+            query.view(1, 6, 32), 0, Placed(layout, [(rows, told)]), 0.2
         )
         want = selector_of(layout).choose(query, [rows[:, ids]], 7, 0.2)
         if not torch.equal(found, want.sort(-1).values):

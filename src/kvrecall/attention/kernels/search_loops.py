@@ -25,7 +25,8 @@ WORK = np.dtype([*((name, np.int64) for name in _FIELDS), ("scale", np.float32)]
 """A search. ``blocks``: of the sequence, in ``segments`` of digests that end at ``ends``;
 ``ids``: their numbers there. ``first``, ``fine``: rows of a block that are read first, and those
 that are then read of the ``few`` best blocks only. ``counters``, on lines of their own: the next
-thread, the next chunk of ``at_once`` blocks, and of each head the chunks that are not done.
+thread, the next head, and of each head the chunks of ``at_once`` blocks that are not done, and
+behind them the next one.
 ``room``: bytes of ``scratch`` for a thread; ``sums_at``, ``packed_at``: in it. ``table``: where the
 names of a head's blocks are written, ``number * heads + head``, int32, in rows that are
 ``table_row`` bytes apart; 0: nowhere. ``pack``, ``dots``: NumKong's functions. ``query``: its
@@ -300,30 +301,39 @@ def _choose(work: Any, head: int, room: Any) -> None:
 
 
 @njit
+def _search(work: Any, head: int, point: Any, room: Any) -> None:
+    """Scores chunks of a head's blocks, while there are any; whoever does the last one chooses
+    among the blocks."""
+    packed, _, scales = room
+    counters, width = work.counters + 8 * LINE * (2 + head), work.row_bytes - 4
+    chunk = _add(counters + 8, 1)
+    if chunk < work.chunks:
+        _code(work, head, point, scales)
+        _call5(work.pack, (point.ctypes.data, work.group, width, width, packed))
+    while chunk < work.chunks:
+        _score_first(work, head, chunk, room)
+        if _add(counters, -1) == 1:
+            _choose(work, head, room)
+        chunk = _add(counters + 8, 1)
+
+
+@njit
 def _share(address: int) -> None:
-    """What one thread does: chunks of blocks, while there are any; whichever does the last chunk of
-    a head chooses among its blocks."""
+    """What one thread does: heads that no other has begun, so that threads choose at the same time,
+    and each head is coded by one of them; then what is left of the others."""
     work = carray(_pointer(address), 1, WORK)[0]
-    scratch = work.scratch + _add(work.counters, 1) * work.room
+    thread = _add(work.counters, 1)
+    scratch = work.scratch + thread * work.room
     point = carray(_pointer(scratch), (work.group, work.row_bytes - 4), np.int8)
     scales = np.empty(work.group, np.float32)
     sums = carray(_pointer(scratch + work.sums_at), work.packed_at - work.sums_at, np.int32)
-    packed = scratch + work.packed_at
-    coded = -1
-    while True:
-        chunk = _add(work.counters + 8 * LINE, 1)
-        head = chunk // work.chunks
-        if head >= work.heads:
-            return
-        room = packed, sums, scales
-        if head != coded:
-            coded = head
-            _code(work, head, point, scales)
-            width = work.row_bytes - 4
-            _call5(work.pack, (point.ctypes.data, work.group, width, width, packed))
-        _score_first(work, head, chunk - head * work.chunks, room)
-        if _add(work.counters + 8 * LINE * (2 + head), -1) == 1:
-            _choose(work, head, room)
+    room = scratch + work.packed_at, sums, scales
+    head = _add(work.counters + 8 * LINE, 1)
+    while head < work.heads:
+        _search(work, head, point, room)
+        head = _add(work.counters + 8 * LINE, 1)
+    for other in range(work.heads):
+        _search(work, (thread + other) % work.heads, point, room)
 
 
 def _compiled() -> Any:

@@ -382,6 +382,8 @@ class _Turns:
                 "speculative_config": {
                     "method": "ngram",
                     "num_speculative_tokens": self.drafts,
+                    # One token is always found again: every step drafts.
+                    "prompt_lookup_min": 1,
                     "prompt_lookup_max": 2,
                 },
                 "async_scheduling": False,
@@ -413,6 +415,8 @@ class _Turns:
                 turns[mode].append(_asked(one, "steps", START_S, count=self.steps))
         totals = {mode: _asked(one, "end_generation", START_S) for mode, one in engines.items()}
         _check(name, totals[name]["activity"])
+        if self.drafts and not all(one["drafted"] for one in totals.values()):
+            raise EngineError(f"--drafts {self.drafts}: no token was drafted; nothing is shown")
         dense = self._row(DENSE, count, totals[DENSE], turns[DENSE], turns[DENSE])
         return dense, self._row(name, count, totals[name], turns[name], turns[DENSE])
 
@@ -440,6 +444,8 @@ class _Turns:
             "device_cache_bytes": totals["cache_bytes"],
             "peak_device_bytes": totals["device_bytes"],
             "loaded_bytes": totals["loaded_bytes"],
+            "drafted": totals["drafted"],
+            "accepted": totals["accepted"],
             "blocks_in_place": did["blocks_in_place"],
             "gated": did["sequences_gated"] > 0,
             "preemptions": totals["preemptions"],

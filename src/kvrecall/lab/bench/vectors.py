@@ -144,7 +144,7 @@ def _exact(layout: Layout, rows: torch.Tensor, count: int) -> Search:
     placed = compiled.Placed(layout, [(rows, coarse)])
 
     def search(query: torch.Tensor, count: int, scale: float) -> torch.Tensor:
-        return prepared.run(query[0], placed, scale)
+        return prepared.run(query, 0, placed, scale)
 
     return search
 

@@ -95,12 +95,12 @@ def measure_decode(
     return replace(times, offload=trial.run_offloaded(rounds))
 
 
-def isa_of(dtype: torch.dtype, head_dim: int) -> str:
+def isa_of(dtype: torch.dtype, head_dim: int, block_size: int = BLOCK) -> str:
     """The kernel's instruction set. Requests AMX tiles from the system first; in an engine, the
     first matrix product has done so before attention begins."""
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
-    return str(_get_attn_isa(dtype, BLOCK, head_dim, "auto"))
+    return str(_get_attn_isa(dtype, block_size, head_dim, "auto"))
 
 
 class _Trial:

@@ -109,7 +109,8 @@ class Generation:
 
         ``at_once``: most sequences that decoded in one step. ``decode_seconds``, ``decode_tokens``:
         of the steps that computed no prompt. ``prefix_bytes``: of the made-up prefixes in the pool,
-        ``loaded_bytes``: of whole blocks copied from it to the device. ``cache_bytes``: of the
+        ``loaded_bytes``: of whole blocks copied from it to the device. ``drafted``, ``accepted``:
+        tokens of speculation. ``cache_bytes``: of the
         device cache; ``device_bytes``: the most of it in use, and the digests of the sequences
         that decoded. ``read_share``: blocks that a layer and KV head read for a token, to the
         blocks of its sequence.
@@ -185,6 +186,8 @@ class Generation:
         names = {
             "preemptions": "vllm:num_preemptions_total",
             "loaded_bytes": "kvrecall_loaded_bytes_total",
+            "drafted": "vllm:spec_decode_num_draft_tokens_total",
+            "accepted": "vllm:spec_decode_num_accepted_tokens_total",
         }
         samples = [one for family in REGISTRY.collect() for one in family.samples]
         return {

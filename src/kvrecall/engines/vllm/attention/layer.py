@@ -240,7 +240,7 @@ class RetrievalLayer:
                 places = torch.from_numpy(_places_of(named, sequence.blocks.numpy()))
             elif sequence.search is not None:
                 placed = self._placed_for(sequence)
-                places = sequence.search.run(query[sequence.token], placed, scale)
+                places = sequence.search.run(query, sequence.token, placed, scale)
             else:
                 grouped = query[sequence.token].reshape(heads, shape.group, shape.head_dim)
                 # In the sequence's order, so that the sum does not depend on where blocks lie.
