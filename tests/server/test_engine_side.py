@@ -277,6 +277,37 @@ def test_several_prompts_of_one_request_keep_their_reports() -> None:
     assert [view.id for view in requests.requests("cmpl-same-1")] == ["cmpl-same-1"] * 2
 
 
+ODD_MARKS = [
+    0, -1, "", "ephemeral", [], [{"type": "ephemeral"}], {}, {"type": None}, {"type": [1]},
+    *({"type": "ephemeral", "ttl": ttl} for ttl in (
+        0, -1, 10**300, float("nan"), True, "", "0m", "-5m", "5M", "1h ", "9" * 10_000, [], {}
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mark", ODD_MARKS, ids=lambda mark: str(mark)[:40])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_odd_marks_are_refused_in_a_line(mark: object, is_part: bool) -> None:
+    from kvrecall.engines.vllm.serving.openai_handlers import hint_of_messages
+
+    message: dict[str, Any] = {"role": "user", "content": "x", "cache_control": mark}
+    if is_part:
+        part = {"type": "text", "text": "x", "cache_control": mark}
+        message = {"role": "user", "content": [part, "x", None, 3]}
+    with pytest.raises(ValueError, match="it must be") as raised:
+        hint_of_messages({"messages": [{"role": "system", "cache_control": 7}, message]})
+    assert len(str(raised.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "body", [None, 3, [], {}, *({"messages": of} for of in (None, 3, [], [None], ["x"], [[]]))]
+)
+def test_bodies_without_messages_have_no_mark(body: object) -> None:
+    from kvrecall.engines.vllm.serving.openai_handlers import hint_of_messages
+
+    assert hint_of_messages(body) is None
+
+
 @pytest.mark.parametrize("name", ["", "cmpl", "cmpl-one-x", "cmpl-on", "cmpl-one-", "-", ".*"])
 def test_ids_that_are_none(name: str) -> None:
     from kvrecall.engines.vllm.serving.insight import ConnectorReports, RequestLog

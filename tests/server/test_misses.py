@@ -201,17 +201,15 @@ def test_several_sequences_have_one_reason(live: LiveServer, sampling: Json, str
     assert [view["missed"] for view in why(live, f"cmpl-{name}")] == [missed, None]
 
 
-def test_several_streamed_prompts_that_end_by_a_stop_string(live: LiveServer) -> None:
-    """The server ends them, so that the engine's last word on them does not come; vLLM takes their
-    outputs in tasks of their own."""
-    name, prompts = f"stopped-{next(NUMBERS)}", [fresh(), fresh(200)]
-    stops = list("abcdefghijklmnopqrstuvwxyz") + list("ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ")
-    body = {"model": "tiny", "prompt": prompts, "max_tokens": 200, "stop": stops}
+def test_several_streamed_prompts_have_each_its_reason(live: LiveServer) -> None:
+    """vLLM takes their outputs in tasks of their own."""
+    name, prompts = f"streamed-{next(NUMBERS)}", [fresh(), fresh(200)]
+    body = {"model": "tiny", "prompt": prompts, "max_tokens": 8, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     headers = {"X-Request-Id": name}
-    lines = [*live.client.post("/v1/completions", json=body, headers=headers).iter_lines()]
-    assert sum('"finish_reason":"stop"' in line for line in lines) == 2
-    usage = next(line for line in reversed(lines) if '"usage":{' in line)
+    reply = live.client.post("/v1/completions", json=body, headers=headers)
+    assert reply.status_code == 200, reply.text
+    usage = next(line for line in reversed([*reply.iter_lines()]) if '"usage":{' in line)
     told = recall(httpx.Response(200, text=usage.removeprefix("data: ")))
     assert told["missed"] == {"reason": "new", "from": 0, "tokens": LENGTH}
     views = why(live, f"cmpl-{name}")
@@ -263,8 +261,8 @@ ODD = [
 @pytest.mark.parametrize("name", ODD, ids=lambda name: name[:12] or "empty")
 def test_odd_ids_are_not_known(live: LiveServer, name: str) -> None:
     reply = live.management.get(f"/why/{name}")
-    if name in ("..", "../metrics", "../../etc/passwd"):
-        assert reply.status_code in (200, 404, 405)  # where a client resolves them itself
+    if name in (".", "..", "../metrics", "../../etc/passwd"):  # the client resolves them itself
+        assert reply.status_code in (200, 307, 404, 405)
         return
     assert reply.status_code == 404, reply.text[:300]
     assert reply.json()["error"].startswith("no request ")

@@ -38,7 +38,7 @@ def why(
     """
     import httpx
 
-    name = quote(request_id, safe="", errors="surrogateescape")
+    name = quote(request_id, safe="", errors="surrogateescape").replace(".", "%2E")  # ".." is one
     if len(name) > _LONGEST:
         raise KvrecallError(f"no request {request_id:.40}... anywhere: no id is that long")
     try:

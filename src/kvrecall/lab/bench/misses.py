@@ -714,7 +714,7 @@ def _doubted(client: _Client, node: _Node, pool: Pool, share: int) -> None:
     pool.release(leased)
     client.missed(prompt, "tampered")  # is audited
     for prompt in prompts:
-        expected = {"reason": "namespace", "fields": ["private"], "from": 0}
+        expected = {"reason": "namespace", "fields": ["epoch"], "from": 0}
         client.ask("failed audit", prompt, expected, "abandoned")
     node.end()
     node.begin(Pool, has_disk=False, host_bytes=_BLOCK_BYTES // 2)
