@@ -39,7 +39,7 @@ _MEMBERS = 4096  # of a cohort
 _FORGOTTEN = 1024  # names with a request, or twice as many as it has blocks
 _FORGOTTEN_FOR_ONE = 4  # with a new block
 _GROWN = 256  # cohorts that move to another bin at once
-_PRUNED = 8192  # names that they are then freed of at once, less than a millisecond
+_PRUNED = 1024  # names of cohorts that are pruned at once; one more cohort may exceed it
 _PRUNED_FROM = 16  # names of a cohort, and twice as many as it has members
 _PATIENT = 1 << 18  # blocks of a tier whose requests either learn or rank: both are a long call
 _LARGE = 1 << 20  # names that a large tier remembers at least
@@ -135,18 +135,20 @@ class _Cohort:
         """Entries of names."""
         return len(self.names) + len(self.rest)
 
-    def prune(self, is_member: Callable[[int], bool]) -> None:
-        """Frees the memory of those that moved on."""
-        self.names = _untracked(array("i", filter(is_member, self.names)))
-        rest, begin = array("i"), self.begin
-        while begin < len(self.rest):
-            end = _end_of(self.rest, begin)
-            run = [~self.rest[begin], *self.rest[begin + 1 : end]]
-            run = list(filter(is_member, run))
+    def prune(self, of: Sequence[int], state: Sequence[int]) -> None:
+        """Frees the memory of those that moved on. ``of``: the cohort of each name."""
+        own = self.number
+        names = [n for n in self.names if of[n] == own and state[n] & _KNOWN]
+        self.names = _untracked(array("i", names))
+        rest, at, runs = array("i"), self.begin, self.rest
+        while at < len(runs):
+            end = _end_of(runs, at)
+            run = [~runs[at], *runs[at + 1 : end]]
+            run = [n for n in run if of[n] == own and state[n] & _KNOWN]
             if run:
-                rest.append(~run[0])
-                rest.extend(run[1:])
-            begin = end
+                run[0] = ~run[0]
+                rest.extend(run)
+            at = end
         self.rest, self.begin = _untracked(rest) if rest else _NONE, 0
 
     def members(self) -> Iterator[int]:
@@ -856,9 +858,11 @@ class HazardPolicy(EvictionPolicy):
                     del queue[cohort.number]
                     self._grow(cohort)
                     size = cohort.size
-                    if size > 2 * (cohort.alive + _PRUNED_FROM) and pruned + size <= _PRUNED:
+                    if size > 2 * (cohort.alive + _PRUNED_FROM) and pruned < _PRUNED:
+                        # Those who were used again: a cohort stays as long as one of its blocks
+                        # was not, and there may be as many cohorts as blocks.
                         pruned += size
-                        self._prune(cohort)
+                        cohort.prune(self._cohort.cells, self._state.cells)
                 else:
                     break
                 left -= 1
@@ -876,12 +880,6 @@ class HazardPolicy(EvictionPolicy):
         self._by_bin[cohort.bin][cohort.number] = None
         if was_ready:
             self._make_ready(cohort)
-
-    def _prune(self, cohort: _Cohort) -> None:
-        """Frees the memory of names that were used again since: a cohort stays as long as one of
-        its blocks was not, and there may be as many cohorts as blocks."""
-        state, cohorts, own = self._state.cells, self._cohort.cells, cohort.number
-        cohort.prune(lambda number: cohorts[number] == own and state[number] & _KNOWN > 0)
 
     def _forget(self, left: int) -> None:
         """Forgets up to ``left`` of the oldest names beyond what may be remembered."""
