@@ -219,6 +219,22 @@ def test_after_an_outage_nothing_is_taken_for_granted(host: Host, store: MemoryS
     assert len(store.values) == 3
 
 
+def test_what_a_store_did_not_tell_about_is_not_known_after_its_pause_either(
+    store: MemoryStore,
+) -> None:
+    clock = ManualClock()
+    host, keys = Host(store, monotonic=clock), chain(NAMESPACE, 3)
+    store.failing = OSError("no route to the store")
+    host.tier.ask(keys[:2])
+    wait_until(lambda: host.tier.is_silent(keys[0]))
+    clock.advance(60.0)  # the next call is a trial
+    assert [host.tier.is_silent(key) for key in keys] == [True, True, False]
+    store.failing = None
+    host.ask(keys)
+    assert not any(map(host.tier.is_silent, keys))
+    host.tier.close()
+
+
 @pytest.fixture
 def overdue(store: MemoryStore) -> Iterator[Host]:
     """A host with 10 blocks in the store, whose get of the first hangs there."""

@@ -37,6 +37,7 @@ _ASKS_WAITING = 64  # lookups; beyond it blocks count as absent
 _STORE_CLOSE_S = 5.0
 _HOPELESS_S = 60.0
 _MAX_UNREADABLE = 1024
+_MAX_UNANSWERED = 8192
 _MOST_REPORTED = 1 << 20  # blocks of which watchers know: some hundred MB
 _SWEPT = 1024
 
@@ -119,6 +120,7 @@ class RemoteTier(Tier):
         self._asking: set[BlockKey] = set()
         self._asks = 0
         self._unreadable: dict[BlockKey, float] = {}  # there, but not got, since then
+        self._unanswered: dict[BlockKey, None] = {}  # their last lookup failed, the oldest first
         self._queued_bytes = 0
         self._closed = False
         self._watchers: Watchers = ()
@@ -160,7 +162,7 @@ class RemoteTier(Tier):
 
     def is_silent(self, key: BlockKey) -> bool:
         is_open = self._existence.of(key) in (Belief.UNKNOWN, Belief.THERE)
-        return is_open and not self._is_up()
+        return is_open and (key in self._unanswered or not self._is_up())
 
     def depth_of(self, key: BlockKey) -> int | None:
         return self._existence.depth_of(key)
@@ -487,6 +489,7 @@ class RemoteTier(Tier):
                 self._get_size.answered(seconds)
                 self._put_size.answered(seconds)
         with self._lock:
+            self._note_answered(keys, bool(answers))
             for key, is_there in zip(keys, answers, strict=False):
                 nbytes = self._sizes.get(key[:NAMESPACE_BYTES], 0)
                 self._existence.told(key, is_there and nbytes > 0, nbytes)
@@ -494,6 +497,16 @@ class RemoteTier(Tier):
                     self._withdraw((key,), Cause.LOST)
             self._asking.difference_update(keys)
             self._asks -= len(batch)
+
+    def _note_answered(self, keys: Iterable[BlockKey], answered: bool) -> None:
+        """Remembers which blocks the store did not tell about, also after its pause. Under the
+        lock."""
+        for key in keys:
+            self._unanswered.pop(key, None)
+            if not answered:
+                self._unanswered[key] = None
+        while len(self._unanswered) > _MAX_UNANSWERED:
+            del self._unanswered[next(iter(self._unanswered))]
 
     def _call_drops(self, batch: list[BlockKey]) -> None:
         with self._lock:  # some may have been stored anew meanwhile
