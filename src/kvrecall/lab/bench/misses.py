@@ -726,7 +726,8 @@ def _doubted(client: _Client, node: _Node, pool: Pool, share: int) -> None:
 
 def _declined(client: _Client, io: GatedIo, share: int) -> None:
     """Now and then the engine tries the slow disk again, and gives the load up: its own counters
-    say which of the two happened."""
+    say which of the two happened. If neither, the pool left the disk out, as it does for a while
+    after a load that was overdue."""
     on_disk = client.on_disk(2 * share)
     io.bytes_per_s = 100e3
     for prompt in on_disk:
@@ -742,7 +743,7 @@ def _declined(client: _Client, io: GatedIo, share: int) -> None:
             if not told.get("load_s", 0) > told.get("compute_s", 1) > 0:
                 outcome.expected = {"reason": "declined", "load_s": "above compute_s"}
         else:
-            outcome.expected = {"reason": "neither late nor declined"}
+            outcome.expected = {"reason": "away", "tier": "disk"}
     io.bytes_per_s = 0.0
 
 
