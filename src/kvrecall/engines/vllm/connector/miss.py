@@ -130,10 +130,10 @@ class MissExplainer:
         if key is None:
             self._tell(state, start, {"reason": Reason.NOT_POOLED, "cause": "no block hash"})
             return
-        otherwise: Mapping[str, object] = {"reason": Reason.RACE}
-        if cut is None:
-            otherwise = self._unknown(state, first, whole, live)
         absence = self._pool.why(key)
+        otherwise: Mapping[str, object] = {"reason": Reason.RACE}
+        if cut is None and (absence is None or absence.presence is Presence.UNKNOWN):
+            otherwise = self._unknown(state, first, whole, live)
         if absence is None:
             question = _Question(key, start, otherwise)
             self._open[state.request.request_id] = state, question
@@ -161,6 +161,8 @@ class MissExplainer:
         self, state: RequestState, absence: Absence, otherwise: Mapping[str, object]
     ) -> Mapping[str, object]:
         """The reason by what the pool knows."""
+        if absence.presence is Presence.UNKNOWN:
+            return otherwise
         place = {
             name: getattr(absence, name) for name in ("tier", "cause") if getattr(absence, name)
         }
@@ -181,10 +183,9 @@ class MissExplainer:
                 return {"reason": Reason.NOT_POOLED, "cause": _NO_NAMESPACE}
             case Presence.FILLING:
                 return {"reason": Reason.RACE, "cause": "being saved"}
-            case Presence.HERE:
-                tried = state.cut is not None and state.cut.key is not None
-                return {"reason": Reason.NO_ROOM if tried else Reason.RACE, **place}
-        return otherwise
+        assert absence.presence is Presence.HERE
+        tried = state.cut is not None and state.cut.key is not None
+        return {"reason": Reason.NO_ROOM if tried else Reason.RACE, **place}
 
     def _unknown(
         self, state: RequestState, first: int, whole: BlockKey | None, live: Collection[str]
