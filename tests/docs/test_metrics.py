@@ -30,12 +30,10 @@ SCRAPED = {"job", "instance"}  # labels that Prometheus adds
 
 
 def vllm_families() -> list[Family]:
-    """What vLLM's loggers register, by the calls in their source; without labels."""
-    spec = importlib.util.find_spec("vllm.v1.metrics.loggers")
-    assert spec
-    assert spec.origin
+    """What vLLM's loggers register, by the calls in their source; without labels. Counters of
+    speculation are registered from a list of names and texts."""
     found = []
-    for node in ast.walk(ast.parse(Path(spec.origin).read_text())):
+    for node in ast.walk(source_of("vllm.v1.metrics.loggers")):
         if not isinstance(node, ast.Call):
             continue
         kind = re.fullmatch(r"self\._(\w+)_cls", ast.unparse(node.func))
@@ -43,7 +41,18 @@ def vllm_families() -> list[Family]:
             if keyword.arg == "name" and isinstance(keyword.value, ast.Constant):
                 found.append(Family(str(keyword.value.value), kind[1] if kind else "", (), ""))
     assert len(found) > 30
+    for node in ast.walk(source_of("vllm.v1.spec_decode.metrics")):
+        match node:
+            case ast.Tuple([ast.Constant(str(name)), ast.Constant()]) if name.startswith("vllm:"):
+                found.append(Family(name, "counter", (), ""))
     return found
+
+
+def source_of(module: str) -> ast.Module:
+    spec = importlib.util.find_spec(module)
+    assert spec
+    assert spec.origin
+    return ast.parse(Path(spec.origin).read_text())
 
 
 @pytest.fixture(scope="module")
