@@ -152,7 +152,8 @@ def test_the_management_plane_has_no_text_and_no_salt(live: LiveServer) -> None:
     body |= {"stream": True, "cache_salt": THEIRS}
     headers = {"X-Request-Id": name}
     with live.client.stream("POST", "/v1/completions", json=body, headers=headers) as reply:
-        next(reply.iter_lines())
+        lines = reply.iter_lines()  # its end would close the connection
+        next(lines)
         pages = [
             live.management.get(path).text
             for path in (
@@ -240,7 +241,8 @@ def test_a_request_that_is_given_up_has_its_reason(live: LiveServer) -> None:
     with live.client.stream(
         "POST", "/v1/completions", json=body | {"stream": True}, headers=headers
     ) as reply:
-        next(reply.iter_lines())
+        lines = reply.iter_lines()  # its end would close the connection
+        next(lines)
         (view,) = why(live, f"cmpl-{name}")
         assert (view["phase"], view["missed"]["reason"]) == ("decode", "new")
     end = time.monotonic() + 30
