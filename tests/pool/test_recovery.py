@@ -19,6 +19,7 @@ from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
 
 MIB = 1 << 20
 KEYS = chain(NAMESPACE, 32)
+MANY = 20_000  # blocks of a folder whose reading and deleting take a while
 EARLY, LATE = KEYS[:8], KEYS[8:]
 
 
@@ -228,32 +229,39 @@ def test_recovered_blocks_are_evicted_in_the_order_of_their_uses(
     again.close()
 
 
+def whole(path: Path) -> tuple[DiskConfig, DiskTier]:
+    """A folder with ``MANY`` blocks, opened; all of them are read."""
+    config = DiskConfig(path, (8 << 20) + MANY * 6144, direct_io=False)
+    write_folder(config, MANY)
+    tier = DiskTier(config)
+    wait_until(tier._recovery.ended.is_set)
+    return config, tier
+
+
+def found_again(config: DiskConfig) -> int:
+    """The blocks that a new tier finds in the folder."""
+    tier = DiskTier(config)
+    assert tier._recovery.ended.wait(30.0)
+    blocks = tier.stats().blocks
+    tier.close()
+    return blocks
+
+
 def test_a_cleared_tier_stays_empty_however_soon_it_is_closed(tmp_path: Path) -> None:
     """The rows of all its blocks go at once, and their slots are free again."""
-    blocks = 20_000
-    config = DiskConfig(tmp_path, (8 << 20) + blocks * 6144, direct_io=False)
-    write_folder(config, blocks)
-    opened = DiskTier(config)
-    wait_until(opened._recovery.ended.is_set)
-    assert opened.stats().blocks == blocks
+    config, opened = whole(tmp_path)
+    assert opened.stats().blocks == MANY
     slots = opened._store.slot_class(4096)
     opened.clear()
     opened.close()
-    assert slots.free == slots.slots > blocks
-    again = DiskTier(config)
-    assert again._recovery.ended.wait(30.0)
-    assert again.stats().blocks == 0
-    again.close()
+    assert slots.free == slots.slots > MANY
+    assert found_again(config) == 0
 
 
 def test_however_slowly_rows_are_deleted_a_cleared_tier_stays_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    blocks = 20_000
-    config = DiskConfig(tmp_path, (8 << 20) + blocks * 6144, direct_io=False)
-    write_folder(config, blocks)
-    opened = DiskTier(config)
-    wait_until(opened._recovery.ended.is_set)
+    config, opened = whole(tmp_path)
     begun = threading.Event()
 
     def never(this: Index, addresses: Sequence[int]) -> None:
@@ -268,21 +276,14 @@ def test_however_slowly_rows_are_deleted_a_cleared_tier_stays_empty(
     opened.close()
     assert opened._catalog.pending_free == 0
     assert "dropped blocks" not in caplog.text
-    again = DiskTier(config)
-    assert again._recovery.ended.wait(30.0)
-    assert again.stats().blocks == 0
-    again.close()
+    assert found_again(config) == 0
 
 
 def test_closing_waits_no_longer_for_rows_than_it_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What was dropped and not deleted is said, and comes back; the folder is closed well."""
-    blocks = 20_000
-    config = DiskConfig(tmp_path, (8 << 20) + blocks * 6144, direct_io=False)
-    write_folder(config, blocks)
-    opened = DiskTier(config)
-    wait_until(opened._recovery.ended.is_set)
+    config, opened = whole(tmp_path)
     delete = Index.delete
 
     def slowly(this: Index, addresses: Sequence[int]) -> None:
@@ -290,10 +291,7 @@ def test_closing_waits_no_longer_for_rows_than_it_may(
         delete(this, addresses)
 
     monkeypatch.setattr(Index, "delete", slowly)
-    opened.drop([key_of(number) for number in range(blocks - 1)])
+    opened.drop([key_of(number) for number in range(MANY - 1)])
     opened.close(1.0)
     assert "dropped blocks were deleted; they will be found again" in caplog.text
-    again = DiskTier(config)
-    assert again._recovery.ended.wait(30.0)
-    assert 1 < again.stats().blocks < blocks
-    again.close()
+    assert 1 < found_again(config) < MANY

@@ -4,7 +4,7 @@ No test may end it; one that must starts its own (test_soak.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +19,9 @@ PLACES = 32
 
 
 @contextmanager
-def tiny_server(folder: Path, longest: int = 768) -> Iterator[LiveServer]:
+def tiny_server(
+    folder: Path, longest: int = 768, options: Sequence[str] = ()
+) -> Iterator[LiveServer]:
     """A server of a random model called ``tiny``, ready, for up to ``longest`` tokens."""
     from kvrecall.lab.models import write_model
 
@@ -27,7 +29,7 @@ def tiny_server(folder: Path, longest: int = 768) -> Iterator[LiveServer]:
     port = free_port()
     words = [str(folder / "model"), "--port", str(port), "--served-model-name", "tiny"]
     words += ["--host-size", "32MiB", "--kv-cache-memory-bytes", "64MiB"]
-    words += ["--max-model-len", str(longest), "--", "--max-num-seqs", str(PLACES)]
+    words += ["--max-model-len", str(longest), *options, "--", "--max-num-seqs", str(PLACES)]
     live = LiveServer(folder, words, f"http://127.0.0.1:{port}", warm=True)
     try:
         live.wait_ready()

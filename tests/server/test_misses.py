@@ -18,10 +18,10 @@ import pytest
 
 from kvrecall.block import tenant_of
 from kvrecall.errors import ExitStatus
-from kvrecall.lab.ports import free_port
 from kvrecall.pool.service.admin import Drop, ServiceAdmin
 from kvrecall.pool.service.inventory import Query
 
+from .conftest import tiny_server
 from .live import KVRECALL, LiveServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -36,21 +36,11 @@ NUMBERS = itertools.count()
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """A server whose pool can be asked to drop blocks."""
-    from kvrecall.lab.models import write_model
-
     folder = tmp_path_factory.mktemp("misses")
-    write_model(folder / "model", "qwen3", hidden=64, layers=2, max_position=1024)
-    port = free_port()
-    (folder / "pool.json").write_text('{"admin_socket": "%s"}' % (folder / "admin.sock"))
-    words = [str(folder / "model"), "--port", str(port), "--served-model-name", "tiny"]
-    words += ["--host-size", "32MiB", "--kv-cache-memory-bytes", "64MiB", "--max-model-len", "1024"]
-    words += ["--pool-config", str(folder / "pool.json"), "--", "--max-num-seqs", "32"]
-    server = LiveServer(folder, words, f"http://127.0.0.1:{port}", warm=True)
-    try:
-        server.wait_ready()
-        yield server
-    finally:
-        server.close()
+    pool = folder / "pool.json"
+    pool.write_text('{"admin_socket": "%s"}' % (folder / "admin.sock"))
+    with tiny_server(folder, 1024, ["--pool-config", str(pool)]) as live:
+        yield live
 
 
 def fresh(length: int = LENGTH) -> str:
