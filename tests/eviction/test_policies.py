@@ -8,7 +8,7 @@ import pytest
 
 from kvrecall.block import BlockKey
 from kvrecall.errors import ConfigError
-from kvrecall.pool.eviction import POLICY_NAMES, EvictionPolicy, make_policy
+from kvrecall.pool.eviction import POLICY_NAMES, EvictionPolicy, hazard, make_policy
 from kvrecall.pool.eviction.classes import CLASSES, levels
 from kvrecall.pool.eviction.hazard import HazardPolicy
 from kvrecall.pool.eviction.lifetable import _Level
@@ -235,6 +235,29 @@ def test_hazard_frees_names_that_were_used_again() -> None:
     assert sum(cohort.size for cohort in policy._cohorts) < 5 * known
     victims = policy.victims(known, anything, 1_000.0)
     assert sorted(victims) == sorted([*hot, *(keys_of(f"new{n}", 51)[-1] for n in range(1, 1_000))])
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 10**6])
+def test_hazard_moves_ages_on_in_parts(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a long pause very many cohorts are due, some of them without a block: each reaches the
+    bin of its age, a part with each call of ``tend``, and none is passed over."""
+    monkeypatch.setattr(hazard, "_GROWN", at_once)
+    monkeypatch.setattr(hazard, "_GROWN_BEFORE_USE", 10**6)
+    policy = HazardPolicy(2_000)
+    for number in range(200):
+        store(policy, keys_of(f"c{number % 150}", 3), number * 1.0)
+    for number in range(0, 200, 7):
+        for key in keys_of(f"c{number % 150}", 3):
+            policy.remove(key)
+    calls = 1
+    while policy.tend(10_000.0):
+        calls += 1
+    cohorts = [cohort for cohort in policy._cohorts if cohort.alive]
+    assert len(cohorts) > 100
+    assert calls > len(cohorts) // at_once
+    for cohort in cohorts:
+        assert policy._bins.starts[cohort.bin] <= 10_000.0 - cohort.born
+        assert 10_000.0 - cohort.born < policy._bins.ends[cohort.bin]
 
 
 def test_life_table_adds_classes_in_their_order() -> None:

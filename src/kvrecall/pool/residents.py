@@ -336,9 +336,10 @@ class Residents(EvictionOrders, Generic[R]):
     ) -> list[R]:
         """A request used ``chain`` (prefix first) and ``hanging`` blocks beside it, and leaves
         ``ending`` ones at its end. Returns the used blocks whose last use was recorded ``stale_s``
-        seconds ago or longer, and records it again."""
+        seconds ago or longer, and records it again. Before it and after it
+        ``tend``, until that returns False."""
         now, get = self.now(), self.blocks.get
-        self._policy.access(chain, now, hanging, ending, advice)
+        self._policy.record(chain, now, hanging, ending, advice)
         self._tails.access((), now, hanging)
         last: R | None = None
         noted: list[R] = []
@@ -352,6 +353,10 @@ class Residents(EvictionOrders, Generic[R]):
         for order in () if last is None else self.accounts.orders(last.tenant):
             order.access(chain, now, hanging, ending)
         return noted
+
+    def tend(self) -> bool:
+        """``EvictionPolicy.tend``."""
+        return self._policy.tend(self.now())
 
     # -- in use ----------------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ class EvictionPolicy(ABC):
     every event; the policy owns only the order. One request makes these calls:
 
     1. ``access(chain)`` once, on arrival, with all its full blocks whether resident or not
-       (blocks that hang on the chain may be reported by a second call);
+       (blocks that hang on the chain may be reported by a second call); that is ``record`` between
+       two times ``tend``, each of which may be under a hold of the tier's lock of its own;
     2. for each block to be stored, prefix first: if the tier is full, ``admit`` and, if that
        returns True, ``victims``; ``remove`` for each victim taken; then ``insert``.
 
@@ -64,6 +65,13 @@ class EvictionPolicy(ABC):
         end, or will be: where a request that continues it begins. Blocks that are not resident are
         allowed: a policy may learn from them, but does not make them resident. ``advice``: what
         the client said about the return of ``chain``, if it is believed; it may be wrong."""
+
+    def tend(self, now: float) -> bool:
+        """Does a part of what the time that has passed and ``access_n`` have made due, such as
+        learning from what was seen: a few milliseconds at most, whatever the size of the tier. True
+        if it should be called again; other calls may come between two. Before an access and after
+        it."""
+        return False
 
     @abstractmethod
     def remove_n(self, number: int) -> None:
@@ -121,6 +129,21 @@ class EvictionPolicy(ABC):
         ending: Sequence[BlockKey] = (),
         advice: Advice | None = None,
     ) -> None:
+        while self.tend(now):
+            pass
+        self.record(chain, now, hanging, ending, advice)
+        while self.tend(now):
+            pass
+
+    def record(
+        self,
+        chain: Sequence[BlockKey],
+        now: float,
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
+        advice: Advice | None = None,
+    ) -> None:
+        """``access`` without ``tend``, which the caller calls."""
         names = self.names
         look = names.meet_all if self.learns else names.numbers
         used, last = look(chain), look(ending)

@@ -35,13 +35,13 @@ _REFRESH = 32.0  # requests between two looks at the life table
 _FADE = 0.9975  # what then stays of the old counts: half after 277 looks, about 9,000 requests
 _EVIDENCE = 4.0  # requests' worth of blocks that a class needs to be believed half
 _RETURNS = 16  # ticks in which blocks came back, before the tables are believed at all
-_MEMBERS = 4096  # of a cohort
-_FORGOTTEN = 1024  # names with a request, or twice as many as it has blocks
+_MEMBERS = 1024  # of a cohort: more would take too long to prune at once
+_FORGOTTEN = 1024  # names at once; with a request, or twice as many as it has blocks
 _FORGOTTEN_FOR_ONE = 4  # with a new block
-_GROWN = 256  # cohorts that move to another bin at once
-_PRUNED = 1024  # names of cohorts that are pruned at once; one more cohort may exceed it
+_GROWN = 64  # cohorts that move to another bin at once
+_GROWN_BEFORE_USE = 4  # times so many before a request
+_PRUNED = 256  # names of cohorts that are pruned at once; one more cohort may exceed it
 _PRUNED_FROM = 16  # names of a cohort, and twice as many as it has members
-_PATIENT = 1 << 18  # blocks of a tier whose requests either learn or rank: both are a long call
 _LARGE = 1 << 20  # names that a large tier remembers at least
 _KEPT_SHARE = 0.5  # of a tier: what the pins of all tenants' hints may keep
 # What is known of a name:
@@ -253,6 +253,8 @@ class HazardPolicy(EvictionPolicy):
         self._refresh_at = 0
         self._mean_chain = 1.0
         self._is_learned = False  # by the life table, and cells are not ranked by it yet
+        self._to_grow = 0  # times that some cohorts may still, for this request
+        self._to_forget = 0  # names, at most, for the last request
         self._learn()
         self._rank()
 
@@ -268,7 +270,8 @@ class HazardPolicy(EvictionPolicy):
     ) -> None:
         if not (chain or hanging or ending):
             return
-        self._advance(now)
+        if now - self._now >= _TICK:  # not if some are late: ``tend`` is for them
+            self._advance(now)
         if self._recency is not None:
             self._recency.access_n(chain, now, hanging)
         state = self._state.cells
@@ -286,14 +289,30 @@ class HazardPolicy(EvictionPolicy):
         self._mean_chain += 0.01 * (len(chain) - self._mean_chain)
         self._uses += len(chain)
         self._use_chain(chain, advice)
+        self._to_forget = max(_FORGOTTEN, 2 * len(chain))
+
+    def tend(self, now: float) -> bool:
+        if now - self._now >= _TICK:
+            self._to_grow = _GROWN_BEFORE_USE
+        if self._to_grow:
+            self._to_grow -= 1
+            self._advance(now)
+            if self._is_late and self._to_grow:
+                return True
+            self._to_grow = 0
         if self._is_learned:
             self._rank()
-        elif self._uses >= self._refresh_at:
+            return False
+        if self._uses >= self._refresh_at:
+            self._to_forget = 0  # for once: more names than usual are no harm
             self._learn(_FADE)
-            if self._capacity < _PATIENT:
-                self._rank()
-        elif self._ghosts > self._remember:
-            self._forget(max(_FORGOTTEN, 2 * len(chain)))
+            return True
+        if not self._to_forget or self._ghosts <= self._remember:
+            return False
+        some = min(self._to_forget, _FORGOTTEN)
+        self._to_forget -= some
+        self._forget(some)
+        return bool(self._to_forget) and self._ghosts > self._remember
 
     def insert_n(
         self, number: int, parent: int, depth: int, now: float, hangs: bool = False
@@ -850,11 +869,11 @@ class HazardPolicy(EvictionPolicy):
             self._end_pins()
         left, pruned = _GROWN, 0
         for queue, end in zip(reversed(self._by_bin), reversed(self._bins.ends), strict=True):
-            while queue:
+            while queue and left:
                 cohort = self._cohorts[next(iter(queue))]
                 if cohort.alive == 0:
                     self._drop(cohort)
-                elif self._now - cohort.born >= end and left:
+                elif self._now - cohort.born >= end:
                     del queue[cohort.number]
                     self._grow(cohort)
                     size = cohort.size
@@ -866,8 +885,6 @@ class HazardPolicy(EvictionPolicy):
                 else:
                     break
                 left -= 1
-                if not left:
-                    break
         self._is_late = not left
 
     def _grow(self, cohort: _Cohort) -> None:
@@ -910,7 +927,7 @@ class HazardPolicy(EvictionPolicy):
         self.names.drop_all(going + above)
 
     def _learn(self, fade: float = 1.0) -> None:
-        """Looks at the life table again; ``_rank`` follows, in a large tier one request later."""
+        """Looks at the life table again; ``_rank`` follows."""
         evidence = _EVIDENCE * self._mean_chain
         seen = sum(map(sum, self._table.used))
         self._is_taught = self._returns >= _RETURNS and seen >= evidence
