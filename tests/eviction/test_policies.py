@@ -246,9 +246,8 @@ def test_hazard_moves_ages_on_in_parts(at_once: int, monkeypatch: pytest.MonkeyP
     policy = HazardPolicy(2_000)
     for number in range(200):
         store(policy, keys_of(f"c{number % 150}", 3), number * 1.0)
-    for number in range(0, 200, 7):
-        for key in keys_of(f"c{number % 150}", 3):
-            policy.remove(key)
+    for number in range(8):  # the youngest cohorts of their classes, each without a block then
+        policy.access(keys_of("c1", 3), 200.0 + number)
     calls = 1
     while policy.tend(10_000.0):
         calls += 1
