@@ -30,7 +30,7 @@ from kvrecall.pool.base import RecallState, Verdict
 from kvrecall.pool.pool import Pool
 from kvrecall.testing.blocks import chain, content, wait_until
 
-BLOCK_BYTES = 256 << 10
+BLOCK_BYTES = 64 << 10
 _HOST_BLOCKS = 256
 _DISK_BLOCKS = 2048
 _SESSIONS = 3 * _DISK_BLOCKS // 20  # at once, of 20 blocks on average: three times what fits
@@ -44,7 +44,7 @@ _LOAD_S = 60.0
 
 def measure_soak(
     minutes: Annotated[float, typer.Option(min=0.02, max=24 * 60, help="How long.")] = 60.0,
-    rate: Annotated[float, typer.Option(min=0.1, help="Requests a second.")] = 20.0,
+    rate: Annotated[float, typer.Option(min=0.1, help="Requests a second.")] = 60.0,
     policy: Annotated[str, typer.Option(help="Eviction policy.")] = DEFAULT_POLICY,
     path: Folder = Path("var"),
 ) -> Report:
