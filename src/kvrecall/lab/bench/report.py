@@ -56,7 +56,7 @@ BIAS: Mapping[str, str] = {
     "service": "for the service: clients that do nothing else, few at once or at a steady rate",
     "lookup": "for the pool: one caller, keys that are all there or all absent",
     "index": "for the index: blocks of one size and one namespace, in chains of 50",
-    "soak": "for neither: nothing is compared; one process, blocks of 256 KiB, a steady rate",
+    "soak": "for neither: nothing is compared; one process, blocks of 64 KiB, a steady rate",
     "disk": "for the tier: large blocks in deep queues; against it: checksums, and durable writes",
     "tiers": (
         "for libraries of few, large calls (as ours is): requests of 16 blocks of 1 MiB, by one "

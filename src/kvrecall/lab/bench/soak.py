@@ -38,6 +38,7 @@ _LAST_TURN = 20  # turns of two blocks
 _THREADS = 2
 _PARTS = 8
 """Of the time, for figures over time; the first fills the tiers and is not compared."""
+_SAMPLED = 2000  # values of a figure in a part of the time
 _REPORT_S = 60.0
 _LOAD_S = 60.0
 
@@ -95,14 +96,39 @@ def keys_of(session: int, turns: int = _LAST_TURN) -> list[BlockKey]:
     return chain(NAMESPACE, 2 * turns, f"session {session}")
 
 
+class _Sample:
+    """Some of very many values, each as likely as another (algorithm R, Vitter 1985), in memory
+    that does not grow: it is the process's own that is measured. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._values = array("d", bytes(8 * _SAMPLED))
+        self._count = 0
+        self._rng = random.Random(0)
+        self._lock = threading.Lock()
+
+    def add(self, value: float) -> None:
+        with self._lock:
+            count = self._count
+            place = count if count < _SAMPLED else self._rng.randrange(count + 1)
+            if place < _SAMPLED:
+                self._values[place] = value
+            self._count += 1
+
+    def __len__(self) -> int:
+        return min(self._count, _SAMPLED)
+
+    def median(self) -> float:
+        return statistics.median(self._values[: len(self)])
+
+
 @dataclass(slots=True)
 class _Part:
     """What was seen in a part of the time: microseconds of the thread's processor time to find a
     block, milliseconds until blocks were there, memory of the process."""
 
-    find_us: array[float] = field(default_factory=lambda: array("d"))
-    disk_ms: array[float] = field(default_factory=lambda: array("d"))
-    rss_mib: array[float] = field(default_factory=lambda: array("d"))
+    find_us: _Sample = field(default_factory=_Sample)
+    disk_ms: _Sample = field(default_factory=_Sample)
+    rss_mib: _Sample = field(default_factory=_Sample)
 
 
 class _Run:
@@ -127,7 +153,7 @@ class _Run:
         said = self._began
         while any(thread.is_alive() for thread in threads):
             time.sleep(min(1.0, self._seconds / 50))
-            self._part().rss_mib.append(_rss_mib())
+            self._part().rss_mib.add(_rss_mib())
             if time.monotonic() - said > _REPORT_S:
                 said = time.monotonic()
                 disk = pool.stats().tiers[-1]
@@ -177,10 +203,10 @@ class _Run:
             )
             pool.release(ticket)
             if TierName.DISK in tiers:
-                part.disk_ms.append(waited_ms / tiers.count(TierName.DISK))
+                part.disk_ms.add(waited_ms / tiers.count(TierName.DISK))
         pool.touch(keys)
         saved = self._save(pool, keys[came:])
-        part.find_us.append(find_us)
+        part.find_us.add(find_us)
         with self._lock:
             self.requests += 1
             self.saved += saved
@@ -228,9 +254,9 @@ def _read_all(config: PoolConfig, sessions: int) -> tuple[int, int]:
 def _report(run: _Run, disk: Any, found: int, wrong: int) -> Report:
     gc.collect()
     parts = run.parts[1:]
-    memory = [statistics.median(part.rss_mib) for part in parts if part.rss_mib]
-    find = [statistics.median(part.find_us) for part in parts if part.find_us]
-    load = [statistics.median(part.disk_ms) for part in parts if part.disk_ms]
+    memory = [part.rss_mib.median() for part in parts if part.rss_mib]
+    find = [part.find_us.median() for part in parts if part.find_us]
+    load = [part.disk_ms.median() for part in parts if part.disk_ms]
     if not (memory and find and load) or not disk.evictions:
         raise KvrecallError("too short: the disk was not full; give more --minutes or --rate")
     figures = {
