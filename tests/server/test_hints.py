@@ -164,11 +164,11 @@ def test_what_is_no_hint_is_refused_on_every_route(tiny: LiveServer, path: str) 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
 def test_what_is_nested_deep_is_no_failure(tiny: LiveServer, path: str) -> None:
     """Near the depth at which JSON can no longer be read, which Python's own limit is."""
-    for depth in range(780, 1000, 5):
+    for depth in range(790, 1000, 10):
         deep = "[" * depth + "]" * depth
         for raw in ({"hint": deep}, {"hint": f'["\\ud800", {deep}]'}, {"cache_control": deep}):
             assert send(tiny, path, ROUTES[path], **raw).status_code in (200, 400, 422)
-        if path != "/generate":
+        if path != "/generate":  # the engine died of it, in the pickle for its workers
             send(tiny, path, ROUTES[path], kv_transfer_params=f'{{"kvrecall_hint": {deep}}}')
     assert send(tiny, path, ROUTES[path]).status_code == 200
 
