@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,8 @@ from kvrecall.config import (
     TenantTerms,
 )
 from kvrecall.engines.base import MISSED, REASONS, Reason
-from kvrecall.engines.vllm.connector.chains import Chains
+from kvrecall.engines.vllm.connector.chains import Chains, Parting
+from kvrecall.engines.vllm.connector.wire import StepOrders
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.changes import Cause
@@ -215,6 +217,78 @@ def test_a_block_that_is_being_saved_is_a_race(pool: Pool) -> None:
     bench.step(second, 40)
     told = finished(bench, second)[MISSED]
     assert told["reason"] == "race"
+
+
+def begun(bench: Bench, name: str, prompt: list[int]) -> tuple[Request, StepOrders]:
+    """A request whose step is with the workers."""
+    params = SamplingParams(max_tokens=100)
+    params.update_from_generation_config({}, eos_token_id=1)
+    request = Request(name, prompt, params, None, block_hasher=bench.hasher)
+    bench.blocks[name] = list(range(1, 200))
+    bench.side.admit(request)
+    assert bench.matched(request) == 0
+    return request, bench.step(request, len(prompt))
+
+
+def test_reasons_are_found_while_the_workers_compute() -> None:
+    """And are those of the moment at which the prompt was looked up: the step itself fills its
+    blocks, and their pool evicts others for them."""
+    with make_pool(policy="lru") as pool:
+        bench = Bench(pool)
+        misses = bench.side.misses
+        misses.aside()
+        ask(bench, PROMPT)
+        for first in range(5_000, 90_000, 1000):
+            ask(bench, list(range(first, first + 8 * BLOCK + 4)))
+        misses.aside()
+        bench.side.tally.take()
+        request, _ = begun(bench, "again", PROMPT)
+        assert not bench.side.tally.misses
+        assert "explain_aside_seconds" not in bench.side.tally.take().data["counts"]
+        misses.aside()
+        assert bench.side.tally.misses["again"]["reason"] == "evicted"
+        assert finished(bench, request)[MISSED]["reason"] == "evicted"
+        counts = bench.side.tally.take().data["counts"]
+        assert counts["explain_aside_seconds"] > 0
+        assert "evicted:missed_tokens" not in counts
+        output = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
+        bench.side.orders(output, pool.arena_handle())  # of an idle engine
+        assert bench.side.tally.counts["evicted:missed_tokens"] == len(PROMPT)
+
+
+@pytest.mark.parametrize("has_aside", [False, True])
+def test_what_one_step_brings_is_settled_in_order(pool: Pool, has_aside: bool) -> None:
+    """The second of two equal prompts is a race, one that follows an answer goes on behind it, and
+    one that ends before the engine had time has its reason."""
+    bench = Bench(pool)
+    if has_aside:
+        bench.side.misses.aside()
+    first, orders = begun(bench, "first", PROMPT)
+    second, _ = begun(bench, "second", PROMPT)
+    told = finished(bench, second)[MISSED]
+    assert (told["reason"], told["cause"]) == ("race", "being saved")
+    assert finished(bench, first)[MISSED]["reason"] == "new"
+    bench.report(orders)
+    third = [*PROMPT, 6, *range(50_000, 50_050)]
+    request = Request("third", third, second.sampling_params, None, block_hasher=bench.hasher)
+    assert bench.matched(request) == 8 * BLOCK
+    bench.blocks["third"] = list(range(1, 200))
+    bench.side.allocated(request, (bench.blocks["third"],), 8 * BLOCK)
+    request.num_computed_tokens = 8 * BLOCK
+    bench.step(request, len(third) - 8 * BLOCK)
+    told = finished(bench, request)[MISSED]
+    assert (told["reason"], told["token"]) == ("diverged", len(PROMPT))
+
+
+def test_what_is_not_settled_is_bounded(pool: Pool) -> None:
+    bench = Bench(pool)
+    bench.side.misses.aside()
+    for number in range(3000):
+        request = bench.request(f"short {number}", 4, 9000 + 4 * number)
+        bench.step(request, 4)
+        finished(bench, request)
+        assert len(bench.side.misses._due) <= 1025
+    assert bench.side.misses.chains.nbytes > 0
 
 
 def test_a_request_that_excludes_recall(pool: Pool) -> None:
@@ -615,13 +689,39 @@ def test_the_memory_in_use_is_within_the_bound(blocks: int) -> None:
         for number in range(40_000 // max(4, blocks)):
             tokens = range(number, number + blocks * BLOCK + 3)
             keys = [BlockKey(number.to_bytes(32) + place.to_bytes(16)) for place in range(blocks)]
-            chains.add(BlockKey(number.to_bytes(48)), keys, [*tokens], str(number))
+            half = blocks // 2
+            parent, first = BlockKey(number.to_bytes(48)), tokens[: half * BLOCK + 1]
+            segment = chains.add(parent, keys[:half], [*first], str(number))
+            chains.extend(segment, keys[half:], [*tokens[len(first) :]])
         used, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert chains.nbytes <= 1 << 20
     assert used <= 1.1 * (1 << 20)
     assert used >= (1 << 20) / 4, "the memory is not used"
+
+
+def test_an_answer_goes_on_where_its_prompt_ended() -> None:
+    chains = Chains(BLOCK, most_bytes=50_000)
+    keys = [BlockKey(f"key {number}".encode()) for number in range(4)]
+    tokens = list(range(4 * BLOCK + 5))
+    segment = chains.add(BlockKey(b"root"), keys[:1], tokens[: BLOCK + 3], "one")
+    assert chains.extend(segment, keys[1:], tokens[BLOCK + 3 :])
+    assert [chains.owner(key) for key in keys] == ["one"] * 4
+    for place, key in enumerate(keys, 1):
+        begin = place * BLOCK
+        found = chains.parting(key, [*tokens[begin : begin + 4], 99, 99])
+        assert found is not None
+        assert (found.common, found.ends) == (4, False)
+    assert chains.parting(BlockKey(b"root"), tokens[:BLOCK]) == Parting(BLOCK, True)
+    for number in range(200):
+        chains.add(BlockKey(b"%d" % number), [], tokens, "others")
+    assert not any(map(chains.owner, keys))
+    assert not chains._places
+    used = chains.nbytes
+    assert not chains.extend(segment, keys, tokens)  # it is forgotten
+    assert chains.nbytes == used
+    assert not chains._places
 
 
 def test_every_reason_is_told_in_words() -> None:

@@ -63,6 +63,16 @@ def test_what_is_no_hint_is_refused_with_the_reason(given: object, why: str) -> 
     assert why in str(caught.value)
 
 
+@pytest.mark.parametrize("name", [None, "in_s", "returns", "pin_s"])
+def test_what_is_nested_deep_is_refused_in_a_line(name: str | None) -> None:
+    deep: Any = 1
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ValueError, match="it must be") as raised:
+        hint_of(deep if name is None else {name: deep})
+    assert len(str(raised.value)) < 200
+
+
 def test_a_hint_is_read() -> None:
     assert hint_of({}) == Hint()
     assert hint_of({"returns": True, "in_s": 5, "pin_s": None}) == Hint(True, 5.0, None)

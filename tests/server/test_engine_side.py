@@ -434,3 +434,20 @@ def test_other_schemas_are_left_to_vllm(wanted: dict[str, Any]) -> None:
     from kvrecall.engines.vllm.serving import sampling
 
     sampling.check(structured(wanted))
+
+
+@pytest.mark.parametrize("name", ["kv_transfer_params", "odd"])
+def test_what_the_engine_cannot_pickle_is_refused(name: str) -> None:
+    """The step of such a request ended the engine, and all requests with it."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    from kvrecall.engines.vllm.serving import sampling
+
+    deep: Any = {}
+    for level in range(5000):
+        deep = [deep]
+        if level == 190:
+            sampling.check(SamplingParams(extra_args={name: {"kvrecall_hint": deep}}))
+    with pytest.raises(VLLMValidationError, match=f"{name} is nested deeper than 200 levels"):
+        sampling.check(SamplingParams(extra_args={name: {"kvrecall_hint": deep}}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import string
 import subprocess
 import time
@@ -115,6 +116,17 @@ def test_a_tenant_learns_nothing_of_another(
     assert told["missed"]["reason"] == kind
     theirs = recall(post(live, THEIRS, prompt=prompt, **more))
     assert theirs.get("missed", {}).get("reason") == reason
+
+
+def test_reasons_are_found_while_the_workers_compute(live: LiveServer) -> None:
+    """vLLM makes the call in which they are."""
+    for _ in range(2):
+        post(live, None, prompt=fresh())
+    page = live.client.get("/metrics").text
+    for name in ("explain", "explain_aside"):
+        found = re.search(rf"^kvrecall_{name}_seconds_total{{[^}}]*}} (\S+)$", page, re.MULTILINE)
+        assert found, name
+        assert float(found[1]) > 0
 
 
 def test_headers_tell_nothing_of_another_tenant(live: LiveServer) -> None:

@@ -77,7 +77,11 @@ class Departures:
     def of(self, key: BlockKey) -> Departure | None:
         """The latest departure of a block; None if none is remembered."""
         number = self._names.number(key)
-        place = self._place.cells[number] if number >= 0 else 0
+        return self.of_n(number) if number >= 0 else None
+
+    def of_n(self, number: int) -> Departure | None:
+        """``of`` the block with that number."""
+        place = self._place.cells[number]
         if not place:
             return None
         return Departure(_KINDS[self._what[place - 1]], self._at[place - 1])

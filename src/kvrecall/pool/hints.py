@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import reprlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -195,13 +196,13 @@ def hint_of(given: object) -> Hint:
     """The hint of a JSON object with ``returns``, ``in_s`` and ``pin_s``, each of which may be
     missing or null. Raises ValueError, with the reason, for anything else."""
     if not isinstance(given, Mapping):
-        raise ValueError(f"it is {_shown(given)}; it must be an object with {_NAMES}")
+        raise ValueError(f"it is {shown(given)}; it must be an object with {_NAMES}")
     for name in given:
         if name not in Hint._fields:
-            raise ValueError(f"{_shown(name)} is unknown; known: {_NAMES}")
+            raise ValueError(f"{shown(name)} is unknown; known: {_NAMES}")
     returns, in_s, pin_s = (given.get(name) for name in Hint._fields)
     if returns is not None and not isinstance(returns, bool):
-        raise ValueError(f"returns is {_shown(returns)}; it must be true or false")
+        raise ValueError(f"returns is {shown(returns)}; it must be true or false")
     if returns is False and (in_s is not None or pin_s is not None):
         raise ValueError("returns is false; leave out in_s and pin_s")
     return Hint(returns, _seconds("in_s", in_s), _seconds("pin_s", pin_s))
@@ -214,12 +215,19 @@ def _seconds(name: str, value: object) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} is {_shown(value)}; it must be a number of seconds")
+        raise ValueError(f"{name} is {shown(value)}; it must be a number of seconds")
     if not 0 <= value <= MAX_SECONDS:  # nor is NaN
-        raise ValueError(f"{name} is {_shown(value)}; it must be 0 to {MAX_SECONDS:g} seconds")
+        raise ValueError(f"{name} is {shown(value)}; it must be 0 to {MAX_SECONDS:g} seconds")
     return float(value)
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
+def shown(value: object) -> str:
+    """What a client sent, in an error: 83 characters at most, and of nested values the outermost
+    ones, however deep they are."""
+    text = _SHORT.repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 4
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 200

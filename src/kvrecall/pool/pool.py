@@ -41,7 +41,7 @@ from kvrecall.pool.base import (
 from kvrecall.pool.cascade import Cascade
 from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.cipher import read_cipher
-from kvrecall.pool.departures import Departure, Departures, Refusal
+from kvrecall.pool.departures import Departures, Refusal
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.codec import make_codec
 from kvrecall.pool.eviction import make_policy
@@ -165,6 +165,7 @@ class Pool:
         self._evictor = Evictor(self._host, self._writer, terms)
         self._sizes: dict[bytes, int] = {}
         self._names: dict[bytes, Namespace] = {}
+        self._others: dict[bytes, tuple[tuple[Namespace, Namespace], ...]] = {}
         self._filling: dict[BlockKey, Block] = {}
         self._tickets: dict[int, Ticket] = {}
         self._hints = HintRecord()
@@ -247,6 +248,7 @@ class Pool:
                 )
             self._sizes[namespace.digest] = block_bytes
             self._names[namespace.digest] = namespace
+            self._others.clear()
             self._host.resize_policy(host_bytes // slot_bytes)
             self._below.register(namespace, block_bytes)
 
@@ -317,56 +319,68 @@ class Pool:
                 return Absence(Presence.HERE, TierName.HOST)
             if key in self._filling:
                 return Absence(Presence.FILLING)
-            has_below = self._writer.has_below
-            if has_below and self._below.contains(key):
-                there = Presence.HERE if self._below_answers() else Presence.AWAY
-                return Absence(there, self._below.tier_of(key))
-            left = self._departure(key)
-            is_silent = has_below and self._below.is_silent(key)
-            if left is not None and not (is_silent and left[1].what in _MADE_ROOM):
-                tier, (what, at) = left
-                is_refusal = isinstance(what, Refusal)
+            tier, left = TierName.HOST, self._host.departures.of(key)
+            disk, below, is_silent = self._disk, self._below, False
+            if below is not disk and self._writer.has_below:
+                if below.contains(key):
+                    return self._below_has(below.tier_of(key))
+                is_silent = below.is_silent(key)
+                unreadable = self._unreadable.of(key)
+                if unreadable is not None and (left is None or unreadable.at > left.at):
+                    tier, left = TierName.REMOTE, unreadable
+            if disk is not None:
+                is_here, departure = disk.known_of(key)
+                if is_here:
+                    return self._below_has(disk.name)
+                if departure is not None and (left is None or departure.at > left.at):
+                    tier, left = disk.name, departure
+            if left is not None and not (is_silent and left.what in _MADE_ROOM):
+                is_refusal = isinstance(left.what, Refusal)
                 kind = Presence.REFUSED if is_refusal else Presence.GONE
-                return Absence(kind, tier, what, at)
+                return Absence(kind, tier, left.what, left.at)
             if is_silent:
                 return Absence(Presence.AWAY, TierName.REMOTE)
             return self._elsewhere(key) or _UNKNOWN
 
-    def _departure(self, key: BlockKey) -> tuple[TierName, Departure] | None:
-        """The latest departure of a block, or refusal; of a store only that it was unreadable."""
-        found = [
-            (TierName.HOST, self._host.departures.of(key)),
-            (TierName.REMOTE, self._unreadable.of(key)),
-        ]
-        if self._disk is not None:
-            found.append((TierName.DISK, self._disk.departure(key)))
-        known = [(tier, left) for tier, left in found if left is not None]
-        return max(known, key=lambda one: one[1].at, default=None)
+    def _below_has(self, tier: TierName) -> Absence:
+        return Absence(Presence.HERE if self._below_answers() else Presence.AWAY, tier)
 
     def _elsewhere(self, key: BlockKey) -> Absence | None:
         """Another namespace that has a block of the same hash, and what is different there. Hashes
         contain the salt, so it is a block of the same tenant."""
-        digest, rest = key[:NAMESPACE_BYTES], key[NAMESPACE_BYTES:]
+        digest = key[:NAMESPACE_BYTES]
+        others = self._others.get(digest)
+        if others is None:
+            others = self._others[digest] = self._others_than(digest)
+        rest = key[NAMESPACE_BYTES:] if others else b""
+        for own, other in others:
+            twin = BlockKey(other.digest + rest)
+            in_host = twin in self._host.blocks
+            if not (in_host or (self._disk is not None and self._disk.contains(twin))):
+                continue
+            parts, theirs = dict(own.parts), dict(other.parts)
+            names = parts.keys() | theirs.keys()
+            fields = sorted(name for name in names if parts.get(name) != theirs.get(name))
+            tier = TierName.HOST if in_host else TierName.DISK
+            return Absence(Presence.ELSEWHERE, tier, fields=tuple(fields))
+        return None
+
+    def _others_than(self, digest: bytes) -> tuple[tuple[Namespace, Namespace], ...]:
+        """A namespace beside each other one with blocks of the same KV group, the latest first."""
         known = (
             {} if self._disk is None else {one.digest: one for one, _ in self._disk.namespaces()}
         )
         known |= self._names
         own = known.get(digest)
         if own is None:
-            return None
-        for other in itertools.islice(reversed(known.values()), _MOST_NAMESPACES):
-            twin = BlockKey(other.digest + rest)
-            in_host = twin in self._host.blocks
-            if not (in_host or (self._disk is not None and self._disk.contains(twin))):
-                continue
-            parts, theirs = dict(own.parts), dict(other.parts)
-            if other.digest == digest or theirs.get("group") != parts.get("group"):
-                continue
-            names = parts.keys() | theirs.keys()
-            fields = sorted(name for name in names if parts.get(name) != theirs.get(name))
-            tier = TierName.HOST if in_host else TierName.DISK
-            return Absence(Presence.ELSEWHERE, tier, fields=tuple(fields))
-        return None
+            return ()
+        group = dict(own.parts).get("group")
+        latest = itertools.islice(reversed(known.values()), _MOST_NAMESPACES)
+        return tuple(
+            (own, other)
+            for other in latest
+            if other.digest != digest and dict(other.parts).get("group") == group
+        )
 
     def acquire(
         self,

@@ -163,10 +163,13 @@ class Catalog(EvictionOrders):
             number = self._find(key)
             return None if number < 0 else int(self._depth.cells[number])
 
-    def departure(self, key: BlockKey) -> Departure | None:
-        """Why and when the block left; None if that is not remembered."""
+    def known_of(self, key: BlockKey) -> tuple[bool, Departure | None]:
+        """Whether a block is here; and why and when it left, as far as that is remembered."""
         with self._lock:
-            return self.departures.of(key)
+            number = self._table.number(key)
+            if number < 0:
+                return False, None
+            return bool(self._state.cells[number]), self.departures.of_n(number)
 
     def _entry(self, number: int) -> Entry:
         begin = number * self._tag_bytes

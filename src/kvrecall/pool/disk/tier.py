@@ -148,9 +148,9 @@ class DiskTier(Tier):
     def depth_of(self, key: BlockKey) -> int | None:
         return self._catalog.depth_of(key)
 
-    def departure(self, key: BlockKey) -> Departure | None:
-        """Why and when the block left; None if that is not remembered."""
-        return self._catalog.departure(key)
+    def known_of(self, key: BlockKey) -> tuple[bool, Departure | None]:
+        """Whether the block is here; and why and when it left, as far as that is remembered."""
+        return self._catalog.known_of(key)
 
     def submit_put(self, puts: Sequence[Put]) -> list[PutVerdict]:
         return self._flusher.submit(puts)

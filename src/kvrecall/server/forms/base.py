@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvrecall.engines.base import GenerateRequest, Sampling, Token, Update, recalled
-from kvrecall.pool.hints import hint_of
+from kvrecall.pool.hints import hint_of, shown
 from kvrecall.server.replies import ReplyError
 
 Json = dict[str, Any]
@@ -207,9 +207,8 @@ def parsed(form: type[Body], raw: Mapping[str, Any]) -> Body:
         raise ReplyError(422, f"{field}: unknown field")
     if problem["type"] == "missing":
         raise ReplyError(422, f"{field}: required")
-    given = repr(problem["input"])
     message = problem["msg"].removeprefix("Value error, ")
-    said = f"{message}, got {given if len(given) <= 80 else given[:80] + '...'}"
+    said = f"{message}, got {shown(problem['input'])}"
     raise ReplyError(422, f"{field}: {said}" if field else said)
 
 

@@ -37,6 +37,14 @@ TABLE = (
         "vLLM lets a connector invalidate blocks of running requests.",
     ),
     Patch(
+        "aside",
+        "vllm.v1.core.sched.scheduler:Scheduler.get_grammar_bitmask",
+        "Lets the connector work in each step after it was given to the workers, and before the "
+        "engine waits for them: it finds the reasons of misses.",
+        "What a connector does within `schedule` delays the step.",
+        "vLLM calls a connector when a step has been given to the workers.",
+    ),
+    Patch(
         "orders-first",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model",
         "Gives the connector a step's orders before attention metadata is built. Only with Model "

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from kvrecall.config import DEFAULT_MATCH_UNIT, RecallSettings
 from kvrecall.engines.vllm.compat.patches import install
@@ -119,6 +119,27 @@ def reschedule_lost() -> None:
         return update_from_output
 
     install("reschedule", make)
+
+
+_ASIDE: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
+"""What an engine does while its workers compute, by its KV cache manager."""
+
+
+def while_computing(kv_cache_manager: Any, work: Callable[[], None]) -> None:
+    """Does ``work`` in each step that computes anything, after the workers got it and before the
+    engine waits for them. vLLM asks for the grammars' bitmask there."""
+
+    def make(plain: Any) -> Any:
+        def get_grammar_bitmask(self: Any, *args: Any) -> Any:
+            aside = _ASIDE.get(self.kv_cache_manager)
+            if aside is not None:
+                aside()
+            return plain(self, *args)
+
+        return get_grammar_bitmask
+
+    install("aside", make)
+    _ASIDE[kv_cache_manager] = work
 
 
 def _preempt(scheduler: Any, request: Any) -> None:

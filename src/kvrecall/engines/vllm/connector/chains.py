@@ -72,22 +72,41 @@ class Chains:
 
     def add(
         self, parent: BlockKey, keys: Sequence[BlockKey], tokens: Sequence[int], owner: str
-    ) -> None:
-        """Adds blocks behind ``parent``, with the tokens from the first of them on."""
+    ) -> int:
+        """Adds blocks behind ``parent``, with the tokens from the first of them on. Returns the
+        number of the segment that they are; 0 without tokens."""
         if not tokens:
-            return
-        self._last += 1
+            return 0
+        self._last = number = self._last + 1
         segment = _Segment(parent, list(keys), array("i", tokens), owner)
-        self._segments[self._last] = segment
+        self._segments[number] = segment
         for place, key in enumerate(segment.keys):
-            self._places[key] = self._last << _PLACE_BITS | place
+            self._places[key] = number << _PLACE_BITS | place
         branches = self._branches.get(parent)
         if branches is None:
             branches = self._branches[parent] = deque(maxlen=_MOST_BRANCHES)
-        branches.append(self._last)
+        branches.append(number)
         self._nbytes += segment.nbytes
         while self._nbytes > self._most:
             self._forget()
+        return number
+
+    def extend(self, number: int, keys: Sequence[BlockKey], tokens: Sequence[int]) -> bool:
+        """Adds the blocks of a segment's request from the first one on of which the segment has no
+        key, and the tokens behind its own. False, and no effect, if it is forgotten."""
+        segment = self._segments.get(number)
+        if segment is None:
+            return False
+        self._nbytes -= segment.nbytes
+        for place, key in enumerate(keys, len(segment.keys)):
+            self._places[key] = number << _PLACE_BITS | place
+        segment.keys += keys
+        segment.tokens.extend(tokens)
+        self._nbytes += segment.nbytes
+        self._segments.move_to_end(number)
+        while self._nbytes > self._most:
+            self._forget()
+        return True
 
     def owner(self, key: BlockKey) -> str | None:
         """The request that was the first to have this block; None if it is not known."""

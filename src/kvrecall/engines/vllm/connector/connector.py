@@ -203,6 +203,8 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             scheduler.tail_hash(self._vllm_config, facts.block_size),
             self._kv_cache_manager.evict_blocks,
         )
+        if self._scheduler.misses.is_on:
+            scheduler.while_computing(self._kv_cache_manager, self._scheduler.misses.aside)
         self._events = self._pool_events(self._scheduler)
         self._traces = self._scheduler.traces = self._begin_traces(self._scheduler, facts)
         self._keep_long_sequences(facts)

@@ -46,7 +46,8 @@ COUNTERS = {
     "handovers_foreign": "Handovers whose blocks do not fit this engine.",
     "traces_dropped": "Batches of a request's spans that were dropped, because too many waited.",
     "hints_invalid": "Hints of requests that were ignored, because their form is wrong.",
-    "explain_seconds": "Seconds of the scheduler spent on finding the reasons of misses.",
+    "explain_seconds": "Seconds of the scheduler spent on the reasons of misses, before steps.",
+    "explain_aside_seconds": "The same, while the workers computed.",
     "flushes_missed": "Replies sent before their blocks were durable (async_write off).",
     **{f"retrieval_{one.name}": one.metadata["text"] for one in fields(Activity)},
 }
@@ -116,6 +117,7 @@ class Tally:
         self.splits: dict[str, dict[str, int]] = {}
         self.misses: dict[str, Miss] = {}
         self.loads: dict[str, list[float]] = {}  # tier -> seconds of each
+        self.explain_s = self.explain_aside_s = 0.0
         self._totals: Counts[str] = Counts()  # of the pool, when they were last watched
 
     def count_request(self, sources: dict[str, int]) -> None:
@@ -127,10 +129,6 @@ class Tally:
     def count_load(self, tier: str, seconds: float) -> None:
         """Adds a prefix that was loaded."""
         self.loads.setdefault(str(tier), []).append(round(seconds, 6))
-
-    def count_seconds(self, name: str, seconds: Any) -> None:
-        """Adds to a counter of seconds."""
-        self.counts[name] += seconds
 
     def count_step(self, report: StepReport) -> None:
         """Adds the copies of a step."""
@@ -169,6 +167,9 @@ class Tally:
         loads, self.loads = self.loads, {}
         misses, self.misses = self.misses, {}
         moved: dict[str, float] = {name: amount for name, amount in counts.items() if amount}
+        spent = {"explain_seconds": self.explain_s, "explain_aside_seconds": self.explain_aside_s}
+        moved |= {name: seconds for name, seconds in spent.items() if seconds}
+        self.explain_s = self.explain_aside_s = 0.0
         return RecallStats.of(moved, {}, splits, loads=loads, misses=misses)
 
 

@@ -1,23 +1,26 @@
 """Why a prompt's first block that was neither on the device nor recalled was not: one reason.
 
-Everything here runs once for a request that has such a block, and never for a whole hit. What the
-scheduler side did itself (declined, gave up, audited) it has noted; the pool knows what became of
-the block (``PoolClient.why``); and the chains of recent requests tell whether the prompt leaves one
-of them. All is looked up by the block's own key, its hash in other namespaces, or the key of the
-block before it. Keys contain the salt, so that no answer depends on what other tenants hold.
+Everything here runs once for a request. What the scheduler side did itself (declined, gave up,
+audited) it has noted; the pool knows what became of the block (``PoolClient.why``); and the chains
+of recent requests tell whether the prompt leaves one of them. All is looked up by the block's own
+key, its hash in other namespaces, or the key of the block before it. Keys contain the salt, so that
+no answer depends on what other tenants hold.
+
+Before the step goes to the workers only the pool is asked, because the step itself changes what the
+pool knows of the block. The rest is done while the workers compute, in the order in which it came.
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
 from array import array
 from collections.abc import Collection, Mapping
+from time import perf_counter
 from typing import NamedTuple
 
 from kvrecall.block import BlockKey
 from kvrecall.config import ExplainMisses
-from kvrecall.engines.base import Miss, Reason
+from kvrecall.engines.base import Reason
 from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.connector.chains import LEAST_COMMON, Chains
 from kvrecall.engines.vllm.connector.metrics import Tally
@@ -29,6 +32,15 @@ from kvrecall.pool.changes import Cause
 _MEDIUM = (Cause.CORRUPT, Cause.LOST)
 _NO_NAMESPACE = "namespace abandoned or refused"
 _ROOT_BYTES = 48  # longer than any digest of a block in a key of this namespace
+_MOST_DUE = 1024  # requests that began or ended, and are not settled yet
+
+_Begun = tuple[RequestState, int, BlockKey | None, Absence | None]
+"""A request whose prompt's sources are known: the first token that it computes, the key of the
+block that was missing there, and what the pool knew of it. No key: the pool was not asked. No
+answer: a pool service has it."""
+
+_Ended = tuple[RequestState, int]
+"""A request that ended with so many final tokens."""
 
 
 class _Question(NamedTuple):
@@ -45,32 +57,80 @@ class MissExplainer:
     ``resume``."""
 
     def __init__(
-        self, pool: PoolClient, facts: EngineFacts, tally: Tally, explain: ExplainMisses
+        self,
+        pool: PoolClient,
+        facts: EngineFacts,
+        tally: Tally,
+        explain: ExplainMisses,
+        live: Collection[str],
     ) -> None:
+        """``live``: requests in the engine."""
         self._pool = pool
         self._facts = facts
+        self._unit = facts.unit
         self._tally = tally
+        self._live = live
         self._tells_tokens = explain == "tokens"
         self.is_on = explain != "off"
         self.chains = Chains(facts.block_size)
+        self.is_asked = False
+        """Whether a request has begun that is not settled."""
+        self.has_aside = False
+        """Whether the engine calls ``aside``."""
+        self._due: list[_Begun | _Ended] = []  # in order
         self._open: dict[str, tuple[RequestState, _Question]] = {}
 
-    def begin(self, state: RequestState, live: Collection[str]) -> None:
-        """The prompt's sources are known: finds why the rest is computed, if some of that could
-        have been recalled. ``live``: requests in the engine."""
+    def begin(self, state: RequestState) -> None:
+        """The prompt's sources are known: asks the pool why the rest is computed, if some of that
+        could have been recalled."""
         if not self.is_on:
             return
-        began = time.perf_counter()
-        request, unit = state.request, self._facts.unit
-        prompt = int(request.num_prompt_tokens)
-        start = state.device_tokens + sum(state.recalled.values())
-        if prompt - 1 < unit:
-            self._tell(state, 0, {"reason": Reason.SHORT})
-        elif start < (prompt - 1) // unit * unit:
-            self._find(state, start, (prompt - 1) // unit * unit, live)
-        if state.namespace is not None:
-            self._learn(state, start)
-        self._tally.count_seconds("explain_seconds", time.perf_counter() - began)
+        began = perf_counter()
+        start = state.device_tokens
+        if state.recalled:
+            start += sum(state.recalled.values())
+        limit = (state.request.num_prompt_tokens - 1) // self._unit * self._unit
+        key = absence = None
+        if start < limit and state.namespace is not None:
+            key = self._key(state, start, limit)
+            if key is not None:
+                absence = self._pool.why(key)
+        self._due.append((state, start, key, absence))
+        self.is_asked = True
+        self._tally.explain_s += perf_counter() - began
+
+    def aside(self) -> None:
+        """The workers compute a step, and the engine would wait for them: settles meanwhile."""
+        self.has_aside = True
+        self.settle(True)
+
+    def settle(self, is_aside: bool = False) -> None:
+        """Finds the reasons of the requests that began, and learns their tokens and those of the
+        requests that ended. ``is_aside``: no request waits for it."""
+        if not self._due and not self._open:
+            return
+        began = perf_counter()
+        if self._open:
+            self.resume()
+        due, self._due, self.is_asked = self._due, [], False
+        for one in due:
+            if len(one) == 2:
+                self._close(*one)
+                continue
+            state, start, key, absence = one
+            prompt = int(state.request.num_prompt_tokens)
+            limit = (prompt - 1) // self._unit * self._unit
+            if not limit:
+                self._tell(state, 0, {"reason": Reason.SHORT})
+            elif start < limit:
+                self._find(state, start, key, absence)
+            if state.namespace is not None:
+                self._learn(state, start)
+        seconds = perf_counter() - began
+        if is_aside:
+            self._tally.explain_aside_s += seconds
+        else:
+            self._tally.explain_s += seconds
 
     def resume(self, request_id: str = "") -> None:
         """Takes the answers that have arrived since. ``request_id``: of a request that ends, for
@@ -87,6 +147,7 @@ class MissExplainer:
     def failed(self, state: RequestState) -> None:
         """Its blocks arrived, and the workers could not copy them."""
         if self.is_on:
+            self.settle()
             self._open.pop(state.request.request_id, None)
             self._tell(state, state.device_tokens, {"reason": Reason.FAILED})
 
@@ -94,25 +155,55 @@ class MissExplainer:
         """The request is over; its first ``tokens`` tokens are final."""
         if not self.is_on:
             return
+        if self.is_asked or len(self._due) >= _MOST_DUE:
+            self.settle()
+        began = perf_counter()
         if self._open:
             self.resume(state.request.request_id)
-        if state.miss is not None:
-            reason, lost = state.miss["reason"], state.miss["tokens"]
-            assert isinstance(lost, int)
-            self._tally.counts[f"{reason}:missed_tokens"] += lost
-        if state.namespace is not None and state.learnt is not None:
-            self._learn(state, state.learnt, tokens)
+        self._due.append((state, tokens))
+        self._tally.explain_s += perf_counter() - began
 
     # ---- within --------------------------------------------------------------------------
 
     def _tell(self, state: RequestState, start: int, found: Mapping[str, object]) -> None:
         tokens = int(state.request.num_prompt_tokens) - start
-        miss: Miss = {"reason": str(found["reason"]), "from": start, "tokens": tokens} | {
-            name: value for name, value in found.items() if name != "reason"
-        }
+        miss: dict[str, object] = {"reason": str(found["reason"]), "from": start, "tokens": tokens}
+        for name, value in found.items():
+            if name != "reason":
+                miss[name] = value
         state.miss = self._tally.misses[state.request.request_id] = miss
 
-    def _find(self, state: RequestState, start: int, limit: int, live: Collection[str]) -> None:
+    def _close(self, state: RequestState, final: int) -> None:
+        """Counts and learns a request that ended."""
+        if state.miss is not None:
+            reason, lost = state.miss["reason"], state.miss["tokens"]
+            assert isinstance(lost, int)
+            self._tally.counts[f"{reason}:missed_tokens"] += lost
+        if state.namespace is None or state.learnt is None or state.learnt >= final:
+            return
+        tokens, size = state.request.all_token_ids, self._facts.block_size
+        first = state.learnt // size
+        keys = state.keys(final // size, None, first)
+        if not self.chains.extend(state.segment, keys, tokens[state.learnt : final]):
+            parent = self._parent(state, first)
+            self.chains.add(parent, keys, tokens[first * size : final], state.request.request_id)
+
+    def _key(self, state: RequestState, start: int, limit: int) -> BlockKey | None:
+        """Of the block that a request lacks at ``start``; None if the pool need not be asked."""
+        cut = state.cut
+        if cut is not None and start <= cut.at:
+            return None if cut.reason is not None else cut.key
+        if state.request.skip_reading_prefix_cache or not self._facts.recalls:
+            return None
+        if state.lacks is not None:
+            return state.lacks
+        first = start // self._facts.block_size
+        chain = state.keys(first + 1, None, first)
+        return chain[0] if chain else state.key_at(limit)
+
+    def _find(
+        self, state: RequestState, start: int, key: BlockKey | None, absence: Absence | None
+    ) -> None:
         hindrance = self._hindrance(state)
         if hindrance is not None:
             self._tell(state, start, hindrance)
@@ -121,19 +212,12 @@ class MissExplainer:
         if cut is not None and cut.reason is not None:
             self._tell(state, start, {"reason": cut.reason, **cut.details})
             return
-        first = start // self._facts.block_size
-        chain = state.keys(first + 1)
-        whole = chain[first] if len(chain) > first else None
-        key = state.lacks or whole or state.key_at(limit)
-        if cut is not None:
-            key = cut.key
         if key is None:
             self._tell(state, start, {"reason": Reason.NOT_POOLED, "cause": "no block hash"})
             return
-        absence = self._pool.why(key)
         otherwise: Mapping[str, object] = {"reason": Reason.RACE}
         if cut is None and (absence is None or absence.presence is Presence.UNKNOWN):
-            otherwise = self._unknown(state, first, whole, live)
+            otherwise = self._unknown(state, start // self._facts.block_size)
         if absence is None:
             question = _Question(key, start, otherwise)
             self._open[state.request.request_id] = state, question
@@ -187,21 +271,20 @@ class MissExplainer:
         tried = state.cut is not None and state.cut.key is not None
         return {"reason": Reason.NO_ROOM if tried else Reason.RACE, **place}
 
-    def _unknown(
-        self, state: RequestState, first: int, whole: BlockKey | None, live: Collection[str]
-    ) -> Mapping[str, object]:
+    def _unknown(self, state: RequestState, first: int) -> Mapping[str, object]:
         """The reason if the pool knows nothing of the block with that index in the chain."""
         if state.promise is not None and state.promise.is_over:
             return {"reason": Reason.LATE, "cause": "handover"}
         facts = self._facts
         if state.lacks is not None and facts.groups[facts.chain].kind is GroupKind.FULL:
             return {"reason": Reason.UNSAVED, "group": state.lacks_kind}  # its chain is there
-        owner = None if whole is None else self.chains.owner(whole)
+        whole = state.keys(first + 1, None, first)
+        owner = self.chains.owner(whole[0]) if whole else None
         if owner is not None:
-            if owner in live:
+            if owner in self._live:
                 return {"reason": Reason.RACE, "cause": "being computed"}
             return {"reason": Reason.UNSAVED}
-        size, prompt = self._facts.block_size, state.request.prompt_token_ids
+        size, prompt = facts.block_size, state.request.prompt_token_ids
         if prompt is None:
             return {"reason": Reason.NEW}
         begin = first * size
@@ -227,16 +310,15 @@ class MissExplainer:
             state.root = state.namespace.key(root)
         return state.root
 
-    def _learn(self, state: RequestState, start: int, final: int | None = None) -> None:
-        """Remembers the tokens of a request behind the first ``start``: of its prompt, or at its
-        end the first ``final``."""
+    def _learn(self, state: RequestState, start: int) -> None:
+        """Remembers the tokens of a request's prompt behind the first ``start``."""
         request, size = state.request, self._facts.block_size
-        tokens = request.prompt_token_ids if final is None else request.all_token_ids
-        if request.prompt_token_ids is None:
+        prompt = request.prompt_token_ids
+        if prompt is None:
             return
-        upto = int(request.num_prompt_tokens) if final is None else final
         first = start // size
-        state.learnt = upto
-        keys = state.keys(upto // size)[first:]
+        state.learnt = upto = int(request.num_prompt_tokens)
+        keys = state.keys(upto // size, None, first)
+        tokens = prompt[first * size : upto]
         parent = self._parent(state, first)
-        self.chains.add(parent, keys, tokens[first * size : upto], request.request_id)
+        state.segment = self.chains.add(parent, keys, tokens, request.request_id)

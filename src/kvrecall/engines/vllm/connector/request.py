@@ -356,7 +356,8 @@ class RequestState:
     ``reported``: the API process knows the sources of its prompt. ``cut``: the scheduler side ended
     its hit; ``lacks``: a block beside the chain without which the hit is shorter than the chain, of
     the group ``lacks_kind``; ``miss``: why the rest was computed; ``learnt``: its tokens that the
-    memory of chains has; ``root``: the name of its beginning there. ``rests_until``: the tick of
+    memory of chains has, of them in ``segment`` those that others had not before; ``root``: the
+    name of its beginning there. ``rests_until``: the tick of
     the scheduler side at which it has work for it again; 0: it does not rest. ``trace``: what is
     noted for its spans; None unless it is traced.
     """
@@ -394,6 +395,7 @@ class RequestState:
     lacks_kind: str = ""
     miss: Miss | None = None
     learnt: int | None = None
+    segment: int = 0
     root: BlockKey | None = None
     rests_until: int = 0
     device_tokens: int = 0

@@ -119,7 +119,7 @@ class RecallScheduler:
         )
         self._finder = HitFinder(pool, facts, first_needed)
         self._auditor = Auditor(pool, facts, settings.audit_every, self.tally, self._refuted)
-        self.misses = MissExplainer(pool, facts, self.tally, settings.explain_misses)
+        self.misses = MissExplainer(pool, facts, self.tally, settings.explain_misses, self._states)
         self._saver = Saver(pool, facts, self._finder, reachable, self._auditor.origin, self.tally)
 
     # ---- recall -------------------------------------------------------------------------
@@ -354,7 +354,7 @@ class RecallScheduler:
     def _report_sources(self, state: RequestState) -> None:
         if not state.reported:
             state.reported = True
-            self.misses.begin(state, self._states)
+            self.misses.begin(state)
             self.tally.splits[state.request.request_id] = {
                 **state.sources(),
                 "unit": self._facts.unit,
@@ -379,7 +379,8 @@ class RecallScheduler:
         decoding: list[Computed] = []
         prompt_tokens = positions = 0
         waiting, has_states = self._waiting, self._facts.has_states
-        self.misses.resume()
+        if not scheduled or not self.misses.has_aside:
+            self.misses.settle(not scheduled)
         has_tails = self._facts.match_unit is not None
         for state in self._due(scheduled, scheduler_output.total_num_scheduled_tokens, offered):
             request = state.request
@@ -533,6 +534,8 @@ class RecallScheduler:
 
     def reported(self, report: StepReport | None, loaded: set[str], failed: set[str]) -> None:
         """Processes the workers' report of a step."""
+        if self.misses.is_asked:  # before anything changes that reasons depend on
+            self.misses.settle()
         if report is not None:
             self.tally.count_step(report)
             for step, seconds in report.timed.items():
@@ -603,6 +606,8 @@ class RecallScheduler:
         """A request ended. True if its device blocks must be kept until a release is reported.
         ``block_ids``: by KV group. ``states``: of recurrent layers that are still at the end of
         the request's prompt, as of ``boundary_states``."""
+        if self.misses.is_asked:
+            self.misses.settle()
         self._waiting.pop(request.request_id, None)
         self._awake.pop(request.request_id, None)
         state = self._states.pop(request.request_id, None)
@@ -654,6 +659,7 @@ class RecallScheduler:
         namespace private to this process. False (and no effect) while blocks are being loaded."""
         if self._loading:
             return False
+        self.misses.settle()
         self._pool.clear()
         for state in self._states.values():
             self._drop_load(state)

@@ -54,7 +54,11 @@ from kvrecall.engines.vllm.compat.runner import ask_for_seeds
 from kvrecall.engines.vllm.compat.serving import end_engine_cores_with_parent, handler_as
 from kvrecall.engines.vllm.compat.shims import command_line as vllm_command_line
 from kvrecall.engines.vllm.serving.engine import VllmEngine
-from kvrecall.engines.vllm.serving.openai_handlers import RecallChat, RecallCompletion
+from kvrecall.engines.vllm.serving.openai_handlers import (
+    RecallChat,
+    RecallCompletion,
+    RecallMessages,
+)
 from kvrecall.engines.vllm.serving.served_llm import ServedLLM
 from kvrecall.environment import CPU_KV_SPACE, CPU_RESERVED, NO_COMPILING
 from kvrecall.errors import ConfigError, EngineError
@@ -305,6 +309,8 @@ async def _application(
     state.openai_serving_chat = handler_as(state.openai_serving_chat, RecallChat, **ours)
     completion = handler_as(state.openai_serving_completion, RecallCompletion, **ours)
     state.openai_serving_completion = completion
+    messages = handler_as(state.anthropic_serving_messages, RecallMessages, **ours)
+    state.anthropic_serving_messages = messages
     app.middleware_stack = None  # vLLM has built it already; it is built anew when serving starts
     return app, attach(app, VllmEngine(engine, completion, spec.limits, _pool_socket(spec)))
 

@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
@@ -34,7 +35,7 @@ from kvrecall.engines.base import (
     recalled,
 )
 from kvrecall.engines.vllm.serving.sampling import BEST_OF
-from kvrecall.pool.hints import Hint, hint_of
+from kvrecall.pool.hints import Hint, hint_of, shown
 
 _AROUND = 8  # tokens before and behind the one at which a prompt leaves a known one
 
@@ -165,11 +166,38 @@ def _is_marked(part: object) -> bool:
 def _ttl(mark: object) -> float:
     """Seconds of a mark."""
     if not isinstance(mark, dict) or mark.get("type") != "ephemeral":
-        raise ValueError(f'it is {mark!r:.80}; it must be {{"type": "ephemeral"}}')
-    ttl = mark.get("ttl", "5m")
+        raise ValueError(f'it is {shown(mark)}; it must be {{"type": "ephemeral"}}')
+    ttl = mark.get("ttl")
+    if ttl is None:
+        ttl = "5m"
     if not isinstance(ttl, str) or ttl not in _TTLS:
-        raise ValueError(f"ttl is {ttl!r:.80}; it must be 5m or 1h")
+        raise ValueError(f"ttl is {shown(ttl)}; it must be 5m or 1h")
     return _TTLS[ttl]
+
+
+def _no_text(body: bytes) -> str | None:
+    """An error if a string of a JSON object has half a surrogate pair: the engine's process cannot
+    be sent it. Names the field."""
+    if b"\\ud" not in body.lower():
+        return None
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError):  # vLLM says so
+        return None
+    for name, value in given.items() if isinstance(given, dict) else ():
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])
+            return f"{ascii(name)[1:-1]}: has {half}, half of a surrogate pair, which is no text"
+        except RecursionError:
+            return f"{ascii(name)[1:-1]}: is nested too deep"
+    return None
+
+
+async def _body_of(raw_request: Any) -> bytes:
+    """What the client sent; nothing if vLLM asks itself."""
+    return b"" if raw_request is None else await raw_request.body()
 
 
 class _Bounded:
@@ -245,7 +273,9 @@ class RecallCompletion(_Bounded, OpenAIServingCompletion):
     """/v1/completions with the recall split in its usage."""
 
     async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
-        refused = self._rank(request) or self._hint(request) or self._too_many(request)
+        wrong = _no_text(await _body_of(raw_request))
+        refused = self._refused(wrong) if wrong else self._rank(request)
+        refused = refused or self._hint(request) or self._too_many(request)
         return refused or await super().create_completion(request, raw_request)
 
     def _too_many(self, request: CompletionRequest) -> ErrorResponse | None:
@@ -296,7 +326,9 @@ class RecallChat(_Bounded, OpenAIServingChat):
     async def create_chat_completion(
         self, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        body = b"" if raw_request is None else await raw_request.body()
+        body = await _body_of(raw_request)
+        if (wrong := _no_text(body)) is not None:
+            return self._refused(wrong)
         try:
             marked = hint_of_messages(json.loads(body)) if b"cache_control" in body else None
         except ValueError as error:
@@ -333,3 +365,16 @@ class RecallChat(_Bounded, OpenAIServingChat):
         )
         async for event in _with_details(events, ledger):
             yield event
+
+
+class RecallMessages(RecallChat, AnthropicServingMessages):
+    """/v1/messages, Anthropic's form of a chat, which vLLM turns into one: within the limits, and
+    with hints."""
+
+    async def create_chat_completion(
+        self, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        body = await _body_of(raw_request)
+        if b'"hint"' in body:
+            request.hint = json.loads(body).get("hint")
+        return await super().create_chat_completion(request, raw_request, *args, **kwargs)

@@ -78,6 +78,10 @@ def _invalid(message: str, value: int) -> VLLMValidationError:
     return VLLMValidationError(message, parameter="best_of", value=value)
 
 
+MOST_DEPTH = 200
+"""Levels of lists and objects in a parameter: Python cannot pickle a thousand."""
+
+
 def check(params: SamplingParams) -> None:
     """Raises VLLMValidationError (400) naming the parameter that cannot be served."""
     for name in ("stop", "bad_words"):
@@ -88,8 +92,27 @@ def check(params: SamplingParams) -> None:
         raise VLLMValidationError(
             "kv_transfer_params must be an object", parameter="kv_transfer_params"
         )
+    for name, value in (params.extra_args or {}).items():
+        _check_depth(name, value)
     if params.structured_outputs is not None:
+        _check_depth("structured_outputs", params.structured_outputs.json)
         _check_items(params.structured_outputs)
+
+
+def _check_depth(name: str, value: object) -> None:
+    """The engine pickles parameters for its workers; what it cannot pickle ends it."""
+    level, depth = [value], 0
+    while level := [
+        inner
+        for one in level
+        if isinstance(one, Mapping | list | tuple)
+        for inner in (one.values() if isinstance(one, Mapping) else one)
+    ]:
+        depth += 1
+        if depth > MOST_DEPTH:
+            raise VLLMValidationError(
+                f"{name} is nested deeper than {MOST_DEPTH} levels", parameter=name
+            )
 
 
 def check_output(output: RequestOutput, params: SamplingParams) -> None:
