@@ -219,7 +219,7 @@ class RowKernel(ABC):
     device: torch.device
     chooses: bool
     """Whether it chooses the blocks of all sequences on the device at once: by an exact search that
-    reads digests where they lie. Otherwise the layer does, sequence by sequence."""
+    reads digests where they lie. Otherwise the layer does, on the host."""
     in_place: bool
     """Whether it reads offloaded blocks where they lie, in the arena. Otherwise they are recalled
     into slots."""
