@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from kvrecall.attention.digest import DIGESTS, SCALE_BYTES, coded_width, encode, scales_in
 from kvrecall.attention.kernels import int8, search
-from kvrecall.attention.kernels.search import Placed, Search, is_compiled
+from kvrecall.attention.kernels.search import Placed, Search, Sought, is_compiled
 from kvrecall.attention.selection import CodedQuery, ExactSelector, best_products, selector_of
 from kvrecall.attention.settings import RetrievalSettings
 
@@ -198,12 +199,16 @@ class Case:
 
     def search(self, count: int, *parts: torch.Tensor) -> torch.Tensor:
         """Over parts of the blocks, by their numbers."""
-        prepared = Search(self.size, self.layout, [part.numpy() for part in parts], count)
-        return self.run(prepared, len(parts))
+        return self.run(self.prepared(count, *parts), len(parts))
+
+    def prepared(self, count: int, *parts: torch.Tensor) -> Search:
+        sought = Sought([part.numpy() for part in parts], count)
+        return Search(self.size, self.layout, [sought])
 
     def run(self, prepared: Search, parts: int = 1) -> torch.Tensor:
         placed = Placed(self.layout, [(self.rows, self.coarse)] * parts)
-        return prepared.run(self.query.flatten(0, 1)[None], 0, placed, 0.125)
+        prepared.run(self.query.flatten(0, 1)[None], [placed], 0.125)
+        return prepared.found[0]
 
     def plainly(self, count: int, *parts: torch.Tensor) -> torch.Tensor:
         """The same by PyTorch."""
@@ -234,7 +239,7 @@ def test_a_search_finds_what_pytorch_finds(
 
 
 def test_a_prepared_search_serves_several_queries_and_layers(threads: int) -> None:
-    prepared = Search((2, 3, 64), Case(0.2, "bounds", (2, 3, 64), 50).layout, [np.arange(50)], 9)
+    prepared = Case(0.2, "bounds", (2, 3, 64), 50).prepared(9, torch.arange(50))
     for _ in range(20):
         case = Case(0.2, "bounds", (2, 3, 64), 50)
         assert torch.equal(case.run(prepared), case.plainly(9, torch.arange(50)))
@@ -246,7 +251,7 @@ def test_a_query_is_read_where_it_lies(dtype: torch.dtype, threads: int) -> None
     case = Case(0.2, "bounds", (2, 3, 64), 50)
     case.query = case.query.to(dtype)
     want = case.plainly(9, torch.arange(50))
-    prepared = Search(case.size, case.layout, [np.arange(50)], 9)
+    prepared = Search(case.size, case.layout, [Sought([np.arange(50)], 9, token=2)])
     placed = Placed(case.layout, [(case.rows, case.coarse)])
     batches = (
         torch.randn(4, 6 * 64 + 40).to(dtype)[:, : 6 * 64].unflatten(1, (6, 64)),
@@ -255,7 +260,8 @@ def test_a_query_is_read_where_it_lies(dtype: torch.dtype, threads: int) -> None
     )
     for batch in batches:
         batch[2] = case.query.flatten(0, 1)
-        assert torch.equal(prepared.run(batch, 2, placed, 0.125), want)
+        prepared.run(batch, [placed], 0.125)
+        assert torch.equal(prepared.found[0], want)
 
 
 def test_of_equal_blocks_the_first_are_found(threads: int) -> None:
@@ -288,14 +294,52 @@ def test_queries_that_are_no_numbers_find_some_blocks(threads: int) -> None:
 def test_found_blocks_are_entered_into_a_table(share: float, threads: int) -> None:
     case, ids = Case(share, "bounds", (2, 3, 64), 90), torch.randperm(95)[:90]
     table = torch.full((5, 12), -1, dtype=torch.int32)
-    prepared = Search(case.size, case.layout, [ids.numpy()], 6)
-    assert not prepared.enters
-    prepared.enter_into(table[1:3, 4:])
-    assert prepared.enters
+    prepared = case.prepared(6, ids)
+    prepared.enter_names(0, table[1:3, 4:])
     found = case.run(prepared)
     want = torch.full((5, 12), -1, dtype=torch.int32)
     want[1:3, 4:10] = (ids[found] * 2 + torch.tensor([[0], [1]])).to(torch.int32)
     assert torch.equal(table, want)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.02])
+def test_sequences_of_one_search_are_found_as_by_themselves(share: float, threads: int) -> None:
+    """Of different lengths and parts, in digests of their own, for tokens in any order."""
+    cases = [Case(share, "bounds", (2, 3, 64), blocks) for blocks in (90, 5, 300)]
+    ids = [torch.randperm(95)[:90], torch.arange(5), torch.arange(300)]
+    counts, tokens = (6, 5, 40), (3, 0, 2)
+    batch = torch.randn(5, 6, 64)
+    sought = []
+    for one, count, token in zip(ids, counts, tokens, strict=True):
+        cut = len(one) // 2
+        sought.append(Sought([one[:cut].numpy(), one[cut:].numpy()], count, token))
+    prepared = Search((2, 3, 64), cases[0].layout, sought)
+    placed = [Placed(case.layout, [(case.rows, case.coarse)] * 2) for case in cases]
+    for _ in range(3):
+        for case, token in zip(cases, tokens, strict=True):
+            case.query = torch.randn(2, 3, 64)
+            batch[token] = case.query.flatten(0, 1)
+        prepared.run(batch, placed, 0.125)
+        for case, one, count, found in zip(cases, ids, counts, prepared.found, strict=True):
+            assert torch.equal(found, case.plainly(count, one))
+
+
+def test_found_blocks_are_entered_by_their_distances(threads: int) -> None:
+    """Of the first 40 from where they lie off the device, of the others from their numbers."""
+    case, left = Case(0.2, "bounds", (2, 3, 64), 90), 40
+    away = np.random.default_rng(0).integers(-(1 << 40), 1 << 40, left)
+    here = torch.randperm(95)[: 90 - left]
+    table = np.full((5, 12), -1, np.int64)
+    prepared = case.prepared(8, torch.arange(left), here)
+    prepared.enter_distances(0, table[1:3, 4:], left, (2000, 1000))
+    whole = case.rows, case.coarse
+    prepared.run(case.query.flatten(0, 1)[None], [Placed(case.layout, [whole] * 2, away)], 0.125)
+    begins = np.concatenate([away, here.numpy() * 2000])
+    want = np.full((5, 12), -1, np.int64)
+    found = case.plainly(8, torch.arange(left), here).numpy()
+    want[1:3, 4:12] = begins[found] + np.array([[0], [1000]])
+    assert np.array_equal(table, want)
+    assert prepared.left == int((found < left).sum())
 
 
 def test_threads_may_search_at_once(threads: int) -> None:
@@ -334,7 +378,12 @@ def test_a_search_with_another_result_is_not_used(
     unknown: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     honest = Search.run
-    monkeypatch.setattr(Search, "run", lambda *args: honest(*args).roll(1, 0))
+
+    def run(found: Search, *args: Any) -> None:
+        honest(found, *args)
+        found.found[0][:] = found.found[0].roll(1, 0)
+
+    monkeypatch.setattr(Search, "run", run)
     assert not is_compiled()
     assert "its result is not PyTorch's" in caplog.text
 

@@ -1,5 +1,5 @@
-"""The search for the blocks most similar to a query, on a CPU: one compiled call, in which
-PyTorch's own OpenMP threads share the digests.
+"""The search for the blocks most similar to a query, on a CPU: one compiled call for all sequences
+of a step, in which PyTorch's own OpenMP threads share the digests.
 
 It finds what a ``selection.Selector`` does. PyTorch runs some thirty small operations for it, each
 of which waits for memory after attention has emptied the caches, and none of which has work for two
@@ -16,6 +16,7 @@ import importlib
 import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +30,11 @@ Numbers = npt.NDArray[np.int64]
 
 _LOG = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 128 << 10
+_CHUNK_BYTES = 32 << 10
 """Digests that a thread takes at a time."""
+
+_READABLE = (torch.bfloat16, torch.float32)
+"""Queries that compiled code reads."""
 
 _LINE = 64
 """Bytes of a cache line: what two threads write lies on different ones."""
@@ -41,128 +45,185 @@ class Placed:
     there; it keeps them in memory."""
 
     def __init__(
-        self, layout: Layout, parts: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
+        self,
+        layout: Layout,
+        parts: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+        away: Numbers | None = None,
     ) -> None:
         """``parts``: of each, int8 ``[kv_heads, any number, rows, width + 4]``, and a copy of their
-        coarse rows, side by side, if there are any."""
-        self._parts = tuple(parts)
+        coarse rows, side by side, if there are any. ``away``: int64, how far from the layer's cache
+        the blocks begin that are off the device, in bytes."""
+        self._kept = tuple(parts), away
         rows = [part for part, _ in parts]
         read = [part if coarse is None else coarse for part, coarse in parts]
         coarse_bytes = layout.coarse * rows[0].shape[-1]
         self._layer = np.zeros((4, 1 + len(rows)), np.int64)
+        self._layer[0, 0] = 0 if away is None else away.ctypes.data
         self._layer[0, 1:] = [part.data_ptr() for part in read]
         self._layer[1, 1:] = [part.stride(0) for part in read]
         self._layer[2] = read[0].stride(1), *(part.data_ptr() + coarse_bytes for part in rows)
         self._layer[3] = rows[0].stride(1), *(part.stride(0) for part in rows)
+        self._addresses = np.array([self._layer.ctypes.data])
         self.address = self._layer.ctypes.data
-        """Of a search's ``layer``."""
+        """Of a sequence's ``layer``."""
+        self.pointer = self._addresses.ctypes.data
+        """Where that address lies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sought:
+    """What a search finds in a sequence: ``count`` blocks, for the batch's ``token``. ``parts``:
+    int64, the numbers of the sequence's blocks, in its order, in one tensor of digests after
+    another."""
+
+    parts: Sequence[Numbers]
+    count: int
+    token: int = 0
 
 
 class Search:
-    """A search of one sequence's blocks, prepared once for all layers of a step."""
+    """A search of the blocks of a step's sequences, prepared once for all layers."""
 
     def __init__(
-        self,
-        size: tuple[int, int, int],
-        layout: Layout,
-        parts: Sequence[Numbers],
-        count: int,
+        self, size: tuple[int, int, int], layout: Layout, sequences: Sequence[Sought]
     ) -> None:
-        """``size``: of queries, ``kv_heads, group, dim``. ``parts``: int64, the numbers of the
-        sequence's blocks, in its order, in one tensor of digests after another. ``count``: blocks
-        to find. Where ``is_compiled``."""
+        """``size``: of queries, ``kv_heads, group, dim``. ``sequences``: at least one, each with at
+        least one block. Where ``is_compiled``."""
         native = _native()
         assert native is not None
-        self._native = native
+        self._start = native.start
         heads, group, dim = size
-        self._ids = np.concatenate(parts)
-        self._ends = np.cumsum([len(part) for part in parts])
-        blocks = len(self._ids)
         first = layout.coarse or layout.rows
-        self._row_bytes = layout.kind.parts * dim + SCALE_BYTES
-        at_once = min(blocks, max(1, _CHUNK_BYTES // (first * self._row_bytes)))
-        chunks = -(-blocks // at_once)
-        self._threads = min(torch.get_num_threads(), heads * chunks)
-        sums_at = _aligned(group * self._row_bytes)
-        packed_at = sums_at + _aligned(max(first * at_once, layout.fine) * group * 4)
-        room = packed_at + _aligned(native.packed_bytes(group, self._row_bytes - SCALE_BYTES))
-        self._scratch = np.empty(self._threads * room + _LINE, np.int8)
-        self._logits = np.empty((heads, group, blocks), np.float32)
-        self._found = torch.empty(heads, count, dtype=torch.int64)
-        self._counters = np.zeros((2 + heads, _LINE // 8), np.int64)
-        self._counted = np.array([[0, 0], [0, 0], *heads * [[chunks, 0]]])
-        self._work = np.zeros(1, native.work)
+        row_bytes = layout.kind.parts * dim + SCALE_BYTES
+        self._sequences = sequences
+        self._ids = [np.concatenate(one.parts) for one in sequences]
+        self._ends = [np.cumsum([len(part) for part in one.parts]) for one in sequences]
+        counts = np.array([len(ids) for ids in self._ids])
+        at_once = np.minimum(counts, max(1, _CHUNK_BYTES // (first * row_bytes)))
+        chunks = -(-counts // at_once)
+        threads = min(torch.get_num_threads(), heads * int(chunks.sum()))
+        few = [
+            layout.narrowed(len(ids), one.count) if layout.coarse else 0
+            for ids, one in zip(self._ids, sequences, strict=True)
+        ]
+        most, most_few = int(counts.max()), max(few)
+        rows_at_once = max(first * int(at_once.max()), layout.fine, dim)
+        room = _Room()
+        room.take("point_at", group * row_bytes)
+        room.take("sums_at", rows_at_once * group * 4)
+        room.take("packed_at", native.packed_bytes(group, row_bytes - SCALE_BYTES))
+        room.take("scales_at", group * 4)
+        room.take("weights_at", most * 4)
+        room.take("near_at", most_few * 8)
+        room.take("fine_at", group * most_few * 4)
+        self._scratch = np.empty(threads * room.nbytes + _LINE, np.int8)
+        self._logits = np.empty(heads * group * int(counts.sum()), np.float32)
+        self._counters = np.empty(((2 + len(sequences) * heads) * _LINE + _LINE), np.int8)
+        self._layers = np.zeros(len(sequences), np.int64)
+        self._nears = np.zeros((len(sequences), heads), np.int64)
+        self._tables: dict[int, torch.Tensor | Numbers] = {}
+        self.found = tuple(torch.empty(heads, one.count, dtype=torch.int64) for one in sequences)
+        """Of each sequence the most similar blocks, in its order: int64 ``[kv_heads, count]``, as
+        of the last ``run``. Of equally similar ones the first."""
+        self._sought = np.zeros(len(sequences), native.sought)
+        logits = self._logits.ctypes.data
+        for at, one in enumerate(sequences):
+            told = self._sought[at]
+            told["count"], told["few"] = one.count, few[at]
+            told["blocks"], told["at_once"], told["chunks"] = counts[at], at_once[at], chunks[at]
+            told["segments"], told["found"] = len(one.parts), self.found[at].data_ptr()
+            told["ids"], told["ends"] = self._ids[at].ctypes.data, self._ends[at].ctypes.data
+            told["logits"] = logits
+            logits += heads * group * int(counts[at]) * 4
+        self._work = np.zeros(1, native.search)
         facts = {
+            "sequences": len(sequences),
             "heads": heads,
             "group": group,
             "dim": dim,
             "parts": layout.kind.parts,
-            "blocks": blocks,
-            "count": count,
-            "few": layout.narrowed(blocks, count) if layout.coarse else 0,
             "first": first,
             "fine": layout.fine,
-            "at_once": at_once,
-            "chunks": chunks,
-            "segments": len(parts),
-            "row_bytes": self._row_bytes,
-            "room": room,
-            "sums_at": sums_at,
-            "packed_at": packed_at,
-            "found": self._found.data_ptr(),
-            "logits": self._logits.ctypes.data,
-            "counters": self._counters.ctypes.data,
+            "row_bytes": row_bytes,
+            "room": room.nbytes,
+            **room.places,
+            "counters": _aligned(self._counters.ctypes.data),
             "scratch": _aligned(self._scratch.ctypes.data),
-            "ids": self._ids.ctypes.data,
-            "ends": self._ends.ctypes.data,
-            "pack": native.pack,
-            "dots": native.dots,
+            "threads": threads,
+            "sought": self._sought.ctypes.data,
+            **native.functions,
         }
         for name, value in facts.items():
             self._work[name] = value
         self._address = self._work.ctypes.data
-        self._told = tuple(self._work[name] for name in ("query", "halved", "layer", "scale"))
-        self._left = self._counters[:, :2]
-        self._steps = [dim, 1]
-        self._table: torch.Tensor | None = None
+        self._dtype: torch.dtype | None = None
+        self._stride: tuple[int, ...] = ()
 
-    def enter_into(self, table: torch.Tensor) -> None:
-        """Has every run write the found blocks, named ``number * kv_heads + head``, into the
-        leading columns of a table, int32 ``[kv_heads, at least count]``."""
-        self._table = table
-        self._work["table"], self._work["table_row"] = table.data_ptr(), 4 * table.stride(0)
+    def enter_names(self, at: int, table: torch.Tensor) -> None:
+        """Has every run write the blocks found in sequence ``at``, named
+        ``number * kv_heads + head``, into the leading columns of a table, int32
+        ``[kv_heads, at least count]``."""
+        self._enter(at, table, table.data_ptr(), 4 * table.stride(0))
+
+    def enter_distances(
+        self, at: int, table: Numbers, left: int, cache_bytes: tuple[int, int]
+    ) -> None:
+        """The same with the distances of the blocks from the start of the layer's cache, in bytes:
+        int64. ``left``: of the sequence's blocks, the first ones, which are off the device, so
+        distances are those of ``Placed``. ``cache_bytes``: of the cache, from block to block and
+        from head to head."""
+        self._work["block_bytes"], self._work["head_bytes"] = cache_bytes
+        self._enter(at, table, table.ctypes.data, table.strides[0])
+        told = self._sought[at]
+        told["far"], told["left"], told["nears"] = 1, left, self._nears[at].ctypes.data
+
+    def _enter(self, at: int, table: torch.Tensor | Numbers, address: int, row_bytes: int) -> None:
+        self._tables[at] = table
+        told = self._sought[at]
+        told["table"], told["table_row"] = address, row_bytes
 
     @property
-    def enters(self) -> bool:
-        """Whether it writes into a table."""
-        return self._table is not None
+    def left(self) -> int:
+        """How many of the blocks that the last run wrote as distances are off the device."""
+        return int(self._nears.sum())
 
-    def run(
-        self,
-        query: torch.Tensor,
-        token: int,
-        placed: Placed,
-        scale: float,
-    ) -> torch.Tensor:
-        """The most similar blocks, in the sequence's order: int64 ``[kv_heads, count]``, valid
-        until the next call. Of equally similar ones the first.
+    def run(self, query: torch.Tensor, placed: Sequence[Placed], scale: float) -> None:
+        """Finds the blocks. ``query``: ``[tokens, heads, dim]``; ``placed``: the digests of each
+        sequence's parts, or one for all sequences; ``scale``: that of the attention."""
+        if query.stride() != self._stride or query.dtype is not self._dtype:
+            query = self._readable(query)
+        if len(placed) == 1:
+            layers, step = placed[0].pointer, 0
+        else:
+            self._layers[:] = [one.address for one in placed]
+            layers, step = self._layers.ctypes.data, 8
+        self._start(self._address, query.data_ptr(), layers, step, scale)
 
-        ``query``: ``[tokens, heads, dim]``, of which ``token`` asks; ``placed``: the digests of
-        each part; ``scale``: that of the attention.
-        """
-        halved = query.dtype is torch.bfloat16
-        step, *steps = query.stride()
-        if steps != self._steps or not (halved or query.dtype is torch.float32):
-            query = query[token].contiguous() if halved else query[token].float().contiguous()
-            token = 0
-        # Of a view an operation of PyTorch's would be made, in every layer.
-        at = query.data_ptr() + token * step * (2 if halved else 4)
-        address, of_halves, layer, scaled = self._told
-        address[0], of_halves[0] = at, halved
-        layer[0], scaled[0] = placed.address, scale
-        self._left[:] = self._counted
-        self._native.run(self._address, self._threads)
-        return self._found
+    def _readable(self, query: torch.Tensor) -> torch.Tensor:
+        """The query as compiled code can read it, where it lies if possible, and has that told how.
+        Of a view of a token an operation of PyTorch's would be made, in every layer."""
+        tokens = [one.token for one in self._sequences]
+        self._dtype, self._stride = query.dtype, query.stride()
+        if query.dtype not in _READABLE or self._stride[1:] != (query.shape[-1], 1):
+            query = query[tokens].contiguous()
+            query = query if query.dtype in _READABLE else query.float()
+            tokens, self._dtype = list(range(len(tokens))), None
+        self._sought["token"] = tokens
+        self._work["halved"] = query.dtype is torch.bfloat16
+        self._work["query_row"] = query.stride(0) * query.element_size()
+        return query
+
+
+class _Room:
+    """Divides a thread's bytes of scratch memory among what it keeps there."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, int] = {}
+        self.nbytes = 0
+
+    def take(self, name: str, nbytes: int) -> None:
+        self.places[name] = self.nbytes
+        self.nbytes += _aligned(nbytes)
 
 
 class _Native:
@@ -176,27 +237,21 @@ class _Native:
         if not library.__version__.startswith("7."):
             raise ImportError(f"NumKong {library.__version__}'s C functions are not known, 7's are")
         products = ctypes.CDLL(importlib.import_module("numkong._numkong").__file__)
-        self.work = search_loops.WORK
-        self.pack, self.dots = (
-            ctypes.cast(function, ctypes.c_void_p).value
-            for function in (products.nk_dots_pack_i8, products.nk_dots_packed_i8)
-        )
+        self.search, self.sought = search_loops.SEARCH, search_loops.SOUGHT
+        self.start = search_loops.start
+        # The OpenMP that PyTorch has loaded, whichever it is: another one would have other threads.
+        fork = ctypes.CDLL(None).GOMP_parallel
+        called = {
+            "pack": products.nk_dots_pack_i8,
+            "dots": products.nk_dots_packed_i8,
+            "fork": fork,
+        }
+        self.functions = {
+            name: ctypes.cast(function, ctypes.c_void_p).value for name, function in called.items()
+        } | {"share": search_loops.share.address}
         self.packed_bytes = products.nk_dots_packed_size_i8
         self.packed_bytes.restype = ctypes.c_size_t
         self.packed_bytes.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
-        self._share = search_loops.share.address
-        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._share)
-        # The OpenMP that PyTorch has loaded, whichever it is: another one would have other threads.
-        self._parallel = ctypes.CDLL(None).GOMP_parallel
-        self._parallel.restype = None
-        self._parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-
-    def run(self, work: int, threads: int) -> None:
-        """Searches, until that is done."""
-        if threads == 1:
-            self._alone(work)
-        else:
-            self._parallel(self._share, work, threads, 0)
 
 
 def _aligned(nbytes: int) -> int:
@@ -227,11 +282,10 @@ def is_compiled() -> bool:
         query = torch.randn(2, 3, 32, generator=drawn)
         rows, ids = encode(layout.rows_of(keys)), torch.arange(60, 3, -1)
         told = rows[:, :, layout.coarse_rows].contiguous() if layout.coarse else None
-        found = Search((2, 3, 32), layout, [ids.numpy()], 7).run(
-            query.view(1, 6, 32), 0, Placed(layout, [(rows, told)]), 0.2
-        )
+        search = Search((2, 3, 32), layout, [Sought([ids.numpy()], 7)])
+        search.run(query.view(1, 6, 32), [Placed(layout, [(rows, told)])], 0.2)
         want = selector_of(layout).choose(query, [rows[:, ids]], 7, 0.2)
-        if not torch.equal(found, want.sort(-1).values):
+        if not torch.equal(search.found[0], want.sort(-1).values):
             _LOG.warning(
                 "kvrecall: the search for blocks is not compiled, so it is slower: on this "
                 "processor its result is not PyTorch's"

@@ -14,26 +14,49 @@ from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-_FIELDS = (
-    "heads", "group", "dim", "parts", "blocks", "count", "few", "first", "fine", "at_once",
-    "chunks", "segments", "row_bytes", "room", "sums_at", "packed_at", "found", "logits",
-    "counters", "scratch", "ids", "ends", "layer", "table", "table_row", "pack", "dots", "query",
-    "halved",
+_SEARCH = (
+    "sequences", "heads", "group", "dim", "parts", "first", "fine", "row_bytes", "room", "point_at",
+    "sums_at", "packed_at", "scales_at", "weights_at", "near_at", "fine_at", "counters", "scratch",
+    "threads", "pack", "dots", "fork", "share", "sought", "block_bytes", "head_bytes",
+    "query", "query_row", "halved", "layers", "layer_step",
 )  # fmt: skip
 
-WORK = np.dtype([*((name, np.int64) for name in _FIELDS), ("scale", np.float32)], align=True)
-"""A search. ``blocks``: of the sequence, in ``segments`` of digests that end at ``ends``;
-``ids``: their numbers there. ``first``, ``fine``: rows of a block that are read first, and those
-that are then read of the ``few`` best blocks only. ``counters``, on lines of their own: the next
-thread, the next head, and of each head the chunks of ``at_once`` blocks that are not done, and
-behind them the next one.
-``room``: bytes of ``scratch`` for a thread; ``sums_at``, ``packed_at``: in it. ``table``: where the
-names of a head's blocks are written, ``number * heads + head``, int32, in rows that are
-``table_row`` bytes apart; 0: nowhere. ``pack``, ``dots``: NumKong's functions. ``query``: its
-address; ``halved``: whether it is of 16 bits (bfloat16). ``layer``, int64 ``[4, 1 + segments]``:
-bytes from block to block, of rows that are read first and of fine ones (first column of the last
-two rows); then of each segment where the former begin, bytes from head to head, and the same of the
-latter."""
+_SOUGHT = (
+    "token", "blocks", "count", "few", "at_once", "chunks", "segments", "found", "logits", "ids",
+    "ends", "table", "table_row", "far", "left", "nears",
+)  # fmt: skip
+
+
+def _record(*names: str) -> Any:
+    return np.dtype([(name, np.int64) for name in names])
+
+
+SEARCH = np.dtype([*_record(*_SEARCH).descr, ("scale", np.float32)], align=True)
+"""A search of ``sequences``, each of which has ``heads`` of its own to search, with ``sought``
+records of them. ``first``, ``fine``: rows of a block that are read first, and those that are then
+read of the best blocks only. ``counters``, on lines of their own: the next thread, the next head of
+all sequences', and of each of those the chunks that are not done, and behind them the next one.
+``room``: bytes of ``scratch`` for a thread; ``.._at``: in it. ``pack``, ``dots``: NumKong's
+functions; ``fork``: OpenMP's, ``share``: what it calls in each of ``threads``. ``block_bytes``,
+``head_bytes``: of the KV cache, from block to block and from head to head.
+
+What differs from layer to layer: ``query``: its address; ``query_row``: bytes from token to token;
+``halved``: whether it is of 16 bits (bfloat16); ``layers``: addresses of each sequence's ``layer``,
+``layer_step`` bytes apart (0: the same for all)."""
+
+SOUGHT = _record(*_SOUGHT)
+"""What is sought in a sequence. ``token``: which of the batch asks; ``blocks``: of the sequence, in
+``segments`` of digests that end at ``ends``; ``ids``: their numbers there. ``few``: the best ones,
+whose fine rows are read; 0: all rows are read first. ``at_once``: blocks of a chunk. ``table``:
+where a head's blocks are written, in rows that are ``table_row`` bytes apart; 0: nowhere. They are
+named ``number * heads + head``, int32, or if ``far`` by their distance in bytes from the start of
+the KV cache, int64. ``left``: blocks that are off the device, the first ones; ``nears``: where each
+head's number of such blocks among the chosen ones is written.
+
+Its ``layer``, int64 ``[4, 1 + segments]``: bytes from block to block, of rows that are read first
+and of fine ones (first column of the last two rows); then of each segment where the former begin,
+bytes from head to head, and the same of the latter. The first number is the address of the
+distances of the ``left`` blocks from the start of the KV cache."""
 
 _AHEAD = 1
 """Blocks that are asked of memory in advance."""
@@ -94,7 +117,7 @@ def _calls(count: int) -> Any:
     return call
 
 
-_call5, _call8 = _calls(5), _calls(8)
+_call1, _call4, _call5, _call8 = map(_calls, (1, 4, 5, 8))
 
 
 @intrinsic
@@ -106,18 +129,21 @@ def _float_of(typing: Any, bits: Any) -> Any:
 
 
 @njit
-def _code(work: Any, head: int, point: Any, scales: Any) -> None:
+def _code(work: Any, sought: Any, head: int, room: int) -> None:
     """Codes a head's queries, as ``selection.CodedQuery`` does, and packs them."""
-    dim = work.dim
-    query = np.empty((work.group, dim), np.float32)
+    dim, width, size = work.dim, work.row_bytes - 4, (work.group, work.dim)
+    point = carray(_pointer(room + work.point_at), (work.group, width), np.int8)
+    scales = carray(_pointer(room + work.scales_at), work.group, np.float32)
+    query = carray(_pointer(room + work.sums_at), size, np.float32)
+    begin = work.query + sought.token * work.query_row
     first = head * work.group * dim
     if work.halved:
-        halves = carray(_pointer(work.query + first * 2), (work.group, dim), np.uint16)
+        halves = carray(_pointer(begin + first * 2), size, np.uint16)
         for row in range(work.group):
             for at in range(dim):
                 query[row, at] = _float_of(np.int64(halves[row, at]) << 16)
     else:
-        query[:] = carray(_pointer(work.query + first * 4), (work.group, dim), np.float32)
+        query[:] = carray(_pointer(begin + first * 4), size, np.float32)
     for row in range(work.group):
         most = np.float32(0)
         for at in range(dim):
@@ -131,23 +157,25 @@ def _code(work: Any, head: int, point: Any, scales: Any) -> None:
             else:  # of maxima and minima: the positive coordinates, and the negative ones
                 point[row, at] = max(code, np.int8(0))
                 point[row, dim + at] = min(code, np.int8(0))
+    _call5(work.pack, (point.ctypes.data, work.group, width, width, room + work.packed_at))
 
 
 @njit
 def _score(
-    work: Any, place: tuple[int, int, int], blocks: int, packed: int, sums: Any, scales: Any,
-    logits: Any, at: int,
-) -> None:  # fmt: skip
+    work: Any, place: tuple[int, int, int], blocks: int, room: int, logits: Any, at: int
+) -> None:
     """Writes the scores of blocks that lie side by side to ``logits`` ``[group, blocks]`` from
     ``at`` on. ``place``: where they begin, the bytes from one to the next, and the rows of each."""
     begin, block_bytes, rows = place
     group, row_bytes = work.group, work.row_bytes
+    sums = carray(_pointer(room + work.sums_at), blocks * rows * group, np.int32)
+    scales = carray(_pointer(room + work.scales_at), group, np.float32)
     for block in range(blocks):
         at_rows, nbytes = begin + block * block_bytes, rows * row_bytes
         if block + _AHEAD < blocks:
             for line in range(_AHEAD * block_bytes, _AHEAD * block_bytes + nbytes, 8 * LINE):
                 _prefetch(at_rows + line)
-        told = at_rows, packed, sums.ctypes.data + block * rows * group * 4
+        told = at_rows, room + work.packed_at, sums.ctypes.data + block * rows * group * 4
         _call8(work.dots, (*told, rows, group, row_bytes - 4, row_bytes, group * 4))
     for block in range(blocks):
         scale = carray(_pointer(begin + block * block_bytes + row_bytes - 4), 1, np.float32)[0]
@@ -162,14 +190,12 @@ def _score(
 
 
 @njit
-def _score_first(work: Any, head: int, chunk: int, room: Any) -> None:
+def _score_first(work: Any, sought: Any, layer: Any, head: int, chunk: int, room: int) -> None:
     """Scores a chunk of a head's blocks by the rows that are read first."""
-    packed, sums, scales = room
-    ids = carray(_pointer(work.ids), work.blocks, np.int64)
-    ends = carray(_pointer(work.ends), work.segments, np.int64)
-    layer = _layer(work)
-    logits = _logits(work, head)
-    at, end = chunk * work.at_once, min(work.blocks, (chunk + 1) * work.at_once)
+    ids = carray(_pointer(sought.ids), sought.blocks, np.int64)
+    ends = carray(_pointer(sought.ends), sought.segments, np.int64)
+    logits = _logits(work, sought, head)
+    at, end = chunk * sought.at_once, min(sought.blocks, (chunk + 1) * sought.at_once)
     while at < end:
         segment = 1
         while ends[segment - 1] <= at:
@@ -179,35 +205,30 @@ def _score_first(work: Any, head: int, chunk: int, room: Any) -> None:
             until += 1
         begin = layer[0, segment] + head * layer[1, segment] + ids[at] * layer[2, 0]
         place = begin, layer[2, 0], work.first
-        _score(work, place, until - at, packed, sums, scales, logits, at)
+        _score(work, place, until - at, room, logits, at)
         at = until
 
 
 @njit
-def _score_fine(work: Any, head: int, near: Any, fine: Any, room: Any) -> None:
+def _score_fine(
+    work: Any, sought: Any, layer: Any, head: int, near: Any, fine: Any, room: int
+) -> None:
     """Scores the blocks ``near`` by their fine rows: ``fine`` ``[group, few]``."""
-    packed, sums, scales = room
-    ids = carray(_pointer(work.ids), work.blocks, np.int64)
-    ends = carray(_pointer(work.ends), work.segments, np.int64)
-    layer = _layer(work)
+    ids = carray(_pointer(sought.ids), sought.blocks, np.int64)
+    ends = carray(_pointer(sought.ends), sought.segments, np.int64)
     segment = 1
     for at in range(len(near)):
         while ends[segment - 1] <= near[at]:
             segment += 1
         begin = layer[2, segment] + head * layer[3, segment] + ids[near[at]] * layer[3, 0]
-        _score(work, (begin, 0, work.fine), 1, packed, sums, scales, fine, at)
+        _score(work, (begin, 0, work.fine), 1, room, fine, at)
 
 
 @njit
-def _layer(work: Any) -> Any:
-    return carray(_pointer(work.layer), (4, 1 + work.segments), np.int64)
-
-
-@njit
-def _logits(work: Any, head: int) -> Any:
-    size = work.group * work.blocks
-    address = work.logits + head * size * 4
-    return carray(_pointer(address), (work.group, work.blocks), np.float32)
+def _logits(work: Any, sought: Any, head: int) -> Any:
+    size = work.group * sought.blocks
+    address = sought.logits + head * size * 4
+    return carray(_pointer(address), (work.group, sought.blocks), np.float32)
 
 
 @njit(fastmath={"reassoc", "contract", "nnan", "nsz"})
@@ -277,43 +298,61 @@ def _take_best(weights: Any, count: int, taken: Any) -> None:
 
 
 @njit
-def _choose(work: Any, head: int, room: Any) -> None:
+def _choose(work: Any, sought: Any, layer: Any, head: int, room: int) -> None:
     """Chooses a head's blocks, all of which have been scored."""
-    found = carray(_pointer(work.found + head * work.count * 8), work.count, np.int64)
-    logits = _logits(work, head)
-    weights = np.empty(work.blocks, np.float32)
-    _weigh(logits, weights)
-    if not work.few:
-        _take_best(weights, work.count, found)
+    found = carray(_pointer(sought.found + head * sought.count * 8), sought.count, np.int64)
+    weights = carray(_pointer(room + work.weights_at), sought.blocks, np.float32)
+    _weigh(_logits(work, sought, head), weights)
+    if not sought.few:
+        _take_best(weights, sought.count, found)
     else:
-        near, fine = np.empty(work.few, np.int64), np.empty((work.group, work.few), np.float32)
-        _take_best(weights, work.few, near)
-        _score_fine(work, head, near, fine, room)
-        _weigh(fine, weights[: work.few])
-        _take_best(weights[: work.few], work.count, found)
-        for at in range(work.count):
+        near = carray(_pointer(room + work.near_at), sought.few, np.int64)
+        fine = carray(_pointer(room + work.fine_at), (work.group, sought.few), np.float32)
+        _take_best(weights, sought.few, near)
+        _score_fine(work, sought, layer, head, near, fine, room)
+        _weigh(fine, weights[: sought.few])
+        _take_best(weights[: sought.few], sought.count, found)
+        for at in range(sought.count):
             found[at] = near[found[at]]
-    if work.table:
-        ids = carray(_pointer(work.ids), work.blocks, np.int64)
-        row = carray(_pointer(work.table + head * work.table_row), work.count, np.int32)
-        for at in range(work.count):
-            row[at] = ids[found[at]] * work.heads + head
+    if not sought.table:
+        return
+    ids = carray(_pointer(sought.ids), sought.blocks, np.int64)
+    begin = _pointer(sought.table + head * sought.table_row)
+    if not sought.far:
+        names = carray(begin, sought.count, np.int32)
+        for at in range(sought.count):
+            names[at] = ids[found[at]] * work.heads + head
+        return
+    far, nears = carray(begin, sought.count, np.int64), 0
+    away = carray(_pointer(layer[0, 0]), sought.left, np.int64)
+    for at in range(sought.count):
+        place = found[at]
+        if place < sought.left:
+            far[at] = away[place] + head * work.head_bytes
+            nears += 1
+        else:
+            far[at] = ids[place] * work.block_bytes + head * work.head_bytes
+    carray(_pointer(sought.nears), work.heads, np.int64)[head] = nears
 
 
 @njit
-def _search(work: Any, head: int, point: Any, room: Any) -> None:
+def _search(work: Any, unit: int, room: int) -> None:
     """Scores chunks of a head's blocks, while there are any; whoever does the last one chooses
-    among the blocks."""
-    packed, _, scales = room
-    counters, width = work.counters + 8 * LINE * (2 + head), work.row_bytes - 4
+    among the blocks. ``unit``: the head, counted over all sequences."""
+    sequence, head = unit // work.heads, unit % work.heads
+    sought = carray(_pointer(work.sought), work.sequences, SOUGHT)[sequence]
+    counters = work.counters + 8 * LINE * (2 + unit)
     chunk = _add(counters + 8, 1)
-    if chunk < work.chunks:
-        _code(work, head, point, scales)
-        _call5(work.pack, (point.ctypes.data, work.group, width, width, packed))
-    while chunk < work.chunks:
-        _score_first(work, head, chunk, room)
+    if chunk >= sought.chunks:
+        return
+    at = work.layers + sequence * work.layer_step
+    layer = carray(_pointer(at), 1, np.int64)[0]
+    rows = carray(_pointer(layer), (4, 1 + sought.segments), np.int64)
+    _code(work, sought, head, room)
+    while chunk < sought.chunks:
+        _score_first(work, sought, rows, head, chunk, room)
         if _add(counters, -1) == 1:
-            _choose(work, head, room)
+            _choose(work, sought, rows, head, room)
         chunk = _add(counters + 8, 1)
 
 
@@ -321,28 +360,45 @@ def _search(work: Any, head: int, point: Any, room: Any) -> None:
 def _share(address: int) -> None:
     """What one thread does: heads that no other has begun, so that threads choose at the same time,
     and each head is coded by one of them; then what is left of the others."""
-    work = carray(_pointer(address), 1, WORK)[0]
+    work = carray(_pointer(address), 1, SEARCH)[0]
     thread = _add(work.counters, 1)
-    scratch = work.scratch + thread * work.room
-    point = carray(_pointer(scratch), (work.group, work.row_bytes - 4), np.int8)
-    scales = np.empty(work.group, np.float32)
-    sums = carray(_pointer(scratch + work.sums_at), work.packed_at - work.sums_at, np.int32)
-    room = scratch + work.packed_at, sums, scales
-    head = _add(work.counters + 8 * LINE, 1)
-    while head < work.heads:
-        _search(work, head, point, room)
-        head = _add(work.counters + 8 * LINE, 1)
-    for other in range(work.heads):
-        _search(work, (thread + other) % work.heads, point, room)
+    room, units = work.scratch + thread * work.room, work.sequences * work.heads
+    unit = _add(work.counters + 8 * LINE, 1)
+    while unit < units:
+        _search(work, unit, room)
+        unit = _add(work.counters + 8 * LINE, 1)
+    for other in range(units):
+        _search(work, units - 1 - (thread + other) % units, room)
 
 
-def _compiled() -> Any:
-    """``_share``, for OpenMP to call in each of its threads."""
-    kind = types.void(types.int64)
-    try:
-        return cfunc(kind, cache=True)(_share.py_func)
-    except RuntimeError:  # no folder for numba's cache can be written
-        return cfunc(kind)(_share.py_func)
+def _start(address: int, query: int, layers: int, layer_step: int, scale: float) -> None:
+    """Searches, on OpenMP's threads, until that is done."""
+    work = carray(_pointer(address), 1, SEARCH)[0]
+    work.query, work.layers, work.layer_step, work.scale = query, layers, layer_step, scale
+    sought = carray(_pointer(work.sought), work.sequences, SOUGHT)
+    units = work.sequences * work.heads
+    counters = carray(_pointer(work.counters), (2 + units, LINE), np.int64)
+    counters[0, 0] = counters[1, 0] = 0
+    for unit in range(units):
+        counters[2 + unit, 0], counters[2 + unit, 1] = sought[unit // work.heads].chunks, 0
+    if work.threads == 1:
+        _call1(work.share, (address,))
+    else:
+        _call4(work.fork, (work.share, address, work.threads, 0))
 
 
-share = _compiled()
+_SHARE = types.void(types.int64)
+_START = types.void(types.int64, types.int64, types.int64, types.int64, types.float64)
+
+
+def _compiled(cache: bool) -> tuple[Any, Any]:
+    shared = cfunc(_SHARE, cache=cache)(_share.py_func)
+    return shared, njit(cache=cache, nogil=True)(_start).compile(_START)
+
+
+try:
+    share, start = _compiled(cache=True)
+except RuntimeError:  # no folder for numba's cache can be written
+    share, start = _compiled(cache=False)
+"""``share``: ``_share``, for OpenMP to call in each of its threads. ``start``: ``_start`` for
+Python's numbers, without numba's choice by their types, which takes 6 us where caches are empty."""

@@ -140,11 +140,13 @@ def _exact(layout: Layout, rows: torch.Tensor, count: int) -> Search:
     if not compiled.is_compiled():
         return partial(selector_of(layout).choose, runs=[rows])
     coarse = rows[:, :, layout.coarse_rows].contiguous() if layout.coarse else None
-    prepared = compiled.Search((1, GROUP, DIM), layout, [np.arange(rows.shape[1])], count)
-    placed = compiled.Placed(layout, [(rows, coarse)])
+    sought = compiled.Sought([np.arange(rows.shape[1])], count)
+    prepared = compiled.Search((1, GROUP, DIM), layout, [sought])
+    placed = [compiled.Placed(layout, [(rows, coarse)])]
 
     def search(query: torch.Tensor, count: int, scale: float) -> torch.Tensor:
-        return prepared.run(query, 0, placed, scale)
+        prepared.run(query, placed, scale)
+        return prepared.found[0]
 
     return search
 

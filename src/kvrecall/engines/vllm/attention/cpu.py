@@ -23,6 +23,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from kvrecall.attention.digest import Layout, encode
 from kvrecall.attention.kernels.device import Addresses, Piece
+from kvrecall.attention.kernels.search import Search
 from kvrecall.attention.residency import DeviceResidency, Ints
 from kvrecall.attention.selection import OVERHEAD_BYTES
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
@@ -261,8 +262,6 @@ class CpuKernel(RowKernel):
             rows[:, last : split.attended_blocks] = (
                 blocks[split.local : split.blocks] * heads + head
             )
-            if not away and sequence.search is not None:
-                sequence.search.enter_into(rows[:, split.init :])
         lens = [sequence.split.attended_tokens for sequence in sequences]
         seq_lens = torch.tensor(lens, dtype=torch.int32).repeat_interleave(heads)
         starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32)
@@ -308,6 +307,18 @@ class CpuKernel(RowKernel):
             plan.table[rows] = named
         else:
             plan.distances[rows] = named.numpy().astype(np.int64) * self._row_bytes
+
+    def enter_found(self, step: SparseStep, search: Search) -> None:
+        plan, heads = step.plan, self.shape.kv_heads
+        choosing = [(at, one) for at, one in enumerate(step.sequences) if one.split.middle]
+        for place, (at, sequence) in enumerate(choosing):
+            rows = slice(at * heads, (at + 1) * heads), slice(sequence.split.init, None)
+            if plan.distances is None:
+                search.enter_names(place, plan.table[rows])
+                continue
+            left = 0 if sequence.offloaded is None else sequence.offloaded.count
+            cache_bytes = heads * self._row_bytes, self._row_bytes
+            search.enter_distances(place, plan.distances[rows], left, cache_bytes)
 
     def enter_in_place(self, step: SparseStep, at: int, distances: Ints) -> None:
         plan, heads, split = step.plan, self.shape.kv_heads, step.sequences[at].split

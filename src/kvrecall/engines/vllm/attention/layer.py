@@ -22,7 +22,7 @@ from kvrecall.attention.index.base import index_factory
 from kvrecall.attention.index.search import SequenceIndex
 from kvrecall.attention.kernels import int8
 from kvrecall.attention.kernels.device import pieces_of
-from kvrecall.attention.kernels.search import Placed, is_compiled
+from kvrecall.attention.kernels.search import Placed, Search, is_compiled
 from kvrecall.attention.residency import DeviceResidency, Flags, Ints, Residency
 from kvrecall.attention.selection import Split, selector_of
 from kvrecall.attention.settings import RetrievalSettings
@@ -86,7 +86,7 @@ class RetrievalLayer:
             int8.prepare()
             is_compiled()
         self._store: DigestStore | None = None
-        self._placed: Placed | None = None
+        self._placed: tuple[Placed, ...] = ()
         self._checksums = torch.empty(0, CHECKSUM_BYTES, dtype=torch.uint8)
         self._written = torch.empty(0, dtype=torch.int64)
         self._recalled: dict[str, RecalledBlocks] = {}
@@ -211,45 +211,74 @@ class RetrievalLayer:
     def choose(self, query: torch.Tensor, step: SparseStep, scale: float) -> None:
         """Chooses every sequence's blocks, as ``attend`` does. ``query``: ``[tokens, heads,
         dim]``; ``scale``: of its products with keys as they are stored."""
+        activity = self._activity
+        activity.count_layer(step.counts, self._shape.kv_heads)
+        sampled = self._note is not None and activity.steps_sparse % _SEEN_EVERY == 1
+        if step.search is not None:
+            self._search(step.search, query, step, scale)
+            if sampled:
+                choosing = (one for one in step.sequences if one.split.middle)
+                for sequence, places in zip(choosing, step.search.found, strict=True):
+                    self._tell(sequence.split, places)
+        elif self._kernel.chooses:
+            self._choose_there(query, step, scale, sampled)
+        else:
+            self._choose_each(query, step, scale, sampled)
+
+    def _search(self, search: Search, query: torch.Tensor, step: SparseStep, scale: float) -> None:
+        """By compiled code, which enters what it finds into the plan. Few steps of Python: after a
+        layer's attention each waits for memory (docs/log.md)."""
+        if not self._recalled:
+            search.run(query, self._placed, scale)
+            return
+        placed = [self._placed_for(one) for one in step.sequences if one.split.middle]
+        search.run(query, placed, scale)
+        self._activity.blocks_in_place += search.left
+
+    def _choose_there(
+        self, query: torch.Tensor, step: SparseStep, scale: float, sampled: bool
+    ) -> None:
+        """By the kernel, on its device."""
         assert self._store is not None
-        kernel, shape, activity = self._kernel, self._shape, self._activity
-        heads, off = shape.kv_heads, None
+        kernel, heads, off = self._kernel, self._shape.kv_heads, None
         if self._shared is not None and any(one.offloaded is not None for one in step.sequences):
             off = self._shared.left
         kernel.choose(query, step, self._store.rows, self._layout, scale, off)
-        sampled = self._note is not None and activity.steps_sparse % _SEEN_EVERY == 1
-        if kernel.chooses and sampled:
+        if sampled:
             self._tell_heat(step)
-        search = self._plainly if self._indexes is None else self._by_index
+        for at, sequence in enumerate(step.sequences):
+            split, offloaded = sequence.split, sequence.offloaded
+            if not split.middle or offloaded is None or offloaded.is_readable:
+                continue
+            rows = step.plan.table[at * heads : (at + 1) * heads]
+            # Waits for the device, which cannot fetch blocks of this sequence.
+            named = rows[:, split.init : split.init + split.chosen].cpu().numpy()
+            places = torch.from_numpy(_places_of(named, sequence.blocks.numpy()))
+            self._enter(step, at, places)
+
+    def _choose_each(
+        self, query: torch.Tensor, step: SparseStep, scale: float, sampled: bool
+    ) -> None:
+        """One sequence after another, by PyTorch or an index."""
+        shape = self._shape
+        find = self._plainly if self._indexes is None else self._by_index
         if self._indexes is not None:
             self._indexes.begin_step()
         for at, sequence in enumerate(step.sequences):
-            split, offloaded = sequence.split, sequence.offloaded
-            if not split.middle:
+            if not sequence.split.middle:
                 continue
-            activity.layers_sparse += 1
-            activity.blocks_considered += split.middle * heads
-            activity.blocks_selected += split.chosen * heads
-            activity.blocks_attended += split.attended_blocks * heads
-            if kernel.chooses:
-                if offloaded is None or offloaded.is_readable:
-                    continue
-                rows = step.plan.table[at * heads : (at + 1) * heads]
-                # Waits for the device, which cannot fetch blocks of this sequence.
-                named = rows[:, split.init : split.init + split.chosen].cpu().numpy()
-                places = torch.from_numpy(_places_of(named, sequence.blocks.numpy()))
-            elif sequence.search is not None:
-                placed = self._placed_for(sequence)
-                places = sequence.search.run(query, sequence.token, placed, scale)
-            else:
-                grouped = query[sequence.token].reshape(heads, shape.group, shape.head_dim)
-                # In the sequence's order, so that the sum does not depend on where blocks lie.
-                places = search(sequence, grouped, scale).sort(-1).values
-            if sequence.search is None or not sequence.search.enters:
-                self._enter(step, at, places)
-            if self._note is not None and sampled and not kernel.chooses:
-                middle = np.arange(split.init, split.local)
-                self._note(middle, places.numpy() + split.init, split.blocks)
+            grouped = query[sequence.token].reshape(shape.kv_heads, shape.group, shape.head_dim)
+            # In the sequence's order, so that the sum does not depend on where blocks lie.
+            places = find(sequence, grouped, scale).sort(-1).values
+            self._enter(step, at, places)
+            if sampled:
+                self._tell(sequence.split, places)
+
+    def _tell(self, split: Split, places: torch.Tensor) -> None:
+        """Notes which of a sequence's middle blocks are chosen: ``[kv_heads, chosen]``."""
+        assert self._note is not None
+        middle = np.arange(split.init, split.local)
+        self._note(middle, places.numpy() + split.init, split.blocks)
 
     def _enter(self, step: SparseStep, at: int, places: torch.Tensor) -> None:
         """The step's sequence ``at`` attends to these of its middle blocks: ``[kv_heads, chosen]``.
@@ -287,12 +316,11 @@ class RetrievalLayer:
     def _placed_for(self, sequence: SparseSequence) -> Placed:
         """For a ``Search`` of its middle blocks: the digests of those that left, then of the
         device's blocks."""
-        assert self._store is not None
         if sequence.offloaded is not None:
+            assert self._store is not None
             return self._recalled[sequence.offloaded.key].placed_before(self._store)
-        if self._placed is None:
-            self._placed = Placed(self._layout, [self._store.whole])
-        return self._placed
+        (placed,) = self._placed
+        return placed
 
     def _plainly(self, sequence: SparseSequence, query: torch.Tensor, scale: float) -> torch.Tensor:
         """Places of the chosen blocks among the middle ones, by PyTorch's search: int64
@@ -358,6 +386,7 @@ class RetrievalLayer:
             blocks = len(kv_cache)
             self._kernel.check(kv_cache)
             self._store = DigestStore(self._kernel, self._layout, blocks)
+            self._placed = (Placed(self._layout, [self._store.whole]),)
             self._written = torch.zeros(blocks, dtype=torch.int64)
             self._checksums = torch.empty(
                 blocks, CHECKSUM_BYTES, dtype=torch.uint8, device=kv_cache.device
@@ -426,7 +455,7 @@ class RecalledBlocks:
         if self._placed is None:
             assert isinstance(self._digests, DigestStore)
             both = [self._digests.whole, others.whole]
-            self._placed = Placed(others.layout, both)
+            self._placed = Placed(others.layout, both, self._away)
         return self._placed
 
     def depart(self, digests: torch.Tensor) -> None:

@@ -22,11 +22,11 @@ import torch
 from kvrecall.attention.digest import Layout
 from kvrecall.attention.index.base import EXACT
 from kvrecall.attention.kernels.device import Addresses, Piece
-from kvrecall.attention.kernels.search import Search, is_compiled
+from kvrecall.attention.kernels.search import Search, Sought, is_compiled
 from kvrecall.attention.residency import DeviceResidency, Ints
 from kvrecall.attention.selection import Gate, Split, split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
-from kvrecall.engines.vllm.attention.activity import Activity
+from kvrecall.engines.vllm.attention.activity import Activity, BlockCounts
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
 
 logger = logging.getLogger("vllm.kvrecall")
@@ -105,8 +105,7 @@ class SparseSequence:
     ``row``: the request's place in the batch, ``token``: its token's. ``table``: int32 ids of the
     blocks up to that token, ``blocks``: of the middle ones, in the sequence's order, on the host;
     without middle blocks it attends to all. ``offloaded``: if its leading middle blocks are off the
-    device; their ids then mean nothing, or are as of ``OffloadedSequence.named``. ``search``: what
-    finds the blocks to choose; None if the kernel ``chooses``, or an index or PyTorch does.
+    device; their ids then mean nothing, or are as of ``OffloadedSequence.named``.
     """
 
     row: int
@@ -114,7 +113,6 @@ class SparseSequence:
     split: Split
     table: torch.Tensor
     offloaded: OffloadedSequence | None = None
-    search: Search | None = None
 
     @property
     def blocks(self) -> torch.Tensor:
@@ -126,12 +124,26 @@ class SparseStep:
     """What every sparse layer does in a step; the same for all, so it is made once.
 
     ``stale``: blocks whose digests must be computed first, on the kernel's device; negative
-    numbers are none. ``plan``: the kernel's own.
+    numbers are none. ``plan``: the kernel's own. ``search``: finds the blocks of all sequences
+    with middle ones and enters them into the plan; None if the kernel ``chooses``, or an index or
+    PyTorch does. ``counts``: of a layer.
     """
 
     stale: torch.Tensor
     sequences: tuple[SparseSequence, ...]
     plan: Any
+    search: Search | None = None
+    counts: BlockCounts = field(init=False)
+
+    def __post_init__(self) -> None:
+        splits = [one.split for one in self.sequences if one.split.middle]
+        counts = BlockCounts(
+            len(splits),
+            sum(split.middle for split in splits),
+            sum(split.chosen for split in splits),
+            sum(split.attended_blocks for split in splits),
+        )
+        object.__setattr__(self, "counts", counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +219,7 @@ class RowKernel(ABC):
     device: torch.device
     chooses: bool
     """Whether it chooses the blocks of all sequences on the device at once: by an exact search that
-    reads digests where they lie. Otherwise the layer does, sequence by sequence."""
+    reads digests where they lie. Otherwise the layer does, on the host."""
     in_place: bool
     """Whether it reads offloaded blocks where they lie, in the arena. Otherwise they are recalled
     into slots."""
@@ -283,6 +295,11 @@ class RowKernel(ABC):
     def enter(self, step: SparseStep, at: int, ids: torch.Tensor) -> None:
         """The step's sequence ``at`` attends to these middle blocks: ids ``[kv_heads, chosen]``, on
         the host."""
+
+    def enter_found(self, step: SparseStep, search: Search) -> None:
+        """The step's sequences with middle blocks attend to those that this search of them finds
+        in a layer: has it write them into the plan. Only if it does not ``choose``."""
+        raise NotImplementedError(f"{type(self).__name__} chooses on its device")
 
     def enter_in_place(self, step: SparseStep, at: int, distances: Ints) -> None:
         """The step's sequence ``at``, which is partially offloaded, attends to middle blocks that
@@ -403,8 +420,7 @@ class StepPlanner:
                 table = block_table[index, : split.blocks]
                 if sequence is not None:
                     table = sequence.named(table)
-                told = index, token + place, split, table, sequence
-                sequences.append(SparseSequence(*told, self._search(split, table, sequence)))
+                sequences.append(SparseSequence(index, token + place, split, table, sequence))
             self._activity.sequences_offloaded += len(splits) * (sequence is not None)
         if gated and not sequences:
             self._tell_gated(gated)
@@ -416,7 +432,13 @@ class StepPlanner:
             return None
         self._activity.steps_sparse += bool(sequences)
         self._activity.sequences_sparse += sum(bool(one.split.middle) for one in sequences)
-        return self._kernel.plan(digested, sequences)
+        step = self._kernel.plan(digested, sequences)
+        sought = [_sought(one) for one in sequences if one.split.middle]
+        if not (self._searches and sought):
+            return step
+        search = Search(self._query_size, self._layout, sought)
+        self._kernel.enter_found(step, search)
+        return replace(step, search=search)
 
     def _split(self, row: BatchRow, tokens: int, offloaded: bool) -> Split:
         """Of the row's sequence at that length: without middle blocks if it is dense there."""
@@ -425,17 +447,6 @@ class StepPlanner:
         if offloaded or (sparse and self.gate.passes(tokens, split)):
             return split
         return replace(split, init=split.blocks, local=split.blocks, chosen=0)
-
-    def _search(
-        self, split: Split, table: torch.Tensor, offloaded: OffloadedSequence | None
-    ) -> Search | None:
-        """For a sequence's middle blocks: first those that are off the device, then the others."""
-        if not (self._searches and split.middle):
-            return None
-        left = 0 if offloaded is None else offloaded.count
-        here = table[split.init + left : split.local].numpy().astype(np.int64)
-        parts = [np.arange(left), here] if left else [here]
-        return Search(self._query_size, self._layout, parts, split.chosen)
 
     def _tell_gated(self, sequences: int) -> None:
         """Logs once that retrieval did not act although sequences are past the boundary."""
@@ -449,3 +460,11 @@ class StepPlanner:
             self._settings.dense_boundary,
             sequences,
         )
+
+
+def _sought(sequence: SparseSequence) -> Sought:
+    """Among its middle blocks: first those that are off the device, then the others."""
+    left = 0 if sequence.offloaded is None else sequence.offloaded.count
+    here = sequence.blocks[left:].numpy().astype(np.int64)
+    parts = [here] if sequence.offloaded is None else [np.arange(left), here]
+    return Sought(parts, sequence.split.chosen, sequence.token)
