@@ -169,6 +169,25 @@ def lone(tmp_path: Path) -> Iterator[Master]:
     master.kill()
 
 
+@needs_mooncake
+def test_a_store_without_room_says_what_to_do_once(
+    lone: Master, caplog: pytest.LogCaptureFixture
+) -> None:
+    lone.start()
+    node = Node(lone, lends=0)
+    data = node.arena.memory[: 64 << 10]
+    try:
+        for number in range(2):
+            names = [f"block.{number}.{n}" for n in range(3)]
+            assert node.store.put([Object(name, (data,)) for name in names]) == [False] * 3
+        [said] = [text for text in caplog.messages if "did not move" in text]
+        assert "did not move 3 of 3 blocks: no room" in said
+        assert "raise global_segment_size" in said
+    finally:
+        del data
+        node.close()
+
+
 def settings(master: Master, folder: Path, **more: object) -> RecallSettings:
     file = folder / "mooncake.json"
     file.write_text(json.dumps(master.options("64MB")))
