@@ -167,7 +167,11 @@ class MooncakeStore:
         reply = self._connected().call(request, _CALL_S)
         if reply.codes and all(code in _RPC_FAILED for code in reply.codes):
             self._failed()
-            raise TierError(f"Mooncake's master does not answer (code {reply.codes[0]})")
+            host, port = self._settings.master
+            raise TierError(
+                f"Mooncake's master at {host}:{port} does not answer (code {reply.codes[0]}); "
+                "start it again, the pools rejoin by themselves"
+            )
         self._failures = 0
         for code, cause in _CAUSES.items():
             if code in reply.codes:
