@@ -304,6 +304,26 @@ def test_a_master_that_hangs_holds_up_nothing(lone: Master, tmp_path: Path) -> N
 
 
 @needs_mooncake
+def test_blocks_of_a_host_that_died_are_misses_and_the_log_says_so(
+    lone: Master, caplog: pytest.LogCaptureFixture
+) -> None:
+    lone.start()
+    lender, other = Node(lone), Node(lone, lends=0)
+    lender.store.exists(["ready"])
+    item = Object("one", (other.arena.view(0, 64 << 10),))
+    assert other.store.put([item]) == [True]
+    client = lender.store._client
+    assert client is not None
+    client._process.kill()
+    assert other.store.get([item]) == [False]
+    [said] = [text for text in caplog.messages if "did not move" in text]
+    assert "a host that lends memory is gone" in said
+    del item
+    for node in (other, lender):
+        node.close()
+
+
+@needs_mooncake
 def test_a_client_that_is_killed_is_replaced(lone: Master, tmp_path: Path) -> None:
     lone.start(client_ttl_s=2)
     node = Node(lone)
