@@ -72,8 +72,7 @@ _CAUSES = {
     -200: "no room: no client lends memory, or what they lend is full of blocks that were just "
     "used; raise global_segment_size on the hosts that lend (docs/remote.md)",
     -800: "a transfer failed: a host that lends memory is gone or cannot be reached (check its "
-    "process and the network), or a value has another size than a block. They are misses, and are "
-    "computed and stored again",
+    "process and the network), or a value has another size than a block. These are misses",
 }
 """Causes, with their cures, of codes that are no failure of a whole call. Each is logged once, then
 not for ``_SILENCE_S`` seconds."""
