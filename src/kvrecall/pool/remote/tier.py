@@ -30,7 +30,7 @@ from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
 
 _LOG = logging.getLogger(__name__)
-_TURN_S = 0.06  # how long one call of the store shall take
+_TURN_S = 0.03  # how long one call of the store shall take
 _EDGE_SHARE = 0.25  # of a batch: the first of puts and the last of gets
 _CALL_SHARE = 0.1  # of the deadline of a call that one may take, however distant the store
 _NAMES_AT_ONCE = 8192
