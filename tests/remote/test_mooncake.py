@@ -169,6 +169,25 @@ def lone(tmp_path: Path) -> Iterator[Master]:
     master.kill()
 
 
+@needs_mooncake
+def test_a_store_without_room_says_what_to_do_once(
+    lone: Master, caplog: pytest.LogCaptureFixture
+) -> None:
+    lone.start()
+    node = Node(lone, lends=0)
+    data = node.arena.memory[: 64 << 10]
+    try:
+        for number in range(2):
+            names = [f"block.{number}.{n}" for n in range(3)]
+            assert node.store.put([Object(name, (data,)) for name in names]) == [False] * 3
+        [said] = [text for text in caplog.messages if "did not move" in text]
+        assert "did not move 3 of 3 blocks: no room" in said
+        assert "raise global_segment_size" in said
+    finally:
+        del data
+        node.close()
+
+
 def settings(master: Master, folder: Path, **more: object) -> RecallSettings:
     file = folder / "mooncake.json"
     file.write_text(json.dumps(master.options("64MB")))
@@ -282,6 +301,26 @@ def test_a_master_that_hangs_holds_up_nothing(lone: Master, tmp_path: Path) -> N
     assert recall(pool, fresh) == ("host",) * 50
     pool.close()  # ends although the master still hangs
     lone.thaw()
+
+
+@needs_mooncake
+def test_blocks_of_a_host_that_died_are_misses_and_the_log_says_so(
+    lone: Master, caplog: pytest.LogCaptureFixture
+) -> None:
+    lone.start()
+    lender, other = Node(lone), Node(lone, lends=0)
+    lender.store.exists(["ready"])
+    item = Object("one", (other.arena.view(0, 64 << 10),))
+    assert other.store.put([item]) == [True]
+    client = lender.store._client
+    assert client is not None
+    client._process.kill()
+    assert other.store.get([item]) == [False]
+    [said] = [text for text in caplog.messages if "did not move" in text]
+    assert "a host that lends memory is gone" in said
+    del item
+    for node in (other, lender):
+        node.close()
 
 
 @needs_mooncake

@@ -1,6 +1,9 @@
 """``kvrecall bench remote``: the remote tier against Mooncake's bare client, over the same wire in
 one run, and a hit on another server's prefix against computing it.
 
+The bare client moves all blocks in one call, and a second time in as many calls as the tier, which
+shows what of the difference is the cost of calls.
+
 A third process lends all the memory, so that every byte of tier and bare client crosses loopback
 TCP.
 """
@@ -8,14 +11,16 @@ TCP.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import math
 import mmap
 import os
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -43,7 +48,7 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.remote.compressed import CompressedStore
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
 from kvrecall.pool.remote.mooncake.store import ENVIRONMENT
-from kvrecall.pool.remote.store import Store
+from kvrecall.pool.remote.store import Object, Store
 from kvrecall.pool.remote.tier import RemoteTier
 
 BLOCK_BYTES = 1 << 20
@@ -52,6 +57,7 @@ ROUNDS = 21
 TIER_GOAL = 0.9
 TTFT_GOAL = 3.0
 _CHECKS = 1000
+_PARTIES = ("tier", "bare", "bare_in_calls")
 _REASONS = ("blocks_declined", "loads_given_up", "loads_failed")
 """Counters of reasons why a stored prefix was computed."""
 
@@ -85,33 +91,44 @@ def measure_remote(
 
 def _compare_clients(folder: Path, repeats: int, compression: Compression) -> dict[str, Any]:
     """Bandwidths (bytes per second, medians) of put and get through the tier and with the bare
-    client, their ratios, and the time of 1,000 existence checks in one call and one by one."""
+    client in one call, the ratios (medians of those of each round) to it and to the bare client in
+    as many calls as the tier, with their quartiles, and the time of 1,000 existence checks in one
+    call and one by one."""
     nbytes = BLOCK_BYTES * BLOCKS
     seconds: dict[str, list[float]] = {
-        f"{who}_{way}": [] for who in ("bare", "tier") for way in ("put", "get")
+        f"{who}_{way}": [] for who in _PARTIES for way in ("put", "get")
     }
+    calls: dict[str, list[int]] = {"put": [], "get": []}
     checks: dict[str, list[float]] = {"tier": [], "bare": [], "singly": []}
     master = Master(folder / "master.log")
     master.start()
-    lent, own = (dict(MooncakeSettings.of(master.options(n)).setup) for n in (4 * nbytes, 0))
+    lent, own = (dict(MooncakeSettings.of(master.options(n)).setup) for n in (6 * nbytes, 0))
     try:
         with (
             worker(bare_client, lent, 0) as lender,
             worker(bare_client, own, nbytes) as bare,
-            _tier(master.options(0), nbytes, compression) as (tier, slots),
+            _tier(master.options(0), nbytes, compression) as (tier, store, slots),
         ):
-            reply_to(lender, "ready", 0, 0, 0)
+            reply_to(lender, "ready", "", 0, 0, 1)
             for number in range(repeats):
                 keys = keys_of(BLOCKS, f"{number}/")
-                what = (number, BLOCK_BYTES, BLOCKS)
-                for who in ("bare", "tier") if number % 2 else ("tier", "bare"):
-                    if who == "bare":
-                        for way in ("put", "get"):
-                            seconds[f"bare_{way}"].append(reply_to(bare, way, *what))
-                    else:
-                        seconds["tier_put"].append(put_all(tier, keys, slots, BLOCK_BYTES))
-                        seconds["tier_get"].append(get_all(tier, keys, slots))
-                reply_to(bare, "remove", *what)
+                turn = number % len(_PARTIES)
+                for who in (*_PARTIES[turn:], *_PARTIES[:turn]):
+                    name = f"{who}.{number}"
+                    for way in ("put", "get"):
+                        if who == "tier":
+                            before = store.calls[way]
+                            if way == "put":
+                                spent = put_all(tier, keys, slots, BLOCK_BYTES)
+                            else:
+                                spent = get_all(tier, keys, slots)
+                            calls[way].append(store.calls[way] - before)
+                        else:  # the tier is the first party of the first round
+                            parts = 1 if who == "bare" else calls[way][-1]
+                            spent = reply_to(bare, way, name, BLOCK_BYTES, BLOCKS, parts)
+                        seconds[f"{who}_{way}"].append(spent)
+                for who in _PARTIES[1:]:
+                    reply_to(bare, "remove", f"{who}.{number}", BLOCK_BYTES, BLOCKS, 1)
                 tier.drop(keys)
                 time.sleep(0.2)  # for the store to remove them
             for number in range(5):
@@ -121,30 +138,65 @@ def _compare_clients(folder: Path, repeats: int, compression: Compression) -> di
                     time.sleep(0.0001)
                 checks["tier"].append(time.perf_counter() - began)
                 for way in ("bare", "singly"):
-                    checks[way].append(reply_to(bare, way, number, 0, _CHECKS))
+                    checks[way].append(reply_to(bare, way, f"{number}", 0, _CHECKS, 1))
+            stats = tier.stats()
     finally:
         master.kill()
     figures: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "blocks": BLOCKS, "repeats": repeats}
     figures["compression"] = compression
     for way in ("put", "get"):
-        both = seconds[f"bare_{way}"], seconds[f"tier_{way}"]
-        for who, values in zip(("bare", "tier"), both, strict=True):
-            figures[f"{way}_{who}_bytes_per_s"] = nbytes / statistics.median(values)
-        ratios = (bare / tier for bare, tier in zip(*both, strict=True))
-        figures[f"{way}_ratio"] = round(statistics.median(ratios), 3)
+        tiers = seconds[f"tier_{way}"]
+        for who in _PARTIES:
+            figures[f"{way}_{who}_bytes_per_s"] = nbytes / statistics.median(
+                seconds[f"{who}_{way}"]
+            )
+        for who, name in (("bare", "ratio"), ("bare_in_calls", "ratio_in_calls")):
+            pairs = zip(seconds[f"{who}_{way}"], tiers, strict=True)
+            low, middle, high = statistics.quantiles((bare / tier for bare, tier in pairs), n=4)
+            figures[f"{way}_{name}"] = round(middle, 3)
+            figures[f"{way}_{name}_quartiles"] = [round(low, 3), round(high, 3)]
+        figures[f"{way}_calls"] = statistics.median(calls[way])
+    if stats.given_bytes:
+        figures["compressed_to"] = round(stats.compressed_bytes / stats.given_bytes, 3)
     return figures | {f"checks_{way}_s": statistics.median(v) for way, v in checks.items()}
+
+
+class _CountingStore(MooncakeStore):
+    """Counts the calls that move blocks."""
+
+    def __init__(self, settings: MooncakeSettings) -> None:
+        super().__init__(settings)
+        self.calls = {"put": 0, "get": 0}
+        self._counting = threading.Lock()
+
+    def put(self, objects: Sequence[Object]) -> list[bool]:
+        self._count("put")
+        return super().put(objects)
+
+    def get(self, objects: Sequence[Object]) -> list[bool]:
+        self._count("get")
+        return super().get(objects)
+
+    def get_up_to(self, objects: Sequence[Object]) -> list[int]:
+        self._count("get")
+        return super().get_up_to(objects)
+
+    def _count(self, way: str) -> None:
+        with self._counting:
+            self.calls[way] += 1
 
 
 @contextmanager
 def _tier(
     options: Mapping[str, object], nbytes: int, compression: Compression
-) -> Iterator[tuple[RemoteTier, list[memoryview]]]:
+) -> Iterator[tuple[RemoteTier, _CountingStore, list[memoryview]]]:
     arena = Arena.create(nbytes, background=False)
     filling = os.urandom(1 << 20) if compression == "none" else kv_like(1 << 20)
     arena.memory[:] = filling * (nbytes >> 20)
-    store: Store = MooncakeStore(MooncakeSettings.of(options))
+    counting = _CountingStore(MooncakeSettings.of(options))
+    store: Store = counting
     if compression != "none":
-        store = CompressedStore(store, compression)
+        store = CompressedStore(counting, compression)
     store.attach(arena.memory)
     store.exists(["ready"])
     config = RemoteConfig("mooncake", max_queued_bytes=2 * nbytes, call_deadline_s=60.0)
@@ -152,7 +204,7 @@ def _tier(
     tier.register(NAMESPACE, BLOCK_BYTES)
     slots = slots_of(arena, BLOCKS, BLOCK_BYTES)
     try:
-        yield tier, slots
+        yield tier, counting, slots
     finally:
         tier.close()
         slots.clear()
@@ -160,8 +212,8 @@ def _tier(
 
 
 def bare_client(pipe: Connection, setup: dict[str, str], nbytes: int) -> None:
-    """A process with Mooncake's bare client: one call for all blocks, on registered memory of
-    ``nbytes``. With 0 it only lends the store memory."""
+    """A process with Mooncake's bare client: all blocks in so many calls as it is told, on
+    registered memory of ``nbytes``. With 0 it only lends the store memory."""
     for name, value in ENVIRONMENT.items():  # as the tier's own client
         os.environ.setdefault(name, value)
     from mooncake.store import MooncakeDistributedStore
@@ -175,16 +227,19 @@ def bare_client(pipe: Connection, setup: dict[str, str], nbytes: int) -> None:
         memory[:] = os.urandom(1 << 20) * (nbytes >> 20)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         client.register_buffer(address, nbytes)
-    for way, number, block_bytes, count in orders(pipe):
-        names = [f"bare.{number}.{place:064d}.{'0' * 32}" for place in range(count)]
+    for way, name, block_bytes, count, parts in orders(pipe):
+        names = [f"{name}.{place:064d}.{'0' * 32}" for place in range(count)]
         places = [address + place * block_bytes for place in range(count)]
         sizes = [block_bytes] * count
+        calls = [slice(count * n // parts, count * (n + 1) // parts) for n in range(parts)]
         good = True
         began = time.perf_counter()
         if way == "put":
-            good = client.batch_put_from(names, places, sizes) == [0] * count
+            codes = [client.batch_put_from(names[c], places[c], sizes[c]) for c in calls]
+            good = not any(map(any, codes))
         elif way == "get":
-            good = client.batch_get_into(names, places, sizes) == sizes
+            codes = [client.batch_get_into(names[c], places[c], sizes[c]) for c in calls]
+            good = list(itertools.chain(*codes)) == sizes
         elif way == "remove":
             good = bool(client.batch_remove(names, True))
         elif way == "bare":
@@ -259,18 +314,29 @@ def _report(figures: Mapping[str, Any]) -> Report:
             f"{way}, GiB/s",
             f"{figures[f'{way}_tier_bytes_per_s'] / 2**30:.2f}",
             f"{figures[f'{way}_bare_bytes_per_s'] / 2**30:.2f}",
-            f"{figures[f'{way}_ratio']:.2f}",
+            "{:.2f} ({:.2f} to {:.2f})".format(
+                figures[f"{way}_ratio"], *figures[f"{way}_ratio_quartiles"]
+            ),
+            f"{figures[f'{way}_ratio_in_calls']:.2f}",
         )
         for way in ("put", "get")
     ]
     tier, bare = figures["checks_tier_s"], figures["checks_bare_s"]
-    rows.append(("1,000 existence checks, ms", f"{tier * 1e3:.2f}", f"{bare * 1e3:.2f}", ""))
+    rows.append(("1,000 existence checks, ms", f"{tier * 1e3:.2f}", f"{bare * 1e3:.2f}", "", ""))
     notes = [
         f"{figures['blocks']} blocks of {figures['block_bytes'] >> 10} KiB, checksums verified; "
         "both ways over loopback TCP, the memory lent by a third process",
         f"the bare client's 1,000 checks one by one: {figures['checks_singly_s'] * 1e3:.0f} ms",
-        f"goal: through the tier at least {TIER_GOAL} of the bare client",
+        "to calls: to the bare client in as many calls as the tier makes, "
+        f"{figures['put_calls']:.0f} for a put and {figures['get_calls']:.0f} for a get",
     ]
+    if "compressed_to" in figures:
+        share, codec = figures["compressed_to"], figures["compression"]
+        notes.append(
+            f"the tier's blocks compressed to {share:.0%} ({codec}), the bare client's not"
+        )
+    else:
+        notes.append(f"goal: through the tier at least {TIER_GOAL} of the bare client")
     if "tokens" in figures:
         notes.append(
             f"{figures['tokens']} tokens: computed {figures['ttft_computed_s']['p50']:.3f} s, "
@@ -282,5 +348,9 @@ def _report(figures: Mapping[str, Any]) -> Report:
             why = ", ".join(f"{figures[name]:.0f} {name}" for name in _REASONS)
             notes.append(f"{short} prefixes were not recalled whole ({why}); their times count")
     return Report(
-        "remote", ("", "tier", "bare client", "ratio"), tuple(rows), figures, tuple(notes)
+        "remote",
+        ("", "tier", "bare client", "ratio", "to calls"),
+        tuple(rows),
+        figures,
+        tuple(notes),
     )

@@ -63,26 +63,45 @@ class BatchSize:
     def __init__(self, turn_s: float, limit_s: float) -> None:
         self._turn_s = turn_s
         self._limit_s = limit_s
+        self._lock = threading.Lock()  # guards in_flight
         self._latency_s: float | None = None
         self.nbytes = _FIRST_BYTES
+        self.in_flight = 0
+        """Bytes of the calls that were submitted and have not ended."""
 
     def answered(self, seconds: float) -> None:
         """Records ``seconds`` of a lookup, which moves no blocks."""
         known = self._latency_s
         self._latency_s = seconds if known is None else min(seconds, _FORGET * known)
 
-    def moved(self, nbytes: int, seconds: float) -> None:
-        """Records a call that moved ``nbytes`` of blocks; ``seconds`` from submission to its
-        end."""
-        if nbytes:
+    def submitted(self, nbytes: int) -> int:
+        """Records a call; returns the bytes of those in flight before it, which a store that makes
+        one call at a time moves first."""
+        with self._lock:
+            ahead = self.in_flight
+            self.in_flight += nbytes
+            return ahead
+
+    def ended(self, nbytes: int, moved: int, seconds: float, ahead: int = 0) -> None:
+        """Records the end of a call of ``nbytes`` that moved ``moved`` of them and took ``seconds``
+        since it was submitted. ``ahead``: what ``submitted`` returned."""
+        with self._lock:
+            self.in_flight -= nbytes
+        if moved:
+            seconds = max(seconds, 1e-6)
             turn_s = max(self._turn_s, _LATENCIES * (self._latency_s or 0.0))
-            fitting = int(nbytes / max(seconds, 1e-6) * min(turn_s, self._limit_s))
+            fitting = int(min((moved + ahead) * turn_s, moved * self._limit_s) / seconds)
             self.nbytes = max(_LEAST_BYTES, min(_MOST_BYTES, 2 * self.nbytes, fitting))
 
 
 class CallQueue(Generic[T]):
     """Work for a store: passes added items, in order and several at a time, to ``call`` in its own
-    threads. ``call`` may block for any time and must not raise."""
+    threads. ``call`` may block for any time and must not raise.
+
+    ``call`` may work on its items before and after it asks the store. That is hidden behind the
+    store's work on another batch, except before the first batch and after the last one of a run:
+    ``first_share`` and ``last_share`` make these smaller.
+    """
 
     def __init__(
         self,
@@ -92,14 +111,23 @@ class CallQueue(Generic[T]):
         limit: Callable[[], int],
         size_of: Callable[[T], int],
         monotonic: Callable[[], float],
+        first_share: float = 1.0,
+        last_share: float = 1.0,
     ) -> None:
-        """A batch has items of up to ``limit()`` by ``size_of``, at least one."""
+        """A batch has items of up to ``limit()`` by ``size_of``, at least one. ``first_share``: of
+        the limit, while no other batch is in flight; ``last_share``: of the limit, for the batch
+        that empties the queue. Half a limit or less is not divided: a call has a cost of its own.
+        """
         self._call = call
         self._limit = limit
         self._size_of = size_of
         self._monotonic = monotonic
         self._changed = threading.Condition()
+        hides = threads > 1  # one thread's work is never behind another one's call
+        self._first_share = first_share if hides else 1.0
+        self._last_share = last_share if hides else 1.0
         self._queue: deque[T] = deque()
+        self._queued = 0  # by size_of
         self._began: dict[int, float] = {}  # thread -> when its batch began
         self._closing = False
         self._threads = [
@@ -112,6 +140,7 @@ class CallQueue(Generic[T]):
     def add(self, items: Sequence[T]) -> None:
         with self._changed:
             self._queue.extend(items)
+            self._queued += sum(map(self._size_of, items))
             self._changed.notify_all()
 
     def clear(self) -> list[T]:
@@ -119,6 +148,7 @@ class CallQueue(Generic[T]):
         with self._changed:
             left = list(self._queue)
             self._queue.clear()
+            self._queued = 0
             return left
 
     def is_stuck(self, for_s: float) -> bool:
@@ -151,12 +181,26 @@ class CallQueue(Generic[T]):
         with self._changed:
             while not self._queue and not self._closing:
                 self._changed.wait()
-            limit = self._limit()
+            limit = self._batch_limit()
             while self._queue:
-                size += self._size_of(self._queue[0])
-                if batch and size > limit:
+                item_size = self._size_of(self._queue[0])
+                if batch and size + item_size > limit:
                     break
+                size += item_size
                 batch.append(self._queue.popleft())
+            self._queued -= size
             if batch:
                 self._began[me] = self._monotonic()
         return batch
+
+    def _batch_limit(self) -> int:
+        """The size of the next batch. Under the lock."""
+        limit = self._limit()
+        if self._queued <= limit // 2:
+            return limit
+        if not self._began:
+            limit = int(self._first_share * limit)
+        last = int(self._last_share * min(limit, self._queued))
+        if self._last_share < 1.0 and self._queued < limit + last:
+            return self._queued - last
+        return limit

@@ -30,7 +30,8 @@ from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
 
 _LOG = logging.getLogger(__name__)
-_TURN_S = 0.06  # how long one call of the store shall take
+_TURN_S = 0.03  # how long one call of the store shall take
+_EDGE_SHARE = 0.25  # of a batch: the first of puts and the last of gets
 _CALL_SHARE = 0.1  # of the deadline of a call that one may take, however distant the store
 _NAMES_AT_ONCE = 8192
 _ASKS_WAITING = 64  # lookups; beyond it blocks count as absent
@@ -112,6 +113,7 @@ class RemoteTier(Tier):
         self._monotonic = monotonic
         self._breaker = CircuitBreaker(monotonic)
         self._done: queue.Queue[Done] = queue.Queue()
+        self._opening = threading.Lock()  # held while a put is prepared for an idle store
         self._lock = threading.Lock()  # guards everything below
         self._existence = ExistenceCache(monotonic)
         self._sizes: dict[bytes, int] = {}
@@ -135,6 +137,7 @@ class RemoteTier(Tier):
             lambda: self._put_size.nbytes,
             lambda item: item.put.nbytes,
             monotonic,
+            first_share=_EDGE_SHARE,  # no byte moves while its checksums are computed
         )
         self._gets: CallQueue[_Fetching] = CallQueue(
             "remote-get",
@@ -143,6 +146,7 @@ class RemoteTier(Tier):
             lambda: self._get_size.nbytes,
             lambda item: item.nbytes,
             monotonic,
+            last_share=_EDGE_SHARE,  # nor while these are verified
         )
         self._looks: CallQueue[tuple[BlockKey, ...]] = CallQueue(
             "remote-look", 1, self._call_looks, lambda: _NAMES_AT_ONCE, len, monotonic
@@ -361,19 +365,25 @@ class RemoteTier(Tier):
         live = [item for item in batch if item.wanted and not item.ended]
         stored: dict[BlockKey, bool] = {}
         if live and not self._breaker.is_open:
-            objects = []
-            for item in live:
-                data = item.put.data[: item.put.nbytes]
-                header = memoryview(header_of(item.put.key, data))
-                objects.append(Object(name_of(item.put.key), (header, data)))
+            size = sum(item.put.nbytes for item in live)
+            objects, ahead = self._prepared(live, size)
             began = time.monotonic()
             answers = self._ask_store("put", lambda: self._store.put(objects), len(objects))
             stored = dict(zip((item.put.key for item in live), answers, strict=False))
             nbytes = sum(item.put.nbytes for item in live if stored.get(item.put.key))
             seconds = time.monotonic() - began
             self._ledger.wrote(nbytes, seconds)
-            self._put_size.moved(nbytes, seconds)
+            self._put_size.ended(size, nbytes, seconds, ahead)
         self._end_puts(batch, stored)
+
+    def _prepared(self, items: Sequence[_Storing], nbytes: int) -> tuple[list[Object], int]:
+        """Objects with checksums for a call of ``nbytes``, and the bytes of the calls ahead of it.
+        For an idle store one thread at a time prepares them: several share the memory's bandwidth,
+        so that the first call would begin later."""
+        with self._opening:
+            if not self._put_size.in_flight:
+                return _objects_of(items), self._put_size.submitted(nbytes)
+        return _objects_of(items), self._put_size.submitted(nbytes)
 
     def _end_puts(self, items: Sequence[_Storing], stored: dict[BlockKey, bool]) -> None:
         """Ends each put that has not ended yet."""
@@ -407,6 +417,8 @@ class RemoteTier(Tier):
                 Object(name_of(i.get.key), (memoryview(header), i.get.into[: i.nbytes]))
                 for i, header in zip(live, headers, strict=True)
             ]
+            size = sum(item.nbytes for item in live)
+            ahead = self._get_size.submitted(size)
             began = time.monotonic()
             answers = self._ask_store("get", lambda: self._store.get(objects), len(objects))
             for item, header, is_there in zip(live, headers, answers, strict=False):
@@ -417,7 +429,7 @@ class RemoteTier(Tier):
             loaded = [i for i in live if outcomes.get(i.get.key) is Outcome.LOADED]
             nbytes, seconds = sum(i.nbytes for i in loaded), time.monotonic() - began
             self._ledger.read(nbytes, seconds)
-            self._get_size.moved(nbytes, seconds)
+            self._get_size.ended(size, nbytes, seconds, ahead)
             self._remove_bad(outcomes)
         self._end_gets(batch, outcomes)
 
@@ -550,6 +562,15 @@ def _text(error: Exception) -> str:
 def name_of(key: BlockKey) -> str:
     """``v1.<namespace>.<block hash>``, both in hex; the same on every host."""
     return f"v{_VERSION}.{key[:NAMESPACE_BYTES].hex()}.{key[NAMESPACE_BYTES:].hex()}"
+
+
+def _objects_of(items: Iterable[_Storing]) -> list[Object]:
+    objects = []
+    for item in items:
+        data = item.put.data[: item.put.nbytes]
+        header = memoryview(header_of(item.put.key, data))
+        objects.append(Object(name_of(item.put.key), (header, data)))
+    return objects
 
 
 def header_of(key: BlockKey, data: memoryview) -> bytearray:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -66,6 +67,15 @@ _READY = 1
 """Further calls that wait in the client's process, so that one begins when another ends."""
 _OTHERWISE = 8
 _RPC_FAILED = range(-999, -899)  # the master does not answer
+_SILENCE_S = 600.0
+_CAUSES = {
+    -200: "no room: no client lends memory, or what they lend is full of blocks that were just "
+    "used; raise global_segment_size on the hosts that lend (docs/remote.md)",
+    -800: "a transfer failed: a host that lends memory is gone or cannot be reached (check its "
+    "process and the network), or a value has another size than a block. These are misses",
+}
+"""Causes, with their cures, of codes that are no failure of a whole call. Each is logged once, then
+not for ``_SILENCE_S`` seconds."""
 _PATIENCE = 4  # failures with a master that is reachable, until the client is made anew
 
 
@@ -85,6 +95,7 @@ class MooncakeStore:
         self._getting = threading.Semaphore(self._calls + _READY)
         self._client: Client | None = None
         self._failures = 0
+        self._silent_until: dict[int, float] = {}
         self._closed = False
 
     def attach(self, memory: memoryview, *more: memoryview) -> None:
@@ -156,9 +167,24 @@ class MooncakeStore:
         reply = self._connected().call(request, _CALL_S)
         if reply.codes and all(code in _RPC_FAILED for code in reply.codes):
             self._failed()
-            raise TierError(f"Mooncake's master does not answer (code {reply.codes[0]})")
+            host, port = self._settings.master
+            raise TierError(
+                f"Mooncake's master at {host}:{port} does not answer (code {reply.codes[0]}); "
+                "start it again, the pools rejoin by themselves"
+            )
         self._failures = 0
+        for code, cause in _CAUSES.items():
+            if code in reply.codes:
+                self._warn(code, f"{reply.codes.count(code)} of {len(reply.codes)}", cause)
         return reply
+
+    def _warn(self, code: int, how_many: str, cause: str) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if now < self._silent_until.get(code, now):
+                return
+            self._silent_until[code] = now + _SILENCE_S
+        _LOG.warning("remote tier: Mooncake did not move %s blocks: %s", how_many, cause)
 
     def _failed(self) -> None:
         """Called on failure: after several while the master answers, the client has lost its
