@@ -267,8 +267,7 @@ class TermsContract:
         engine.pool.clear()
         assert engine.pool.find(keys).blocks == 0
         assert engine.save(keys) == {Verdict.RESERVED: 10}
-        # The last figures that it got are those of a service that does not answer in time.
-        wait_until(lambda: engine.pool.stats().tiers[0].pinned_bytes == 0)
+        assert engine.pool.stats().tiers[0].pinned_bytes == 0
 
     # -- sizes -----------------------------------------------------------------------------
 

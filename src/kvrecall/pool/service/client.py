@@ -177,6 +177,7 @@ class ServiceClient:
         ``register``. ``stats_age_s``: maximum age of ``stats``."""
         self._path = path
         self._timeout_s = call_timeout_s
+        self._greeting_s = max(_GREETING_S, call_timeout_s)
         self._stats_age_s = stats_age_s
         self._stats_at = float("-inf")
         self._totals = _Totals()
@@ -231,7 +232,7 @@ class ServiceClient:
             namespace.digest,
             namespace.parts,
             block_bytes,
-            timeout_s=_GREETING_S,
+            timeout_s=self._greeting_s,
         )
         if isinstance(reply, p.Trouble):
             with self._lock:
@@ -563,7 +564,7 @@ class ServiceClient:
 
     def _connect(self) -> _Life:
         """A new connection that knows all namespaces. Raises LinkLost."""
-        link = Link.open(self._path, _GREETING_S)
+        link = Link.open(self._path, self._greeting_s)
         done: set[bytes] = set()
         refused: set[bytes] = set()
         try:
@@ -571,7 +572,7 @@ class ServiceClient:
                 for digest in missing:
                     namespace, nbytes = self._names[digest]
                     reply = link.ask(
-                        p.Register, digest, namespace.parts, nbytes, timeout_s=_GREETING_S
+                        p.Register, digest, namespace.parts, nbytes, timeout_s=self._greeting_s
                     )
                     if isinstance(reply, p.Trouble):
                         _LOG.error("kvrecall: the pool service refuses blocks: %s", reply.text)
