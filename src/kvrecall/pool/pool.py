@@ -425,21 +425,15 @@ class Pool:
         hint: Hint | None = None,
         tenant: Tenant = SHARED,
     ) -> None:
-        self._tend()
+        self._host.tend(self._changed)
         with self._changed:
             advice = self._hints.used(keys, self._monotonic(), tenant, hint)
             self._host.touch(keys, hanging, ending, advice=advice)
-        self._tend()
+        self._host.tend(self._changed)
         if self._writer.has_below:
             self._below.touch(keys, hanging, ending, advice)  # look-ups need not wait for both
             with self._changed:
                 self._writer.touched(keys, hanging)
-
-    def _tend(self) -> None:
-        is_due = True
-        while is_due:
-            with self._changed:  # each takes milliseconds, in which look-ups would wait
-                is_due = self._host.tend()
 
     # -- save ------------------------------------------------------------------------------
 

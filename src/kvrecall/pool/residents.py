@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvrecall.block import NAMESPACE_BYTES, SHARED, BlockKey, Tenant, TierName, is_tail
 from kvrecall.config import Amount, PoolTerms, TenantTerms
@@ -212,6 +213,14 @@ class EvictionOrders:
             return True
         return self._policy.admit(key, parent, depth, self.now(), hangs(key, parent))
 
+    def tend(self, lock: AbstractContextManager[Any]) -> None:
+        """``EvictionPolicy.tend`` until nothing is due, each time under a hold of the lock of its
+        own: each takes milliseconds, in which look-ups would wait."""
+        is_due = True
+        while is_due:
+            with lock:
+                is_due = self._policy.tend(self.now())
+
     def chance(self, key: BlockKey) -> float | None:
         """The policy's probability that the block is used again; None: no estimate."""
         return self._policy.chance(key, self.now())
@@ -336,8 +345,7 @@ class Residents(EvictionOrders, Generic[R]):
     ) -> list[R]:
         """A request used ``chain`` (prefix first) and ``hanging`` blocks beside it, and leaves
         ``ending`` ones at its end. Returns the used blocks whose last use was recorded ``stale_s``
-        seconds ago or longer, and records it again. Before it and after it
-        ``tend``, until that returns False."""
+        seconds ago or longer, and records it again. ``tend`` before it and after it."""
         now, get = self.now(), self.blocks.get
         self._policy.record(chain, now, hanging, ending, advice)
         self._tails.access((), now, hanging)
@@ -353,10 +361,6 @@ class Residents(EvictionOrders, Generic[R]):
         for order in () if last is None else self.accounts.orders(last.tenant):
             order.access(chain, now, hanging, ending)
         return noted
-
-    def tend(self) -> bool:
-        """``EvictionPolicy.tend``."""
-        return self._policy.tend(self.now())
 
     # -- in use ----------------------------------------------------------------------------
 

@@ -492,7 +492,7 @@ class Catalog(EvictionOrders):
         ``ending`` ones at its end."""
         # In several holds, since each takes milliseconds. Another request's use may come between
         # two: either order of both is right, for each of the tier's orders.
-        self._tend()
+        self.tend(self._lock)
         with self._lock:
             now, names = self.now(), self._table
             look = names.meet_all if self._policy.learns else names.numbers
@@ -506,18 +506,12 @@ class Catalog(EvictionOrders):
             if self._policy.learns:
                 names.sweep(used)
                 names.sweep(last)
-        self._tend()
+        self.tend(self._lock)
         if tenant is not None and self.accounts.is_bounded:
             with self._lock:
                 used, beside = names.numbers(chain), names.numbers(hanging)
                 for order in self.accounts.orders(tenant):
                     order.access_n(used, now, beside)
-
-    def _tend(self) -> None:
-        is_due = True
-        while is_due:
-            with self._lock:
-                is_due = self._policy.tend(self.now())
 
     def _note_uses(self, numbers: Sequence[int], now: float) -> int:
         """Records the use of those that are here, to be written to the index if the last one on
