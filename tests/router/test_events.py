@@ -50,6 +50,12 @@ def publish(of: Any, *events: Any) -> None:
     of.publish(kv_events.KVEventBatch(ts=time.time(), events=list(events)))
 
 
+def wait_until_sent(of: Any, batches: int) -> None:
+    """vLLM's publisher sends from a thread of its own: what a reader that joins meets is known
+    only after that."""
+    wait_until(lambda: list(of._buffer)[-1:] and of._buffer[-1][0] == batches - 1)
+
+
 @asynccontextmanager
 async def following(ports: Publisher) -> AsyncGenerator[Subscription, None]:
     subscription = Subscription(ports, lambda _: None)
@@ -118,6 +124,7 @@ def test_a_late_reader_of_a_long_story_knows_its_end(ports: Publisher) -> None:
         try:
             for number in range(10):
                 publish(engine, stored([number]))
+            wait_until_sent(engine, 10)
             async with following(ports) as known:
                 await until(lambda: known.holdings.hashes(TierName.HOST) == {7, 8, 9})
                 assert known.reader.lost == 0
