@@ -71,6 +71,7 @@ def measure_index(
     included. The folder is opened twice: the second time tenants have limits, and pauses are
     measured while blocks are found, with limits, and when blocks expire, the pool's lock included.
     """
+    path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvrecall-", dir=path) as name:
         config = DiskConfig(
             Path(name) / "tier", (8 << 20) + blocks * (_BLOCK + 512) * 5 // 4, direct_io=False

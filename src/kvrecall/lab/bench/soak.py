@@ -55,6 +55,7 @@ def measure_soak(
     host's. Every byte recalled is compared; at the end the folder is opened again, and every block
     in it is read.
     """
+    path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvrecall-soak-", dir=path) as name:
         disk = DiskConfig(Path(name) / "tier", _DISK_BLOCKS * (BLOCK_BYTES + 4096))
         config = PoolConfig(_HOST_BLOCKS * BLOCK_BYTES, disk, policy)
