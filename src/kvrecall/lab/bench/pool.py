@@ -75,11 +75,10 @@ def put_all(
 
     Raises TierError if a block is not stored, or after two minutes.
     """
+    checksums: Sequence[bytes | None] = known or [None] * len(keys)
     puts = [
-        Put(key, parent, n, block, block_bytes, checksum=Checksum(checksum))
-        for n, (key, parent, block, checksum) in enumerate(
-            zip(keys, [None, *keys[:-1]], blocks, known or [None] * len(keys), strict=True)
-        )
+        Put(key, keys[n - 1] if n else None, n, block, block_bytes, checksum=Checksum(checksum))
+        for n, (key, block, checksum) in enumerate(zip(keys, blocks, checksums, strict=True))
     ]
     began = time.perf_counter()
     tier.submit_put(puts)
