@@ -22,7 +22,7 @@ _LEEWAY = 16  # blocks passed over, at least, to find one that is clean
 class Block(Resident):
     """A slot of the arena and the block in it. Only the host store changes it."""
 
-    __slots__ = ("offset", "stored", "tries")
+    __slots__ = ("checksum", "offset", "stored", "tries")
 
     def __init__(
         self,
@@ -37,6 +37,7 @@ class Block(Resident):
         self.offset = offset
         self.stored = False  # the tier below that counts has it too
         self.tries = 0  # failed attempts to store it there
+        self.checksum: bytes | None = None  # while it may be needed, if it is known
 
 
 class HostStore(Residents[Block]):
@@ -87,6 +88,10 @@ class HostStore(Residents[Block]):
         if block.extent is not None:
             self.stored[block.slot_bytes] += stored - block.stored
         block.stored = stored
+
+    def set_checksum(self, block: Block, checksum: bytes | None) -> None:
+        """Records the checksum of the block's bytes."""
+        block.checksum = checksum
 
     def count_failure(self, block: Block) -> None:
         """Records that storing the block below failed."""

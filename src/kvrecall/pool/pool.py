@@ -854,6 +854,7 @@ class Pool:
             if present is None:
                 durable = loading.wanted and self._writer.is_durable(block.key)
                 self._host.set_stored(block, durable)
+                self._writer.keep_checksum(block, done.checksum)
                 self._host.publish([block])
             else:  # it was computed and committed meanwhile
                 self._host.free(block)

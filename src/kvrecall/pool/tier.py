@@ -6,11 +6,12 @@ import enum
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.changes import Cause, Watcher
+from kvrecall.pool.checksum import Checksum
 from kvrecall.pool.hints import Advice
 
 Buckets = tuple[tuple[float, int], ...]
@@ -20,7 +21,8 @@ Buckets = tuple[tuple[float, int], ...]
 class Put:
     """A block to store. ``data`` is its whole slot (a multiple of 4096 bytes, aligned to 4096),
     the block is its first ``nbytes`` bytes; it must not change until the put is done. ``shared``:
-    also store it in a tier beyond this host, if there is one behind this tier."""
+    also store it in a tier beyond this host, if there is one behind this tier. ``checksum``: of the
+    block, for all tiers that store it."""
 
     key: BlockKey
     parent: BlockKey | None
@@ -29,6 +31,15 @@ class Put:
     nbytes: int
     tenant: Tenant = SHARED
     shared: bool = True
+    checksum: Checksum = field(default_factory=Checksum, compare=False)
+
+    def compute_checksum(self) -> bytes:
+        """The checksum of the block, computed unless it is known."""
+        return self.checksum.of(self.key, self.data[: self.nbytes])
+
+    def packed(self, data: memoryview, nbytes: int) -> Put:
+        """This put with another form of the block, which has another checksum."""
+        return replace(self, data=data, nbytes=nbytes, checksum=Checksum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +72,12 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """End of a queued operation."""
+    """End of a queued operation. ``checksum``: of the block that was loaded, as verified; None if
+    the tier verifies in another way."""
 
     key: BlockKey
     outcome: Outcome
+    checksum: bytes | None = None
 
 
 class Tier(ABC):

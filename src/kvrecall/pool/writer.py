@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvrecall.block import BlockKey
 from kvrecall.pool.arena import Arena
+from kvrecall.pool.checksum import Checksum
 from kvrecall.pool.host import Block, HostStore
 from kvrecall.pool.tier import Done, NullTier, Outcome, Put, PutVerdict, Tier
 from kvrecall.pool.write_policy import STORE_TRIES, RemoteWriteBack, WritePolicy
@@ -41,7 +42,7 @@ class Writer:
         self._policy = policy
         self._remote_policy = remote_policy
         self._monotonic = monotonic
-        self._writing: dict[BlockKey, Block] = {}
+        self._writing: dict[BlockKey, tuple[Block, Checksum]] = {}
         self._offered: set[BlockKey] = set()  # of those, the ones that are offers
         self._offered_bytes = 0
         self._shed: dict[BlockKey, Block] = {}  # the tier's queue had no room for these
@@ -66,6 +67,11 @@ class Writer:
     def _is_owed(self, key: BlockKey) -> bool:
         """Whether the block is still to be offered to the remote tier."""
         return self._remote_policy is not None and key in self._remote_policy
+
+    def keep_checksum(self, block: Block, checksum: bytes | None) -> None:
+        """Keeps the checksum of a block's bytes for as long as a tier is to get the block: if they
+        change before that, the tier's copy is found damaged."""
+        self._host.set_checksum(block, None if self.is_clean(block) else checksum)
 
     # -- what happens to blocks ------------------------------------------------------------
 
@@ -195,6 +201,7 @@ class Writer:
                 b.nbytes,
                 b.tenant,
                 shared,
+                Checksum(b.checksum),
             )
             for b in blocks
         ]
@@ -203,14 +210,14 @@ class Writer:
         verdicts = self._below.submit_put(puts)
         if not offering and PutVerdict.SHED in verdicts:
             self._shed_at = self._below.queued()[0]
-        for block, verdict in zip(blocks, verdicts, strict=True):
+        for block, put, verdict in zip(blocks, puts, verdicts, strict=True):
             if verdict is not PutVerdict.SHED:
                 self._shed.pop(block.key, None)
             elif not offering:
                 self._shed[block.key] = block
             if verdict is PutVerdict.QUEUED:
                 self._host.begin_io(block)
-                self._writing[block.key] = block
+                self._writing[block.key] = block, put.checksum
                 if offering:
                     self._offered.add(block.key)
                     self._offered_bytes += block.slot_bytes
@@ -220,7 +227,7 @@ class Writer:
 
     def ended(self, done: Done) -> None:
         """Processes a completed put."""
-        block = self._writing.pop(done.key)
+        block, checksum = self._writing.pop(done.key)
         self._wrote_at = self._monotonic()
         self._host.end_io(block)
         if done.key in self._offered:
@@ -233,6 +240,7 @@ class Writer:
             self._policy.settled(block.key)
         else:
             self._host.count_failure(block)
+        self.keep_checksum(block, checksum.known)
         if block.extent is None:  # withdrawn meanwhile
             self._host.free(block)
         room = self._shed_at - self._below.queued()[0] if self._shed else 0

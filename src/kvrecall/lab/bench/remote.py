@@ -2,7 +2,8 @@
 one run, and a hit on another server's prefix against computing it.
 
 The bare client moves all blocks in one call, and a second time in as many calls as the tier, which
-shows what of the difference is the cost of calls.
+shows what of the difference is the cost of calls. The tier puts all blocks a second time with known
+checksums, as it puts those that a disk tier has written before.
 
 A third process lends all the memory, so that every byte of tier and bare client crosses loopback
 TCP.
@@ -28,6 +29,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvrecall.block import BlockKey
 from kvrecall.config import Compression, RemoteConfig
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench.model import BLOCK, TAIL, BenchModel, Texts
@@ -45,6 +47,7 @@ from kvrecall.lab.engines.child import orders, reply_to, worker
 from kvrecall.lab.engines.server import ServerProcess
 from kvrecall.lab.masters import Master
 from kvrecall.pool.arena import Arena
+from kvrecall.pool.checksum import checksum_of
 from kvrecall.pool.remote.compressed import CompressedStore
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
 from kvrecall.pool.remote.mooncake.store import ENVIRONMENT
@@ -57,7 +60,14 @@ ROUNDS = 21
 TIER_GOAL = 0.9
 TTFT_GOAL = 3.0
 _CHECKS = 1000
-_PARTIES = ("tier", "bare", "bare_in_calls")
+_PARTIES = ("tier", "tier_known", "bare", "bare_in_calls")
+_WAYS = {party: ("put",) if party == "tier_known" else ("put", "get") for party in _PARTIES}
+_RATIOS = {
+    "ratio": ("bare", "tier"),
+    "ratio_in_calls": ("bare_in_calls", "tier"),
+    "ratio_known": ("bare", "tier_known"),
+}
+"""The seconds of the first by those of the second."""
 _REASONS = ("blocks_declined", "loads_given_up", "loads_failed")
 """Counters of reasons why a stored prefix was computed."""
 
@@ -92,17 +102,15 @@ def measure_remote(
 def _compare_clients(folder: Path, repeats: int, compression: Compression) -> dict[str, Any]:
     """Bandwidths (bytes per second, medians) of put and get through the tier and with the bare
     client in one call, the ratios (medians of those of each round) to it and to the bare client in
-    as many calls as the tier, with their quartiles, and the time of 1,000 existence checks in one
-    call and one by one."""
+    as many calls as the tier, with their quartiles, those of puts with known checksums, and the
+    time of 1,000 existence checks in one call and one by one."""
     nbytes = BLOCK_BYTES * BLOCKS
-    seconds: dict[str, list[float]] = {
-        f"{who}_{way}": [] for who in _PARTIES for way in ("put", "get")
-    }
+    seconds: dict[str, list[float]] = {f"{who}_{way}": [] for who in _PARTIES for way in _WAYS[who]}
     calls: dict[str, list[int]] = {"put": [], "get": []}
     checks: dict[str, list[float]] = {"tier": [], "bare": [], "singly": []}
     master = Master(folder / "master.log")
     master.start()
-    lent, own = (dict(MooncakeSettings.of(master.options(n)).setup) for n in (6 * nbytes, 0))
+    lent, own = (dict(MooncakeSettings.of(master.options(n)).setup) for n in (8 * nbytes, 0))
     try:
         with (
             worker(bare_client, lent, 0) as lender,
@@ -110,13 +118,17 @@ def _compare_clients(folder: Path, repeats: int, compression: Compression) -> di
             _tier(master.options(0), nbytes, compression) as (tier, store, slots),
         ):
             reply_to(lender, "ready", "", 0, 0, 1)
+            known = [_checksums(keys_of(BLOCKS, f"known {n}/"), slots) for n in range(repeats)]
             for number in range(repeats):
                 keys = keys_of(BLOCKS, f"{number}/")
                 turn = number % len(_PARTIES)
                 for who in (*_PARTIES[turn:], *_PARTIES[:turn]):
                     name = f"{who}.{number}"
-                    for way in ("put", "get"):
-                        if who == "tier":
+                    for way in _WAYS[who]:
+                        if who == "tier_known":
+                            sums = known[number]
+                            spent = put_all(tier, list(sums), slots, BLOCK_BYTES, [*sums.values()])
+                        elif who == "tier":
                             before = store.calls[way]
                             if way == "put":
                                 spent = put_all(tier, keys, slots, BLOCK_BYTES)
@@ -127,9 +139,9 @@ def _compare_clients(folder: Path, repeats: int, compression: Compression) -> di
                             parts = 1 if who == "bare" else calls[way][-1]
                             spent = reply_to(bare, way, name, BLOCK_BYTES, BLOCKS, parts)
                         seconds[f"{who}_{way}"].append(spent)
-                for who in _PARTIES[1:]:
+                for who in ("bare", "bare_in_calls"):
                     reply_to(bare, "remove", f"{who}.{number}", BLOCK_BYTES, BLOCKS, 1)
-                tier.drop(keys)
+                tier.drop([*keys, *known[number]])
                 time.sleep(0.2)  # for the store to remove them
             for number in range(5):
                 keys = keys_of(_CHECKS, f"absent {number}/")
@@ -144,14 +156,14 @@ def _compare_clients(folder: Path, repeats: int, compression: Compression) -> di
         master.kill()
     figures: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "blocks": BLOCKS, "repeats": repeats}
     figures["compression"] = compression
+    for party, values in seconds.items():
+        who, way = party.rsplit("_", 1)
+        figures[f"{way}_{who}_bytes_per_s"] = nbytes / statistics.median(values)
     for way in ("put", "get"):
-        tiers = seconds[f"tier_{way}"]
-        for who in _PARTIES:
-            figures[f"{way}_{who}_bytes_per_s"] = nbytes / statistics.median(
-                seconds[f"{who}_{way}"]
-            )
-        for who, name in (("bare", "ratio"), ("bare_in_calls", "ratio_in_calls")):
-            pairs = zip(seconds[f"{who}_{way}"], tiers, strict=True)
+        for name, (who, of) in _RATIOS.items():
+            if way not in _WAYS[of]:
+                continue
+            pairs = zip(seconds[f"{who}_{way}"], seconds[f"{of}_{way}"], strict=True)
             low, middle, high = statistics.quantiles((bare / tier for bare, tier in pairs), n=4)
             figures[f"{way}_{name}"] = round(middle, 3)
             figures[f"{way}_{name}_quartiles"] = [round(low, 3), round(high, 3)]
@@ -159,6 +171,11 @@ def _compare_clients(folder: Path, repeats: int, compression: Compression) -> di
     if stats.given_bytes:
         figures["compressed_to"] = round(stats.compressed_bytes / stats.given_bytes, 3)
     return figures | {f"checks_{way}_s": statistics.median(v) for way, v in checks.items()}
+
+
+def _checksums(keys: Sequence[BlockKey], slots: Sequence[memoryview]) -> dict[BlockKey, bytes]:
+    pairs = zip(keys, slots, strict=True)
+    return {key: checksum_of(key, slot[:BLOCK_BYTES]) for key, slot in pairs}
 
 
 class _CountingStore(MooncakeStore):
@@ -321,6 +338,18 @@ def _report(figures: Mapping[str, Any]) -> Report:
         )
         for way in ("put", "get")
     ]
+    rows.insert(
+        1,
+        (
+            "put, checksums known, GiB/s",
+            f"{figures['put_tier_known_bytes_per_s'] / 2**30:.2f}",
+            rows[0][2],
+            "{:.2f} ({:.2f} to {:.2f})".format(
+                figures["put_ratio_known"], *figures["put_ratio_known_quartiles"]
+            ),
+            "",
+        ),
+    )
     tier, bare = figures["checks_tier_s"], figures["checks_bare_s"]
     rows.append(("1,000 existence checks, ms", f"{tier * 1e3:.2f}", f"{bare * 1e3:.2f}", "", ""))
     notes = [

@@ -216,6 +216,9 @@ class Unchecked(Plain):
     ) -> bool:  # fmt: skip
         return True
 
+    def checksum_in(self, tag: bytes, nbytes: int, block_bytes: int) -> bytes | None:
+        return None
+
 
 class HostStore(Store):
     """The pool's host memory: reserve, copy in, commit; acquire, copy out, release."""

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import mmap
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-import xxhash
-
 from kvrecall.block import BlockKey
 from kvrecall.config import Compression
 from kvrecall.errors import TierError
+from kvrecall.pool.checksum import CHECKSUM_BYTES, checksum_of
 from kvrecall.pool.cipher import TAG_BYTES, Cipher
 from kvrecall.pool.compression import CODECS, FRAME_BYTES, Chooser, Codec, Compressor, unpack
 from kvrecall.pool.slots import ALIGNMENT
 from kvrecall.pool.tier import Put
 
-_CHECKSUM_BYTES = 16
 _SIZES = 32
 """Sizes of slots for compressed blocks of one plain size: few, so that slots are used again; many,
 so that a block wastes a sixty-fourth of its plain size on average."""
-
-
-def checksum_of(key: BlockKey, data: memoryview) -> bytes:
-    """Checksum of a block's bytes under its key: the same bytes under another key differ."""
-    seed: int = xxhash.xxh3_64_intdigest(key)
-    digest: bytes = xxhash.xxh3_128_digest(data, seed)
-    return digest
 
 
 class Rooms:
@@ -94,7 +84,7 @@ class Packer:
                 continue
             end = begin + slot
             room[begin + used : end] = bytes(slot - used)
-            packed.append(dataclasses.replace(put, data=room[begin:end], nbytes=slot))
+            packed.append(put.packed(room[begin:end], slot))
             begin = end
         return packed
 
@@ -138,19 +128,23 @@ class BlockCodec(ABC):
         """Decodes the block from its buffer into its slot. False if its bytes are wrong; the slot's
         content is undefined then."""
 
+    def checksum_in(self, tag: bytes, nbytes: int, block_bytes: int) -> bytes | None:
+        """The checksum of the plain bytes of a block that was decoded, if its tag tells it."""
+        return None
+
 
 class Plain(BlockCodec):
     """Blocks that are not encrypted, each with a checksum."""
 
     encrypts = False
-    tag_bytes = _CHECKSUM_BYTES
+    tag_bytes = CHECKSUM_BYTES
 
     def knows(self, tag: bytes) -> bool:
-        return len(tag) == _CHECKSUM_BYTES
+        return len(tag) == CHECKSUM_BYTES
 
     def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
         for put in puts:
-            tags[put.key] = checksum_of(put.key, put.data[: put.nbytes])
+            tags[put.key] = put.compute_checksum()
         return [put.data for put in puts]
 
     def buffers(self, slots: Sequence[memoryview], sizes: Sequence[int]) -> Sequence[memoryview]:
@@ -170,6 +164,9 @@ class Plain(BlockCodec):
         if checksum_of(key, read[:nbytes]) != tag:
             return False
         return nbytes == block_bytes or unpack(read[:nbytes], slot[:block_bytes])
+
+    def checksum_in(self, tag: bytes, nbytes: int, block_bytes: int) -> bytes | None:
+        return tag if nbytes == block_bytes else None
 
 
 class Encrypted(BlockCodec):

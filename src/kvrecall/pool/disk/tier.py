@@ -270,18 +270,18 @@ class DiskTier(Tier):
 
     def _run_reader(self) -> None:
         while (read := self._reads.get()) is not None:
-            outcomes = [Outcome.MISS] * len(read.gets) if self._reads_end else self._read(read)
+            ended = _all(read, Outcome.MISS) if self._reads_end else self._read(read)
             waited = time.monotonic() - read.queued_at
-            for get, entry, outcome in zip(read.gets, read.entries, outcomes, strict=True):
-                if outcome is Outcome.CORRUPT:
+            for entry, done in zip(read.entries, ended, strict=True):
+                if done.outcome is Outcome.CORRUPT:
                     self._counters.warn("a corrupt block is dropped")
-                if outcome in (Outcome.CORRUPT, Outcome.ERROR):
-                    self._catalog.forget([get.key], Cause.CORRUPT)
+                if done.outcome in (Outcome.CORRUPT, Outcome.ERROR):
+                    self._catalog.forget([done.key], Cause.CORRUPT)
                 self._catalog.release(entry)
-                self._counters.read_done(outcome, waited)
-                self._done.put(Done(get.key, outcome))
+                self._counters.read_done(done.outcome, waited)
+                self._done.put(done)
 
-    def _read(self, read: _Read) -> list[Outcome]:
+    def _read(self, read: _Read) -> list[Done]:
         """Reads and checks; blocks that cannot be read together are tried one by one."""
         began = time.monotonic()
         sizes = [entry.slot_bytes for entry in read.entries]
@@ -292,16 +292,16 @@ class DiskTier(Tier):
         except SlabLost as error:
             self._counters.warn(f"blocks are dropped: {error}")
             self._flusher.report_lost(slab_of(read.entries[0].address))
-            return [Outcome.ERROR] * len(read.gets)
+            return _all(read, Outcome.ERROR)
         except OSError as error:
             if len(read.gets) == 1:
                 self._counters.warn(f"read failed, the block is dropped: {error}")
-                return [Outcome.ERROR]
-            outcomes: list[Outcome] = []
+                return _all(read, Outcome.ERROR)
+            ended = []
             for get, entry in zip(read.gets, read.entries, strict=True):
-                outcomes += self._read(_Read((get,), (entry,), read.queued_at))
-            return outcomes
-        outcomes = []
+                ended += self._read(_Read((get,), (entry,), read.queued_at))
+            return ended
+        ended = []
         end = 0
         for get, entry, place in zip(read.gets, read.entries, places, strict=True):
             whole = end + entry.nbytes <= got
@@ -312,12 +312,16 @@ class DiskTier(Tier):
             right = whole and self._codec.decode(
                 get.key, entry.nbytes, entry.tag, place, get.into, plain
             )
-            outcomes.append(Outcome.LOADED if right else Outcome.CORRUPT)
+            if right:
+                checksum = self._codec.checksum_in(entry.tag, entry.nbytes, plain)
+                ended.append(Done(get.key, Outcome.LOADED, checksum))
+            else:
+                ended.append(Done(get.key, Outcome.CORRUPT))
         if not read.is_check:
             self._counters.read(got, time.monotonic() - began)
             if self._codec.packer is not None:
                 self._codec.packer.moved(got, read_s, got=True)
-        return outcomes
+        return ended
 
     def check(self, keys: Sequence[BlockKey]) -> Iterator[tuple[BlockKey, Outcome]]:
         """Reads blocks in the caller's thread, beside the loads, which have priority: LOADED if a
@@ -339,7 +343,8 @@ class DiskTier(Tier):
             get, began = Get(key, into), time.monotonic()
             try:
                 self._counters.yield_to_reads(_CHECK_PATIENCE_S)
-                (outcome,) = self._read(_Read((get,), (entry,), began, is_check=True))
+                (done,) = self._read(_Read((get,), (entry,), began, is_check=True))
+                outcome = done.outcome
                 if outcome is not Outcome.LOADED:
                     self._catalog.forget([key], Cause.CORRUPT)
                     self._counters.reads_began(1)
@@ -500,3 +505,7 @@ class DiskTier(Tier):
             if self._store.file_bytes + self._store.index_bytes <= self._store.limit_bytes:
                 break
             self._store.remove(slab.number)
+
+
+def _all(read: _Read, outcome: Outcome) -> list[Done]:
+    return [Done(get.key, outcome) for get in read.gets]

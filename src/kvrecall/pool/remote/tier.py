@@ -11,15 +11,14 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-import xxhash
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import RemoteConfig
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.changes import Cause, Watcher, Watchers
+from kvrecall.pool.checksum import checksum_of
 from kvrecall.pool.counters import Histogram, TierCounters
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.remote.calls import BatchSize, CallQueue, CircuitBreaker
@@ -247,7 +246,7 @@ class RemoteTier(Tier):
     def poll(self, timeout_s: float = 0.0) -> list[Done]:
         if not self._is_up():
             self._end_puts(self._puts.clear(), {})
-            self._end_gets(self._gets.clear(), {})
+            self._end_gets(self._gets.clear(), {}, {})
         return ended(self._done, timeout_s)
 
     def touch(
@@ -338,7 +337,7 @@ class RemoteTier(Tier):
             self._closed = True
         until = time.monotonic() + deadline_s
         self._looks.clear()
-        self._end_gets(self._gets.clear(), {})
+        self._end_gets(self._gets.clear(), {}, {})
         if not self._puts.close(deadline_s):
             self._end_puts(self._puts.clear(), {})
         closer = threading.Thread(target=self._close_store, name="kvrecall-remote-end", daemon=True)
@@ -351,7 +350,7 @@ class RemoteTier(Tier):
         with self._lock:
             puts, gets = list(self._storing.values()), list(self._fetching)
         self._end_puts(puts, {})
-        self._end_gets(gets, {})
+        self._end_gets(gets, {}, {})
 
     def _close_store(self) -> None:
         try:
@@ -410,6 +409,7 @@ class RemoteTier(Tier):
 
     def _call_gets(self, batch: list[_Fetching]) -> None:
         outcomes: dict[BlockKey, Outcome] = {}
+        checksums: dict[BlockKey, bytes] = {}
         live = [item for item in batch if not item.ended]
         if live and not self._closed and not self._breaker.is_open:
             headers = [bytearray(HEADER_BYTES) for _ in live]
@@ -423,15 +423,18 @@ class RemoteTier(Tier):
             answers = self._ask_store("get", lambda: self._store.get(objects), len(objects))
             for item, header, is_there in zip(live, headers, answers, strict=False):
                 key, data = item.get.key, item.get.into[: item.nbytes]
-                outcomes[key] = Outcome.LOADED if is_there else Outcome.MISS
-                if is_there and not is_intact(key, header, data):
+                if not is_there:
+                    outcomes[key] = Outcome.MISS
+                elif (checksum := verified(key, header, data)) is not None:
+                    outcomes[key], checksums[key] = Outcome.LOADED, checksum
+                else:
                     outcomes[key] = Outcome.CORRUPT
             loaded = [i for i in live if outcomes.get(i.get.key) is Outcome.LOADED]
             nbytes, seconds = sum(i.nbytes for i in loaded), time.monotonic() - began
             self._ledger.read(nbytes, seconds)
             self._get_size.ended(size, nbytes, seconds, ahead)
             self._remove_bad(outcomes)
-        self._end_gets(batch, outcomes)
+        self._end_gets(batch, outcomes, checksums)
 
     def _remove_bad(self, outcomes: dict[BlockKey, Outcome]) -> None:
         """Records values of a wrong size, which a store reports as absent, and removes all corrupt
@@ -465,7 +468,12 @@ class RemoteTier(Tier):
             self._unreadable.pop(key, None)
             return True
 
-    def _end_gets(self, items: Sequence[_Fetching], outcomes: dict[BlockKey, Outcome]) -> None:
+    def _end_gets(
+        self,
+        items: Sequence[_Fetching],
+        outcomes: Mapping[BlockKey, Outcome],
+        checksums: Mapping[BlockKey, bytes],
+    ) -> None:
         """Ends each get that has not ended yet. One without an outcome is a miss: the store failed,
         and is asked again what it has."""
         now = time.monotonic()
@@ -486,7 +494,7 @@ class RemoteTier(Tier):
                     self._existence.told(key, False, 0)
                     self._withdraw((key,), Cause.LOST)
                 self._ledger.read_done(outcome, now - item.at)
-                self._done.put(Done(key, outcome))
+                self._done.put(Done(key, outcome, checksums.get(key)))
 
     def _call_looks(self, batch: list[tuple[BlockKey, ...]]) -> None:
         keys = list(itertools.chain.from_iterable(batch))
@@ -567,27 +575,22 @@ def name_of(key: BlockKey) -> str:
 def _objects_of(items: Iterable[_Storing]) -> list[Object]:
     objects = []
     for item in items:
-        data = item.put.data[: item.put.nbytes]
-        header = memoryview(header_of(item.put.key, data))
-        objects.append(Object(name_of(item.put.key), (header, data)))
+        put = item.put
+        header = memoryview(header_of(put.key, put.nbytes, put.compute_checksum()))
+        objects.append(Object(name_of(put.key), (header, put.data[: put.nbytes])))
     return objects
 
 
-def header_of(key: BlockKey, data: memoryview) -> bytearray:
-    """The header of the block ``data`` (its bytes only): key, length and checksum of the bytes that
-    follow. Whatever a store returns, old, short, torn or another block's, is therefore either the
-    requested block or a miss."""
+def header_of(key: BlockKey, nbytes: int, checksum: bytes) -> bytearray:
+    """The header of a block: key, length and checksum of the bytes that follow. Whatever a store
+    returns, old, short, torn or another block's, is therefore either the requested block or a
+    miss."""
     digest = hashlib.blake2b(key, digest_size=16).digest()
-    return bytearray(_HEADER.pack(_MAGIC, _VERSION, data.nbytes, digest, _checksum(key, data)))
+    return bytearray(_HEADER.pack(_MAGIC, _VERSION, nbytes, digest, checksum))
 
 
-def is_intact(key: BlockKey, header: bytes | bytearray, data: memoryview) -> bool:
-    """Whether ``header`` and ``data`` are the block ``key``, whole and unchanged."""
-    return bytes(header) == bytes(header_of(key, data))
-
-
-def _checksum(key: BlockKey, data: memoryview) -> bytes:
-    """Of a block's bytes under its key: the same bytes under another key differ."""
-    seed: int = xxhash.xxh3_64_intdigest(key)
-    digest: bytes = xxhash.xxh3_128_digest(data, seed)
-    return digest
+def verified(key: BlockKey, header: bytearray, data: memoryview) -> bytes | None:
+    """The checksum of ``data`` if that and ``header`` are the block ``key``, whole and unchanged;
+    None if not."""
+    checksum = checksum_of(key, data)
+    return checksum if header == header_of(key, data.nbytes, checksum) else None
