@@ -184,7 +184,8 @@ def test_blocks_being_stored_are_not_evicted(tmp_path: Path, start: Start) -> No
     assert not engine.pool.flush(KEYS, 0.05)
     io.gate.set()
     assert engine.pool.flush(chain(NAMESPACE, 32), 60.0)
-    assert engine.save(chain(NAMESPACE, 4, "more")) == {Verdict.RESERVED: 4}
+    # Durable is a moment before the pool has heard of it.
+    wait_until(lambda: engine.save(chain(NAMESPACE, 4, "more")) == {Verdict.RESERVED: 4})
 
 
 def test_saved_again_while_the_old_ones_are_being_stored(tmp_path: Path, start: Start) -> None:
