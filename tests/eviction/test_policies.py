@@ -13,6 +13,7 @@ from kvrecall.pool.eviction.classes import CLASSES, levels
 from kvrecall.pool.eviction.hazard import HazardPolicy
 from kvrecall.pool.eviction.lifetable import _Level
 from kvrecall.pool.eviction.queues import LruPolicy
+from kvrecall.pool.names import DictNames
 from kvrecall.testing.policy_contract import PolicyContract, anything, keys_of, store
 
 
@@ -315,6 +316,23 @@ def test_hazard_once_taught_forgets_the_order_of_use() -> None:
         store(policy, chain, float(number))
     assert policy.chance(chain[0], 200.0) is not None
     assert policy._recency is None
+
+
+def test_names_of_blocks_that_came_before_it_was_taught_are_freed() -> None:
+    names = DictNames()
+    policy = HazardPolicy(100, 0, names)
+    chain, windows = keys_of("a", 5), keys_of("window", 2)
+    store(policy, chain, 0.0)
+    for key in windows:
+        policy.insert(key, chain[-1], 5, 0.0, hangs=True)
+    for number in range(100):
+        policy.access(chain, float(number), windows)
+    assert policy._recency is None
+    for key in (*windows, *chain[::-1]):
+        policy.remove(key)
+    policy.access(keys_of("b", 2000), 200.0)  # for which names are forgotten
+    policy.access(keys_of("c", 2000), 201.0)
+    assert [names.number(key) for key in (*chain, *windows)] == [-1] * 7
 
 
 @pytest.mark.parametrize("make", [HazardPolicy, TaughtPolicy])

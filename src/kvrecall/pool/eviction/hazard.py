@@ -239,8 +239,8 @@ class HazardPolicy(EvictionPolicy):
         # Cohorts with residents that may go, by cell (class, bin); cells ordered by worth.
         self._ready: list[dict[int, None]] = [{} for _ in range(CLASSES * self._bins.count)]
         self._is_taught = False  # has seen enough blocks come back to refuse others
-        # The order until taught for the first time.
-        self._recency: LruPolicy | None = LruPolicy(self.names, links)
+        # The order until taught for the first time. It goes at once then, and so keeps no names.
+        self._recency: LruPolicy | None = LruPolicy(self.names, links, keeps=False)
         self._returns = 0  # ticks in which blocks came back
         self._returned_at = -1.0  # the last of them
         self._worth = memoryview(b"").cast("d")

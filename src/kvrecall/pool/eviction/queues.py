@@ -127,9 +127,13 @@ class QueuePolicy(EvictionPolicy):
     them were older than the rest.
     """
 
-    def __init__(self, names: Names | None = None, links: Links | None = None) -> None:
-        """``links``: of the names; shared with policies that know none of its blocks."""
+    def __init__(
+        self, names: Names | None = None, links: Links | None = None, keeps: bool = True
+    ) -> None:
+        """``links``: of the names; shared with policies that know none of its blocks. Not
+        ``keeps``: the names of its blocks, and of what these hang on, are kept by others."""
         super().__init__(names)
+        self._keeps = keeps
         self._links = links or Links(self.names)
         self._queue = Queue(self._links)
         self._held: set[int] = set()
@@ -145,7 +149,8 @@ class QueuePolicy(EvictionPolicy):
         self, number: int, parent: int, depth: int, now: float, hangs: bool = False
     ) -> None:
         if not self._knows(number):
-            self.names.keep(number)
+            if self._keeps:
+                self.names.keep(number)
             self._join(number, parent, hangs)
 
     def remove_n(self, number: int) -> None:
@@ -155,7 +160,8 @@ class QueuePolicy(EvictionPolicy):
             self._held.discard(number)
         else:
             return
-        self.names.drop(number)
+        if self._keeps:
+            self.names.drop(number)
 
     def hold_n(self, number: int) -> None:
         if number in self._queue:
@@ -189,7 +195,8 @@ class LruPolicy(QueuePolicy):
 
     def _join(self, number: int, parent: int, hangs: bool) -> None:
         if hangs and parent >= 0:
-            self.names.keep(parent)
+            if self._keeps:
+                self.names.keep(parent)
             self._links.parent.cells[number] = parent + 1
         if parent >= 0 and parent in self._queue:
             self._queue.put_before(number, parent)
@@ -199,7 +206,8 @@ class LruPolicy(QueuePolicy):
     def remove_n(self, number: int) -> None:
         if self._knows(number) and (parent := self._links.parent.cells[number]):
             self._links.parent.cells[number] = 0
-            self.names.drop(parent - 1)
+            if self._keeps:
+                self.names.drop(parent - 1)
         super().remove_n(number)
 
     def access_n(
