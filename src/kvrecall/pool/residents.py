@@ -20,9 +20,9 @@ from kvrecall.pool.hints import Advice
 from kvrecall.pool.names import DictNames, Names
 from kvrecall.pool.slots import slot_bytes_of
 
-_LOOKED_UP = 256  # blocks of a request at once
+_LOOKED_UP = 1024  # blocks of a request at once
 HELD_AT_ONCE = 4096  # about 4 ms
-HOLD_S = 0.001  # of the lock, before a request's use lets others in; and a part of it more
+HOLD_S = 0.0015  # of the lock, before a request's use lets others in; and a part of it more
 HELD_FROM = 64  # busy blocks passed in one search: more than one step of an engine commits
 
 
@@ -250,7 +250,8 @@ class EvictionOrders:
                     kept = len(numbers)
                 else:
                     names.sweep(numbers[kept:])
-                    names.drop_all(numbers[:kept])
+                    if kept:
+                        names.drop_all(numbers[:kept])
             if is_due:
                 time.sleep(0)  # who waits for the lock, or the interpreter, goes first
         self._tend(lock)
@@ -265,15 +266,15 @@ class EvictionOrders:
     ) -> Iterator[None]:
         """Looks the blocks up, then records their use in the policy, of themselves, and in the
         orders of their tenant. Adds the numbers that it needs to the end to ``numbers``."""
-        now, names = self.now(), self._names
-        meet = names.meet_all if self._policy.learns else names.numbers
+        now, names, learns = self.now(), self._names, self._policy.learns
         found: list[list[int]] = []
-        for keys, look in ((chain, meet), (hanging, names.numbers), (ending, meet)):
+        for keys, has_all in ((chain, learns), (hanging, False), (ending, learns)):
             found.append([])
             for start in range(0, len(keys), _LOOKED_UP):
-                some = look(keys[start : start + _LOOKED_UP])
+                part = keys[start : start + _LOOKED_UP]
+                some = names.meet_all(part) if has_all else names.numbers(part)
                 found[-1] += some
-                numbers += [number for number in some if number >= 0]
+                numbers += some if has_all else [number for number in some if number >= 0]
                 yield
         used, beside, last = found
         yield from self._policy.access_in_parts(used, now, beside, last, advice)
