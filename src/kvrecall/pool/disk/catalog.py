@@ -40,7 +40,7 @@ _STALE_S = 10.0  # a last use is written to the index again when it is older tha
 _RECOVERED = 512  # rows taken over under one hold
 _AT_ONCE = 64  # blocks that change under one hold of the lock: a millisecond, on slow memory
 _LISTED = 128  # blocks listed under one hold
-_SCANNED = 1 << 16  # numbers looked through under one hold
+_SCANNED = 1 << 14  # numbers looked through under one hold
 _NUMBERS = 1 << 13
 T = TypeVar("T")
 Bools = npt.NDArray[np.bool_]
@@ -874,9 +874,14 @@ class Catalog(EvictionOrders):
                     break
                 here = self._state.array()[part] > 0
                 here &= self._address.array()[part] >> SLAB_BITS == number
-                for n in (start + np.flatnonzero(here)).tolist():
-                    pinned = bool(self._state.cells[n] & _PINNED)
-                    found.append((not pinned, -self._used.cells[n], self._entry(n)))
+                numbers = (start + np.flatnonzero(here)).tolist()
+            for some in _parts(numbers):
+                with self._lock:
+                    state, address, used = self._state.cells, self._address.cells, self._used.cells
+                    for n in some:
+                        if state[n] and slab_of(address[n]) == number:
+                            pinned = bool(state[n] & _PINNED)
+                            found.append((not pinned, -used[n], self._entry(n)))
             start = part.stop
         return [entry for *_, entry in sorted(found, key=lambda item: item[:2])]
 
