@@ -20,7 +20,7 @@ from kvrecall.pool.hints import Advice
 from kvrecall.pool.names import DictNames, Names
 from kvrecall.pool.slots import slot_bytes_of
 
-_LOOKED_UP = 1024  # blocks of a request at once
+_LOOKED_UP = 512  # blocks of a request at once
 HELD_AT_ONCE = 4096  # about 4 ms
 HOLD_S = 0.0015  # of the lock, before a request's use lets others in; and a part of it more
 HELD_FROM = 64  # busy blocks passed in one search: more than one step of an engine commits

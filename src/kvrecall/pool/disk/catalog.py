@@ -357,12 +357,12 @@ class Catalog(EvictionOrders):
         del parts
         order = numbers[np.lexsort((-depth, used))]
         del numbers, used, depth
-        for start in range(0, len(order), _AT_ONCE):
+        for start in range(0, len(order), 2 * _AT_ONCE):
             if is_closing():
                 return False
             with self._lock:
                 state = self._state.cells
-                for number in order[start : start + _AT_ONCE].tolist():
+                for number in order[start : start + 2 * _AT_ONCE].tolist():
                     if state[number] & (_HERE | _RANKED) == _HERE:
                         self._rank_in(number, self._used.cells[number])
             time.sleep(0)  # whoever waits for the interpreter goes first
