@@ -271,8 +271,8 @@ class EvictionOrders:
         for keys, has_all in ((chain, learns), (hanging, False), (ending, learns)):
             found.append([])
             for start in range(0, len(keys), _LOOKED_UP):
-                part = keys[start : start + _LOOKED_UP]
-                some = names.meet_all(part) if has_all else names.numbers(part)
+                asked = keys[start : start + _LOOKED_UP]
+                some = names.meet_all(asked) if has_all else names.numbers(asked)
                 found[-1] += some
                 numbers += some if has_all else [number for number in some if number >= 0]
                 yield
