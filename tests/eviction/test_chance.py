@@ -21,7 +21,8 @@ def table_of(shares: tuple[float, float], blocks: float) -> LifeTable:
             table.entered[kind][age] = blocks
         table.used[kind][place] = share * blocks
         table.entered[kind][place + 1] = (1.0 - share) * blocks
-    table.refresh(4 * CHAIN, CHAIN)
+    for _ in table.refresh(4 * CHAIN, CHAIN):
+        pass
     return table
 
 

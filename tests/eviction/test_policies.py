@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 
@@ -8,11 +9,21 @@ import pytest
 
 from kvrecall.block import BlockKey
 from kvrecall.errors import ConfigError
-from kvrecall.pool.eviction import POLICY_NAMES, EvictionPolicy, hazard, make_policy
+from kvrecall.pool.eviction import (
+    POLICY_NAMES,
+    EvictionPolicy,
+    hazard,
+    lfu,
+    make_policy,
+    queues,
+)
+from kvrecall.pool.eviction.base import PART
 from kvrecall.pool.eviction.classes import CLASSES, levels
 from kvrecall.pool.eviction.hazard import HazardPolicy
 from kvrecall.pool.eviction.lifetable import _Level
-from kvrecall.pool.eviction.queues import LruPolicy
+from kvrecall.pool.eviction.queues import Links, LruPolicy
+from kvrecall.pool.hints import NOT_AGAIN, Advice
+from kvrecall.pool.names import DictNames
 from kvrecall.testing.policy_contract import PolicyContract, anything, keys_of, store
 
 
@@ -259,6 +270,111 @@ def test_hazard_moves_ages_on_in_parts(at_once: int, monkeypatch: pytest.MonkeyP
         assert 10_000.0 - cohort.born < policy._bins.ends[cohort.bin]
 
 
+@pytest.mark.parametrize("make", [*POLICY_NAMES, "taught"])
+def test_the_size_of_parts_makes_no_difference(make: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a thread that has the policy to itself."""
+
+    def orders(part: int) -> list[list[BlockKey]]:
+        for module in (hazard, queues, lfu):
+            monkeypatch.setattr(module, "PART", part)
+        policy = TaughtPolicy(40) if make == "taught" else make_policy(make, 40)
+        rng, now = random.Random(5), 0.0
+        found: list[list[BlockKey]] = []
+        for _ in range(300):
+            now += rng.choice((0.0, 0.2, 3.0, 50.0))
+            name, length = rng.choice("abcdefgh"), rng.randrange(1, 14)
+            chain = keys_of("head", 3) + keys_of(name, length)
+            windows = [BlockKey(b"window of " + key) for key in chain]
+            policy.access(chain, now, rng.sample(windows, rng.randrange(4)))
+            places = [(key, chain[at - 1] if at else None, at) for at, key in enumerate(chain)]
+            places += [(windows[-1], chain[-1], len(chain))]
+            for key, parent, depth in places[rng.randrange(2) :]:
+                policy.insert(key, parent, depth, now, key in windows)
+            found.append(policy.victims(60, anything, now))
+            for key in found[-1][: max(0, len(found[-1]) - 40)]:
+                policy.remove(key)
+        return found
+
+    whole = orders(1000)
+    assert len(whole[-1]) > 30
+    assert orders(1) == orders(4) == whole
+
+
+def test_a_prefix_is_protected_before_what_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What evicts between the parts of a use takes the end of its chain, not the beginning."""
+    monkeypatch.setattr(queues, "PART", 2)
+    policy, old, new = LruPolicy(), keys_of("old", 7), keys_of("new", 3)
+    store(policy, old, 1.0)
+    store(policy, new, 2.0)
+    numbers = list(policy.names.numbers(old))
+    parts = policy.access_in_parts(numbers, 3.0)
+    next(parts)
+    next(parts)
+    assert policy.victims(10, anything, 3.0) == [*old[:3:-1], *new[::-1], *old[3::-1]]
+    for key in old[5:]:
+        policy.remove(key)
+    for _ in parts:
+        pass
+    assert policy.victims(10, anything, 3.0) == [*new[::-1], *old[4::-1]]
+
+
+def test_taught_between_parts_it_leaves_the_queues_of_others_alone() -> None:
+    names = DictNames()
+    links = Links(names)
+    policy, tails = HazardPolicy(1000, 0, names, links), LruPolicy(names, links)
+    chain, beside = keys_of("a", 2 * PART), keys_of("b", 5)
+    store(policy, chain, 0.0)
+    store(policy, beside, 0.0)  # right behind it in the order of use
+    numbers = list(names.numbers(chain))
+    names.keep_all(numbers)
+    parts = policy.access_in_parts(numbers, 1.0)
+    next(parts)
+    for number in range(100):
+        store(policy, keys_of("c", 3), float(number))
+    assert policy._recency is None
+    freed = list(names.numbers(beside))
+    for key in beside[::-1]:
+        policy.remove(key)
+    others = itertools.count()
+    while any(names.number(key) >= 0 for key in beside):
+        policy.access(keys_of(f"{next(others)}", 40), 100.0)
+    mine = keys_of("tail", 200)
+    for key in mine:
+        tails.insert(key, None, 0, 100.0)
+    assert set(freed) < set(names.numbers(mine))
+    for _ in parts:
+        pass
+    while mine:
+        tails.remove(mine.pop())
+        assert list(tails.oldest()) == mine
+
+
+def test_pins_of_blocks_forgotten_between_parts_are_not_kept() -> None:
+    names = DictNames()
+    policy = HazardPolicy(4000, 0, names)
+    chain = keys_of("a", PART + 5)
+    numbers = list(names.meet_all(chain))
+    names.keep_all(numbers)
+    advice = Advice(NOT_AGAIN, 60.0, 0.5, "tenant")
+    parts = policy.access_in_parts(numbers, 1.0, advice=advice)
+    while not policy._state.cells[numbers[-1]]:
+        next(parts)
+    assert not policy._kept
+    others = itertools.count()
+    while all(policy._state.cells[number] for number in numbers):  # until names are forgotten
+        policy.access(keys_of(f"{next(others)}", 40), 2.0)
+    known = {key for key in chain if policy._state.cells[names.number(key)]}
+    for _ in parts:
+        pass
+    assert {names.key(number) for number in policy._kept} == known
+    policy.access(keys_of("d", 2000), 100.0)
+    assert not policy._kept
+    names.drop_all(numbers)
+    for name in range(20):
+        policy.access(keys_of(f"{name}", 40), 101.0)
+    assert [names.number(key) for key in chain] == [-1] * len(chain)
+
+
 def test_life_table_adds_classes_in_their_order() -> None:
     """To the last bit, whatever the machine."""
     rng = np.random.default_rng(1)
@@ -315,6 +431,23 @@ def test_hazard_once_taught_forgets_the_order_of_use() -> None:
         store(policy, chain, float(number))
     assert policy.chance(chain[0], 200.0) is not None
     assert policy._recency is None
+
+
+def test_names_of_blocks_that_came_before_it_was_taught_are_freed() -> None:
+    names = DictNames()
+    policy = HazardPolicy(100, 0, names)
+    chain, windows = keys_of("a", 5), keys_of("window", 2)
+    store(policy, chain, 0.0)
+    for key in windows:
+        policy.insert(key, chain[-1], 5, 0.0, hangs=True)
+    for number in range(100):
+        policy.access(chain, float(number), windows)
+    assert policy._recency is None
+    for key in (*windows, *chain[::-1]):
+        policy.remove(key)
+    policy.access(keys_of("b", 2000), 200.0)  # for which names are forgotten
+    policy.access(keys_of("c", 2000), 201.0)
+    assert [names.number(key) for key in (*chain, *windows)] == [-1] * 7
 
 
 @pytest.mark.parametrize("make", [HazardPolicy, TaughtPolicy])

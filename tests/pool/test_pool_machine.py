@@ -2,19 +2,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import invariant
-from support.pool_machine import PoolMachine
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, rule
+from support.between import meanwhile
+from support.counts import count_catalog, count_residents
+from support.pool_machine import CHAINS, PoolMachine
 
 from kvrecall.config import DiskConfig, PoolConfig, RemoteConfig
 from kvrecall.pool import Pool
 from kvrecall.pool.base import PoolClient
-from kvrecall.pool.disk.catalog import Catalog, SlabUse
-from kvrecall.pool.disk.slabs import slab_of
-from kvrecall.pool.residents import Resident, Residents
 
 
 class CountedMachine(PoolMachine):
@@ -28,58 +28,34 @@ class CountedMachine(PoolMachine):
         disk = self.pool.admin.disk
         assert disk is not None
         with self.pool._changed:
-            _count(self.pool._host)
+            count_residents(self.pool._host)
             stored = [b.slot_bytes for b in self.pool._host.blocks.values() if b.stored]
             assert +self.pool._host.stored == Counter(stored)
         with disk._catalog._lock:
-            _count_disk(disk._catalog)
+            count_catalog(disk._catalog)
 
-
-def idle(block: Resident) -> bool:
-    return not (block.leases or block.io_refs or block.pinned)
-
-
-def _count(residents: Residents[Any]) -> None:
-    blocks: list[Resident] = list(residents.blocks.values())
-    sizes = {block.slot_bytes for block in blocks if idle(block)}
-    for size in {block.slot_bytes for block in blocks}:
-        assert residents.has_idle(size) == (size in sizes)
-        assert residents.has_idle(size, others=True) == bool(sizes - {size})
-    assert residents.pinned_bytes == sum(b.slot_bytes for b in blocks if b.pinned)
-    extents = residents._extents.values()
-    assert sum(len(extent.blocks) for extent in extents) == len(blocks)
-    for extent in extents:
-        members = [residents.blocks[key] for key in extent.blocks]
-        assert all(block.extent is extent for block in members)
-        assert extent.fixed == sum(not idle(block) for block in members)
-        assert extent.pinned == sum(block.pinned for block in members)
-    assert all(not idle(residents.blocks[key]) for key in residents._held)
-
-
-def _count_disk(catalog: Catalog) -> None:
-    state, address = catalog._state.cells, catalog._address.cells
-    here = [number for number in range(catalog._table.size) if state[number]]
-    assert len(here) == len(catalog)
-    assert len({address[number] for number in here}) == len(here)
-    pinned = {number for number in here if state[number] & 2}
-    read = {number for number in here if address[number] in catalog._reading}
-    assert catalog.pinned_bytes == sum(map(catalog._slot_bytes, pinned))
-    assert catalog.used_bytes == sum(map(catalog._slot_bytes, here))
-    slabs = {slab_of(address[number]) for number in here}
-    uses = {
-        slab: SlabUse(
-            sum(slab_of(address[number]) == slab for number in here),
-            sum(slab_of(address[number]) == slab for number in pinned | read),
-            sum(slab_of(address[number]) == slab for number in pinned),
-        )
-        for slab in slabs
-    }
-    assert catalog._slabs == uses
-    assert catalog._held <= read
-    ranked = set(catalog._policy.victims_n(1 << 20, lambda number: True, catalog.now()))
-    ranked |= set(catalog._tails.oldest_n())
-    assert ranked <= set(here) - pinned
-    assert ranked | catalog._held == set(here) - pinned
+    @rule(
+        of=CHAINS,
+        other=CHAINS,
+        share=st.sampled_from((0.5, 1.0)),
+        what=st.lists(
+            st.sampled_from(("clear", "save", "touch", "find", "unpin", "resize")), max_size=5
+        ),
+    )
+    def touch_in_parts(
+        self, of: tuple[str, str, int], other: tuple[str, str, int], share: float, what: list[str]
+    ) -> None:
+        """Between two of them other things happen."""
+        calls: dict[str, Callable[[], None]] = {
+            "clear": self.clear,
+            "save": lambda: self.save(other),
+            "touch": lambda: self.touch(other),
+            "find": lambda: self.find(other),
+            "unpin": lambda: self.unpin(other),
+            "resize": lambda: self.resize(share),
+        }
+        with meanwhile([calls[name] for name in what]):
+            self.touch(of)
 
 
 class HazardMachine(CountedMachine):

@@ -29,9 +29,7 @@ from kvrecall.testing.pool_contract import Engine
 
 _SIZES = {"small": 5_000, "large": 70_000}
 _LENGTH = 12
-_CHAINS = st.tuples(
-    st.sampled_from(sorted(_SIZES)), st.sampled_from("abc"), st.integers(1, _LENGTH)
-)
+CHAINS = st.tuples(st.sampled_from(sorted(_SIZES)), st.sampled_from("abc"), st.integers(1, _LENGTH))
 _HOST_BYTES = 1 << 20  # room for about 14 large blocks: evicts all the time
 _DISK_BYTES = 32 << 20  # room for all there are: never evicts
 _TENANTS = {"a": tenant_of("a"), "b": tenant_of("b"), "c": SHARED}  # by chain
@@ -90,7 +88,7 @@ class PoolMachine(RuleBasedStateMachine):
         size, name, length = of
         return chain(namespace(size), length, name)
 
-    @rule(of=_CHAINS)
+    @rule(of=CHAINS)
     def save(self, of: tuple[str, str, int]) -> None:
         keys = self.keys(of)
         known = {key for key in keys if key in self.filling or self.may_have(key)}
@@ -106,7 +104,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.commit(got)
         self.committed.update(got)
 
-    @rule(of=_CHAINS, target=reserved)
+    @rule(of=CHAINS, target=reserved)
     def reserve(self, of: tuple[str, str, int]) -> tuple[str, tuple[BlockKey, ...]]:
         keys = self.keys(of)
         got = []
@@ -129,7 +127,7 @@ class PoolMachine(RuleBasedStateMachine):
         else:
             self.pool.abandon(keys)
 
-    @rule(of=_CHAINS, target=tickets)
+    @rule(of=CHAINS, target=tickets)
     def acquire(self, of: tuple[str, str, int]) -> int:
         keys = self.keys(of)
         ticket = self.pool.acquire(keys, 20.0, None, _TENANTS[of[1]])
@@ -158,7 +156,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.engines[size].check(keys, recall)
         self.pool.release(ticket)
 
-    @rule(of=_CHAINS)
+    @rule(of=CHAINS)
     def find(self, of: tuple[str, str, int]) -> None:
         keys = self.keys(of)
         found = self.pool.find(keys).blocks
@@ -166,18 +164,18 @@ class PoolMachine(RuleBasedStateMachine):
         if found < len(keys):
             assert keys[found] not in self.durable
 
-    @rule(of=_CHAINS)
+    @rule(of=CHAINS)
     def touch(self, of: tuple[str, str, int]) -> None:
         self.pool.touch(self.keys(of))
 
-    @rule(of=_CHAINS)
+    @rule(of=CHAINS)
     def flush(self, of: tuple[str, str, int]) -> None:
         keys = self.keys(of)
         if self.pool.flush(keys, 20.0):
             assert all(map(self.may_have, keys))
             self.durable.update(keys)
 
-    @rule(of=_CHAINS)
+    @rule(of=CHAINS)
     def pin(self, of: tuple[str, str, int]) -> None:
         present = [key for key in self.keys(of) if self.pool.find([key]).blocks]
         try:
@@ -186,7 +184,7 @@ class PoolMachine(RuleBasedStateMachine):
             return  # too many: none is
         self.pinned.update(key for key in present if self.pool.find([key]).blocks)
 
-    @rule(of=_CHAINS)
+    @rule(of=CHAINS)
     def unpin(self, of: tuple[str, str, int]) -> None:
         self.admin().unpin(self.keys(of))
         self.pinned.difference_update(self.keys(of))
@@ -255,4 +253,4 @@ class PoolMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
-__all__ = ["PoolMachine"]
+__all__ = ["CHAINS", "PoolMachine"]

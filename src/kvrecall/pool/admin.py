@@ -17,7 +17,7 @@ from kvrecall.pool.residents import BlockInfo
 if TYPE_CHECKING:
     from kvrecall.pool.pool import Pool
 
-_AT_ONCE = 250  # blocks, in less than two milliseconds, so that engines are answered in between
+_AT_ONCE = 64  # blocks, in a millisecond or two, so that engines are answered in between
 _EXPIRY_S = 60.0
 _GIB = 1 << 30
 

@@ -480,10 +480,11 @@ class CompactNames(Names):
         dropped = np.asarray(numbers, np.int64)
         refs = self._refs.array()
         np.subtract.at(refs, dropped, 1)
-        ended = np.unique(dropped[refs[dropped] == 0])
+        ended = dropped[refs[dropped] == 0]
         del refs
         if not ended.size:
             return
+        ended = np.unique(ended)
         codes = self._codes_of(ended)
         done = self._table.remove_most(ended, codes)
         self._release(ended[done])
@@ -533,36 +534,44 @@ class CompactNames(Names):
 
     def meet_many(self, keys: Sequence[BlockKey]) -> Numbers:
         """``meet`` of each of very many keys [keys]."""
-        numbers = self.numbers_of(keys)
+        given = self._given(keys)
+        if given is None:
+            return np.fromiter(map(self.meet, keys), np.int64, len(keys))
+        codes = self._codes(given)
+        numbers = self._numbers_of(keys, given, codes)
         new = np.flatnonzero(numbers < 0)
-        fresh = [keys[place] for place in new.tolist()]
-        count = len(fresh)
-        given = self._given(fresh)
+        count = new.size
+        if not count:
+            return numbers
+        if count < len(keys):
+            given, codes = given[new], codes[new]
         if (
-            given is None
-            or len(fresh[0]) != _KEY_BYTES
+            len(keys[0]) != _KEY_BYTES
             or count > self._table.most // 2
-            or len(set(fresh)) < count
-            or len(self._spaces.keys() | set(spaces := [k[:NAMESPACE_BYTES] for k in fresh]))
-            > _SPACES
+            or np.unique(codes).size < count
+            or (places := self._space_numbers(given)) is None
         ):
-            for place, key in zip(new.tolist(), fresh, strict=True):
-                numbers[place] = self.meet(key)
+            for place in new.tolist():
+                numbers[place] = self.meet(keys[place])
             return numbers
         added = self._take(count)
         self._count += count
         self._begin_growing()
         numbers[new] = added
-        codes = self._codes(given)
         self._digest.array().view(np.uint64)[added] = given[:, _SPACE_WORDS:-1]
-        places = {space: self._space_number(space) for space in set(spaces)}
-        forms = [places[space] << _FORM | _HASH_BYTES for space in spaces]
-        self._form.array()[added] = forms
+        self._form.array()[added] = places << _FORM | _HASH_BYTES
         self._refs.array()[added] = 0
         self._place_all(codes, added)
         if self._old is not None:
             self._move_groups(self._old, count)
         return numbers
+
+    def _space_numbers(self, given: Words) -> Numbers | None:
+        """``_space_number`` of each [keys], or of all [1]; None if one has none."""
+        words = given[:, :_SPACE_WORDS]
+        spaces = words[:1] if (words == words[0]).all() else words
+        numbers = np.array([self._space_number(each.tobytes()) for each in spaces], np.int64)
+        return None if (numbers < 0).any() else numbers
 
     def _move_groups(self, old: _Table, count: int) -> None:
         """``_move_group`` of many."""
@@ -635,7 +644,12 @@ class CompactNames(Names):
         given = self._given(keys)
         if given is None:
             return np.fromiter(map(self.number, keys), np.int64, len(keys))
-        codes = self._codes(given)
+        return self._numbers_of(keys, given, self._codes(given), exact)
+
+    def _numbers_of(
+        self, keys: Sequence[BlockKey], given: Words, codes: Words, exact: bool = True
+    ) -> Numbers:
+        """``numbers_of`` keys with these words and hashes."""
         found = self._search_all(self._table, 0, codes)
         if self._old is not None:
             missing = np.flatnonzero(found < 0)

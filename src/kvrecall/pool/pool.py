@@ -425,11 +425,9 @@ class Pool:
         hint: Hint | None = None,
         tenant: Tenant = SHARED,
     ) -> None:
-        self._host.tend(self._changed)
         with self._changed:
             advice = self._hints.used(keys, self._monotonic(), tenant, hint)
-            self._host.touch(keys, hanging, ending, advice=advice)
-        self._host.tend(self._changed)
+        self._host.use(self._changed, keys, hanging, ending, advice)
         if self._writer.has_below:
             self._below.touch(keys, hanging, ending, advice)  # look-ups need not wait for both
             with self._changed:

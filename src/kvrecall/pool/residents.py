@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -13,12 +14,15 @@ from kvrecall.config import Amount, PoolTerms, TenantTerms
 from kvrecall.pool.changes import Cause, Watchers
 from kvrecall.pool.departures import Departures
 from kvrecall.pool.eviction import EvictionPolicy, make_policy
+from kvrecall.pool.eviction.base import PART
 from kvrecall.pool.eviction.queues import Links, LruPolicy
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.names import DictNames, Names
 from kvrecall.pool.slots import slot_bytes_of
 
+_LOOKED_UP = 512  # blocks of a request at once
 HELD_AT_ONCE = 4096  # about 4 ms
+HOLD_S = 0.0015  # of the lock, before a request's use lets others in; and a part of it more
 HELD_FROM = 64  # busy blocks passed in one search: more than one step of an engine commits
 
 
@@ -213,13 +217,93 @@ class EvictionOrders:
             return True
         return self._policy.admit(key, parent, depth, self.now(), hangs(key, parent))
 
-    def tend(self, lock: AbstractContextManager[Any]) -> None:
+    def use(
+        self,
+        lock: AbstractContextManager[Any],
+        chain: Sequence[BlockKey],
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
+        advice: Advice | None = None,
+    ) -> None:
+        """A request used ``chain`` (prefix first) and ``hanging`` blocks beside it, and leaves
+        ``ending`` ones at its end.
+
+        Takes the lock several times, since look-ups would wait for all the milliseconds that many
+        blocks take. What happens between two holds may concern the same blocks: one that left is
+        not used from there on, and another request's use may come in between."""
+        self._tend(lock)
+        names: Names | None = None
+        numbers: list[int] = []  # of its blocks, as they are looked up
+        kept = 0  # of these, so that they are no other blocks' while others have the lock
+        parts = self._use_in_parts(numbers, chain, hanging, ending, advice)
+        is_due = True
+        while is_due:
+            with lock:
+                until = time.perf_counter() + HOLD_S
+                if names is None:
+                    names = self._names
+                elif names is not self._names:  # the tier was empty, and is ranked anew
+                    break
+                is_due = any(time.perf_counter() >= until for _ in parts)
+                if is_due:
+                    names.keep_all(numbers[kept:])
+                    kept = len(numbers)
+                else:
+                    names.sweep(numbers[kept:])
+                    if kept:
+                        names.drop_all(numbers[:kept])
+            if is_due:
+                time.sleep(0)  # who waits for the lock, or the interpreter, goes first
+        self._tend(lock)
+
+    def _use_in_parts(
+        self,
+        numbers: list[int],
+        chain: Sequence[BlockKey],
+        hanging: Sequence[BlockKey],
+        ending: Sequence[BlockKey],
+        advice: Advice | None,
+    ) -> Iterator[None]:
+        """Looks the blocks up, then records their use in the policy, of themselves, and in the
+        orders of their tenant. Adds the numbers that it needs to the end to ``numbers``."""
+        now, names, learns = self.now(), self._names, self._policy.learns
+        found: list[list[int]] = []
+        for keys, has_all in ((chain, learns), (hanging, False), (ending, learns)):
+            found.append([])
+            for start in range(0, len(keys), _LOOKED_UP):
+                asked = keys[start : start + _LOOKED_UP]
+                some = names.meet_all(asked) if has_all else names.numbers(asked)
+                found[-1] += some
+                numbers += some if has_all else [number for number in some if number >= 0]
+                yield
+        used, beside, last = found
+        yield from self._policy.access_in_parts(used, now, beside, last, advice)
+        yield from self._tails.access_in_parts((), now, beside)
+        tenant: Tenant | None = None
+        for keys, its in ((chain, used), (hanging, beside)):
+            for start in range(0, len(keys), PART):
+                part = slice(start, start + PART)
+                tenant = self._note_uses(keys[part], its[part], now) or tenant
+                yield
+        for order in () if tenant is None else self.accounts.orders(tenant):
+            yield from order.access_in_parts(used, now, beside)
+
+    def _note_uses(
+        self, keys: Sequence[BlockKey], numbers: Sequence[int], now: float
+    ) -> Tenant | None:
+        """Records the last use of those that are here. The tenant of one of them; None: none
+        is."""
+        raise NotImplementedError
+
+    def _tend(self, lock: AbstractContextManager[Any]) -> None:
         """``EvictionPolicy.tend`` until nothing is due, each time under a hold of the lock of its
         own: each takes milliseconds, in which look-ups would wait."""
         is_due = True
         while is_due:
             with lock:
                 is_due = self._policy.tend(self.now())
+            if is_due:
+                time.sleep(0)
 
     def chance(self, key: BlockKey) -> float | None:
         """The policy's probability that the block is used again; None: no estimate."""
@@ -335,32 +419,16 @@ class Residents(EvictionOrders, Generic[R]):
             return (order,)
         return (order, *self.accounts.orders(block.tenant)[place : place + 1])
 
-    def touch(
-        self,
-        chain: Sequence[BlockKey],
-        hanging: Sequence[BlockKey] = (),
-        ending: Sequence[BlockKey] = (),
-        stale_s: float = 0.0,
-        advice: Advice | None = None,
-    ) -> list[R]:
-        """A request used ``chain`` (prefix first) and ``hanging`` blocks beside it, and leaves
-        ``ending`` ones at its end. Returns the used blocks whose last use was recorded ``stale_s``
-        seconds ago or longer, and records it again. ``tend`` before it and after it."""
-        now, get = self.now(), self.blocks.get
-        self._policy.record(chain, now, hanging, ending, advice)
-        self._tails.access((), now, hanging)
-        last: R | None = None
-        noted: list[R] = []
-        for key in itertools.chain(chain, hanging) if hanging else chain:
+    def _note_uses(
+        self, keys: Sequence[BlockKey], numbers: Sequence[int], now: float
+    ) -> Tenant | None:
+        get, last = self.blocks.get, None
+        for key in keys:
             block = get(key)
             if block is not None:
                 last = block
-                if now - block.used >= stale_s:
-                    block.used = now
-                    noted.append(block)
-        for order in () if last is None else self.accounts.orders(last.tenant):
-            order.access(chain, now, hanging, ending)
-        return noted
+                block.used = max(now, block.used)
+        return None if last is None else last.tenant
 
     # -- in use ----------------------------------------------------------------------------
 

@@ -37,9 +37,10 @@ from kvrecall.pool.slots import ALIGNMENT, slot_bytes_of
 from kvrecall.pool.tier import Outcome
 
 _STALE_S = 10.0  # a last use is written to the index again when it is older than this
-_AT_ONCE = 128  # blocks that change under one hold of the lock: less than a millisecond
-_LISTED = 256  # blocks listed under one hold
-_SCANNED = 1 << 16  # numbers looked through under one hold
+_RECOVERED = 512  # rows taken over under one hold
+_AT_ONCE = 64  # blocks that change under one hold of the lock: a millisecond, on slow memory
+_LISTED = 128  # blocks listed under one hold
+_SCANNED = 1 << 14  # numbers looked through under one hold
 _NUMBERS = 1 << 13
 T = TypeVar("T")
 Bools = npt.NDArray[np.bool_]
@@ -253,13 +254,18 @@ class Catalog(EvictionOrders):
     def recover(self, rows: Rows) -> list[int]:
         """Takes over blocks of an earlier process, not yet ranked. Returns the places of those that
         it does not: dropped since the recovery began, or here already."""
-        is_plain = not any(rows.pinned) and len(set(rows.keys)) == len(rows.keys)
-        with self._lock:
-            is_plain = is_plain and not (self._late is None or self._late.has_any)
-            if is_plain and self._take_many(rows):
-                return []
         refused: list[int] = []
-        for part in _parts(range(len(rows.keys))):
+        for start in range(0, len(rows.keys), _RECOVERED):
+            places = range(start, min(start + _RECOVERED, len(rows.keys)))
+            if not self._take_many(rows, places):
+                refused += self._take_each(rows, places)
+            time.sleep(0)  # whoever waits for the interpreter goes first
+        return refused
+
+    def _take_each(self, rows: Rows, places: Sequence[int]) -> list[int]:
+        """``recover`` of the rows at these places, one by one."""
+        refused: list[int] = []
+        for part in _parts(places):
             with self._lock:
                 now = self.now()
                 for place in part:
@@ -277,44 +283,57 @@ class Catalog(EvictionOrders):
                         self._unnoted_pins[row.address] = int(pinned)
         return refused
 
-    def _take_many(self, rows: Rows) -> bool:
-        """``_take_in`` of blocks that are not pinned, each another. False, and takes none, if any
-        is here already."""
-        names = self._table
-        numbers = names.meet_many(rows.keys)
-        if self._state.array()[numbers].any():
+    def _take_many(self, rows: Rows, places: range) -> bool:
+        """``_take_in`` of the rows at these places. False, and takes none, unless their blocks are
+        not pinned, each another, and none is here or was named since the recovery began."""
+        part = slice(places.start, places.stop)
+        keys, parents = rows.keys[part], rows.parents[part]
+        if any(rows.pinned[part]) or len(set(keys)) < len(keys):
             return False
-        names.keep_many(numbers)
-        below = [place for place, parent in enumerate(rows.parents) if parent is not None]
-        above = names.meet_many([key for key in rows.parents if key is not None])
-        names.keep_many(above)
-        self._parent.array()[numbers] = 0
-        self._parent.array()[numbers[below]] = above + 1
-        addresses = np.asarray(rows.addresses, np.int64)
-        nbytes = np.asarray(rows.nbytes, np.int64)
-        self._address.array()[numbers] = addresses
-        self._nbytes.array()[numbers] = nbytes
-        self._depth.array()[numbers] = rows.depths
-        self._used.array()[numbers] = np.minimum(rows.used, self.now())
-        tags = np.frombuffer(b"".join(rows.tags), np.uint8)
-        self._tag.array()[numbers] = tags.reshape(-1, self._tag_bytes)
-        self._state.array()[numbers] = _HERE
-        for watcher in self.watchers:
-            for key, parent in zip(rows.keys, rows.parents, strict=True):
-                watcher.stored(TierName.DISK, key, parent)
-        self._blocks += len(numbers)
+        # All that needs no lock, before it is taken.
+        below = [place for place, parent in enumerate(parents) if parent is not None]
+        over = [key for key in parents if key is not None]
+        addresses = np.asarray(rows.addresses[part], np.int64)
+        nbytes = np.asarray(rows.nbytes[part], np.int64)
+        depths = np.asarray(rows.depths[part], np.int32)
+        used = np.asarray(rows.used[part], np.float64)
+        tags = np.frombuffer(b"".join(rows.tags[part]), np.uint8).reshape(-1, self._tag_bytes)
         slot_bytes = (-(-nbytes // ALIGNMENT) * ALIGNMENT).tolist()
-        self.used_bytes += sum(slot_bytes)
         charged: dict[Tenant, int] = {}
-        for tenant, size in zip(rows.tenants, slot_bytes, strict=True):
+        for tenant, size in zip(rows.tenants[part], slot_bytes, strict=True):
             charged[tenant] = charged.get(tenant, 0) + size
-        for tenant, size in charged.items():
-            self.accounts.charge(tenant, size)
-        tenant_numbers = {tenant: self._tenant_number(tenant) for tenant in charged}
-        self._tenant.array()[numbers] = [tenant_numbers[tenant] for tenant in rows.tenants]
+        owners = {tenant: place for place, tenant in enumerate(charged)}
+        owned = [owners[tenant] for tenant in rows.tenants[part]]
         slabs, counts = np.unique(addresses >> SLAB_BITS, return_counts=True)
-        for slab, count in zip(slabs.tolist(), counts.tolist(), strict=True):
-            self._slabs.setdefault(slab, SlabUse()).blocks += count
+        with self._lock:
+            if self._late is None or self._late.has_any:
+                return False
+            names = self._table
+            numbers = names.meet_many(keys)
+            if self._state.array()[numbers].any():
+                return False
+            names.keep_many(numbers)
+            above = names.meet_many(over)
+            names.keep_many(above)
+            self._parent.array()[numbers] = 0
+            self._parent.array()[numbers[below]] = above + 1
+            self._address.array()[numbers] = addresses
+            self._nbytes.array()[numbers] = nbytes
+            self._depth.array()[numbers] = depths
+            self._used.array()[numbers] = np.minimum(used, self.now())
+            self._tag.array()[numbers] = tags
+            self._state.array()[numbers] = _HERE
+            for watcher in self.watchers:
+                for key, parent in zip(keys, parents, strict=True):
+                    watcher.stored(TierName.DISK, key, parent)
+            self._blocks += len(numbers)
+            self.used_bytes += sum(charged.values())
+            for tenant, size in charged.items():
+                self.accounts.charge(tenant, size)
+            tenants = np.array([self._tenant_number(tenant) for tenant in charged], np.uint32)
+            self._tenant.array()[numbers] = tenants[owned]
+            for slab, count in zip(slabs.tolist(), counts.tolist(), strict=True):
+                self._slabs.setdefault(slab, SlabUse()).blocks += count
         return True
 
     @property
@@ -338,12 +357,12 @@ class Catalog(EvictionOrders):
         del parts
         order = numbers[np.lexsort((-depth, used))]
         del numbers, used, depth
-        for start in range(0, len(order), _AT_ONCE):
+        for start in range(0, len(order), 2 * _AT_ONCE):
             if is_closing():
                 return False
             with self._lock:
                 state = self._state.cells
-                for number in order[start : start + _AT_ONCE].tolist():
+                for number in order[start : start + 2 * _AT_ONCE].tolist():
                     if state[number] & (_HERE | _RANKED) == _HERE:
                         self._rank_in(number, self._used.cells[number])
             time.sleep(0)  # whoever waits for the interpreter goes first
@@ -490,32 +509,12 @@ class Catalog(EvictionOrders):
     ) -> None:
         """A request used ``chain`` (prefix first) and ``hanging`` blocks beside it, and leaves
         ``ending`` ones at its end."""
-        # In several holds, since each takes milliseconds. Another request's use may come between
-        # two: either order of both is right, for each of the tier's orders.
-        self.tend(self._lock)
-        with self._lock:
-            now, names = self.now(), self._table
-            look = names.meet_all if self._policy.learns else names.numbers
-            used, last = look(chain), look(ending)
-            beside = names.numbers(hanging)
-            self._policy.access_n(used, now, beside, last, advice)
-            self._tails.access_n((), now, beside)
-            owner = self._note_uses(used, now)
-            owner = max(owner, self._note_uses(beside, now))
-            tenant = self._tenant_of(owner) if owner >= 0 else None
-            if self._policy.learns:
-                names.sweep(used)
-                names.sweep(last)
-        self.tend(self._lock)
-        if tenant is not None and self.accounts.is_bounded:
-            with self._lock:
-                used, beside = names.numbers(chain), names.numbers(hanging)
-                for order in self.accounts.orders(tenant):
-                    order.access_n(used, now, beside)
+        self.use(self._lock, chain, hanging, ending, advice)
 
-    def _note_uses(self, numbers: Sequence[int], now: float) -> int:
-        """Records the use of those that are here, to be written to the index if the last one on
-        record is old. Returns one of them, or -1."""
+    def _note_uses(
+        self, keys: Sequence[BlockKey], numbers: Sequence[int], now: float
+    ) -> Tenant | None:
+        """They are to be written to the index if the last use on record is old."""
         state, used, stale = self._state.cells, self._used.cells, now - _STALE_S
         owner = -1
         for number in numbers:
@@ -526,7 +525,7 @@ class Catalog(EvictionOrders):
                     if not state[number] & _USED:
                         state[number] |= _USED
                         self._unnoted_uses.append(number)
-        return owner
+        return None if owner < 0 else self._tenant_of(owner)
 
     def take_unnoted_uses(self, limit: int) -> list[tuple[int, int]]:
         """``(second, address)`` of up to ``limit`` last uses not yet written to the index."""
@@ -875,9 +874,14 @@ class Catalog(EvictionOrders):
                     break
                 here = self._state.array()[part] > 0
                 here &= self._address.array()[part] >> SLAB_BITS == number
-                for n in (start + np.flatnonzero(here)).tolist():
-                    pinned = bool(self._state.cells[n] & _PINNED)
-                    found.append((not pinned, -self._used.cells[n], self._entry(n)))
+                numbers = (start + np.flatnonzero(here)).tolist()
+            for some in _parts(numbers):
+                with self._lock:
+                    state, address, used = self._state.cells, self._address.cells, self._used.cells
+                    for n in some:
+                        if state[n] and slab_of(address[n]) == number:
+                            pinned = bool(state[n] & _PINNED)
+                            found.append((not pinned, -used[n], self._entry(n)))
             start = part.stop
         return [entry for *_, entry in sorted(found, key=lambda item: item[:2])]
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 from kvrecall.block import BlockKey
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.names import DictNames, Names
+
+PART = 256
+"""Blocks of a request whose use is recorded at once: a millisecond, on slow memory."""
 
 
 class EvictionPolicy(ABC):
@@ -18,8 +22,9 @@ class EvictionPolicy(ABC):
     every event; the policy owns only the order. One request makes these calls:
 
     1. ``access(chain)`` once, on arrival, with all its full blocks whether resident or not
-       (blocks that hang on the chain may be reported by a second call); that is ``record`` between
-       two times ``tend``, each of which may be under a hold of the tier's lock of its own;
+       (blocks that hang on the chain may be reported by a second call); that is the steps of
+       ``access_in_parts`` between two times ``tend``, and the tier may let go of its lock between
+       any two of them;
     2. for each block to be stored, prefix first: if the tier is full, ``admit`` and, if that
        returns True, ``victims``; ``remove`` for each victim taken; then ``insert``.
 
@@ -52,22 +57,27 @@ class EvictionPolicy(ABC):
         """
 
     @abstractmethod
-    def access_n(
+    def access_in_parts(
         self,
         chain: Sequence[int],
         now: float,
         hanging: Sequence[int] = (),
         ending: Sequence[int] = (),
         advice: Advice | None = None,
-    ) -> None:
+    ) -> Iterator[None]:
         """A request used ``chain`` (prefix first), and ``hanging`` blocks: each has a block of a
         chain as its parent, but is none itself. ``ending``: those that are at the request's own
         end, or will be: where a request that continues it begins. Blocks that are not resident are
         allowed: a policy may learn from them, but does not make them resident. ``advice``: what
-        the client said about the return of ``chain``, if it is believed; it may be wrong."""
+        the client said about the return of ``chain``, if it is believed; it may be wrong.
+
+        Does nothing before the first ``next``, which does a part of it, as does each further one:
+        a few hundred blocks at most. Any other call may come
+        between two, another request's use included; what one of them removes is from then on a
+        block that is not resident. The caller keeps the numbers until the end."""
 
     def tend(self, now: float) -> bool:
-        """Does a part of what the time that has passed and ``access_n`` have made due, such as
+        """Does a part of what the time that has passed and past uses have made due, such as
         learning from what was seen: a few milliseconds at most, whatever the size of the tier. True
         if it should be called again; other calls may come between two. Before an access and after
         it."""
@@ -85,7 +95,7 @@ class EvictionPolicy(ABC):
 
     def hold_n(self, number: int) -> None:  # noqa: B027
         """The block was skipped and stays (it is leased): ``victims_n`` need not consider it
-        again before ``release_n`` or ``access_n``. Not resident, or held already: no effect.
+        again before ``release_n`` or its next use. Not resident, or held already: no effect.
 
         Without this and ``release_n`` a policy is correct, but considers every leased block that is
         colder than its victim each time.
@@ -129,27 +139,17 @@ class EvictionPolicy(ABC):
         ending: Sequence[BlockKey] = (),
         advice: Advice | None = None,
     ) -> None:
+        """``access_in_parts``, whole, and ``tend``."""
         while self.tend(now):
             pass
-        self.record(chain, now, hanging, ending, advice)
-        while self.tend(now):
-            pass
-
-    def record(
-        self,
-        chain: Sequence[BlockKey],
-        now: float,
-        hanging: Sequence[BlockKey] = (),
-        ending: Sequence[BlockKey] = (),
-        advice: Advice | None = None,
-    ) -> None:
-        """``access`` without ``tend``, which the caller calls."""
         names = self.names
         look = names.meet_all if self.learns else names.numbers
         used, last = look(chain), look(ending)
-        self.access_n(used, now, names.numbers(hanging), last, advice)
+        deque(self.access_in_parts(used, now, names.numbers(hanging), last, advice), maxlen=0)
         if self.learns:
             names.sweep((*used, *last))
+        while self.tend(now):
+            pass
 
     def remove(self, key: BlockKey) -> None:
         number = self.names.number(key)

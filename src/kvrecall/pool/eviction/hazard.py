@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar
 
 import numpy as np
 
-from kvrecall.pool.eviction.base import EvictionPolicy
+from kvrecall.pool.eviction.base import PART, EvictionPolicy
 from kvrecall.pool.eviction.classes import (
     BARE,
     CLASSES,
@@ -36,7 +36,8 @@ _FADE = 0.9975  # what then stays of the old counts: half after 277 looks, about
 _EVIDENCE = 4.0  # requests' worth of blocks that a class needs to be believed half
 _RETURNS = 16  # ticks in which blocks came back, before the tables are believed at all
 _MEMBERS = 1024  # of a cohort: more would take too long to prune at once
-_FORGOTTEN = 1024  # names at once; with a request, or twice as many as it has blocks
+_FORGOTTEN = 1024  # names with a request, or twice as many as it has blocks
+_FORGOTTEN_AT_ONCE = 512
 _FORGOTTEN_FOR_ONE = 4  # with a new block
 _GROWN = 64  # cohorts that move to another bin at once
 _GROWN_BEFORE_USE = 4  # times so many before a request
@@ -239,8 +240,8 @@ class HazardPolicy(EvictionPolicy):
         # Cohorts with residents that may go, by cell (class, bin); cells ordered by worth.
         self._ready: list[dict[int, None]] = [{} for _ in range(CLASSES * self._bins.count)]
         self._is_taught = False  # has seen enough blocks come back to refuse others
-        # The order until taught for the first time.
-        self._recency: LruPolicy | None = LruPolicy(self.names, links)
+        # The order until taught for the first time. It goes at once then, and so keeps no names.
+        self._recency: LruPolicy | None = LruPolicy(self.names, links, keeps=False)
         self._returns = 0  # ticks in which blocks came back
         self._returned_at = -1.0  # the last of them
         self._worth = memoryview(b"").cast("d")
@@ -252,32 +253,37 @@ class HazardPolicy(EvictionPolicy):
         self._uses = 0  # block uses seen, and at how many the table is looked at again
         self._refresh_at = 0
         self._mean_chain = 1.0
-        self._is_learned = False  # by the life table, and cells are not ranked by it yet
+        self._lesson: Iterator[None] | None = None  # begun, not ended
         self._to_grow = 0  # times that some cohorts may still, for this request
         self._to_forget = 0  # names, at most, for the last request
-        self._learn()
-        self._rank()
+        deque(self._learn(), maxlen=0)
 
     # -- what happens to blocks ------------------------------------------------------------
 
-    def access_n(
+    def access_in_parts(
         self,
         chain: Sequence[int],
         now: float,
         hanging: Sequence[int] = (),
         ending: Sequence[int] = (),
         advice: Advice | None = None,
-    ) -> None:
+    ) -> Iterator[None]:
         if not (chain or hanging or ending):
             return
         if now - self._now >= _TICK:  # not if some are late: ``tend`` is for them
             self._advance(now)
         if self._recency is not None:
-            self._recency.access_n(chain, now, hanging)
+            parts = self._recency.access_in_parts(chain, now, hanging)
+            # Taught meanwhile, its links may be those of other blocks in other queues already.
+            while self._recency is not None and next(parts, parts) is None:
+                yield
+        for start in range(0, len(hanging), PART):
+            state = self._state.cells
+            for number in hanging[start : start + PART]:
+                if number >= 0 and state[number] & _KNOWN:
+                    self._use(number, 1)
+            yield
         state = self._state.cells
-        for number in hanging:
-            if number >= 0 and state[number] & _KNOWN:
-                self._use(number, 1)
         for number in ending:
             if not state[number] & _KNOWN:
                 self._meet(number, -1, 1, 0.0, True)
@@ -288,7 +294,7 @@ class HazardPolicy(EvictionPolicy):
             return
         self._mean_chain += 0.01 * (len(chain) - self._mean_chain)
         self._uses += len(chain)
-        self._use_chain(chain, advice)
+        yield from self._use_chain(chain, advice)
         self._to_forget = max(_FORGOTTEN, 2 * len(chain))
 
     def tend(self, now: float) -> bool:
@@ -300,16 +306,17 @@ class HazardPolicy(EvictionPolicy):
             if self._is_late and self._to_grow:
                 return True
             self._to_grow = 0
-        if self._is_learned:
-            self._rank()
-            return False
-        if self._uses >= self._refresh_at:
+        if self._lesson is None and self._uses >= self._refresh_at:
             self._to_forget = 0  # for once: more names than usual are no harm
-            self._learn(_FADE)
-            return True
+            self._lesson = self._learn(_FADE)
+        if self._lesson is not None:
+            if next(self._lesson, self._lesson) is None:
+                return True
+            self._lesson = None
+            return False
         if not self._to_forget or self._ghosts <= self._remember:
             return False
-        some = min(self._to_forget, _FORGOTTEN)
+        some = min(self._to_forget, _FORGOTTEN_AT_ONCE)
         self._to_forget -= some
         self._forget(some)
         return bool(self._to_forget) and self._ghosts > self._remember
@@ -564,8 +571,8 @@ class HazardPolicy(EvictionPolicy):
             cohort.settle(number, self._parent.cells[number] - 1)
             self._make_ready(cohort)
 
-    def _use_chain(self, chain: Sequence[int], advice: Advice | None) -> None:
-        """``_use`` of each of a chain, or its first use: the innermost loop, written out."""
+    def _use_chain(self, chain: Sequence[int], advice: Advice | None) -> Iterator[None]:
+        """``_use`` of each of a chain, or its first use, in parts."""
         known_blocks, hits, pause = self._continues(chain)
         self._rival.use(chain, hits)
         plain = own = feature(len(chain) - known_blocks, pause)
@@ -573,13 +580,23 @@ class HazardPolicy(EvictionPolicy):
         if advice is not None:  # which is about what no other chain shares
             begin = self._fork(chain)
             own = feature(0, None, advice.kind) if advice.kind else plain
+        for start in range(0, len(chain), PART):
+            yield
+            self._use_part(chain, start, begin, plain, own)
+        if advice is not None and advice.pin_s:
+            yield
+            self._keep(chain[begin:], advice)
+
+    def _use_part(self, chain: Sequence[int], start: int, begin: int, plain: int, own: int) -> None:
+        """``_use`` of each of a part of a chain, or its first use: the innermost loop, written out.
+        ``own``: the feature of its blocks from ``begin`` on, ``plain`` that of the others."""
         state, parents, used = self._state.cells, self._parent.cells, self._used.cells
         of, cohorts, uses_seen = self._cohort.cells, self._cohorts, self._table.used
-        last, parent = len(chain) - 1, -1
+        last, parent = len(chain) - 1, chain[start - 1] if start else -1
         kind, cohort, is_ready = -1, None, False
         new_kind, new = -1, None  # class and cohort of the last one that was met
         met: list[int] = []  # and parents: to be kept
-        for index, number in enumerate(chain):
+        for index, number in enumerate(chain[start : start + PART], start):
             known = state[number]
             here = plain if index < begin else own
             if not known & _KNOWN:
@@ -630,8 +647,6 @@ class HazardPolicy(EvictionPolicy):
                 self._returns += 1
             parent = number
         self.names.keep_all(met)
-        if advice is not None and advice.pin_s:
-            self._keep(chain[begin:], advice)
 
     def _continues(self, chain: Sequence[int]) -> tuple[int, int, float | None]:
         """The numbers of leading blocks that are known and that are resident, and the seconds
@@ -692,6 +707,8 @@ class HazardPolicy(EvictionPolicy):
         ))  # fmt: skip
         state, pinned = self._state.cells, []
         for number in numbers:
+            if not state[number] & _KNOWN:  # forgotten since this chain's use was recorded
+                continue
             if state[number] & _KEPT:
                 self._kept[number] = (max(until, self._kept[number][0]), self._kept[number][1])
             elif left > 0:
@@ -926,16 +943,18 @@ class HazardPolicy(EvictionPolicy):
         self._rival.forget(going)
         self.names.drop_all(going + above)
 
-    def _learn(self, fade: float = 1.0) -> None:
-        """Looks at the life table again; ``_rank`` follows."""
+    def _learn(self, fade: float = 1.0) -> Iterator[None]:
+        """Looks at the life table again, and ranks the cells by it, in parts."""
         evidence = _EVIDENCE * self._mean_chain
         seen = sum(map(sum, self._table.used))
-        self._is_taught = self._returns >= _RETURNS and seen >= evidence
-        if self._is_taught:
+        is_taught = self._returns >= _RETURNS and seen >= evidence
+        yield from self._table.refresh(evidence, self._mean_chain, fade)
+        self._is_taught = is_taught
+        if is_taught:
             self._recency = None
         self._chances = None
-        self._table.refresh(evidence, self._mean_chain, fade)
-        self._is_learned = True
+        yield
+        self._rank()
 
     def _rank(self) -> None:
         """Ranks the cells by the life table."""
@@ -953,4 +972,3 @@ class HazardPolicy(EvictionPolicy):
         self._place = memoryview(place.data)
         self._filled = sorted(self._place[cell] for cell, ready in enumerate(self._ready) if ready)
         self._refresh_at = self._uses + int(_REFRESH * self._mean_chain) + 1
-        self._is_learned = False

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain as joined
 from itertools import islice
 from typing import ClassVar
 
-from kvrecall.pool.eviction.base import EvictionPolicy
+from kvrecall.pool.eviction.base import PART, EvictionPolicy
 from kvrecall.pool.eviction.queues import Links, Queue
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.names import Names
@@ -70,25 +70,31 @@ class LfuPolicy(EvictionPolicy):
             at = links.younger.cells[at] - 1
         return at
 
-    def access_n(
+    def access_in_parts(
         self,
         chain: Sequence[int],
         now: float,
         hanging: Sequence[int] = (),
         ending: Sequence[int] = (),
         advice: Advice | None = None,
-    ) -> None:
+    ) -> Iterator[None]:
+        """The deepest first, which is the oldest of those used as often."""
         tick = self._advance(now, True)
-        uses, depths, ticks = self._uses.cells, self._depth.cells, self._tick.cells
+        uses, depths = self._uses.cells, self._depth.cells
         known = [n for n in (*chain, *hanging) if n >= 0 and uses[n]]
         known.sort(key=lambda n: -depths[n])
-        for number in known:
-            if number not in self._held:
-                self._leave(number)
-            uses[number] += 1
-            ticks[number] = tick
-            if number not in self._held:
-                self._queue_of(uses[number]).append(number)
+        for start in range(0, len(known), PART):
+            uses, ticks = self._uses.cells, self._tick.cells
+            for number in known[start : start + PART]:
+                if not uses[number]:  # removed meanwhile
+                    continue
+                if number not in self._held:
+                    self._leave(number)
+                uses[number] += 1
+                ticks[number] = tick
+                if number not in self._held:
+                    self._queue_of(uses[number]).append(number)
+            yield
 
     def remove_n(self, number: int) -> None:
         if not self._uses.cells[number]:

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import ClassVar
 
 from kvrecall.block import BlockKey
-from kvrecall.pool.eviction.base import EvictionPolicy
+from kvrecall.pool.eviction.base import PART, EvictionPolicy
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.names import Names
 
@@ -127,9 +127,13 @@ class QueuePolicy(EvictionPolicy):
     them were older than the rest.
     """
 
-    def __init__(self, names: Names | None = None, links: Links | None = None) -> None:
-        """``links``: of the names; shared with policies that know none of its blocks."""
+    def __init__(
+        self, names: Names | None = None, links: Links | None = None, keeps: bool = True
+    ) -> None:
+        """``links``: of the names; shared with policies that know none of its blocks. Not
+        ``keeps``: the names of its blocks, and of what these hang on, are kept by others."""
         super().__init__(names)
+        self._keeps = keeps
         self._links = links or Links(self.names)
         self._queue = Queue(self._links)
         self._held: set[int] = set()
@@ -145,7 +149,8 @@ class QueuePolicy(EvictionPolicy):
         self, number: int, parent: int, depth: int, now: float, hangs: bool = False
     ) -> None:
         if not self._knows(number):
-            self.names.keep(number)
+            if self._keeps:
+                self.names.keep(number)
             self._join(number, parent, hangs)
 
     def remove_n(self, number: int) -> None:
@@ -155,7 +160,8 @@ class QueuePolicy(EvictionPolicy):
             self._held.discard(number)
         else:
             return
-        self.names.drop(number)
+        if self._keeps:
+            self.names.drop(number)
 
     def hold_n(self, number: int) -> None:
         if number in self._queue:
@@ -189,7 +195,8 @@ class LruPolicy(QueuePolicy):
 
     def _join(self, number: int, parent: int, hangs: bool) -> None:
         if hangs and parent >= 0:
-            self.names.keep(parent)
+            if self._keeps:
+                self.names.keep(parent)
             self._links.parent.cells[number] = parent + 1
         if parent >= 0 and parent in self._queue:
             self._queue.put_before(number, parent)
@@ -199,40 +206,52 @@ class LruPolicy(QueuePolicy):
     def remove_n(self, number: int) -> None:
         if self._knows(number) and (parent := self._links.parent.cells[number]):
             self._links.parent.cells[number] = 0
-            self.names.drop(parent - 1)
+            if self._keeps:
+                self.names.drop(parent - 1)
         super().remove_n(number)
 
-    def access_n(
+    def access_in_parts(
         self,
         chain: Sequence[int],
         now: float,
         hanging: Sequence[int] = (),
         ending: Sequence[int] = (),
         advice: Advice | None = None,
-    ) -> None:
-        queue, held = self._queue, self._held
-        marks, mark = self._links.queue.cells, self._queue.mark
-        for number in reversed(chain):
-            if number < 0:
-                continue
-            if marks[number] == mark:
-                queue.take(number)
-            elif number in held:
+    ) -> Iterator[None]:
+        queue, held, mark = self._queue, self._held, self._queue.mark
+        above = -1  # the deepest block of the parts before: the next goes right before it
+        for start in range(0, len(chain), PART):
+            marks, deepest = self._links.queue.cells, -1
+            for number in reversed(chain[start : start + PART]):
+                if number < 0:
+                    continue
+                if marks[number] == mark:
+                    queue.take(number)
+                elif number in held:
+                    held.discard(number)
+                else:
+                    continue
+                if above >= 0 and marks[above] == mark:
+                    queue.put_before(number, above)
+                else:
+                    queue.append(number)
+                if deepest < 0:
+                    deepest = number
+            above = above if deepest < 0 else deepest
+            yield
+        for start in range(0, len(hanging), PART):
+            for number in hanging[start : start + PART]:
+                if number < 0 or not self._knows(number):
+                    continue
+                if number in queue:
+                    queue.take(number)
                 held.discard(number)
-            else:
-                continue
-            queue.append(number)
-        for number in hanging:
-            if number < 0 or not self._knows(number):
-                continue
-            if number in queue:
-                queue.take(number)
-            held.discard(number)
-            parent = self._links.parent.cells[number] - 1
-            if parent >= 0 and parent in queue:
-                queue.put_before(number, parent)
-            else:
-                queue.append(number)
+                parent = self._links.parent.cells[number] - 1
+                if parent >= 0 and parent in queue:
+                    queue.put_before(number, parent)
+                else:
+                    queue.append(number)
+            yield
 
 
 class FifoPolicy(QueuePolicy):
@@ -246,15 +265,16 @@ class FifoPolicy(QueuePolicy):
         else:
             self._queue.append_chained(number, parent)
 
-    def access_n(
+    def access_in_parts(
         self,
         chain: Sequence[int],
         now: float,
         hanging: Sequence[int] = (),
         ending: Sequence[int] = (),
         advice: Advice | None = None,
-    ) -> None:
+    ) -> Iterator[None]:
         """Use does not matter to a queue."""
+        return iter(())
 
 
 class S3FifoPolicy(EvictionPolicy):
@@ -303,19 +323,21 @@ class S3FifoPolicy(EvictionPolicy):
         else:
             (self._main if is_ghost else self._small).append_chained(number, parent)
 
-    def access_n(
+    def access_in_parts(
         self,
         chain: Sequence[int],
         now: float,
         hanging: Sequence[int] = (),
         ending: Sequence[int] = (),
         advice: Advice | None = None,
-    ) -> None:
-        uses, marks = self._uses.cells, self._marks.cells
-        here = (self._small.mark, self._main.mark)
-        for number in (*chain, *hanging):
-            if number >= 0 and (marks[number] in here or number in self._held):
-                uses[number] = min(3, uses[number] + 1)
+    ) -> Iterator[None]:
+        here, used = (self._small.mark, self._main.mark), (*chain, *hanging)
+        for start in range(0, len(used), PART):
+            uses, marks = self._uses.cells, self._marks.cells
+            for number in used[start : start + PART]:
+                if number >= 0 and (marks[number] in here or number in self._held):
+                    uses[number] = min(3, uses[number] + 1)
+            yield
 
     def remove_n(self, number: int) -> None:
         queue = self._queue_of(number)
