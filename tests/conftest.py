@@ -4,7 +4,6 @@ files for two workers."""
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import zlib
 from pathlib import Path
@@ -20,9 +19,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads of two engines sp
 # Otherwise all of vLLM's CPU workers bind themselves to the first core.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-if shutil.which("g++") is None:
-    # vLLM compiles a few sampling functions even in eager mode.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# Otherwise vLLM compiles a few sampling functions even in eager mode, in each engine anew.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
