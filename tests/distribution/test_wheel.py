@@ -149,7 +149,8 @@ def test_it_is_the_installed_one_and_says_its_version(installed: Path, metadata:
 
 def test_commands_that_need_no_engine(installed: Path) -> None:
     assert "simulate" in kvrecall(installed, "--help")
-    words = ["simulate", "synthetic:loop", "--capacity-blocks", "100", "--policy", "all", "--json"]
+    words = ["simulate", "synthetic:loop", "--hours", "0.2", "--capacity-blocks", "100"]
+    words += ["--policy", "all", "--json"]
     told = json.loads(kvrecall(installed, *words).strip().splitlines()[-1])
     assert "lru" in json.dumps(told)
     for command in ("plan", "pool", "bench", "demo", "router", "serve", "config", "doctor"):

@@ -333,6 +333,8 @@ def test_the_command() -> None:
         (["--workload", "agents", "--hints", "true"], "'true' is unknown; known: honest, noisy"),
         (["--workload", "scan", "--hints", "noisy"], "clients of 'scan' give none; agents do"),
         (["x.jsonl", "--capacity-blocks", "5", "--hints", "noisy"], "a file has no hints"),
+        (["x.jsonl", "--capacity-blocks", "5", "--hours", "1"], "a file is replayed whole"),
+        (["--workload", "scan", "--hours", "3"], "0.01<=x<=2.0"),
     ],
 )
 def test_what_the_command_refuses(words: list[str], why: str) -> None:

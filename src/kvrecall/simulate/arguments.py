@@ -88,7 +88,7 @@ def load_trace(trace: str, hints: str = "none", hours: float | None = None) -> T
         name = trace.removeprefix(SYNTHETIC)
         return make_workload(name, hours=WORKLOAD_HOURS if hours is None else hours, hints=hints)
     if hours is not None:
-        raise ConfigError(f"--hours: {hours:g}, but a file is replayed whole; workloads are cut")
+        raise ConfigError(f"--hours: {hours:g}, but a file is replayed whole; leave out --hours")
     if hints != "none":
         raise ConfigError(f"--hints: {hints!r}, but a file has no hints; --workload agents has")
     path = Path(trace)
