@@ -43,11 +43,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.default_generator.manual_seed(zlib.crc32(item.nodeid.encode()))
 
 
-LONGEST = """attention/test_offload server/test_serve attention/test_engine engine/test_variants
-router/test_engines engine/test_recall remote/test_mooncake docs/test_commands
-engine/test_vllm_serve attention/test_kernels server/test_serve_config engine/test_audit
-hicache/test_sglang service/test_engine pool/test_pool_machine pool/test_crash
-eviction/test_simulate distribution/test_wheel objects/test_objects""".split()
+LONGEST = """server/test_serve remote/test_mooncake docs/test_commands router/test_engines
+attention/test_offload engine/test_variants attention/test_engine eviction/test_simulate
+attention/test_reference_mode engine/test_recall engine/test_finer test_doctor engine/test_events
+server/test_serve_config engine/test_audit attention/test_kernels gpucheck/test_gpucheck
+attention/test_search hicache/test_sglang distribution/test_wheel attention/test_pgvector
+objects/test_objects docs/test_site pool/test_crash pool/test_pool_machine""".split()
 """The files that take longest, in this order: more than ten seconds."""
 
 
