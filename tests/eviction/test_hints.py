@@ -315,7 +315,8 @@ def test_a_liar_and_a_silent_tenant_lose_nothing_to_an_honest_one() -> None:
 
 
 def test_the_command() -> None:
-    words = ["--workload", "agents", "--capacity-blocks", "300", "--hints", "honest", "--json"]
+    words = ["--workload", "agents", "--hours", "0.8", "--capacity-blocks", "300"]
+    words += ["--hints", "honest", "--json"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     line = json.loads(result.stdout)
