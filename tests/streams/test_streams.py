@@ -18,7 +18,7 @@ from streams.engine import BLOCK, LAYERS, PAGE, RECOVERS, TOKEN_S, Engine, confi
 from streams.run import ALL, check
 from streams.tensors import META, DeviceTensors, LateTensor, Queueing
 
-SCHEDULES = dict(zip(ALL, (18, 10, 4), strict=True))
+SCHEDULES = dict(zip(ALL, (30, 16, 6), strict=True))
 
 
 def test_no_order_of_copies_goes_wrong_and_each_wait_is_needed(
