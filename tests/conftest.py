@@ -12,6 +12,9 @@ from typing import Any
 import hypothesis
 import pytest
 
+# Otherwise each of some two hundred commands that tests start compiles kvrecall's modules anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("KVRECALL_WAITS", "sleep")  # engines without our connector, too
