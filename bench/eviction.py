@@ -1,7 +1,7 @@
 """The measurements of docs/eviction.md.
 
 ``python -m bench.eviction rates|known|left-out TRACE [KIND ...]``, kinds as in ``_CAPACITIES``,
-``... tenants [CAPACITY ...]`` and ``... cost [CAPACITY]``.
+``... tenants [CAPACITY ...] [--hours H]`` and ``... cost [CAPACITY]``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvrecall.simulate.replay import TierSpec, clairvoyant_hits, replay
 from kvrecall.simulate.trace import Trace, block_key, read_trace
 from kvrecall.simulate.workload import (
     MIXED,
+    WORKLOAD_HOURS,
     WORKLOADS,
     doubled,
     make_workload,
@@ -180,10 +181,12 @@ def _changed(constants: Mapping[str, float]) -> Iterator[None]:
             setattr(module, name, before)
 
 
-def tenants(capacities: Sequence[int] = (500, 1_000, 2_000, 4_000, 8_000)) -> None:
+def tenants(
+    capacities: Sequence[int] = (500, 1_000, 2_000, 4_000, 8_000), hours: float = WORKLOAD_HOURS
+) -> None:
     """Prints the hit rates of three tenants of agents, an honest one, one that says nothing and one
     that lies: with LRU, and with `hazard` if none or all of them say what they say."""
-    trace = make_workload("agents", hints=MIXED)
+    trace = make_workload("agents", hours=hours, hints=MIXED)
     mute = silent(trace)
     print(
         "| blocks | tenant | lru | hazard, no hints | hazard, their hints |\n|---|---|---|---|---|"
@@ -289,6 +292,8 @@ def main(words: Sequence[str]) -> None:
             left_out(Path(path), kinds)
         case ["tenants"]:
             tenants()
+        case ["tenants", *words, "--hours", hours] if all(word.isdecimal() for word in words):
+            tenants([int(word) for word in words], float(hours))
         case ["tenants", *words] if all(word.isdecimal() for word in words):
             tenants([int(word) for word in words])
         case ["cost"]:
@@ -298,7 +303,7 @@ def main(words: Sequence[str]) -> None:
         case _:
             sys.exit(
                 "usage: python -m bench.eviction rates|known|left-out TRACE [KIND ...] | "
-                "tenants [N ...] | cost [N]"
+                "tenants [N ...] [--hours H] | cost [N]"
             )
 
 

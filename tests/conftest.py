@@ -1,16 +1,20 @@
-"""Common settings of all tests: no network, no telemetry, no compiler, no deadline for Hypothesis
-examples, and the order of files for two workers."""
+"""Common settings of all tests: no network, no telemetry, no compiler, Hypothesis, and the order of
+files for two workers."""
 
 from __future__ import annotations
 
 import os
-import shutil
+import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 
+# Otherwise each of some two hundred commands that tests start compiles kvrecall's modules anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("KVRECALL_WAITS", "sleep")  # engines without our connector, too
@@ -18,24 +22,38 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads of two engines sp
 # Otherwise all of vLLM's CPU workers bind themselves to the first core.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-if shutil.which("g++") is None:
-    # vLLM compiles a few sampling functions even in eager mode.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-
-hypothesis.settings.register_profile(
-    "kvrecall",
-    hypothesis.settings(),
-    deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.load_profile("kvrecall")
+# Otherwise vLLM compiles a few sampling functions even in eager mode, in each engine anew.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
-LONGEST = """attention/test_offload server/test_serve attention/test_engine engine/test_variants
-router/test_engines engine/test_recall remote/test_mooncake docs/test_commands
-engine/test_vllm_serve attention/test_kernels server/test_serve_config engine/test_audit
-hicache/test_sglang service/test_engine pool/test_pool_machine pool/test_crash
-eviction/test_simulate distribution/test_wheel objects/test_objects""".split()
+def pytest_configure(config: pytest.Config) -> None:
+    """Hypothesis' examples have no deadline. They are the same in every run, so that no run fails
+    by chance; with ``-m ''``, as in ``make test-all``, they are drawn anew."""
+    hypothesis.settings.register_profile(
+        "kvrecall",
+        hypothesis.settings(),
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+        derandomize=bool(config.getoption("markexpr")),
+    )
+    hypothesis.settings.load_profile("kvrecall")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test's random tensors are the same in every run, whatever its process ran before."""
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(zlib.crc32(item.nodeid.encode()))
+
+
+LONGEST = """server/test_serve remote/test_mooncake docs/test_commands router/test_engines
+attention/test_offload engine/test_variants attention/test_engine streams/test_streams
+test_command_line eviction/test_policies eviction/test_simulate engine/test_groups
+attention/test_reference_mode engine/test_recall engine/test_finer test_doctor engine/test_events
+eviction/test_simulate_fleet eviction/test_simulate_groups eviction/test_hints
+server/test_serve_config engine/test_audit attention/test_kernels gpucheck/test_gpucheck
+attention/test_search hicache/test_sglang distribution/test_wheel attention/test_pgvector
+objects/test_objects docs/test_site pool/test_crash pool/test_pool_machine""".split()
 """The files that take longest, in this order: more than ten seconds."""
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +65,8 @@ class Qwen2:
         self.heads: int = self.config["num_attention_heads"]
         self.kv_heads: int = self.config["num_key_value_heads"]
         self.dim: int = self.config["head_dim"]
+        self._computed: dict[tuple[int, ...], tuple[torch.Tensor, list[Any]]] = {}
+        """Logits and KV of each prompt: the same whatever decodes after it."""
 
     @torch.inference_mode()
     def logprobs(
@@ -71,8 +74,12 @@ class Qwen2:
     ) -> list[float]:
         """Of each token of the answer, given those before it. Every token after the first is
         decoded: ``retrieval`` says how; None: densely."""
-        self.cache: list[tuple[torch.Tensor, torch.Tensor]] = []
-        logits = [self._step(prompt, None)]
+        if tuple(prompt) not in self._computed:
+            self.cache: list[tuple[torch.Tensor, torch.Tensor]] = []
+            self._computed[tuple(prompt)] = self._step(prompt, None), self.cache
+        first, computed = self._computed[tuple(prompt)]
+        self.cache = [*computed]
+        logits = [first]
         logits += [self._step([token], retrieval) for token in answer[:-1]]
         return [
             float(row.log_softmax(-1)[token]) for row, token in zip(logits, answer, strict=True)

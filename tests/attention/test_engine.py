@@ -71,13 +71,13 @@ def test_off_means_vllm_is_untouched(dense: Engine) -> None:
 def test_all_blocks_chosen_equals_dense(dense: Engine, whole: Engine) -> None:
     """Under batching, growth past the boundary, chunked prefill and preemption."""
     prompts = [prompt_of(tokens, 10 + at) for at, tokens in enumerate(MIXED)]
-    want = dense.generate(prompts=prompts, max_tokens=150)
+    want = dense.generate(prompts=prompts, max_tokens=60)
     before, preempted = activity(whole), whole.preemptions()
-    got = whole.generate(prompts=prompts, max_tokens=150)
+    got = whole.generate(prompts=prompts, max_tokens=60)
     assert tokens_of(got) == tokens_of(want)
     assert whole.preemptions() > preempted
     did = spent(whole, before)
-    assert did["layers_sparse"] > 3 * 100 * LAYERS
+    assert did["layers_sparse"] > 3 * 50 * LAYERS
     assert did["blocks_selected"] == did["blocks_considered"] > 0
 
 
@@ -149,8 +149,8 @@ def test_sparse_kv_is_not_shared_with_dense_engines(sparse: Engine) -> None:
 
 
 def test_offload_without_a_pool_is_said_to_be_missing_once(whole: Engine) -> None:
-    for seed in (70, 71):
-        whole.ask(prompt_of(2100, seed), max_tokens=3)
+    for _ in range(2):
+        whole.ask(prompt_of(2100, 70), max_tokens=3)
     text = whole.log.read_text()
     assert text.count("does not offload") == 1
     assert "use RecallConnector" in text

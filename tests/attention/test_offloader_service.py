@@ -26,7 +26,7 @@ class Node:
         self._config = PoolConfig(MIB, DiskConfig(folder / "disk", 64 * MIB))
         self._path = folder / "pool.sock"
         self.service = ServiceThread(self._config, self._path)
-        self.client = ServiceClient(self._path, 10.0)
+        self.client = ServiceClient(self._path, 60.0)
 
     def begin_anew(self) -> None:
         """Ends the service and starts another one."""

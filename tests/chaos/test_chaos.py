@@ -41,7 +41,7 @@ def service(tmp_path: Path) -> Iterator[ServiceProcess]:
 
 
 def save(service: ServiceProcess, count: int, name: str = "") -> list[BlockKey]:
-    client = ServiceClient(service.socket, 5.0)
+    client = ServiceClient(service.socket, 60.0)
     client.register(NAMESPACE, BLOCK)
     engine = Engine(client, BLOCK)
     keys = chain(NAMESPACE, count, name)
@@ -104,7 +104,7 @@ def test_damage_hits_the_blocks_it_names_and_no_others(service: ServiceProcess) 
         assert damage is not None
         named |= damage.keys
     assert 0 < len(named) < len(keys)
-    client = ServiceClient(service.socket, 5.0)
+    client = ServiceClient(service.socket, 60.0)
     client.register(NAMESPACE, BLOCK)
     service.kill()
     service.start()
@@ -124,7 +124,7 @@ def test_a_slab_that_is_cut_costs_its_blocks(service: ServiceProcess) -> None:
     assert (damage.keys, damage.count) == (set(keys), 1)
     service.kill()
     service.start()
-    client = ServiceClient(service.socket, 5.0)
+    client = ServiceClient(service.socket, 60.0)
     assert client.find(keys).blocks == 0
     client.close()
 
@@ -151,7 +151,7 @@ def test_the_oracle_misses_what_is_gone(service: ServiceProcess) -> None:
 
 def test_leaks_are_found(service: ServiceProcess, tmp_path: Path) -> None:
     save(service, 5)
-    client = ServiceClient(service.socket, 5.0)
+    client = ServiceClient(service.socket, 60.0)
     client.register(NAMESPACE, BLOCK)
     arena = client.arena_handle()
     assert [pid for _, pid in run.arenas_held([arena])] == [service.pid]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import email
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -149,11 +150,15 @@ def test_it_is_the_installed_one_and_says_its_version(installed: Path, metadata:
 
 def test_commands_that_need_no_engine(installed: Path) -> None:
     assert "simulate" in kvrecall(installed, "--help")
-    words = ["simulate", "synthetic:loop", "--capacity-blocks", "100", "--policy", "all", "--json"]
+    words = ["simulate", "synthetic:loop", "--hours", "0.2", "--capacity-blocks", "100"]
+    words += ["--policy", "all", "--json"]
     told = json.loads(kvrecall(installed, *words).strip().splitlines()[-1])
     assert "lru" in json.dumps(told)
-    for command in ("plan", "pool", "bench", "demo", "router", "serve", "config", "doctor"):
-        assert "Usage" in kvrecall(installed, command, "--help")
+    commands = ("plan", "pool", "bench", "demo", "router", "serve", "config", "doctor")
+    each = f"for each in {commands}: cli.app([each, '--help'], standalone_mode=False)"
+    said = run(installed, "-c", f"from kvrecall import cli\n{each}")
+    for command in commands:
+        assert re.search(rf"Usage: \S+ {command} ", said), command
 
 
 @pytest.mark.skipif(not find_spec("vllm"), reason="its metadata is not there either")

@@ -13,6 +13,11 @@ from .pages import ROOT
 
 _SOCKET = " --socket {folder}/pool.sock"
 _TRACE = (("TRACE", "trace.jsonl"),)
+_SHORT = (
+    ("--workload agents", "--workload agents --hours 0.2"),
+    ("synthetic:scan", "synthetic:scan --hours 0.1"),
+    ("synthetic:tool-loops", "synthetic:tool-loops --hours 0.1"),
+)
 _MODEL = "models/recall-tiny"
 _SMALL_BENCH = " BENCH='--only lookup --add'"
 
@@ -126,7 +131,7 @@ _BENCH: Mapping[str, Kind] = {
 }
 _SIZING: Mapping[str, Kind] = {
     "kvrecall plan": Runs(swaps=(("/models/", "models/"),), before=scenes.llama),
-    "kvrecall simulate": Runs(swaps=_TRACE, before=scenes.trace, says="hit_rate"),
+    "kvrecall simulate": Runs(swaps=(*_TRACE, *_SHORT), before=scenes.trace, says="hit_rate"),
     "python -m bench.eviction rates": Runs(
         swaps=_TRACE, more=" conversation variant", before=scenes.trace
     ),
@@ -136,7 +141,7 @@ _SIZING: Mapping[str, Kind] = {
     "python -m bench.eviction left-out": Runs(
         swaps=_TRACE, more=" conversation variant", before=scenes.trace
     ),
-    "python -m bench.eviction tenants": Runs(more=" 200"),
+    "python -m bench.eviction tenants": Runs(more=" 200 --hours 0.2"),
     "python -m bench.eviction cost": Runs(more=" 2000"),
 }
 _MODELS: Mapping[str, Kind] = {

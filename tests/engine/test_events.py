@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvrecall.lab.ports import free_port
+from kvrecall.testing.blocks import wait_until
 
 from .engine import Engine, prompt_of
 from .exactness import BLOCK, hits, push_out_of_host
@@ -39,8 +39,8 @@ class Router:
         self._next = 0
 
     def read(self) -> None:
-        """Reads what was published until nothing comes for a second."""
-        while self._sub.poll(1000):
+        """Reads what was published, until nothing comes for a moment."""
+        while self._sub.poll(50):
             _, seq, payload = self._sub.recv_multipart()
             number = int.from_bytes(seq, "big")
             if number > self._next:
@@ -48,9 +48,22 @@ class Router:
             if number == self._next:
                 self._apply(payload)
 
+    def read_until(self, knows: Callable[[], bool]) -> None:
+        """Reads until it knows that: the engine publishes from a thread of its own. After a second
+        of silence it asks for what was published before its subscription took effect."""
+
+        def is_known() -> bool:
+            self.read()
+            if not knows() and not self._sub.poll(1000):
+                self.replay()
+            return knows()
+
+        wait_until(is_known)
+
     def skip(self) -> None:
         """Loses what was published."""
-        while self._sub.poll(1000):
+        assert self._sub.poll(60_000)
+        while self._sub.poll(200):
             self._sub.recv_multipart()
 
     def replay(self) -> None:
@@ -133,7 +146,6 @@ def engine_and_router(
     port, replay_port = free_port(), free_port()
     engine = start(**setup, kv_events_config=events_at(port, replay_port))
     router = Router(port, replay_port)
-    time.sleep(1.0)  # a subscription takes effect when the publisher has seen it
     yield engine, router
     router.close()
 
@@ -146,9 +158,9 @@ def settle(engine: Engine) -> None:
 
 def agrees(engine: Engine, router: Router) -> dict[str, list[int]]:
     settle(engine)
-    router.read()
     held: dict[str, list[int]] = engine.held()
-    assert router.known() == {medium: hashes for medium, hashes in held.items() if hashes}
+    want = {medium: hashes for medium, hashes in held.items() if hashes}
+    router.read_until(lambda: router.known() == want)
     return held
 
 
@@ -197,18 +209,20 @@ def test_a_clear_of_the_device_leaves_the_pool(engine_and_router: tuple[Engine, 
 
 def test_an_overflow_begins_again(engine_and_router: tuple[Engine, Router]) -> None:
     engine, router = engine_and_router
-    router.read()
+    agrees(engine, router)
     before = len(router.events)
     engine.log_changes(most=4)
     engine.ask(prompt_of(9 * BLOCK, 6))
     engine.log_changes(most=65_536)
     settle(engine)
-    router.read()
+    held = engine.held()
+
+    def knows() -> bool:
+        return all(sorted(router.media.get(tier, ())) == held[tier] for tier in ("CPU", "STORAGE"))
+
+    router.read_until(knows)
     kinds = [type(event).__name__ for event in router.events[before:]]
     assert "AllBlocksCleared" in kinds
-    held = engine.held()
-    assert sorted(router.media["CPU"]) == held["CPU"]
-    assert sorted(router.media["STORAGE"]) == held["STORAGE"]
     assert router.media.get("GPU", set()) <= set(held["GPU"])
 
 
@@ -226,9 +240,24 @@ def test_a_reopened_folder_is_published(
     second = start(**setup, kv_events_config=events_at(port, replay_port))
     router = Router(port, replay_port)
     settle(second)  # the namespace is known from the first request on
-    router.replay()
-    assert router.known() == {"STORAGE": on_disk}
+    router.read_until(lambda: router.known() == {"STORAGE": on_disk})
     router.close()
+
+
+def latest(port: int, replay_port: int, held: dict[str, list[int]]) -> Router:
+    """A router that has read all that can be replayed, once that is what is held: the engine
+    publishes from a thread of its own."""
+    made: list[Router] = []
+
+    def is_up_to_date() -> bool:
+        for old in made:
+            old.close()
+        made[:] = [Router(port, replay_port)]
+        made[0].replay_from_the_oldest()
+        return made[0].known() == held
+
+    wait_until(is_up_to_date)
+    return made[0]
 
 
 @pytest.mark.long
@@ -245,10 +274,8 @@ def test_a_replay_from_the_oldest_names_all_that_is_held(
         engine.ask(prompt_of(2 * BLOCK, 101 + number))
     for _ in range(2):
         settle(engine)
-        time.sleep(0.5)  # the publisher has a thread of its own
-        late = Router(port, replay_port)
-        late.replay_from_the_oldest()
         held = {medium: hashes for medium, hashes in engine.held().items() if hashes}
+        late = latest(port, replay_port, held)
         assert late.known() == held
         assert {"CPU", "STORAGE"} < set(held)
         told = [one for one in late.events if getattr(one, "medium", None) == "GPU"]

@@ -104,17 +104,18 @@ def test_a_hub_snapshot_is_what_its_links_point_to(model: Path, tmp_path: Path) 
     assert fingerprint_of(snapshot) == fingerprint_of(model)
 
 
-def settle(folder: Path) -> None:
+def settle(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the files be older than what may be remembered."""
+    monkeypatch.setattr(fingerprint, "_FRESH_S", 0.05)
     newest = max(file.ctime_ns for file in files_of(folder, code=True)) / 1e9
-    time.sleep(max(0.0, newest + 2.1 - time.time()))
+    time.sleep(max(0.0, newest + 0.1 - time.time()))
 
 
 def test_what_was_read_is_remembered_until_it_changes(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = Memory(tmp_path / "cache" / "fingerprints.json")
-    settle(model)
+    settle(model, monkeypatch)
     before = fingerprint_of(model, memory=memory)
     assert len(memory.digests()) == 2
     real = hash_file
@@ -132,7 +133,10 @@ def test_what_was_read_is_remembered_until_it_changes(
     assert [path.name for path in read] == ["model.safetensors"]
 
 
-def test_a_file_that_changed_a_moment_ago_is_not_remembered(model: Path, tmp_path: Path) -> None:
+def test_a_file_that_changed_a_moment_ago_is_not_remembered(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "_FRESH_S", 3600.0)  # however long this test is held up
     memory = Memory(tmp_path / "fingerprints.json")
     os.utime(model / "config.json")
     fingerprint_of(model, memory=memory)
@@ -149,13 +153,13 @@ def test_a_damaged_memory_costs_only_time(model: Path, tmp_path: Path, content: 
     assert fingerprint_of(model, memory=Memory(tmp_path / "model" / "config.json" / "x")) == before
 
 
-def test_many_at_once_share_a_memory(tmp_path: Path) -> None:
+def test_many_at_once_share_a_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory(tmp_path / "fingerprints.json")
     folders = [tmp_path / f"m{i}" for i in range(8)]
     for i, folder in enumerate(folders):
         folder.mkdir()
         (folder / "a.safetensors").write_bytes(bytes([i]) * 1000)
-    settle(folders[-1])
+    settle(folders[-1], monkeypatch)
     jobs = [Fingerprint(folder, memory=memory) for folder in folders]
     assert all(job.wait(30) for job in jobs)
     assert len({job.digest for job in jobs}) == len(folders)

@@ -82,9 +82,17 @@ def ask(
     bench.report(orders, failed=not saves)
     wait_until(lambda: bench.pool.stats().queued_writes == 0)
     if isinstance(bench.pool, ServiceClient):
-        time.sleep(0.05)  # for the answer, which nothing waits for
+        wait_until(lambda: is_answered(bench.pool))
     told: dict[str, Any] | None = finished(bench, request).get(MISSED)
     return told
+
+
+def is_answered(client: ServiceClient) -> bool:
+    """Whether the service has answered why blocks are missing. No call waits for that; one that
+    waits for a later answer reads it, too."""
+    client.stats()
+    asked = list(client._asked.values())
+    return all(life.is_over or number in life.link._replies for life, number in asked)
 
 
 def reason(told: dict[str, Any] | None) -> str | None:
@@ -517,7 +525,8 @@ def world(folder: Path, reason: str, explain: str) -> Iterator[World]:
     """One in which a tenant can get this reason."""
     choice = "auto" if reason == "declined" else "load"
     settings: dict[str, Any] = {"explain_misses": explain, "load_or_compute": choice}
-    settings |= {"load_deadline": 0.05, "audit": 1 if reason == "audit" else "off"}
+    settings["load_deadline"] = 0.05 if reason in ("late", "no_room") else 60
+    settings["audit"] = 1 if reason == "audit" else "off"
     limit = TenantTerms(host=Amount(4 * 4096 if reason == "refused" else 64 * 4096))
     terms = PoolTerms(tenants=TenantRules(named={tenant_of(THEIRS): limit}))
     io, store, arena = FaultyIo(), MemoryStore(), Arena.create(64 * 4096)

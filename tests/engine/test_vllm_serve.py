@@ -53,10 +53,14 @@ def split_of_a_reply(page: str, port: int) -> dict[str, int]:
     return dict(json.loads(f"{{{said}}}")["kvrecall"])
 
 
-def test_the_documented_lines_serve_and_recall(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "warm", [True, pytest.param(False, marks=pytest.mark.long)], ids=["forked", "the command"]
+)
+def test_the_documented_lines_serve_and_recall(tmp_path: Path, warm: bool) -> None:
     port = free_port()
     words = documented("README.md", tmp_path, port)
-    server = LiveServer(tmp_path, words, f"http://127.0.0.1:{port}", program=(VLLM, "serve"))
+    url = f"http://127.0.0.1:{port}"
+    server = LiveServer(tmp_path, words, url, program=(VLLM, "serve"), warm=warm)
     asked = {"model": "tiny", "prompt": TEXT, "max_tokens": 8, "temperature": 0}
     try:
         server.wait_ready()

@@ -315,7 +315,8 @@ def test_a_liar_and_a_silent_tenant_lose_nothing_to_an_honest_one() -> None:
 
 
 def test_the_command() -> None:
-    words = ["--workload", "agents", "--capacity-blocks", "300", "--hints", "honest", "--json"]
+    words = ["--workload", "agents", "--hours", "0.8", "--capacity-blocks", "300"]
+    words += ["--hints", "honest", "--json"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     line = json.loads(result.stdout)
@@ -333,6 +334,8 @@ def test_the_command() -> None:
         (["--workload", "agents", "--hints", "true"], "'true' is unknown; known: honest, noisy"),
         (["--workload", "scan", "--hints", "noisy"], "clients of 'scan' give none; agents do"),
         (["x.jsonl", "--capacity-blocks", "5", "--hints", "noisy"], "a file has no hints"),
+        (["x.jsonl", "--capacity-blocks", "5", "--hours", "1"], "a file is replayed whole"),
+        (["--workload", "scan", "--hours", "3"], "less than or equal to 2"),
     ],
 )
 def test_what_the_command_refuses(words: list[str], why: str) -> None:

@@ -98,7 +98,7 @@ def test_lower_tiers_serve_what_the_host_lost() -> None:
 @pytest.mark.parametrize(("groups", "capacity"), [("full:12,window:128:12", 48_000),
                                                   ("full:12,state:8192:38", 24_000)])  # fmt: skip
 def test_hazard_beats_recency(groups: str, capacity: int) -> None:
-    trace = make_workload("document-qa", 1)
+    trace = make_workload("document-qa", 1, hours=1.0)
     hits = {
         policy: replay_groups(trace, parse_groups(groups), [("host", capacity)], policy).hits
         for policy in ("lru", "hazard")

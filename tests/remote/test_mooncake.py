@@ -282,7 +282,7 @@ def wait_for_store(pool: Pool) -> None:
 def save_when_there(pool: Pool, keys: list[BlockKey]) -> None:
     """Saves a chain; the store takes it as soon as it has been rejoined."""
     save(pool, keys, flush=False)
-    while not pool.flush(keys, 5.0):
+    while not pool.flush(keys, 0.5):
         for block in pool._host.blocks.values():
             block.tries = 0
         time.sleep(0.2)
@@ -378,14 +378,12 @@ def test_thousands_of_small_values_in_one_call_are_all_moved(lone: Master) -> No
 def test_the_client_goes_with_its_process(lone: Master) -> None:
     lone.start()
     program = (
-        "import json, os, sys; from tests.remote.test_mooncake import *\n"
+        "import json, os, sys; from kvrecall.pool.arena import Arena\n"
+        "from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore\n"
         "arena = Arena.create(1 << 20); store = MooncakeStore(MooncakeSettings.of("
         "json.loads(sys.argv[1]))); store.attach(arena.memory); store.exists(['x'])\n"
         "print(store._client._process.pid, flush=True); os.kill(os.getpid(), 9)"
     )
-    import subprocess
-    import sys
-
     done = subprocess.run(
         [sys.executable, "-c", program, json.dumps(lone.options())],
         capture_output=True,

@@ -368,7 +368,7 @@ def test_the_service_tells_that_it_is_asking(
     keys = chain(NAMESPACE, 10)
     save(open_pool(), keys)
     service = ServiceThread(settings(request.node.name), tmp_path / "pool.sock")
-    client = ServiceClient(tmp_path / "pool.sock", call_timeout_s=5.0)
+    client = ServiceClient(tmp_path / "pool.sock", call_timeout_s=60.0)
     try:
         client.register(NAMESPACE, NBYTES)
         store.gate.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,18 +105,19 @@ def test_an_engine_that_hangs(tmp_path: Path) -> None:
         server([None]) as port,
         router(tmp_path, "--engine", f"http://127.0.0.1:{port}", "--timeout", "2") as before,
     ):
+        assert until(lambda: all(before.up().values()))
         reply = before.complete(prompt="x")
         assert reply.status_code == 502
         assert "did not answer in time" in reply.json()["error"]["message"]
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{before.url}/v1/completions", json={"prompt": "x"}, timeout=0.5)
         assert until(lambda: before.inflight() == 0)
-        assert before.up() == {f"http://127.0.0.1:{port}": True}
-    with server([None], healthy=False) as port:
-        began = time.monotonic()
-        with router(tmp_path, "--engine", f"http://127.0.0.1:{port}") as before:
-            assert before.complete(prompt="x").status_code == 503
-        assert time.monotonic() - began < 60
+        assert until(lambda: before.up() == {f"http://127.0.0.1:{port}": True})
+    with (
+        server([None], healthy=False) as port,
+        router(tmp_path, "--engine", f"http://127.0.0.1:{port}") as before,
+    ):
+        assert before.complete(prompt="x").status_code == 503
 
 
 def refused(*words: str) -> str:

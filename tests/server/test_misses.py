@@ -81,7 +81,7 @@ def forget(server: LiveServer) -> None:
 
 def drop(server: LiveServer, salt: str) -> None:
     forget(server)
-    with ServiceAdmin(server.folder / "admin.sock") as admin:
+    with ServiceAdmin(server.folder / "admin.sock", 60.0) as admin:
         admin.do(Drop(Query(tenants=(tenant_of(salt),)), True))
 
 

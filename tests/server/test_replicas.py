@@ -75,7 +75,7 @@ def test_a_replica_recalls_what_another_computed(server: LiveServer) -> None:
 @pytest.mark.long
 @pytest.mark.engine
 def test_sizes_are_limits_of_all_replicas_together(server: LiveServer) -> None:
-    with ServiceAdmin(server.folder / "pool" / "pool.sock") as admin:
+    with ServiceAdmin(server.folder / "pool" / "pool.sock", 60.0) as admin:
         overview = admin.do(Stat())
     capacities = {tier.name: tier.capacity_bytes for tier in overview.stats.tiers}
     assert capacities == {"host": HOST, "disk": DISK}
@@ -97,7 +97,7 @@ def test_a_child_service_ends_when_it_is_closed(tmp_path: Path) -> None:
     socket = tmp_path / "own" / "pool.sock"
     child = ChildService({"host_size": "1MiB", "socket": str(socket)})
     process = psutil.Process(child.pid)
-    with ServiceAdmin(socket) as admin:
+    with ServiceAdmin(socket, 60.0) as admin:
         assert admin.do(Stat()).stats.tiers[0].capacity_bytes == 1 << 20
     child.close()
     assert not process.is_running()

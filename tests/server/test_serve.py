@@ -417,7 +417,8 @@ def test_hints(server: LiveServer, path: str, body: Json) -> None:
 
 def test_hints_that_come_true_are_believed(server: LiveServer) -> None:
     """As long as too many have not, they are given and have no effect."""
-    body = {"inputs": TEXT[5:], "hint": {"returns": True}}
+    short = {"max_new_tokens": 1}
+    body = {"inputs": TEXT[5:], "parameters": short, "hint": {"returns": True}}
     given, believed = hints(server)[0], counted(server, "hints_believed")
     true = counted(server, "hints_true")
     for _ in range(30):
@@ -427,7 +428,7 @@ def test_hints_that_come_true_are_believed(server: LiveServer) -> None:
     assert 0 < counted(server, "hints_believed") - believed <= 30
     # Now they are lies, and soon not believed.
     for number in range(30):
-        body = {"inputs": TEXT[7:], "hint": {"returns": False}}
+        body = {"inputs": TEXT[7:], "parameters": short, "hint": {"returns": False}}
         assert server.client.post("/generate", json=body).status_code == 200
         if number == 20:
             assert until(lambda: counted(server, "hints") == given + 51)
@@ -522,8 +523,8 @@ def test_the_engine_waits_asleep(server: LiveServer) -> None:
     of its own accord in each step (one that spins is interrupted instead)."""
     core = server.engine_core()
     before = core.num_ctx_switches().voluntary
-    generate(server, "x", max_new_tokens=1000, ignore_eos=True)
-    assert core.num_ctx_switches().voluntary - before > 100  # of 1,000 steps
+    generate(server, "x", max_new_tokens=300, ignore_eos=True)
+    assert core.num_ctx_switches().voluntary - before > 30  # of 300 steps
 
 
 @pytest.mark.parametrize(("path", "body"), LEFT, ids=lambda v: str(v)[:60])
@@ -645,11 +646,11 @@ def test_sigterm_lets_running_requests_end(server: LiveServer) -> None:
     replies: list[httpx.Response] = []
 
     def search() -> None:
-        beams = {"prompt": "x", "max_tokens": 60, "n": 2, "use_beam_search": True}
+        beams = {"prompt": "x", "max_tokens": 30, "n": 2, "use_beam_search": True}
         with httpx.Client(base_url=server.url, timeout=120) as client:
             replies.append(client.post("/generate", json=beams | {"ignore_eos": True}))
 
-    body = {"inputs": "x", "parameters": {"max_new_tokens": 300, "do_sample": True, "seed": 1}}
+    body = {"inputs": "x", "parameters": {"max_new_tokens": 150, "do_sample": True, "seed": 1}}
     told: list[Json] = []
     before = figure(server, "request_received_total")
     searching = threading.Thread(target=search, daemon=True)

@@ -85,7 +85,7 @@ def line_of(process: subprocess.Popen[str]) -> str:
 
 
 def test_without_a_service_everything_is_a_miss_until_there_is_one(tmp_path: Path) -> None:
-    client = ServiceClient(tmp_path / "service" / "pool.sock")
+    client = ServiceClient(tmp_path / "service" / "pool.sock", 60.0)
     client.register(NAMESPACE, BLOCK)
     keys = chain(NAMESPACE, 4)
     assert client.find(keys).blocks == 0

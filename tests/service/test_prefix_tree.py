@@ -113,7 +113,7 @@ def test_a_pool_inside_an_engine_can_be_asked(tmp_path: Path) -> None:
         keys = [key("a"), key("b")]
         pool.reserve(keys, None, tenant_of("someone"))
         pool.commit(keys)
-        with ServiceAdmin(socket) as admin:
+        with ServiceAdmin(socket, 60.0) as admin:
             (tree,) = admin.do(PrefixTrees())
             assert admin.do(Stat()).stats.tiers[0].blocks == 2
         assert (tree.namespace, tree.tenant, tree.block_bytes) == (

@@ -80,6 +80,16 @@ def save(pool: Any, name: str, count: int = 4) -> list[BlockKey]:
     return keys
 
 
+def save_until_told(pool: Pool, sub: zmq.Socket[bytes]) -> list[BlockKey]:
+    """Saves chains until the subscriber is told of one: its subscription takes effect when the
+    publisher has seen it."""
+    keys: list[BlockKey] = []
+    while not sub.poll(200):
+        assert len(keys) < 400, "nothing is published"
+        keys += save(pool, f"a {len(keys)}")
+    return keys
+
+
 def agrees(follower: Follower, pool: Pool) -> Callable[[], bool]:
     def is_so() -> bool:
         host = {short_hash(one.key[NAMESPACE_BYTES:]) for one in pool.host_blocks()}
@@ -104,8 +114,7 @@ def test_vllms_classes_decode_what_is_published(pool: Pool, port: int) -> None:
     try:
         sub.connect(f"tcp://127.0.0.1:{port}")
         sub.subscribe(b"")
-        time.sleep(0.5)  # a subscription takes effect when the publisher has seen it
-        keys = save(pool, "a")
+        keys = save_until_told(pool, sub)
         pool.drop(keys)
         events: list[Any] = []
         numbers: list[int] = []
@@ -234,23 +243,23 @@ def test_a_topic_and_a_gap_that_is_no_longer_kept(
         sub.connect(f"tcp://127.0.0.1:{port}")
         sub.subscribe(b"kv-events")
         replay.connect(f"tcp://127.0.0.1:{port + 1}")
-        time.sleep(0.5)  # a subscription takes effect when the publisher has seen it
-        keys = save(pool, "a")
-        assert sub.poll(20_000)
+        keys = save_until_told(pool, sub)
         assert sub.recv_multipart()[0] == b"kv-events"
         for number in range(12):
             before = publisher._number
             pool.drop(save(pool, f"b {number}", 1))
             wait_until(lambda before=before: publisher._number > before)
         wait_until(lambda: follower.held(TierName.DISK) == hashes(keys))
+        published = publisher._number
         replay.send_multipart((b"", (2).to_bytes(8, "big")))
         replies: list[list[bytes]] = []
         while not replies or replies[-1][-1]:
             assert replay.poll(20_000)
             replies.append(replay.recv_multipart())
         numbers = [int.from_bytes(one[2], "big") for one in replies[:-1]]
-        assert numbers == list(range(numbers[0], publisher._number))
+        assert numbers == list(range(numbers[0], numbers[-1] + 1))
         assert numbers[0] >= 2
+        assert numbers[-1] >= published - 1, "up to the last"
         assert {one[1] for one in replies[:-1]} == {b"kv-events"}
         first = msgspec.msgpack.decode(replies[0][-1])[1]
         assert first[0]["type"] == "AllBlocksCleared"

@@ -99,12 +99,14 @@ def test_a_listing(by: By, name: str, columns: int) -> None:
 
 
 _SCRIPT = """
-import time
+import sys, threading
 from kvrecall.pool.service import tables
+started, start = threading.Event(), tables.Progress.start
+tables.Progress.start = lambda bar: (start(bar), started.set())
 tables._LONG_S = 0.0
 with tables.progress("dropping") as report:
     report(1, 2)
-    time.sleep(0.5)
+    sys.stderr.isatty() and started.wait()
 tables._LONG_S = 3600.0
 with tables.progress("soon done"):
     pass

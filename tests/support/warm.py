@@ -3,6 +3,7 @@ the time that an engine takes to start."""
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import signal
@@ -40,11 +41,13 @@ def begin(log: str, environment: Mapping[str, str]) -> None:
 
 
 class WarmServer:
-    """``kvrecall serve WORDS``, as a ``Popen`` of it."""
+    """``PROGRAM serve WORDS``, as a ``Popen`` of it; the program is kvrecall or vllm."""
 
-    def __init__(self, words: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, program: str, words: Sequence[str], log: Path, environment: Mapping[str, str]
+    ) -> None:
         self._process = CONTEXT.Process(
-            target=_serve, args=(list(words), str(log), dict(environment))
+            target=_serve, args=(program, list(words), str(log), dict(environment))
         )
         self._process.start()
         assert self._process.pid is not None
@@ -56,19 +59,18 @@ class WarmServer:
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
         if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("kvrecall serve", timeout or 0.0)
+            raise subprocess.TimeoutExpired("serve", timeout or 0.0)
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
 
-def _serve(words: list[str], log: str, environment: Mapping[str, str]) -> None:
+def _serve(program: str, words: list[str], log: str, environment: Mapping[str, str]) -> None:
     begin(log, environment)
-    sys.argv = ["kvrecall", "serve", *words]
-    from kvrecall.cli import main
-
-    main()
+    sys.argv = [program, "serve", *words]
+    module = {"kvrecall": "kvrecall.cli", "vllm": "vllm.entrypoints.cli.main"}[program]
+    importlib.import_module(module).main()
 
 
 def _fork_and_not_spawn(_get: Any = multiprocessing.get_context) -> None:

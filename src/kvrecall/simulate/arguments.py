@@ -14,7 +14,7 @@ from kvrecall.config import format_size, parse_size
 from kvrecall.errors import ConfigError
 from kvrecall.simulate.replay import TierSpec
 from kvrecall.simulate.trace import Trace, read_trace
-from kvrecall.simulate.workload import make_workload
+from kvrecall.simulate.workload import WORKLOAD_HOURS, make_workload
 
 SYNTHETIC = "synthetic:"
 
@@ -81,11 +81,14 @@ def _blocks_in(text: str, name: str, block_bytes: int) -> int:
     return nbytes // block_bytes
 
 
-def load_trace(trace: str, hints: str = "none") -> Trace:
+def load_trace(trace: str, hints: str = "none", hours: float | None = None) -> Trace:
     """The trace of that file or ``synthetic:NAME``, with a progress bar on stderr. ``hints``: what
-    the clients of a workload say. Raises ConfigError."""
+    the clients of a workload say. ``hours``: of a workload, how much of it. Raises ConfigError."""
     if trace.startswith(SYNTHETIC):
-        return make_workload(trace.removeprefix(SYNTHETIC), hints=hints)
+        name = trace.removeprefix(SYNTHETIC)
+        return make_workload(name, hours=WORKLOAD_HOURS if hours is None else hours, hints=hints)
+    if hours is not None:
+        raise ConfigError(f"--hours: {hours:g}, but a file is replayed whole; leave out --hours")
     if hints != "none":
         raise ConfigError(f"--hints: {hints!r}, but a file has no hints; --workload agents has")
     path = Path(trace)

@@ -28,7 +28,7 @@ from kvrecall.simulate.fleet import WINDOW_S, FleetOutcome, Routing, replay_flee
 from kvrecall.simulate.groups import parse_groups, replay_groups
 from kvrecall.simulate.replay import Outcome, TierSpec, clairvoyant_hits, replay
 from kvrecall.simulate.trace import Trace
-from kvrecall.simulate.workload import HINTS, MIXED, WORKLOADS
+from kvrecall.simulate.workload import HINTS, MIXED, WORKLOAD_HOURS, WORKLOADS
 
 app = typer.Typer(add_completion=False)
 
@@ -67,6 +67,15 @@ def simulate(
             "one that lies.",
         ),
     ] = "none",
+    hours: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            max=WORKLOAD_HOURS,
+            metavar="H",
+            help=f"So much of the beginning of a workload. Default: {WORKLOAD_HOURS:g}, the whole.",
+        ),
+    ] = None,
     capacity: Annotated[
         str, typer.Option(metavar="SIZE", help="Size of a pool with one tier, e.g. 64GiB.")
     ] = "",
@@ -131,11 +140,11 @@ def simulate(
         raise typer.BadParameter("give TRACE, a file, or --workload NAME")
     if hosts > 1 or store:
         sized = (capacity, capacity_blocks, tiers)
-        _simulate_fleet(trace, hosts, store, sized, block_bytes, policy, groups, as_json)
+        _simulate_fleet(trace, hours, hosts, store, sized, block_bytes, policy, groups, as_json)
         return
     if groups:
         _simulate_groups(
-            trace, groups, (capacity, tiers, policy), capacity_blocks + block_bytes, as_json
+            trace, hours, groups, (capacity, tiers, policy), capacity_blocks + block_bytes, as_json
         )
         return
     with errors_shown():
@@ -144,7 +153,7 @@ def simulate(
         names = _policies(policy)
         for name in names:
             make_policy(name, specs[0].capacity)
-        loaded = load_trace(trace, hints)
+        loaded = load_trace(trace, hints, hours)
     rows = _run(loaded, specs, names, size)
     if not as_json:
         _print_table(rows, size)
@@ -153,6 +162,7 @@ def simulate(
 
 def _simulate_fleet(
     trace: str,
+    hours: float | None,
     hosts: int,
     store: str,
     sized: tuple[str, str, str],
@@ -170,7 +180,7 @@ def _simulate_fleet(
         specs = parse_tiers(*sized, size)
         behind = store_of(store, size)
         make_policy(policy, 1)
-        loaded = load_trace(trace)
+        loaded = load_trace(trace, hours=hours)
     routings = get_args(Routing)
     with progress_bar("replaying", len(routings) * len(loaded.requests)) as advance:
         outcomes = [
@@ -260,7 +270,12 @@ def _print_fleet(name: str, hosts: int, outcomes: Sequence[FleetOutcome], block_
 
 
 def _simulate_groups(
-    trace: str, groups: str, sized: tuple[str, str, str], others: str, as_json: bool
+    trace: str,
+    hours: float | None,
+    groups: str,
+    sized: tuple[str, str, str],
+    others: str,
+    as_json: bool,
 ) -> None:
     """The command for a model with several KV groups."""
     capacity, tiers, policy = sized
@@ -281,7 +296,7 @@ def _simulate_groups(
         names = _policies(policy)
         for name in names:
             make_policy(name, 1)
-        loaded = load_trace(trace)
+        loaded = load_trace(trace, hours=hours)
     rooms = [(spec.name, spec.capacity) for spec in specs]
     with progress_bar("replaying", (len(names) + 1) * len(loaded.requests)) as advance:
         best = replay_groups(loaded, wanted, [("all", 1 << 62)], "fifo", advance).hit_rate

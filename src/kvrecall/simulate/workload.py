@@ -280,9 +280,12 @@ WORKLOADS: dict[str, Callable[[int], Iterator[Row]]] = {
     "loop": loop,
 }
 """Made-up workloads by name."""
+WORKLOAD_HOURS = 2.0
 
 
-def make_workload(name: str, seed: int = 0, hours: float = 2.0, hints: str = "none") -> Trace:
+def make_workload(
+    name: str, seed: int = 0, hours: float = WORKLOAD_HOURS, hints: str = "none"
+) -> Trace:
     """The workload ``name``, cut off after ``hours``; ``hints``: what its clients say, one of
     ``HINTS``, or ``MIXED``. Raises ConfigError if unknown, or if no client of that workload says
     anything."""

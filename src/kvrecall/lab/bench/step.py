@@ -15,13 +15,14 @@ from typing import Annotated, Any
 
 import typer
 
-from kvrecall.errors import ConfigError
+from kvrecall.errors import ConfigError, EngineError
 from kvrecall.lab.bench.model import BenchModel, Texts
 from kvrecall.lab.bench.report import Report, names_in, percentiles, progress
 
 GOALS_US = {64: 100.0, 256: 200.0}
 _BATCH_TOKENS = 8192
 _RECORD_BYTES = 4096
+_FINGERPRINT_S = 60.0
 _PARTS = ("build_connector_meta", "update_connector_output", "get_kv_connector_stats")
 
 
@@ -144,6 +145,8 @@ def _scheduler(folder: Path, count: int, block_size: int, steps: int) -> Iterato
     scheduler = Scheduler(config, cache, outputs, block_size, log_stats=True)
     with closing(_Closing(scheduler)):
         scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): _shard()})
+        if not scheduler.connector._weights.wait(_FINGERPRINT_S):  # requests have no pool before
+            raise EngineError("the fingerprint of the model's weights took too long")
         yield scheduler
 
 
