@@ -15,7 +15,8 @@ def test_nothing_is_lost_or_wrong_while_blocks_are_evicted(
 ) -> None:
     monkeypatch.setattr(soak, "BLOCK_BYTES", 16 << 10)
     monkeypatch.setattr(soak, "_DISK_BLOCKS", 512)
-    figures = figures_of("soak", "--minutes", "0.15", "--rate", "300", "--path", str(tmp_path / "new"))
+    path = str(tmp_path / "new")
+    figures = figures_of("soak", "--minutes", "0.15", "--rate", "300", "--path", path)
     assert figures["wrong"] == figures["corrupt"] == figures["errors"] == figures["lost"] == 0
     assert figures["blocks_after_reopening"] > 0
     assert figures["blocks_evicted"] > 0
