@@ -35,7 +35,7 @@ def test_compressed_disk_figures(tmp_path: Path) -> None:
 
 
 def test_index_figures(tmp_path: Path) -> None:
-    figures: Any = measure_index(5000, "lru", tmp_path, repeats=2).figures
+    figures: Any = measure_index(5000, "lru", tmp_path, repeats=2, passes=2).figures
     json.dumps(figures)
     assert figures["find_1000_us"] > 0
     pauses = figures["pauses_ms"]
@@ -43,5 +43,5 @@ def test_index_figures(tmp_path: Path) -> None:
     assert {"quotas: room for 512", "expiry of a tenth"} <= pauses.keys()
     assert pauses["quotas: touch of 1,000"] > 0
     assert pauses["expiry of a tenth"] > 0
-    assert figures["longest_pause_ms"] == max(pauses.values())
+    assert figures["longest_pause_ms"] == max(pauses.values()) <= figures["longest_seen_ms"]
     assert list(tmp_path.iterdir()) == []

@@ -108,7 +108,7 @@ _BENCH: Mapping[str, Kind] = {
     "kvrecall bench soak": Elsewhere("tests/bench/test_soak.py", '"soak", '),
     "kvrecall bench disk": Runs(more=" --size 64MiB"),
     "kvrecall bench lookup": Runs(),
-    "kvrecall bench index": Runs(more=" --blocks 2000 --repeats 2"),
+    "kvrecall bench index": Runs(more=" --blocks 2000 --repeats 2 --passes 1"),
     "kvrecall bench step": Runs(more=" --sequences 4 --steps 40 --block-size 16"),
     "kvrecall bench misses": Elsewhere("tests/bench/test_misses.py", '"misses", '),
     "kvrecall bench launches": Runs(),

@@ -63,6 +63,7 @@ def measure_index(
     policy: Annotated[str, typer.Option(help="Eviction policy.")] = DEFAULT_POLICY,
     path: Folder = Path("var"),
     repeats: Annotated[int, typer.Option(min=1)] = 20,
+    passes: Annotated[int, typer.Option(min=1, help="Folders measured, one by one.")] = 3,
 ) -> Report:
     """What the index of a disk tier costs: memory, opening, look-ups, and pauses.
 
@@ -70,16 +71,26 @@ def measure_index(
     A pause is processor time of one thread that holds the tier's lock, garbage collection
     included. The folder is opened twice: the second time tenants have limits, and pauses are
     measured while blocks are found, with limits, and when blocks expire, the pool's lock included.
+
+    Time for which a hypervisor takes the processor away counts as processor time. So all is done
+    in several passes, each with a folder of its own: a pause of the code's is in each of them, and
+    of each kind the pass with the shortest tells. longest_seen_ms is the longest of all.
     """
     path.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="kvrecall-", dir=path) as name:
-        config = DiskConfig(
-            Path(name) / "tier", (8 << 20) + blocks * (_BLOCK + 512) * 5 // 4, direct_io=False
-        )
-        built_s = timed(lambda: write_folder(config, blocks))
-        progress(f"folder of {blocks:,} blocks written in {built_s:.1f} s")
-        figures = {"blocks": blocks, "policy": policy, **_measure(config, blocks, policy, repeats)}
-    pauses: dict[str, float] = figures["pauses_ms"]  # type: ignore[assignment]
+    found: list[dict[str, Any]] = []
+    for number in range(passes):
+        with tempfile.TemporaryDirectory(prefix="kvrecall-", dir=path) as name:
+            config = DiskConfig(
+                Path(name) / "tier", (8 << 20) + blocks * (_BLOCK + 512) * 5 // 4, direct_io=False
+            )
+            built_s = timed(lambda config=config: write_folder(config, blocks))
+            progress(
+                f"pass {number + 1} of {passes}: folder of {blocks:,} blocks written in "
+                f"{built_s:.1f} s"
+            )
+            found.append(_measure(config, blocks, policy, repeats))
+    figures = {"blocks": blocks, "policy": policy, "passes": passes, **_together(found)}
+    pauses = figures["pauses_ms"]
     rows = [
         (name, f"{figures[name]:,.2f}", f"{goal:,.1f}" if goal else "")
         for name in _SHOWN
@@ -87,6 +98,21 @@ def measure_index(
     ]
     rows += [(f"pause_ms: {what}", f"{ms:.2f}", "5.0") for what, ms in pauses.items()]
     return Report("index", (f"{blocks:,} blocks", "measured", "goal"), tuple(rows), figures)
+
+
+def _together(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of several passes: the most memory, the medians of times, and of each kind of pause the
+    shortest of the passes' longest."""
+    together: dict[str, Any] = {
+        name: (max if name.startswith("bytes") else statistics.median)([one[name] for one in found])
+        for name in _SHOWN
+    }
+    each = [one["pauses_ms"] for one in found]
+    pauses = {what: min(one[what] for one in each) for what in each[0]}
+    together["longest_pause_ms"] = max(pauses.values())
+    together["longest_seen_ms"] = max(max(one.values()) for one in each)
+    together["pauses_ms"] = pauses
+    return together
 
 
 class _SparseIo(FileIo):
@@ -140,7 +166,8 @@ def write_folder(config: DiskConfig, blocks: int) -> None:
         index.close()
 
 
-def _measure(config: DiskConfig, blocks: int, policy: str, repeats: int) -> dict[str, object]:
+def _measure(config: DiskConfig, blocks: int, policy: str, repeats: int) -> dict[str, Any]:
+    """One pass."""
     gc.freeze()  # as the service and vLLM's engine do: what was there before counts for nothing
     with _opened(config, policy) as (pool, tier, opened):
         opened.wait_hit(_chain(blocks // _CHAIN - 1))
@@ -169,7 +196,6 @@ def _measure(config: DiskConfig, blocks: int, policy: str, repeats: int) -> dict
         "ranked_s": opened.ranked_s,
         "find_1000_us": find_us,
         "find_1000_absent_us": absent_us,
-        "longest_pause_ms": max(pauses.values()),
         "pauses_ms": pauses,
         "clear_s": clear_s,
         "close_s": close_s,
