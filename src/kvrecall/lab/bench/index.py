@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -83,7 +84,7 @@ def measure_index(
             config = DiskConfig(
                 Path(name) / "tier", (8 << 20) + blocks * (_BLOCK + 512) * 5 // 4, direct_io=False
             )
-            built_s = timed(lambda config=config: write_folder(config, blocks))
+            built_s = timed(partial(write_folder, config, blocks))
             progress(
                 f"pass {number + 1} of {passes}: folder of {blocks:,} blocks written in "
                 f"{built_s:.1f} s"
