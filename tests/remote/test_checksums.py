@@ -5,14 +5,14 @@ from __future__ import annotations
 import mmap
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.stores import SHARED, MemoryStore
+from support.stores import MemoryStore
 
 from kvrecall.block import BlockKey, TierName
-from kvrecall.config import Compression, DiskConfig, RecallSettings, RemoteConfig
+from kvrecall.config import Compression, DiskConfig, RemoteConfig
 from kvrecall.pool import checksum as checksums
 from kvrecall.pool.base import RecallState
 from kvrecall.pool.checksum import Checksum, checksum_of
@@ -23,39 +23,10 @@ from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.tier import RemoteTier, name_of
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Done, Get, Outcome, Put, Tier
-from kvrecall.testing.blocks import chain, content, namespace, wait_until
+from kvrecall.testing.blocks import chain, content, wait_until
+from tests.remote.pools import NAMESPACE, NBYTES, OpenPool
 
-NAMESPACE = namespace()
-NBYTES = 10_000
 MIB = 1 << 20
-OpenPool = Callable[..., Pool]
-
-
-@pytest.fixture
-def store(request: pytest.FixtureRequest) -> Iterator[MemoryStore]:
-    SHARED[request.node.name] = MemoryStore()
-    yield SHARED[request.node.name]
-    SHARED.pop(request.node.name).gate.set()
-
-
-@pytest.fixture
-def open_pool(request: pytest.FixtureRequest, store: MemoryStore) -> Iterator[OpenPool]:
-    pools: list[Pool] = []
-
-    def open_one(disk: Path | None = None, **more: object) -> Pool:
-        remote = {"kind": "support.stores:make_store", "name": request.node.name}
-        raw: dict[str, object] = {"host_size": "2MiB", "remote": remote, **more}
-        if disk is not None:
-            raw |= {"disk_path": str(disk), "disk_size": "64MiB"}
-        pool = Pool.open(RecallSettings.from_mapping(raw).pool)
-        pools.append(pool)
-        pool.register(NAMESPACE, NBYTES)
-        return pool
-
-    yield open_one
-    store.gate.set()
-    for pool in pools:
-        pool.close()
 
 
 @pytest.fixture

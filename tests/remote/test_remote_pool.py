@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.stores import SHARED, MemoryStore
+from support.stores import MemoryStore
 
 from kvrecall.block import BlockKey, TierName
-from kvrecall.config import PoolConfig, RecallSettings
+from kvrecall.config import RecallSettings
 from kvrecall.errors import ConfigError
 from kvrecall.pool.base import Found, Located, RecallState
 from kvrecall.pool.changes import Cause, ChangeLog, Removed, Restart, Stored
@@ -18,42 +17,8 @@ from kvrecall.pool.remote.backends import store_name
 from kvrecall.pool.remote.tier import name_of
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread
-from kvrecall.testing.blocks import chain, content, namespace, wait_until
-
-NAMESPACE = namespace()
-NBYTES = 10_000
-OpenPool = Callable[..., Pool]
-
-
-@pytest.fixture
-def store(request: pytest.FixtureRequest) -> Iterator[MemoryStore]:
-    SHARED[request.node.name] = MemoryStore()
-    yield SHARED[request.node.name]
-    SHARED.pop(request.node.name).gate.set()
-
-
-@pytest.fixture
-def open_pool(request: pytest.FixtureRequest, store: MemoryStore) -> Iterator[OpenPool]:
-    pools: list[Pool] = []
-
-    def open_one(disk: Path | None = None, **more: object) -> Pool:
-        pool = Pool.open(settings(request.node.name, disk, **more))
-        pools.append(pool)
-        pool.register(NAMESPACE, NBYTES)
-        return pool
-
-    yield open_one
-    store.gate.set()
-    for pool in pools:
-        pool.close()
-
-
-def settings(name: str, disk: Path | None = None, **more: object) -> PoolConfig:
-    remote = {"kind": "support.stores:make_store", "name": name}
-    raw: dict[str, object] = {"host_size": "2MiB", "remote": remote, **more}
-    if disk is not None:
-        raw |= {"disk_path": str(disk), "disk_size": "64MiB"}
-    return RecallSettings.from_mapping(raw).pool
+from kvrecall.testing.blocks import chain, content, wait_until
+from tests.remote.pools import NAMESPACE, NBYTES, OpenPool, settings
 
 
 def save(pool: Pool, keys: list[BlockKey], flush: bool = True) -> None:
