@@ -48,6 +48,23 @@ def test_times_are_compared_round_by_round() -> None:
     assert generate._times(dense, dense, "seconds") == 1.0
 
 
+def test_what_another_share_of_attention_would_gain() -> None:
+    def turn(attention: float, rest: float, tokens: int = 1) -> list[dict[str, Any]]:
+        seconds = {"seconds": attention + rest, "attention_seconds": attention}
+        return [{**seconds, "tokens": tokens}] * 3
+
+    dense = [turn(1.0, 1.0), turn(8.0, 8.0), turn(2.0, 2.0)]
+    faster = [turn(0.25, 1.0), turn(2.0, 8.0), turn(0.5, 2.0)]
+    assert generate._times_at(2 / 3, dense, dense) == 1.0
+    assert generate._times_at(0.5, faster, dense) == generate._times(faster, dense, "seconds")
+    assert generate._times_at(2 / 3, faster, dense) == 2.0
+    # A step of three sequences, whose rest takes twice as long.
+    three = [turn(0.75, 2.0, 3), turn(6.0, 16.0, 3), turn(1.5, 4.0, 3)]
+    assert generate._times_at(2 / 3, three, dense) == round(3 / (0.5 + 2 / 3), 3)
+    unknown = [[{"seconds": 1.0, "attention_seconds": None, "tokens": 1}]] * 3
+    assert generate._times_at(2 / 3, unknown, dense) is None
+
+
 def test_figures_of_an_engine_that_did_something_else_are_refused() -> None:
     idle = {"blocks_in_place": 0, "blocks_selected": 0, "sequences_gated": 0}
     generate._check("dense", idle)

@@ -17,7 +17,7 @@ from kvrecall.engines.vllm.device import device_of, peer
 from kvrecall.engines.vllm.device.base import Batch
 from kvrecall.pool.arena import Arena
 
-_ROUNDS = 15
+_ROUNDS = 45
 _PAUSE_S = 0.02  # after an operation of torch its threads keep processors busy for milliseconds
 
 
@@ -25,7 +25,9 @@ def measure_bandwidth(
     blocks: int, layers: int, block_bytes: int, device: torch.device | None = None
 ) -> dict[str, Any]:
     """Bandwidth from the arena to the device: ``blocks`` of ``block_bytes`` over ``layers``, GB/s,
-    medians. ``device``: the accelerator, or the CPU if there is none.
+    medians; ``restore_to_plain`` is the median of the rounds' ratios, because a shared machine's
+    bandwidth changes from one second to the next. ``device``: the accelerator, or the CPU if
+    there is none.
 
     The plain copy is one ``copy_`` between two tensors of the same size, taken in turns with the
     restore in the same process and with the same threads. Device blocks are consecutive and so
@@ -77,5 +79,10 @@ def measure_bandwidth(
                 seconds[name].append(time.perf_counter() - begin)
     copier.close()
     rates = {name: nbytes / statistics.median(values) / 1e9 for name, values in seconds.items()}
-    ratio = rates["restore_gb_s"] / rates["plain_copy_gb_s"]
-    return {**{n: round(r, 2) for n, r in rates.items()}, "restore_to_plain": round(ratio, 3)}
+    pairs = zip(seconds["plain_copy_gb_s"], seconds["restore_gb_s"], strict=True)
+    first, ratio, third = statistics.quantiles((plain / restore for plain, restore in pairs), n=4)
+    return {
+        **{name: round(rate, 2) for name, rate in rates.items()},
+        "restore_to_plain": round(ratio, 3),
+        "restore_to_plain_quartiles": [round(first, 3), round(third, 3)],
+    }

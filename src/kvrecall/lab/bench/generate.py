@@ -41,6 +41,10 @@ _EXTENSION = "kvrecall.engines.vllm.attention.activity.ActivityExtension"
 _PROCESS_BYTES = 1 << 30
 """Of an engine, beside its weights, device cache and pool."""
 
+TWO_THIRDS = 2 / 3
+"""Share of attention in a dense step for which the gain is also computed, since it depends on the
+machine."""
+
 _SPARE_TOKENS = 64
 """That a sequence may decode beside those of the turns: until all have begun."""
 
@@ -262,6 +266,7 @@ def measure_generate(
         f"{shape.kv_bytes_per_token / 1024:.0f} KiB of KV a token, made up; {threads} threads",
         "to dense: tokens a second, in multiples of the dense engine's, which took turns; in "
         "brackets tokens a second of processor time",
+        "at 2/3: the same, computed for a model in which attention is two thirds of a dense step",
         "attention: its share of a step; blocks read: of a sequence's, a layer and KV head; "
         "device: in use at most, digests included, of the cache",
         *(f"left out: {text}" for text in left_out),
@@ -439,6 +444,7 @@ class _Turns:
             "attention_share": _attention_share(steps),
             "times_dense": _times(turns, dense, "seconds"),
             "times_dense_cpu": _times(turns, dense, "cpu_seconds"),
+            "times_dense_at_two_thirds": _times_at(TWO_THIRDS, turns, dense),
             # Of a draft's blocks it is not known whether a step read them for another one, too.
             "blocks_read_share": None if self.drafts else round(totals["read_share"], 4),
             "device_cache_bytes": totals["cache_bytes"],
@@ -470,6 +476,30 @@ def _times(turns: _Rounds, dense: _Rounds, seconds: str) -> float:
     """Tokens a second, in multiples of the dense engine's: the median of the rounds."""
     pairs = zip(turns, dense, strict=True)
     return round(statistics.median(_rate(a, seconds) / _rate(b, seconds) for a, b in pairs), 3)
+
+
+def _times_at(share: float, turns: _Rounds, dense: _Rounds) -> float | None:
+    """``_times``, computed for a model in which attention is that share of a dense step: the
+    engine's attention and the rest of its step each take as long, in multiples of the dense one's,
+    as here. None where attention is not measured."""
+    found = []
+    for round_, plain in zip(turns, dense, strict=True):
+        parts, plainly = _parts(round_), _parts(plain)
+        if parts is None or plainly is None:
+            return None
+        attention, rest = (one / other for one, other in zip(parts, plainly, strict=True))
+        tokens = statistics.mean(step["tokens"] for step in round_)
+        tokens /= statistics.mean(step["tokens"] for step in plain)
+        found.append(tokens / (share * attention + (1 - share) * rest))
+    return round(statistics.median(found), 3)
+
+
+def _parts(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
+    """Seconds of attention, and of all else, in a median step; None where they are not measured."""
+    if any(step["attention_seconds"] is None for step in steps):
+        return None
+    attention = statistics.median(step["attention_seconds"] for step in steps)
+    return attention, statistics.median(step["seconds"] for step in steps) - attention
 
 
 def _attention_share(steps: Sequence[Mapping[str, Any]]) -> float | None:

@@ -399,8 +399,8 @@ def decode(run: Run) -> Iterator[str]:
 def generate_table(rows: Sequence[Figures]) -> Table:
     """Whole engines: a line per length, number of sequences and mode."""
     columns = (
-        "engine", "context", "at once", "tokens/s", "ms a token", "to dense", "attention",
-        "blocks read", "device MiB",
+        "engine", "context", "at once", "tokens/s", "ms a token", "to dense", "at 2/3",
+        "attention", "blocks read", "device MiB",
     )  # fmt: skip
     cells = tuple(
         (
@@ -410,13 +410,19 @@ def generate_table(rows: Sequence[Figures]) -> Table:
             f"{one['tokens_per_s']:.2f}",
             f"{one['ms_a_token']:.0f}",
             f"{one['times_dense']:.2f} ({one['times_dense_cpu']:.2f})",
-            "" if one["attention_share"] is None else f"{one['attention_share']:.0%}",
-            "" if one["blocks_read_share"] is None else f"{one['blocks_read_share']:.0%}",
+            _cell(one.get("times_dense_at_two_thirds"), ".2f"),
+            _cell(one["attention_share"], ".0%"),
+            _cell(one["blocks_read_share"], ".0%"),
             f"{one['peak_device_bytes'] / 2**20:,.0f} of {one['device_cache_bytes'] / 2**20:,.0f}",
         )
         for one in rows
     )
     return columns, cells
+
+
+def _cell(value: float | None, form: str) -> str:
+    """Empty where nothing was measured."""
+    return "" if value is None else format(value, form)
 
 
 def generate(found: Figures) -> Iterator[str]:
@@ -428,7 +434,8 @@ def generate(found: Figures) -> Iterator[str]:
         f"{found['params'] / 1e6:.0f} million parameters, {kib:.0f} KiB of KV a token, made up, "
         f"{found['share']:.0%} of the middle blocks, {found['threads']} threads. To "
         "dense: tokens a second in multiples of the dense engine's, by turns; in brackets tokens a "
-        "second of processor time."
+        "second of processor time. At 2/3: computed for a model in which attention is two thirds of "
+        "a dense step."
     )
     for text in found["left_out"]:
         yield ""
