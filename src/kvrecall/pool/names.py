@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -205,6 +206,7 @@ _REACH = 8 * _GROUP  # slots from its home on in which a key may be
 _HASHED = struct.Struct(f"=Q{NAMESPACE_BYTES - 8}xQ")  # of a key
 _WORD = (1 << 64) - 1
 _LOW = (1 << 32) - 1
+_LOWER, _UPPER = (0, 1) if sys.byteorder == "little" else (1, 0)  # half of a word in memory
 
 
 class _Table:
@@ -685,12 +687,11 @@ class CompactNames(Names):
         groups = (codes >> np.uint64(table.shift)).astype(np.int64)
         if start:
             groups = np.maximum(groups, start)
-        found = np.full(len(codes), -1)
-        words = slots.take(groups, axis=0).ravel()
-        # A slot with the same lower half becomes its number plus one.
-        words ^= np.repeat(codes << np.uint64(32), _GROUP)
-        hits = np.flatnonzero(words <= _LOW)
-        found[hits >> _GROUP_BITS] = words.take(hits).view(np.int64) - 1
+        # The halves of a home's slots: numbers plus one, and what they have of the hash. In rows,
+        # because NumPy is fast along long ones.
+        halves = np.ascontiguousarray(slots.take(groups, axis=0).view(np.uint32).T)
+        same = halves[_UPPER::2] == (codes & np.uint64(_LOW)).astype(np.uint32)
+        found = (halves[_LOWER::2] * same).max(axis=0).astype(np.int64) - 1
         missing = np.flatnonzero(found < 0)
         if missing.size > _FEW:  # those whose home is full may be behind it
             ends = (groups.take(missing) << _GROUP_BITS) + (_GROUP - 1)

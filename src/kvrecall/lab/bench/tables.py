@@ -434,8 +434,8 @@ def generate(found: Figures) -> Iterator[str]:
         f"{found['params'] / 1e6:.0f} million parameters, {kib:.0f} KiB of KV a token, made up, "
         f"{found['share']:.0%} of the middle blocks, {found['threads']} threads. To "
         "dense: tokens a second in multiples of the dense engine's, by turns; in brackets tokens a "
-        "second of processor time. At 2/3: computed for a model in which attention is two thirds of "
-        "a dense step."
+        "second of processor time. At 2/3: computed for a model in which attention is two thirds "
+        "of a dense step."
     )
     for text in found["left_out"]:
         yield ""
