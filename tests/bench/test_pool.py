@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
-from kvrecall.lab.bench.index import measure_index
+from kvrecall.lab.bench.index import WatchedLock, measure_index, stalls
 from kvrecall.lab.bench.pool import measure_disk, measure_lookup
 
 
@@ -34,6 +36,27 @@ def test_compressed_disk_figures(tmp_path: Path) -> None:
     assert 0.5 < figures["compressed_to"] < 0.9
 
 
+def test_holds_of_a_lock_are_timed_by_their_thread() -> None:
+    lock = WatchedLock(threading.Lock())
+    for least_s in (0.006, 0.007, 0.0):
+        with lock:
+            until = time.thread_time() + least_s
+            while time.thread_time() < until:
+                pass
+        time.sleep(0.001)
+    assert lock.too_long >= 2
+    assert 0.007 <= lock.longest_s < lock.held_s
+    lock.begin()
+    assert lock.longest_s == lock.held_s == lock.too_long == 0
+
+
+def test_stalls_are_what_a_clock_jumps() -> None:
+    times = iter([5.0, 5.00001, 5.00711, 5.00712, 5.01, 5.01001, 6.0])
+    found = stalls(1.0, lambda: next(times))
+    assert [round(stall, 5) for stall in found] == [0.0071, 0.00288, 0.98999]
+    assert stalls(0.0) == []
+
+
 def test_index_figures(tmp_path: Path) -> None:
     figures: Any = measure_index(5000, "lru", tmp_path, repeats=2, passes=2).figures
     json.dumps(figures)
@@ -44,4 +67,6 @@ def test_index_figures(tmp_path: Path) -> None:
     assert pauses["quotas: touch of 1,000"] > 0
     assert pauses["expiry of a tenth"] > 0
     assert figures["longest_pause_ms"] == max(pauses.values()) <= figures["longest_seen_ms"]
+    assert pauses["while blocks are found"] <= 1e3 * figures["found_held_s"] + 10
+    assert {"found_too_long", "stalls_too_long", "longest_stall_ms"} <= figures.keys()
     assert list(tmp_path.iterdir()) == []
