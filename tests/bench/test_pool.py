@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
-from kvrecall.lab.bench.index import measure_index
+from kvrecall.lab.bench.index import WatchedLock, idle_turns, measure_index
 from kvrecall.lab.bench.pool import measure_disk, measure_lookup
 
 
@@ -34,6 +36,27 @@ def test_compressed_disk_figures(tmp_path: Path) -> None:
     assert 0.5 < figures["compressed_to"] < 0.9
 
 
+def test_holds_of_a_lock_are_timed_by_their_thread() -> None:
+    lock = WatchedLock(threading.Lock())
+    for least_s in (0.006, 0.007, 0.0):
+        with lock:
+            until = time.thread_time() + least_s
+            while time.thread_time() < until:
+                pass
+        time.sleep(0.001)
+    assert lock.too_long >= 2
+    assert 0.007 <= lock.longest_s < lock.held_s
+    lock.begin()
+    assert lock.longest_s == lock.held_s == lock.too_long == 0
+
+
+def test_idle_threads_take_turns() -> None:
+    lock = idle_turns(0.05)
+    assert lock.held_s >= 0.05
+    assert 0.00075 <= lock.longest_s < lock.held_s
+    assert idle_turns(0.0).held_s == 0.0
+
+
 def test_index_figures(tmp_path: Path) -> None:
     figures: Any = measure_index(5000, "lru", tmp_path, repeats=2, passes=2).figures
     json.dumps(figures)
@@ -44,4 +67,6 @@ def test_index_figures(tmp_path: Path) -> None:
     assert pauses["quotas: touch of 1,000"] > 0
     assert pauses["expiry of a tenth"] > 0
     assert figures["longest_pause_ms"] == max(pauses.values()) <= figures["longest_seen_ms"]
+    assert pauses["while blocks are found"] <= 1e3 * figures["found_held_s"] + 10
+    assert {"found_too_long", "idle_too_long", "idle_longest_ms"} <= figures.keys()
     assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import random
+import resource
 import struct
 from functools import partial
 from itertools import product
@@ -225,3 +227,47 @@ def test_many_names_come_and_go_while_the_table_grows() -> None:
     assert names.size < len(here) + 400, "free numbers are used first"
     assert {one: names.number(one) for one in here} == here
     assert {one: names.key(number) for one, number in here.items()} == {one: one for one in here}
+
+
+def test_memory_is_taken_before_it_is_written() -> None:
+    """Of columns that most numbers have a value in."""
+    names = CompactNames(100_000)
+    often, rarely = (names.column("q", 64, is_rare=is_rare) for is_rare in (False, True))
+    try:
+        mmap.mmap(-1, mmap.PAGESIZE).madvise(23, 0, mmap.PAGESIZE)
+    except OSError:
+        pytest.skip("the kernel has no MADV_POPULATE_WRITE")
+    names.prepare(8000)
+    faults = {}
+    for column in (often, rarely):
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        column.array()[:8000] = 1
+        faults[column] = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    assert faults[often] < faults[rarely] or not faults[rarely]
+    assert not names.column("q").array().any()
+    assert not often.array()[8000:].any()
+
+
+def test_a_table_is_prepared_before_it_is_needed() -> None:
+    """And one that was made too late, as another thread began to grow meanwhile, is not used."""
+    rng, names = random.Random(6), CompactNames(20_000)
+    here: dict[BlockKey, int] = {}
+    prepared, used, grown = None, 0, 0
+    for turn in range(150):
+        table = names._table
+        if turn % 100 < 60:
+            names.prepare(600)
+            prepared = names._next
+        keys = [SPACES[0].key(rng.randbytes(32)) for _ in range(600)]
+        numbers = names.meet_many(keys)
+        names.keep_many(numbers)
+        here.update(zip(keys, numbers.tolist(), strict=True))
+        if names._table is not table:
+            grown += 1
+            used += names._table is prepared
+            assert names._table.bits == table.bits + 1
+            names._next = table  # as if it had been made in the meantime
+    assert grown == 2
+    assert used == 1
+    assert {one: names.number(one) for one in here} == here
+    assert len(names) == len(set(here.values())) == 150 * 600

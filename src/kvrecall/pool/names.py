@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
+import numpy.ma  # which unique() imports at its first call, in 6 ms: not under a lock
 import numpy.typing as npt
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey
@@ -24,9 +25,10 @@ Numbers = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 _BYTES = {"B": 1, "i": 4, "I": 4, "q": 8, "Q": 8, "d": 8}
 Kind = Literal["B", "i", "I", "q", "Q", "d"]
-_HUGE = 2 << 20  # bytes of a huge page
 _MORE = 64  # numbers that a dictionary of names makes at once
 _NO_KEY = BlockKey(b"")
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python does not name
+_POPULATED_BYTES = 64 << 10  # at once, as Python's lock is held
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
@@ -71,8 +73,9 @@ class Names(ABC):
         """Frees those of these numbers that are not kept."""
 
     @abstractmethod
-    def column(self, kind: Kind, width: int = 1) -> Column:
-        """A new column with ``width`` cells of a kind (of ``array``) for each number, all zero."""
+    def column(self, kind: Kind, width: int = 1, is_rare: bool = False) -> Column:
+        """A new column with ``width`` cells of a kind (of ``array``) for each number, all zero.
+        ``is_rare``: most stay zero."""
 
     def numbers(self, keys: Sequence[BlockKey]) -> Sequence[int]:
         """``number`` of each."""
@@ -150,7 +153,7 @@ class DictNames(Names):
                 del self._numbers[key]
                 self._free.append(number)
 
-    def column(self, kind: Kind, width: int = 1) -> Column:
+    def column(self, kind: Kind, width: int = 1, is_rare: bool = False) -> Column:
         assert width == 1, "wide columns are for compact names"
         self._columns.append([0] * len(self._keys))
         return Column(self._columns[-1])
@@ -163,20 +166,34 @@ class DictNames(Names):
 class MemoryColumn(Column):
     """A column in plain memory, of which only pages that were written take room."""
 
-    __slots__ = ("kind", "pages", "width")
+    __slots__ = ("is_rare", "kind", "pages", "width")
 
-    def __init__(self, kind: Kind, width: int, room: int) -> None:
-        self.kind, self.width = kind, width
+    def __init__(self, kind: Kind, width: int, room: int, is_rare: bool = False) -> None:
+        self.kind, self.width, self.is_rare = kind, width, is_rare
         self.pages = mmap.mmap(-1, room * width * _BYTES[kind], flags=_PRIVATE)
         super().__init__(memoryview(self.pages).cast(kind))
 
-    def use_huge_pages(self, at_once: bool) -> None:
-        """Asks for huge pages, which make cells all over the column cheaper to reach: ``at_once``
-        (which takes a millisecond for 4 MiB), or when the kernel finds the time."""
+    def use_huge_pages(self) -> None:
+        """Asks for huge pages, which make cells all over the column cheaper to reach: memory that
+        is taken from now on, and when the kernel finds the time, what was taken before."""
         with suppress(OSError):  # a kernel without them
             self.pages.madvise(mmap.MADV_HUGEPAGE)
-        if at_once:
-            np.frombuffer(self.pages, np.uint8)[::_HUGE] = 0
+
+    def take_all(self) -> None:
+        """Takes the memory of all cells, which are zero, from the system: a millisecond for 4 MiB,
+        and eight in a virtual machine that never used it before. NumPy lets go of Python's lock
+        meanwhile if that is more than 2 MiB."""
+        np.frombuffer(self.pages, np.uint8)[:: mmap.PAGESIZE] = 0
+
+    def populate(self, start: int, stop: int) -> None:
+        """Takes the memory of the cells of these numbers from the system, as the first write to
+        them would. Changes no cell, and so needs no lock of the names' owner."""
+        size = self.width * _BYTES[self.kind]
+        begin = start * size // mmap.PAGESIZE * mmap.PAGESIZE
+        end = min(stop * size, len(self.pages))
+        with suppress(OSError):  # a kernel before 5.14: the first write does it
+            for at in range(begin, end, _POPULATED_BYTES):
+                self.pages.madvise(_POPULATE_WRITE, at, min(_POPULATED_BYTES, end - at))
 
     def grow(self, room: int) -> None:
         """Makes room for that many numbers; no cell moves in memory that it would take time to
@@ -215,13 +232,16 @@ class _Table:
     has found the key. The upper bits of the hash are the home, a group; what finds it full goes
     into the next group with a free slot. The free slots of a group are its last ones."""
 
-    def __init__(self, bits: int) -> None:
-        """With 2 to the power of ``bits`` groups."""
+    def __init__(self, bits: int, at_once: bool) -> None:
+        """With 2 to the power of ``bits`` groups. ``at_once``: takes the memory of all."""
         self.bits = bits
         self.shift = 64 - bits
         self.most = (1 << bits) * _GROUP * 2 // 5
         """Keys that it holds before a larger one should take its place."""
         self.slots = MemoryColumn("Q", _GROUP, (1 << bits) + _REACH)
+        if at_once:
+            self.slots.use_huge_pages()
+            self.slots.take_all()
 
     def place(self, code: int, number: int) -> bool:
         """Puts a number where its hash belongs. False if there is no free slot near its home."""
@@ -291,9 +311,11 @@ class CompactNames(Names):
 
     def __init__(self, room: int = 1 << 12) -> None:
         """``room``: of how many keys there will be at least, if that is known."""
-        self._table = _Table(max(10, (room * 5 // 2 // _GROUP).bit_length()))
-        self._table.slots.use_huge_pages(at_once=True)
+        bits = max(10, (room * 5 // 2 // _GROUP).bit_length())
+        self._table = _Table(bits, at_once=True)
+        self._next: _Table | None = None  # a larger one, made by ``prepare``
         self._old: _Table | None = None
+        self._gone: _Table | None = None  # moved as a whole; its memory is freed by ``prepare``
         self._moved = 0  # groups of the old table that are empty now
         self._far: dict[BlockKey, int] = {}  # numbers that no table had room for
         self._size = 0  # numbers ever used
@@ -306,6 +328,7 @@ class CompactNames(Names):
         self._factors = tuple(np.frombuffer(os.urandom(16), np.uint64).tolist())
         self._mark = os.urandom(8)  # between keys that are looked up together
         self._columns: list[MemoryColumn] = []
+        self._populated = 0  # the numbers below have memory
         self._digest = self.column("B", _HASH_BYTES)
         # Bytes of the digest, and whether it is a tail; above that the namespace.
         self._form = self.column("I")
@@ -319,9 +342,28 @@ class CompactNames(Names):
         """All numbers are below it."""
         return self._size
 
-    def column(self, kind: Kind, width: int = 1) -> MemoryColumn:
-        self._columns.append(MemoryColumn(kind, width, self._room))
+    def column(self, kind: Kind, width: int = 1, is_rare: bool = False) -> MemoryColumn:
+        self._columns.append(MemoryColumn(kind, width, self._room, is_rare))
         return self._columns[-1]
+
+    def prepare(self, count: int) -> None:
+        """Takes the memory for ``count`` new numbers from the system, and for a larger table that
+        these or some more will need. A page takes 5 to 10 us, and 2 MiB that a virtual machine
+        never used before take milliseconds: not under the owner's lock. Call it without that lock,
+        from one thread."""
+        start, stop = max(self._populated, self._size), min(self._size + count, self._room)
+        if stop - start >= count // 2:
+            self._populated = stop
+            for column in tuple(self._columns):
+                if not column.is_rare:
+                    column.populate(start, stop)
+        if self._old is not None:
+            return
+        self._gone = None
+        table, larger = self._table, self._next
+        is_there = larger is not None and larger.bits > table.bits
+        if not is_there and self._count + max(count, table.most >> 4) > table.most:
+            self._next = _Table(table.bits + 1, at_once=True)
 
     # -- single keys -----------------------------------------------------------------------
 
@@ -386,7 +428,14 @@ class CompactNames(Names):
     def _begin_growing(self) -> None:
         if self._count > self._table.most and self._old is None:
             self._old, self._moved = self._table, 0
-            self._table = _Table(self._old.bits + 1)
+            larger, self._next = self._next, None
+            if larger is None or larger.bits <= self._old.bits:  # none, or made for a growth before
+                larger = _Table(self._old.bits + 1, at_once=False)
+            self._table = larger
+
+    def _end_growing(self) -> None:
+        self._gone, self._old = self._old, None
+        self._table.slots.use_huge_pages()
 
     def _grow(self) -> None:
         self._room *= 2
@@ -407,8 +456,7 @@ class CompactNames(Names):
                 slots[at] = 0
         self._moved += 1
         if self._moved * _GROUP == len(slots):
-            self._old = None
-            self._table.slots.use_huge_pages(at_once=False)
+            self._end_growing()
 
     def _write(self, number: int, key: BlockKey) -> None:
         space, rest, form = key[:NAMESPACE_BYTES], key[NAMESPACE_BYTES:], 0
@@ -585,8 +633,7 @@ class CompactNames(Names):
             self._place_all(self._codes_of(numbers), numbers)
         self._moved = min(self._moved + count, len(slots))
         if self._moved == len(slots):
-            self._old = None
-            self._table.slots.use_huge_pages(at_once=False)
+            self._end_growing()
 
     def _codes_of(self, numbers: Numbers) -> Words:
         """``_code_of`` of each."""

@@ -38,6 +38,7 @@ from kvrecall.pool.tier import Outcome
 
 _STALE_S = 10.0  # a last use is written to the index again when it is older than this
 _RECOVERED = 512  # rows taken over under one hold
+_PREPARED = 8 * _RECOVERED  # names for which there is memory before the lock is taken
 _AT_ONCE = 64  # blocks that change under one hold of the lock: a millisecond, on slow memory
 _LISTED = 128  # blocks listed under one hold
 _SCANNED = 1 << 14  # numbers looked through under one hold
@@ -256,6 +257,7 @@ class Catalog(EvictionOrders):
         it does not: dropped since the recovery began, or here already."""
         refused: list[int] = []
         for start in range(0, len(rows.keys), _RECOVERED):
+            self.prepare()
             places = range(start, min(start + _RECOVERED, len(rows.keys)))
             if not self._take_many(rows, places):
                 refused += self._take_each(rows, places)
@@ -381,6 +383,11 @@ class Catalog(EvictionOrders):
             if part.stop < start + _SCANNED:
                 return
             start = part.stop
+
+    def prepare(self) -> None:
+        """Has memory for the next new names, so that it need not be taken from the system under the
+        lock. For the flusher's thread."""
+        self._table.prepare(_PREPARED)
 
     def publish(self, rows: Sequence[Row]) -> None:
         """Makes durable blocks visible."""

@@ -238,7 +238,7 @@ class Flusher:
         return self._is_late() or (self._closing_at is not None and self._catalog.is_empty)
 
     def _tend(self) -> None:
-        """Small duties: namespaces, lost slabs, deleted rows, last uses."""
+        """Small duties: namespaces, lost slabs, memory for new names, deleted rows, last uses."""
         with self._wake:
             namespaces, self._namespaces = self._namespaces, []
             lost, self._lost = self._lost, set()
@@ -256,6 +256,7 @@ class Flusher:
                 self._counters.fault(
                     "a slab was deleted or truncated", SlabLost(errno.EIO, str(number))
                 )
+        self._catalog.prepare()
         self._reclaimer.reap(self._is_late_or_cleared)
         self._note_pins()
         self._reclaimer.shrink()

@@ -219,8 +219,8 @@ class HazardPolicy(EvictionPolicy):
         self._cohort = self.names.column("I")
         self._parent = self.names.column("i")
         self._children = self.names.column("i")  # resident ones, of a resident name or not
-        self._hung = self.names.column("i")  # the first of those that hang on it
-        self._hung_next = self.names.column("i")
+        self._hung = self.names.column("i", is_rare=True)  # the first of those that hang on it
+        self._hung_next = self.names.column("i", is_rare=True)
         self._ghosts = 0
         # Pins of hints: until when, and whose; and their ends, a heap with the blocks.
         self._kept: dict[int, tuple[float, str]] = {}

@@ -23,7 +23,7 @@ class Links:
         self.older = names.column("i")  # its neighbours, plus one; 0: none
         self.younger = names.column("i")
         self.queue = names.column("i")  # the number of its queue; 0: none
-        self.parent = names.column("i")  # plus one, for those that know it of what hangs
+        self.parent = names.column("i", is_rare=True)  # plus one, for what hangs, if known
         self.queues = 0  # so far
 
 
