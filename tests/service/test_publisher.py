@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvrecall.block import NAMESPACE_BYTES, BlockKey, TierName
+from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError
 from kvrecall.lab.ports import two_ports
@@ -213,6 +213,39 @@ def test_a_service_that_is_killed_and_comes_back(tmp_path: Path, port: int) -> N
         follower.close()
         process.kill()
         process.wait()
+
+
+def test_a_further_namespace_publishes_its_own_blocks(tmp_path: Path, port: int) -> None:
+    """Another engine joins, whose blocks are on disk: those of the first are not told again."""
+    other = Namespace.of({"a": "other"})
+    config = PoolConfig(32 * SLOT_BYTES, DiskConfig(tmp_path / "disk", 64 * MIB))
+    with Pool.open(config) as pool:
+        pool.register(other, BLOCK_BYTES)
+        theirs = chain(other, 4, "theirs")
+        Engine(pool).save(theirs)
+        assert pool.flush(theirs, 30.0)
+    with Pool.open(config) as pool:
+        publisher = EventPublisher(pool, "127.0.0.1", port)
+        follower = Follower(port)
+        try:
+            ours = save(pool, "ours", 8)
+            wait_until(lambda: follower.held(TierName.HOST) == hashes(ours))
+            wait_until(lambda: follower.held(TierName.DISK) == hashes(ours))
+            wait_until(lambda: publisher._log.is_complete)
+            before = publisher._number
+            pool.register(other, BLOCK_BYTES)
+            wait_until(lambda: follower.held(TierName.DISK) == hashes(ours + theirs))
+            wait_until(lambda: publisher._log.is_complete)
+            told = [
+                block
+                for _, payload in publisher._history.since(before)
+                for event in msgspec.msgpack.decode(payload)[1]
+                for block in event["block_hashes"]
+            ]
+            assert sorted(told) == sorted(hashes(theirs))
+        finally:
+            follower.close()
+            publisher.close()
 
 
 def test_endpoints() -> None:

@@ -162,8 +162,8 @@ class EventPublisher:
         """One batch of what has changed. Whether there may be more at once."""
         groups = {space.digest: group_of(space) for space, _ in self._pool.namespaces()}
         if groups != self._groups:  # what was held of new ones was left out until now
+            self._log.repeat({digest for digest, _ in groups.items() ^ self._groups.items()})
             self._groups = groups
-            self._log.repeat()
         events = events_of(self._log, groups, self._pool.store_name)
         if events:
             payload = msgspec.msgpack.encode([time.time(), events, 0])
