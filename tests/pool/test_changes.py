@@ -177,7 +177,8 @@ def test_what_is_repeated_of_a_namespace_is_its_blocks_alone(tmp_path: Path) -> 
         assert told() == sorted(2 * (ours + theirs))
         log.repeat()
         begun = [one.key for one in log.take() if isinstance(one, Stored)]
-        assert begun and not log.is_complete
+        assert begun
+        assert not log.is_complete
         log.repeat({OTHER.digest})
         assert sorted(begun + told()) == sorted(2 * ours + 4 * theirs)
 
