@@ -11,13 +11,18 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+if TYPE_CHECKING:
+    import zmq
 
 Batch = tuple[int, bytes]
 """Its number, and MessagePack of ``[seconds, events, rank]``."""
 
+_PATIENCE_S = 5.0  # with a reader that takes a replay slower than it is sent, in all of it
+_PAUSE_S = 0.001
 _MOST_BLOCKS = 4_000_000  # of which older batches are remembered: some hundred MB
 _IN_A_BATCH = 1024  # blocks
 _OF_REQUEST = ("session_id",)  # fields that say why a block was reported, not what it is
@@ -93,6 +98,28 @@ class EventHistory:
             payloads = self._base(first - start) if start < first else []
         yield from zip(range(first - len(payloads), first), payloads, strict=True)
         yield from kept
+
+    def replay(self, socket: zmq.Socket[bytes], topic: bytes) -> None:
+        """Answers a request that waits at a ROUTER socket. A reader slower than that is waited for,
+        five seconds in all; after them, or once it is gone, it gets no more, and has to ask
+        again. The socket would leave out what it has no room for, unnoticed."""
+        import zmq
+
+        socket.set(zmq.ROUTER_MANDATORY, 1)
+        left_s = _PATIENCE_S
+        for frames in self.answer(socket.recv_multipart(), topic):
+            while True:
+                try:
+                    socket.send_multipart(frames, zmq.NOBLOCK)
+                    break
+                except zmq.Again:
+                    if left_s <= 0:
+                        return
+                    began = time.monotonic()
+                    time.sleep(_PAUSE_S)
+                    left_s -= time.monotonic() - began
+                except zmq.ZMQError:  # no route: it is gone
+                    return
 
     # -- the table --------------------------------------------------------------------------
 

@@ -150,8 +150,7 @@ class EventPublisher:
             while not self._ending.is_set():
                 busy = self._publish()
                 while self._replay.poll(0 if busy else _EVERY_MS):
-                    for frames in self._history.answer(self._replay.recv_multipart(), self._topic):
-                        self._replay.send_multipart(frames)
+                    self._history.replay(self._replay, self._topic)
             self._publish()
         except Exception:  # noqa: BLE001 - a thread that ends unseen would be believed
             _LOG.exception("pool service: publishing of KV events has ended")
