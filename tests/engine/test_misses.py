@@ -689,18 +689,22 @@ def test_the_memory_of_chains_is_bounded() -> None:
     assert not chains._places
 
 
-@pytest.mark.parametrize("blocks", [0, 1, 8, 200])
-def test_the_memory_in_use_is_within_the_bound(blocks: int) -> None:
-    """Of what Python really allocates; the tokens of short and long prompts."""
+@pytest.mark.parametrize(
+    ("blocks", "letters"), [(0, 5), (1, 5), (8, 5), (200, 5), (8, 1000), (1, 100_000)]
+)
+def test_the_memory_in_use_is_within_the_bound(blocks: int, letters: int) -> None:
+    """Of what Python really allocates; the tokens of short and long prompts, of requests with ids
+    of so many letters, which clients choose."""
     chains = Chains(BLOCK, most_bytes=1 << 20)
     tracemalloc.start()
     try:
-        for number in range(40_000 // max(4, blocks)):
+        for number in range(40_000 // max(4, blocks, letters // 100)):
             tokens = range(number, number + blocks * BLOCK + 3)
             keys = [BlockKey(number.to_bytes(32) + place.to_bytes(16)) for place in range(blocks)]
             half = blocks // 2
             parent, first = BlockKey(number.to_bytes(48)), tokens[: half * BLOCK + 1]
-            segment = chains.add(parent, keys[:half], [*first], str(number))
+            owner = str(number).rjust(letters)
+            segment = chains.add(parent, keys[:half], [*first], owner)
             chains.extend(segment, keys[half:], [*tokens[len(first) :]])
         used, _ = tracemalloc.get_traced_memory()
     finally:

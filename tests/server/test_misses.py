@@ -287,6 +287,31 @@ def test_the_command_takes_odd_ids(live: LiveServer, name: str | bytes) -> None:
     assert "no request " in done.stderr, done.stderr[-600:]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_id_that_is_too_long_to_remember_is_refused(live: LiveServer, path: str) -> None:
+    """vLLM takes ids of four megabytes, and thousands of them are remembered."""
+    body: Json = {"model": "tiny", "max_tokens": 1, "temperature": 0}
+    prompt = fresh()
+    body |= (
+        {"messages": [{"role": "user", "content": prompt}]}
+        if "chat" in path
+        else {"prompt": prompt}
+    )
+    for headers, more in (
+        ({"X-Request-Id": "i" * 3_000_000}, {}),
+        ({}, {"request_id": "i" * 1024}),
+    ):
+        reply = live.client.post(path, json=body | more, headers=headers)
+        assert reply.status_code == 400, reply.text[:300]
+        message = reply.json()["error"]["message"]
+        assert "characters; allowed: 1024 (X-Request-Id, request_id)" in message
+        assert len(message) < 200
+    reply = live.client.post(path, json=body, headers={"X-Request-Id": "i" * 1000})
+    assert reply.status_code == 200
+    (view,) = why(live, reply.json()["id"])
+    assert view["id"].endswith("i" * 1000)
+
+
 def test_the_command_does_not_take_other_servers_for_ours(tmp_path: Path) -> None:
     import http.server
     import threading

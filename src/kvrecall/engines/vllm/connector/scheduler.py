@@ -98,7 +98,7 @@ class RecallScheduler:
         self._awake: dict[str, RequestState] = {}  # all but those that rest
         self._resting: dict[int, list[str]] = {}  # by the tick that wakes them; some woke before
         self._ticks = 0
-        self._hinted: deque[str] = deque(maxlen=_HINTED)
+        self._hinted: deque[int] = deque(maxlen=_HINTED)
         self._room_for = room_for
         self._tail_hash = tail_hash
         self._uncache = uncache
@@ -221,9 +221,10 @@ class RecallScheduler:
         name = request_of(state.request.request_id)
         if name == state.request.request_id:
             return False
-        if name in self._hinted:
+        number = hash(name)  # names may be long
+        if number in self._hinted:
             return True
-        self._hinted.append(name)
+        self._hinted.append(number)
         return False
 
     def _begin_load(self, state: RequestState, start: int, limit: int) -> bool:

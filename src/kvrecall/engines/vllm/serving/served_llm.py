@@ -28,6 +28,9 @@ from kvrecall.engines.vllm.serving.insight import ConnectorReports, RequestLog, 
 _TIMEOUT = "kvrecall_timeout"
 STOPPED = "the server was stopped"
 """The error of requests that end with the server."""
+LONGEST_ID = 1024
+"""Characters of a request's id, with what vLLM puts before a client's (``chatcmpl-``)."""
+
 _POLL_S = 0.05
 _SEARCHING: ContextVar[bool] = ContextVar("searching", default=False)
 _ENGINE_ID: ContextVar[str] = ContextVar("engine_id", default="")
@@ -130,8 +133,15 @@ class ServedLLM(AsyncLLM):
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """Like AsyncLLM.generate; raises RequestTimeoutError when a step or the whole request takes
-        too long, and VLLMValidationError for parameters that ``sampling.check`` refuses. The
+        too long, and VLLMValidationError for parameters that ``sampling.check`` refuses, and for an
+        id (a client's X-Request-Id) that is too long to be remembered with thousands of others. The
         request is then aborted in the engine."""
+        if len(request_id) > LONGEST_ID:
+            raise VLLMValidationError(
+                f"the request's id has {len(request_id)} characters; allowed: {LONGEST_ID} "
+                "(X-Request-Id, request_id)",
+                parameter="request_id",
+            )
         wanted = sampling_params
         if self.ended:  # a step of a beam search, or what waited for its prompt's tokens
             raise GracefulHTTPError(STOPPED, HTTPStatus.SERVICE_UNAVAILABLE)
