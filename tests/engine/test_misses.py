@@ -197,6 +197,21 @@ def test_what_was_evicted_says_from_where_and_why(cause: str) -> None:
         assert before - 1 <= told["time"] <= time.time() + 1
 
 
+def test_of_several_causes_the_first_counts(pool: Pool) -> None:
+    """In the order of docs/misses.md."""
+    bench = Bench(pool)
+    ask(bench, PROMPT)
+    assert reason(ask(bench, PROMPT[:BLOCK], prompt_logprobs=0)) == "short"
+    pool.clear()
+    assert reason(ask(bench, PROMPT, prompt_logprobs=0)) == "not_asked"
+    pool.clear()
+    assert reason(ask(bench, PROMPT)) == "evicted", "though it was computed, and not saved"
+    pool.clear()
+    left = [*PROMPT[: BLOCK + 3], *range(50, 50 + 3 * BLOCK)]
+    assert reason(ask(bench, left)) == "evicted", "of its first block, though it leaves the second"
+    assert reason(ask(bench, [*left[: BLOCK + 5], *range(90, 90 + 3 * BLOCK)])) == "diverged"
+
+
 def test_a_refused_block_says_so() -> None:
     with make_pool(tenant_quota={"host": f"{8 * 4096}B"}) as pool:
         bench = Bench(pool)
