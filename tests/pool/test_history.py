@@ -153,8 +153,11 @@ def asked(told: EventHistory) -> Iterator[tuple[zmq.Socket[bytes], threading.Thr
         context.destroy(linger=0)
 
 
-def test_a_reader_that_is_slow_gets_everything(long_story: EventHistory) -> None:
+def test_a_reader_that_is_slow_gets_everything(
+    long_story: EventHistory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A socket that is full would leave the rest out."""
+    monkeypatch.setattr(long_story, "_patience_s", room._PATIENCE_S)
     with asked(long_story) as (reader, thread):
         thread.join(0.5)
         assert thread.is_alive(), "it waits for the reader"
@@ -165,10 +168,14 @@ def test_a_reader_that_is_slow_gets_everything(long_story: EventHistory) -> None
         assert numbers == list(range(BATCHES))
 
 
+@pytest.mark.parametrize("before_s", [0.0, 1.0])
 def test_a_reader_that_does_not_read_is_not_waited_for(
-    long_story: EventHistory, monkeypatch: pytest.MonkeyPatch
+    long_story: EventHistory, monkeypatch: pytest.MonkeyPatch, before_s: float
 ) -> None:
-    monkeypatch.setattr(room, "_PATIENCE_S", 0.1)
+    """Not for long, and not again and again: ``before_s`` seconds of patience, or none, because of
+    those before it."""
+    monkeypatch.setattr(room, "_PATIENCE_SHARE", 0.0)
+    monkeypatch.setattr(long_story, "_patience_s", before_s)
     with asked(long_story) as (reader, thread):
         thread.join(30)
         assert not thread.is_alive()
@@ -179,7 +186,19 @@ def test_a_reader_that_does_not_read_is_not_waited_for(
         assert 0 < len(numbers) < BATCHES
 
 
-def test_a_reader_that_goes_is_not_waited_for(long_story: EventHistory) -> None:
+def test_patience_comes_back(long_story: EventHistory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_story, "_patience_s", 0.0)
+    monkeypatch.setattr(long_story, "_patience_at", time.monotonic() - 1e6)
+    with asked(long_story) as (reader, thread):
+        while reader.recv_multipart()[-1]:
+            pass
+    assert long_story._patience_s <= room._PATIENCE_S
+
+
+def test_a_reader_that_goes_is_not_waited_for(
+    long_story: EventHistory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_story, "_patience_s", room._PATIENCE_S)
     with asked(long_story) as (reader, thread):
         reader.poll(10_000)
         reader.close(linger=0)

@@ -147,6 +147,16 @@ def test_an_instance_is_down_after_two_failed_probes() -> None:
         assert one.healthy is healthy
 
 
+def test_an_instance_that_may_be_about_to_be_down_is_asked_last() -> None:
+    """For tokens: an answer that does not come costs each request seconds."""
+    all_ = fleet()
+    for one in all_.all[1:]:
+        one.inflight = 1
+    assert all_.least_busy() is all_.all[0]
+    all_.probed(all_.all[0], False)
+    assert all_.least_busy() is all_.all[1]
+
+
 def test_the_map_is_bounded_and_keeps_heads_longest() -> None:
     prefixes = PrefixMap(remembered=10)
     long = prompt(TEXT)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 Batch = tuple[int, bytes]
 """Its number, and MessagePack of ``[seconds, events, rank]``."""
 
-_PATIENCE_S = 5.0  # with a reader that takes a replay slower than it is sent, in all of it
+_PATIENCE_S = 5.0  # with readers that take replays slower than they are sent, at once
+_PATIENCE_SHARE = 0.1  # of all time
 _PAUSE_S = 0.001
 _MOST_BLOCKS = 4_000_000  # of which older batches are remembered: some hundred MB
 _IN_A_BATCH = 1024  # blocks
@@ -63,6 +64,7 @@ class EventHistory:
         self._count = 0
         self._abouts: dict[bytes, Mapping[str, Any]] = {}
         self._rank: Any = 0
+        self._patience_s, self._patience_at = _PATIENCE_S, time.monotonic()
 
     def append(self, batch: Batch) -> None:
         """The next batch has been published."""
@@ -101,23 +103,27 @@ class EventHistory:
 
     def replay(self, socket: zmq.Socket[bytes], topic: bytes) -> None:
         """Answers a request that waits at a ROUTER socket. A reader slower than that is waited for,
-        five seconds in all; after them, or once it is gone, it gets no more, and has to ask
-        again. The socket would leave out what it has no room for, unnoticed."""
+        because the socket would leave out what it has no room for, unnoticed: five seconds, and a
+        tenth of all time with one replay after the other. After that, or once the reader is gone,
+        it gets no more, and has to ask again."""
         import zmq
 
+        now = time.monotonic()
+        gained_s = (now - self._patience_at) * _PATIENCE_SHARE
+        self._patience_s = min(_PATIENCE_S, self._patience_s + gained_s)
+        self._patience_at = now
         socket.set(zmq.ROUTER_MANDATORY, 1)
-        left_s = _PATIENCE_S
         for frames in self.answer(socket.recv_multipart(), topic):
             while True:
                 try:
                     socket.send_multipart(frames, zmq.NOBLOCK)
                     break
                 except zmq.Again:
-                    if left_s <= 0:
+                    if self._patience_s <= 0:
                         return
                     began = time.monotonic()
                     time.sleep(_PAUSE_S)
-                    left_s -= time.monotonic() - began
+                    self._patience_s -= time.monotonic() - began
                 except zmq.ZMQError:  # no route: it is gone
                     return
 

@@ -232,9 +232,10 @@ class Fleet:
         return serving or among
 
     def least_busy(self, model: object = None) -> Instance | None:
-        """The healthy instance of a model with the fewest requests."""
+        """The healthy instance of a model with the fewest requests; one that may be about to be
+        down last."""
         healthy = [one for one in self.of_model(model, self.all) if one.healthy]
-        return min(healthy, key=lambda one: one.inflight, default=None)
+        return min(healthy, key=lambda one: (one.failed_probes, one.inflight), default=None)
 
     def best_for_prefill(self, prompt: Prompt | None, model: object = None) -> list[Instance]:
         """The healthy prefill instances of a model, best first."""
