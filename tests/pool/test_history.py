@@ -140,6 +140,8 @@ def asked(told: EventHistory) -> Iterator[tuple[zmq.Socket[bytes], threading.Thr
     """A reader that has asked for everything, and the thread that answers it."""
     context = zmq.Context()
     replay, reader = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    for one in (replay, reader):
+        one.set_hwm(100)
     try:
         port = replay.bind_to_random_port("tcp://127.0.0.1")
         reader.connect(f"tcp://127.0.0.1:{port}")
@@ -189,7 +191,7 @@ def test_a_reader_that_does_not_read_is_not_waited_for(
 def test_patience_comes_back(long_story: EventHistory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_story, "_patience_s", 0.0)
     monkeypatch.setattr(long_story, "_patience_at", time.monotonic() - 1e6)
-    with asked(long_story) as (reader, thread):
+    with asked(long_story) as (reader, _):
         while reader.recv_multipart()[-1]:
             pass
     assert long_story._patience_s <= room._PATIENCE_S
