@@ -82,7 +82,8 @@ def _invalid(message: str, value: int) -> VLLMValidationError:
 
 def long_id(request_id: str) -> str:
     """An error: a request's id is too long."""
-    return f"request_id: {len(request_id)} characters; allowed: {LONGEST_ID} (nor more in X-Request-Id)"
+    allowed = f"allowed: {LONGEST_ID}, and no more in X-Request-Id"
+    return f"request_id: {len(request_id)} characters; {allowed}"
 
 
 MOST_DEPTH = 200
