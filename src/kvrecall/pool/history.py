@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Batch = tuple[int, bytes]
 """Its number, and MessagePack of ``[seconds, events, rank]``."""
 
-_PATIENCE_S = 5.0  # with readers that take replays slower than they are sent, at once
+_PATIENCE_S = 2.0  # with readers that take replays slower than they are sent, at once
 _PATIENCE_SHARE = 0.1  # of all time
 _PAUSE_S = 0.001
 _MOST_BLOCKS = 4_000_000  # of which older batches are remembered: some hundred MB
@@ -103,7 +103,7 @@ class EventHistory:
 
     def replay(self, socket: zmq.Socket[bytes], topic: bytes) -> None:
         """Answers a request that waits at a ROUTER socket. A reader slower than that is waited for,
-        because the socket would leave out what it has no room for, unnoticed: five seconds, and a
+        because the socket would leave out what it has no room for, unnoticed: two seconds, and a
         tenth of all time with one replay after the other. After that, or once the reader is gone,
         it gets no more, and has to ask again."""
         import zmq

@@ -149,7 +149,7 @@ class EventPublisher:
         try:
             while not self._ending.is_set():
                 busy = self._publish()
-                while self._replay.poll(0 if busy else _EVERY_MS):
+                if self._replay.poll(0 if busy else _EVERY_MS):
                     self._history.replay(self._replay, self._topic)
             self._publish()
         except Exception:  # noqa: BLE001 - a thread that ends unseen would be believed
