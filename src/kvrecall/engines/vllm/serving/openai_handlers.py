@@ -199,8 +199,7 @@ def _no_text(body: bytes) -> str | None:
 def _long_id(request: Any) -> str | None:
     """An error if the body names the request at length: vLLM would log all of it."""
     given = getattr(request, "request_id", None)
-    is_long = isinstance(given, str) and len(given) > LONGEST_ID
-    return long_id(given) if is_long else None
+    return long_id(given) if isinstance(given, str) and len(given) > LONGEST_ID else None
 
 
 async def _body_of(raw_request: Any) -> bytes:
