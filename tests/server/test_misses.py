@@ -300,6 +300,7 @@ def test_an_id_that_is_too_long_to_remember_is_refused(live: LiveServer, path: s
     before = len(live.log)
     reply = live.client.post(path, json=body, headers={"X-Request-Id": "i" * 3_000_000})
     assert reply.status_code == 431
+    assert reply.json()["error_type"] == "Request Header Fields Too Large"
     assert reply.json()["error"] == "X-Request-Id: 3000000 characters; allowed: 1024"
     reply = live.client.post(path, json=body | {"request_id": "i" * 100_000})
     assert reply.status_code == 400
