@@ -348,7 +348,7 @@ class Subscription:
             socket.connect(f"tcp://{self.publisher.host}:{self.publisher.replay_port}")
             await socket.send_multipart((b"", start.to_bytes(8, "big")))
             while await socket.poll(_REPLAY_S * 1000) or (
-                await connected.poll(0) and await socket.poll(_BUSY_S * 1000)
+                not replayed and await connected.poll(0) and await socket.poll(_BUSY_S * 1000)
             ):
                 frames = await socket.recv_multipart()
                 if not frames[-1]:
