@@ -24,6 +24,7 @@ def test_a_promise_is_waited_for_until_it_is_kept() -> None:
     clock = ManualClock()
     made = promise(clock)
     assert made.tokens == 64
+    assert made.hinted == ""
     assert made.look(64, lambda: 48) is Handover.WAIT
     clock.advance(1.9)
     assert made.look(64, lambda: 64) is Handover.KEPT
@@ -72,6 +73,14 @@ def test_the_pool_is_not_asked_in_every_step() -> None:
 )
 def test_what_comes_from_outside_is_checked(params: Any) -> None:
     assert Promise.of(params, 16, 1.0, ManualClock()) is None
+
+
+@pytest.mark.parametrize("hinted", ["a pool", 5, None, ["a pool"]])
+def test_the_pool_that_knows_a_hint_is_a_name(hinted: Any) -> None:
+    told = {HANDOVER: {"tokens": 64, "namespace": "a", "hinted": hinted}}
+    made = Promise.of(told, 16, 1.0, ManualClock())
+    assert made is not None
+    assert made.hinted == ("a pool" if hinted == "a pool" else "")
 
 
 def test_nothing_saved_is_nothing_promised() -> None:

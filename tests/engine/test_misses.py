@@ -197,6 +197,21 @@ def test_what_was_evicted_says_from_where_and_why(cause: str) -> None:
         assert before - 1 <= told["time"] <= time.time() + 1
 
 
+def test_of_several_causes_the_first_counts(pool: Pool) -> None:
+    """In the order of docs/misses.md."""
+    bench = Bench(pool)
+    ask(bench, PROMPT)
+    assert reason(ask(bench, PROMPT[:BLOCK], prompt_logprobs=0)) == "short"
+    pool.clear()
+    assert reason(ask(bench, PROMPT, prompt_logprobs=0)) == "not_asked"
+    pool.clear()
+    assert reason(ask(bench, PROMPT)) == "evicted", "though it was computed, and not saved"
+    pool.clear()
+    left = [*PROMPT[: BLOCK + 3], *range(50, 50 + 3 * BLOCK)]
+    assert reason(ask(bench, left)) == "evicted", "of its first block, though it leaves the second"
+    assert reason(ask(bench, [*left[: BLOCK + 5], *range(90, 90 + 3 * BLOCK)])) == "diverged"
+
+
 def test_a_refused_block_says_so() -> None:
     with make_pool(tenant_quota={"host": f"{8 * 4096}B"}) as pool:
         bench = Bench(pool)
@@ -689,18 +704,22 @@ def test_the_memory_of_chains_is_bounded() -> None:
     assert not chains._places
 
 
-@pytest.mark.parametrize("blocks", [0, 1, 8, 200])
-def test_the_memory_in_use_is_within_the_bound(blocks: int) -> None:
-    """Of what Python really allocates; the tokens of short and long prompts."""
+@pytest.mark.parametrize(
+    ("blocks", "letters"), [(0, 5), (1, 5), (8, 5), (200, 5), (8, 1000), (1, 100_000)]
+)
+def test_the_memory_in_use_is_within_the_bound(blocks: int, letters: int) -> None:
+    """Of what Python really allocates; the tokens of short and long prompts, of requests with ids
+    of so many letters, which clients choose."""
     chains = Chains(BLOCK, most_bytes=1 << 20)
     tracemalloc.start()
     try:
-        for number in range(40_000 // max(4, blocks)):
+        for number in range(40_000 // max(4, blocks, letters // 100)):
             tokens = range(number, number + blocks * BLOCK + 3)
             keys = [BlockKey(number.to_bytes(32) + place.to_bytes(16)) for place in range(blocks)]
             half = blocks // 2
             parent, first = BlockKey(number.to_bytes(48)), tokens[: half * BLOCK + 1]
-            segment = chains.add(parent, keys[:half], [*first], str(number))
+            owner = str(number).rjust(letters)
+            segment = chains.add(parent, keys[:half], [*first], owner)
             chains.extend(segment, keys[half:], [*tokens[len(first) :]])
         used, _ = tracemalloc.get_traced_memory()
     finally:

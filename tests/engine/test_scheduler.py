@@ -336,6 +336,41 @@ def test_a_decode_instance_waits_for_what_a_prefill_instance_promised(pool: Pool
     )
 
 
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_hint_that_both_roles_bring_is_one_use_of_the_prompt(pool: Pool, returns: bool) -> None:
+    """Over one pool service. With pools of their own, each has recorded it."""
+    hint = {HINT: {"returns": returns}}
+    prefill, decode = Bench(pool), Bench(pool)
+    first = prefill.request("first", 40, told=hint)
+    prefill.matched(first)
+    prefill.report(prefill.step(first, 40))
+    told = finished(prefill, first)
+    assert told[HANDOVER]["hinted"]
+    assert decode.matched(decode.request("again", 40, told=hint | told)) == 32
+    stats = pool.stats()
+    assert (stats.hints, stats.hints_true, stats.hints_false) == (1, 0, 0), "nobody came back"
+    prefill.matched(prefill.request("next turn", 56))
+    stats = pool.stats()
+    assert (stats.hints, stats.hints_true, stats.hints_false) == (1, returns, not returns)
+    with Pool.open(RecallSettings.from_mapping({"host_size": "1MiB"}).pool) as other:
+        elsewhere = Bench(other, handover_deadline=0.01)
+        again = elsewhere.request("again", 40, told=hint | told)
+        assert until(lambda: elsewhere.matched(again) == 0)
+        assert other.stats().hints == 1
+
+
+def test_a_hint_that_the_decode_instance_alone_brings_counts(pool: Pool) -> None:
+    """As of ``vllm serve``: the router leaves kv_transfer_params out for the prefill instance."""
+    prefill, decode = Bench(pool), Bench(pool)
+    first = prefill.request("first", 40)
+    prefill.matched(first)
+    prefill.report(prefill.step(first, 40))
+    told = finished(prefill, first)
+    assert "hinted" not in told[HANDOVER]
+    decode.matched(decode.request("again", 40, told={HINT: {"returns": True}} | told))
+    assert pool.stats().hints == 1
+
+
 def test_a_promise_that_is_broken_is_computed(pool: Pool) -> None:
     prefill, decode = Bench(pool), Bench(pool, handover_deadline=0.05)
     request = prefill.request("first", 40)

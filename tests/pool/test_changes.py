@@ -8,14 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrecall.block import BlockKey, TierName
+from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import Amount, DiskConfig, PoolConfig, PoolTerms, TenantRules, TenantTerms
 from kvrecall.pool import Pool
 from kvrecall.pool.changes import Cause, ChangeLog, Removed, Restart, Stored
+from kvrecall.pool.runs import runs_of
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine
 
 MIB = 1 << 20
+OTHER = Namespace.of({"a": "other"})
 Held = dict[tuple[TierName, BlockKey], BlockKey | None]
 
 
@@ -55,19 +57,53 @@ def open_pool(path: Path | None, host_blocks: int = 16, terms: PoolTerms | None 
     config = PoolConfig(host_blocks * SLOT_BYTES, disk, terms=terms or PoolTerms())
     pool = Pool.open(config)
     pool.register(NAMESPACE, BLOCK_BYTES)
+    pool.register(OTHER, BLOCK_BYTES)
     return pool
 
 
 CHAINS = [chain(NAMESPACE, 8, name) for name in "abcdef"]
-OTHERS = ["clear", "read", "flush", "restart", "repeat"]
+OF_OTHER = [chain(OTHER, 8, name) for name in "ab"]
+OTHERS = ["clear", "read", "flush", "restart", "repeat", "toggle"]
 ACTIONS = st.one_of(
-    st.tuples(st.just("save"), st.integers(0, 5), st.integers(1, 8)),
-    st.tuples(st.just("recall"), st.integers(0, 5), st.integers(1, 8)),
-    st.tuples(st.just("drop"), st.integers(0, 5), st.integers(0, 7)),
-    st.tuples(
-        st.sampled_from(["clear", "read", "flush", "restart", "repeat"]), st.just(0), st.just(0)
-    ),
+    st.tuples(st.just("save"), st.integers(0, 7), st.integers(1, 8)),
+    st.tuples(st.just("recall"), st.integers(0, 7), st.integers(1, 8)),
+    st.tuples(st.just("drop"), st.integers(0, 7), st.integers(0, 7)),
+    st.tuples(st.sampled_from(OTHERS), st.integers(0, 1), st.just(0)),
 )
+
+
+class LiveReader:
+    """Knows the blocks of the namespaces that are live, as a router does of an engine."""
+
+    def __init__(self, pool: Pool, most: int) -> None:
+        self.log = ChangeLog(pool.sweep, most)
+        pool.watch(self.log)
+        self.live: dict[bytes, int] = {}
+        self._abandoned: dict[bytes, int] = {}
+        self.held: set[tuple[TierName, bytes]] = set()
+
+    def toggle(self, digest: bytes) -> None:
+        """A namespace becomes live, or is abandoned."""
+        if self.live.pop(digest, None) is None:
+            self.live[digest] = 0
+            self._abandoned.pop(digest, None)
+        else:
+            self._abandoned[digest] = 0
+        self.log.repeat({digest})
+
+    def read(self) -> None:
+        for run in runs_of(self.log.take(), self.live, self._abandoned):
+            if isinstance(run, Restart):
+                self.held.clear()
+                continue
+            blocks = {(run.tier, run.namespace + one) for one in run.hashes}
+            self.held = self.held | blocks if run.stored else self.held - blocks
+
+    def read_all(self) -> set[tuple[TierName, bytes]]:
+        self.read()
+        while not self.log.is_complete:
+            self.read()
+        return self.held
 
 
 @given(st.lists(ACTIONS, max_size=30), st.integers(1, 40), st.booleans())
@@ -79,11 +115,12 @@ def test_a_reader_knows_what_the_pool_holds(
     with_disk: bool,
 ) -> None:
     path = tmp_path_factory.mktemp("pool") if with_disk else None
+    every = CHAINS + OF_OTHER
     with open_pool(path) as pool:
         engine = Engine(pool)
-        reader = Reader(pool, most)
+        reader, of_live = Reader(pool, most), LiveReader(pool, most)
         for action, which, length in actions:
-            keys = CHAINS[which]
+            keys = every[which]
             match action:
                 case "save":
                     engine.save(keys[:length])
@@ -94,18 +131,56 @@ def test_a_reader_knows_what_the_pool_holds(
                 case "clear":
                     pool.clear()
                 case "flush":
-                    pool.flush([key for each in CHAINS for key in each], 10.0)
+                    pool.flush([key for each in every for key in each], 10.0)
                 case "read":
                     reader.read()
+                    of_live.read()
                 case "restart":
                     reader.log.restart()
                 case "repeat":
                     reader.log.repeat()
+                case "toggle":
+                    of_live.toggle((NAMESPACE, OTHER)[which].digest)
         engine.close()
         if with_disk:
             wait_until(lambda: pool.stats().queued_writes == 0)
-            pool.flush([key for each in CHAINS for key in each], 10.0)
+            pool.flush([key for each in every for key in each], 10.0)
         assert reader.read_all() == held(pool)
+        there = {one for one in held(pool) if one[1][:NAMESPACE_BYTES] in of_live.live}
+        assert of_live.read_all() == there
+
+
+def test_what_is_repeated_of_a_namespace_is_its_blocks_alone(tmp_path: Path) -> None:
+    """Also while all is reported for the first time, and several at once; a sweep that has not
+    begun is not repeated."""
+    with open_pool(tmp_path) as pool:
+        engine = Engine(pool)
+        ours, theirs = CHAINS[0], OF_OTHER[0]
+        engine.save(ours)
+        engine.save(theirs)
+        assert pool.flush(ours + theirs, 10.0)
+        engine.close()
+        log = ChangeLog(pool.sweep)
+
+        def told() -> list[BlockKey]:
+            found = list(log.take())
+            while not log.is_complete:
+                found += log.take()
+            return sorted(one.key for one in found if isinstance(one, Stored))
+
+        log.repeat({OTHER.digest})
+        assert told() == sorted(2 * (ours + theirs)), "in the host and on disk, once each"
+        log.repeat({OTHER.digest})
+        assert told() == sorted(2 * theirs)
+        log.repeat({OTHER.digest})
+        log.repeat({NAMESPACE.digest})
+        assert told() == sorted(2 * (ours + theirs))
+        log.repeat()
+        begun = [one.key for one in log.take() if isinstance(one, Stored)]
+        assert begun
+        assert not log.is_complete
+        log.repeat({OTHER.digest})
+        assert sorted(begun + told()) == sorted(2 * ours + 4 * theirs)
 
 
 def test_each_removal_has_its_cause() -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrecall.pool import history as room
 from kvrecall.pool.history import EventHistory
 
 Json = dict[str, Any]
@@ -114,3 +120,89 @@ def test_bytes_are_bounded_too() -> None:
     kept = list(history.since(199 - 10))
     assert sum(len(payload) for _, payload in kept) < 20_000
     assert len(known_after([payload for _, payload in history.since(0)])) == 249
+
+
+# -- sockets --------------------------------------------------------------------------------
+
+BATCHES = 4000  # of 5 kB: more than a socket and its connection take without a reader
+
+
+@pytest.fixture(scope="module")
+def long_story() -> EventHistory:
+    told = EventHistory(BATCHES)
+    for number in range(BATCHES):
+        told.append((number, encoded([stored("CPU", [number], None, False)] * 40)))
+    return told
+
+
+@contextmanager
+def asked(told: EventHistory) -> Iterator[tuple[zmq.Socket[bytes], threading.Thread]]:
+    """A reader that has asked for everything, and the thread that answers it."""
+    context = zmq.Context()
+    replay, reader = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    for one in (replay, reader):
+        one.set_hwm(100)
+    try:
+        port = replay.bind_to_random_port("tcp://127.0.0.1")
+        reader.connect(f"tcp://127.0.0.1:{port}")
+        reader.send_multipart((b"", (0).to_bytes(8, "big")))
+        thread = threading.Thread(target=told.replay, args=(replay, b"a topic"), daemon=True)
+        thread.start()
+        yield reader, thread
+        thread.join(30)
+        assert not thread.is_alive()
+    finally:
+        context.destroy(linger=0)
+
+
+def test_a_reader_that_is_slow_gets_everything(
+    long_story: EventHistory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A socket that is full would leave the rest out."""
+    monkeypatch.setattr(long_story, "_patience_s", room._PATIENCE_S)
+    with asked(long_story) as (reader, thread):
+        thread.join(0.5)
+        assert thread.is_alive(), "it waits for the reader"
+        numbers = []
+        while (frames := reader.recv_multipart())[-1]:
+            assert frames[1] == b"a topic"
+            numbers.append(int.from_bytes(frames[2], "big"))
+        assert numbers == list(range(BATCHES))
+
+
+@pytest.mark.parametrize("before_s", [0.0, 1.0])
+def test_a_reader_that_does_not_read_is_not_waited_for(
+    long_story: EventHistory, monkeypatch: pytest.MonkeyPatch, before_s: float
+) -> None:
+    """Not for long, and not again and again: ``before_s`` seconds of patience, or none, because of
+    those before it."""
+    monkeypatch.setattr(room, "_PATIENCE_SHARE", 0.0)
+    monkeypatch.setattr(long_story, "_patience_s", before_s)
+    with asked(long_story) as (reader, thread):
+        thread.join(30)
+        assert not thread.is_alive()
+        numbers = []
+        while reader.poll(500):
+            numbers.append(int.from_bytes(reader.recv_multipart()[2], "big"))
+        assert numbers == list(range(len(numbers))), "what it got has no gap"
+        assert 0 < len(numbers) < BATCHES
+
+
+def test_patience_comes_back(long_story: EventHistory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_story, "_patience_s", 0.0)
+    monkeypatch.setattr(long_story, "_patience_at", time.monotonic() - 1e6)
+    with asked(long_story) as (reader, _):
+        while reader.recv_multipart()[-1]:
+            pass
+    assert long_story._patience_s <= room._PATIENCE_S
+
+
+def test_a_reader_that_goes_is_not_waited_for(
+    long_story: EventHistory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_story, "_patience_s", room._PATIENCE_S)
+    with asked(long_story) as (reader, thread):
+        reader.poll(10_000)
+        reader.close(linger=0)
+        thread.join(4)
+        assert not thread.is_alive(), "before its patience ends"

@@ -12,6 +12,7 @@ from kvrecall.router.events import Publisher
 from kvrecall.router.fleet import Address, Fleet
 from kvrecall.router.prefixes import CHUNK_BYTES, PrefixMap, Prompt, prompt_of
 from kvrecall.router.router import Completion, prompt_only
+from kvrecall.router.tokens import is_text
 
 TEXT = "".join(f"line {number} of a text that repeats nothing\n" for number in range(200))
 
@@ -52,6 +53,8 @@ def test_forms_of_prompts() -> None:
     assert prompt_of({"prompt": list(range(1000))}).tokens == 1000  # type: ignore[union-attr]
     for several in (["a", "b"], [[1], [2]], [], None, 5, [1, "a"], [True]):
         assert prompt_of({"prompt": several}) is None
+    for salt in ("\ud800", 5, ["a"]):
+        assert prompt_of({"prompt": "abc", "cache_salt": salt}) is None
     talk = [{"role": "user", "content": TEXT}]
     more = [*talk, {"role": "assistant", "content": "Yes."}]
     first, second = prompt_of({"messages": talk}), prompt_of({"messages": more})
@@ -144,6 +147,16 @@ def test_an_instance_is_down_after_two_failed_probes() -> None:
         assert one.healthy is healthy
 
 
+def test_an_instance_that_may_be_about_to_be_down_is_asked_last() -> None:
+    """For tokens: an answer that does not come costs each request seconds."""
+    all_ = fleet()
+    for one in all_.all[1:]:
+        one.inflight = 1
+    assert all_.least_busy() is all_.all[0]
+    all_.probed(all_.all[0], False)
+    assert all_.least_busy() is all_.all[1]
+
+
 def test_the_map_is_bounded_and_keeps_heads_longest() -> None:
     prefixes = PrefixMap(remembered=10)
     long = prompt(TEXT)
@@ -194,6 +207,22 @@ def test_usage_over_both_instances() -> None:
     }
     for other in (b"data: [DONE]\n\n", b': x\n\ndata: "usage":{ \n\n', b'data: {"usage":{\n\n'):
         assert request.complete_event(other) == other
+
+
+@pytest.mark.parametrize(
+    ("body", "is_so"),
+    [
+        ({"prompt": "x"}, True),
+        ({"prompt": "x", "messages": 5}, True),
+        ({"messages": [{"content": [{"type": "text"}]}, {"content": 5}, 5]}, True),
+        ({"messages": [{"content": [{"type": "image_url"}]}]}, False),
+        ({"messages": [{"content": [{"type": ["text"]}]}]}, False),
+        ({"messages": [{"content": [{"type": {"a": 1}}, 5]}]}, False),
+        ({"prompt": "x", "prompt_embeds": ""}, False),
+    ],
+)
+def test_what_is_text_of_any_form(body: dict[str, object], is_so: bool) -> None:
+    assert is_text(body) is is_so
 
 
 def test_what_waits_at_an_instance_counts_as_work() -> None:

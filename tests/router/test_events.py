@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,6 +13,8 @@ import pytest
 from kvrecall.block import TierName
 from kvrecall.errors import ConfigError
 from kvrecall.lab.ports import free_port
+from kvrecall.pool.history import EventHistory
+from kvrecall.router import events
 from kvrecall.router.events import Publisher, Subscription
 from kvrecall.router.holdings import HashRule
 from kvrecall.server.preflight import check_port
@@ -136,13 +138,13 @@ def test_a_late_reader_of_a_long_story_knows_its_end(ports: Publisher) -> None:
 
 def whole_publisher(ports: Publisher, keeps: int) -> Any:
     """vLLM's, as its scheduler makes one after the connector has said that it publishes."""
-    from kvrecall.engines.vllm.compat import events
+    from kvrecall.engines.vllm.compat import events as of_vllm
 
     wait_until(lambda: all(map(is_free, (ports.port, ports.replay_port))))
     registry = kv_events.EventPublisherFactory._registry
     before = dict(registry)
     try:
-        events.replay_everything()
+        of_vllm.replay_everything()
         config = kv_events.KVEventsConfig(
             enable_kv_cache_events=True,
             publisher="zmq",
@@ -184,6 +186,34 @@ def test_late_readers_and_lost_batches_with_our_replay(ports: Publisher) -> None
                 assert late.holdings.rule == rule
                 publish(engine, stored([3]))
                 await until(lambda: late.holdings.hashes(TierName.HOST) == wanted | {3})
+        finally:
+            engine.shutdown()
+
+    asyncio.run(story())
+
+
+def test_a_publisher_that_needs_long_for_a_replay_is_waited_for(
+    ports: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is there. Without an answer all that it held before would stay unknown."""
+    monkeypatch.setattr(events, "_REPLAY_S", 0.2)
+    since = EventHistory.since
+
+    def slow(self: EventHistory, start: int) -> Iterator[tuple[int, bytes]]:
+        time.sleep(1)
+        return since(self, start)
+
+    monkeypatch.setattr(EventHistory, "since", slow)
+
+    async def story() -> None:
+        engine = whole_publisher(ports, keeps=100)
+        try:
+            for number in range(10):
+                publish(engine, stored([number]))
+            wait_until(lambda: len(engine._history._kept) == 10)
+            async with following(ports) as known:
+                await until(lambda: known.holdings.hashes(TierName.HOST) == {*range(10)})
+                assert known.reader.lost == 0
         finally:
             engine.shutdown()
 

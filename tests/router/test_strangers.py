@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 from typer.testing import CliRunner
 
 from kvrecall import cli
 from kvrecall.lab.ports import free_port
+from kvrecall.router import router as room
+from kvrecall.router import upstream
 from kvrecall.router.addresses import Roster
+from kvrecall.router.application import application
+from kvrecall.router.router import RouterSettings
 
 from .cluster import Router, until
 
@@ -30,9 +38,14 @@ def router(folder: Path, *words: str) -> Iterator[Router]:
 
 
 @contextmanager
-def server(says: list[bytes | None], healthy: bool = True) -> Iterator[int]:
-    """A server that answers its probes, and to all else sends the bytes that are the first of
-    ``says`` then, and ends; None: it neither answers nor ends."""
+def server(
+    says: list[bytes | None],
+    healthy: bool | Callable[[], bool] = True,
+    heard: list[bytes] | None = None,
+) -> Iterator[int]:
+    """A server that answers its probes, while it is ``healthy``, and to all else sends the bytes
+    that are the first of ``says`` then, and ends; None: it neither answers nor ends. ``heard``: the
+    heads of the posts that it gets."""
     listener = socket.create_server(("127.0.0.1", 0))
     kept: list[socket.socket] = []
 
@@ -43,7 +56,10 @@ def server(says: list[bytes | None], healthy: bool = True) -> Iterator[int]:
             except OSError:
                 return
             begun = client.recv(65536)
-            if healthy and begun.startswith(b"GET /health"):
+            if heard is not None and begun.startswith(b"POST"):
+                heard.append(begun.partition(b"\r\n\r\n")[0])
+            well = healthy() if callable(healthy) else healthy
+            if well and begun.startswith(b"GET /health"):
                 client.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
                 client.close()
             elif (answer := says[0]) is None:
@@ -118,6 +134,168 @@ def test_an_engine_that_hangs(tmp_path: Path) -> None:
         router(tmp_path, "--engine", f"http://127.0.0.1:{port}") as before,
     ):
         assert before.complete(prompt="x").status_code == 503
+
+
+def saying(status: str, body: str, media_type: str = "application/json") -> bytes:
+    head = f"HTTP/1.1 {status}\r\ncontent-type: {media_type}\r\ncontent-length: {len(body)}"
+    return f"{head}\r\nconnection: close\r\n\r\n{body}".encode()
+
+
+ODD = (
+    '{"prompt": "x", "temperature": NaN}',
+    '{"prompt": "x", "stream": true, "top_p": -Infinity}',
+    '{"prompt": "\\ud800"}',
+    '{"prompt": "x", "cache_salt": "\\ud800"}',
+    '{"model": "\\udfff", "messages": [{"role": "user", "content": "\\ud800"}]}',
+    '{"prompt": "x", "\\ud800": 1}',
+)
+
+
+def test_what_only_json_readers_take_is_the_engines_to_refuse(tmp_path: Path) -> None:
+    says: list[bytes | None] = [saying("400 Bad Request", '{"error": {"message": "by me"}}')]
+    heard: list[bytes] = []
+    with (
+        server(says, heard=heard) as port,
+        router(tmp_path, "--engine", f"http://127.0.0.1:{port}") as before,
+    ):
+        assert until(lambda: all(before.up().values()))
+        for body in ODD:
+            path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+            reply = before.client.post(path, content=body)
+            assert (reply.status_code, reply.text) == (400, says[0].decode()[-len(reply.text) :])
+            assert "by me" in reply.text
+        for depth in range(930, 970):  # read at another depth of the stack than written
+            nested = '{"messages": [%s]}' % ("[" * depth + "]" * depth)
+            reply = before.client.post("/v1/chat/completions", content=nested)
+            assert reply.status_code == 400, depth
+        heard.clear()
+        sent = {b"X-Request-Id": b"\xe9", b"User-Agent": "漢".encode(), b"X-Session-ID": b"one"}
+        assert before.client.post("/v1/completions", content="{}", headers=sent).status_code == 400
+        for name, value in sent.items():
+            assert name.lower() + b": " + value in heard[-1]
+        assert before.inflight() == 0
+
+
+def test_an_engine_that_does_not_stream_what_it_was_asked_to(tmp_path: Path) -> None:
+    """vLLM takes the string "false" for false."""
+    said = '{"choices": [], "usage": {"prompt_tokens": 1}}'
+    with (
+        server([saying("200 OK", said)]) as port,
+        router(tmp_path, "--engine", f"http://127.0.0.1:{port}") as before,
+    ):
+        assert until(lambda: all(before.up().values()))
+        reply = before.complete(prompt="x", stream="false")
+        assert reply.headers["content-type"] == "application/json"
+        assert reply.json() == json.loads(said)
+
+
+def test_a_client_that_goes_before_its_body_ends(tmp_path: Path) -> None:
+    with router(tmp_path, "--engine", f"127.0.0.1:{free_port()}") as alone:
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", alone.port)) as client:
+                client.sendall(
+                    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{"
+                )
+                assert until(lambda: alone.inflight() == 1)
+            assert until(lambda: alone.inflight() == 0)
+        assert alone.count("requests_total", outcome="cancelled") == 3
+
+
+@pytest.mark.parametrize("name", ["☃.x", "a\0b", "xn--a"])
+def test_a_host_that_is_no_name_is_refused(tmp_path: Path, name: str) -> None:
+    """Requests to it fail in ways of their own."""
+    assert "is not an address of an instance" in refused("--engine", f"http://{name}:80")
+
+
+def test_a_password_is_not_told_to_clients() -> None:
+    told = refused("--engine", "http://me:secret@127.0.0.1:80")
+    assert "has a user or a password" in told
+    assert "secret" not in told
+
+
+def test_a_file_that_becomes_garbage_leaves_the_instances(tmp_path: Path) -> None:
+    """Each time the router reads it, says so, goes on, and reads the next one."""
+    file = tmp_path / "instances"
+    with server([saying("200 OK", "{}")]) as port:
+        good = f"engine http://127.0.0.1:{port}\n"
+        file.write_text(good)
+        with router(tmp_path, "--instances", str(file)) as before:
+            assert until(lambda: all(before.up().values()))
+
+            def becomes(write: Callable[[Path], object], why: str) -> None:
+                new = tmp_path / "new"
+                write(new)
+                if file.is_dir():
+                    file.rmdir()
+                if new.is_dir():
+                    file.unlink()
+                new.rename(file)
+                assert until(lambda: why in before.log), why
+
+            becomes(lambda new: new.write_bytes(bytes(range(256)) * 9), "it is not text")
+            becomes(lambda new: new.write_text("engine http://☃.x:80"), "'http://☃.x:80' is not an")
+            becomes(lambda new: new.write_text("engine http://a\0b:80"), "b:80' is not an address")
+            becomes(lambda new: new.mkdir(), "Is a directory")
+            becomes(os.mkfifo, "it is not a file")  # which nobody writes into
+            becomes(lambda new: new.write_text(good + "#" * (1 << 20)), "larger than 1 MiB")
+            assert all(before.up().values())
+            other = f"engine http://127.0.0.1:{free_port()}\n"
+            becomes(lambda new: new.write_text(good + other), "")
+            assert until(lambda: len(before.up()) == 2)
+            assert before.complete(prompt="x").status_code == 200
+
+
+@contextmanager
+def in_thread(*engines: str) -> Iterator[str]:
+    """A router in a thread of this process; its address."""
+    roster = Roster({"--engine": list(engines), "--prefill": None, "--decode": None}, None)
+    settings = RouterSettings(roster, 256, 4, 1, 100, 600.0, None)
+    port = free_port()
+    config = uvicorn.Config(application(settings), port=port, log_level="warning")
+    served = uvicorn.Server(config)
+    thread = threading.Thread(target=served.run, daemon=True)
+    thread.start()
+    try:
+        assert until(lambda: served.started)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        served.should_exit = True
+        thread.join(30)
+
+
+def test_what_waits_at_an_engine_that_hangs_goes_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is stopped, and keeps its connections. One that answers its probes is waited for."""
+    monkeypatch.setattr(room, "_PROBE_EVERY_S", 0.05)
+    monkeypatch.setattr(upstream, "_PROBE_S", 0.2)
+    is_well, heard = threading.Event(), []
+    is_well.set()
+    well = saying("200 OK", '{"id": "of the other"}')
+    with (
+        server([None], healthy=is_well.is_set, heard=heard) as first,
+        server([well]) as second,
+        in_thread(f"http://127.0.0.1:{first}", f"http://127.0.0.1:{second}") as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        assert until(lambda: all(one["up"] for one in client.get("/health").json()["instances"]))
+        answers: list[str] = []
+
+        def ask() -> None:
+            answers.append(client.post("/v1/completions", json={"prompt": "x"}).text)
+
+        threads = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
+        for one in threads:
+            one.start()
+        assert until(lambda: len(heard) + len(answers) == 4 and heard)
+        waiting = len(heard)
+        time.sleep(1)  # five of its probes, which it answers
+        assert len(answers) == 4 - waiting
+        is_well.clear()
+        assert until(lambda: len(answers) == 4)
+        assert all("of the other" in answer for answer in answers)
+        for one in threads:
+            one.join(10)
 
 
 def refused(*words: str) -> str:

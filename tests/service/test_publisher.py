@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvrecall.block import NAMESPACE_BYTES, BlockKey, TierName
+from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError
 from kvrecall.lab.ports import two_ports
@@ -40,8 +41,6 @@ class Follower:
     """A subscription in a thread of its own."""
 
     def __init__(self, port: int) -> None:
-        import threading
-
         self.known = Subscription(Publisher("127.0.0.1", port, port + 1), lambda _: None)
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(self.known.run())
@@ -213,6 +212,68 @@ def test_a_service_that_is_killed_and_comes_back(tmp_path: Path, port: int) -> N
         follower.close()
         process.kill()
         process.wait()
+
+
+def test_a_further_namespace_publishes_its_own_blocks(tmp_path: Path, port: int) -> None:
+    """Another engine joins, whose blocks are on disk: those of the first are not told again."""
+    other = Namespace.of({"a": "other"})
+    config = PoolConfig(32 * SLOT_BYTES, DiskConfig(tmp_path / "disk", 64 * MIB))
+    with Pool.open(config) as pool:
+        pool.register(other, BLOCK_BYTES)
+        theirs = chain(other, 4, "theirs")
+        Engine(pool).save(theirs)
+        assert pool.flush(theirs, 30.0)
+    with Pool.open(config) as pool:
+        publisher = EventPublisher(pool, "127.0.0.1", port)
+        follower = Follower(port)
+        try:
+            ours = save(pool, "ours", 8)
+            wait_until(lambda: follower.held(TierName.HOST) == hashes(ours))
+            wait_until(lambda: follower.held(TierName.DISK) == hashes(ours))
+            wait_until(lambda: publisher._log.is_complete)
+            before = publisher._number
+            pool.register(other, BLOCK_BYTES)
+            wait_until(lambda: follower.held(TierName.DISK) == hashes(ours + theirs))
+            wait_until(lambda: publisher._log.is_complete)
+            told = [
+                block
+                for _, payload in publisher._history.since(before)
+                for event in msgspec.msgpack.decode(payload)[1]
+                for block in event["block_hashes"]
+            ]
+            assert sorted(told) == sorted(hashes(theirs))
+        finally:
+            follower.close()
+            publisher.close()
+
+
+def test_a_reader_that_asks_all_the_time_keeps_nothing_from_others(pool: Pool, port: int) -> None:
+    publisher = EventPublisher(pool, "127.0.0.1", port)
+    follower = Follower(port)
+    context = zmq.Context()
+    replay = context.socket(zmq.DEALER)
+    is_over = threading.Event()
+
+    def ask() -> None:
+        """So that a request always waits."""
+        for _ in range(100):
+            replay.send_multipart((b"", (0).to_bytes(8, "big")))
+        while not is_over.is_set():
+            if replay.poll(100) and not replay.recv_multipart()[-1]:
+                replay.send_multipart((b"", (0).to_bytes(8, "big")))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    try:
+        replay.connect(f"tcp://127.0.0.1:{port + 1}")
+        thread.start()
+        keys = save(pool, "a")
+        wait_until(lambda: follower.held(TierName.DISK) == hashes(keys))
+    finally:
+        is_over.set()
+        thread.join(10)
+        follower.close()
+        context.destroy(linger=0)
+        publisher.close()
 
 
 def test_endpoints() -> None:

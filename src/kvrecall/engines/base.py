@@ -39,6 +39,10 @@ RECALL_HEADER = "x-kvrecall"
 whole replies in MindIE's and TGI's forms, whose body has no field for it. The router's has its two
 instances and their counts (``prefill=HOST:PORT;prefill.host=128;decode=HOST:PORT``)."""
 
+LONGEST_ID = 1024
+"""Characters that a client's id of a request may have (``X-Request-Id``, ``request_id``): thousands
+of them are remembered, for ``kvrecall why``."""
+
 HANDOVER = "kvrecall_handover"
 """Key in ``kv_transfer_params``, of a prefill instance's reply and the decode instance's request:
 which part of the prompt is in the pool."""

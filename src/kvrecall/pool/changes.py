@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import enum
-import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple, Protocol
 
-from kvrecall.block import BlockKey, TierName
+from kvrecall.block import NAMESPACE_BYTES, BlockKey, TierName
 
 MOST_CHANGES = 65_536
 """Changes that a log keeps until they are taken, by default: about 10 MB."""
@@ -81,13 +80,21 @@ class ChangeLog:
     ) -> None:
         """``sweep``: reports all blocks held, some with each step, as ``Pool.sweep`` does; what one
         step reports may exceed ``most``."""
-        self._begin_sweep = functools.partial(sweep, _Held(self._hold))
+        self._sweep_of = sweep
         self._most = most
         self._lock = threading.Lock()
         self._changes: list[Change] = []
         self._overflowed = False
-        self._sweep: Iterator[None] | None = self._begin_sweep()
+        self._sweep: Iterator[None] | None = None
+        self._swept: frozenset[bytes] | None = None  # by the sweep under way; None: all
+        self._has_begun = False  # the sweep under way
+        self._next: frozenset[bytes] = frozenset()  # namespaces to sweep after it
+        self._begin_sweep(None)
         self.restarts = 0
+
+    def _begin_sweep(self, namespaces: frozenset[bytes] | None) -> None:
+        self._sweep = self._sweep_of(_Held(self._hold, namespaces))
+        self._swept, self._has_begun, self._next = namespaces, False, frozenset()
 
     def stored(self, tier: TierName, key: BlockKey, parent: BlockKey | None) -> None:
         self._add(Stored(tier, key, parent))
@@ -114,9 +121,17 @@ class ChangeLog:
             self._changes = []
             self._overflowed = True
 
-    def repeat(self) -> None:
-        """All blocks held are reported once more, without a ``Restart``."""
-        self._sweep = self._begin_sweep()
+    def repeat(self, namespaces: Collection[bytes] | None = None) -> None:
+        """All blocks held are reported once more, without a ``Restart``; those of these namespaces
+        alone, by their digests, if they are given. Called by the thread that calls ``take``."""
+        if namespaces is None:
+            self._begin_sweep(None)
+        elif self._sweep is None:
+            self._begin_sweep(frozenset(namespaces))
+        elif self._has_begun:
+            self._next |= frozenset(namespaces)
+        elif self._swept is not None:
+            self._begin_sweep(self._swept | frozenset(namespaces))
 
     def take(self) -> list[Change]:
         """The changes since the last call. Called by one thread, and without a lock of the pool."""
@@ -125,12 +140,15 @@ class ChangeLog:
                 self._overflowed = False
                 self.restarts += 1
                 self._changes = [Restart.RESTART]
-                self._sweep = self._begin_sweep()
+                self._begin_sweep(None)
         if self._sweep is not None and len(self._changes) <= self._most // 2:
+            self._has_begun = True
             try:
                 next(self._sweep)
             except StopIteration:
                 self._sweep = None
+                if self._next:
+                    self._begin_sweep(self._next)
         with self._lock:
             taken, self._changes = self._changes, []
         return taken
@@ -143,13 +161,15 @@ class ChangeLog:
 
 
 class _Held:
-    """Adds what a sweep reports to a log."""
+    """Adds what a sweep reports to a log: all of it, or what is of some namespaces."""
 
-    def __init__(self, add: Callable[[Change], None]) -> None:
+    def __init__(self, add: Callable[[Change], None], namespaces: frozenset[bytes] | None) -> None:
         self._add = add
+        self._namespaces = namespaces
 
     def stored(self, tier: TierName, key: BlockKey, parent: BlockKey | None) -> None:
-        self._add(Stored(tier, key, parent))
+        if self._namespaces is None or key[:NAMESPACE_BYTES] in self._namespaces:
+            self._add(Stored(tier, key, parent))
 
     def removed(self, tier: TierName, key: BlockKey, cause: Cause) -> None:
         self._add(Removed(tier, key, cause))

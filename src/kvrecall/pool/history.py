@@ -11,13 +11,19 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+if TYPE_CHECKING:
+    import zmq
 
 Batch = tuple[int, bytes]
 """Its number, and MessagePack of ``[seconds, events, rank]``."""
 
+_PATIENCE_S = 2.0  # with readers that take replays slower than they are sent, at once
+_PATIENCE_SHARE = 0.1  # of all time
+_PAUSE_S = 0.001
 _MOST_BLOCKS = 4_000_000  # of which older batches are remembered: some hundred MB
 _IN_A_BATCH = 1024  # blocks
 _OF_REQUEST = ("session_id",)  # fields that say why a block was reported, not what it is
@@ -58,6 +64,7 @@ class EventHistory:
         self._count = 0
         self._abouts: dict[bytes, Mapping[str, Any]] = {}
         self._rank: Any = 0
+        self._patience_s, self._patience_at = _PATIENCE_S, time.monotonic()
 
     def append(self, batch: Batch) -> None:
         """The next batch has been published."""
@@ -93,6 +100,32 @@ class EventHistory:
             payloads = self._base(first - start) if start < first else []
         yield from zip(range(first - len(payloads), first), payloads, strict=True)
         yield from kept
+
+    def replay(self, socket: zmq.Socket[bytes], topic: bytes) -> None:
+        """Answers a request that waits at a ROUTER socket. A reader slower than that is waited for,
+        because the socket would leave out what it has no room for, unnoticed: two seconds, and a
+        tenth of all time with one replay after the other. After that, or once the reader is gone,
+        it gets no more, and has to ask again."""
+        import zmq
+
+        now = time.monotonic()
+        gained_s = (now - self._patience_at) * _PATIENCE_SHARE
+        self._patience_s = min(_PATIENCE_S, self._patience_s + gained_s)
+        self._patience_at = now
+        socket.set(zmq.ROUTER_MANDATORY, 1)
+        for frames in self.answer(socket.recv_multipart(), topic):
+            while True:
+                try:
+                    socket.send_multipart(frames, zmq.NOBLOCK)
+                    break
+                except zmq.Again:
+                    if self._patience_s <= 0:
+                        return
+                    began = time.monotonic()
+                    time.sleep(_PAUSE_S)
+                    self._patience_s -= time.monotonic() - began
+                except zmq.ZMQError:  # no route: it is gone
+                    return
 
     # -- the table --------------------------------------------------------------------------
 

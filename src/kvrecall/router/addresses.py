@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
+
+import httpx
 
 from kvrecall.errors import ConfigError
 from kvrecall.router.events import Publisher
 from kvrecall.router.fleet import Address
 
 _OPTIONS = {"engine": "--engine", "prefill": "--prefill", "decode": "--decode"}
+_MOST_BYTES = 1 << 20  # of a file of instances
 
 
 class Roster:
@@ -40,14 +44,7 @@ class Roster:
         if self._file is None:
             return addresses(self._given)
         self._read = self._stamp()
-        try:
-            lines = self._file.read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise ConfigError(
-                f"--instances: {self._file}: {why}; give a file with a line such as "
-                "'engine http://10.0.0.5:8000' for each instance"
-            ) from error
+        lines = self._lines(self._file)
         listed = {option: list(texts) for option, texts in self._given.items()}
         for number, line in enumerate(lines, start=1):
             words = line.partition("#")[0].split()
@@ -61,6 +58,28 @@ class Roster:
             address(words[1], f"--instances: {self._file}, line {number}")
             listed[_OPTIONS[words[0]]].append(words[1])
         return addresses(listed, may_be_none=True)
+
+    def _lines(self, file: Path) -> list[str]:
+        """Raises ConfigError. Does not wait, as reading a pipe would."""
+        why = "it is not text"
+        try:
+            state = file.stat()
+            if stat.S_ISDIR(state.st_mode):
+                why = "Is a directory"
+            elif not stat.S_ISREG(state.st_mode):
+                why = "it is not a file"
+            elif state.st_size > _MOST_BYTES:
+                why = "it is larger than 1 MiB"
+            else:
+                return file.read_text().splitlines()
+        except OSError as error:
+            why = error.strerror or str(error)
+        except UnicodeDecodeError:
+            pass
+        raise ConfigError(
+            f"--instances: {file}: {why}; give a file with a line such as "
+            "'engine http://10.0.0.5:8000' for each instance"
+        )
 
 
 def addresses(
@@ -103,8 +122,14 @@ def address(text: str, option: str) -> Address:
     try:
         parts = urlsplit(url)
         named = bool(parts.hostname) and parts.port != 0 and (is_url or parts.port is not None)
-    except ValueError:
+        named = named and bool(httpx.URL(url).host)
+    except (ValueError, httpx.InvalidURL):  # of hosts that are no names: also UnicodeError
         named = False
+    if named and "@" in parts.netloc:
+        raise ConfigError(
+            f"{option}: the address of {parts.hostname} has a user or a password, which clients "
+            "would see in the header x-kvrecall; leave it out, and use --api-key"
+        )
     if not named or parts.scheme not in ("http", "https") or parts.path.strip("/"):
         raise ConfigError(
             f"{option}: {text!r} is not an address of an instance; write for example "

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from kvrecall.router.fleet import Fleet
@@ -19,7 +20,7 @@ from kvrecall.server.replies import ReplyError, while_connected
 
 _MAX_BODY_BYTES = 40 << 20
 _ROUTES = ("/v1/completions", "/v1/chat/completions")
-PASSED_ON = ("authorization", "x-request-id", "traceparent", "tracestate", "user-agent")
+PASSED_ON = "authorization x-request-id x-session-id traceparent tracestate user-agent".split()
 """Request headers that the router forwards to its instances."""
 
 
@@ -66,6 +67,9 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Fast
                 cancelled = error.status_code == 499
                 metrics.requests.labels("cancelled" if cancelled else "refused").inc()
                 return error_response(error.status_code, error.detail, "invalid_request_error")
+            except RecursionError:  # it was read at another depth than it is written at
+                metrics.requests.labels("refused").inc()
+                return error_response(400, "the body is nested too deep", "invalid_request_error")
 
     for path in _ROUTES:
         app.add_api_route(path, complete, methods=["POST"], response_model=None)
@@ -120,10 +124,13 @@ async def _json_body(request: Request) -> dict[str, Any]:
     too_large = ReplyError(413, f"the body is larger than {_MAX_BODY_BYTES} bytes")
     if announced.isdecimal() and int(announced) > _MAX_BODY_BYTES:
         raise too_large
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > _MAX_BODY_BYTES:
-            raise too_large
+    try:
+        async for chunk in request.stream():
+            content += chunk
+            if len(content) > _MAX_BODY_BYTES:
+                raise too_large
+    except ClientDisconnect:
+        raise ReplyError(499, "the client closed the connection") from None
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):

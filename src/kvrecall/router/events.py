@@ -26,6 +26,7 @@ from kvrecall.router.holdings import Holdings, short_hash
 log = logging.getLogger("kvrecall.router")
 
 _REPLAY_S = 5.0  # without a further batch
+_BUSY_S = 60.0  # of a publisher that is there: it makes a large replay, or another reader's
 _RETRY_S = 2.0
 _LOOK_MS = 500
 _AT_ONCE = 256  # replayed batches applied while nothing else runs
@@ -339,19 +340,23 @@ class Subscription:
         """What the publisher still has from ``start`` on; None if it does not answer."""
         self.replays += 1
         socket = context.socket(zmq.DEALER)
+        connected = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         replayed: list[tuple[int, bytes]] = []
         try:
             socket.set(zmq.LINGER, 0)
             socket.set(zmq.RCVHWM, 0)
             socket.connect(f"tcp://{self.publisher.host}:{self.publisher.replay_port}")
             await socket.send_multipart((b"", start.to_bytes(8, "big")))
-            while await socket.poll(_REPLAY_S * 1000):
+            while await socket.poll(_REPLAY_S * 1000) or (
+                not replayed and await connected.poll(0) and await socket.poll(_BUSY_S * 1000)
+            ):
                 frames = await socket.recv_multipart()
                 if not frames[-1]:
                     return replayed
                 if len(frames) >= 3:
                     replayed.append((int.from_bytes(frames[-2], "big"), frames[-1]))
         finally:
+            socket.disable_monitor()
             socket.close()
         return None
 

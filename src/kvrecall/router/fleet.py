@@ -3,13 +3,14 @@ a prompt."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 
 from kvrecall.block import TierName
 from kvrecall.engines.base import Role
@@ -20,6 +21,7 @@ from kvrecall.router.prefixes import PrefixMap, Prompt
 log = logging.getLogger("kvrecall.router")
 
 _FAILED_PROBES = 2  # in a row, before an instance counts as down
+_SILENT_PROBES = 4  # in a row, before what waits there is no longer waited for
 
 COST = {
     TierName.DEVICE: 0.0,
@@ -55,7 +57,8 @@ class Instance:
     ``waiting``: the cost, in tokens computed, of the prompts that it was sent and has not answered.
     ``engine``, ``pool``: what its publishers and those of its pool service say. ``serves``: names
     of models and adapters, empty if it did not say; ``models``: those without an adapter.
-    ``leaves``: it gets no further requests.
+    ``leaves``: it gets no further requests. ``calls``: what waits for its first byte, and whether
+    another instance can take its place now.
     """
 
     address: Address
@@ -70,6 +73,7 @@ class Instance:
     serves: frozenset[str] = frozenset()
     models: frozenset[str] = frozenset()
     leaves: bool = False
+    calls: dict[asyncio.Timeout, Callable[[], bool]] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -112,6 +116,23 @@ class Instance:
             yield
         finally:
             self.waiting = max(0.0, self.waiting - cost)
+
+    @asynccontextmanager
+    async def unless_it_hangs(self, has_other: Callable[[], bool]) -> AsyncIterator[None]:
+        """Ends what is awaited within, with TimeoutError, if the instance turns out to hang and
+        another one can take its place."""
+        async with asyncio.timeout(None) as call:
+            self.calls[call] = has_other
+            try:
+                yield
+            finally:
+                del self.calls[call]
+
+    def hangs(self) -> None:
+        """It has not answered several probes in a row."""
+        for call, has_other in self.calls.items():
+            if has_other() and not call.expired():
+                call.reschedule(0)
 
 
 Expected = Mapping[TierName, int]
@@ -211,9 +232,10 @@ class Fleet:
         return serving or among
 
     def least_busy(self, model: object = None) -> Instance | None:
-        """The healthy instance of a model with the fewest requests."""
+        """The healthy instance of a model with the fewest requests; one that may be about to be
+        down last."""
         healthy = [one for one in self.of_model(model, self.all) if one.healthy]
-        return min(healthy, key=lambda one: one.inflight, default=None)
+        return min(healthy, key=lambda one: (one.failed_probes, one.inflight), default=None)
 
     def best_for_prefill(self, prompt: Prompt | None, model: object = None) -> list[Instance]:
         """The healthy prefill instances of a model, best first."""
@@ -311,6 +333,8 @@ class Fleet:
     def probed(self, instance: Instance, well: bool) -> None:
         """Notes whether ``instance`` answered its health probe."""
         instance.failed_probes = 0 if well else instance.failed_probes + 1
+        if instance.failed_probes >= _SILENT_PROBES:
+            instance.hangs()
         if well and not instance.healthy:
             instance.healthy = True
             for one in instance.engine:

@@ -58,7 +58,10 @@ class Prompt:
 
 
 def prompt_of(body: Mapping[str, Any]) -> Prompt | None:
-    """The prompt of an OpenAI request; None if it has several or no readable one."""
+    """The prompt of an OpenAI request; None if it has several or no readable one, or a salt that is
+    no text."""
+    if not _is_text(body.get("cache_salt") or ""):
+        return None
     if isinstance(messages := body.get("messages"), list):
         text = "\x00".join(_canonical(message) for message in messages).encode()
         return _prompt(body, text, len(text) // _BYTES_PER_TOKEN)
@@ -75,10 +78,14 @@ def prompt_of(body: Mapping[str, Any]) -> Prompt | None:
 
 def _prompt(body: Mapping[str, Any], text: bytes, tokens: int) -> Prompt:
     shape = _canonical({name: body[name] for name in _SHAPING if body.get(name) is not None})
-    salt = body.get("cache_salt")
-    salt = salt if isinstance(salt, str) and salt else None
+    salt = body.get("cache_salt") or None
     prefixes = tuple(_chain(shape.encode(), text))
     return Prompt(tokens, prefixes, salt=salt, most_tokens=len(text))
+
+
+def _is_text(salt: object) -> bool:
+    """Whether a salt is a string without half surrogate pairs, which no hash can be made of."""
+    return isinstance(salt, str) and not any("\ud800" <= one <= "\udfff" for one in salt)
 
 
 def _canonical(value: object) -> str:

@@ -8,8 +8,9 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
@@ -157,6 +158,17 @@ def _retry_after(status: int) -> dict[str, str]:
     return {RETRY_HEADER: "1"} if status == 503 else {}
 
 
+def _any_up(instances: Sequence[Instance]) -> bool:
+    return any(one.healthy for one in instances)
+
+
+def _failure(instance: Instance, error: InstanceFailedError | TimeoutError) -> InstanceFailedError:
+    """TimeoutError: the instance hangs."""
+    if isinstance(error, InstanceFailedError):
+        return error
+    return InstanceFailedError(f"{instance.name} does not answer, nor its /health", gone=False)
+
+
 class Router:
     """Serves completions with the instances of a fleet."""
 
@@ -237,7 +249,8 @@ class Router:
             return prompt
         model = request.body.get("model")
         instance = self.fleet.least_busy(model)
-        if instance is None or (model is not None and model not in self.fleet.models):
+        is_named = model is None or (isinstance(model, str) and model in self.fleet.models)
+        if instance is None or not is_named:
             return prompt  # with an adapter, blocks have other hashes
         ids = await self._tokens.of(request.body, request.headers, instance)
         self.metrics.tokenized.labels("done" if ids is not None else "unknown").inc()
@@ -264,11 +277,12 @@ class Router:
             try:
                 call = calling(request.span, "prefill", instance.name, request.headers)
                 with instance.busy(), instance.answering(cost), call as headers:
-                    answer = await self.upstream.ask(
-                        instance, request.path, prompt_only(request.body), headers
-                    )
-            except InstanceFailedError as error:
-                self._failed("prefill", instance, error)
+                    async with instance.unless_it_hangs(lambda: True):
+                        answer = await self.upstream.ask(
+                            instance, request.path, prompt_only(request.body), headers
+                        )
+            except (InstanceFailedError, TimeoutError) as error:
+                self._failed("prefill", instance, _failure(instance, error))
                 continue
             self.metrics.prefill_seconds.observe(time.monotonic() - began)
             if answer.status != 200:
@@ -295,16 +309,18 @@ class Router:
             request.expected = self.fleet.expected(instance, request.prompt)
             cost = self.fleet.cost_of(request.prompt, request.expected)
             self.fleet.sent(instance, request.prompt)
+            others = candidates[attempt + 1 :]
             try:
                 with contextlib.ExitStack() as busy:
                     busy.enter_context(instance.busy())
                     call = calling(request.span, "decode", instance.name, request.headers)
                     with instance.answering(cost), call as headers:
-                        got = await ask(instance, request.path, request.body, headers)
+                        async with instance.unless_it_hangs(partial(_any_up, others)):
+                            got = await ask(instance, request.path, request.body, headers)
                     held.push(busy.pop_all())
-            except InstanceFailedError as error:
-                self._failed(instance.word, instance, error)
-                failure = error
+            except (InstanceFailedError, TimeoutError) as error:
+                failure = _failure(instance, error)
+                self._failed(instance.word, instance, failure)
                 continue
             self._served(instance.word, instance, request.prompt, request.expected)
             request.decode = instance

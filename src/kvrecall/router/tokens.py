@@ -26,11 +26,12 @@ def is_text(body: Mapping[str, Any]) -> bool:
     embeddings."""
     if any(body.get(name) is not None for name in _UNKNOWN):
         return False
-    for message in body.get("messages") or ():
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, list):
-            kinds = {part.get("type") for part in content if isinstance(part, Mapping)}
-            if not kinds <= {"text"}:
+            parts = (part for part in content if isinstance(part, Mapping))
+            if any(part.get("type") != "text" for part in parts):
                 return False
     return True
 

@@ -13,6 +13,7 @@ import httpx
 from kvrecall.router.fleet import Instance
 
 _END = b"\n\n"
+_IS_JSON = {"content-type": "application/json"}
 _OTHERS_MAY_SERVE = frozenset({500, 502, 503, 504})
 _MAX_ERROR_BYTES = 1 << 20
 _CONNECT_S = 5.0  # an overloaded machine accepts late
@@ -118,7 +119,7 @@ class Upstream:
         """GET. Raises InstanceFailedError."""
         with _failures(instance):
             reply = await self._client.get(
-                instance.url + path, headers=dict(headers), timeout=_LOOK_UP_S
+                instance.url + path, headers=_raw(headers), timeout=_LOOK_UP_S
             )
             return _answer(reply, reply.content)
 
@@ -135,8 +136,8 @@ class Upstream:
         with _failures(instance):
             reply = await self._client.post(
                 instance.url + path,
-                json=body,
-                headers=dict(headers),
+                content=_json(body),
+                headers=_raw({**headers, **_IS_JSON}),
                 timeout=httpx.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s,
             )
         return _usable(instance, _answer(reply, reply.content))
@@ -145,9 +146,9 @@ class Upstream:
         self, instance: Instance, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> Stream | Answer:
         """POST for a stream, whose first event has arrived, or a whole reply if the instance
-        refuses. Raises InstanceFailedError."""
+        refuses, or answers with one. Raises InstanceFailedError."""
         request = self._client.build_request(
-            "POST", instance.url + path, json=body, headers=dict(headers)
+            "POST", instance.url + path, content=_json(body), headers=_raw({**headers, **_IS_JSON})
         )
         with _failures(instance):
             response = await self._client.send(request, stream=True)
@@ -158,11 +159,33 @@ class Upstream:
                     content = (await response.aread())[:_MAX_ERROR_BYTES]
                     await stream.close()
                     return _usable(instance, _answer(response, content))
+                if not _is_stream(response):  # to ``"stream": "false"``, which vLLM takes for false
+                    content = await response.aread()
+                    await stream.close()
+                    return _answer(response, content)
                 await stream.begin()
             return stream
         except BaseException:
             await stream.close()
             raise
+
+
+def _json(body: Mapping[str, Any]) -> bytes:
+    """``body`` as an instance is sent it: what its own reader takes, and this one took, is passed
+    on as it is, half surrogate pairs and NaN too; the instance says what is wrong with it."""
+    try:
+        return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        return json.dumps(body, separators=(",", ":")).encode()
+
+
+def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """Headers with the bytes that the client sent, which need not be ASCII."""
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+
+
+def _is_stream(response: httpx.Response) -> bool:
+    return bool(response.headers.get("content-type", "").startswith("text/event-stream"))
 
 
 @contextmanager

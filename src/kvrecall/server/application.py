@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvrecall.engines.base import Engine
+from kvrecall.engines.base import LONGEST_ID, Engine
 from kvrecall.server.dashboard.routes import dashboard_router
 from kvrecall.server.management import management_router
 from kvrecall.server.metrics import MindieMetrics
@@ -121,8 +121,9 @@ class Closed:
 
 
 class Bounds:
-    """Answers 413 to a body of more than ``max_body_bytes`` and 503 to requests on more than
-    ``max_links`` open connections. Bodies without a length are counted as they arrive."""
+    """Answers 413 to a body of more than ``max_body_bytes``, 503 to requests on more than
+    ``max_links`` open connections, and 431 to those with a longer X-Request-Id than is remembered.
+    Bodies without a length are counted as they arrive."""
 
     def __init__(self, app: ASGIApp, owner: FastAPI, max_body_bytes: int, max_links: int) -> None:
         self._app = app
@@ -140,7 +141,13 @@ class Bounds:
             return
         size = f"{self._max_body / 2**20:g} MB"
         too_large = ReplyError(413, f"the body is larger than {size} (maxRequestLength)")
-        length = dict(scope["headers"]).get(b"content-length", b"")
+        headers = dict(scope["headers"])
+        name = headers.get(b"x-request-id", b"")
+        if len(name) > LONGEST_ID:
+            told = f"X-Request-Id: {len(name)} characters; allowed: {LONGEST_ID}"
+            await ReplyError(431, told).response()(scope, receive, send)
+            return
+        length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self._max_body:
             await too_large.response()(scope, receive, send)
             return

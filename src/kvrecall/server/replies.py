@@ -23,6 +23,7 @@ ERROR_TYPES = {
     413: "Payload Too Large",
     422: "Input Validation Error",
     424: "Generation Error",
+    431: "Request Header Fields Too Large",
     500: "Incomplete Generation",
     503: "Service Unavailable",
 }

@@ -149,9 +149,8 @@ class EventPublisher:
         try:
             while not self._ending.is_set():
                 busy = self._publish()
-                while self._replay.poll(0 if busy else _EVERY_MS):
-                    for frames in self._history.answer(self._replay.recv_multipart(), self._topic):
-                        self._replay.send_multipart(frames)
+                if self._replay.poll(0 if busy else _EVERY_MS):
+                    self._history.replay(self._replay, self._topic)
             self._publish()
         except Exception:  # noqa: BLE001 - a thread that ends unseen would be believed
             _LOG.exception("pool service: publishing of KV events has ended")
@@ -162,8 +161,8 @@ class EventPublisher:
         """One batch of what has changed. Whether there may be more at once."""
         groups = {space.digest: group_of(space) for space, _ in self._pool.namespaces()}
         if groups != self._groups:  # what was held of new ones was left out until now
+            self._log.repeat({digest for digest, _ in groups.items() ^ self._groups.items()})
             self._groups = groups
-            self._log.repeat()
         events = events_of(self._log, groups, self._pool.store_name)
         if events:
             payload = msgspec.msgpack.encode([time.time(), events, 0])

@@ -103,8 +103,7 @@ class _WholePublisher(ZmqEventPublisher):
         pass
 
     def _service_replay(self) -> None:
-        for frames in self._history.answer(self._replay.recv_multipart(), self._topic_bytes):
-            self._replay.send_multipart(frames)
+        self._history.replay(self._replay, self._topic_bytes)
 
 
 def replay_everything() -> None:

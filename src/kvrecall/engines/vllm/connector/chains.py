@@ -36,7 +36,8 @@ class _Segment:
 
     @property
     def nbytes(self) -> int:
-        return _SEGMENT_BYTES + len(self.keys) * _BLOCK_BYTES + 4 * len(self.tokens)
+        named = _SEGMENT_BYTES + len(self.owner)  # which may be a client's, of megabytes
+        return named + len(self.keys) * _BLOCK_BYTES + 4 * len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ class PoolEvents:
 
     Publishes only blocks that this engine can recall: whole blocks of its namespaces. What the pool
     held before is published once the first namespace is known, some of it with each step, and again
-    after vLLM has published ``AllBlocksCleared`` for the device alone. If more changes come between
-    two steps than the log keeps, everything is void and published again.
+    after vLLM has published ``AllBlocksCleared`` for the device alone. When a namespace becomes
+    known or is abandoned, its blocks alone are published, as stored or removed. If more changes
+    come between two steps than the log keeps, everything is void and published again.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class PoolEvents:
             self._pool.watch(self._log)
         elif self._groups != live:
             self._abandoned |= {d: n for d, n in self._groups.items() if d not in live}
-            self._log.repeat()
+            self._log.repeat({digest for digest, _ in self._groups.items() ^ live.items()})
         if self._device_cleared():
             self._log.repeat()
         self._groups = dict(live)

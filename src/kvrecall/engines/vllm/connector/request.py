@@ -16,6 +16,7 @@ matrix products on this device is used instead.
 from __future__ import annotations
 
 import enum
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName
 from kvrecall.engines.base import HANDOVER, HINT, Miss, Reason
 from kvrecall.engines.vllm.compat.shims import said_of_return
+from kvrecall.pool.base import ArenaHandle
 from kvrecall.pool.hints import Hint, hint_of
 
 if TYPE_CHECKING:
@@ -257,12 +259,19 @@ class Handover(enum.Enum):
     LATE = "late"
 
 
-def receipt(namespace: Namespace | None, tokens: int) -> dict[str, Any]:
+def receipt(namespace: Namespace | None, tokens: int, hinted: str = "") -> dict[str, Any]:
     """What a prefill instance passes to a decode instance through the router: how many tokens of
-    the prompt are in the pool or on their way. Empty if there are none."""
+    the prompt are in the pool or on their way; and which pool has recorded the request's hint, if
+    it has one (``pool_id``). Empty if there are no such tokens."""
     if namespace is None or tokens <= 0:
         return {}
-    return {HANDOVER: {"tokens": tokens, "namespace": namespace.digest.hex()}}
+    told = {"tokens": tokens, "namespace": namespace.digest.hex()}
+    return {HANDOVER: {**told, "hinted": hinted} if hinted else told}
+
+
+def pool_id(arena: ArenaHandle) -> str:
+    """Names a pool, equally for all engines that use it at the same time."""
+    return hashlib.blake2b(repr(arena).encode(), digest_size=8).hexdigest()
 
 
 def hint_of_request(request: Any) -> tuple[Hint | None, bool]:
@@ -293,10 +302,11 @@ class Promise:
     """Leading tokens of a prompt whose blocks a prefill instance's receipt says are in the pool, or
     on their way. The decode instance waits for them ``patience_s`` seconds from the first ``look``
     on, and never within a step; only blocks that it finds itself count, whatever pool is between
-    the two."""
+    the two. ``hinted``: the pool that has recorded the request's hint; "": none."""
 
     tokens: int
     namespace: str
+    hinted: str
     patience_s: float
     clock: Callable[[], float]
     is_over: bool = False
@@ -315,7 +325,9 @@ class Promise:
         tokens, namespace = given.get("tokens"), given.get("namespace")
         if type(tokens) is not int or tokens < unit or not isinstance(namespace, str):
             return None
-        return cls(tokens // unit * unit, namespace, patience_s, clock)
+        hinted = given.get("hinted")
+        hinted = hinted if isinstance(hinted, str) else ""
+        return cls(tokens // unit * unit, namespace, hinted, patience_s, clock)
 
     def look(self, wanted: int, found: Callable[[], int]) -> Handover:
         """Whether ``wanted`` tokens are there; ``found`` queries the pool, but not at every
@@ -352,7 +364,8 @@ class RequestState:
     considered; ``boundaries``: by group of recurrent layers, tokens at which its state is saved;
     ``closed``: no more of it can be saved; ``passes``: steps until it tries to reserve again, and
     ``passes_next`` after the last refusal. ``touched``: the pool knows that its chain is in use,
-    and ``hanging_touched``: the blocks beside it, which only a complete lookup tells.
+    and ``hanging_touched``: the blocks beside it, which only a complete lookup tells; ``hinted``:
+    it knows the request's hint, too.
     ``reported``: the API process knows the sources of its prompt. ``cut``: the scheduler side ended
     its hit; ``lacks``: a block beside the chain without which the hit is shorter than the chain, of
     the group ``lacks_kind``; ``miss``: why the rest was computed; ``learnt``: its tokens that the
@@ -389,6 +402,7 @@ class RequestState:
     open_stores: set[int] = field(default_factory=set)
     touched: bool = False
     hanging_touched: bool = False
+    hinted: bool = False
     reported: bool = False
     cut: Cut | None = None
     lacks: BlockKey | None = None

@@ -35,6 +35,7 @@ from kvrecall.engines.vllm.connector.request import (
     RequestState,
     TailHash,
     hint_of_request,
+    pool_id,
     receipt,
     request_of,
 )
@@ -97,7 +98,7 @@ class RecallScheduler:
         self._awake: dict[str, RequestState] = {}  # all but those that rest
         self._resting: dict[int, list[str]] = {}  # by the tick that wakes them; some woke before
         self._ticks = 0
-        self._hinted: deque[str] = deque(maxlen=_HINTED)
+        self._hinted: deque[int] = deque(maxlen=_HINTED)
         self._room_for = room_for
         self._tail_hash = tail_hash
         self._uncache = uncache
@@ -211,15 +212,19 @@ class RecallScheduler:
             state.trace.waited(outcome, end - start)
         return outcome is Handover.WAIT
 
-    def _is_hinted(self, request: Any) -> bool:
-        """Whether another sequence of the request brought its hint: the rest of them are the same
-        use of the prompt, not its return."""
-        name = request_of(request.request_id)
-        if name == request.request_id:
-            return False
-        if name in self._hinted:
+    def _is_hinted(self, state: RequestState) -> bool:
+        """Whether another sequence of the request, or the prefill instance over the same pool,
+        brought its hint: this is the same use of the prompt, not its return."""
+        promise = state.promise
+        if promise is not None and promise.hinted == pool_id(self._pool.arena_handle()):
             return True
-        self._hinted.append(name)
+        name = request_of(state.request.request_id)
+        if name == state.request.request_id:
+            return False
+        number = hash(name)  # names may be long
+        if number in self._hinted:
+            return True
+        self._hinted.append(number)
         return False
 
     def _begin_load(self, state: RequestState, start: int, limit: int) -> bool:
@@ -231,7 +236,8 @@ class RecallScheduler:
             hint, is_invalid = hint_of_request(state.request)
             self.tally.counts["hints_invalid"] += is_invalid
             keys = state.keys(limit // self._facts.block_size)
-            if hint is None or not self._is_hinted(state.request):
+            state.hinted = hint is not None
+            if hint is None or not self._is_hinted(state):
                 self._pool.touch(keys, ending=ending, hint=hint, tenant=state.tenant)
             state.touched = True
         now = self._clock()
@@ -646,7 +652,9 @@ class RecallScheduler:
         if state.trace is not None:
             state.trace.finished(sources, len(state.open_stores), state.miss)
         promised = self._saver.promised(state) if whole and not state.closed else 0
-        told = {REPORT: sources, UNIT: self._facts.unit, **receipt(state.namespace, promised)}
+        hinted = pool_id(self._pool.arena_handle()) if state.hinted else ""
+        handed_over = receipt(state.namespace, promised, hinted)
+        told = {REPORT: sources, UNIT: self._facts.unit, **handed_over}
         return hold, told if state.miss is None else {**told, MISSED: state.miss}
 
     def state_of(self, request_id: str) -> RequestState | None:

@@ -25,6 +25,7 @@ from vllm.outputs import RequestOutput
 
 from kvrecall.engines.base import (
     HINT,
+    LONGEST_ID,
     MAX_SEQUENCES,
     MISSED,
     REPORT,
@@ -34,7 +35,7 @@ from kvrecall.engines.base import (
     RecallSplit,
     recalled,
 )
-from kvrecall.engines.vllm.serving.sampling import BEST_OF
+from kvrecall.engines.vllm.serving.sampling import BEST_OF, long_id
 from kvrecall.pool.hints import Hint, hint_of, shown
 
 _AROUND = 8  # tokens before and behind the one at which a prompt leaves a known one
@@ -195,6 +196,12 @@ def _no_text(body: bytes) -> str | None:
     return None
 
 
+def _long_id(request: Any) -> str | None:
+    """An error if the body names the request at length: vLLM would log all of it."""
+    given = getattr(request, "request_id", None)
+    return long_id(given) if isinstance(given, str) and len(given) > LONGEST_ID else None
+
+
 async def _body_of(raw_request: Any) -> bytes:
     """What the client sent; nothing if vLLM asks itself."""
     return b"" if raw_request is None else await raw_request.body()
@@ -273,7 +280,7 @@ class RecallCompletion(_Bounded, OpenAIServingCompletion):
     """/v1/completions with the recall split in its usage."""
 
     async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
-        wrong = _no_text(await _body_of(raw_request))
+        wrong = _no_text(await _body_of(raw_request)) or _long_id(request)
         refused = self._refused(wrong) if wrong else self._rank(request)
         refused = refused or self._hint(request) or self._too_many(request)
         return refused or await super().create_completion(request, raw_request)
@@ -327,7 +334,7 @@ class RecallChat(_Bounded, OpenAIServingChat):
         self, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         body = await _body_of(raw_request)
-        if (wrong := _no_text(body)) is not None:
+        if (wrong := _no_text(body) or _long_id(request)) is not None:
             return self._refused(wrong)
         try:
             marked = hint_of_messages(json.loads(body)) if b"cache_control" in body else None

@@ -22,6 +22,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
+from kvrecall.engines.base import LONGEST_ID
+
 BEST_OF = "kvrecall_best_of"
 """Key of ``best_of`` in ``extra_args``."""
 
@@ -76,6 +78,12 @@ def _score(sequence: Any) -> float:
 
 def _invalid(message: str, value: int) -> VLLMValidationError:
     return VLLMValidationError(message, parameter="best_of", value=value)
+
+
+def long_id(request_id: str) -> str:
+    """An error: a request's id is too long."""
+    allowed = f"allowed: {LONGEST_ID}, and no more in X-Request-Id"
+    return f"request_id: {len(request_id)} characters; {allowed}"
 
 
 MOST_DEPTH = 200

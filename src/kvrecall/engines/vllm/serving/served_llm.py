@@ -20,7 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from kvrecall.engines.base import Limits
+from kvrecall.engines.base import LONGEST_ID, Limits
 from kvrecall.engines.vllm.compat.serving import note_outputs
 from kvrecall.engines.vllm.serving import sampling
 from kvrecall.engines.vllm.serving.insight import ConnectorReports, RequestLog, Steps
@@ -28,6 +28,9 @@ from kvrecall.engines.vllm.serving.insight import ConnectorReports, RequestLog, 
 _TIMEOUT = "kvrecall_timeout"
 STOPPED = "the server was stopped"
 """The error of requests that end with the server."""
+_AFFIX = 64
+"""Characters that vLLM puts before and behind a client's id, and more."""
+
 _POLL_S = 0.05
 _SEARCHING: ContextVar[bool] = ContextVar("searching", default=False)
 _ENGINE_ID: ContextVar[str] = ContextVar("engine_id", default="")
@@ -130,8 +133,10 @@ class ServedLLM(AsyncLLM):
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """Like AsyncLLM.generate; raises RequestTimeoutError when a step or the whole request takes
-        too long, and VLLMValidationError for parameters that ``sampling.check`` refuses. The
-        request is then aborted in the engine."""
+        too long, and VLLMValidationError for parameters that ``sampling.check`` refuses and for too
+        long an id. The request is then aborted in the engine."""
+        if len(request_id) > LONGEST_ID + _AFFIX:
+            raise VLLMValidationError(sampling.long_id(request_id), parameter="request_id")
         wanted = sampling_params
         if self.ended:  # a step of a beam search, or what waited for its prompt's tokens
             raise GracefulHTTPError(STOPPED, HTTPStatus.SERVICE_UNAVAILABLE)
