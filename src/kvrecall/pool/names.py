@@ -75,7 +75,7 @@ class Names(ABC):
     @abstractmethod
     def column(self, kind: Kind, width: int = 1, is_rare: bool = False) -> Column:
         """A new column with ``width`` cells of a kind (of ``array``) for each number, all zero.
-        ``is_rare``: most stay zero."""
+        ``is_rare``: most may stay zero, so no memory is taken for them ahead."""
 
     def numbers(self, keys: Sequence[BlockKey]) -> Sequence[int]:
         """``number`` of each."""
