@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from kvrecall.attention.selection import split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
-from kvrecall.engines.vllm.attention.plugin import ask, is_requested, require_on, settings_of
+from kvrecall.engines.vllm.attention.plugin import (
+    ask,
+    is_requested,
+    register,
+    require_on,
+    settings_of,
+)
 from kvrecall.errors import ConfigError
 
 
@@ -99,6 +105,29 @@ def test_settings_of_what_is_off_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"TOPK_PERCENT": "0.1"}, "VLLM_RETRIEVAL_TOPK_PERCENT has no effect"),
+        ({"MODE": "x", "GATE": "1"}, "VLLM_RETRIEVAL_GATE, VLLM_RETRIEVAL_MODE have no effect"),
+        ({}, ""),
+    ],
+)
+def test_variables_without_the_plugin_are_told(
+    given: dict[str, str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """vLLM calls every plug-in while VLLM_PLUGINS is unset."""
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    for name, text in given.items():
+        monkeypatch.setenv(f"VLLM_RETRIEVAL_{name}", text)
+    register()
+    assert said in caplog.text
+    assert len(caplog.records) == bool(said)
+
+
+@pytest.mark.parametrize(
     ("plugins", "then"),
     [(None, None), ("", "retrieval"), ("a,b", "a,b,retrieval"), ("retrieval", "retrieval")],
 )
@@ -128,11 +157,25 @@ def engine(extra: object) -> SimpleNamespace:
         ("CACHE_PERCENT", "2"),
         ("LEAST_BLOCKS", "-1"),
         ("TOP_K", "1"),
+        ("DIGEST_TOKENS", "1e9"),
+        ("TOPK_PERCENT", "20%"),
+        ("TOPK_PERCENT", "inf"),
+        ("GATE", ""),
+        ("INDEX", ""),
+        ("MODE", "RetrievalKV"),
     ],
 )
 def test_what_is_wrong_is_named(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"VLLM_RETRIEVAL_{name}"):
         RetrievalSettings.from_environ({f"VLLM_RETRIEVAL_{name}": text})
+
+
+@pytest.mark.parametrize("around", [" {}", "{}\t", "  {}  "])
+def test_spaces_around_a_value_mean_nothing(around: str) -> None:
+    given = {"GATE": "on", "INIT_TOKENS_NUM": "7", "DIGEST": "mean", "TOPK_PERCENT": "1e-3"}
+    environ = {f"VLLM_RETRIEVAL_{name}": around.format(text) for name, text in given.items()}
+    wanted = RetrievalSettings(init_tokens=7, topk_share=0.001, digest="mean", gate=True)
+    assert RetrievalSettings.from_environ(environ) == wanted
 
 
 def test_regimes() -> None:

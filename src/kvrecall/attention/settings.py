@@ -258,12 +258,12 @@ def _require_known(given: Mapping[str, object], prefix: str, spelt: Callable[[st
 
 
 def _parsed(name: str, text: str) -> int | float | str | bool:
-    kind = _VARIABLES[name][1]
+    kind, text = _VARIABLES[name][1], text.strip()
     if kind is bool:
         _require(text.lower() in _FLAGS, name, text, "1 or 0")
         return _FLAGS[text.lower()]
     try:
-        return kind(text.strip())  # type: ignore[no-any-return]
+        return kind(text)  # type: ignore[no-any-return]
     except ValueError:
         what = "a whole number of tokens" if kind is int else "a number"
         raise ConfigError(f"{PREFIX}{name} is {text!r}; it must be {what}") from None
