@@ -172,12 +172,14 @@ def test_the_log_says_what_was_done_once_a_minute(caplog: pytest.LogCaptureFixtu
     activity = Activity()
     log = ActivityLog(activity, 60.0, lambda: now[0])
     caplog.set_level("INFO", "vllm.kvrecall")
-    for second in (0.0, 30.0, 59.0, 61.0):
+    for second in (0.0, 0.1, 30.0, 59.0, 61.0):
         now[0] = second
         activity.steps_sparse += 1
-        activity.blocks_selected += 10
         log.sparse_step()
-    assert [record.getMessage().split(":")[2].split()[0] for record in caplog.records] == ["1", "3"]
+        activity.layers_sparse += 3
+        activity.blocks_selected += 10
+    assert [record.getMessage().split(":")[2].split()[0] for record in caplog.records] == ["2", "3"]
+    assert "10 of 0 considered blocks selected" in caplog.text, "of the first step, in the second"
     assert "30 of 0 considered blocks selected" in caplog.text
 
 
