@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 from kvrecall.attention.index.base import EXACT
-from kvrecall.attention.settings import RETRIEVALKV, RetrievalSettings
+from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.compat.config import fp8_type, is_on_cpu
 from kvrecall.engines.vllm.identity.weights import DRAFTLESS
 from kvrecall.errors import EngineError
@@ -145,10 +145,10 @@ def require_layer(impl: Any, vllm_config: Any) -> None:
 def require_block_size(block_size: int, settings: RetrievalSettings) -> None:
     """Raises EngineError if a block is not a whole number of digests."""
     if block_size % settings.tokens_a_digest:
-        other = "" if settings.mode == RETRIEVALKV else ", or digest another number of tokens"
         raise EngineError(
             f"block_size={block_size} is not a multiple of VLLM_RETRIEVAL_DIGEST_TOKENS="
-            f"{settings.tokens_a_digest}; pass --block-size 128{other}"
+            f"{settings.tokens_a_digest}; pass --block-size 128, or digest another number of "
+            "tokens, unless VLLM_RETRIEVAL_MODE fixes it"
         )
 
 
