@@ -284,6 +284,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"speculative_config": NGRAM, "pool": POOL},
         "OFFLOAD_BOUNDARY=2048 cannot leave .* .disable speculation.",
     ),
+    "hits inside blocks": (
+        "qwen3",
+        {"pool": {**POOL, "match_unit": 32}},
+        "match_unit is 32, and retrieval attention is on",
+    ),
     "windows off the device": (
         "gemma3_text",
         {"pool": POOL},

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from kvrecall.attention.selection import split_of
-from kvrecall.attention.settings import Regime, RetrievalSettings
+from kvrecall.attention.settings import MODES, Regime, RetrievalSettings
 from kvrecall.engines.vllm.attention.plugin import (
     ask,
     is_requested,
@@ -123,8 +123,9 @@ def test_variables_without_the_plugin_are_told(
     for name, text in given.items():
         monkeypatch.setenv(f"VLLM_RETRIEVAL_{name}", text)
     register()
-    assert said in caplog.text
-    assert len(caplog.records) == bool(said)
+    told = [record.getMessage() for record in caplog.records if record.name == "vllm.kvrecall"]
+    assert len(told) == bool(said)
+    assert said in "".join(told)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +189,19 @@ def test_in_the_reference_mode_the_prompts_length_decides() -> None:
     settings = RetrievalSettings(dense_boundary=10, offload_boundary=20, mode="retrievalkv")
     regimes = [settings.regime(100, tokens) for tokens in (9, 10, 19, 20)]
     assert regimes == [Regime.DENSE, Regime.SPARSE, Regime.SPARSE, Regime.OFFLOAD]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("boundary", [1, 255, 256, 257, 1000])
+def test_exact_blocks_are_those_that_no_step_decodes_sparsely(mode: str, boundary: int) -> None:
+    """The pool compares them with what another engine has computed in a prompt."""
+    settings = RetrievalSettings(dense_boundary=boundary, offload_boundary=2000, mode=mode)
+    exact, decoded_sparsely = settings.exact_blocks(128), set()
+    for prompt in range(1, 1200):
+        for tokens in (prompt + 1, boundary, boundary + 1):  # a decoded one is the last of them
+            if tokens > prompt and settings.regime(tokens, prompt) is not Regime.DENSE:
+                decoded_sparsely.add((tokens - 1) // 128)
+    assert exact == max(1, min(decoded_sparsely))
 
 
 @pytest.mark.parametrize(

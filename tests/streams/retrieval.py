@@ -498,7 +498,7 @@ class RetrievalEngine(Engine):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        self.exact_blocks = max(1, settings.dense_boundary // BLOCK)
+        self.exact_blocks = settings.exact_blocks(BLOCK)
         self._chance = chance
         self.moved = {"departures": 0, "arrivals": 0}
         super().__init__(vllm_config, *args, **kwargs)

@@ -180,6 +180,13 @@ class RetrievalSettings:
         (docs/needle.md)."""
         return self.least_blocks or (16 if self.topk_share <= SMALL_SHARE else 32)
 
+    def exact_blocks(self, block_size: int) -> int:
+        """Leading blocks of a sequence whose KV is dense attention's however it is computed, always
+        the first: a sequence of one block has none to omit. The token that makes a sequence as long
+        as the boundary is decoded sparsely; where the prompt's length decides, the one after it."""
+        tokens = self.dense_boundary - (self.mode != RETRIEVALKV)
+        return max(1, tokens // block_size)
+
     def layout(self, block_size: int, narrows: bool = True) -> Layout:
         """The rows of a block of ``block_size`` tokens. ``narrows``: whether a search may narrow;
         where it is two kernels more it may not (docs/retrieval.md)."""
