@@ -35,6 +35,11 @@ def test_in_a_process_that_has_multiplied_nothing_yet() -> None:
     assert json.loads(run.stdout.splitlines()[-1])["active"]
 
 
+def test_digests_that_do_not_divide_a_block_are_an_error() -> None:
+    with pytest.raises(KvrecallError, match="not a multiple of VLLM_RETRIEVAL_DIGEST_TOKENS=7;"):
+        measure_decode_report(4096, replace(SMALL, digest_tokens=7), 1, None)
+
+
 def test_nothing_to_choose_from_is_an_error() -> None:
     with pytest.raises(KvrecallError, match="no blocks to select from"):
         measure_decode_report(4096, replace(SMALL, local_tokens=4000), 1, None)

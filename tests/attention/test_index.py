@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from kvrecall.attention.digest import DIGESTS, Layout, decode, encode
-from kvrecall.attention.index.base import INDEXES, Factory, VectorIndex, index_factory
+from kvrecall.attention.index.base import (
+    INDEXES,
+    Factory,
+    VectorIndex,
+    index_factory,
+    require_index,
+)
 from kvrecall.attention.index.search import SequenceIndex
 from kvrecall.attention.selection import ExactSelector
 from kvrecall.attention.settings import RetrievalSettings
@@ -100,6 +106,66 @@ def test_where_nothing_is_found_the_last_blocks_are_taken() -> None:
     index.add(coded(layout, 9))
     chosen = index.choose(torch.randn(KV_HEADS, GROUP, DIM), 3, 1.0)
     assert chosen.sort(-1).values.tolist() == [[6, 7, 8]] * KV_HEADS
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", INDEXES)
+def test_a_model_that_overflows_ends_no_index(name: str, value: float) -> None:
+    layout = Layout(DIGESTS["bounds"], 0, 8)
+    random = torch.Generator().manual_seed(8)
+    keys = torch.randn(520, KV_HEADS, BLOCK, DIM, generator=random)
+    keys[7, 0, 3, 1] = value
+    query = torch.randn(KV_HEADS, GROUP, DIM, generator=random)
+    query[1, 2, 4] = value
+    index = SequenceIndex(factory(name), layout, KV_HEADS, DIM)
+    index.add(encode(layout.rows_of(keys)).transpose(0, 1))
+    for chosen in index.choose(query, 9, 0.18).tolist():
+        assert len(set(chosen)) == 9
+        assert 0 <= min(chosen) <= max(chosen) < 520
+    index.close()
+
+
+class FindsTooMuch(FindsNothing):
+    def search(self, queries, count):  # type: ignore[no-untyped-def]
+        products, numbers = super().search(queries, count)
+        return products, numbers + 73
+
+
+def test_numbers_that_are_no_vectors_are_refused() -> None:
+    layout = Layout(DIGESTS["bounds"], 0, 8)
+    index = SequenceIndex(lambda _: FindsTooMuch(), layout, KV_HEADS, DIM)
+    index.add(coded(layout, 9))
+    with pytest.raises(IndexError, match="VLLM_RETRIEVAL_INDEX found vector 72 of 72"):
+        index.choose(torch.randn(KV_HEADS, GROUP, DIM), 3, 1.0)
+
+
+class Fails(FindsNothing):
+    def __init__(self, width: int) -> None:
+        raise RuntimeError(f"no room for vectors of {width}")
+
+
+class Flattens(FindsNothing):
+    def __init__(self, width: int) -> None:
+        pass
+
+    def search(self, queries, count):  # type: ignore[no-untyped-def]
+        return [one[0] for one in super().search(queries, count)]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (f"{__name__}:Fails", "cannot be used: RuntimeError: no room for vectors of 64"),
+        (f"{__name__}:FindsNothing", "cannot be used: TypeError"),
+        (f"{__name__}:Flattens", r"returns arrays of shapes \(2,\) and \(2,\); both must be"),
+    ],
+)
+def test_an_index_that_cannot_work_ends_the_start(name: str, said: str) -> None:
+    """Of a layer's builder, not of the first long sequence."""
+    with pytest.raises(ConfigError, match=f"VLLM_RETRIEVAL_INDEX is .*{said}"):
+        require_index(name, 64)
+    for known in ("exact", *INDEXES):
+        require_index(known, 64)
 
 
 @pytest.mark.parametrize("name", ["nothing", "no.module:Here", "kvrecall.attention.index.faiss:No"])

@@ -12,6 +12,7 @@ from engine.engine import Engine, EngineFailed, prompt_of
 
 from kvrecall.lab.models import write_lora
 
+from .heads import write_nemotron
 from .test_engine import EXTENSION, MIXED, SAMPLING, activity, retrieval, spent, tokens_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -195,6 +196,46 @@ def test_eight_bit_kv(
     assert spent(whole, before)["blocks_selected"] > 0
 
 
+@pytest.mark.parametrize("what", ["heads", "types"])
+def test_layers_whose_keys_differ(
+    start: Callable[..., Engine], setup: dict[str, Any], tmp_path: Path, what: str
+) -> None:
+    """vLLM attends to layers of each kind in a group of their own, in the same blocks. With every
+    block chosen, dense attention's tokens, also off the device and from the pool; with few, the
+    same ones again from the pool, by the digests that it kept."""
+    given: dict[str, Any] = {"trust_remote_code": True}
+    if what == "heads":
+        given["model"] = str(write_nemotron(tmp_path / "model", (4, 2, 1, 2)))
+    else:
+        given = {"kv_cache_dtype": "fp8_e4m3", "kv_cache_dtype_skip_layers": ["1", "3"]}
+    prompts = [prompt_of(tokens, 75 + at) for at, tokens in enumerate((*MIXED, 2900))]
+    ask, setup = {"prompts": prompts, "max_tokens": 60}, {**setup, **given}
+    pool = {"host_size": "96MiB", "load_or_compute": "load"}
+    dense, whole = start(**setup), start(**setup, pool=pool, env=retrieval(1.0))
+    want, before = tokens_of(dense.generate(**ask)), activity(whole)
+    assert tokens_of(whole.generate(**ask)) == want
+    assert whole.forget_device()
+    assert tokens_of(whole.generate(**ask)) == want
+    did = spent(whole, before)
+    assert did["blocks_in_place"] > 0
+    assert did["blocks_left"] > 0
+
+    few = start(**setup, pool=pool, env=retrieval(0.3))
+    prompts = [prompt_of(tokens, tokens) for tokens in (1500, 2320, 2900)]  # answers fill no block
+    first, hits, again = [], [], []
+    for replies in (first, hits, again):
+        if replies is again:
+            assert few.forget_device()
+        before = activity(few)
+        replies += [few.ask(prompt, max_tokens=24) for prompt in prompts]
+    assert [one["tokens"] for one in again] == [one["tokens"] for one in first]
+    assert [one["logprobs"] for one in again] == [one["logprobs"] for one in hits]
+    did = spent(few, before)
+    assert did["blocks_digested"] == 0, "they came from the pool"
+    assert did["digests_mended"] == 0
+    assert 0 < did["blocks_selected"] < did["blocks_considered"]
+
+
 def test_latent_attention(start: Callable[..., Engine], model_folder: Callable[..., Path]) -> None:
     """In a backend that a processor with AMX must be asked to use. With every block chosen, dense
     attention's tokens; with few, others."""
@@ -242,6 +283,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "qwen3",
         {"speculative_config": NGRAM, "pool": POOL},
         "OFFLOAD_BOUNDARY=2048 cannot leave .* .disable speculation.",
+    ),
+    "hits inside blocks": (
+        "qwen3",
+        {"pool": {**POOL, "match_unit": 32}},
+        "match_unit is 32, and retrieval attention is on",
     ),
     "windows off the device": (
         "gemma3_text",

@@ -125,6 +125,53 @@ def test_views_are_read_where_they_lie(threads: int) -> None:
         assert torch.equal(best(query, part, 1.0, places), at(want, places))
 
 
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.skipif(not is_compiled(), reason="nothing is compiled here")
+@pytest.mark.parametrize("share", [0.2, 0.02])
+@pytest.mark.parametrize(
+    "overflows",
+    ["a query", "all queries", "a key", "all keys", "products", "nothing that was ever a digest"],
+)
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_model_that_overflows_is_given_blocks_of_its_sequence(
+    share: float, overflows: str, value: float, threads: int
+) -> None:
+    """As many as it seeks, each once, whatever they are worth: a number that is none of the
+    sequence's would have attention read anywhere. Heads that did not overflow find what they do
+    without."""
+    layout = RetrievalSettings(topk_share=share).layout(128)
+    keys, query = torch.randn(2, 61, 128, 32), torch.randn(2, 3, 32)
+    if overflows == "a query":
+        query[0, 1, 5] = value
+    elif overflows == "all queries":
+        query[0] = value
+    elif overflows == "a key":
+        keys[0, 30, 7, 3] = value
+    elif overflows == "all keys":
+        keys[0] = value
+    elif overflows == "products":
+        keys[0] *= 1e30
+        query[0] *= 1e30
+    rows, ids = encode(layout.rows_of(keys)), torch.arange(60, 3, -1)
+    if overflows.startswith("nothing"):
+        rows[0] = torch.randint(-128, 128, rows[0].shape)
+    coarse = rows[:, :, layout.coarse_rows].contiguous() if layout.coarse else None
+    sought = Search((2, 3, 32), layout, [Sought([ids.numpy()], 7)])
+    table = torch.full((2, 9), -7, dtype=torch.int32)
+    sought.enter_names(0, table)
+    sought.found[0].fill_(1 << 40)
+    sought.run(query.view(1, 6, 32), [Placed(layout, [(rows, coarse)])], 0.2)
+    for head, found in enumerate(sought.found[0].tolist()):
+        assert sorted(set(found)) == found
+        assert found[0] >= 0
+        assert found[-1] < len(ids)
+        assert table[head, :7].tolist() == [int(ids[place]) * 2 + head for place in found]
+    want = selector_of(layout).choose(query[1:], [rows[1:, ids]], 7, 0.2)
+    assert torch.equal(sought.found[0][1:], want.sort(-1).values)
+
+
 def test_products_do_not_depend_on_how_blocks_lie() -> None:
     rows, query = encode(rows_of(2, 37, 8, 128)), torch.randn(2, 4, 128)
     whole = best(query, rows)

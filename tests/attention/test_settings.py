@@ -9,8 +9,14 @@ import pytest
 from hypothesis import strategies as st
 
 from kvrecall.attention.selection import split_of
-from kvrecall.attention.settings import Regime, RetrievalSettings
-from kvrecall.engines.vllm.attention.plugin import ask, is_requested, require_on, settings_of
+from kvrecall.attention.settings import MODES, Regime, RetrievalSettings
+from kvrecall.engines.vllm.attention.plugin import (
+    ask,
+    is_requested,
+    register,
+    require_on,
+    settings_of,
+)
 from kvrecall.errors import ConfigError
 
 
@@ -99,6 +105,30 @@ def test_settings_of_what_is_off_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"TOPK_PERCENT": "0.1"}, "VLLM_RETRIEVAL_TOPK_PERCENT has no effect"),
+        ({"MODE": "x", "GATE": "1"}, "VLLM_RETRIEVAL_GATE, VLLM_RETRIEVAL_MODE have no effect"),
+        ({}, ""),
+    ],
+)
+def test_variables_without_the_plugin_are_told(
+    given: dict[str, str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """vLLM calls every plug-in while VLLM_PLUGINS is unset."""
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    for name, text in given.items():
+        monkeypatch.setenv(f"VLLM_RETRIEVAL_{name}", text)
+    register()
+    told = [record.getMessage() for record in caplog.records if record.name == "vllm.kvrecall"]
+    assert len(told) == bool(said)
+    assert said in "".join(told)
+
+
+@pytest.mark.parametrize(
     ("plugins", "then"),
     [(None, None), ("", "retrieval"), ("a,b", "a,b,retrieval"), ("retrieval", "retrieval")],
 )
@@ -128,11 +158,25 @@ def engine(extra: object) -> SimpleNamespace:
         ("CACHE_PERCENT", "2"),
         ("LEAST_BLOCKS", "-1"),
         ("TOP_K", "1"),
+        ("DIGEST_TOKENS", "1e9"),
+        ("TOPK_PERCENT", "20%"),
+        ("TOPK_PERCENT", "inf"),
+        ("GATE", ""),
+        ("INDEX", ""),
+        ("MODE", "RetrievalKV"),
     ],
 )
 def test_what_is_wrong_is_named(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"VLLM_RETRIEVAL_{name}"):
         RetrievalSettings.from_environ({f"VLLM_RETRIEVAL_{name}": text})
+
+
+@pytest.mark.parametrize("around", [" {}", "{}\t", "  {}  "])
+def test_spaces_around_a_value_mean_nothing(around: str) -> None:
+    given = {"GATE": "on", "INIT_TOKENS_NUM": "7", "DIGEST": "mean", "TOPK_PERCENT": "1e-3"}
+    environ = {f"VLLM_RETRIEVAL_{name}": around.format(text) for name, text in given.items()}
+    wanted = RetrievalSettings(init_tokens=7, topk_share=0.001, digest="mean", gate=True)
+    assert RetrievalSettings.from_environ(environ) == wanted
 
 
 def test_regimes() -> None:
@@ -145,6 +189,19 @@ def test_in_the_reference_mode_the_prompts_length_decides() -> None:
     settings = RetrievalSettings(dense_boundary=10, offload_boundary=20, mode="retrievalkv")
     regimes = [settings.regime(100, tokens) for tokens in (9, 10, 19, 20)]
     assert regimes == [Regime.DENSE, Regime.SPARSE, Regime.SPARSE, Regime.OFFLOAD]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("boundary", [1, 255, 256, 257, 1000])
+def test_exact_blocks_are_those_that_no_step_decodes_sparsely(mode: str, boundary: int) -> None:
+    """The pool compares them with what another engine has computed in a prompt."""
+    settings = RetrievalSettings(dense_boundary=boundary, offload_boundary=2000, mode=mode)
+    exact, decoded_sparsely = settings.exact_blocks(128), set()
+    for prompt in range(1, 1200):
+        for tokens in (prompt + 1, boundary, boundary + 1):  # a decoded one is the last of them
+            if tokens > prompt and settings.regime(tokens, prompt) is not Regime.DENSE:
+                decoded_sparsely.add((tokens - 1) // 128)
+    assert exact == max(1, min(decoded_sparsely))
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,9 @@ from .sequences import shape_of
 LARGE = shape_of(heads=16, kv_heads=4, dim=128, dtype=torch.bfloat16)
 
 
+FEW = RetrievalSettings(dense_boundary=0, gate=False, least_blocks=1)
+
+
 def planner(settings: RetrievalSettings, activity: Activity, shape: Any = LARGE) -> StepPlanner:
     return StepPlanner(settings, CpuKernel(shape), Freshness(), activity)
 
@@ -100,7 +103,11 @@ def test_the_log_says_once_that_all_sequences_are_gated(caplog: pytest.LogCaptur
     [
         (RetrievalSettings(), 100_000, "decode sparsely from 32768 tokens on"),
         (RetrievalSettings(dense_boundary=0), 100_000, "decode sparsely from 17152 tokens on"),
-        (RetrievalSettings(dense_boundary=0), 9_000, "RETRIEVAL CAN NEVER ACT: dense attention"),
+        (RetrievalSettings(dense_boundary=0), 14_000, "RETRIEVAL CAN NEVER ACT: dense attention"),
+        (RetrievalSettings(dense_boundary=0), 9_000, "than a step selects of them, at least 32;"),
+        (replace(FEW, init_tokens=10**400), 100_000, "lower VLLM_RETRIEVAL_INIT_TOKENS_NUM"),
+        (replace(FEW, dense_boundary=9_000), 9_080, "decode sparsely from 9000 tokens on"),
+        (replace(FEW, dense_boundary=9_079), 9_080, "decode sparsely from 9079 tokens on"),
         (RetrievalSettings(), 30_000, ""),
     ],
 )
@@ -165,12 +172,14 @@ def test_the_log_says_what_was_done_once_a_minute(caplog: pytest.LogCaptureFixtu
     activity = Activity()
     log = ActivityLog(activity, 60.0, lambda: now[0])
     caplog.set_level("INFO", "vllm.kvrecall")
-    for second in (0.0, 30.0, 59.0, 61.0):
+    for second in (0.0, 0.1, 30.0, 59.0, 61.0):
         now[0] = second
         activity.steps_sparse += 1
-        activity.blocks_selected += 10
         log.sparse_step()
-    assert [record.getMessage().split(":")[2].split()[0] for record in caplog.records] == ["1", "3"]
+        activity.layers_sparse += 3
+        activity.blocks_selected += 10
+    assert [record.getMessage().split(":")[2].split()[0] for record in caplog.records] == ["2", "3"]
+    assert "10 of 0 considered blocks selected" in caplog.text, "of the first step, in the second"
     assert "30 of 0 considered blocks selected" in caplog.text
 
 

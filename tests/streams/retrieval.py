@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import get_current_vllm_config, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.kv_cache_utils import KVCacheConfig
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheTensor
@@ -139,6 +139,8 @@ class DenseAttention:
     def __init__(self, rank: RetrievalRank, layer: int) -> None:
         self.rank = rank
         self.layer = layer
+        config = get_current_vllm_config()
+        self.num_heads = config.model_config.get_num_attention_heads(config.parallel_config)
 
     def forward(
         self,
@@ -438,13 +440,15 @@ class RetrievalRank(Rank):
         names = [f"layers.{layer}" for layer in range(LAYERS)]
         with set_current_vllm_config(vllm_config):
             self.impls = [Attention(self, layer) for layer in range(LAYERS)]
+        (group,) = cache.kv_cache_groups
+        facts: dict[str, Any] = {"_k_scale_float": 1.0, "_v_scale_float": 1.0}
+        facts["get_kv_cache_spec"] = lambda _: group.kv_cache_spec
         layers = {
-            name: SimpleNamespace(impl=impl, _k_scale_float=1.0, _v_scale_float=1.0)
+            name: SimpleNamespace(impl=impl, **facts)
             for name, impl in zip(names, self.impls, strict=True)
         }
         self.layers = list(layers.values())
         vllm_config.compilation_config = SimpleNamespace(static_forward_context=layers)
-        (group,) = cache.kv_cache_groups
         self.builder = Builder(group.kv_cache_spec, names, vllm_config, META)
         self.layout = self.builder._settings.layout(BLOCK, narrows=False)
         self.tokens: dict[int, str] = {}
@@ -498,7 +502,7 @@ class RetrievalEngine(Engine):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        self.exact_blocks = max(1, settings.dense_boundary // BLOCK)
+        self.exact_blocks = settings.exact_blocks(BLOCK)
         self._chance = chance
         self.moved = {"departures": 0, "arrivals": 0}
         super().__init__(vllm_config, *args, **kwargs)

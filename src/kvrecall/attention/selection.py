@@ -80,8 +80,8 @@ class Split:
 def split_of(tokens: int, block_size: int, settings: RetrievalSettings) -> Split:
     """Splits a sequence of ``tokens`` (at least 1). Init and local are rounded up to blocks, so
     the middle blocks are full and the last block is always local."""
-    blocks = math.ceil(tokens / block_size)
-    init = min(math.ceil(settings.init_tokens / block_size), blocks)
+    blocks = -(-tokens // block_size)
+    init = min(-(-settings.init_tokens // block_size), blocks)
     local = max(0, tokens - settings.local_tokens) // block_size
     local = max(local, init)
     middle = local - init
@@ -109,15 +109,21 @@ class Gate:
     narrows: bool = True
 
     def sparse_from(self, block_size: int, most: int) -> int | None:
-        """The least number of tokens, of whole blocks, from which on all sequences of up to
-        ``most`` tokens pass; None if there is none."""
-        least = None
+        """The least number of tokens from which on all sequences of up to ``most`` tokens pass, of
+        whole blocks unless the boundary decides; None if there is none."""
+
+        def passes(tokens: int) -> bool:
+            is_dense = self.settings.regime(tokens, tokens) is Regime.DENSE
+            return not is_dense and self.passes(tokens, split_of(tokens, block_size, self.settings))
+
+        least = most if passes(most) else None
         for tokens in range(most - most % block_size, block_size - 1, -block_size):
-            if self.settings.regime(tokens, tokens) is Regime.DENSE:
-                break
-            if not self.passes(tokens, split_of(tokens, block_size, self.settings)):
+            if not passes(tokens):
                 break
             least = tokens
+        boundary = self.settings.dense_boundary
+        if least is not None and 0 < least - boundary < block_size and passes(boundary):
+            return boundary
         return least
 
     def passes(self, tokens: int, split: Split) -> bool:

@@ -180,6 +180,13 @@ class RetrievalSettings:
         (docs/needle.md)."""
         return self.least_blocks or (16 if self.topk_share <= SMALL_SHARE else 32)
 
+    def exact_blocks(self, block_size: int) -> int:
+        """Leading blocks of a sequence whose KV is dense attention's however it is computed, always
+        the first: a sequence of one block has none to omit. The token that makes a sequence as long
+        as the boundary is decoded sparsely; where the prompt's length decides, the one after it."""
+        tokens = self.dense_boundary - (self.mode != RETRIEVALKV)
+        return max(1, tokens // block_size)
+
     def layout(self, block_size: int, narrows: bool = True) -> Layout:
         """The rows of a block of ``block_size`` tokens. ``narrows``: whether a search may narrow;
         where it is two kernels more it may not (docs/retrieval.md)."""
@@ -258,12 +265,12 @@ def _require_known(given: Mapping[str, object], prefix: str, spelt: Callable[[st
 
 
 def _parsed(name: str, text: str) -> int | float | str | bool:
-    kind = _VARIABLES[name][1]
+    kind, text = _VARIABLES[name][1], text.strip()
     if kind is bool:
         _require(text.lower() in _FLAGS, name, text, "1 or 0")
         return _FLAGS[text.lower()]
     try:
-        return kind(text.strip())  # type: ignore[no-any-return]
+        return kind(text)  # type: ignore[no-any-return]
     except ValueError:
         what = "a whole number of tokens" if kind is int else "a number"
         raise ConfigError(f"{PREFIX}{name} is {text!r}; it must be {what}") from None

@@ -20,7 +20,7 @@ class SequenceIndex:
 
     def add(self, rows: torch.Tensor) -> None:
         """Appends the next blocks' digests: int8 ``[kv_heads, blocks, rows, width + 4]``."""
-        fine = decode(rows[:, :, self._layout.fine_rows])
+        fine = decode(rows[:, :, self._layout.fine_rows]).nan_to_num_(0, 0, 0)
         for index, vectors in zip(self._indexes, fine.flatten(1, 2).numpy(), strict=True):
             index.add(vectors)
         self.blocks += rows.shape[1]
@@ -33,7 +33,8 @@ class SequenceIndex:
         that many blocks. A block that no query head of a group has found weighs nothing; where too
         few are found the last blocks are taken.
         """
-        points = self._layout.kind.of_query(query).float().contiguous().numpy()
+        # A model that overflows has infinite keys and queries, at which libraries raise.
+        points = self._layout.kind.of_query(query).float().nan_to_num(0, 0, 0).contiguous().numpy()
         asked = count * self._layout.fine
         found = (
             index.search(point, asked) for index, point in zip(self._indexes, points, strict=True)
@@ -59,5 +60,10 @@ class SequenceIndex:
         group = np.broadcast_to(np.arange(len(products))[:, None], numbers.shape)
         there = numbers >= 0
         blocks = numbers[there] // self._layout.fine
+        if blocks.max(initial=0) >= self.blocks:
+            raise IndexError(
+                f"the vector index of VLLM_RETRIEVAL_INDEX found vector {numbers.max()} of "
+                f"{self.blocks * self._layout.fine}; numbers begin at 0, in the order of `add`"
+            )
         np.maximum.at(best, (group[there], blocks), products[there])
         return best

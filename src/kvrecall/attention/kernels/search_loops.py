@@ -58,6 +58,8 @@ and of fine ones (first column of the last two rows); then of each segment where
 bytes from head to head, and the same of the latter. The first number is the address of the
 distances of the ``left`` blocks from the start of the KV cache."""
 
+_LEAST_SCORE = np.float32(-1e38)
+
 _AHEAD = 1
 """Blocks that are asked of memory in advance."""
 
@@ -149,6 +151,8 @@ def _code(work: Any, sought: Any, head: int, room: int) -> None:
         for at in range(dim):
             most = max(most, abs(query[row, at]))
         scale = max(most / np.float32(127), np.float32(1.1754943508222875e-38))
+        if not scale < np.float32(np.inf):
+            query[row] = 0  # of a model that has overflowed: there is nothing to compare
         scales[row] = scale * np.float32(work.scale)
         for at in range(dim):
             code = np.int8(np.rint(query[row, at] / scale))
@@ -186,7 +190,11 @@ def _score(
                 best[one] = max(best[one], best[one + half * group])
             left = half
         for one in range(group):
-            logits[one, at + block] = np.float32(best[one]) * (scales[one] * scale)
+            score = np.float32(best[one]) * (scales[one] * scale)
+            # A model that overflows has infinite scores, and none (NaN), which `_weigh` cannot
+            # compare: no block may be named that is none of the sequence's.
+            score = score if score > _LEAST_SCORE else _LEAST_SCORE
+            logits[one, at + block] = score if score < -_LEAST_SCORE else -_LEAST_SCORE
 
 
 @njit

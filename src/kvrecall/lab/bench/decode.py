@@ -85,8 +85,10 @@ def measure_decode_report(
     Raises KvrecallError if retrieval did not act, if selecting every block differs from dense
     attention, or if offloaded blocks give another result.
     """
+    from kvrecall.engines.vllm.attention.checks import require_block_size
     from kvrecall.lab.engines import decode
 
+    require_block_size(decode.BLOCK, settings)
     if not chooses(context, settings):
         raise KvrecallError(
             f"--context {context} leaves no blocks to select from: the first "

@@ -86,12 +86,15 @@ class ActivityLog:
         self._said = activity.totals()
 
     def sparse_step(self) -> None:
-        """Call after planning a step that attends sparsely."""
+        """Call after planning a step that attends sparsely. Its layers have not attended yet, so
+        the first one is reported with the second."""
         now = self._clock()
         if now < self._said_at + self._every:
             return
         totals = self._activity.totals()
         new = {name: count - self._said[name] for name, count in totals.items()}
+        if not new["layers_sparse"]:
+            return
         self._said_at, self._said = now, totals
         logger.info(
             "kvrecall: retrieval: %(steps_sparse)d of %(steps)d steps sparse; "

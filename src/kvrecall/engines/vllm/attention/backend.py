@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from vllm.config import get_current_vllm_config
 
+from kvrecall.attention.index.base import require_index
 from kvrecall.attention.settings import Regime, RetrievalSettings
 from kvrecall.engines.vllm.attention import checks
 from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog
@@ -51,6 +52,7 @@ class RetrievalAttention:
     """One layer's attention: dense unless a sequence is decoded past the boundary. Mixed into an
     attention implementation of vLLM's, before it."""
 
+    num_heads: int
     scale: float
     logits_soft_cap: float | None
     sinks: torch.Tensor | None
@@ -182,13 +184,16 @@ class RetrievalBuilder(ABC):
         checks.require_block_size(self.block_size, settings)
         self._settings = settings
         on_host = self._kernel.device.type == "cpu"
+        parts = settings.layout(self.block_size).kind.parts
+        require_index(settings.index, parts * self._kernel.shape.head_dim)
         self._group = group = RetrievalGroup(
             self._activity,
             self._heat,
             in_place=self._kernel.in_place,
             loads_in_step=on_host,
         )
-        self._planner = StepPlanner(settings, self._kernel, group.freshness, self._activity)
+        told = group.freshness, self._activity, self._token_bytes()
+        self._planner = StepPlanner(settings, self._kernel, *told)
         self._tell_boundary(settings)
         for name, impl in self._impls().items():
             number, whole, sparse = config.layer_index(name), self.make_whole(name), None
@@ -198,6 +203,15 @@ class RetrievalBuilder(ABC):
             group.add(name, sparse, whole)
             impl.group, impl.sparse_layer, impl.whole_layer = group, sparse, whole
             impl.measured = 0 if on_host else self._kernel.overhead_bytes
+
+    def _token_bytes(self) -> int:
+        """Keys and values of a token in the model's first layer with full attention, by which the
+        scheduler side's gate decides, too: where layers differ in it, all are sparse or none is."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        impls = _attention_layers(self.vllm_config).items()
+        first = next(layers[name] for name, impl in impls if not checks.has_window(impl))
+        spec = first.get_kv_cache_spec(self.vllm_config)
+        return int(spec.page_size_bytes) // int(spec.block_size)
 
     def _impls(self) -> Mapping[str, RetrievalAttention]:
         """Its layers, by name."""
@@ -214,7 +228,21 @@ class RetrievalBuilder(ABC):
         if most <= settings.dense_boundary:  # which is told at start
             return
         gate = self._planner.gate
-        least = gate.sparse_from(self.block_size, most)
+        longest = most - 1  # the last token of a sequence of max_model_len is not decoded further
+        least = gate.sparse_from(self.block_size, longest)
+        ungated = replace(gate, settings=replace(settings, gate=False))
+        if least is None and ungated.sparse_from(self.block_size, longest) is None:
+            logger.warning(
+                "kvrecall: RETRIEVAL CAN NEVER ACT: a sequence of max_model_len=%d has no more "
+                "blocks between its first %d and last %d tokens than a step selects of them, at "
+                "least %d; lower VLLM_RETRIEVAL_INIT_TOKENS_NUM, VLLM_RETRIEVAL_LOCAL_TOKENS_NUM "
+                "or VLLM_RETRIEVAL_LEAST_BLOCKS",
+                most,
+                settings.init_tokens,
+                settings.local_tokens,
+                settings.fewest_blocks,
+            )
+            return
         if least is None:
             logger.warning(
                 "kvrecall: RETRIEVAL CAN NEVER ACT: dense attention is expected to be faster at "

@@ -147,7 +147,8 @@ def require_block_size(block_size: int, settings: RetrievalSettings) -> None:
     if block_size % settings.tokens_a_digest:
         raise EngineError(
             f"block_size={block_size} is not a multiple of VLLM_RETRIEVAL_DIGEST_TOKENS="
-            f"{settings.tokens_a_digest}; pass --block-size 128, or digest another number of tokens"
+            f"{settings.tokens_a_digest}; pass --block-size 128, or digest another number of "
+            "tokens, unless VLLM_RETRIEVAL_MODE fixes it"
         )
 
 

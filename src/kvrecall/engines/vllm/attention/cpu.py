@@ -463,7 +463,8 @@ class RetrievalMetadataBuilder(RetrievalBuilder, CPUAttentionMetadataBuilder):
 
     def make_kernel(self, kv_cache_spec: Any) -> CpuKernel:
         shape = (self.num_heads, self.num_kv_heads, self.head_dim, self.block_size)
-        fp8 = config.fp8_type(self.vllm_config)
+        # vLLM keeps the layers of --kv-cache-dtype-skip-layers in the model's type.
+        fp8 = config.fp8_type(self.vllm_config) if kv_cache_spec.dtype is torch.uint8 else None
         return CpuKernel(KernelShape(*shape, self.dtype, self.isa, fp8, self.has_sinks()))
 
     def make_whole(self, name: str) -> InPlaceLayer:

@@ -53,10 +53,7 @@ class DeviceBuilder(RetrievalBuilder):
         self.use_full_cuda_graph = False
 
     def make_kernel(self, kv_cache_spec: Any) -> TritonKernel:
-        heads = self.vllm_config.model_config.get_num_attention_heads(
-            self.vllm_config.parallel_config
-        )
-        spec = kv_cache_spec
+        heads, spec = next(iter(self._impls().values())).num_heads, kv_cache_spec
         shape = (heads, spec.num_kv_heads, spec.head_size, self.block_size, spec.dtype, "")
         kernel = TritonKernel(KernelShape(*shape), self.device)
         settings = active_settings(self.vllm_config)

@@ -6,6 +6,8 @@ only if that variable names it, or under ``kvrecall serve --retrieval``.
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
 import os
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -16,6 +18,7 @@ from kvrecall.environment import PLUGINS, RETRIEVAL
 from kvrecall.errors import ConfigError, EngineError
 
 NAME = "retrieval"
+logger = logging.getLogger("vllm.kvrecall")
 
 
 def register() -> None:
@@ -24,6 +27,7 @@ def register() -> None:
 
     weights.register()  # VLLM_PLUGINS may name this plug-in and not that one
     if not is_requested(os.environ):
+        _tell_unused(os.environ)
         return
     from kvrecall.engines.vllm.attention import checks
     from kvrecall.engines.vllm.compat import attention, scheduler
@@ -33,6 +37,20 @@ def register() -> None:
     attention.override_attention(checks.backends())
     attention.override_kv_cache_spec(checks.require_retrieval)
     scheduler.reschedule_lost()
+
+
+def _tell_unused(environ: Mapping[str, str]) -> None:
+    """Logs in an engine's first process that settings of retrieval are without effect."""
+    unused = sorted(name for name in environ if name.startswith(PREFIX))
+    if unused and multiprocessing.parent_process() is None:
+        logger.warning(
+            "kvrecall: retrieval attention is off, so %s %s no effect: name `%s` in VLLM_PLUGINS "
+            "(beside any others), or unset %s",
+            ", ".join(unused),
+            "has" if len(unused) == 1 else "have",
+            NAME,
+            "it" if len(unused) == 1 else "them",
+        )
 
 
 def is_requested(environ: Mapping[str, str]) -> bool:

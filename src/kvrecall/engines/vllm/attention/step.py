@@ -371,13 +371,16 @@ class StepPlanner:
         kernel: RowKernel,
         freshness: Freshness,
         activity: Activity,
+        token_bytes: int = 0,
     ) -> None:
+        """``token_bytes``: of the layer by which the gate decides for all; 0: of the kernel's."""
         self._settings = settings
         self._kernel = kernel
         self._shape = shape = kernel.shape
         self._freshness = freshness
         self._activity = activity
-        self.gate = Gate(settings, shape.token_bytes, kernel.overhead_bytes, not kernel.chooses)
+        token_bytes = token_bytes or shape.token_bytes
+        self.gate = Gate(settings, token_bytes, kernel.overhead_bytes, not kernel.chooses)
         self._told = False
         self._layout = settings.layout(shape.block_size, not kernel.chooses)
         self._query_size = shape.kv_heads, shape.group, shape.head_dim

@@ -318,12 +318,11 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         return unit
 
     def _exact_blocks(self) -> int:
-        """Blocks of a sequence that are attended to densely during decode; always the first,
-        because a sequence of one block has none to omit."""
+        """As of ``RetrievalSettings.exact_blocks``."""
         if not is_requested(os.environ):
             return ALL_BLOCKS
         size = config.kv_groups(self._kv_cache_config)[0].block_size
-        return max(1, active_settings(self._vllm_config).dense_boundary // size)
+        return active_settings(self._vllm_config).exact_blocks(size)
 
     def _may_recall(self) -> bool:
         """Only in consumers does vLLM protect blocks from loads that overtake a running step."""

@@ -59,7 +59,8 @@ class RecallWorker:
         self._stores_done = 0
         self._failed_loads: set[str] = set()
         self._report = StepReport()
-        self._retrieval: dict[int, RetrievalGroup] = {}  # by KV group, where it has one
+        self._retrieval: dict[int, list[RetrievalGroup]] = {}
+        """By KV group: layers whose heads or types of keys differ have one each."""
         self._attention: Mapping[str, int] = {}  # their totals when they were last reported
         self._model: torch.nn.Module | None = None  # until ``shard`` has read it
         self._offloading = False
@@ -88,7 +89,7 @@ class RecallWorker:
         number_of = {page.name: at for at, pages in enumerate(groups) for page in pages}
         for retrieval in retrieval_groups(self._vllm_config):
             number = number_of[retrieval.layer_names[0]]
-            self._retrieval[number] = retrieval
+            self._retrieval.setdefault(number, []).append(retrieval)
             groups[number] += (
                 Pages(name, rows, f"{tuple(rows.shape[1:])} bytes")
                 for name, rows in retrieval.register(kv_caches).items()
@@ -164,9 +165,9 @@ class RecallWorker:
         """Starts the step's loads."""
         for load in orders.loads:
             written = [
-                (self._retrieval[copy.group], copy.block_ids)
+                (group, copy.block_ids)
                 for copy in load.copies
-                if copy.group in self._retrieval
+                for group in self._retrieval.get(copy.group, ())
             ]
             for group, ids in written:
                 group.note_overwritten(ids)
@@ -187,8 +188,8 @@ class RecallWorker:
             if not self._writes_shard():
                 self._report.stored[store.store_id] = 1
                 continue
-            if store.copy.group in self._retrieval:
-                self._retrieval[store.copy.group].before_store(store.copy.block_ids)
+            for group in self._retrieval.get(store.copy.group, ()):
+                group.before_store(store.copy.block_ids)
             if self._arena.store(orders.arena, store.copy):
                 self._sign(orders, store)
                 self._storing.append(store.store_id)
@@ -278,9 +279,13 @@ class RecallWorker:
         report, self._report = self._report, StepReport()
         return None if report == StepReport() else report
 
+    @property
+    def _retrieval_groups(self) -> list[RetrievalGroup]:
+        return [group for groups in self._retrieval.values() for group in groups]
+
     def attention_counts(self) -> dict[str, float]:
         """Counters of the attention layers since the last call: increments."""
-        totals = totals_of(group.counted() for group in self._retrieval.values())
+        totals = totals_of(group.counted() for group in self._retrieval_groups)
         new = {name: count - self._attention.get(name, 0) for name, count in totals.items()}
         self._attention = totals
         return {f"retrieval_{name}": float(count) for name, count in new.items() if count}
@@ -288,7 +293,7 @@ class RecallWorker:
     def attention_heat(self) -> dict[int, list[list[int]]]:
         """Where in their contexts the attention layers selected blocks, since the last call."""
         heat = HeatTotals()
-        for group in self._retrieval.values():
+        for group in self._retrieval_groups:
             heat.add(group.heat.take())
         return heat.take()
 
@@ -302,7 +307,7 @@ class RecallWorker:
         self._offloading = offload is not None
         moves = offload is not None and bool(offload.arrivals or offload.departures)
         records = self._records(orders.arena) if moves else None
-        groups = self._retrieval.values()
+        groups = self._retrieval_groups
         lost = {one for group in groups for one in group.take(offload, records)}
         self._arena.keep(frozenset(one for group in groups for one in group.arenas))
         arriving = set() if offload is None else {one.request_id for one in offload.arrivals}
