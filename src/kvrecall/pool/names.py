@@ -738,7 +738,7 @@ class CompactNames(Names):
         # because NumPy is fast along long ones.
         halves = np.ascontiguousarray(slots.take(groups, axis=0).view(np.uint32).T)
         same = halves[_UPPER::2] == (codes & np.uint64(_LOW)).astype(np.uint32)
-        found = (halves[_LOWER::2] * same).max(axis=0).astype(np.int64) - 1
+        found: Numbers = (halves[_LOWER::2] * same).max(axis=0).astype(np.int64) - 1
         missing = np.flatnonzero(found < 0)
         if missing.size > _FEW:  # those whose home is full may be behind it
             ends = (groups.take(missing) << _GROUP_BITS) + (_GROUP - 1)

@@ -482,7 +482,7 @@ def _times_at(share: float, turns: _Rounds, dense: _Rounds) -> float | None:
     """``_times``, computed for a model in which attention is that share of a dense step: the
     engine's attention and the rest of its step each take as long, in multiples of the dense one's,
     as here. None where attention is not measured."""
-    found = []
+    found: list[float] = []
     for round_, plain in zip(turns, dense, strict=True):
         parts, plainly = _parts(round_), _parts(plain)
         if parts is None or plainly is None:
