@@ -8,7 +8,7 @@ import pytest
 
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.errors import ConfigError, EngineError
-from kvrecall.lab.bench import generate
+from kvrecall.lab.bench import generate, tables
 from kvrecall.lab.bench.generate import MODES, Load
 
 from .commands import figures_of
@@ -63,6 +63,22 @@ def test_what_another_share_of_attention_would_gain() -> None:
     assert generate._times_at(2 / 3, three, dense) == round(3 / (0.5 + 2 / 3), 3)
     unknown = [[{"seconds": 1.0, "attention_seconds": None, "tokens": 1}]] * 3
     assert generate._times_at(2 / 3, unknown, dense) is None
+
+
+def test_a_table_has_no_columns_without_figures() -> None:
+    row = {
+        "mode": "dense", "context": 8, "at_once": 1, "sequences": 1, "tokens_per_s": 1.0,
+        "ms_a_token": 1.0, "times_dense": 1.0, "times_dense_cpu": 1.0, "attention_share": None,
+        "times_dense_at_two_thirds": None, "blocks_read_share": 0.5, "peak_device_bytes": 1,
+        "device_cache_bytes": 1,
+    }  # fmt: skip
+    columns, _ = tables.generate_table([row])
+    assert "blocks read" in columns
+    assert not {"attention", "at 2/3"} & set(columns)
+    known = {**row, "attention_share": 0.5, "times_dense_at_two_thirds": 1.25}
+    columns, cells = tables.generate_table([row, known])
+    assert [line[columns.index("at 2/3")] for line in cells] == ["", "1.25"]
+    assert {len(line) for line in cells} == {len(columns)}
 
 
 def test_figures_of_an_engine_that_did_something_else_are_refused() -> None:

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -397,7 +398,8 @@ def decode(run: Run) -> Iterator[str]:
 
 
 def generate_table(rows: Sequence[Figures]) -> Table:
-    """Whole engines: a line per length, number of sequences and mode."""
+    """Whole engines: a line per length, number of sequences and mode; a column if it is known for
+    one of them."""
     columns = (
         "engine", "context", "at once", "tokens/s", "ms a token", "to dense", "at 2/3",
         "attention", "blocks read", "device MiB",
@@ -417,7 +419,9 @@ def generate_table(rows: Sequence[Figures]) -> Table:
         )
         for one in rows
     )
-    return columns, cells
+    measured = [any(of) for of in zip(*cells, strict=True)]
+    shown = [tuple(compress(line, measured)) for line in (columns, *cells)]
+    return shown[0], tuple(shown[1:])
 
 
 def _cell(value: float | None, form: str) -> str:
@@ -434,8 +438,7 @@ def generate(found: Figures) -> Iterator[str]:
         f"{found['params'] / 1e6:.0f} million parameters, {kib:.0f} KiB of KV a token, made up, "
         f"{found['share']:.0%} of the middle blocks, {found['threads']} threads. To "
         "dense: tokens a second in multiples of the dense engine's, by turns; in brackets tokens a "
-        "second of processor time. At 2/3: computed for a model in which attention is two thirds "
-        "of a dense step."
+        "second of processor time."
     )
     for text in found["left_out"]:
         yield ""
