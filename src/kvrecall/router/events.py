@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from kvrecall.block import TierName
 from kvrecall.router.holdings import Holdings, short_hash
@@ -340,16 +341,26 @@ class Subscription:
         """What the publisher still has from ``start`` on; None if it does not answer."""
         self.replays += 1
         socket = context.socket(zmq.DEALER)
-        connected = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        seen: list[int] = []
+        silent_s = 0.0
         replayed: list[tuple[int, bytes]] = []
         try:
             socket.set(zmq.LINGER, 0)
             socket.set(zmq.RCVHWM, 0)
             socket.connect(f"tcp://{self.publisher.host}:{self.publisher.replay_port}")
             await socket.send_multipart((b"", start.to_bytes(8, "big")))
-            while await socket.poll(_REPLAY_S * 1000) or (
-                not replayed and await connected.poll(0) and await socket.poll(_BUSY_S * 1000)
-            ):
+            while True:
+                if not await socket.poll(_REPLAY_S * 1000):
+                    silent_s += _REPLAY_S
+                    while await monitor.poll(0):
+                        told = parse_monitor_message(await monitor.recv_multipart())
+                        seen.append(told["event"])
+                    # One that went, and perhaps came back, does not know what it was asked.
+                    is_there = seen == [zmq.EVENT_HANDSHAKE_SUCCEEDED]
+                    if replayed or not is_there or silent_s > _BUSY_S:
+                        return None
+                    continue
                 frames = await socket.recv_multipart()
                 if not frames[-1]:
                     return replayed
@@ -358,7 +369,6 @@ class Subscription:
         finally:
             socket.disable_monitor()
             socket.close()
-        return None
 
 
 class Subscriptions:
