@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -464,3 +466,35 @@ def test_a_namespace_can_be_read(model: Path) -> None:
     assert json.loads(parts["architecture"])["architectures"] == ["Qwen3ForCausalLM"]
     assert json.loads(parts["configuration"])
     assert "switches" in parts["loaded"]
+
+
+def test_it_does_not_matter_whether_a_start_compiled_or_found_what_it_compiled(
+    model: Path,
+) -> None:
+    """vLLM notes it in the model; on a GPU, where it compiles by default, a restart had another
+    namespace, and found nothing on disk."""
+    vllm = config_of(model, compilation_config={"mode": 3})
+
+    @support_torch_compile(dynamic_arg_dims={"hidden": 0})
+    class Backbone(nn.Module):
+        def __init__(self, *, vllm_config: Any) -> None:
+            super().__init__()
+            self.heads = 8
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden
+
+    with set_current_vllm_config(vllm):
+        backbone: Any = Backbone(vllm_config=vllm)
+    assert not backbone.do_not_compile
+    before = LoadedModel.of(backbone)
+    for name, now in (
+        ("compiled", True),
+        ("first_compile", False),
+        ("was_aot_compile_fn_loaded_from_disk", True),
+    ):
+        assert getattr(backbone, name) is not now, "vLLM has it otherwise"
+        setattr(backbone, name, now)
+    assert LoadedModel.of(backbone) == before
+    backbone.heads = 4
+    assert LoadedModel.of(backbone) != before

@@ -15,6 +15,7 @@ from kvrecall.engines.vllm.connector.copier import Copier
 from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, Pages
 from kvrecall.engines.vllm.device import device_of, peer
 from kvrecall.engines.vllm.device.base import Batch
+from kvrecall.engines.vllm.device.pagelock import CHUNK_BYTES
 from kvrecall.pool.arena import Arena
 
 _ROUNDS = 45
@@ -29,7 +30,7 @@ def measure_bandwidth(
     bandwidth changes from one second to the next. ``device``: the accelerator, or the CPU if
     there is none.
 
-    The plain copy is one ``copy_`` between two tensors of the same size, taken in turns with the
+    The plain copy is ``copy_`` between two tensors of the same size, taken in turns with the
     restore in the same process and with the same threads. Device blocks are consecutive and so
     are slots, as they are for a prompt restored in an engine with room; ``scattered_gb_s`` is
     the opposite case, neither of them in order. ``vllm_gb_s``: the pieces in order by the call that
@@ -58,7 +59,7 @@ def measure_bandwidth(
         "restore_gb_s": lambda: copier.load(in_order),
         "scattered_gb_s": lambda: copier.load(scattered),
         "store_gb_s": lambda: copier.store(in_order),
-        "plain_copy_gb_s": lambda: target.copy_(memory[:nbytes]),
+        "plain_copy_gb_s": lambda: _plain_copy(target, memory),
     }
     theirs = peer.offloading_load(device, block_bytes // layers)
     if theirs is not None:
@@ -86,3 +87,12 @@ def measure_bandwidth(
         "restore_to_plain": round(ratio, 3),
         "restore_to_plain_quartiles": [round(first, 3), round(third, 3)],
     }
+
+
+def _plain_copy(target: torch.Tensor, memory: torch.Tensor) -> None:
+    """Copies bytes from the arena to the device, and waits for them. A piece for each range that is
+    page-locked in one call: CUDA copies none that lies in two."""
+    for begin in range(0, len(target), CHUNK_BYTES):
+        piece = slice(begin, min(begin + CHUNK_BYTES, len(target)))
+        target[piece].copy_(memory[piece], non_blocking=True)
+    device_of(target.device).current().record().wait()

@@ -7,6 +7,7 @@ This part of the check uses no engine; ``servers.py`` has whole servers.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -24,6 +25,7 @@ from kvrecall.attention.kernels.device import (
 from kvrecall.attention.kernels.oracle import attend_plainly, logits_plainly, table_plainly
 from kvrecall.attention.selection import split_of
 from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.engines.vllm.device import peer
 from kvrecall.lab.gpu_check.outcome import CheckError
 
 BLOCK, KV_HEADS, GROUP, DIM = 128, 8, 4, 128
@@ -35,6 +37,10 @@ SHARES = (0.2, 0.02)
 _SCALE = DIM**-0.5
 _LENGTHS = (1, 127, 128, 129, 1000, 4097)
 _ROUNDS = 12
+_FIRST = 3
+"""Rounds that compile kernels, and are not counted."""
+_BUSY_BYTES = 1 << 30
+"""Written in about a quarter of a millisecond by an H200."""
 
 
 def check_attention(device: torch.device) -> None:
@@ -121,17 +127,18 @@ def _as_good(best: torch.Tensor, some: torch.Tensor, others: torch.Tensor) -> bo
 def decode_times(
     device: torch.device, context: int, settings: RetrievalSettings | None = None
 ) -> dict[str, float]:
-    """Milliseconds (medians) of a token's attention in one layer at ``context`` tokens: over all
-    blocks, by the same kernels, and by retrieval, by default with its default settings, including
-    its search; and the share of the blocks that retrieval reads."""
+    """Milliseconds of a token's attention in one layer at ``context`` tokens (medians of the
+    device's time, with nothing of the cache in its own): over all blocks, by the same kernels and
+    by vLLM's FlashAttention if it is there, and by retrieval, by default with its default settings,
+    including its search. What the host takes to launch retrieval; and the share of the blocks that
+    it reads. The cache lies as FlashAttention has it."""
     settings = settings or RetrievalSettings()
     split = split_of(context, BLOCK, settings)
     if not split.chosen:
         raise CheckError(f"{context} tokens leave nothing to choose from")
-    shape = (split.blocks, BLOCK, KV_HEADS, DIM)
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
-    keys = torch.randn(shape, dtype=dtype, device=device)
-    values = torch.randn(shape, dtype=dtype, device=device)
+    cache = torch.randn(split.blocks, KV_HEADS, BLOCK, 2 * DIM, dtype=dtype, device=device)
+    keys, values = cache.transpose(1, 2).split(DIM, -1)
     query = torch.randn(1, KV_HEADS * GROUP, DIM, dtype=dtype, device=device)
     output = torch.empty_like(query)
     layout = settings.layout(BLOCK, narrows=False)
@@ -144,30 +151,54 @@ def decode_times(
     length = split.attended_tokens
     step = _step(device, ids, length, split.chosen, split.init, split.middle)
 
+    def dense() -> None:
+        attend_by_triton(query, keys, values, whole, output, _SCALE)
+
     def sparse() -> None:
         choose_by_triton(query, coded, step, _SCALE, bounds)
         attend_by_triton(query, keys, values, step, output, _SCALE)
 
-    milliseconds = {
-        "dense_ms": _median_ms(
-            device, lambda: attend_by_triton(query, keys, values, whole, output, _SCALE)
-        ),
-        "retrieval_ms": _median_ms(device, sparse),
-    }
+    milliseconds = {"dense_ms": _median_ms(device, dense)}
+    flash = peer.flash_attention(query, keys, values, context)
+    if flash is not None:
+        milliseconds["flash_ms"] = _median_ms(device, flash)
+    milliseconds["retrieval_ms"] = _median_ms(device, sparse)
+    milliseconds["launch_ms"] = _launch_ms(device, sparse)
     return {**milliseconds, "blocks_read": round(split.attended_blocks / split.blocks, 4)}
 
 
-def _median_ms(device: torch.device, work: Callable[[], None]) -> float:
-    times = []
-    rounds, first = (_ROUNDS, 3) if device.type != "cpu" else (1, 0)
-    for turn in range(rounds + first):
-        _synchronize(device)
+def _median_ms(device: torch.device, work: Callable[[], object]) -> float:
+    """By the device's clock. What it does first fills its cache with other data, and keeps it busy
+    until all of ``work`` is launched."""
+    if device.type == "cpu":
         begin = time.perf_counter()
         work()
+        return round((time.perf_counter() - begin) * 1e3, 4)
+    other = torch.empty(_BUSY_BYTES, dtype=torch.uint8, device=device)
+    times = []
+    for turn in range(_ROUNDS + _FIRST):
+        other.zero_()
+        events = [torch.Event(device, enable_timing=True) for _ in range(2)]
+        events[0].record()
+        work()
+        events[1].record()
         _synchronize(device)
-        if turn >= first:  # these compile
-            times.append((time.perf_counter() - begin) * 1e3)
-    return round(sorted(times)[len(times) // 2], 4)
+        if turn >= _FIRST:
+            times.append(float(events[0].elapsed_time(events[1])))
+    return round(statistics.median(times), 4)
+
+
+def _launch_ms(device: torch.device, work: Callable[[], object]) -> float:
+    """What the host takes for it, the mean; on a CPU, where that is all, 0."""
+    if device.type == "cpu":
+        return 0.0
+    _synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(_ROUNDS):
+        work()
+    taken = time.perf_counter() - begin
+    _synchronize(device)
+    return round(taken / _ROUNDS * 1e3, 4)
 
 
 def _synchronize(device: torch.device) -> None:

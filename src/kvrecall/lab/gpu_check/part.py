@@ -237,7 +237,8 @@ def _decode(here: Here) -> Finding:
         found[str(context)] = attention.decode_times(place, context, settings)
         here.say(f"{context} tokens: {found[str(context)]}")
     note = "; ".join(
-        f"{int(context) // 1024}K: dense {one['dense_ms']} ms, retrieval {one['retrieval_ms']} ms"
+        f"{int(context) // 1024}K: dense {one['dense_ms']} ms, FlashAttention "
+        f"{one.get('flash_ms', 'not there')}, retrieval {one['retrieval_ms']} ms"
         for context, one in found.items()
     )
     return f"attention of a token in one layer, {note}", found

@@ -31,6 +31,10 @@ whole."""
 _COPIES = re.compile(r"^output_sizes?$")
 """Likewise, of projections that count a KV head as often as there are ranks that have it."""
 
+_STATE = frozenset(("compiled", "first_compile", "was_aot_compile_fn_loaded_from_disk"))
+"""Attributes by which vLLM's compiler keeps note of what it has done: other ones after a start that
+compiles than after one that finds its compiled functions on disk."""
+
 _LAYER = re.compile(r"(.*?\.)?(layers|h|blocks)\.\d+(?=\.|$)")
 
 _TABLES = re.compile(r"cos|sin|freq|rope|rotary|scale|alibi|slope|temperature")
@@ -99,7 +103,7 @@ def _switches(model: nn.Module) -> Iterator[tuple[str, object]]:
         for name, value in vars(module).items():
             if name.startswith("_") or name == "training" or _LIMITS.search(name):
                 continue
-            if _SHARDS.search(name):
+            if name in _STATE or _SHARDS.search(name):
                 continue
             if hasattr(module, "num_kv_head_replicas") and _COPIES.search(name):
                 continue
