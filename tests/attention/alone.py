@@ -39,13 +39,14 @@ def programs_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def choose_alone(  # type: ignore[no-untyped-def]
     facts, blocks, logits, scores, table, slots, missed, place, state, counts,
     kv_heads, width, candidates, attended, most_slots, numbers, state_part, state_head,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, RECALLS: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, SEARCH: tl.constexpr,
+    RECALLS: tl.constexpr,
 ):  # fmt: skip
     choose_row(
         tl.program_id(0).to(tl.int64),
         facts, blocks, logits, scores, table, slots, missed, place, state, counts,
         kv_heads, width, candidates, attended, most_slots, numbers, state_part, state_head,
-        GROUP, HEADS, CHUNK, RECALLS,
+        GROUP, HEADS, CHUNK, SEARCH, RECALLS,
     )  # fmt: skip
 
 
@@ -56,10 +57,11 @@ def choose(step: DeviceStep, residency: DeviceResidency | None = None) -> None:
         parts = residency.place, residency.state, residency.counts
         kept = parts, residency.place.stride(0), residency.state.stride()
     tensors, numbers, (part, head, _) = kept
+    chunk = device.blocks_at_once(step.group)
     choose_alone[(step.rows,)](
         step.facts, step.blocks, step.logits, step.scores, step.table, step.slots, step.missed,
         *tensors, step.kv_heads, step.blocks.shape[1], step.logits.shape[2], step.table.shape[1],
         step.slots.shape[1], numbers, part, head,
-        GROUP=step.group, HEADS=device._next_power(step.group),
-        CHUNK=device.blocks_at_once(step.group), RECALLS=residency is not None,
+        GROUP=step.group, HEADS=device._next_power(step.group), CHUNK=chunk,
+        SEARCH=device._SEARCHED * chunk, RECALLS=residency is not None,
     )  # fmt: skip

@@ -10,12 +10,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvrecall.attention.kernels import triton_kernels as kernels
-from kvrecall.attention.kernels.device import blocks_at_once
+from kvrecall.attention.kernels.device import blocks_at_once, warps_of
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
 TYPES = dict.fromkeys(("facts", "blocks", "table", "ids"), "*i32")
@@ -38,7 +39,7 @@ def uses() -> Any:
         heads = 1 << (group - 1).bit_length()
         sizes = {"GROUP": group, "HEADS": heads, "DIM": dim, "WIDE": wide, "SIZE": 128}
         sizes |= {"CHUNK": 32 // heads, "CAPPED": dim == 64, "SINKS": dim == 128}
-        fixed = {**sizes, "PADDED": 16, "TILE": 64, "key_dim": 1}
+        fixed = {**sizes, "SPLITS": 64, "PADDED": 16, "TILE": 64, "key_dim": 1}
         yield kernels.attend_rows, {**TYPES, **pointers}, {**fixed, "value_dim": 1}
     for dim, rows, bounds in ((128, 8, True), (128, 16, True), (64, 8, False), (80, 16, True)):
         wide = 1 << (dim - 1).bit_length()
@@ -47,6 +48,7 @@ def uses() -> Any:
         group = {80: 16}.get(dim, 4 if bounds else 7)
         fixed = {**sizes, "GROUP": group, "PADDED": 16, "TILE": 64 // rows}
         fixed |= {"HEADS": 1 << (group - 1).bit_length(), "CHUNK": blocks_at_once(group)}
+        fixed |= {"TILES": 2, "SEARCH": 4 * blocks_at_once(group)}
         for left in (False, True):
             chosen = {**fixed, "LEFT": left, "RECALLS": left}
             yield kernels.choose_blocks, {**TYPES, **pointers}, chosen
@@ -68,9 +70,18 @@ def main(capability: int) -> None:
         attrs = {(names.index(n),): aligned for n in even if n not in fixed}
         source = ASTSource(kernel, signature=signature, constexprs=fixed, attrs=attrs)
         options = {"num_warps": 8} if kernel is kernels.digest_blocks else {}
+        if kernel is kernels.attend_rows:
+            size = torch_type(types["keys"]).itemsize
+            options = {"num_warps": warps_of(fixed["WIDE"], size)}
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         check(kernel, made.asm["ptx"])
         print(kernel.__name__, fixed, "spills", spills(made.asm["ptx"], capability))
+
+
+def torch_type(pointer: str) -> torch.dtype:
+    """Of Triton's name of a pointer's type."""
+    names = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}
+    return names[pointer]
 
 
 def check(kernel: Any, assembly: str) -> None:

@@ -3,6 +3,7 @@ and the gate that follows from it."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -226,3 +227,31 @@ def test_the_benchmark_counts() -> None:
         "host_waits_a_step": 0,
         "sparse_from_tokens": 32_768,
     }
+
+
+def test_only_launches_of_one_compiled_kernel_are_alike() -> None:
+    """By Triton's own choice among compiled kernels, of random arguments."""
+    specialize = pytest.importorskip("triton._C.libtriton").native_specialize_impl
+    backend = pytest.importorskip("triton.backends.nvidia.compiler").CUDABackend
+    chance = random.Random(0)
+    room = torch.zeros(64, dtype=torch.int8)
+
+    def argument() -> object:
+        number = chance.choice([0, 1, 2, 3, 8, 16, 48, 1 << 31, 1 << 40])
+        dtype = chance.choice([torch.int32, torch.float32, torch.bfloat16])
+        tensor = room[chance.choice([0, 4, 16, 32]) :][:16].view(dtype)
+        return chance.choice([number, chance.random(), tensor])
+
+    seen: dict[object, object] = {}
+    alike = 0
+    for _ in range(20_000):
+        args = [room, argument(), argument()]
+        sizes = {"SIZE": chance.choice([1, 2])}
+        key = kernels._alike(chance.choice(["one", "two"]), args, sizes)
+        if key is None:
+            assert any(isinstance(one, torch.Tensor) and one.data_ptr() % 16 for one in args)
+            continue
+        told = [specialize(backend, one, False, True, True) for one in args]
+        alike += key in seen
+        assert seen.setdefault(key, (told, sizes, key[0])) == (told, sizes, key[0])
+    assert alike > 1000

@@ -47,7 +47,7 @@ from kvrecall.engines.vllm.compat.config import (
 )
 from kvrecall.engines.vllm.connector.copier import ArenaMapping, Copier
 from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, Pages, pages_of, runs_of
-from kvrecall.engines.vllm.device import accelerator, inline, pagelock
+from kvrecall.engines.vllm.device import accelerator, driver, inline, pagelock
 from kvrecall.engines.vllm.device.accelerator import AcceleratorDevice, split
 from kvrecall.engines.vllm.device.base import Batch
 from kvrecall.engines.vllm.device.counting import Counts, counted
@@ -304,6 +304,68 @@ def test_small_items_are_loaded_by_a_kernel_and_others_by_calls_of_bounded_lengt
     device.current().copy(Batch(*ways, np.full(20, nbytes)))
     assert took == by
     device.unlock(memory)
+
+
+@pytest.mark.parametrize("is_load", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_layers_blocks_at_even_distances_are_one_call(
+    seed: int, is_load: bool, accelerated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of as many as lie in one locked range; the others are items."""
+    page, layers, blocks, chunk = 16 << 10, 3, 24, 15 * (16 << 10)
+    rows: list[tuple[int, int]] = []
+    items: list[int] = []
+
+    def copy_rows(
+        count: int, nbytes: int, source: driver.Place, target: driver.Place, load: bool
+    ) -> None:
+        assert load == is_load
+        host = source if is_load else target
+        at = host.address - memory.data_ptr()
+        assert at // chunk == (at + (count - 1) * host.step + nbytes - 1) // chunk
+        steps = np.arange(count)
+        of, to = (place.address + steps * place.step for place in (source, target))
+        Batch(of, to, np.full(count, nbytes)).copy_here()
+        rows.append((count, nbytes))
+
+    def swap(of: torch.Tensor, to: torch.Tensor, sizes: torch.Tensor, _: bool) -> None:
+        Batch(of.numpy(), to.numpy(), sizes.numpy()).copy_here()
+        items.append(len(sizes))
+
+    monkeypatch.setattr(ops, "swap_blocks_batch", swap)
+    monkeypatch.setattr(driver, "copies_rows", lambda: True)
+    monkeypatch.setattr(driver, "copy_rows", copy_rows)
+    monkeypatch.setattr(Stream, "device", torch.device("cuda"))
+    monkeypatch.setattr(accelerator, "copy_kernel", lambda *_: None)
+    for module in (accelerator, pagelock):
+        monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
+    chance = np.random.default_rng(seed)
+    memory = torch.zeros(layers * page * blocks, dtype=torch.uint8)
+    pages = tuple(
+        Pages(f"layer{n}", torch.zeros(blocks + 1, page, dtype=torch.uint8), "")
+        for n in range(layers)
+    )
+    for tensor in (memory, *(one.rows for one in pages)):
+        tensor.copy_(torch.from_numpy(chance.integers(0, 256, tensor.shape, dtype=np.uint8)))
+    copier = Copier(memory, [GroupPages(pages)])
+    devices.device_of(CPU).wait_locked()
+    ids, offsets = np.arange(1, blocks + 1), np.arange(blocks) * layers * page
+    if seed:  # a piece of them is out of order
+        some = slice(4, 12)
+        ids[some] = chance.permutation(ids[some])
+    want = memory.view(blocks, layers, page).clone()
+    if not is_load:
+        want = torch.stack([one.rows[ids].clone() for one in pages], 1)
+    order = Copy(tuple(ids.tolist()), tuple(offsets.tolist()))
+    assert (copier.load if is_load else copier.store)(order) == memory.numel()
+    copier.drain()
+    for n, one in enumerate(pages):
+        assert torch.equal(one.rows[ids], want[:, n])
+    assert torch.equal(memory.view(blocks, layers, page), want)
+    assert sum(count for count, _ in rows) >= (12 if seed else layers * blocks - layers)
+    assert all(count >= accelerator.FEWEST_ROWS and nbytes == page for count, nbytes in rows)
+    assert sum(count for count, _ in rows) + sum(items) >= layers * blocks
+    copier.close()
 
 
 def test_a_driver_that_takes_its_time_holds_no_step(

@@ -57,6 +57,71 @@ def cuMemcpyBatchAsync(targets, sources, sizes, count, attributes, starts, kinds
     return 0
 
 
+class Side(ctypes.Structure):
+    _fields_ = [
+        ("XInBytes", ctypes.c_size_t),
+        ("Y", ctypes.c_size_t),
+        ("MemoryType", ctypes.c_int),
+        ("Host", ctypes.c_void_p),
+        ("Device", ctypes.c_uint64),
+        ("Array", ctypes.c_void_p),
+        ("Pitch", ctypes.c_size_t),
+    ]
+
+
+class Memcpy2D(ctypes.Structure):
+    """cuda.h of CUDA 13.0."""
+
+    _fields_ = [
+        ("src", Side),
+        ("dst", Side),
+        ("WidthInBytes", ctypes.c_size_t),
+        ("Height", ctypes.c_size_t),
+    ]
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Memcpy2D), ctypes.c_void_p)
+def cuMemcpy2DAsync(told, stream):  # type: ignore[no-untyped-def]
+    copy = told[0]
+    begins = []
+    for side in (copy.src, copy.dst):
+        others = {1: (side.Device or 0), 2: (side.Host or 0)}[side.MemoryType]
+        if others or side.XInBytes or side.Y or side.Array or side.Pitch < copy.WidthInBytes:
+            return 1
+        begins.append(side.Host if side.MemoryType == 1 else side.Device)
+    if stream != STREAM or copy.src.MemoryType == copy.dst.MemoryType:
+        return 1
+    for row in range(copy.Height):
+        to, of = begins[1] + row * copy.dst.Pitch, begins[0] + row * copy.src.Pitch
+        ctypes.memmove(to, of, copy.WidthInBytes)
+    return 0
+
+
+@pytest.mark.parametrize("is_load", [False, True])
+def test_rows_are_one_call_of_the_driver(is_load: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = ctypes.cast(cuMemcpy2DAsync, ctypes.c_void_p).value
+    assert address is not None
+    library = SimpleNamespace(cuMemcpy2DAsync_v2=ctypes.CFUNCTYPE(ctypes.c_int)(address))
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
+    stream = SimpleNamespace(cuda_stream=STREAM)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    driver._rows_copy.cache_clear()
+    try:
+        assert driver.copies_rows()
+        source = np.arange(100, dtype=np.uint8)
+        target = np.zeros(100, dtype=np.uint8)
+        of, to = driver.Place(source.ctypes.data, 20), driver.Place(target.ctypes.data + 3, 11)
+        driver.copy_rows(4, 7, of, to, is_load)
+        want = np.zeros(100, dtype=np.uint8)
+        for row in range(4):
+            want[3 + row * 11 :][:7] = source[row * 20 :][:7]
+        assert np.array_equal(target, want)
+        with pytest.raises(EngineError, match="cuMemcpy2DAsync: CUDA error 1"):
+            driver.copy_rows(4, 12, of, to, is_load)
+    finally:
+        driver._rows_copy.cache_clear()
+
+
 @pytest.fixture
 def libcuda(monkeypatch: pytest.MonkeyPatch) -> None:
     address = ctypes.cast(cuMemcpyBatchAsync, ctypes.c_void_p).value

@@ -25,19 +25,29 @@ FACTS = 8
 """Numbers a sequence: token, init, middle, chosen, blocks, length, slots, and one to spare."""
 
 _TOKENS_A_PROGRAM = 512
+_MOST_SPLITS = 64
+"""Programs of a row that attend. One of them adds up what all have found, a few at a time."""
 _TOKENS_AT_ONCE = 64
-_ROWS_AT_ONCE = 64
-"""More do not fit a multiprocessor's registers (tests/attention/test_kernels.py)."""
+_ROWS_AT_ONCE = 32
+_TILES_A_PROGRAM = 4
+"""One after the other: faster on an H200 than a program for each (docs/log.md)."""
 _BLOCKS_AT_ONCE = 1024
 _LOGITS_AT_ONCE = 8192
 """Of a row's blocks and query heads. More do not fit a program's registers."""
-_PARTS_AT_ONCE = 32
+_SEARCHED = 4
+"""Times as many blocks have their scores in registers while the least chosen one is found."""
+_PARTS_AT_ONCE = 64
 """Splits of query heads that a program adds up at once. More take registers from attention."""
 _WORD = 4
 _WORDS_AT_ONCE = 1024
 _LANES = 16
 """Programs that fetch a row's blocks: eight rows of pieces of 4 KiB are half a MiB on their way,
 five times what a bus of 55 GB/s has under way in 2 microseconds."""
+
+_ALIGNED = 16
+_MOST_COMPILED = 4096
+_compiled: dict[tuple[Any, ...] | None, tuple[Any, tuple[Any, ...]]] = {}
+"""Compiled kernels and their constants, by ``_alike``."""
 
 _observers: list[list[str]] = []
 
@@ -214,7 +224,7 @@ def choose_by_triton(
     ``step.missed``, and until ``fetch_by_triton`` the table names them by their numbers.
     """
     rows, dim = coded.shape[2], query.shape[2]
-    tile = max(1, _ROWS_AT_ONCE // rows)
+    tile, chunk = max(1, _ROWS_AT_ONCE // rows), blocks_at_once(step.group)
     floats = coded.view(torch.float32)
     candidates = step.logits.shape[2]
     off = coded if left is None else left
@@ -229,15 +239,16 @@ def choose_by_triton(
         part, head, _ = residency.state.stride()
         numbers, strides = residency.place.stride(0), (part, head)
     _launch(
-        "choose_blocks", (step.rows, -(-candidates // tile)),
+        "choose_blocks", (step.rows, -(-candidates // (tile * _TILES_A_PROGRAM))),
         query, step.facts, step.blocks, coded, floats, off, step.logits, step.scores, step.table,
         step.slots, step.missed, *kept, step.arrived,
         scale, step.kv_heads, step.blocks.shape[1], candidates, step.table.shape[1],
         step.slots.shape[1], numbers, *strides, *query.stride()[:2],
         *coded.stride()[:3], *floats.stride()[:2],
         GROUP=step.group, PADDED=max(16, _next_power(step.group)), HEADS=_next_power(step.group),
-        DIM=dim, WIDE=max(32, _next_power(dim)), ROWS=rows, TILE=tile, BOUNDS=bounds,
-        LEFT=left is not None, RECALLS=residency is not None, CHUNK=blocks_at_once(step.group),
+        DIM=dim, WIDE=max(32, _next_power(dim)), ROWS=rows, TILE=tile, TILES=_TILES_A_PROGRAM,
+        BOUNDS=bounds, LEFT=left is not None, RECALLS=residency is not None, CHUNK=chunk,
+        SEARCH=_SEARCHED * chunk,
     )  # fmt: skip
 
 
@@ -297,13 +308,14 @@ def attend_by_triton(
 
     ``query``, ``output``: ``[tokens, heads, dim]``, a head in one piece; ``keys``, ``values``:
     ``[blocks, tokens, kv_heads, dim]``, of any strides, blocks of a power of two of tokens, at
-    least 16. A program takes ``share`` of a row's blocks; 0: as many as have 512 tokens. A row's
-    result therefore does not depend on other rows. ``softcap``: bounds logits by a hyperbolic
-    tangent; 0: they are not bounded. ``sinks``: ``[heads]`` in one piece, logits without a value.
+    least 16. A program takes ``share`` of a row's blocks; 0: as many as have 512 tokens; more if a
+    row would have more than 64 programs. A row's result therefore does not depend on other rows.
+    ``softcap``: bounds logits by a hyperbolic tangent; 0: they are not bounded. ``sinks``:
+    ``[heads]`` in one piece, logits without a value.
     """
     size, dim, group = keys.shape[1], query.shape[2], step.group
     share = share or max(1, _TOKENS_A_PROGRAM // size)
-    splits = -(-step.table.shape[1] // share)
+    splits = min(-(-step.table.shape[1] // share), _MOST_SPLITS)
     parts = torch.empty(step.rows, splits, group, dim, device=query.device)
     lse = torch.empty(step.rows, splits, group, device=query.device)
     wide, heads = max(16, _next_power(dim)), _next_power(group)
@@ -315,8 +327,15 @@ def attend_by_triton(
         *keys.stride(), *values.stride(), *output.stride()[:2],
         GROUP=group, PADDED=max(16, heads), HEADS=heads, DIM=dim, WIDE=wide,
         SIZE=size, TILE=min(size, _TOKENS_AT_ONCE), CHUNK=max(1, _PARTS_AT_ONCE // heads),
-        CAPPED=softcap > 0, SINKS=sinks is not None,
+        SPLITS=_MOST_SPLITS, CAPPED=softcap > 0, SINKS=sinks is not None,
+        num_warps=warps_of(wide, keys.element_size()),
     )  # fmt: skip
+
+
+def warps_of(wide: int, element_size: int) -> int:
+    """Of a program that attends, by the padded width of a head and the bytes of a value: on an H200
+    two were faster than four and eight with 128 coordinates of 16 bits (docs/log.md)."""
+    return 2 if wide * element_size <= 256 else 4
 
 
 def move(addresses: torch.Tensor, piece: Piece) -> None:
@@ -347,10 +366,20 @@ def launches() -> Iterator[list[str]]:
 
 
 def _launch(name: str, grid: tuple[int, ...], *args: Any, **sizes: Any) -> None:
-    """Raises EngineError without Triton."""
+    """Raises EngineError without Triton.
+
+    Triton takes most of a launch's time to find out by its arguments which compiled kernel is to
+    run. So those of launches are kept whose arguments are alike, as far as Triton looks at them.
+    """
     for names in _observers:
         names.append(name)
     if args[0].is_meta:
+        return
+    key = _alike(name, args, sizes)
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        kernel, constants = compiled
+        kernel[(*grid, 1, 1)[:3]](*args, *constants)
         return
     try:
         from kvrecall.attention.kernels import triton_kernels
@@ -358,7 +387,27 @@ def _launch(name: str, grid: tuple[int, ...], *args: Any, **sizes: Any) -> None:
         raise EngineError(
             "retrieval attention on a GPU needs triton, which vLLM for CUDA brings; install it"
         ) from error
-    getattr(triton_kernels, name)[grid](*args, **sizes)
+    function = getattr(triton_kernels, name)
+    kernel = function[grid](*args, **sizes)
+    if key is not None and kernel is not None:  # Triton's interpreter compiles nothing
+        if len(_compiled) >= _MOST_COMPILED:
+            _compiled.clear()
+        constants = tuple(sizes[each] for each in function.arg_names[len(args) :])
+        _compiled[key] = kernel, constants
+
+
+def _alike(name: str, args: Sequence[Any], sizes: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Equal for launches of one compiled kernel, and not only where it has to be. None for tensors
+    that are not aligned as torch aligns its own: these are rare, and Triton tells them apart."""
+    places = 0
+    known: list[Any] = [name, args[0].device, *sizes.values()]
+    for each in args:
+        if isinstance(each, torch.Tensor):
+            places |= each.data_ptr()
+            known.append(each.dtype)
+        else:
+            known.append(float if isinstance(each, float) else each)
+    return None if places % _ALIGNED else tuple(known)
 
 
 def _next_power(count: int) -> int:

@@ -99,22 +99,25 @@ def choose_blocks(  # type: ignore[no-untyped-def]
     factor, kv_heads, width, candidates, attended, most_slots, numbers, state_part, state_head,
     query_token, query_head, coded_head, coded_block, coded_row, float_head, float_block,
     GROUP: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    WIDE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BOUNDS: tl.constexpr,
-    LEFT: tl.constexpr, RECALLS: tl.constexpr, CHUNK: tl.constexpr,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    BOUNDS: tl.constexpr, LEFT: tl.constexpr, RECALLS: tl.constexpr, CHUNK: tl.constexpr,
+    SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """Program ``(row, tile)`` finds the best digest of ``TILE`` middle blocks for each of the row's
-    query heads: a logit for each. The row's last one then chooses by them (``choose_row``). With
-    ``LEFT``, digests of blocks off the device are in ``left``, in the strides of ``coded``.
+    """Program ``(row, part)`` finds the best digest of ``TILES`` times ``TILE`` middle blocks for
+    each of the row's query heads: a logit for each. The row's last one then chooses by them
+    (``choose_row``). With ``LEFT``, digests of blocks off the device are in ``left``, in the
+    strides of ``coded``.
 
     Queries are coded as digests are; whole numbers are multiplied and added without rounding.
     ``TILE * ROWS``, ``WIDE`` and ``PADDED`` are powers of two, at least 32, 32 and 16; of ``WIDE``
     coordinates ``DIM`` are real, of ``PADDED`` query heads ``GROUP``.
     """
     row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * TILE
     fact = facts + row // kv_heads * FACTS
     middle = tl.load(fact + MIDDLE)
-    programs = tl.where(tl.load(fact + BLOCKS) > 0, tl.maximum(tl.cdiv(middle, TILE), 1), 0)
+    begin = tl.program_id(1) * (TILE * TILES)
+    wanted = tl.maximum(tl.cdiv(middle, TILE * TILES), 1)
+    programs = tl.where(tl.load(fact + BLOCKS) > 0, wanted, 0)
     if tl.program_id(1) >= programs:
         return
     head = row % kv_heads
@@ -126,42 +129,48 @@ def choose_blocks(  # type: ignore[no-untyped-def]
     q = tl.load(from_query + q_at, mask=here, other=0.0).to(tl.float32)
     of_query = tl.maximum(tl.div_rn(tl.max(tl.abs(q), 1), MAX_CODE), LEAST_SCALE)
     codes = tl.div_rn(q, tl.broadcast_to(of_query[:, None], [PADDED, WIDE])) + ROUNDER - ROUNDER
-    named = blocks + row // kv_heads * width + tl.load(fact + INIT)
-    many = tl.arange(0, TILE * ROWS)
-    inside = first + many // ROWS < middle
-    block = tl.load(named + first + many // ROWS, mask=inside, other=0).to(tl.int64)
-    at = coded + head * coded_head + (many % ROWS) * coded_row
-    if LEFT:
-        further = left.to(tl.int64) - coded.to(tl.int64)
-        at += tl.where(block < 0, further, 0)
-        block = tl.where(block < 0, -1 - block, block)
-    at += block * coded_block
-    k_here = inside[None, :] & (dims < DIM)[:, None]
-    k = tl.load(at[None, :] + dims[:, None], mask=k_here, other=0)
     if BOUNDS:
-        low = tl.load(at[None, :] + (DIM + dims)[:, None], mask=k_here, other=0)
-        sums = tl.dot(tl.maximum(codes, 0.0).to(tl.int8), k, out_dtype=tl.int32)
-        sums += tl.dot(tl.minimum(codes, 0.0).to(tl.int8), low, out_dtype=tl.int32)
+        positive = tl.maximum(codes, 0.0).to(tl.int8)
+        negative = tl.minimum(codes, 0.0).to(tl.int8)
         scale_at = DIM // 2
     else:
-        sums = tl.dot(codes.to(tl.int8), k, out_dtype=tl.int32)
+        positive = codes.to(tl.int8)
+        negative = positive
         scale_at = DIM // 4
-    most = tl.max(tl.reshape(sums, [PADDED, TILE, ROWS]), 2)
-    tile = first + tl.arange(0, TILE)
-    which = tl.load(named + tile, mask=tile < middle, other=0).to(tl.int64)
-    scales = floats + head * float_head + scale_at
-    if LEFT:
-        scales += tl.where(which < 0, (left.to(tl.int64) - coded.to(tl.int64)) // 4, 0)
-        which = tl.where(which < 0, -1 - which, which)
-    of_block = tl.load(scales + which * float_block, mask=tile < middle, other=0.0)
-    out = most.to(tl.float32) * ((of_query * factor)[:, None] * of_block[None, :])
-    out_at = (row * GROUP + heads)[:, None] * candidates + tile[None, :]
-    tl.store(logits + out_at, out, mask=(heads < GROUP)[:, None] & (tile < middle)[None, :])
+    named = blocks + row // kv_heads * width + tl.load(fact + INIT)
+    many = tl.arange(0, TILE * ROWS)
+    each = tl.arange(0, TILE)
+    for first in range(begin, tl.minimum(begin + TILE * TILES, middle), TILE):
+        inside = first + many // ROWS < middle
+        block = tl.load(named + first + many // ROWS, mask=inside, other=0).to(tl.int64)
+        at = coded + head * coded_head + (many % ROWS) * coded_row
+        if LEFT:
+            further = left.to(tl.int64) - coded.to(tl.int64)
+            at += tl.where(block < 0, further, 0)
+            block = tl.where(block < 0, -1 - block, block)
+        at += block * coded_block
+        k_here = inside[None, :] & (dims < DIM)[:, None]
+        k = tl.load(at[None, :] + dims[:, None], mask=k_here, other=0)
+        sums = tl.dot(positive, k, out_dtype=tl.int32)
+        if BOUNDS:
+            low = tl.load(at[None, :] + (DIM + dims)[:, None], mask=k_here, other=0)
+            sums += tl.dot(negative, low, out_dtype=tl.int32)
+        most = tl.max(tl.reshape(sums, [PADDED, TILE, ROWS]), 2)
+        tile = first + each
+        which = tl.load(named + tile, mask=tile < middle, other=0).to(tl.int64)
+        scales = floats + head * float_head + scale_at
+        if LEFT:
+            scales += tl.where(which < 0, (left.to(tl.int64) - coded.to(tl.int64)) // 4, 0)
+            which = tl.where(which < 0, -1 - which, which)
+        of_block = tl.load(scales + which * float_block, mask=tile < middle, other=0.0)
+        out = most.to(tl.float32) * ((of_query * factor)[:, None] * of_block[None, :])
+        out_at = (row * GROUP + heads)[:, None] * candidates + tile[None, :]
+        tl.store(logits + out_at, out, mask=(heads < GROUP)[:, None] & (tile < middle)[None, :])
     if is_last(arrived, row, programs):
         choose_row(
             row, facts, blocks, logits, scores, table, slots, missed, place, state, counts,
             kv_heads, width, candidates, attended, most_slots, numbers, state_part, state_head,
-            GROUP, HEADS, CHUNK, RECALLS,
+            GROUP, HEADS, CHUNK, SEARCH, RECALLS,
         )  # fmt: skip
 
 
@@ -217,19 +226,21 @@ def attend_rows(  # type: ignore[no-untyped-def]
     value_block, value_token, value_head, value_dim, output_token, output_head,
     GROUP: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     WIDE: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
-    CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    SPLITS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Program ``(row, split)`` attends the row's query heads to its blocks ``[split * share,
-    + share)``. The row's last one then adds all of them up (``combine_row``).
+    + share)``; of rows that would have more than ``SPLITS`` splits, each has a larger share. The
+    row's last one then adds all of them up (``combine_row``).
 
     It takes ``TILE`` tokens at a time of a block's ``SIZE``. ``SIZE``, ``TILE``, ``WIDE`` and
     ``PADDED`` are powers of two, at least 16; of ``WIDE`` coordinates ``DIM`` are real, of
     ``PADDED`` query heads ``GROUP``. Numerically stable in one pass (online softmax), in float32.
     """
     row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * share * SIZE
     fact = facts + row // kv_heads * FACTS
     length = tl.load(fact + LENGTH)
+    share = tl.maximum(share, tl.cdiv(length, SIZE * SPLITS))
+    first = tl.program_id(1) * share * SIZE
     if first >= length:
         return
     head = row % kv_heads

@@ -37,7 +37,8 @@ def is_last(arrived, row, programs):  # type: ignore[no-untyped-def]
 def choose_row(  # type: ignore[no-untyped-def]
     row, facts, blocks, logits, scores, table, slots, missed, place, state, counts,
     kv_heads, width, candidates, attended, most_slots, numbers, state_part, state_head,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, RECALLS: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, SEARCH: tl.constexpr,
+    RECALLS: tl.constexpr,
 ):  # fmt: skip
     """Writes a row's table by its logits: the ids of its first blocks, of the best of its middle
     ones, and of its last ones, all in the sequence's order. With ``RECALLS`` it then admits those
@@ -46,7 +47,8 @@ def choose_row(  # type: ignore[no-untyped-def]
 
     Each query head's logits are made a distribution, and those of the group are added up. The
     bits of positive numbers of single precision are in their order, so the least score that is
-    chosen is found bit by bit. Of blocks of that very score the first ones are chosen.
+    chosen is found bit by bit. Of blocks of that very score the first ones are chosen. The bits of
+    the first ``SEARCH`` blocks are kept in registers meanwhile.
     """
     fact = facts + row // kv_heads * FACTS
     init = tl.load(fact + INIT)
@@ -75,23 +77,24 @@ def choose_row(  # type: ignore[no-untyped-def]
         score = tl.where(score > 0.0, score, 0.0)  # a NaN chooses nothing
         tl.store(mine + first + many, score, mask=first + many < middle)
     tl.debug_barrier()
-    early = tl.load(mine + many, mask=many < middle, other=0.0).to(tl.int32, bitcast=True)
-    early = tl.where(many < middle, early, -1)
+    every = tl.arange(0, SEARCH)
+    early = tl.load(mine + every, mask=every < middle, other=0.0).to(tl.int32, bitcast=True)
+    early = tl.where(every < middle, early, -1)
     least = 0
     half = 1 << 30
     for _ in range(31):
         higher = least | half
         half = half // 2
         count = tl.sum((early >= higher).to(tl.int32), 0)
-        for first in range(CHUNK, middle, CHUNK):
-            there = first + many < middle
-            bits = tl.load(mine + first + many, mask=there, other=0.0).to(tl.int32, bitcast=True)
+        for first in range(SEARCH, middle, SEARCH):
+            there = first + every < middle
+            bits = tl.load(mine + first + every, mask=there, other=0.0).to(tl.int32, bitcast=True)
             count += tl.sum((there & (bits >= higher)).to(tl.int32), 0)
         least = tl.where(count >= chosen, higher, least)
     above = tl.sum((early > least).to(tl.int32), 0)
-    for first in range(CHUNK, middle, CHUNK):
-        there = first + many < middle
-        bits = tl.load(mine + first + many, mask=there, other=0.0).to(tl.int32, bitcast=True)
+    for first in range(SEARCH, middle, SEARCH):
+        there = first + every < middle
+        bits = tl.load(mine + first + every, mask=there, other=0.0).to(tl.int32, bitcast=True)
         above += tl.sum((there & (bits > least)).to(tl.int32), 0)
     done = 0
     alike = 0

@@ -94,5 +94,4 @@ def _plain_copy(target: torch.Tensor, memory: torch.Tensor) -> None:
     page-locked in one call: CUDA copies none that lies in two."""
     for begin in range(0, len(target), CHUNK_BYTES):
         piece = slice(begin, min(begin + CHUNK_BYTES, len(target)))
-        target[piece].copy_(memory[piece], non_blocking=True)
-    device_of(target.device).current().record().wait()
+        target[piece].copy_(memory[piece])

@@ -101,9 +101,9 @@ class ServerProcess(ChildProcess):
         times = [process.cpu_times() for process in self.family()]
         return float(sum(time.user + time.system for time in times))
 
-    def ask(self, prompt: str, max_new_tokens: int) -> Answer:
+    def ask(self, prompt: str, max_new_tokens: int, ignore_eos: bool = False) -> Answer:
         """See ``generate``."""
-        return generate(httpx, self.url, prompt, max_new_tokens)
+        return generate(httpx, self.url, prompt, max_new_tokens, ignore_eos=ignore_eos)
 
     def settle(self) -> None:
         """Waits until the pool has finished writing, so that writes slow no request.
@@ -145,12 +145,18 @@ def is_healthy(url: str) -> bool:
 
 
 def generate(
-    client: Any, url: str, prompt: str, max_new_tokens: int, timeout_s: float = 600.0
+    client: Any,
+    url: str,
+    prompt: str,
+    max_new_tokens: int,
+    timeout_s: float = 600.0,
+    ignore_eos: bool = False,
 ) -> Answer:
     """Sends a prompt to /generate_stream (TGI form, greedy) and reads the answer. ``client``: an
-    httpx.Client, or httpx itself. Raises EngineError if the server refuses it or the stream ends
-    early."""
-    body = {"inputs": prompt, "parameters": {"max_new_tokens": max_new_tokens, "details": True}}
+    httpx.Client, or httpx itself. ``ignore_eos``: it has ``max_new_tokens`` tokens, whatever the
+    model says. Raises EngineError if the server refuses it or the stream ends early."""
+    parameters = {"max_new_tokens": max_new_tokens, "details": True, "ignore_eos": ignore_eos}
+    body = {"inputs": prompt, "parameters": parameters}
     events: list[dict[str, Any]] = []
     ttft = last = 0.0
     begin = time.perf_counter()

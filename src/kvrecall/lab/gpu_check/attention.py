@@ -25,7 +25,7 @@ from kvrecall.attention.kernels.device import (
 from kvrecall.attention.kernels.oracle import attend_plainly, logits_plainly, table_plainly
 from kvrecall.attention.selection import split_of
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.engines.vllm.device import peer
+from kvrecall.engines.vllm.device import device_of, peer
 from kvrecall.lab.gpu_check.outcome import CheckError
 
 BLOCK, KV_HEADS, GROUP, DIM = 128, 8, 4, 128
@@ -138,7 +138,7 @@ def decode_times(
         raise CheckError(f"{context} tokens leave nothing to choose from")
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
     cache = torch.randn(split.blocks, KV_HEADS, BLOCK, 2 * DIM, dtype=dtype, device=device)
-    keys, values = cache.transpose(1, 2).split(DIM, -1)
+    keys, values = torch.split(cache.transpose(1, 2), DIM, -1)
     query = torch.randn(1, KV_HEADS * GROUP, DIM, dtype=dtype, device=device)
     output = torch.empty_like(query)
     layout = settings.layout(BLOCK, narrows=False)
@@ -175,16 +175,15 @@ def _median_ms(device: torch.device, work: Callable[[], object]) -> float:
         work()
         return round((time.perf_counter() - begin) * 1e3, 4)
     other = torch.empty(_BUSY_BYTES, dtype=torch.uint8, device=device)
-    times = []
+    stream, times = device_of(device).current(), []
     for turn in range(_ROUNDS + _FIRST):
         other.zero_()
-        events = [torch.Event(device, enable_timing=True) for _ in range(2)]
-        events[0].record()
+        began = stream.record()
         work()
-        events[1].record()
-        _synchronize(device)
+        ended = stream.record()
+        ended.wait()
         if turn >= _FIRST:
-            times.append(float(events[0].elapsed_time(events[1])))
+            times.append(ended.seconds_since(began) * 1e3)
     return round(statistics.median(times), 4)
 
 

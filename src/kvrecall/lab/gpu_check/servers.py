@@ -58,6 +58,8 @@ SCALED = {
 
 _PROMPT = 20 * BLOCK
 _DECODED = 24
+_TIMED = 64
+"""Tokens of an answer that is timed."""
 _EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 """Without it vLLM's own kernel rounds factors to ten bits on a GPU, and ours does not."""
 _LIMIT_S = 1800.0
@@ -301,9 +303,9 @@ def measure_decode(
                 for context in contexts:
                     document = Texts(context).document(context)
                     server.ask(document, 2)  # computes the prompt
-                    server.ask(document, 64)  # compiles the remaining kernels
+                    server.ask(document, _TIMED, ignore_eos=True)  # compiles further kernels
                     server.settle()
-                    answers = [server.ask(document, 64) for _ in range(3)]
+                    answers = [server.ask(document, _TIMED, ignore_eos=True) for _ in range(3)]
                     seconds[name][str(context)] = percentiles(list(map(_token_s, answers)))["p50"]
                     if (_blocks(server)[1] > 0) != sparse:
                         acted = "did not act" if sparse else "acted"
@@ -329,7 +331,10 @@ def decode_options(path: Path, longest: int, shape: Shape, device: str, sparse: 
 
 
 def _token_s(answer: Answer) -> float:
-    return (answer.last_s - answer.ttft_s) / max(1, len(answer.tokens) - 1)
+    """Raises CheckError for too few tokens to say: random weights may end an answer at once."""
+    if len(answer.tokens) < _TIMED:
+        raise CheckError(f"{len(answer.tokens)} of {_TIMED} tokens were decoded")
+    return answer.tpot_s
 
 
 def _blocks(server: ServerProcess) -> tuple[int, int]:

@@ -1,5 +1,5 @@
-"""Copies blocks between the device KV cache of one rank and the arena: an order becomes one batch
-of addresses, wherever its blocks are, and batches of one direction complete in order.
+"""Copies blocks between the device KV cache of one rank and the arena: an order becomes a batch of
+addresses, wherever its blocks are, or a few, and those of one direction complete in order.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import select
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -24,6 +24,10 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import ArenaHandle
 
 logger = logging.getLogger("vllm.kvrecall")
+
+
+_ITEMS = 2048
+"""Of a larger order the first are copied while the others' addresses are computed."""
 
 
 class Moved(NamedTuple):
@@ -47,18 +51,18 @@ class CopyQueue:
         self._thread = device.thread(name)
         self._under_way: deque[tuple[int, Future[tuple[Event, Event]]]] = deque()
 
-    def submit(self, nbytes: int, batch: Callable[[], Batch]) -> None:
-        """Copies ``batch``, of so many bytes, after all work that the engine has queued on the
-        device so far."""
+    def submit(self, nbytes: int, batches: Iterator[Batch]) -> None:
+        """Copies ``batches``, of so many bytes together, after all work that the engine has queued
+        on the device so far."""
         before = self._device.current().record()
-        self._under_way.append((nbytes, self._thread.submit(self._send, batch, before)))
+        self._under_way.append((nbytes, self._thread.submit(self._send, batches, before)))
 
-    def _send(self, batch: Callable[[], Batch], before: Event) -> tuple[Event, Event]:
+    def _send(self, batches: Iterator[Batch], before: Event) -> tuple[Event, Event]:
         """Thread: begin and end of the copy."""
-        made = batch()
         self._stream.wait(before)
         began = self._stream.record()
-        self._stream.copy(made)
+        for batch in batches:
+            self._stream.copy(batch)
         return began, self._stream.record()
 
     def completed(self) -> list[Moved]:
@@ -111,6 +115,11 @@ class _Places:
         self.nbytes = int(self.sizes.sum())
         self.end = group.end
 
+    def parts(self, blocks: int) -> list[slice]:
+        """All runs of a block, in parts of not many more than ``_ITEMS`` of so many blocks."""
+        most = max(1, _ITEMS // max(1, blocks))
+        return [slice(first, first + most) for first in range(0, len(self.sizes), most)]
+
     def rows(self, copy: Copy, arena_bytes: int) -> tuple[Addresses, Addresses]:
         """The blocks, and the offsets of their records. The null block (0) holds no tokens: left
         out. Raises IndexError for others than there are."""
@@ -124,14 +133,15 @@ class _Places:
         return blocks, offsets
 
     def columns(
-        self, blocks: Addresses, offsets: Addresses, arena: int
+        self, blocks: Addresses, offsets: Addresses, arena: int, part: slice
     ) -> tuple[Addresses, Addresses, Addresses]:
-        """Addresses on the device and in the arena, which begins at ``arena``, and sizes, block by
-        block."""
+        """Addresses on the device and in the arena, which begins at ``arena``, and sizes, layer by
+        layer: those of a layer are at even distances where blocks and records are. ``part``: of a
+        block's runs."""
         return (
-            (self.addresses + blocks[:, None] * self.strides).ravel(),
-            (arena + offsets[:, None] + self.places).ravel(),
-            np.broadcast_to(self.sizes, (len(blocks), len(self.sizes))).ravel(),
+            (self.addresses[part, None] + self.strides[part, None] * blocks).ravel(),
+            (self.places[part, None] + (arena + offsets)).ravel(),
+            np.repeat(self.sizes[part], len(blocks)),
         )
 
 
@@ -158,12 +168,12 @@ class Copier:
         self.stores = CopyQueue(self._device, "stores")
 
     def load(self, *copies: Copy) -> int:
-        """Arena -> device, in one batch; returns the bytes. Device blocks must not be in use.
+        """Arena -> device, in their order; returns the bytes. Device blocks must not be in use.
         Raises IndexError for a block or a place that does not exist."""
         return self._submit(self.loads, copies, lambda device, arena, n: Batch(arena, device, n))
 
     def store(self, *copies: Copy) -> int:
-        """Device -> arena, in one batch, after all work queued on the device so far; returns the
+        """Device -> arena, in their order, after all work queued on the device so far; returns the
         bytes. Raises as ``load``."""
         return self._submit(self.stores, copies, Batch)
 
@@ -180,12 +190,20 @@ class Copier:
         ]
         begin = self._arena.data_ptr()
 
-        def batch() -> Batch:
-            parts = [one.columns(*row, begin) for one, row in zip(places, rows, strict=True)]
-            return directed(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        def batches() -> Iterator[Batch]:
+            columns = [
+                one.columns(*row, begin, slice(None)) for one, row in zip(places, rows, strict=True)
+            ]
+            yield directed(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
+        def in_parts() -> Iterator[Batch]:
+            for one, row in zip(places, rows, strict=True):
+                for part in one.parts(len(row[0])):
+                    yield directed(*one.columns(*row, begin, part))
+
+        items = sum(len(one.sizes) * len(row[0]) for one, row in zip(places, rows, strict=True))
         nbytes = sum(one.nbytes * len(row[0]) for one, row in zip(places, rows, strict=True))
-        queue.submit(nbytes, batch)
+        queue.submit(nbytes, in_parts() if items > _ITEMS else batches())
         return nbytes
 
     def drain(self) -> tuple[list[Moved], list[Moved]]:

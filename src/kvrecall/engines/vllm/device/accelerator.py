@@ -1,11 +1,12 @@
 """Devices with streams: CUDA, and what else ``torch.accelerator`` knows and vLLM has batched copies
-for. Run on a device only by ``kvrecall gpu-check``, which has not had one yet."""
+for. ``kvrecall gpu-check`` runs them on a device: an H200 so far (docs/gpu-check.md)."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -16,9 +17,16 @@ from kvrecall.engines.vllm.device import driver
 from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event, Stream
 from kvrecall.engines.vllm.device.pagelock import CHUNK_BYTES, PageLock, numa_node_at
 
-ITEMS_A_CALL = 8_192
-"""Of the driver: CUDA's has crashed with 51,828 (vLLM issue 49276), and ROCm's faults above this
-number (vLLM pull request 43018)."""
+ITEMS_A_CALL = 256
+"""Of the driver, which begins to copy when it has taken all items of a call, each in half a
+microsecond: an H200 copies items of 64 KiB with 34 GB/s in calls of 8,192, and with 49 in calls of
+256 (docs/log.md)."""
+
+FEWEST_ROWS = 4
+"""That are copied as rows: a call takes as long as some items."""
+
+LEAST_ROW_BYTES = 16 << 10
+"""Of those. Smaller ones are loaded by a kernel."""
 
 
 class StreamEvent(Event):
@@ -39,9 +47,10 @@ class StreamEvent(Event):
 
 
 class AcceleratorStream(Stream):
-    """A stream of torch's. As in vLLM's own offloading, a batch is one call of the driver
-    (``cuMemcpyBatchAsync`` where CUDA has it), or of a kernel: copy engines load items below 28 KiB
-    at a tenth of the bus (vLLM pull request 42212)."""
+    """A stream of torch's. What is at even distances is copied as rows, one call for all of a
+    layer's blocks. The rest is, as in vLLM's own offloading, calls of the driver
+    (``cuMemcpyBatchAsync`` where CUDA has it), or one of a kernel: copy engines load items below
+    28 KiB at a tenth of the bus (vLLM pull request 42212)."""
 
     def __init__(self, stream: torch.Stream, locks: dict[int, PageLock]) -> None:
         self._stream = stream
@@ -62,19 +71,56 @@ class AcceleratorStream(Stream):
             batch = split(batch, lock.begin, lock.end)
         if not len(batch.sizes):  # the driver takes no empty batch
             return
+        # No stream writes what is loaded, so the driver may read it ahead.
+        is_load = any(lock.covers(batch.sources, batch.sizes) for lock in locks)
+        ours = batch.sources if is_load else batch.targets
+        begin = next((lock.begin for lock in locks if lock.covers(ours, batch.sizes)), None)
+        with self._stream:
+            if begin is not None and self._copies_rows():
+                batch = _copy_rows(batch, is_load, ours - begin)
+            if len(batch.sizes):
+                self._copy_items(batch, is_load)
+
+    def _copies_rows(self) -> bool:
+        is_cuda = self._stream.device.type == "cuda" and not torch.version.hip
+        return is_cuda and driver.copies_rows()
+
+    def _copy_items(self, batch: Batch, is_load: bool) -> None:
         numbers = np.uint64 if self._stream.device.type == "xpu" else np.int64  # as vLLM has it
         items = (column.view(numbers) for column in (batch.sources, batch.targets, batch.sizes))
         columns = [torch.from_numpy(column) for column in items]
-        # No stream writes what is loaded, so the driver may read it ahead.
-        is_load = any(lock.covers(batch.sources, batch.sizes) for lock in locks)
         kernel = copy_kernel(batch, self._stream.device) if is_load else None
-        with self._stream:
-            if kernel is not None:
-                kernel(*columns)
-                return
-            for first in range(0, len(batch.sizes), ITEMS_A_CALL):
-                part = (column[first : first + ITEMS_A_CALL] for column in columns)
-                swap_blocks_batch()(*part, is_load)
+        if kernel is not None:
+            kernel(*columns)
+            return
+        for first in range(0, len(batch.sizes), ITEMS_A_CALL):
+            part = (column[first : first + ITEMS_A_CALL] for column in columns)
+            swap_blocks_batch()(*part, is_load)
+
+
+def _copy_rows(batch: Batch, is_load: bool, places: Addresses) -> Batch:
+    """Copies those items that are rows, and returns the others. ``places``: of the items in locked
+    memory, of which no copy may lie in two chunks."""
+    left = np.ones(len(batch.sizes), dtype=bool)
+    chunks = places // CHUNK_BYTES
+    for run in batch.runs(len(left)):
+        nbytes = int(batch.sizes[run.begin])
+        if not run.is_even or nbytes < LEAST_ROW_BYTES:
+            continue
+        edges: list[int] = []
+        if chunks[run.begin] != chunks[run.end - 1]:
+            edges = (np.flatnonzero(np.diff(chunks[run.begin : run.end])) + 1 + run.begin).tolist()
+        for begin, end in pairwise((run.begin, *edges, run.end)):
+            if end - begin < FEWEST_ROWS:
+                continue
+            source, target = (
+                driver.Place(int(column[begin]), int(column[begin + 1] - column[begin]))
+                for column in (batch.sources, batch.targets)
+            )
+            if max(source.step, target.step) <= driver.MOST_STEP:
+                driver.copy_rows(end - begin, nbytes, source, target, is_load)
+                left[begin:end] = False
+    return Batch(batch.sources[left], batch.targets[left], batch.sizes[left])
 
 
 class AcceleratorDevice(Device):
@@ -181,16 +227,26 @@ def split(batch: Batch, begin: int, end: int) -> Batch:
     """The same, without items that cross a chunk's end in the host memory ``[begin, end)``: the
     driver takes none that is in two locked ranges, or only partly in one."""
     while True:
+        both = batch.sources, batch.targets
+        if not any(_crosses(ours, batch.sizes, begin, end) for ours in both):
+            return batch
         room = np.full(len(batch.sizes), np.iinfo(np.int64).max)  # to the end of its chunk
-        for ours in (batch.sources, batch.targets):
+        for ours in both:
             inside = (ours >= begin) & (ours < end)
             room[inside] = CHUNK_BYTES - (ours[inside] - begin) % CHUNK_BYTES
         crossing = batch.sizes > room
-        if not crossing.any():
-            return batch
         rest = room[crossing]
         batch = Batch(
             np.concatenate([batch.sources, batch.sources[crossing] + rest]),
             np.concatenate([batch.targets, batch.targets[crossing] + rest]),
             np.concatenate([np.minimum(batch.sizes, room), batch.sizes[crossing] - rest]),
         )
+
+
+def _crosses(ours: Addresses, sizes: Addresses, begin: int, end: int) -> bool:
+    """Whether an item that begins in ``[begin, end)`` goes on in the next chunk."""
+    if not len(ours) or int(ours.max()) < begin or int(ours.min()) >= end:
+        return False
+    places = ours - begin
+    crosses = places // CHUNK_BYTES < (places + sizes - 1) // CHUNK_BYTES
+    return bool((crosses & (ours >= begin) & (ours < end)).any())

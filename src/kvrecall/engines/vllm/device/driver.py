@@ -1,12 +1,12 @@
-"""Batched copies and page-locking by CUDA itself, where no vLLM is installed that brings them:
-``kvrecall gpu-check`` on a machine with PyTorch alone."""
+"""CUDA itself: copies of rows, for which vLLM has no function; and batched copies and page-locking
+where no vLLM is installed that brings them (``kvrecall gpu-check`` with PyTorch alone)."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,13 @@ class _Attributes(ctypes.Structure):
         ("target_hint", ctypes.c_int * 2),
         ("flags", ctypes.c_uint),
     ]
+
+
+class Place(NamedTuple):
+    """Where rows lie: the address of the first, and bytes from one to the next."""
+
+    address: int
+    step: int
 
 
 _IN_STREAM_ORDER, _ANY_TIME = 1, 3  # when a source is read: when the stream gets there, or before
@@ -55,6 +62,56 @@ def _batched_copy() -> Callable[..., int]:
             "no batched copies here: install vLLM for this device, or a driver of CUDA 12.8"
         ) from error
     call.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer]
+    return call
+
+
+class _Rows(ctypes.Structure):
+    """CUDA's ``CUDA_MEMCPY2D``."""
+
+    _fields_ = [
+        (f"{side}_{name}", kind)
+        for side in ("source", "target")
+        for name, kind in (
+            ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("kind", ctypes.c_uint),
+            ("host", ctypes.c_void_p), ("device", ctypes.c_void_p), ("array", ctypes.c_void_p),
+            ("step", ctypes.c_size_t),
+        )
+    ] + [("nbytes", ctypes.c_size_t), ("rows", ctypes.c_size_t)]  # fmt: skip
+
+
+_HOST, _DEVICE = 1, 2
+MOST_STEP = (1 << 31) - 1
+"""Bytes from row to row that CUDA takes."""
+
+
+def copy_rows(rows: int, nbytes: int, source: Place, target: Place, is_load: bool) -> None:
+    """Queues a copy of ``rows`` of ``nbytes`` on the current stream. ``is_load``: from host memory,
+    which is page-locked in one call, to the device; else the other way. The bus is used to the full
+    (docs/log.md), as by one copy of all their bytes. Raises EngineError."""
+    sides = (_HOST, _DEVICE) if is_load else (_DEVICE, _HOST)
+    told: dict[str, int] = {"nbytes": nbytes, "rows": rows}
+    for side, kind, place in zip(("source", "target"), sides, (source, target), strict=True):
+        where = "host" if kind == _HOST else "device"
+        told |= {f"{side}_kind": kind, f"{side}_{where}": place.address, f"{side}_step": place.step}
+    call = _rows_copy()
+    assert call is not None
+    error = call(ctypes.byref(_Rows(**told)), torch.cuda.current_stream().cuda_stream)
+    if error:
+        raise EngineError(f"cuMemcpy2DAsync: CUDA error {error}")
+
+
+def copies_rows() -> bool:
+    """Whether CUDA's driver is there for ``copy_rows``."""
+    return _rows_copy() is not None
+
+
+@functools.cache
+def _rows_copy() -> Callable[..., int] | None:
+    try:
+        call = ctypes.CDLL("libcuda.so.1").cuMemcpy2DAsync_v2
+    except (OSError, AttributeError):
+        return None
+    call.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     return call
 
 
