@@ -180,7 +180,7 @@ def test_8_heads_of_128_decode_sparsely_from_32k_on() -> None:
 def test_an_h200_decodes_sparsely_from_32k_on() -> None:
     """Its memory reads 4.3 TB/s, so that a launch costs more KV."""
     overhead = DeviceSpeed(bandwidth=4.3e12).overhead_bytes(128)
-    assert overhead == 44 << 20
+    assert overhead == 64 << 20
     assert Gate(SEED, 4096, overhead, narrows=False).sparse_from(128, 1 << 20) == 32_768
     assert Gate(SEED, 4096, 84 << 20, narrows=False).sparse_from(128, 1 << 20) > 32_768, "of four"
 
@@ -188,6 +188,15 @@ def test_an_h200_decodes_sparsely_from_32k_on() -> None:
 def test_a_slower_launch_or_a_faster_memory_moves_the_gate() -> None:
     fast = DeviceSpeed(2e-6, 3.0e12).overhead_bytes(128)
     assert fast < DeviceSpeed().overhead_bytes(128) < DeviceSpeed(5e-6, 4.5e12).overhead_bytes(128)
+
+
+def test_starts_that_measure_nearly_the_same_decide_alike() -> None:
+    """On an H200 three in a row measured these; another boundary would be another namespace."""
+    found = {
+        DeviceSpeed(us * 1e-6, tb_s * 1e12).overhead_bytes(128)
+        for us, tb_s in ((46.2, 3.97), (56.1, 4.09), (61.1, 4.08))
+    }
+    assert found == {512 << 20}
 
 
 def test_the_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +208,7 @@ def test_the_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     speed = kernel.measure(SEED, rounds=2)
     assert speed.bandwidth > 1e8
     assert 0 < speed.launch_s < 1
-    assert launched == ["digest_blocks", *EVERY] * 3
+    assert launched == ["digest_blocks", *EVERY] * 3 * 5, "the least of five counts"
     assert kernel.overhead_bytes == speed.overhead_bytes(128) != stated
 
 

@@ -1,8 +1,8 @@
 """Launches the Triton kernels: digests, the choice of blocks and sparse attention over them, and
 copies of many pieces. Each function says how many launches it makes; none waits for the device.
 
-They have run in Triton's interpreter only (tests/attention/test_kernels.py), never on a GPU: see
-docs/retrieval.md. Triton is imported on the first call.
+They run in Triton's interpreter (tests/attention/test_kernels.py), and have run on an H200:
+docs/gpu-check.md. Triton is imported on the first call.
 """
 
 from __future__ import annotations
