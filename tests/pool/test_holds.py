@@ -18,7 +18,13 @@ class Work:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         self.lock = threading.Lock()
-        monkeypatch.setattr(holds, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        self.slept = 0
+        clock = SimpleNamespace(perf_counter=lambda: self.now, sleep=self.sleep)
+        monkeypatch.setattr(holds, "time", clock)
+
+    def sleep(self, seconds: float) -> None:
+        assert not (seconds or self.lock.locked())
+        self.slept += 1
 
     def parts(self, *seconds: float) -> Iterator[float]:
         for each in seconds:
@@ -35,6 +41,7 @@ def test_a_hold_ends_with_the_part_that_takes_too_long(monkeypatch: pytest.Monke
         done.append(some)
         work.now += slow  # what others take between two holds does not count
     assert done == [[quick] * 4, [slow], [quick, slow], []]
+    assert work.slept == 3, "others go first, but for the last hold"
 
 
 def test_no_work_is_one_hold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,9 @@ def in_holds(lock: AbstractContextManager[Any], work: Iterator[T]) -> Iterator[l
 
     A hold ends with the first part that ends later than ``HOLD_S`` after it began: while memory is
     slow, as it is for some milliseconds now and then in a virtual machine, there are more holds
-    instead of longer ones. Others may change what the lock guards between two of them.
+    instead of longer ones. Others may change what the lock guards between two of them: after a
+    hold whoever waits for the lock, or the interpreter, goes first. Without that this thread would
+    have the lock again before the one it woke is awake, dozens of times.
     """
     is_left = True
     while is_left:
@@ -30,4 +32,6 @@ def in_holds(lock: AbstractContextManager[Any], work: Iterator[T]) -> Iterator[l
                 if time.perf_counter() >= until:
                     is_left = True
                     break
+        if is_left:
+            time.sleep(0)
         yield done

@@ -317,16 +317,21 @@ class Catalog(EvictionOrders):
         owners = {tenant: place for place, tenant in enumerate(charged)}
         owned = [owners[tenant] for tenant in rows.tenants[part]]
         slabs, counts = np.unique(addresses >> SLAB_BITS, return_counts=True)
+
         with self._lock:
             if self._late is None or self._late.has_any:
                 return False
             names = self._table
             numbers = names.meet_many(keys)
-            if self._state.array()[numbers].any():
-                return False
             names.keep_many(numbers)
+        time.sleep(0)
+        with self._lock:
             above = names.meet_many(over)
             names.keep_many(above)
+            late = self._late  # what was said, and came, meanwhile
+            if late is None or late.has_any or self._state.array()[numbers].any():
+                names.drop_all([*numbers.tolist(), *above.tolist()])
+                return False
             self._parent.array()[numbers] = 0
             self._parent.array()[numbers[below]] = above + 1
             self._address.array()[numbers] = addresses
@@ -372,7 +377,6 @@ class Catalog(EvictionOrders):
         for _ in in_holds(self._lock, self._rank_each(order)):
             if is_closing():
                 return False
-            time.sleep(0)  # whoever waits for the interpreter goes first
         return True
 
     def _rank_each(self, order: npt.NDArray[np.int32]) -> Iterator[None]:
@@ -725,6 +729,7 @@ class Catalog(EvictionOrders):
             if not going:
                 break
             evicted += len(going)
+            time.sleep(0)
         return evicted
 
     def evict_bytes(self, nbytes: int) -> int:
@@ -742,6 +747,7 @@ class Catalog(EvictionOrders):
                 self._evict(going)
             if not going:
                 break
+            time.sleep(0)
         return given
 
     def make_way(self, tenant: Tenant, nbytes: int, parent: BlockKey | None) -> int:
@@ -765,6 +771,7 @@ class Catalog(EvictionOrders):
                 self._evict(going, Cause.QUOTA)
             if not going:
                 break
+            time.sleep(0)
         return max(0, excess)
 
     def _victims(self, count: int, slot_bytes: int | None = None) -> list[int]:
