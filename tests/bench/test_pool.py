@@ -51,11 +51,17 @@ def test_holds_of_a_lock_are_timed_by_their_thread() -> None:
 
 
 def test_a_machine_takes_turns_beside_what_is_measured() -> None:
-    machine = Machine(1 << 20)
+    machine, lock = Machine(1 << 20), WatchedLock(threading.Lock())
     threads = threading.active_count()
-    with machine.beside():
+    with machine.beside(lock):
         assert threading.active_count() == threads + 1
+        with lock:
+            until = time.monotonic() + 60
+            while not machine.memory.held_s and time.monotonic() < until:
+                time.sleep(0.001)
+            time.sleep(0.2)  # for most of which its thread waits
     assert threading.active_count() == threads
+    assert max(machine.waited_s) > 0.05
     assert 0.00075 <= machine.idle.longest_s <= machine.idle.held_s
     assert 0 < machine.memory.longest_s <= machine.memory.held_s
     assert not machine.idle.too_long or machine.idle.longest_s > 0.005
@@ -77,4 +83,5 @@ def test_index_figures(tmp_path: Path) -> None:
         assert {"too_long", "idle_too_long", "memory_too_long"} <= holds.keys()
         assert holds["idle_longest_ms"] >= 0.75
         assert holds["memory_longest_ms"] > 0
+        assert 0 <= holds["waited_p99_ms"] <= holds["waited_longest_ms"]
     assert list(tmp_path.iterdir()) == []

@@ -89,7 +89,8 @@ def measure_index(
     0.75 ms in which it only reads its clock (idle), and as long as reading 2,000 cells all over an
     array takes (memory). holds has of each, of all passes: the seconds that the lock was held, the
     holds above the goal and how many of the turns would be in as many seconds (idle_too_long,
-    memory_too_long), and the longest turns.
+    memory_too_long), and the longest turns; and how long that thread waited, by the wall clock, when
+    it wanted the tier's lock once between two turns.
     """
     path.mkdir(parents=True, exist_ok=True)
     found: list[dict[str, Any]] = []
@@ -122,6 +123,7 @@ def measure_index(
             ),
             (f"{what}: turns of reading the clock", f"{holds['idle_too_long']}", ""),
             (f"{what}: turns of reading memory", f"{holds['memory_too_long']}", ""),
+            (f"{what}: ms waited for the lock, p99", f"{holds['waited_p99_ms']}", ""),
         ]
     return Report("index", (f"{blocks:,} blocks", "measured", "goal"), tuple(rows), figures)
 
@@ -340,7 +342,8 @@ class WatchedLock:
 
 class Machine:
     """What the machine does to threads that hold a lock: one takes turns under locks of its own,
-    beside what is measured. A turn that lasts too long is the machine's."""
+    beside what is measured. A turn that lasts too long is the machine's. Between them it waits for
+    the lock of what is measured."""
 
     def __init__(self, nbytes: int) -> None:
         """``nbytes``: of the memory that is read, which is taken from the system now."""
@@ -349,14 +352,16 @@ class Machine:
         self._cells = column.cells
         self._random = random.Random(1)
         self.idle, self.memory = (WatchedLock(threading.Lock()) for _ in range(2))
+        self.waited_s: list[float] = []
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self, lock: WatchedLock) -> Iterator[None]:
         """Meanwhile a thread takes turns, once at least."""
         self.idle.begin()
         self.memory.begin()
+        self.waited_s.clear()
         ended = threading.Event()
-        thread = threading.Thread(target=self._take_turns, args=(ended,))
+        thread = threading.Thread(target=self._take_turns, args=(ended, lock))
         thread.start()
         try:
             yield
@@ -364,7 +369,7 @@ class Machine:
             ended.set()
             thread.join()
 
-    def _take_turns(self, ended: threading.Event) -> None:
+    def _take_turns(self, ended: threading.Event, lock: WatchedLock) -> None:
         cells = self._cells
         while True:
             places = self._random.choices(range(len(cells)), k=_READ)
@@ -375,6 +380,9 @@ class Machine:
             with self.memory:
                 for place in places:
                     cells[place]
+            began = time.perf_counter()
+            with lock:
+                self.waited_s.append(time.perf_counter() - began)
             if ended.wait(_TURNS_EVERY_S):
                 return
 
@@ -397,13 +405,16 @@ class _Watch:
     @contextmanager
     def beside(self, what: str, machine: Machine) -> Iterator[None]:
         """``of`` something that holds the first lock for seconds."""
-        with machine.beside(), self.of(what):
-            yield
         lock = self._locks[0]
+        with machine.beside(lock), self.of(what):
+            yield
         holds = self.holds[what] = {"held_s": lock.held_s, "too_long": lock.too_long}
         for name, turns in (("idle", machine.idle), ("memory", machine.memory)):
             holds[f"{name}_too_long"] = turns.too_long * lock.held_s / turns.held_s
             holds[f"{name}_longest_ms"] = 1e3 * turns.longest_s
+        waited = sorted(machine.waited_s)
+        holds["waited_p99_ms"] = 1e3 * waited[len(waited) * 99 // 100]
+        holds["waited_longest_ms"] = 1e3 * waited[-1]
 
     def calls(
         self,
