@@ -23,7 +23,8 @@ class Work:
         monkeypatch.setattr(holds, "time", clock)
 
     def sleep(self, seconds: float) -> None:
-        assert not (seconds or self.lock.locked())
+        assert seconds == 0
+        assert not self.lock.locked()
         self.slept += 1
 
     def parts(self, *seconds: float) -> Iterator[float]:

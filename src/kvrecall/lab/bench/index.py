@@ -89,8 +89,8 @@ def measure_index(
     0.75 ms in which it only reads its clock (idle), and as long as reading 2,000 cells all over an
     array takes (memory). holds has of each, of all passes: the seconds that the lock was held, the
     holds above the goal and how many of the turns would be in as many seconds (idle_too_long,
-    memory_too_long), and the longest turns; and how long that thread waited, by the wall clock, when
-    it wanted the tier's lock once between two turns.
+    memory_too_long), and the longest turns; and how long that thread waited for the tier's lock, by
+    the wall clock, which it wants once between two turns.
     """
     path.mkdir(parents=True, exist_ok=True)
     found: list[dict[str, Any]] = []

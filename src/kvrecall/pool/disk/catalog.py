@@ -374,10 +374,8 @@ class Catalog(EvictionOrders):
         del parts
         order = numbers[np.lexsort((-depth, used))]
         del numbers, used, depth
-        for _ in in_holds(self._lock, self._rank_each(order)):
-            if is_closing():
-                return False
-        return True
+        holds = in_holds(self._lock, self._rank_each(order))
+        return not any(is_closing() for _ in holds)
 
     def _rank_each(self, order: npt.NDArray[np.int32]) -> Iterator[None]:
         for start in range(0, len(order), _PART):
