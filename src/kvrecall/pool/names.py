@@ -185,15 +185,9 @@ class MemoryColumn(Column):
                 self.pages.madvise(mmap.MADV_NOHUGEPAGE)
         super().__init__(memoryview(self.pages).cast(kind))
 
-    def use_huge_pages(self) -> None:
-        """Asks for huge pages, which make cells all over the column cheaper to reach: memory that
-        is taken from now on, and when the kernel finds the time, what was taken before."""
-        with suppress(OSError):  # a kernel without them
-            self.pages.madvise(mmap.MADV_HUGEPAGE)
-
     def take_all(self) -> None:
-        """Takes the memory of all cells, which are zero, from the system: a millisecond for 4 MiB,
-        and eight in a virtual machine that never used it before. NumPy lets go of Python's lock
+        """Takes the memory of all cells, which are zero, from the system: two milliseconds for 4
+        MiB, and more in a virtual machine that never used it before. NumPy lets go of Python's lock
         meanwhile if that is more than 2 MiB."""
         np.frombuffer(self.pages, np.uint8)[:: mmap.PAGESIZE] = 0
 
@@ -256,7 +250,6 @@ class _Table:
         """Keys that it holds before a larger one should take its place."""
         self.slots = MemoryColumn("Q", _GROUP, (1 << bits) + _REACH)
         if at_once:
-            self.slots.use_huge_pages()
             self.slots.take_all()
 
     def place(self, code: int, number: int) -> bool:
@@ -454,7 +447,6 @@ class CompactNames(Names):
 
     def _end_growing(self) -> None:
         self._gone, self._old = self._old, None
-        self._table.slots.use_huge_pages()
 
     def _grow(self) -> None:
         self._room *= 2
