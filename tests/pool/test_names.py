@@ -270,6 +270,20 @@ def test_a_column_with_address_space_uses_no_huge_pages() -> None:
     assert "nh" in flags_of(column.array().ctypes.data)
 
 
+def test_the_table_asks_for_no_huge_pages() -> None:
+    """Which a virtual machine whose memory is watched is slow to reach after a pause."""
+    names, rng = CompactNames(), random.Random(8)
+    tables = {names._table}
+    while len(tables) < 3:
+        names.prepare(600)
+        names.meet_many([SPACES[0].key(rng.randbytes(32)) for _ in range(600)])
+        tables.add(names._table)
+    for table in tables:
+        flags = flags_of(table.slots.array().ctypes.data)
+        assert flags
+        assert "hg" not in flags
+
+
 def test_without_address_space_there_is_room_for_what_is_expected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
