@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import random
+import re
 import resource
 import struct
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -227,6 +230,78 @@ def test_many_names_come_and_go_while_the_table_grows() -> None:
     assert names.size < len(here) + 400, "free numbers are used first"
     assert {one: names.number(one) for one in here} == here
     assert {one: names.key(number) for one, number in here.items()} == {one: one for one in here}
+
+
+def test_columns_with_address_space_do_not_move() -> None:
+    """Pages that move take time for each, under the owner's lock."""
+    names = CompactNames(most=1 << 15)
+    column = names.column("q")
+    cells, before = column.cells, column.array().ctypes.data
+    numbers = names.meet_many([SPACES[0].key(n.to_bytes(32)) for n in range(20_000)])
+    names.keep_many(numbers)
+    assert len(numbers) == names.size > 1 << 12, "more than there was room for"
+    column.cells[names.size - 1] = 7
+    assert column.cells is cells
+    assert column.array().ctypes.data == before
+    names.meet_many([SPACES[1].key(n.to_bytes(32)) for n in range(20_000)])
+    assert names.size > 1 << 15
+    column.cells[names.size - 1] = 8
+    assert column.cells is not cells
+    assert column.cells[len(numbers) - 1] == 7
+
+
+def flags_of(address: int) -> list[str]:
+    """VmFlags of the mapping that the address is in."""
+    is_it = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            begin, end = (int(each, 16) for each in match.groups())
+            is_it = begin <= address < end
+        elif is_it and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    return []
+
+
+def test_a_column_with_address_space_uses_no_huge_pages() -> None:
+    """Where the system uses them unasked, a column's first cell would take 2 MiB."""
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("the kernel has none")
+    column = CompactNames(most=1 << 24).column("q")
+    assert "nh" in flags_of(column.array().ctypes.data)
+
+
+def test_the_table_asks_for_no_huge_pages() -> None:
+    """Which a virtual machine whose memory is watched is slow to reach after a pause."""
+    names, rng = CompactNames(), random.Random(8)
+    tables = {names._table}
+    while len(tables) < 3:
+        names.prepare(600)
+        names.meet_many([SPACES[0].key(rng.randbytes(32)) for _ in range(600)])
+        tables.add(names._table)
+    for table in tables:
+        flags = flags_of(table.slots.array().ctypes.data)
+        assert flags
+        assert "hg" not in flags
+
+
+def test_without_address_space_there_is_room_for_what_is_expected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole, refused = mmap.mmap, []
+
+    def limited(fd: int, nbytes: int, **how: int) -> mmap.mmap:
+        if nbytes > 1 << 20:
+            refused.append(nbytes)
+            raise OSError(errno.ENOMEM, "no address space")
+        return whole(fd, nbytes, **how)
+
+    monkeypatch.setattr(mmap, "mmap", limited)
+    names = CompactNames(most=1 << 24)
+    assert refused
+    monkeypatch.undo()
+    keys = [SPACES[0].key(n.to_bytes(32)) for n in range(9000)]
+    numbers = names.meet_many(keys).tolist()
+    assert [names.key(number) for number in numbers] == keys
 
 
 def test_memory_is_taken_before_it_is_written() -> None:

@@ -178,9 +178,12 @@ def rows_of(keys: Sequence[BlockKey]) -> Rows:
 
 
 @pytest.mark.parametrize("kind", ["drop", "pin", "clear", "twice"])
-def test_what_is_said_of_rows_between_two_parts_is_heeded(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("gap_at", [3, 4])
+def test_what_is_said_of_rows_between_two_holds_is_heeded(
+    kind: str, gap_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Between those of the second of three parts (3), or after it (4)."""
+    first = {3: 4, 4: 8}[gap_at]  # of the rows that are still to come
     bench, keys = Bench("hazard"), chain(NAMESPACE, 12)
     catalog = bench.catalog
     catalog.begin_recovery()
@@ -189,21 +192,21 @@ def test_what_is_said_of_rows_between_two_parts_is_heeded(
         "drop": [partial(catalog.forget, [keys[0], keys[8]], Cause.DROPPED)],
         "pin": [partial(catalog.pin, keys[7:9])],
         "clear": [catalog.forget_all],
-        "twice": [partial(bench.publish, keys[8:9])],
+        "twice": [partial(bench.publish, keys[first + 2 : first + 3])],
     }[kind]
     monkeypatch.setattr(catalog_module, "_RECOVERED", 4)
     calls: list[float] = []
 
     def gap(seconds: float) -> None:
         calls.append(seconds)
-        if actions and len(calls) == 2:
+        if actions and len(calls) == gap_at:
             actions.pop()()
 
     monkeypatch.setattr(catalog_module.time, "sleep", gap)
     refused = catalog.recover(rows_of(keys))
     monkeypatch.undo()
-    expected = {"drop": [8], "pin": [], "clear": [8, 9, 10, 11], "twice": [8]}[kind]
-    assert refused == expected
+    rest = list(range(first, 12))
+    assert refused == {"drop": [8], "pin": [], "clear": rest, "twice": [first + 2]}[kind]
     assert catalog.rank_rest(lambda: False)
     bench.check(names=True)
     assert len(bench.here) == {"drop": 10, "pin": 12, "clear": 0, "twice": 12}[kind]

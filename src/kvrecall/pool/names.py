@@ -30,6 +30,7 @@ _NO_KEY = BlockKey(b"")
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python does not name
 _POPULATED_BYTES = 64 << 10  # at once, as Python's lock is held
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_NORESERVE = 0x4000  # MAP_NORESERVE, which Python names from 3.13 on
 
 
 class Names(ABC):
@@ -168,20 +169,25 @@ class MemoryColumn(Column):
 
     __slots__ = ("is_rare", "kind", "pages", "width")
 
-    def __init__(self, kind: Kind, width: int, room: int, is_rare: bool = False) -> None:
+    def __init__(
+        self, kind: Kind, width: int, room: int, is_rare: bool = False, most: int = 0
+    ) -> None:
+        """With cells of ``room`` numbers, or if the address space allows of ``most``."""
         self.kind, self.width, self.is_rare = kind, width, is_rare
-        self.pages = mmap.mmap(-1, room * width * _BYTES[kind], flags=_PRIVATE)
+        size = width * _BYTES[kind]
+        try:
+            self.pages = mmap.mmap(-1, max(room, most) * size, flags=_PRIVATE | _NORESERVE)
+        except OSError:  # a limit of this process, or of the system
+            self.pages = mmap.mmap(-1, room * size, flags=_PRIVATE)
+        if most > room:
+            # Where huge pages are the rule, the first cell would take 2 MiB.
+            with suppress(OSError):  # a kernel without them
+                self.pages.madvise(mmap.MADV_NOHUGEPAGE)
         super().__init__(memoryview(self.pages).cast(kind))
 
-    def use_huge_pages(self) -> None:
-        """Asks for huge pages, which make cells all over the column cheaper to reach: memory that
-        is taken from now on, and when the kernel finds the time, what was taken before."""
-        with suppress(OSError):  # a kernel without them
-            self.pages.madvise(mmap.MADV_HUGEPAGE)
-
     def take_all(self) -> None:
-        """Takes the memory of all cells, which are zero, from the system: a millisecond for 4 MiB,
-        and eight in a virtual machine that never used it before. NumPy lets go of Python's lock
+        """Takes the memory of all cells, which are zero, from the system: two milliseconds for 4
+        MiB, and more in a virtual machine that never used it before. NumPy lets go of Python's lock
         meanwhile if that is more than 2 MiB."""
         np.frombuffer(self.pages, np.uint8)[:: mmap.PAGESIZE] = 0
 
@@ -196,10 +202,14 @@ class MemoryColumn(Column):
                 self.pages.madvise(_POPULATE_WRITE, at, min(_POPULATED_BYTES, end - at))
 
     def grow(self, room: int) -> None:
-        """Makes room for that many numbers; no cell moves in memory that it would take time to
-        copy."""
+        """Makes room for that many numbers. Without the address space for them the system moves
+        the pages, which copies nothing, but takes a millisecond for 250 MiB and makes each page
+        slow to reach once more."""
+        size = room * self.width * _BYTES[self.kind]
+        if size <= len(self.pages):
+            return
         self.cells.release()
-        self.pages.resize(room * self.width * _BYTES[self.kind])
+        self.pages.resize(size)
         self.cells = memoryview(self.pages).cast(self.kind)
 
     def array(self) -> npt.NDArray[Any]:
@@ -240,7 +250,6 @@ class _Table:
         """Keys that it holds before a larger one should take its place."""
         self.slots = MemoryColumn("Q", _GROUP, (1 << bits) + _REACH)
         if at_once:
-            self.slots.use_huge_pages()
             self.slots.take_all()
 
     def place(self, code: int, number: int) -> bool:
@@ -309,8 +318,9 @@ class CompactNames(Names):
     collide, of which more want one home than there are slots near it, go into a dictionary.
     """
 
-    def __init__(self, room: int = 1 << 12) -> None:
-        """``room``: of how many keys there will be at least, if that is known."""
+    def __init__(self, room: int = 1 << 12, most: int = 0) -> None:
+        """``room``: of how many keys there will be at least, if that is known. ``most``: for how
+        many there is address space from the start, so that columns need not move."""
         bits = max(10, (room * 5 // 2 // _GROUP).bit_length())
         self._table = _Table(bits, at_once=True)
         self._next: _Table | None = None  # a larger one, made by ``prepare``
@@ -322,6 +332,7 @@ class CompactNames(Names):
         self._free = 0  # the first free number plus one, linked by their forms; 0: none
         self._count = 0
         self._room = max(1 << 12, room)
+        self._most = most
         self._odd: dict[int, BlockKey] = {}
         self._spaces: dict[bytes, int] = {}
         self._space_list: list[bytes] = []
@@ -343,7 +354,7 @@ class CompactNames(Names):
         return self._size
 
     def column(self, kind: Kind, width: int = 1, is_rare: bool = False) -> MemoryColumn:
-        self._columns.append(MemoryColumn(kind, width, self._room, is_rare))
+        self._columns.append(MemoryColumn(kind, width, self._room, is_rare, self._most))
         return self._columns[-1]
 
     def prepare(self, count: int) -> None:
@@ -351,7 +362,8 @@ class CompactNames(Names):
         these or some more will need. A page takes 5 to 10 us, and 2 MiB that a virtual machine
         never used before take milliseconds: not under the owner's lock. Call it without that lock,
         from one thread."""
-        start, stop = max(self._populated, self._size), min(self._size + count, self._room)
+        room = max(self._room, self._most)
+        start, stop = max(self._populated, self._size), min(self._size + count, room)
         if stop - start >= count // 2:
             self._populated = stop
             for column in tuple(self._columns):
@@ -435,7 +447,6 @@ class CompactNames(Names):
 
     def _end_growing(self) -> None:
         self._gone, self._old = self._old, None
-        self._table.slots.use_huge_pages()
 
     def _grow(self) -> None:
         self._room *= 2

@@ -17,12 +17,12 @@ from kvrecall.pool.eviction import EvictionPolicy, make_policy
 from kvrecall.pool.eviction.base import PART
 from kvrecall.pool.eviction.queues import Links, LruPolicy
 from kvrecall.pool.hints import Advice
+from kvrecall.pool.holds import HOLD_S
 from kvrecall.pool.names import DictNames, Names
 from kvrecall.pool.slots import slot_bytes_of
 
-_LOOKED_UP = 512  # blocks of a request at once
+_LOOKED_UP = 256  # blocks of a request at once
 HELD_AT_ONCE = 4096  # about 4 ms
-HOLD_S = 0.0015  # of the lock, before a request's use lets others in; and a part of it more
 HELD_FROM = 64  # busy blocks passed in one search: more than one step of an engine commits
 
 

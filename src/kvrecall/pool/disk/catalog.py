@@ -9,6 +9,7 @@ import itertools
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from kvrecall.pool.disk.index import Row, Rows
 from kvrecall.pool.disk.slabs import SLAB_BITS, slab_of
 from kvrecall.pool.eviction import EvictionPolicy
 from kvrecall.pool.hints import Advice
+from kvrecall.pool.holds import in_holds
 from kvrecall.pool.names import CompactNames, Names
 from kvrecall.pool.residents import (
     HELD_AT_ONCE,
@@ -40,9 +42,13 @@ _STALE_S = 10.0  # a last use is written to the index again when it is older tha
 _RECOVERED = 512  # rows taken over under one hold
 _PREPARED = 8 * _RECOVERED  # names for which there is memory before the lock is taken
 _AT_ONCE = 64  # blocks that change under one hold of the lock: a millisecond, on slow memory
-_LISTED = 128  # blocks listed under one hold
-_SCANNED = 1 << 14  # numbers looked through under one hold
+_PART = 16  # blocks between two looks at how long the lock has been held
+_SCANNED = 1 << 12  # numbers looked through under one hold
 _NUMBERS = 1 << 13
+# Names of a tier, at most: of each block of its capacity, its parent, and what the policy remembers
+# beside them; and more of a small tier. This much address space is taken, but no memory.
+_NAMES_FOR_ONE = 4
+_MORE_NAMES = 1 << 19
 T = TypeVar("T")
 Bools = npt.NDArray[np.bool_]
 # State of a number:
@@ -122,7 +128,8 @@ class Catalog(EvictionOrders):
         self.used_bytes = 0
 
     def _new_names(self) -> Names:
-        self._table = names = CompactNames(max(self._expected, 1))
+        most = _NAMES_FOR_ONE * self._capacity_blocks + _MORE_NAMES
+        self._table = names = CompactNames(max(self._expected, 1), most)
         self._state = names.column("B")
         self._address = names.column("q")
         self._nbytes = names.column("I")
@@ -198,16 +205,21 @@ class Catalog(EvictionOrders):
         """Every block, or those unused since that wall-clock second; as they are when their turn
         comes."""
         before = float("inf") if unused_since is None else unused_since
+        for parts in in_holds(self._lock, self._infos(before)):
+            yield from itertools.chain.from_iterable(parts)
+
+    def _infos(self, before: float) -> Iterator[list[BlockInfo]]:
+        for part in self._all_numbers():
+            state, used = self._state.cells, self._used.cells
+            yield [self._info(n) for n in part if state[n] and used[n] < before]
+
+    def _all_numbers(self) -> Iterator[range]:
+        """All numbers, also those that come meanwhile, in parts."""
         start = 0
-        while True:
-            with self._lock:
-                end = min(self._table.size, start + _LISTED)
-                state, used = self._state.cells, self._used.cells
-                part = [self._info(n) for n in range(start, end) if state[n] and used[n] < before]
-            if start >= end:
-                return
+        while start < self._table.size:
+            end = min(self._table.size, start + _PART)
+            yield range(start, end)
             start = end
-            yield from part
 
     def watch(self, watcher: Watcher) -> None:
         """From now on ``watcher`` is told what comes and goes."""
@@ -216,18 +228,16 @@ class Catalog(EvictionOrders):
 
     def sweep(self, watcher: Watcher) -> Iterator[None]:
         """Reports every block as stored, some with each step."""
-        start = 0
-        while True:
-            with self._lock:
-                end = min(self._table.size, start + _LISTED)
-                state = self._state.cells
-                for number in range(start, end):
-                    if state[number]:
-                        key, parent = self._table.key(number), self._parent_of(number)
-                        watcher.stored(TierName.DISK, key, parent)
-            if start >= end:
-                return
-            start = end
+        for _ in in_holds(self._lock, self._sweep(watcher)):
+            yield
+
+    def _sweep(self, watcher: Watcher) -> Iterator[None]:
+        for part in self._all_numbers():
+            state = self._state.cells
+            for number in part:
+                if state[number]:
+                    key, parent = self._table.key(number), self._parent_of(number)
+                    watcher.stored(TierName.DISK, key, parent)
             yield
 
     def _info(self, number: int) -> BlockInfo:
@@ -307,16 +317,21 @@ class Catalog(EvictionOrders):
         owners = {tenant: place for place, tenant in enumerate(charged)}
         owned = [owners[tenant] for tenant in rows.tenants[part]]
         slabs, counts = np.unique(addresses >> SLAB_BITS, return_counts=True)
+
         with self._lock:
             if self._late is None or self._late.has_any:
                 return False
             names = self._table
             numbers = names.meet_many(keys)
-            if self._state.array()[numbers].any():
-                return False
             names.keep_many(numbers)
+        time.sleep(0)
+        with self._lock:
             above = names.meet_many(over)
             names.keep_many(above)
+            late = self._late  # what was said, and came, meanwhile
+            if late is None or late.has_any or self._state.array()[numbers].any():
+                names.drop_all([*numbers.tolist(), *above.tolist()])
+                return False
             self._parent.array()[numbers] = 0
             self._parent.array()[numbers[below]] = above + 1
             self._address.array()[numbers] = addresses
@@ -359,16 +374,16 @@ class Catalog(EvictionOrders):
         del parts
         order = numbers[np.lexsort((-depth, used))]
         del numbers, used, depth
-        for start in range(0, len(order), 2 * _AT_ONCE):
-            if is_closing():
-                return False
-            with self._lock:
-                state = self._state.cells
-                for number in order[start : start + 2 * _AT_ONCE].tolist():
-                    if state[number] & (_HERE | _RANKED) == _HERE:
-                        self._rank_in(number, self._used.cells[number])
-            time.sleep(0)  # whoever waits for the interpreter goes first
-        return True
+        holds = in_holds(self._lock, self._rank_each(order))
+        return not any(is_closing() for _ in holds)
+
+    def _rank_each(self, order: npt.NDArray[np.int32]) -> Iterator[None]:
+        for start in range(0, len(order), _PART):
+            state = self._state.cells
+            for number in order[start : start + _PART].tolist():
+                if state[number] & (_HERE | _RANKED) == _HERE:
+                    self._rank_in(number, self._used.cells[number])
+            yield
 
     def _unranked(self) -> Iterator[tuple[npt.NDArray[Any], ...]]:
         """Number, last use and depth of each block that is in no order yet, in parts."""
@@ -391,18 +406,21 @@ class Catalog(EvictionOrders):
 
     def publish(self, rows: Sequence[Row]) -> None:
         """Makes durable blocks visible."""
-        for start in range(0, len(rows), _AT_ONCE):
-            with self._lock:
-                now = self.now()
-                for row in rows[start : start + _AT_ONCE]:
-                    number = self._take_in(row, now)
-                    pinned = row.key in self.pins and self._may_pin(number)
-                    if pinned:
-                        self._set_pinned(number, True)
-                    else:
-                        self._rank_in(number, now)
-                    if pinned != row.pinned:
-                        self._unnoted_pins[row.address] = int(pinned)
+        deque(in_holds(self._lock, self._publish(rows)), maxlen=0)
+
+    def _publish(self, rows: Sequence[Row]) -> Iterator[None]:
+        for part in _parts(rows, _PART):
+            now = self.now()
+            for row in part:
+                number = self._take_in(row, now)
+                pinned = row.key in self.pins and self._may_pin(number)
+                if pinned:
+                    self._set_pinned(number, True)
+                else:
+                    self._rank_in(number, now)
+                if pinned != row.pinned:
+                    self._unnoted_pins[row.address] = int(pinned)
+            yield
 
     def _take_in(self, row: Row, used: float) -> int:
         names, address = self._table, row.address
@@ -549,34 +567,40 @@ class Catalog(EvictionOrders):
 
     def pin(self, keys: Collection[BlockKey]) -> None:
         """Pins blocks of these keys, present or future, as far as ``pin_limit`` allows."""
-        for part in _parts(keys):
-            with self._lock:
-                self.pins.update(part)
-                if self._late is not None:
-                    self._late.pinned = True
-                    self._late.unpinned.difference_update(part)
-                for key in part:
-                    number = self._find(key)
-                    if number < 0 or self._state.cells[number] & _PINNED:
-                        continue
-                    if self._may_pin(number):
-                        self._rank_out(number)
-                        self._set_pinned(number, True)
-                        self._unnoted_pins[self._address.cells[number]] = 1
+        deque(in_holds(self._lock, self._pin(keys)), maxlen=0)
+
+    def _pin(self, keys: Collection[BlockKey]) -> Iterator[None]:
+        for part in _parts(keys, _PART):
+            self.pins.update(part)
+            if self._late is not None:
+                self._late.pinned = True
+                self._late.unpinned.difference_update(part)
+            for key in part:
+                number = self._find(key)
+                if number < 0 or self._state.cells[number] & _PINNED:
+                    continue
+                if self._may_pin(number):
+                    self._rank_out(number)
+                    self._set_pinned(number, True)
+                    self._unnoted_pins[self._address.cells[number]] = 1
+            yield
 
     def unpin(self, keys: Collection[BlockKey]) -> None:
         """Undoes ``pin``."""
-        for part in _parts(keys):
-            with self._lock:
-                self.pins.difference_update(part)
-                if self._late is not None:
-                    self._late.unpinned.update(part)
-                for key in part:
-                    number = self._find(key)
-                    if number >= 0 and self._state.cells[number] & _PINNED:
-                        self._set_pinned(number, False)
-                        self._rank_in(number, self.now())
-                        self._unnoted_pins[self._address.cells[number]] = 0
+        deque(in_holds(self._lock, self._unpin(keys)), maxlen=0)
+
+    def _unpin(self, keys: Collection[BlockKey]) -> Iterator[None]:
+        for part in _parts(keys, _PART):
+            self.pins.difference_update(part)
+            if self._late is not None:
+                self._late.unpinned.update(part)
+            for key in part:
+                number = self._find(key)
+                if number >= 0 and self._state.cells[number] & _PINNED:
+                    self._set_pinned(number, False)
+                    self._rank_in(number, self.now())
+                    self._unnoted_pins[self._address.cells[number]] = 0
+            yield
 
     def _may_pin(self, number: int) -> bool:
         return self.pinned_bytes + self._slot_bytes(number) <= self.pin_limit
@@ -622,17 +646,19 @@ class Catalog(EvictionOrders):
 
     def forget(self, keys: Sequence[BlockKey], cause: Cause) -> int:
         """Drops blocks; returns how many were here."""
-        count = 0
-        for part in _parts(keys):
-            with self._lock:
-                if self._late is not None:
-                    self._late.dropped.update(part)
-                for key in part:
-                    number = self._find(key)
-                    if number >= 0:
-                        self._forget(number, cause)
-                        count += 1
-        return count
+        return sum(map(sum, in_holds(self._lock, self._forget_keys(keys, cause))))
+
+    def _forget_keys(self, keys: Sequence[BlockKey], cause: Cause) -> Iterator[int]:
+        for part in _parts(keys, _PART):
+            count = 0
+            if self._late is not None:
+                self._late.dropped.update(part)
+            for key in part:
+                number = self._find(key)
+                if number >= 0:
+                    self._forget(number, cause)
+                    count += 1
+            yield count
 
     def forget_slab(self, number: int, cause: Cause) -> int:
         """Drops all blocks of a slab."""
@@ -676,13 +702,20 @@ class Catalog(EvictionOrders):
                     return count
                 found = select(part) & (self._state.array()[part] > 0)
                 numbers = (start + np.flatnonzero(found)).tolist()
-            for some in _parts(numbers):
-                with self._lock:
-                    for number in some:
-                        if self._state.cells[number] and check(number):
-                            self._forget(number, cause)
-                            count += 1
+            going = self._forget_numbers(numbers, check, cause)
+            count += sum(map(sum, in_holds(self._lock, going)))
             start = part.stop
+
+    def _forget_numbers(
+        self, numbers: Sequence[int], check: Callable[[int], bool], cause: Cause
+    ) -> Iterator[int]:
+        for part in _parts(numbers, _PART):
+            count = 0
+            for number in part:
+                if self._state.cells[number] and check(number):
+                    self._forget(number, cause)
+                    count += 1
+            yield count
 
     def evict(self, count: int, slot_bytes: int) -> int:
         """Drops up to ``count`` blocks of that slot size, the least valuable ones."""
@@ -694,6 +727,7 @@ class Catalog(EvictionOrders):
             if not going:
                 break
             evicted += len(going)
+            time.sleep(0)
         return evicted
 
     def evict_bytes(self, nbytes: int) -> int:
@@ -711,6 +745,7 @@ class Catalog(EvictionOrders):
                 self._evict(going)
             if not going:
                 break
+            time.sleep(0)
         return given
 
     def make_way(self, tenant: Tenant, nbytes: int, parent: BlockKey | None) -> int:
@@ -734,6 +769,7 @@ class Catalog(EvictionOrders):
                 self._evict(going, Cause.QUOTA)
             if not going:
                 break
+            time.sleep(0)
         return max(0, excess)
 
     def _victims(self, count: int, slot_bytes: int | None = None) -> list[int]:
@@ -959,9 +995,9 @@ class _Numbers:
         return taken
 
 
-def _parts(items: Collection[T]) -> Iterator[Sequence[T]]:
+def _parts(items: Iterable[T], size: int = _AT_ONCE) -> Iterator[Sequence[T]]:
     rest = iter(items)
-    while part := list(itertools.islice(rest, _AT_ONCE)):
+    while part := list(itertools.islice(rest, size)):
         yield part
 
 

@@ -11,8 +11,8 @@ from kvrecall.block import BlockKey
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.names import DictNames, Names
 
-PART = 256
-"""Blocks of a request whose use is recorded at once: a millisecond, on slow memory."""
+PART = 128
+"""Blocks of a request whose use is recorded at once: half a millisecond, on slow memory."""
 
 
 class EvictionPolicy(ABC):
