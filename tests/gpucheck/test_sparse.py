@@ -216,6 +216,7 @@ class Server:
     started: list[tuple[Sequence[str], Mapping[str, str]]]
     faulty = False
     dies = False
+    says_no_more = False
 
     def __init__(
         self, words: Sequence[str], log: Path, progress: Any, environ: Mapping[str, str]
@@ -230,9 +231,11 @@ class Server:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def ask(self, prompt: str, count: int) -> Answer:
+    def ask(self, prompt: str, count: int, ignore_eos: bool = False) -> Answer:
         if self.dies:
             raise httpx.RemoteProtocolError("peer closed connection")
+        if self.says_no_more or not ignore_eos:
+            count = min(count, 24)
         return Answer(len(prompt), {}, tuple(range(count)), (), "", 2.0, 2.0 + 0.5 * (count - 1))
 
     def settle(self) -> None:
@@ -285,6 +288,13 @@ def test_a_decoded_token_is_what_comes_after_the_first(server: type[Server]) -> 
     assert words[-2:] == ["--attention-backend", "FLASH_ATTN"]
     plain = RetrievalSettings(offload_boundary=1 << 30, gate=False)
     assert settings(environ) == plain, "as set by default, on the device"
+
+
+def test_an_answer_that_ends_early_is_not_timed(server: type[Server]) -> None:
+    """One of random weights may, after a token or two."""
+    server.says_no_more = True
+    outcome = decode((4096,), SMALL, "cpu", quiet)
+    assert (outcome.state, outcome.note) == (State.FAIL, "24 of 64 tokens were decoded")
 
 
 def test_servers_that_do_not_do_what_they_should_are_seen(server: type[Server]) -> None:
