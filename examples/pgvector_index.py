@@ -52,7 +52,7 @@ class Table(VectorIndex):
         products = np.full((len(queries), count), -np.inf, dtype=np.float32)
         numbers = np.full((len(queries), count), -1, dtype=np.int64)
         if self._graph:  # a search finds no more than this, and pgvector allows no more than 1,000
-            self._run(f"SET hnsw.ef_search = {min(1000, max(40, count))}")
+            self._run(f"SET hnsw.ef_search = {min(1000, max(200, 2 * count))}")
         nearest = f"SELECT n, -(k <#> %s::vector) AS p FROM {self._table} ORDER BY k <#> %s::vector"
         for at, query in enumerate(map(_text, queries)):
             found = self._run(f"{nearest} LIMIT %s", query, query, count).fetchall()
