@@ -45,6 +45,7 @@ from kvrecall.engines.vllm.compat.config import (
     places_of,
     sharing_of,
 )
+from kvrecall.engines.vllm.connector import copier as copier_module
 from kvrecall.engines.vllm.connector.copier import ArenaMapping, Copier
 from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, Pages, pages_of, runs_of
 from kvrecall.engines.vllm.device import accelerator, driver, inline, pagelock
@@ -173,6 +174,26 @@ def test_an_order_is_one_call(layout: str) -> None:
     copier.store(Copy((1,), (0,)))
     copier.drain()
     assert counts.host_waits == 1
+
+
+def test_a_large_order_is_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first while the addresses of the others are computed; the bytes are those of one call."""
+    monkeypatch.setattr(copier_module, "_ITEMS", 8)
+    device = caches(5)
+    before = {name: tensor.clone() for name, tensor in device.items()}
+    pages = pages_of(device, placements(list(device)), BLOCKS)
+    with counted(CPU) as counts:
+        copier = Copier(torch.zeros(1 << 17, dtype=torch.uint8), [GroupPages(pages)])
+    order = Copy((1, 5, 2), (0, 5 * PAGE, 10 * PAGE))
+    assert copier.store(order) == 15 * PAGE
+    assert (counts.calls, counts.items) == (3, 15), "two layers at a time"
+    for tensor in device.values():
+        tensor.zero_()
+    assert copier.load(order) == 15 * PAGE
+    assert [len(moved) for moved in copier.drain()] == [1, 1], "one order each"
+    for name, tensor in device.items():
+        for block in (1, 5, 2):
+            assert torch.equal(tensor[block], before[name][block])
 
 
 class Event:

@@ -29,6 +29,8 @@ _MOST_SPLITS = 64
 """Programs of a row that attend. One of them adds up what all have found, a few at a time."""
 _TOKENS_AT_ONCE = 64
 _ROWS_AT_ONCE = 32
+"""64 were slower on an H200, and more than these do not fit a multiprocessor's registers
+(docs/log.md)."""
 _TILES_A_PROGRAM = 4
 """One after the other: faster on an H200 than a program for each (docs/log.md)."""
 _BLOCKS_AT_ONCE = 1024

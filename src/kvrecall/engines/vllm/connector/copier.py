@@ -190,20 +190,21 @@ class Copier:
         ]
         begin = self._arena.data_ptr()
 
-        def batches() -> Iterator[Batch]:
-            columns = [
-                one.columns(*row, begin, slice(None)) for one, row in zip(places, rows, strict=True)
-            ]
-            yield directed(*(np.concatenate(column) for column in zip(*columns, strict=True)))
-
-        def in_parts() -> Iterator[Batch]:
-            for one, row in zip(places, rows, strict=True):
-                for part in one.parts(len(row[0])):
-                    yield directed(*one.columns(*row, begin, part))
-
         items = sum(len(one.sizes) * len(row[0]) for one, row in zip(places, rows, strict=True))
+
+        def batches() -> Iterator[Batch]:
+            columns = (
+                one.columns(*row, begin, part)
+                for one, row in zip(places, rows, strict=True)
+                for part in one.parts(len(row[0]))
+            )
+            if items > _ITEMS:
+                yield from (directed(*each) for each in columns)
+            else:
+                yield directed(*(np.concatenate(each) for each in zip(*columns, strict=True)))
+
         nbytes = sum(one.nbytes * len(row[0]) for one, row in zip(places, rows, strict=True))
-        queue.submit(nbytes, in_parts() if items > _ITEMS else batches())
+        queue.submit(nbytes, batches())
         return nbytes
 
     def drain(self) -> tuple[list[Moved], list[Moved]]:
