@@ -10,13 +10,14 @@
 #   make check           lint, format, strict types, import directions, then make test's tests
 #   make chaos           a server under faults: SECONDS=120 SEED=n
 #   make identity        pairs of engines that differ in one thing, on one pool: half an hour
+#   make hostile         attacks on all that listens, reads or prints: HOSTILE=--no-engines a part
 #   make models          models of every shape, recalled from every tier: twenty minutes
 #   make compat          connector, servers and retrieval with each supported version of vLLM
 #   make streams         copies in random orders of a simulated device: SCHEDULES=5000
 #   make bench           all benchmarks with their peers, plots and tables; QUICK=1 small, unpublished
 #   make docs            the generated pages, and the site in build/site
 #   make gpu-check       retrieval and copies on this machine's GPU
-.PHONY: demo demo-mooncake serve test test-all check chaos identity models compat streams bench docs gpu-check \
+.PHONY: demo demo-mooncake serve test test-all check chaos hostile identity models compat streams bench docs gpu-check \
   setup setup-engine setup-mooncake setup-bench
 
 demo: setup-engine
@@ -41,6 +42,9 @@ check: setup
 
 chaos: setup-engine
 	@.venv/bin/python -m kvrecall.lab.chaos --seconds $(or $(SECONDS),120) $(if $(SEED),--seed $(SEED)) $(CHAOS)
+
+hostile: setup
+	@.venv/bin/python -m kvrecall.lab.hostile $(HOSTILE)
 
 # IDENTITY="--list": which.
 identity: setup-engine
