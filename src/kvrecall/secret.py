@@ -52,7 +52,7 @@ def refuse_open(value: object, name: str) -> None:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             inside = f"{name}.{key}"
-            if is_secret(str(key)) and isinstance(inner, str | int) and not _is_flag(inner):
+            if is_secret(str(key)) and not (isinstance(inner, Mapping) or _is_flag(inner)):
                 raise ConfigError(
                     f"{inside} is a secret, and settings are printed; write it to {cure}. If this "
                     "one was used, replace it"
@@ -155,8 +155,8 @@ def _file_of(value: object) -> str | None:
     return None
 
 
-def _is_flag(value: str | int) -> bool:
-    return isinstance(value, bool) or value in ("", "true", "false")
+def _is_flag(value: object) -> bool:
+    return value is None or isinstance(value, bool) or value in ("", "true", "false")
 
 
 def _has_secret(text: str) -> bool:
