@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvrecall.engines.base import ServeSpec
+from kvrecall.nicety import nicety
 from kvrecall.secret import words_shown
 
 BLOCK_SIZE = 128
@@ -55,6 +56,7 @@ class Plan:
         places = {each.name: f"{each.host}:{each.port}" for each in self.spec.listeners}
         return places.get(self.home(plane), f"{self.spec.host}:{self.spec.port}")
 
+    @nicety("a log line", "")
     def summary(self) -> str:
         """The effective configuration in one line."""
         options = {k: v for k, v in self.spec.options.items() if v is not None}
