@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvrecall.engines.base import ServeSpec
+from kvrecall.nicety import nicety
+from kvrecall.secret import words_shown
 
 BLOCK_SIZE = 128
 SHUTDOWN_TIMEOUT_S = 30
@@ -54,13 +56,14 @@ class Plan:
         places = {each.name: f"{each.host}:{each.port}" for each in self.spec.listeners}
         return places.get(self.home(plane), f"{self.spec.host}:{self.spec.port}")
 
+    @nicety("a log line", "")
     def summary(self) -> str:
         """The effective configuration in one line."""
         options = {k: v for k, v in self.spec.options.items() if v is not None}
-        engine = ", ".join(f"{name}={value}" for name, value in options.items())
+        engine = ", ".join(words_shown(f"{name}={value}" for name, value in options.items()))
         pool = ", ".join(f"{name}={value}" for name, value in (self.spec.recall or {}).items())
         off = "off" if self.spec.recall is None else pool or "defaults"
-        extra = " " + " ".join(self.spec.extra_args) if self.spec.extra_args else ""
+        extra = " ".join(["", *words_shown(self.spec.extra_args)])
         bounds = ", ".join(f"{name} {value}" for name, value in self.bounds().items())
         return f"model {self.spec.model}; pool: {off}; bounds: {bounds}; engine: {engine}{extra}"
 

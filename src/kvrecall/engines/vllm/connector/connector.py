@@ -49,6 +49,7 @@ from kvrecall.engines.vllm.identity import fields
 from kvrecall.engines.vllm.identity.namespace import Adapters, namespace_of
 from kvrecall.engines.vllm.identity.weights import weights_of
 from kvrecall.errors import ConfigError, EngineError, KvrecallError
+from kvrecall.nicety import nicety
 from kvrecall.pool.base import ArenaHandle, PoolClient
 from kvrecall.pool.open import open_pool
 from kvrecall.pool.pool import Pool
@@ -209,6 +210,10 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         self._traces = self._scheduler.traces = self._begin_traces(self._scheduler, facts)
         self._keep_long_sequences(facts)
         self._ready_arena(facts, [shard.numa_node for shard in shards if isinstance(shard, Shard)])
+        self._tell_open(facts, arena_bytes)
+
+    @nicety("a log line")
+    def _tell_open(self, facts: EngineFacts, arena_bytes: int) -> None:
         logger.info(
             "kvrecall: pool open as %s: host %.2f GiB, %s, %s, hits in units of %d tokens",
             self._vllm_config.kv_transfer_config.kv_role,
@@ -245,6 +250,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         cleared = events.DeviceClears(self._kv_cache_manager)
         return PoolEvents(self._pool, lambda: side.namespaces.live, cleared.happened)
 
+    @nicety("the start of traces")
     def _begin_traces(self, side: RecallScheduler, facts: EngineFacts) -> Traces | None:
         """None without vLLM's ``--otlp-traces-endpoint``."""
         endpoint = config.traces_endpoint(self._vllm_config)
@@ -334,6 +340,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         )
         return False
 
+    @nicety("the naming of this engine's blocks, so that none are pooled,")
     def _namespace(self, shards: list[Any]) -> Namespace | None:
         """None until the engine's weights are identified."""
         if not self._weights.is_known:
@@ -426,6 +433,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- both ---------------------------------------------------------------------------
 
+    @nicety("the statistics of this connector")
     def get_kv_connector_stats(self) -> RecallStats | None:
         if self._worker is not None:
             did, heat = self._worker.attention_counts(), self._worker.attention_heat()
@@ -446,6 +454,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         return RecallStats(data=data) if data else RecallStats.of({}, {})
 
     @classmethod
+    @nicety("the metrics of this connector")
     def build_prom_metrics(
         cls,
         vllm_config: Any,
@@ -481,6 +490,7 @@ def _block_bytes(shard: Shard) -> int:
     return sum(layer.page_bytes for layer in shard.layers)
 
 
+@nicety("the endpoint for administration")
 def _endpoint(pool: PoolClient, settings: RecallSettings) -> AdminEndpoint | None:
     """The endpoint at which an embedded pool answers administration; None without one. A failure is
     logged and does not prevent serving."""
@@ -539,6 +549,7 @@ def _groups_text(facts: EngineFacts) -> str:
     return f"{len(facts.groups)} KV groups ({'; '.join(sizes)})"
 
 
+@nicety("a warning")
 def _warn_if_hopeless(vllm_config: Any) -> None:
     algo = vllm_config.cache_config.prefix_caching_hash_algo
     if config.root_seed_is_random(algo):

@@ -37,6 +37,7 @@ from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.device.base import Event
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.errors import EngineError
+from kvrecall.nicety import nicety
 from kvrecall.pool.base import ArenaHandle
 
 _ROWS, _COLUMNS, _TIMES = 512, 2048, 4  # of products that tell what a token of a prefill costs
@@ -252,9 +253,7 @@ class RecallWorker:
         failed."""
         if self._mapping is None:
             return set(), set(), set()
-        while self._timed and self._timed[0][2].is_reached():
-            step, began, ended = self._timed.popleft()
-            self._report.timed[step] = ended.seconds_since(began)
+        self._take_times()
         loads, stores = self._mapping.completed()
         copied = {self._loading.popleft(): moved.seconds for moved in loads}
         loaded = set(copied)
@@ -273,6 +272,12 @@ class RecallWorker:
         self._report.stored_bytes += sum(moved.nbytes for moved in stores)
         self._report.store_seconds += sum(moved.seconds for moved in stores)
         return released, loaded | failed, failed
+
+    @nicety("the timing of steps")
+    def _take_times(self) -> None:
+        while self._timed and self._timed[0][2].is_reached():
+            step, began, ended = self._timed.popleft()
+            self._report.timed[step] = ended.seconds_since(began)
 
     def report(self) -> StepReport | None:
         """Events since the last report; None without any."""
@@ -336,6 +341,7 @@ def _placed(group: GroupPages) -> GroupPages:
     return replace(group, starts=tuple(config.record_places(sizes, pieces, group.sharing)))
 
 
+@nicety("the measurement of this device's speed", 0.0)
 def least_token_seconds(
     flops: float, hidden: int, dtype: torch.dtype, where: torch.device
 ) -> float:

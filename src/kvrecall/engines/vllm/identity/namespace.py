@@ -124,7 +124,17 @@ def config_text(hf_config: Any) -> str:
     fields = {
         name: value for name, value in hf_config.to_dict().items() if name not in _IRRELEVANT_CONFIG
     }
-    return json.dumps(fields, sort_keys=True, default=str)
+    try:
+        return json.dumps(fields, sort_keys=True, default=str)
+    except TypeError:  # of a mapping whose keys have no order, or are no text
+        return json.dumps(_with_texts(fields), sort_keys=True, default=str)
+
+
+def _with_texts(value: Any) -> Any:
+    """``value`` with all keys of its mappings as text."""
+    if isinstance(value, dict):
+        return {str(key): _with_texts(inner) for key, inner in value.items()}
+    return [*map(_with_texts, value)] if isinstance(value, list | tuple) else value
 
 
 class Adapters:
