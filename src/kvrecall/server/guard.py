@@ -364,7 +364,7 @@ def check_reach(setting: str, host: str, protected: bool, allowed: bool) -> None
     if protected or allowed or is_loopback(host):
         return
     raise ConfigError(
-        f"{setting} is {host}, which other hosts reach, and no API key is set, so anyone there could "
-        "use this server; give a key with --api-key-file FILE, or a loopback address, or allow it "
-        "with --allow-unauthenticated"
+        f"{setting} is {host}, which other hosts reach, and no API key is set, so anyone there "
+        "could use this server; give a key with --api-key-file FILE, or a loopback address, or "
+        "allow it with --allow-unauthenticated"
     )
