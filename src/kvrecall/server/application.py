@@ -56,16 +56,16 @@ def attach_all(
     _include_first(management, management_router(engine, plan, mindie))
     _include_first(management, dashboard_router(engine))
     metrics.router.routes.insert(0, _metrics_route(mindie))
-    for name, each in {"": app, **apps}.items():
-        if each is not management:
-            _include_first(each, health_router(engine))
-        _complete(each, plan, _access(plan, name, keys, origins))
     closed = (
         *(_MANAGEMENT_PATHS if management is not app else ()),
         *(_METRICS_PATHS if metrics is not app else ()),
     )
     if closed:
         app.add_middleware(Closed, prefixes=closed)
+    for name, each in {"": app, **apps}.items():
+        if each is not management:
+            _include_first(each, health_router(engine))
+        _complete(each, plan, _access(plan, name, keys, origins))
     return apps
 
 
