@@ -32,6 +32,8 @@ from kvrecall.server.plan import Plan
 
 _KEY = "a-key-that-nobody-guesses"
 _QUIET_S = 15.0
+_SLOW_S = 1.0
+"""What /health may take on a machine that does other things; alone it is a tenth."""
 
 
 @contextmanager
@@ -191,12 +193,14 @@ def forty_megabytes_of_messages(folder: Path) -> str:
     """Sends 40 MB of small values to each route that parses them, in many forms, and less that is
     slow to refuse, and asks for /health meanwhile."""
     with _serving(folder) as server:
-        worst = 0.0
+        worst, where = 0.0, ""
         for path, body in _large_bodies():
-            worst = max(worst, _health_during(server.port, partial(_send, server.url, path, body)))
-            if worst > 1.0:
-                raise Stalled(f"/health took {worst:.1f} s during {len(body) >> 20} MB to {path}")
-    return f"/health took at most {worst * 1e3:.0f} ms"
+            took = _health_during(server.port, partial(_send, server.url, path, body))
+            if took > worst:
+                worst, where = took, f"{path} with {len(body) / 1e6:.1f} MB, {body[:60]!r}"
+            if worst > _SLOW_S:
+                raise Stalled(f"/health took {worst:.1f} s during {where}")
+    return f"/health took at most {worst * 1e3:.0f} ms, during {where}"
 
 
 def _large_bodies() -> Iterator[tuple[str, bytes]]:
