@@ -86,19 +86,10 @@ def browser() -> Iterator[Any]:
 def test_the_dashboard_with_a_key(browser: Any) -> None:
     """The browser asks for it, and sends it with all that the page fetches."""
     with running(served(FakeEngine(), "one")) as port:
-        url = f"http://127.0.0.1:{port}/dashboard"
         tab = browser.new_page(**KNOWS)
-        tab.goto(url)
+        tab.goto(f"http://127.0.0.1:{port}/dashboard")
         tab.wait_for_selector("#status[data-state=live]")
         tab.close()
-        wrong = {"http_credentials": {"username": "anyone", "password": "two"}}
-        for context in ({}, wrong):
-            tab = browser.new_page(**context)
-            try:
-                assert tab.goto(url).status == 401
-            except Exception as error:  # the browser's own word for it, now and then
-                assert "ERR_INVALID_AUTH_CREDENTIALS" in str(error)
-            tab.close()
 
 
 @pytest.mark.parametrize("keys", [(), ("one",)])
