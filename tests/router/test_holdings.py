@@ -76,14 +76,23 @@ def removed(medium: str, hashes: list[int]) -> Json:
 
 def catch_up(reader: Reader, engine: Engine, can_replay: bool) -> None:
     """As ``Subscription`` does, without sockets."""
-    if not reader.resume(engine.replay(max(0, reader.last)) if can_replay else None):
-        reader.resume(engine.replay(0))
+    for start in (max(0, reader.last), 0):
+        if not can_replay:
+            return reader.stays_alone()
+        replayed = engine.replay(start)
+        if reader.is_followed_by(replayed[0] if replayed else None):
+            for number, payload in replayed:
+                reader.skip_to(number)
+                reader.take(number, payload)
+            return None
+    return None
 
 
 def follow(reader: Reader, engine: Engine, batch: tuple[int, bytes], can_replay: bool) -> None:
     if reader.take(*batch) is Verdict.GAP:
         catch_up(reader, engine, can_replay)
-        reader.take_from(*batch)
+        reader.skip_to(batch[0])
+        reader.take(*batch)
 
 
 hashes = st.lists(st.integers(0, 12), min_size=1, max_size=4)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
-from typing import Any
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
+from kvrecall.router.bodies import Body, aside
 from kvrecall.router.fleet import Fleet
 from kvrecall.router.prefixes import prompt_of
-from kvrecall.router.router import Completion, Router, RouterSettings, error_response
+from kvrecall.router.router import Completion, Router, RouterSettings, error_response, passed_on
 from kvrecall.router.upstream import InstanceFailedError
 from kvrecall.server.replies import ReplyError, while_connected
 
 _MAX_BODY_BYTES = 40 << 20
+_REFUSED = ("refused", "invalid_request_error")
+_OUTCOMES = {
+    499: ("cancelled", "invalid_request_error"),
+    503: ("shed", "service_unavailable"),
+}
+"""Of requests that the router answers itself, by status: how they count, and the error's type."""
 _ROUTES = ("/v1/completions", "/v1/chat/completions")
 PASSED_ON = "authorization x-request-id x-session-id traceparent tracestate user-agent".split()
 """Request headers that the router forwards to its instances."""
@@ -33,29 +38,33 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Fast
     open_requests = 0
 
     async def complete(request: Request) -> Response:
-        """Sends a completion to a prefill instance, then to a decode instance."""
+        """Sends a completion to a prefill instance, then to a decode instance. One whose body has
+        not arrived yet takes nobody's place."""
         nonlocal open_requests
-        if not _allowed(request, settings):
-            return error_response(401, "wrong or no API key", "invalid_api_key")
-        if open_requests >= settings.max_requests:
-            metrics.requests.labels("shed").inc()
-            message = f"{settings.max_requests} requests are in flight, the limit (--max-requests)"
-            return error_response(503, message, "service_unavailable")
 
         def ended() -> None:
             nonlocal open_requests
             open_requests -= 1
 
+        if not _allowed(request, settings):
+            return error_response(401, "wrong or no API key", "invalid_api_key")
         span = traces.begin(request.headers, request.url.path)
         with contextlib.ExitStack() as held:
-            open_requests += 1
-            held.callback(ended)
             if span is not None:
                 held.callback(span.end)
             try:
-                body = await _json_body(request)
+                body = await aside(Body.read, await _content(request))
+                if open_requests >= settings.max_requests:
+                    told = f"{settings.max_requests} requests are in flight, the limit"
+                    raise ReplyError(503, f"{told} (--max-requests)")
+                open_requests += 1
+                held.callback(ended)
                 completion = Completion(
-                    request.url.path, body, _passed_on(request), prompt_of(body), span=span
+                    request.url.path,
+                    body,
+                    _passed_on(request),
+                    await aside(prompt_of, body),
+                    span=span,
                 )
                 reply = await while_connected(request, router.serve(completion, held))
                 if span is not None:
@@ -64,12 +73,9 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Fast
             except ReplyError as error:
                 if span is not None:
                     span.answered(error.status_code)
-                cancelled = error.status_code == 499
-                metrics.requests.labels("cancelled" if cancelled else "refused").inc()
-                return error_response(error.status_code, error.detail, "invalid_request_error")
-            except RecursionError:  # it was read at another depth than it is written at
-                metrics.requests.labels("refused").inc()
-                return error_response(400, "the body is nested too deep", "invalid_request_error")
+                outcome, kind = _OUTCOMES.get(error.status_code, _REFUSED)
+                metrics.requests.labels(outcome).inc()
+                return error_response(error.status_code, error.detail, kind)
 
     for path in _ROUTES:
         app.add_api_route(path, complete, methods=["POST"], response_model=None)
@@ -83,7 +89,7 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Fast
             if instance.healthy:
                 with contextlib.suppress(InstanceFailedError):
                     answer = await router.upstream.get(instance, "/v1/models", _passed_on(request))
-                    return Response(answer.content, answer.status, None, answer.media_type)
+                    return passed_on(answer)
         return error_response(503, "no instance is up", "service_unavailable")
 
     @app.get("/health")
@@ -117,8 +123,8 @@ def _passed_on(request: Request) -> dict[str, str]:
     return {name: value for name, value in request.headers.items() if name in PASSED_ON}
 
 
-async def _json_body(request: Request) -> dict[str, Any]:
-    """The body, a JSON object. Raises ReplyError."""
+async def _content(request: Request) -> bytes:
+    """The body. Raises ReplyError."""
     content = bytearray()
     announced = request.headers.get("content-length", "")
     too_large = ReplyError(413, f"the body is larger than {_MAX_BODY_BYTES} bytes")
@@ -131,10 +137,4 @@ async def _json_body(request: Request) -> dict[str, Any]:
                 raise too_large
     except ClientDisconnect:
         raise ReplyError(499, "the client closed the connection") from None
-    try:
-        body = json.loads(content)
-    except (ValueError, RecursionError):
-        raise ReplyError(400, "the body is not JSON") from None
-    if not isinstance(body, dict):
-        raise ReplyError(400, "the body must be a JSON object")
-    return body
+    return bytes(content)
