@@ -14,6 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "kvrecall"
 
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "block", "environment"}),
+    frozenset({"secret"}),
     frozenset({"config", "factories", "jsonfile", "traces"}),
     frozenset({"pool", "attention", "modelconfig"}),
     frozenset({"engines", "simulate", "testing"}),

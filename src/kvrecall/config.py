@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 
 from kvrecall.block import Tenant, is_tenant, tenant_of
 from kvrecall.errors import ConfigError
+from kvrecall.secret import refuse_open
 
 DEFAULT_POLICY = "hazard"  # of eviction
 DEFAULT_AUDIT_EVERY = 4096  # hits
@@ -359,9 +360,12 @@ def _tenants(value: Any, name: str) -> dict[Tenant, TenantTerms]:
 
 
 def _remote(value: Any, name: str) -> Mapping[str, object] | None:
-    if value is None or (isinstance(value, Mapping) and isinstance(value.get("kind"), str)):
-        return value
-    raise _wrong(name, value, 'it must be an object such as {"kind": "mooncake"}')
+    if value is None:
+        return None
+    if not (isinstance(value, Mapping) and isinstance(value.get("kind"), str)):
+        raise ConfigError(f'{name} must be an object such as {{"kind": "mooncake"}}')
+    refuse_open(value, name)
+    return value
 
 
 def _match_unit(value: Any, name: str) -> MatchUnit:

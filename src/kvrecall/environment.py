@@ -28,6 +28,13 @@ API_KEY = Variable(
     "any text",
     "no key is required",
 )
+VLLM_KEY = Variable(
+    "VLLM_API_KEY",
+    "vLLM's: API key of a server, which `kvrecall serve` requires on every route but health, and "
+    "which `kvrecall why` sends; as `--api-key-file`",
+    "any text",
+    "no key is required",
+)
 RETRIEVAL = Variable(
     "KVRECALL_RETRIEVAL",
     "enables retrieval attention in an engine's processes; `kvrecall serve --retrieval` sets it",

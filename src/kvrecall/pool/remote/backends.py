@@ -21,6 +21,7 @@ from kvrecall.pool.remote.encrypted import EncryptedStore
 from kvrecall.pool.remote.store import Store
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.tier import NullTier, Tier
+from kvrecall.secret import opened
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ def check_store(kind: str, options: Mapping[str, object]) -> None:
     """Raises ConfigError if there is no such kind, or it does not take these options as far as
     that is known without making anything."""
     _factory(kind)
+    opened(options, "remote")
     makes_folder = str(options.get("url", "")).startswith("file:")
     if kind in BACKENDS and not makes_folder:
         make_store(kind, options).close()
@@ -55,13 +57,15 @@ def doubt_of(config: RemoteConfig) -> str:
 
 
 def make_store(kind: str, options: Mapping[str, object]) -> Store:
-    """The store of a kind, or of ``package.module:Factory``. Raises ConfigError."""
+    """The store of a kind, or of ``package.module:Factory``, which gets the secrets that
+    ``options`` name. Raises ConfigError."""
+    factory, plain = _factory(kind), opened(options, "remote")
     try:
-        return _factory(kind)(options)
+        return factory(plain)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"remote: kind is {kind!r}: it does not take these options: {error}"
-        ) from error
+        ) from None  # a traceback would show the library's own text
 
 
 def _factory(kind: str) -> Factory:
