@@ -98,7 +98,7 @@ def test_without_an_engine(tmp_path: Path) -> None:
         for content in (huge, iter([huge])):  # with its length, and in chunks
             reply = alone.client.post("/v1/completions", content=content)
             assert reply.status_code == 413
-            assert "larger than 41943040 bytes" in reply.json()["error"]["message"]
+            assert "larger than 40 MB" in reply.json()["error"]["message"]
         for bad in (b"", b"[1]", b"{", b"\xff", b"[" * 100_000, b'{"prompt": "\\ud800"}'):
             reply = alone.client.post("/v1/completions", content=bad)
             assert reply.status_code in (400, 503), bad[:20]
@@ -212,7 +212,7 @@ def test_a_client_that_goes_before_its_body_ends(tmp_path: Path) -> None:
                     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{"
                 )
                 assert alone.inflight() == 0  # a body that has not arrived takes no place
-        assert until(lambda: alone.count("requests_total", outcome="cancelled") == 3)
+        assert alone.complete(prompt="x").status_code == 503
 
 
 @pytest.mark.parametrize("name", ["☃.x", "a\0b", "xn--a"])
@@ -263,7 +263,7 @@ def test_a_file_that_becomes_garbage_leaves_the_instances(tmp_path: Path) -> Non
 def in_thread(*engines: str) -> Iterator[str]:
     """A router in a thread of this process; its address."""
     roster = Roster({"--engine": list(engines), "--prefill": None, "--decode": None}, None)
-    settings = RouterSettings(roster, 256, 4, 1, 100, 600.0, None)
+    settings = RouterSettings(roster, 256, 4, 1, 100, 600.0)
     port = free_port()
     config = uvicorn.Config(application(settings), port=port, log_level="warning")
     served = uvicorn.Server(config)

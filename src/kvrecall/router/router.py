@@ -29,6 +29,7 @@ from kvrecall.router.prefixes import Prompt
 from kvrecall.router.tokens import Tokens
 from kvrecall.router.traces import CompletionSpan, RouterTraces, calling
 from kvrecall.router.upstream import Answer, Headers, InstanceFailedError, Stream, Upstream
+from kvrecall.server.guard import Access
 
 log = logging.getLogger("kvrecall.router")
 
@@ -58,7 +59,8 @@ class RouterSettings:
     ``prefill_min_tokens``: prompts with fewer tokens that no instance holds go directly to a decode
     instance. ``imbalance``: requests in flight that an instance may have above the least busy one
     and still be chosen for the prefix it holds. ``retries``: further instances tried for a request,
-    for each of the two roles.
+    for each of the two roles. ``access``: who may use the router; its first key is the one that it
+    itself uses at instances.
     """
 
     roster: Roster
@@ -67,7 +69,7 @@ class RouterSettings:
     retries: int
     max_requests: int
     timeout_s: float
-    api_key: str | None
+    access: Access = field(default_factory=Access)
     traces_endpoint: str | None = None
 
 
@@ -78,13 +80,15 @@ class Completion:
 
     ``headers``: those to forward. ``prompt``: None if it cannot be compared with others.
     ``expected``: what the decode instance was expected to recall. ``outcome``: how a stream ended.
-    ``span``: None where nothing is traced.
+    ``span``: None where nothing is traced. ``unsent``: is closed when no instance will be sent the
+    body again; it is not kept then.
     """
 
     path: str
     body: Body
     headers: Mapping[str, str]
     prompt: Prompt | None
+    unsent: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     prefill: Instance | None = None
     decode: Instance | None = None
     prefill_split: dict[str, int] = field(default_factory=dict)
@@ -92,6 +96,11 @@ class Completion:
     expected: Expected = field(default_factory=dict)
     outcome: str = "cancelled"
     span: CompletionSpan | None = None
+
+    def forget(self) -> None:
+        """An instance has begun to answer."""
+        self.body, self.prompt = Body({}), None
+        self.unsent.close()
 
     def header(self) -> str:
         """``x-kvrecall``: the instances, and the prompt tokens by source as far as known."""
@@ -225,7 +234,7 @@ class Router:
             well = await self.upstream.probe(instance)
             if well and (lists_models or not instance.healthy):
                 instance.serves, instance.models = await self.upstream.models(
-                    instance, self._settings.api_key
+                    instance, next(iter(self._settings.access.keys), None)
                 )
             self.fleet.probed(instance, well)
 
@@ -327,6 +336,7 @@ class Router:
                 self._failed(instance.word, instance, failure)
                 continue
             self._served(instance.word, instance, request.prompt, request.expected)
+            request.forget()
             request.decode = instance
             self.metrics.first_byte_seconds.observe(time.monotonic() - began)
             if isinstance(got, Stream):
