@@ -15,7 +15,7 @@ import xxhash
 from kvrecall.block import TierName
 
 _SEED = "vllm-none-hash"
-_MOST_BLOCKS = 8_000_000  # of one publisher: some GB
+_MOST_BLOCKS = 4_000_000  # of one publisher, as many as it can replay: some 350 MB
 _MOST_COMING = 1_000_000  # blocks that one engine was sent
 _MOST_NAMES, _LONGEST_NAME = 1024, 1024  # of groups, and of stores
 _COMING_S = 30.0  # from sending a prompt until its blocks must have been reported

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -22,7 +23,7 @@ from kvrecall.lab.processes import kvrecall
 
 _START_S = 30.0
 _PATIENCE_S = 1.0  # of somebody else: a router that is not held up answers in milliseconds
-_MOST_MIB = 700
+_MOST_MIB = 1000
 _KEY = "router-key-5f1d0c"
 _OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 _JSON = {"content-type": "application/json"}
@@ -32,6 +33,16 @@ Play = Callable[[socket.socket], None]
 
 
 # -- the router, instances and publishers ---------------------------------------------------
+
+
+class _Client(httpx.Client):
+    """Somebody else, who is not kept waiting."""
+
+    def send(self, *arguments: Any, **options: Any) -> httpx.Response:
+        try:
+            return super().send(*arguments, **options)
+        except httpx.TimeoutException as error:
+            raise Stalled(f"the router does not answer: {error!r}") from error
 
 
 class _Router:
@@ -48,14 +59,16 @@ class _Router:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-        self.client = httpx.Client(base_url=self.url, headers=_JSON, timeout=10)
+        self.client = _Client(base_url=self.url, headers=_JSON, timeout=10)
         end = time.monotonic() + _START_S
         while True:
             with contextlib.suppress(httpx.TransportError):
                 if self.client.get("/health").status_code == 200:
                     return
+            if self._process.poll() is not None and "Traceback" in self.log:
+                raise Crashed(f"the router ended at its start: {self.log[-300:]}")
             if time.monotonic() > end or self._process.poll() is not None:
-                raise RuntimeError(f"the router did not start: {self.log[-300:]}")
+                raise Stalled(f"the router does not start: {self.log[-300:]}")
             time.sleep(0.05)
 
     @property
@@ -504,16 +517,16 @@ def redirects_and_bombs(folder: Path) -> str:
 @attack()
 def event_flood(folder: Path) -> str:
     """A publisher, and its replay, report new blocks without end, as fast as they can."""
-    numbers = itertools.count()
+    blocks_of = itertools.count()
 
     def flood(link: socket.socket) -> None:
-        for number in numbers:
-            blocks = [number << 20 | at for at in range(20_000)]
+        for number in itertools.count():
+            blocks = [next(blocks_of) << 32 for _ in range(20_000)]
             link.sendall(_batch(number, _packed(_stored(blocks))))
 
     def empty(link: socket.socket) -> None:
         cleared = _packed(*[{"type": "AllBlocksCleared"}] * 50_000)
-        for number in numbers:
+        for number in itertools.count():
             link.sendall(_batch(number, cleared))
 
     with (
