@@ -18,10 +18,12 @@ from typer.testing import CliRunner
 
 from kvrecall import cli
 from kvrecall.lab.ports import free_port
+from kvrecall.router import application as application_of_the_router
 from kvrecall.router import router as room
 from kvrecall.router import upstream
 from kvrecall.router.addresses import Roster
 from kvrecall.router.application import application
+from kvrecall.router.bodies import Body
 from kvrecall.router.router import RouterSettings
 
 from .cluster import Router, until
@@ -312,6 +314,91 @@ def test_what_waits_at_an_engine_that_hangs_goes_to_another(
             one.join(10)
 
 
+def test_health_is_answered_while_a_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    read = Body.read
+
+    def waits(content: bytes) -> Body:
+        begun.set()
+        assert may_end.wait(60)
+        return read(content)
+
+    monkeypatch.setattr(Body, "read", waits)
+    answers: list[httpx.Response] = []
+    with server([saying("200 OK", "{}")]) as port, in_thread(f"127.0.0.1:{port}") as url:
+        ask = threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json={"prompt": "x"}))
+        )
+        ask.start()
+        assert begun.wait(30)
+        assert httpx.get(f"{url}/health").json()["open_requests"] == 1
+        assert not answers
+        may_end.set()
+        ask.join(30)
+    assert answers[0].status_code == 200
+
+
+def test_bodies_that_wait_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(application_of_the_router, "_MOST_HELD", 100)
+    with server([saying("200 OK", "{}")]) as port, in_thread(f"127.0.0.1:{port}") as url:
+        large = httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 100})
+        assert (large.status_code, large.headers["retry-after"]) == (503, "1")
+        for _ in range(3):
+            small = httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 50})
+            assert small.status_code == 200
+
+
+@pytest.mark.parametrize(("status", "stream"), [(429, False), (429, True), (200, True)])
+def test_headers_pass_from_end_to_end(tmp_path: Path, status: int, stream: bool) -> None:
+    lines = (
+        f"HTTP/1.1 {status} Any",
+        "retry-after: 7",
+        "x-one: a",
+        "x-one: b",
+        "content-type: text/event-stream; charset=utf-8",
+        "connection: x-hop, close",
+        "x-hop: 1",
+        "keep-alive: timeout=5",
+        "x-kvrecall: forged",
+        "server: the instance's",
+        "content-length: 10",
+        "",
+        "data: {}\n\n",
+    )
+    heard: list[bytes] = []
+    with (
+        server(["\r\n".join(lines).encode()], heard=heard) as port,
+        router(tmp_path, "--engine", f"http://127.0.0.1:{port}") as before,
+    ):
+        assert until(lambda: all(before.up().values()))
+        reply = before.complete(prompt="x", stream=stream)
+        assert (reply.status_code, reply.text) == (status, "data: {}\n\n")
+        assert reply.headers["retry-after"] == "7"
+        assert reply.headers.get_list("x-one") == ["a", "b"]
+        assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert reply.headers["x-kvrecall"] == f"engine=127.0.0.1:{port}"
+        assert reply.headers["server"] == "uvicorn"
+        assert not {"x-hop", "keep-alive"} & set(reply.headers)
+    assert b"\r\naccept-encoding: identity\r\n" in heard[0].lower()
+
+
+def test_what_the_router_reads_of_a_body_is_small(tmp_path: Path) -> None:
+    large = "x" * (65 << 10)
+    with (
+        server([saying("200 OK", "{}")]) as port,
+        router(tmp_path, "--engine", f"http://127.0.0.1:{port}") as before,
+    ):
+        assert until(lambda: all(before.up().values()))
+        for name in ("model", "cache_salt", "stream"):
+            reply = before.complete(prompt="x", **{name: large})
+            assert reply.status_code == 400
+            assert f"{name} is larger than 65536 bytes" in reply.json()["error"]["message"]
+        reply = before.client.post("/v1/completions", json={}, headers={"traceparent": "x" * 8193})
+        assert reply.status_code == 431
+        assert before.complete(prompt=large, kv_transfer_params={"a": large}).status_code == 200
+        assert before.inflight() == 0
+
+
 def refused(*words: str) -> str:
     done = CliRunner().invoke(cli.app, ["router", *words])
     assert done.exit_code == 2, done.output
@@ -326,6 +413,8 @@ def test_what_is_refused_at_start(tmp_path: Path) -> None:
         told = refused("--engine", "127.0.0.1:1", "--port", str(port))
         assert len(told.splitlines()) == 1
         assert f"port {port} on 127.0.0.1 is in use" in told
+    told = refused("--engine", "127.0.0.1:1", "--port", str(port), "--host", "0.0.0.0")
+    assert "--host is 0.0.0.0, which other hosts reach, and no API key is set" in told
     assert "is given twice" in refused("--engine", "http://H:1", "--engine", "http://h:1/")
     missing = tmp_path / "missing"
     assert f"--instances: {missing}: No such file" in refused("--instances", str(missing))
