@@ -190,7 +190,7 @@ def a_server(stage: Stage) -> None:
         """As `vllm serve` with the connector (tests/engine/test_vllm_serve.py)."""
         return {"kv_transfer_params": {"kvrecall": {"device": 0, "computed": 3}}}
 
-    attach_all(app, FakeEngine(), Plan(ServeSpec("m", "127.0.0.1", 1, {})))
+    attach_all(app, FakeEngine(), plan=Plan(ServeSpec("m", "127.0.0.1", 1, {})))
     config = uvicorn.Config(app, port=stage.port(8000), log_level="warning")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvrecall.engines.base import Engine
 from kvrecall.server.dashboard.routes import dashboard_router
-from kvrecall.server.guard import DASHBOARD, HEALTH, Access, Guard, known_hosts
+from kvrecall.server.guard import HEALTH, Access, Guard, known_hosts
 from kvrecall.server.management import health_router, management_router
 from kvrecall.server.metrics import MindieMetrics
 from kvrecall.server.plan import Plan, Plane
@@ -25,8 +26,12 @@ from kvrecall.server.routes import business_router
 
 _MANAGEMENT_PATHS = ("/load",)  # of vLLM's application
 _METRICS_PATHS = ("/metrics",)
-_LOCAL_PATHS = (DASHBOARD, "/stopService", "/why/", "/v1/config", "/metrics-json")
-"""Prefixes of what shows prompts or settings, or ends the server."""
+_PUBLIC = re.compile(
+    "/(|generate|generate_stream|infer|infer_token|tokenize|detokenize|version|metrics|info"
+    "|v1/(chat|completions|messages|responses|models|tokenizer)(/.*)?"
+    "|v2(/models(/.*)?)?|inference/v1/generate|invocations)"
+)
+"""What serves clients. Other routes show prompts or settings, or steer the server."""
 
 
 def attach_all(
@@ -56,16 +61,16 @@ def attach_all(
     _include_first(management, management_router(engine, plan, mindie))
     _include_first(management, dashboard_router(engine))
     metrics.router.routes.insert(0, _metrics_route(mindie))
-    for name, each in {"": app, **apps}.items():
-        if each is not management:
-            _include_first(each, health_router(engine))
-        _complete(each, plan, _access(plan, name, keys, origins))
     closed = (
         *(_MANAGEMENT_PATHS if management is not app else ()),
         *(_METRICS_PATHS if metrics is not app else ()),
     )
     if closed:
         app.add_middleware(Closed, prefixes=closed)
+    for name, each in {"": app, **apps}.items():
+        if each is not management:
+            _include_first(each, health_router(engine))
+        _complete(each, plan, _access(plan, name, keys, origins))
     return apps
 
 
@@ -87,7 +92,7 @@ def _access(plan: Plan, name: str, keys: Sequence[str], origins: Sequence[str]) 
         hosts=known_hosts(plan.allowed_hosts, host),
         origins=frozenset(origins),
         open_paths=(*HEALTH, *_METRICS_PATHS) if own else HEALTH,
-        local_paths=() if tls else _LOCAL_PATHS,
+        public=None if tls else _PUBLIC,
     )
 
 

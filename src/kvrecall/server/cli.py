@@ -66,8 +66,8 @@ def serve(
     allow_unauthenticated: Annotated[
         bool,
         _option(
-            "Let other hosts use the server without an API key or client certificates. Routes that "
-            "show prompts or settings, or end the server, stay closed to them.",
+            "Let other hosts generate without an API key or client certificates. Routes that show "
+            "prompts or settings, or steer the server, stay closed to them.",
             _ACCESS,
             "--allow-unauthenticated",
         ),

@@ -51,15 +51,15 @@ class Access:
     ``keys``: API keys, each of which opens all routes; none: no key is needed. ``hosts``: names of
     this server in URLs, besides ``localhost`` and addresses. ``origins``: pages' origins
     (``https://chat.example``) whose scripts may use it. ``open_paths``: for these GET needs
-    neither key nor a known host. ``local_paths``: prefixes of paths that, while there is no key,
-    only clients on this machine may use.
+    neither key nor a known host. ``public``: matches the paths that clients of other hosts may
+    use while there is no key; None: all.
     """
 
     keys: tuple[str, ...] = field(default=(), repr=False)
     hosts: frozenset[str] = frozenset()
     origins: frozenset[str] = frozenset()
     open_paths: tuple[str, ...] = HEALTH
-    local_paths: tuple[str, ...] = ()
+    public: re.Pattern[str] | None = None
 
 
 def read_keys(path: Path, name: str) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ class Guard:
             shown = path.startswith(DASHBOARD) and method == "GET" and scheme.lower() == "basic"
             if not (shown and self._is_key(_password(value))):
                 raise _TurnedAway(401, "no API key, or a wrong one; send Authorization: Bearer KEY")
-        elif path.startswith(self._access.local_paths) and not _is_local(scope):
+        elif not (self._is_public(path) or _is_local(scope)):
             raise _TurnedAway(
                 403, f"{path} needs an API key from other hosts, and this server has none"
             )
@@ -182,6 +182,9 @@ class Guard:
                 "any page in a browser could send this; add the header Content-Type: "
                 "application/json or X-Kvrecall: 1",
             )
+
+    def _is_public(self, path: str) -> bool:
+        return self._access.public is None or bool(self._access.public.fullmatch(path))
 
     def _check_page(self, headers: Headers, origin: str | None, method: str) -> None:
         """Raises _TurnedAway if a page of another origin sent the request, or one that reached

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -208,7 +209,7 @@ def _traces_endpoint(spec: ServeSpec) -> str | None:
 def _after(words: Sequence[str], option: str) -> list[str]:
     """The values of ``option``, one for each time that it is given."""
     found = []
-    for word, following in zip(words, (*words[1:], ""), strict=True):
+    for word, following in pairwise((*words, "")):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == option:
             found.append(value if equals else following)

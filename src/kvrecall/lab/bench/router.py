@@ -31,6 +31,7 @@ from kvrecall.router.application import application
 from kvrecall.router.fleet import Fleet, Instance
 from kvrecall.router.prefixes import Prompt
 from kvrecall.router.router import RouterSettings, split_of
+from kvrecall.server.guard import OWN_HEADER
 
 BLOCK = 64
 ANSWER_TOKENS = 16
@@ -306,7 +307,10 @@ def empty(servers: Sequence[ServerProcess]) -> None:
     for server in servers:
         server.settle()
         reply = httpx.post(
-            f"{server.url}/reset_prefix_cache", params={"reset_external": "true"}, timeout=60
+            f"{server.url}/reset_prefix_cache",
+            params={"reset_external": "true"},
+            headers={OWN_HEADER: "1"},
+            timeout=60,
         )
         reply.raise_for_status()
         server.ask("settle", 4)

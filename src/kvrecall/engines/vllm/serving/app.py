@@ -51,7 +51,11 @@ from kvrecall.engines.vllm.attention import plugin
 from kvrecall.engines.vllm.compat import events, waits
 from kvrecall.engines.vllm.compat.plugins import name_own_plugins
 from kvrecall.engines.vllm.compat.runner import ask_for_seeds
-from kvrecall.engines.vllm.compat.serving import end_engine_cores_with_parent, handler_as
+from kvrecall.engines.vllm.compat.serving import (
+    end_engine_cores_with_parent,
+    handler_as,
+    stop_at_first_error,
+)
 from kvrecall.engines.vllm.compat.shims import command_line as vllm_command_line
 from kvrecall.engines.vllm.serving.engine import VllmEngine
 from kvrecall.engines.vllm.serving.openai_handlers import (
@@ -332,6 +336,7 @@ async def _application(
     if "generate" not in tasks:
         raise EngineError(f"{spec.model} generates no text (it supports: {', '.join(tasks)})")
     app = cast(FastAPI, build_app(args, tasks, engine.model_config))
+    stop_at_first_error(app)
     await init_app_state(engine, app.state, args, tasks)
     pooled = engine.vllm_config.kv_transfer_config is not None
     state = app.state
