@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import resource
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from kvrecall.errors import ConfigError, errors_shown, hide
 from kvrecall.traces import check_endpoint
 
 _FILES = 1 << 16
+_PUBLIC = re.compile("/v1/.*")  # what clients on other hosts may use while there is no key
 
 app = typer.Typer(add_completion=False)
 
@@ -63,7 +65,8 @@ def route(
     allow_unauthenticated: Annotated[
         bool,
         typer.Option(
-            "--allow-unauthenticated", help="Let other hosts use the router without an API key."
+            "--allow-unauthenticated",
+            help="Let other hosts use /v1 without an API key.",
         ),
     ] = False,
     allowed_host: Annotated[
@@ -129,7 +132,7 @@ def route(
         retries=retries,
         max_requests=max_requests,
         timeout_s=timeout,
-        access=Access(keys, known_hosts(allowed_host or (), host)),
+        access=Access(keys, known_hosts(allowed_host or (), host), public=_PUBLIC),
         traces_endpoint=otlp_traces_endpoint,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
