@@ -24,7 +24,7 @@ class Variable(str):
 
 API_KEY = Variable(
     "KVRECALL_API_KEY",
-    "API key that `kvrecall router` requires of clients and passes on; as `--api-key`",
+    "API key that `kvrecall router` requires of clients and passes on, without a file of keys",
     "any text",
     "no key is required",
 )

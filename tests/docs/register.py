@@ -47,7 +47,9 @@ _SERVING: Mapping[str, Kind] = {
     "kvrecall config check": Runs(before=scenes.mindie, says="modelWeightPath"),
     "kvrecall config example": Runs(says="modelWeightPath"),
     "kvrecall router": Runs(
-        swaps=(("FILE", "instances"),), before=scenes.instances, stays="Uvicorn running"
+        swaps=(("FILE", "instances"), ("/etc/kvrecall/", "")),
+        before=scenes.instances,
+        stays="Uvicorn running",
     ),
     "kvrecall gpu-check": Needs("a GPU", ("GPU",)),
     # With the engine: tests/test_doctor.py.

@@ -159,7 +159,9 @@ class _Instance(BaseHTTPRequestHandler):
 
 
 def instances(stage: Stage) -> None:
-    """Instances for the router, without engines, and a file that lists them."""
+    """Instances for the router, without engines, a file that lists them, and one with a key."""
+    (stage.folder / "keys").touch(0o600)
+    (stage.folder / "keys").write_text("a key\n")
     for number in (8001, 8002):
         if not stage.uses(number):
             server = ThreadingHTTPServer(("127.0.0.1", stage.port(number)), _Instance)

@@ -91,6 +91,7 @@ class Guard:
     A request with a key is let in whatever its Host and Origin are: pages cannot send one that they
     do not know. ``refuse`` makes a reply of a status and a message. The application gets a body in
     one piece. ``max_requests``: complete requests in progress; those of open paths do not count.
+    ``counts_values``: whether it parses a JSON body into objects, so that their number is bounded.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Guard:
         max_body_bytes: int,
         max_requests: int,
         limit_name: str,
+        counts_values: bool = True,
     ) -> None:
         self._app = app
         self._access = access
@@ -109,6 +111,7 @@ class Guard:
         self._max_body = max_body_bytes
         self._max_requests = max_requests
         self._limit_name = limit_name
+        self._counts_values = counts_values
         self._arriving = 0  # bytes of unfinished bodies
         self.running = 0
 
@@ -128,6 +131,7 @@ class Guard:
                 if body is None:
                     return
                 receive = _repeating(body, receive)
+                del body  # the application may be done with it long before its reply ends
             if self.running >= self._max_requests:
                 raise _TurnedAway(
                     503, f"{self._max_requests} requests are in progress ({self._limit_name})"
@@ -230,7 +234,8 @@ class Guard:
         too_large = _TurnedAway(413, f"the body is larger than {self._max_body / 2**20:g} MB")
         if length.isdecimal() and int(length) > self._max_body:
             raise too_large
-        counted = None if "multipart/" in headers.get("content-type", "") else _Values()
+        uncounted = not self._counts_values or "multipart/" in headers.get("content-type", "")
+        counted = None if uncounted else _Values()
         chunks: list[bytes] = []
         size, more = 0, True
         clock = asyncio.get_running_loop().time

@@ -236,7 +236,7 @@ class RouterThread:
         if not self._way.reads_events:
             addresses = tuple(one.partition("?")[0] for one in addresses)
         roster = Roster({"--engine": addresses, "--prefill": (), "--decode": ()}, None)
-        settings = RouterSettings(roster, 0, 4, 1, 1000, 600.0, None)
+        settings = RouterSettings(roster, 0, 4, 1, 1000, 600.0)
         port = free_port()
         app = application(settings, self._way.fleet)
         config = uvicorn.Config(app, "127.0.0.1", port, log_level="error", access_log=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,10 +18,13 @@ from vllm.distributed.kv_events import (
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvrecall.block import TierName
+from kvrecall.errors import ConfigError
 from kvrecall.pool.history import EventHistory
 from kvrecall.pool.runs import Run
 
 _LOG = logging.getLogger("vllm.kvrecall")
+_ANYWHERE = "tcp://*:"
+_EVERYWHERE = ("0.0.0.0", "::", "")  # as --host
 
 # vLLM names its media in code, except storage, whose name older versions lack.
 _MEDIA = {TierName.HOST: MEDIUM_CPU, TierName.DISK: "STORAGE", TierName.REMOTE: "STORAGE"}
@@ -83,6 +87,26 @@ def are_published(vllm_config: Any) -> bool:
     """Whether the engine publishes KV cache events."""
     settings = vllm_config.kv_events_config
     return settings is not None and bool(settings.enable_kv_cache_events)
+
+
+def listen_at(vllm_settings: Any, host: str) -> None:
+    """Lets ``*`` in the endpoints of ``kv_events_config`` stand for ``host``, where the server
+    listens, and not for every address of the machine: events carry the tokens of prompts, and need
+    no key. vLLM binds only endpoints with ``*`` or ``::``, and connects to the rest; hence the
+    address is written as IPv6 writes it. Raises ConfigError if ``host`` has no IPv4 address."""
+    for name in ("endpoint", "replay_endpoint"):
+        given = getattr(vllm_settings, name) or ""
+        if not given.startswith(_ANYWHERE) or host in _EVERYWHERE:
+            continue
+        try:
+            address = socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]
+        except OSError:
+            raise ConfigError(
+                f"--kv-events-config: {name} {given!r} listens at --host, and {host} "
+                f"is none of IPv4; give the address: 'tcp://[::ffff:10.0.0.5]:PORT'"
+            ) from None
+        listens = f"tcp://[::ffff:{address}]:{given.removeprefix(_ANYWHERE)}"
+        setattr(vllm_settings, name, listens)
 
 
 class _WholePublisher(ZmqEventPublisher):

@@ -48,7 +48,7 @@ from vllm.v1.executor import Executor
 from kvrecall.config import RecallSettings, default_socket, split_for_service
 from kvrecall.engines.base import Engine, Limits, Listener, Role, ServeSpec
 from kvrecall.engines.vllm.attention import plugin
-from kvrecall.engines.vllm.compat import waits
+from kvrecall.engines.vllm.compat import events, waits
 from kvrecall.engines.vllm.compat.plugins import name_own_plugins
 from kvrecall.engines.vllm.compat.runner import ask_for_seeds
 from kvrecall.engines.vllm.compat.serving import (
@@ -170,6 +170,8 @@ def parse_args(spec: ServeSpec) -> Namespace:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"vLLM does not accept these settings: {_reason(error)}") from error
     args.api_key = _keys(args, spec)
+    if args.kv_events_config is not None:
+        events.listen_at(args.kv_events_config, spec.host)
     return cast(Namespace, args)
 
 
