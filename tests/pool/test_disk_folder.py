@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.clocks import ManualClock
+from support.indexes import forging
 
 from kvrecall.config import DiskConfig, PoolTerms
 from kvrecall.errors import TierError
@@ -165,6 +166,7 @@ def test_lock_is_given_back_by_close_and_by_a_failed_open(tmp_path: Path) -> Non
     open_tier(tmp_path).tier.close()
     with sqlite3.connect(tmp_path / "index.sqlite") as db:
         db.execute("PRAGMA user_version = 100000")
+        db.execute("CREATE TABLE more (name TEXT)")
     db.close()
     with pytest.raises(TierError, match=r"newer kvrecall .*; update kvrecall"):
         open_tier(tmp_path)
@@ -192,10 +194,11 @@ def test_unfit_index_is_moved_aside(
         change = {"foreign": "application_id = 7", "older": "user_version = 1"}[damage]
         with sqlite3.connect(index) as db:
             db.execute(f"PRAGMA {change}")
+            db.execute("DROP TABLE blocks")
         db.close()
     bench = open_tier(tmp_path)
     assert bench.tier.stats().blocks == 0
-    assert "the tier starts empty" in caplog.text
+    assert "a new one is begun" in caplog.text
     assert (tmp_path / "index.sqlite.aside").exists()
     assert not list(tmp_path.glob("slab-*.kv")), "slabs nobody knows would take room for ever"
     assert bench.put(KEYS) == [Outcome.STORED] * 32
@@ -224,10 +227,10 @@ def test_a_large_index_that_was_closed_well_is_not_checked_page_by_page(
     assert not is_checked(killed)
     index = killed / "index.sqlite"
     with index.open("r+b") as file:
-        file.seek(4096 * 4)  # what is before the rows is read whenever it is opened
-        file.write(b"\xff" * (index.stat().st_size - 4096 * 4))
+        file.seek(4096 * 3)  # what is before the rows is read whenever it is opened
+        file.write(b"\xff" * (index.stat().st_size - 4096 * 3))
     bench = open_tier(killed)
-    assert "the tier starts empty" in caplog.text
+    assert "a new one is begun" in caplog.text
     assert bench.put(KEYS) == [Outcome.STORED] * 32
     bench.tier.close()
 
@@ -270,15 +273,16 @@ def test_damaged_slab_loses_its_blocks_only(tmp_path: Path, damage: str) -> None
 
 def test_rows_that_cannot_be_are_dropped(tmp_path: Path) -> None:
     filled(tmp_path)
-    with sqlite3.connect(tmp_path / "index.sqlite") as db:
+    with forging(tmp_path) as db:
         addresses = [row[0] for row in db.execute("SELECT address FROM blocks")]
         db.execute("UPDATE blocks SET address = address + 100 WHERE address = ?", addresses[:1])
         db.execute("UPDATE blocks SET nbytes = 1 << 30 WHERE address = ?", addresses[1:2])
         db.execute("UPDATE blocks SET namespace = 99 WHERE address = ?", addresses[2:3])
-    db.close()
     bench = open_tier(tmp_path)
     assert bench.tier.stats().blocks == 29
     assert bench.get(KEYS).count(Outcome.LOADED) == 29
+    more = chain(NAMESPACE, 400, "more")
+    assert bench.put(more) == [Outcome.STORED] * 400, "their slots are free"
     bench.tier.close()
 
 
@@ -409,7 +413,7 @@ def test_a_hundred_thousand_blocks_are_found_again(tmp_path: Path) -> None:
     bench.put(KEYS[:1])
     bench.tier.close()
     slots = 100_000
-    with sqlite3.connect(tmp_path / "index.sqlite") as db:
+    with forging(tmp_path) as db:
         row = db.execute("SELECT * FROM blocks").fetchone()
         slab = sorted(tmp_path.glob("slab-*.kv"))[0]
         room = (slab.stat().st_size - 4096) // 4096
@@ -420,7 +424,7 @@ def test_a_hundred_thousand_blocks_are_found_again(tmp_path: Path) -> None:
             path.write_bytes(header[:28] + number.to_bytes(4, "little") + header[32:])
             os.truncate(path, size)
         db.executemany(
-            "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
             [
                 (
                     address_of(n // room, 4096 + n % room * 4096),
@@ -437,7 +441,6 @@ def test_a_hundred_thousand_blocks_are_found_again(tmp_path: Path) -> None:
                 for n in range(1, slots)
             ],
         )
-    db.close()
     bench = open_tier(tmp_path, 1024 * MIB, block_bytes=100)
     wait_until(lambda: bench.tier.stats().blocks == slots, 60.0)
     bench.tier.close()

@@ -36,7 +36,7 @@ class Folder:
         self._gate = threading.Event()
         rows = Index.rows
 
-        def slowly(this: Index) -> Iterator[Rows]:
+        def slowly(this: Index) -> Iterator[tuple[Rows, list[int]]]:
             for number, part in enumerate(rows(this)):
                 if number:
                     self._gate.wait(30.0)
@@ -191,7 +191,7 @@ def test_what_was_used_last_is_found_first(tmp_path: Path, monkeypatch: pytest.M
     bench.tier.touch(KEYS[24:32])
     bench.tier.close()
     opened = Index.open(tmp_path)
-    parts = [set(rows.keys) for rows in opened.rows()]
+    parts = [set(rows.keys) for rows, _ in opened.rows()]
     opened.close()
     assert set().union(*parts) == set(KEYS)
     assert sum(map(len, parts)) == len(KEYS)

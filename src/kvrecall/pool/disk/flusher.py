@@ -419,10 +419,8 @@ class Flusher:
             self._reclaimer.give_back([row.address for row in rows])
             return []
         if not self._index.is_in_place():
-            self._broken = True
-            _LOG.error(
-                "disk tier: the index was deleted; no more blocks are stored until a restart"
-            )
+            self._reclaimer.give_back([row.address for row in rows])
+            self._reclaimer.renew_index("it was deleted or replaced")
             return []
         with self._wake:
             wanted = [row for row in rows if self._pending[row.key]]

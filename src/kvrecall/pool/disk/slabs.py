@@ -27,6 +27,7 @@ from kvrecall.pool.slots import ALIGNMENT, SlotClass
 _LOG = logging.getLogger(__name__)
 Bools = npt.NDArray[np.bool_]
 SLAB_BITS = 40  # of the byte offset in an address; the others are the slab's number
+_MOST_SLABS = 1 << 22  # a number beyond this, times 2**SLAB_BITS, would be no address
 _VERSION = FORMAT_VERSION * 100 + 1  # of the files, not of the index
 _MAGIC = b"kvrecall"
 _HEADER = struct.Struct("<8sI16sIQQ")  # magic, version, pool id, number, slot bytes, slots
@@ -185,7 +186,8 @@ class SlabStore:
                 continue
             present.add(slab.number)
             self._slabs[slab.number] = slab
-        self._numbers = itertools.count(max([*present, *used], default=-1) + 1)
+        known = [number for number in (*present, *used) if number < _MOST_SLABS]
+        self._numbers = itertools.count(max(known, default=-1) + 1)
         return [number for number in used if number not in present]
 
     def place(self, number: int, used: Iterable[int]) -> None:
@@ -221,6 +223,7 @@ class SlabStore:
         except (struct.error, OSError):
             return None
         ours = (magic, version, pool_id) == (_MAGIC, _VERSION, self._pool_id)
+        ours = ours and number < _MOST_SLABS
         if not ours or slot_bytes <= 0 or slot_bytes % ALIGNMENT:
             return None
         if path != self._path(number):

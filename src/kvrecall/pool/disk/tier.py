@@ -27,7 +27,14 @@ from kvrecall.pool.disk.catalog import Catalog, DiskCounters, Entry
 from kvrecall.pool.disk.codec import BlockCodec, Plain
 from kvrecall.pool.disk.flusher import Flusher
 from kvrecall.pool.disk.folder import LEAST_BYTES, FolderLock, check_room
-from kvrecall.pool.disk.index import WAL_BYTES, Index, aside_bytes
+from kvrecall.pool.disk.index import (
+    INDEX_NAME,
+    WAL_BYTES,
+    Index,
+    aside_bytes,
+    is_damage,
+    move_aside,
+)
 from kvrecall.pool.disk.reclaimer import Reclaimer
 from kvrecall.pool.disk.recovery import Recovery
 from kvrecall.pool.disk.slabs import (
@@ -88,6 +95,7 @@ class DiskTier(Tier):
         self._capacity_bytes = config.capacity_bytes
         self._terms = terms or PoolTerms()
         self._codec = codec or Plain()
+        self._counters = DiskCounters()
         with contextlib.ExitStack() as undo:
             self._lock = FolderLock(config.path)
             undo.callback(self._lock.release)
@@ -96,7 +104,6 @@ class DiskTier(Tier):
             except (OSError, sqlite3.Error) as error:
                 raise TierError(f"disk_path: {config.path}: {error}") from error
             undo.pop_all()
-        self._counters = DiskCounters()
         self._done: queue.Queue[Done] = queue.Queue()
         self._closed = False
         self._sizes = {ns.digest: nbytes for ns, nbytes in self._known}
@@ -427,13 +434,16 @@ class DiskTier(Tier):
         clock: Callable[[], float],
         undo: contextlib.ExitStack,
     ) -> None:
-        """``_open``, and again if the index is damaged although it was closed well: only then is it
-        checked, and moved aside."""
+        """``_open``, and again without the index if that is damaged although it was closed well,
+        or its pages are right and what they hold is not."""
         try:
             with contextlib.ExitStack() as attempt:
                 self._open(io, policy, clock, attempt)
                 undo.enter_context(attempt.pop_all())
-        except sqlite3.DatabaseError:
+        except sqlite3.DatabaseError as error:
+            if not is_damage(error):
+                raise
+            move_aside(self._config.path / INDEX_NAME, f"it is damaged ({error})")
             self._open(io, policy, clock, undo)
 
     def _open(
@@ -457,8 +467,8 @@ class DiskTier(Tier):
         if missing:
             _LOG.warning("disk tier: %d slabs are missing or damaged", len(missing))
         self._shrink(used)
-        typical = self._index.last_bytes() or _MIB
-        blocks = (capacity - INDEX_BASE_BYTES) // slot_bytes_of(typical)
+        slabs = self._store.slabs()
+        blocks = (capacity - INDEX_BASE_BYTES) // (slabs[-1].slot_bytes if slabs else _MIB)
         self._catalog = Catalog(
             policy,
             blocks,
@@ -469,7 +479,9 @@ class DiskTier(Tier):
             sum(used.values()),
         )
         self._catalog.expect_pins(self._index.pinned_keys())
-        self._recovery = Recovery(path, self._catalog, self._store, self._index, self._codec)
+        self._recovery = Recovery(
+            path, self._catalog, self._store, self._index, self._codec, self._counters
+        )
         self._index.reserve(self._store.index_bytes - WAL_BYTES)
 
     def _admit(self) -> None:
