@@ -162,6 +162,40 @@ def test_folder_in_use_names_the_process(tmp_path: Path) -> None:
     open_tier(tmp_path).tier.close()
 
 
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o720])
+def test_a_folder_that_others_can_write_to(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(TierError, match=rf"mode {mode:04o}, so others can .*; run: chmod 700 "):
+        open_tier(folder)
+    assert list(folder.iterdir()) == []
+    folder.chmod(0o755)
+    open_tier(folder).tier.close()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_path_that_is_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir(0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    with pytest.raises(TierError, match=rf"symbolic link; name the folder .* {tmp_path}/disk"):
+        open_tier(tmp_path / "link")
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_slabs_are_in_the_folder_that_is_locked(tmp_path: Path) -> None:
+    """Also when another one has its path."""
+    folder, moved = tmp_path / "disk", tmp_path / "moved"
+    bench = open_tier(folder, 16 * MIB)
+    folder.rename(moved)
+    folder.mkdir()
+    bench.submit_put(KEYS)
+    bench.collect(KEYS)
+    bench.tier.close()
+    assert list(moved.glob("slab-*.kv"))
+    assert not list(folder.glob("slab-*.kv"))
+
+
 def test_lock_is_given_back_by_close_and_by_a_failed_open(tmp_path: Path) -> None:
     open_tier(tmp_path).tier.close()
     with sqlite3.connect(tmp_path / "index.sqlite") as db:

@@ -45,11 +45,13 @@ def check_room(path: Path, capacity_bytes: int) -> None:
         ) from error
     if not standing.is_dir():
         raise TierError(f"disk_path: {standing} is not a folder")
-    if standing == path and path.stat().st_mode & stat.S_ISVTX:
-        raise TierError(
-            f"disk_path: {path} is shared with other users; name a folder below it for the "
-            "tier alone"
-        )
+    if standing == path:
+        if path.stat().st_mode & stat.S_ISVTX:
+            raise TierError(
+                f"disk_path: {path} is shared with other users; name a folder below it for the "
+                "tier alone"
+            )
+        _check_own(path, path.lstat())
     if not os.access(standing, os.R_OK | os.W_OK | os.X_OK):
         raise TierError(f"disk_path: {standing} is not writable for this user")
     system = os.statvfs(standing)
@@ -61,25 +63,40 @@ def check_room(path: Path, capacity_bytes: int) -> None:
         )
 
 
-def _check_private(fd: int, folder: Path) -> None:
-    """Raises TierError unless the folder of ``fd`` and the tier's files in it are this user's own,
-    and others cannot write to it. Makes them accessible to this user alone."""
-    status = os.fstat(fd)
-    if status.st_uid == os.getuid() and status.st_mode & 0o022:
+def _check_own(folder: Path, status: os.stat_result) -> None:
+    """Raises TierError unless the folder is this user's, and only this user can write to it."""
+    if stat.S_ISLNK(status.st_mode):
         raise TierError(
-            f"disk_path: others can write to {folder} (mode {stat.S_IMODE(status.st_mode):04o}); "
-            "run: chmod 700, or name a folder below it, which kvrecall makes"
+            f"disk_path: {folder} is a symbolic link; name the folder that it leads to, "
+            f"{os.path.realpath(folder)}"
         )
-    for path in (folder, *(file for name in _OWN for file in folder.glob(name))):
-        status = os.fstat(fd) if path is folder else os.lstat(path)
-        if status.st_uid != os.getuid():
+    _check_owner(folder, status)
+    if status.st_mode & 0o022:
+        raise TierError(
+            f"disk_path: {folder} has mode {stat.S_IMODE(status.st_mode):04o}, so others can write "
+            f"to it; run: chmod 700 {folder}, or name a folder below it, which kvrecall makes"
+        )
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.getuid():
+        raise TierError(
+            f"disk_path: {path} belongs to user {status.st_uid}, not to {os.getuid()}; give it "
+            "to this user (chown), or use another folder"
+        )
+
+
+def _keep_private(fd: int, folder: Path) -> None:
+    """Makes the folder of ``fd`` and the tier's files in it accessible to this user alone. Raises
+    TierError if any of it is another user's, or a link."""
+    _check_own(folder, os.fstat(fd))
+    os.fchmod(fd, 0o700)
+    for path in (file for name in _OWN for file in folder.glob(name)):
+        status = path.lstat()
+        _check_owner(path, status)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise TierError(
-                f"disk_path: {path} belongs to user {status.st_uid}, not to {os.getuid()}; give it "
-                "to this user (chown), or use another folder"
-            )
-        if path is not folder and not (stat.S_ISREG(status.st_mode) and status.st_nlink == 1):
-            raise TierError(
-                f"disk_path: {path} is a link or not a file; remove it, or use another folder"
+                f"disk_path: {path} is a link, or not a file; remove it, or use another folder"
             )
         if stat.S_IMODE(status.st_mode) & 0o077:
             path.chmod(status.st_mode & 0o700)
@@ -99,17 +116,12 @@ class FolderLock:
     def __init__(self, path: Path) -> None:
         """Creates the folder if needed. Raises TierError if another process holds it, another user
         owns or may write to it, or its path is a symbolic link."""
-        if path.is_symlink():
-            raise TierError(
-                f"disk_path: {path} is a symbolic link; name the folder it leads to "
-                f"({os.path.realpath(path)})"
-            )
         with contextlib.ExitStack() as undo:
             try:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self.fd = lock_path(path, os.O_RDONLY | os.O_DIRECTORY)
                 undo.callback(os.close, self.fd)
-                _check_private(self.fd, path)
+                _keep_private(self.fd, path)
                 self._file = lock_path(path / LOCK_NAME)
                 undo.callback(os.close, self._file)
                 os.ftruncate(self._file, 0)

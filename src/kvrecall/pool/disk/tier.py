@@ -48,6 +48,7 @@ from kvrecall.pool.disk.slabs import (
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.residents import BlockInfo, TenantUse
+from kvrecall.pool.lockfile import leads_to
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
 
@@ -459,7 +460,11 @@ class DiskTier(Tier):
         undo.callback(self._index.close, False)
         self._admit()
         limit = capacity - aside_bytes(path)
-        self._store = SlabStore(path, limit, self._index.pool_id, io, self._config.direct_io)
+        if not leads_to(path, self._lock.fd):
+            raise TierError(f"disk_path: {path} was replaced by another folder just now; try again")
+        self._store = SlabStore(
+            path, limit, self._index.pool_id, io, self._config.direct_io, self._lock.fd
+        )
         undo.callback(self._store.close)
         self._known = self._index.namespaces()
         used = self._index.count_in_slabs(SLAB_BITS)
