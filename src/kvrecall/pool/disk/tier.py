@@ -47,8 +47,8 @@ from kvrecall.pool.disk.slabs import (
 )
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.hints import Advice
-from kvrecall.pool.residents import BlockInfo, TenantUse
 from kvrecall.pool.lockfile import leads_to
+from kvrecall.pool.residents import BlockInfo, TenantUse
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
 
