@@ -585,7 +585,8 @@ def _unfit(path: Path, trusting: bool = False) -> str:
             if trusting:
                 _LOG.info("disk tier: checking %s, %d MiB", path, path.stat().st_size >> 20)
             verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-            return "" if verdict == b"ok" else f"it is damaged ({verdict.decode(errors='replace')})"
+            said = " ".join(verdict.decode(errors="replace").split())
+            return "" if said == "ok" else f"it is damaged ({said})"
     except (sqlite3.DatabaseError, ValueError) as error:
         if isinstance(error, sqlite3.Error) and not is_damage(error):
             raise
