@@ -20,6 +20,7 @@ from support.indexes import forging
 from kvrecall.config import DiskConfig, PoolTerms
 from kvrecall.errors import TierError
 from kvrecall.pool.changes import Cause
+from kvrecall.pool.clock import Clock
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk import index as index_module
 from kvrecall.pool.disk.catalog import Catalog
@@ -421,7 +422,7 @@ def test_slabs_go_to_another_block_size(tmp_path: Path) -> None:
 def test_recency_survives_a_restart(tmp_path: Path) -> None:
     clock = ManualClock(time.time())
     config = DiskConfig(tmp_path, 16 * MIB)
-    tier = DiskTier(config, clock=clock)
+    tier = DiskTier(config, clock=Clock(clock, clock))
     tier.register(NAMESPACE, BLOCK_BYTES)
     bench = Bench(tier)
     first, second = chain(NAMESPACE, 30, "first"), chain(NAMESPACE, 150, "second")
@@ -431,7 +432,7 @@ def test_recency_survives_a_restart(tmp_path: Path) -> None:
     tier.touch(first)
     tier.close()
     clock.advance(100)
-    bench.tier = tier = DiskTier(config, clock=clock)
+    bench.tier = tier = DiskTier(config, clock=Clock(clock, clock))
     tier.register(NAMESPACE, BLOCK_BYTES)
     name = 0
     while tier.stats().evictions == 0:

@@ -7,6 +7,7 @@ import mmap
 import os
 import random
 import shutil
+import sqlite3
 import tempfile
 import threading
 import time
@@ -31,6 +32,23 @@ _NEW = chain(_NAMESPACE, 40, "new")
 _TENANT = Tenant("00112233445566ff")
 _WAIT_S = 10.0
 _FLIPPING_S = 25.0
+_SCHEMA = "PRAGMA writable_schema = ON; UPDATE sqlite_schema SET sql = replace(sql, {}, {})"
+_WRONG = (  # what single bits did, which chance may not find in time
+    "UPDATE blocks SET tenant = CAST(tenant AS TEXT)",
+    "UPDATE blocks SET tenant = NULL, used = NULL WHERE depth = 3",
+    "UPDATE blocks SET hash = 7, parent = 7.5",
+    "UPDATE blocks SET depth = x'00', used = 'now', pinned = 'yes', nbytes = -1",
+    "UPDATE blocks SET namespace = namespace + 1",
+    "UPDATE blocks SET address = address + (1 << 62)",
+    "UPDATE namespaces SET parts = '{'",
+    "UPDATE namespaces SET parts = CAST(x'8080' AS TEXT), block_bytes = 'many'",
+    "UPDATE meta SET value = 'zz' WHERE name = 'pool_id'",
+    "DELETE FROM meta",
+    "PRAGMA user_version = 7777",
+    "PRAGMA application_id = 7",
+    _SCHEMA.format("'parent BLOB'", "'parenu BLOB'"),
+    _SCHEMA.format("'TABLE meta'", "'TABLE mtea'"),
+)
 _LARGE = index._LARGE
 
 
@@ -110,9 +128,13 @@ def _damage(
         shutil.rmtree(trial)
         shutil.copytree(folder / Path(name).parent, trial)
         path = trial / Path(name).name
-        data = bytearray(path.read_bytes())
-        change(data, rng)
-        path.write_bytes(data)
+        if times <= len(_WRONG):
+            with contextlib.closing(sqlite3.connect(trial / "index.sqlite")) as database:
+                database.executescript(_WRONG[times - 1])
+        else:
+            data = bytearray(path.read_bytes())
+            change(data, rng)
+            path.write_bytes(data)
         try:
             with _tier(trial) as tier:
                 first = _get(tier, _OLD)
@@ -138,7 +160,7 @@ def _damage(
 
 @attack()
 def one_flipped_bit(folder: Path) -> str:
-    """A medium flips one bit of the index or of its log."""
+    """A medium flips one bit of the index or of its log, or what a flip made is in its rows."""
 
     def flip(data: bytearray, rng: random.Random) -> None:
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)

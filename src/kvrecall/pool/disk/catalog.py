@@ -202,7 +202,7 @@ class Catalog(EvictionOrders):
         return self._tenant_list[tenant]
 
     def infos(self, unused_since: float | None = None) -> Iterator[BlockInfo]:
-        """Every block, or those unused since that wall-clock second; as they are when their turn
+        """Every block, or those unused since that second; as they are when their turn
         comes."""
         before = float("inf") if unused_since is None else unused_since
         for parts in in_holds(self._lock, self._infos(before)):

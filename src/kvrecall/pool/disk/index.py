@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import sqlite3
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -29,6 +28,7 @@ import xxhash
 
 from kvrecall.block import FORMAT_VERSION, NAMESPACE_BYTES, SHARED, BlockKey, Namespace, Tenant
 from kvrecall.errors import TierError
+from kvrecall.pool.clock import Clock
 
 _LOG = logging.getLogger(__name__)
 INDEX_NAME = "index.sqlite"
@@ -94,7 +94,7 @@ def _sum(*fields: object) -> int:
 @dataclass(frozen=True, slots=True)
 class Row:
     """A stored block. ``address`` is its slot, ``tag`` the value that its bytes are verified
-    against (see ``codec``), ``used`` the wall-clock second of its last use."""
+    against (see ``codec``), ``used`` the second of its last use."""
 
     address: int
     key: BlockKey
@@ -139,8 +139,9 @@ class Index:
     """An open index. Its methods raise sqlite3.Error when the medium fails, or the file turns out
     to be damaged (``is_damage``); their change is then not made."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: Clock) -> None:
         self._path = path
+        self._clock = clock
         self._log_path = path.with_name(path.name + "-wal")
         self._begin(None)
 
@@ -172,15 +173,27 @@ class Index:
             self._spaces[number] = (Namespace(digest, pairs), block_bytes)
         self._ids = {space.digest: number for number, (space, _) in self._spaces.items()}
         self.damaged = len(bad)
+        self._ahead_s = self._ahead()
         for number in bad:
             connection.execute("DELETE FROM namespaces WHERE id = ?", (number,))
         connection.execute("DELETE FROM meta WHERE name = 'ended'")
         self._meta.pop("ended", None)
-        self.probe()  # now the log exists
+        self.note_time()  # now the log exists
         self._inodes = [os.stat(file).st_ino for file in (self._path, self._log_path)]
 
+    def _ahead(self) -> int:
+        """By how much this process's clock is ahead of the seconds in the file. Those go on from
+        where they were when the file was last noted in, see ``Clock``."""
+        seconds, _, note = self._meta.get("time", "").partition(" ")
+        return round(self._clock() - int(seconds) - self._clock.since(note)) if note else 0
+
+    def note_time(self) -> None:
+        """Notes what time it is. Durable on return; raises sqlite3.Error if the medium accepts no
+        writes now."""
+        self._note("time", f"{int(self._clock()) - self._ahead_s} {self._clock.note()}")
+
     @classmethod
-    def open(cls, folder: Path) -> Index:
+    def open(cls, folder: Path, clock: Clock) -> Index:
         """Opens or creates the index of a folder. A damaged, foreign or older file is moved aside
         and replaced by an empty one; one of a newer kvrecall raises TierError. Raises sqlite3.Error
         if the medium does not allow that now."""
@@ -190,12 +203,12 @@ class Index:
             if why:
                 move_aside(path, why)
         try:
-            return cls(path)
+            return cls(path, clock)
         except (sqlite3.DatabaseError, ValueError) as error:
             if isinstance(error, sqlite3.Error) and not is_damage(error):
                 raise
             move_aside(path, f"it is damaged ({error})")
-            return cls(path)
+            return cls(path, clock)
 
     def begin_anew(self, why: str) -> int:
         """Moves the file aside and begins an empty one for the same slabs; returns the bytes on the
@@ -257,7 +270,7 @@ class Index:
             depth,
             nbytes,
             tags,
-            used,
+            [second + self._ahead_s for second in used] if self._ahead_s else used,
             [names[t] for t in tenant],
             pinned,
         )
@@ -342,10 +355,10 @@ class Index:
             row.depth,
             row.nbytes,
             row.tag,
-            row.used,
+            row.used - self._ahead_s,
             tenant,
             int(row.pinned),
-            total + row.address + row.used + row.pinned,
+            total + row.address + row.used - self._ahead_s + row.pinned,
         )
 
     def delete(self, addresses: Sequence[int]) -> None:
@@ -363,8 +376,8 @@ class Index:
             connection.execute("DELETE FROM blocks")
 
     def mark_used(self, uses: Sequence[tuple[int, int]]) -> None:
-        """Records ``(wall-clock second, address)`` of last uses."""
-        self._update("used", uses)
+        """Records ``(second, address)`` of last uses."""
+        self._update("used", [(second - self._ahead_s, address) for second, address in uses])
 
     def mark_pinned(self, pins: Sequence[tuple[int, int]]) -> None:
         """Records ``(1 or 0, address)`` of blocks that were pinned or unpinned. Durable on
@@ -388,10 +401,6 @@ class Index:
         self._connection.execute("PRAGMA max_page_count = 1073741823").fetchone()
         self._connection.execute("VACUUM")
         self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-
-    def probe(self) -> None:
-        """Tests a durable write; raises sqlite3.Error if the medium accepts no writes now."""
-        self._note("probe", str(time.time()))
 
     def _note(self, name: str, value: str = "") -> None:
         _put_meta(self._connection, name, value)
@@ -439,6 +448,7 @@ class Index:
         opened again."""
         with contextlib.suppress(sqlite3.Error):
             if is_well:
+                self.note_time()
                 self._note("ended")
         self._connection.close()
 
@@ -607,8 +617,3 @@ def move_aside(path: Path, why: str) -> None:
     for suffix in ("-wal", "-shm"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
     _LOG.warning("disk tier: %s: %s; renamed to %s, and a new one is begun", path, why, aside)
-
-
-def seconds_now() -> int:
-    """Wall-clock time in whole seconds, as stored in ``Row.used``."""
-    return int(time.time())

@@ -95,7 +95,7 @@ class Reclaimer:
         """Whether rows can be written; checked before blocks are evicted for new ones."""
         if self._failing:
             try:
-                self._index.probe()
+                self._index.note_time()
             except sqlite3.Error:
                 return False
             self._failing = False

@@ -12,7 +12,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from kvrecall.config import DEFAULT_POLICY, DiskConfig, PoolTerms, Watermarks
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.changes import Cause, Watcher
+from kvrecall.pool.clock import Clock
 from kvrecall.pool.compression import check_compression
 from kvrecall.pool.departures import Departure
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters, Entry
@@ -82,7 +83,7 @@ class DiskTier(Tier):
         config: DiskConfig,
         policy: str = DEFAULT_POLICY,
         io: FileIo | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Clock | None = None,
         codec: BlockCodec | None = None,
         terms: PoolTerms | None = None,
     ) -> None:
@@ -101,7 +102,7 @@ class DiskTier(Tier):
             self._lock = FolderLock(config.path)
             undo.callback(self._lock.release)
             try:
-                self._open_whole(io or FileIo(), policy, clock, undo)
+                self._open_whole(io or FileIo(), policy, clock or Clock(), undo)
             except (OSError, sqlite3.Error) as error:
                 raise TierError(f"disk_path: {config.path}: {error}") from error
             undo.pop_all()
@@ -393,7 +394,7 @@ class DiskTier(Tier):
         return self._config.path
 
     def blocks(self, unused_since: float | None = None) -> Iterator[BlockInfo]:
-        """Every block, or those unused since that wall-clock second, as they are when their turn
+        """Every block, or those unused since that second, as they are when their turn
         comes."""
         return self._catalog.infos(unused_since)
 
@@ -432,7 +433,7 @@ class DiskTier(Tier):
         self,
         io: FileIo,
         policy: str,
-        clock: Callable[[], float],
+        clock: Clock,
         undo: contextlib.ExitStack,
     ) -> None:
         """``_open``, and again without the index if that is damaged although it was closed well,
@@ -451,12 +452,12 @@ class DiskTier(Tier):
         self,
         io: FileIo,
         policy: str,
-        clock: Callable[[], float],
+        clock: Clock,
         undo: contextlib.ExitStack,
     ) -> None:
         """Opens index and slabs and finds their blocks; ``undo`` collects how to close them."""
         path, capacity = self._config.path, self._config.capacity_bytes
-        self._index = Index.open(path)
+        self._index = Index.open(path, clock)
         undo.callback(self._index.close, False)
         self._admit()
         limit = capacity - aside_bytes(path)
