@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import json
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -187,7 +186,7 @@ class Inventory:
             for block in admin.disk.blocks() if admin.disk is not None and used else ():
                 if block.key in used:
                     used[block.key] = max(used[block.key], block.used)
-        now, tenants = time.time(), frozenset(query.tenants)
+        now, tenants = admin.now(), frozenset(query.tenants)
         least = -1.0 if query.older_than_s is None else query.older_than_s
         most = float("inf") if query.younger_than_s is None else query.younger_than_s
         for block in admin.blocks():
@@ -252,7 +251,7 @@ class Inventory:
                 if group is None:
                     group = groups[name] = _Group()
                 group.add(block)
-        now = time.time()
+        now = self.pool.admin.now()
         rows = [_row(by, name, group, known, now) for name, group in groups.items()]
         rows.sort(key=SORTS[sort])
         return Listing(by, tuple(rows[: min(limit, _MAX_ROWS)]), len(rows))
@@ -264,7 +263,7 @@ class Inventory:
             group = one.parts.get("group", "")
             name = f"{one.model}, KV group {group}" if group else one.model
             known[digest] = name, one.block_bytes
-        return prefix_trees(self.pool.admin.blocks(), known, time.time(), limit)
+        return prefix_trees(self.pool.admin.blocks(), known, self.pool.admin.now(), limit)
 
     def tenants(self) -> tuple[tuple[TenantView, ...], int]:
         """Tenants that hold most, and how many there are."""
