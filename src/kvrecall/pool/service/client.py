@@ -564,7 +564,9 @@ class ServiceClient:
 
     def _connect(self) -> _Life:
         """A new connection that knows all namespaces. Raises LinkLost."""
-        link = Link.open(self._path, self._greeting_s)
+        last = self._next or self._life
+        before = NO_ARENA if last is None else last.handle
+        link = Link.open(self._path, self._greeting_s, before)
         done: set[bytes] = set()
         refused: set[bytes] = set()
         try:

@@ -29,7 +29,7 @@ from kvrecall.pool.base import Absence, ArenaHandle, PoolStats, Verdict, check_p
 
 E = TypeVar("E", bound=enum.Enum | None)
 
-PROTOCOL = 100 * FORMAT_VERSION + 9
+PROTOCOL = 100 * FORMAT_VERSION + 10
 """Both sides must use the same version. It includes the format of blocks."""
 
 MAX_FRAME = 8 << 20
@@ -90,8 +90,12 @@ class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hello(Message, frozen=True, tag=1):
+    """``boot``, ``seat``: of the arena that this client was given before, if any."""
+
     protocol: int
     version: Text  # of kvrecall, for people
+    boot: Text = ""
+    seat: Number = 0
 
 
 class Register(Message, frozen=True, tag=2):

@@ -24,11 +24,12 @@ import msgspec
 from kvrecall import __version__
 from kvrecall.config import PoolConfig
 from kvrecall.errors import ConfigError
+from kvrecall.pool.arena import take_seat
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.admin import Drop, command_of
 from kvrecall.pool.service.inventory import ClientView, Inventory, Overview, Query
-from kvrecall.pool.service.peers import Peer, credentials, peer_of
+from kvrecall.pool.service.peers import Peer, credentials
 from kvrecall.pool.service.sessions import Reaper, Session
 
 _LOG = logging.getLogger(__name__)
@@ -76,7 +77,8 @@ class Server:
         self._arena = replace(pool.arena_handle(), boot=secrets.token_hex(16))
         self._known: set[bytes] = set()
         self._connections: set[Connection] = set()
-        self.reaper = Reaper(self._arena.inode, os.getpid(), self._sessions)
+        self._seats = 0
+        self.reaper = Reaper(self._close_seat)
         self.flushers = ThreadPoolExecutor(_FLUSH_THREADS, "kvrecall-flush-wait")
         self.admins = ThreadPoolExecutor(_ADMIN_THREADS, "kvrecall-admin")
         self.stopping = threading.Event()
@@ -139,21 +141,20 @@ class Server:
         """Takes a client, or says why not. Raises OSError if there are no means to take any."""
         sock.setblocking(False)
         pid, uid = credentials(sock)
-        peer = peer_of(pid) if pid else None
         reason = ""
         if uid != os.getuid():
             reason = f"user {uid} may not use the pool of user {os.getuid()}"
         elif not pid:
             reason = "the client is in another PID namespace and could not map the arena"
-        elif peer is None or len(self._connections) >= _most_connections():
-            reason = f"{len(self._connections)} connections are open, which is the limit"
-        if reason or peer is None:
+        elif (count := len(self._connections) + len(self.reaper.orphans)) >= _most_connections():
+            reason = f"{count} connections are open (or lost and not settled), which is the limit"
+        if reason:
             self.rejected += 1
             _LOG.warning("pool service: process %d refused: %s", pid, reason)
             with sock, contextlib.suppress(OSError):
                 sock.send(p.frame_of(p.Refusal(reason)))
             return
-        connection = Connection(self, peer)
+        connection = Connection(self, Peer.of(sock))
         self._connections.add(connection)
         connection.task = self.loop.create_task(self._connect(connection, sock))
 
@@ -180,15 +181,40 @@ class Server:
                 f"kvrecall {hello.version} (protocol {hello.protocol}); run the same version"
             )
             return None
-        session = Session(self.pool, connection.peer, self._known)
-        connection.send(p.Welcome(p.PROTOCOL, __version__, session.token, self._arena))
+        session = Session(
+            self.pool, connection.peer, self._known, self._seat_of(hello, connection.peer)
+        )
+        arena = replace(self._arena, seat=session.seat)
+        connection.send(p.Welcome(p.PROTOCOL, __version__, session.token, arena))
         return session
+
+    def _seat_of(self, hello: p.Hello, peer: Peer) -> int:
+        """The seat that a client had in this service, so that its workers need not map the arena
+        again, or a new one."""
+        holders = [s.peer for s in self._all_sessions() if s.seat == hello.seat]
+        if (
+            hello.boot == self._arena.boot
+            and 0 < hello.seat <= self._seats
+            and all(holder.pid == peer.pid and holder.is_alive for holder in holders)
+        ):
+            return hello.seat
+        self._seats += 1
+        return self._seats
+
+    def _close_seat(self, seat: int) -> bool:
+        return take_seat(self._arena.fd, seat, alone=True)
 
     def forget(self, connection: Connection) -> None:
         """Its socket is closed."""
         self._connections.discard(connection)
-        if connection.session is not None and not self.stopping.is_set():
+        if connection.session is None or self.stopping.is_set():
+            connection.peer.close()
+        else:
             self.reaper.orphan(connection.session)
+
+    def _all_sessions(self) -> list[Session]:
+        """Of open and of lost connections. From any thread."""
+        return [*self._sessions(), *(orphan.session for orphan in self.reaper.orphans)]
 
     def _sessions(self) -> list[Session]:
         """Of open connections. From any thread."""
@@ -233,7 +259,6 @@ class Connection(asyncio.Protocol):
     task: asyncio.Task[None]  # makes the transport
 
     def __init__(self, server: Server, peer: Peer) -> None:
-        """Raises ProcessLookupError if the client has ended, OSError if no file is left."""
         self.peer = peer
         self.session: Session | None = None  # none before it has greeted
         self.is_open = True
@@ -242,15 +267,14 @@ class Connection(asyncio.Protocol):
         self._slow = 0
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
-        self._process = os.pidfd_open(peer.pid)  # readable when it has ended: a child of it may
-        # have inherited the socket, which then does not end with it
 
     # -- bytes -----------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._server.loop.add_reader(self._process, self.end)
+        # A child of it may have inherited the socket, which then does not end with it.
+        self._server.loop.add_reader(self.peer.descriptor, self.end)
         self._limit(self._server.patience.greeting_s, "no greeting arrived")
 
     def data_received(self, data: bytes) -> None:
@@ -275,8 +299,7 @@ class Connection(asyncio.Protocol):
         self.is_open = False
         if self._timer is not None:
             self._timer.cancel()
-        self._server.loop.remove_reader(self._process)
-        os.close(self._process)
+        self._server.loop.remove_reader(self.peer.descriptor)
         self._server.forget(self)
 
     def send(self, message: p.Message) -> None:
@@ -336,10 +359,7 @@ class Connection(asyncio.Protocol):
             case p.Settle(token):
                 self._server.reaper.settle(token)
                 return None
-        reply = session.answer(request)
-        if isinstance(request, p.Reserve):
-            self._server.reaper.reserved(session)
-        return reply
+        return session.answer(request)
 
     def _flush(self, request: p.Flush) -> p.Message | None:
         if self._slow >= _MAX_SLOW:
