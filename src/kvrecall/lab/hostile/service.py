@@ -1,0 +1,161 @@
+"""Attacks on the pool service of a node: its socket, its lock, its arena and its event ports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from kvrecall.lab.hostile.attack import Crashed, GotIn, NotHere, attack
+from kvrecall.lab.processes import as_child, kvrecall
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.base import Verdict
+from kvrecall.pool.service.client import ServiceClient
+from kvrecall.testing.blocks import chain, namespace
+
+_NAMESPACE = namespace("hostile service")
+_BLOCK = 1 << 20
+_WATCH_S = 2.0
+_PATIENCE_S = 20.0
+_HOST = 16
+
+_ENGINE = """
+import subprocess, sys, time
+from pathlib import Path
+from kvrecall.pool.service.client import ServiceClient
+from kvrecall.testing.blocks import chain, namespace
+
+client = ServiceClient(Path(sys.argv[1]), call_timeout_s=20.0)
+client.register(namespace("hostile service"), 1 << 20)
+offset = client.reserve(chain(namespace("hostile service"), 1, "of the dead engine"))[0].offset
+words = repr(client.arena_handle()), str(offset)
+worker = subprocess.Popen([sys.executable, "-c", sys.argv[2], *words], stdin=subprocess.PIPE)
+print(worker.pid, flush=True)
+time.sleep(60)
+"""
+_WORKER = """
+import os, signal, sys, time
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.base import ArenaHandle
+
+handle, offset = eval(sys.argv[1]), int(sys.argv[2])
+{first}
+arena = Arena.attach(handle)
+{then}
+arena.view(offset, 64)[:] = b"X" * 64
+time.sleep(60)
+"""
+_STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+@contextlib.contextmanager
+def _service(place: Path, *words: str, under: Sequence[str] = ()) -> Iterator[Path]:
+    """The socket of a real service, started with the command ``under``."""
+    place.mkdir(mode=0o700, exist_ok=True)
+    socket = place / "pool.sock"
+    command = [*under, *kvrecall("pool", "serve", "--socket", str(socket), *words)]
+    process = subprocess.Popen(command)
+    try:
+        _until(socket.exists, "the service did not start")
+        yield socket
+        if process.poll() is not None:
+            raise Crashed(f"the service ended with status {process.returncode}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _until(done: Callable[[], bool], otherwise: str) -> None:
+    until = time.monotonic() + _PATIENCE_S
+    while not done():
+        if time.monotonic() > until:
+            raise AssertionError(otherwise)
+        time.sleep(0.02)
+
+
+def _state(pid: int) -> str:
+    """The letter of /proc; X if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+@contextlib.contextmanager
+def _dead_engine(socket: Path, worker: str, under: Sequence[str] = ()) -> Iterator[int]:
+    """The worker, stopped, of an engine that was killed while it filled one block."""
+    command = [*under, *as_child(sys.executable, "-c", _ENGINE, str(socket), worker)]
+    engine = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    assert engine.stdout is not None
+    pid = int(engine.stdout.readline())
+    try:
+        _until(lambda: _state(pid) in "TX", "the worker did not stop")
+        engine.kill()
+        engine.wait()
+        yield pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _overwritten(socket: Path, worker: int, watch_s: float) -> bool:
+    """Whether a block saved by another engine within that time has the bytes of the worker, which
+    then goes on."""
+    client = ServiceClient(socket, call_timeout_s=20.0)
+    client.register(_NAMESPACE, _BLOCK)
+    arena = Arena.attach(client.arena_handle())
+    written: list[int] = []
+    until = time.monotonic() + watch_s
+    while time.monotonic() < until:
+        keys = chain(_NAMESPACE, _HOST, str(time.monotonic_ns()))
+        for key, answer in zip(keys, client.reserve(keys), strict=True):
+            if answer.verdict is Verdict.RESERVED:
+                arena.view(answer.offset, 64)[:] = b"0" * 64
+                written.append(answer.offset)
+                client.commit([key])
+        time.sleep(0.1)
+    os.kill(worker, signal.SIGCONT)
+    time.sleep(0.5)
+    found = any(bytes(arena.view(offset, 64)) == b"X" * 64 for offset in written)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker, signal.SIGKILL)
+    _until(lambda: client.stats().reserved == 0, "the slots of the dead engine are lost for good")
+    arena.close()
+    client.close()
+    return found
+
+
+@attack()
+def worker_with_a_capability(place: Path) -> str:
+    """A stopped worker that the service may not inspect outlives its engine, and writes where
+    another engine has saved a block by then."""
+    setpriv = shutil.which("setpriv")
+    if os.getuid() != 0 or setpriv is None:
+        raise NotHere("needs root and setpriv to start processes of different capabilities")
+    both = "--bounding-set=-sys_ptrace,-perfmon,-sys_admin"  # which let a process inspect others
+    less, more = [setpriv, f"{both},-ipc_lock"], [setpriv, both]
+    with (
+        _service(place / "pool", f"--host-size={_HOST}MiB", under=less) as socket,
+        _dead_engine(socket, _WORKER.format(first="", then=_STOPPED), more) as worker,
+    ):
+        if _overwritten(socket, worker, _WATCH_S):
+            raise GotIn("a worker of a dead engine overwrote another engine's block")
+    return "its slot stays its own until the last process that maps it has ended"
+
+
+@attack()
+def late_worker(place: Path) -> str:
+    """A worker maps the arena after its engine died and the slots went to another engine."""
+    with (
+        _service(place / "pool", f"--host-size={_HOST}MiB") as socket,
+        _dead_engine(socket, _WORKER.format(first=_STOPPED, then="")) as worker,
+    ):
+        if _overwritten(socket, worker, _WATCH_S):
+            raise GotIn("a late worker of a dead engine overwrote another engine's block")
+    return "the dead engine's seat is closed: the arena is not mapped"
