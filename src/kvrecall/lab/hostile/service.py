@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvrecall.lab.hostile.attack import Crashed, GotIn, NotHere, attack
@@ -17,6 +18,7 @@ from kvrecall.lab.processes import as_child, kvrecall
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import Verdict
 from kvrecall.pool.service.client import ServiceClient
+from kvrecall.pool.service.endpoint import listener_at
 from kvrecall.testing.blocks import chain, namespace
 
 _NAMESPACE = namespace("hostile service")
@@ -29,6 +31,7 @@ _ENGINE = """
 import subprocess, sys, time
 from pathlib import Path
 from kvrecall.pool.service.client import ServiceClient
+from kvrecall.pool.service.endpoint import listener_at
 from kvrecall.testing.blocks import chain, namespace
 
 client = ServiceClient(Path(sys.argv[1]), call_timeout_s=20.0)
@@ -54,17 +57,23 @@ time.sleep(60)
 _STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
 
 
+@dataclass(frozen=True, slots=True)
+class _Service:
+    process: subprocess.Popen[bytes]
+    socket: Path
+
+
 @contextlib.contextmanager
-def _service(place: Path, *words: str, under: Sequence[str] = ()) -> Iterator[Path]:
-    """The socket of a real service, started with the command ``under``."""
+def _service(place: Path, *words: str, under: Sequence[str] = ()) -> Iterator[_Service]:
+    """A real service, started with the command ``under``."""
     place.mkdir(mode=0o700, exist_ok=True)
     socket = place / "pool.sock"
     command = [*under, *kvrecall("pool", "serve", "--socket", str(socket), *words)]
     process = subprocess.Popen(command)
     try:
         _until(socket.exists, "the service did not start")
-        yield socket
-        if process.poll() is not None:
+        yield _Service(process, socket)
+        if process.poll():
             raise Crashed(f"the service ended with status {process.returncode}")
     finally:
         process.kill()
@@ -141,10 +150,10 @@ def worker_with_a_capability(place: Path) -> str:
     both = "--bounding-set=-sys_ptrace,-perfmon,-sys_admin"  # which let a process inspect others
     less, more = [setpriv, f"{both},-ipc_lock"], [setpriv, both]
     with (
-        _service(place / "pool", f"--host-size={_HOST}MiB", under=less) as socket,
-        _dead_engine(socket, _WORKER.format(first="", then=_STOPPED), more) as worker,
+        _service(place / "pool", f"--host-size={_HOST}MiB", under=less) as service,
+        _dead_engine(service.socket, _WORKER.format(first="", then=_STOPPED), more) as worker,
     ):
-        if _overwritten(socket, worker, _WATCH_S):
+        if _overwritten(service.socket, worker, _WATCH_S):
             raise GotIn("a worker of a dead engine overwrote another engine's block")
     return "its slot stays its own until the last process that maps it has ended"
 
@@ -153,9 +162,42 @@ def worker_with_a_capability(place: Path) -> str:
 def late_worker(place: Path) -> str:
     """A worker maps the arena after its engine died and the slots went to another engine."""
     with (
-        _service(place / "pool", f"--host-size={_HOST}MiB") as socket,
-        _dead_engine(socket, _WORKER.format(first=_STOPPED, then="")) as worker,
+        _service(place / "pool", f"--host-size={_HOST}MiB") as service,
+        _dead_engine(service.socket, _WORKER.format(first=_STOPPED, then="")) as worker,
     ):
-        if _overwritten(socket, worker, _WATCH_S):
+        if _overwritten(service.socket, worker, _WATCH_S):
             raise GotIn("a late worker of a dead engine overwrote another engine's block")
     return "the dead engine's seat is closed: the arena is not mapped"
+
+
+@attack()
+def second_service(place: Path) -> str:
+    """A cleaner removes the lock of a running service, and another one is started on its socket."""
+    with _service(place / "pool", "--host-size=16MiB") as first:
+        first.socket.with_name("pool.sock.lock").unlink()
+        command = kvrecall("pool", "serve", "--socket", str(first.socket), "--host-size=16MiB")
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as second:
+            try:
+                _, said = second.communicate(timeout=_PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                second.kill()
+                raise GotIn("a second service took the socket of a running one") from None
+    if "already served by process" not in said:
+        raise GotIn(f"the second service ended for another reason: {said[-300:]}")
+    return "refused: the socket answers"
+
+
+@attack()
+def socket_of_the_next(place: Path) -> str:
+    """A cleaner removes the socket and the lock of a running service, whose end then takes those
+    of its successor along."""
+    words = place / "pool", "--host-size=16MiB"
+    with contextlib.ExitStack() as after, _service(*words) as first:
+        first.socket.unlink()
+        first.socket.with_name("pool.sock.lock").unlink()
+        second = after.enter_context(_service(*words))
+        first.process.terminate()
+        first.process.wait(_PATIENCE_S)
+        if listener_at(second.socket) != str(second.process.pid):
+            raise GotIn("the end of one service removed the socket of another")
+    return "a service removes its own socket only"

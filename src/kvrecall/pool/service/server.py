@@ -38,6 +38,7 @@ _MAX_CONNECTIONS = 512
 _MAX_SLOW = 64  # requests of one connection that are being worked on
 _OTHER_FILES = 64
 _PAUSE_S = 0.5
+_PATH_S = 5.0  # between looks at whether the socket is still at its path
 _FLUSH_THREADS = 16
 _ADMIN_THREADS = 4
 
@@ -73,6 +74,7 @@ class Server:
         self._config = config
         self._listener = listener
         self._socket = str(listener.getsockname())
+        self._place = _place_of(self._socket)
         self._began = time.monotonic()
         self._arena = replace(pool.arena_handle(), boot=secrets.token_hex(16))
         self._known: set[bytes] = set()
@@ -108,7 +110,8 @@ class Server:
     async def _serve(self) -> None:
         self._listener.setblocking(False)
         self.loop.add_reader(self._listener, self._accept)
-        tasks = [self.loop.create_task(work) for work in (self._stopped.wait(), self.reaper.run())]
+        works = (self._stopped.wait(), self.reaper.run(), self._mind_path())
+        tasks = [self.loop.create_task(work) for work in works]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         self.loop.remove_reader(self._listener)
         connections = list(self._connections)
@@ -120,6 +123,18 @@ class Server:
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, Exception):
                 raise result
+
+    async def _mind_path(self) -> None:
+        """Says so once if no engine can join any more. Ends when it is cancelled."""
+        while self._place is not None and self._place == _place_of(self._socket):
+            await asyncio.sleep(_PATH_S)
+        _LOG.error(
+            "pool service: socket: %s was removed or replaced by another program; engines that are "
+            "connected are served, no other can join: restart this service, with a socket in a "
+            "folder that nothing cleans",
+            self._socket,
+        )
+        await asyncio.Event().wait()
 
     # -- connections -----------------------------------------------------------------------
 
@@ -420,6 +435,15 @@ class Connection(asyncio.Protocol):
             self.send(done.result())
         elif not isinstance(error, Cancelled):
             _LOG.error("pool service: a request failed", exc_info=error)
+
+
+def _place_of(path: str) -> tuple[int, int] | None:
+    """Device and inode."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _most_connections() -> int:
