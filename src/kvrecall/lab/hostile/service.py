@@ -6,14 +6,19 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain as chain_of
+from itertools import repeat
 from pathlib import Path
 
-from kvrecall.lab.hostile.attack import Crashed, GotIn, NotHere, attack
+from kvrecall.lab.hostile.attack import Crashed, GotIn, NotHere, Stalled, attack
+from kvrecall.lab.ports import two_ports
 from kvrecall.lab.processes import as_child, kvrecall
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import Verdict
@@ -26,6 +31,7 @@ _BLOCK = 1 << 20
 _WATCH_S = 2.0
 _PATIENCE_S = 20.0
 _HOST = 16
+_KEPT = 32 << 20
 
 _ENGINE = """
 import subprocess, sys, time
@@ -67,12 +73,14 @@ class _Service:
 def _service(place: Path, *words: str, under: Sequence[str] = ()) -> Iterator[_Service]:
     """A real service, started with the command ``under``."""
     place.mkdir(mode=0o700, exist_ok=True)
-    socket = place / "pool.sock"
-    command = [*under, *kvrecall("pool", "serve", "--socket", str(socket), *words)]
-    process = subprocess.Popen(command)
+    path = place / "pool.sock"
+    command = [*under, *kvrecall("pool", "serve", "--socket", str(path), *words)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
     try:
-        _until(socket.exists, "the service did not start")
-        yield _Service(process, socket)
+        if not process.stdout.readline():
+            raise AssertionError("the service did not start")
+        yield _Service(process, path)
         if process.poll():
             raise Crashed(f"the service ended with status {process.returncode}")
     finally:
@@ -201,3 +209,88 @@ def socket_of_the_next(place: Path) -> str:
         if listener_at(second.socket) != str(second.process.pid):
             raise GotIn("the end of one service removed the socket of another")
     return "a service removes its own socket only"
+
+
+def _peer_of_zeromq(port: int, kind: bytes) -> socket.socket:
+    """A connection whose handshake is done, so that ZeroMQ takes what comes next for messages."""
+    peer = socket.create_connection(("127.0.0.1", port), timeout=5.0)
+    peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind
+    peer.sendall(bytes([4, len(ready)]) + ready)
+    time.sleep(0.2)
+    return peer
+
+
+def _bytes_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _fill(place: Path, which: int, kind: bytes, parts: Iterator[bytes]) -> str:
+    """Sends ``parts`` to an event port (0: subscriptions, 1: replay), from several connections one
+    after the other; the service must not keep them, and must answer afterwards."""
+    port = two_ports()
+    with _service(place / "pool", "--host-size=16MiB", f"--events={port}") as service:
+        before = _bytes_of(service.process.pid)
+        held = [_peer_of_zeromq(port + which, kind) for _ in range(3)]
+        refused = 0
+        for part in parts:
+            for peer in held:
+                try:
+                    peer.sendall(part)
+                except OSError:
+                    refused += 1
+            if refused > 10:
+                break
+        time.sleep(0.5)
+        kept = _bytes_of(service.process.pid) - before
+        if kept > _KEPT:
+            raise GotIn(f"the service kept {kept >> 20} MiB of a stranger's")
+        late = _peer_of_zeromq(port, b"SUB")
+        late.sendall(b"\x00\x01\x01")  # a subscription to everything
+        if not late.recv(64).startswith(b"\xff"):
+            raise Stalled("a reader that comes afterwards is not answered")
+    return f"the connection ends; {kept >> 20} MiB kept"
+
+
+@attack()
+def unfinished_frame(place: Path) -> str:
+    """A reader announces a request of 400 MiB at the replay port, and sends most of it."""
+    head = b"\x02" + struct.pack(">Q", 400 << 20)
+    return _fill(place, 1, b"DEALER", chain_of([head], repeat(bytes(1 << 20), 130)))
+
+
+@attack()
+def unfinished_message(place: Path) -> str:
+    """A reader asks for a replay in a message of ever more small parts."""
+    part = b"\x03" + struct.pack(">Q", 1000) + bytes(1000)
+    return _fill(place, 1, b"DEALER", repeat(part * 1000, 130))
+
+
+@attack()
+def endless_subscriptions(place: Path) -> str:
+    """A reader subscribes to one topic after the other."""
+    return _fill(
+        place,
+        0,
+        b"SUB",
+        (
+            b"".join(
+                b"\x00\x65\x01" + struct.pack(">QQ", first + number, 7).ljust(100, b"t")
+                for number in range(1000)
+            )
+            for first in range(0, 130_000, 1000)
+        ),
+    )
+
+
+@attack()
+def events_off_loopback(place: Path) -> str:
+    """A neighbour on the network reads the events of a service that was given a port alone."""
+    port = two_ports()
+    with _service(place / "pool", "--host-size=16MiB", f"--events={port}"):
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                address, number = line.split()[1].split(":")
+                if int(number, 16) in (port, port + 1) and address != "0100007F":
+                    raise GotIn(f"port {int(number, 16)} is open at {address}")
+    return "both ports are at 127.0.0.1"
