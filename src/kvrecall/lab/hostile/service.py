@@ -17,13 +17,18 @@ from itertools import chain as chain_of
 from itertools import repeat
 from pathlib import Path
 
+from kvrecall import __version__
+from kvrecall.block import BlockKey, Namespace
+from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.lab.hostile.attack import Crashed, GotIn, NotHere, Stalled, attack
 from kvrecall.lab.ports import two_ports
 from kvrecall.lab.processes import as_child, kvrecall
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import Verdict
+from kvrecall.pool.pool import Pool
+from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.client import ServiceClient
-from kvrecall.pool.service.endpoint import listener_at
+from kvrecall.pool.service.endpoint import ServiceThread, listener_at
 from kvrecall.testing.blocks import chain, namespace
 
 _NAMESPACE = namespace("hostile service")
@@ -37,7 +42,7 @@ _ENGINE = """
 import subprocess, sys, time
 from pathlib import Path
 from kvrecall.pool.service.client import ServiceClient
-from kvrecall.pool.service.endpoint import listener_at
+from kvrecall.pool.service.endpoint import ServiceThread, listener_at
 from kvrecall.testing.blocks import chain, namespace
 
 client = ServiceClient(Path(sys.argv[1]), call_timeout_s=20.0)
@@ -294,3 +299,195 @@ def events_off_loopback(place: Path) -> str:
                 if int(number, 16) in (port, port + 1) and address != "0100007F":
                     raise GotIn(f"port {int(number, 16)} is open at {address}")
     return "both ports are at 127.0.0.1"
+
+
+_STRANGER = """
+import os, socket, struct, sys, time
+from kvrecall import __version__
+from kvrecall.pool.service import protocol as p
+from kvrecall.testing.blocks import chain, namespace
+
+def connect():
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(sys.argv[1])
+    return sock
+
+hello = p.frame_of(p.Hello(p.PROTOCOL, __version__))
+{what}
+print("done", flush=True)
+time.sleep(60)
+"""
+
+
+@contextlib.contextmanager
+def _stranger(socket: Path, what: str) -> Iterator[str]:
+    """Another process of this user, connected to the service while it lives; what it said."""
+    command = as_child(sys.executable, "-c", _STRANGER.format(what=what), str(socket))
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _serves(socket: Path, otherwise: str) -> None:
+    """Raises Stalled unless a client can join, save and store."""
+    client = ServiceClient(socket, call_timeout_s=5.0)
+    if not client.is_connected:
+        raise Stalled(f"{otherwise}: no client can join")
+    client.register(_NAMESPACE, _BLOCK)
+    keys = chain(_NAMESPACE, 2, "of the victim")
+    answers = client.reserve(keys)
+    client.commit(keys)
+    stored = client.flush(keys, 10.0)
+    client.close()
+    if {answer.verdict for answer in answers} != {Verdict.RESERVED} or not stored:
+        raise Stalled(f"{otherwise}: another client's blocks were not stored")
+
+
+@attack()
+def flooding_flushes(place: Path) -> str:
+    """A client waits in all flush threads for blocks that a slow disk takes minutes to store."""
+    place.chmod(0o700)
+    hers = frozenset(chain(_NAMESPACE, 1, "slow"))
+
+    def open_slow(config: PoolConfig) -> Pool:
+        pool = Pool.open(config)
+        flush = pool.flush
+
+        def slow(keys: Sequence[BlockKey], deadline_s: float) -> bool:
+            if not hers.isdisjoint(keys):
+                time.sleep(deadline_s)
+                return False
+            return flush(keys, deadline_s)
+
+        pool.flush = slow  # type: ignore[method-assign]
+        return pool
+
+    disk = DiskConfig(place / "disk", 64 << 20)
+    service = ServiceThread(PoolConfig(_HOST << 20, disk), place / "pool.sock", make=open_slow)
+    what = """
+keys = tuple(chain(namespace("hostile service"), 1, "slow"))
+flushes = b"".join(p.frame_of(p.Flush(number, keys, 600.0)) for number in range(16))
+many = [connect() for _ in range(4)]
+for one in many:
+    one.sendall(hello + flushes)
+"""
+    with _stranger(place / "pool.sock", what):
+        _serves(place / "pool.sock", "all flush threads wait for one client")
+    service.close()
+    return "a client has a part of the threads only"
+
+
+@attack()
+def flooding_requests(place: Path) -> str:
+    """A client sends requests faster than they are answered, so that others wait."""
+    with _service(place / "pool", "--host-size=16MiB") as service:
+        client = ServiceClient(service.socket, call_timeout_s=30.0)
+        flood, count = socket.socket(socket.AF_UNIX), 12_000
+        flood.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
+        flood.connect(str(service.socket))
+        flood.sendall(p.frame_of(p.Hello(p.PROTOCOL, __version__)))
+        framer = p.Framer()
+        framer.feed(flood.recv(1 << 16))
+        assert isinstance(p.read_reply(next(framer.take())), p.Welcome)
+        flood.sendall(b"".join(p.frame_of(p.Stats(number)) for number in range(count)))
+        client.stats()
+        flood.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while data := flood.recv(1 << 20):
+                framer.feed(data)
+        answered = sum(1 for _ in framer.take())
+        client.close()
+        if answered > count // 10:
+            raise Stalled(f"another client waited for {answered} requests of one that floods")
+    return f"another client was answered after {answered} of {count} requests"
+
+
+@attack()
+def crowd(place: Path) -> str:
+    """One process takes all connections of the service."""
+    what = """
+import contextlib
+held = []
+for _ in range(600):
+    with contextlib.suppress(OSError):
+        held.append(connect())
+        held[-1].sendall(hello)
+"""
+    with (
+        _service(place / "pool", f"--host-size={_HOST}MiB") as service,
+        _stranger(service.socket, what),
+    ):
+        _serves(service.socket, "one process holds all connections")
+    return "a process has a part of the connections only"
+
+
+@attack()
+def half_and_oversized_messages(place: Path) -> str:
+    """Clients send half a greeting, half a message, lengths that are none, offsets and numbers out
+    of bounds; and stay."""
+    what = """
+frames = [b"", hello[:3], hello + b"\\x10\\0\\0\\0half", hello + b"\\xff" * 8, hello + bytes(8)]
+frames += [hello + struct.pack("<I", p.MAX_FRAME) + bytes(1 << 20)]
+frames += [hello + p.frame_of(p.Poll(-1, -1)), hello + p.frame_of(p.Stats(1 << 63))]
+many = [connect() for _ in frames]
+for one, frame in zip(many, frames):
+    one.sendall(frame)
+"""
+    with (
+        _service(place / "pool", f"--host-size={_HOST}MiB") as service,
+        _stranger(service.socket, what),
+    ):
+        _serves(service.socket, "half a message is waited for")
+    return "each costs its own connection"
+
+
+@attack()
+def another_user(place: Path) -> str:
+    """Another user of the machine connects to a socket whose folder an administrator has opened."""
+    if os.getuid() != 0:
+        raise NotHere("needs root to become another user")
+    what = """
+sock = socket.socket(socket.AF_UNIX)
+os.chdir(os.path.dirname(sys.argv[1]))  # its folders above may be closed
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+sock.connect("pool.sock")
+print(sock.recv(4096).hex(), flush=True)
+"""
+    with _service(place / "pool", f"--host-size={_HOST}MiB") as service:
+        service.socket.chmod(0o666)
+        service.socket.parent.chmod(0o755)
+        with _stranger(service.socket, what) as said:
+            if b"may not use the pool" not in bytes.fromhex(said):
+                raise GotIn(f"the service answers user 65534: {bytes.fromhex(said)[:80]!r}")
+    return "refused by its user id"
+
+
+@attack()
+def names_for_a_terminal(place: Path) -> str:
+    """Clients describe their namespaces with commands to an administrator's terminal, and with JSON
+    that no parser takes."""
+    told = (
+        ("model", "\x1b]0;owned\x07\x1b[2J"),
+        ("architecture", "[" * 100_000),
+        ("architecture", '{"architectures": 5}'),
+        ("architecture", '{"architectures": ["\\u001b[2J"]}'),
+    )
+    with _service(place / "pool", f"--host-size={_HOST}MiB") as service:
+        client = ServiceClient(service.socket, call_timeout_s=5.0)
+        for part in told:
+            client.register(Namespace.of(dict([part])), _BLOCK)
+        command = kvrecall("pool", "ls", "--socket", str(service.socket))
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            raise Stalled("`kvrecall pool ls` is not answered") from None
+        client.close()
+        if done.returncode:
+            raise Crashed(f"`kvrecall pool ls` ended with {done.returncode}: {done.stderr[-200:]}")
+        if "\x1b" in done.stdout or "\x07" in done.stdout:
+            raise GotIn(f"control characters were printed: {done.stdout!r}")
+    return "listed without them"

@@ -440,7 +440,7 @@ class ServiceClient:
             self._settle(life)
 
     def flush(self, keys: Sequence[BlockKey], deadline_s: float) -> bool:
-        until = time.monotonic() + min(deadline_s, p.MAX_SECONDS)
+        until = time.monotonic() + min(deadline_s, p.MAX_FLUSH_S)
         life = self._current()
         for part in _parts(keys):
             left = max(0.0, until - time.monotonic())

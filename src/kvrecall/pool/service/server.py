@@ -15,9 +15,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -30,17 +31,20 @@ from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.admin import Drop, command_of
 from kvrecall.pool.service.inventory import ClientView, Inventory, Overview, Query
 from kvrecall.pool.service.peers import Peer, credentials
-from kvrecall.pool.service.sessions import Reaper, Session
+from kvrecall.pool.service.sessions import Reaper, Registered, Session
 
 _LOG = logging.getLogger(__name__)
 _MAX_UNSENT = 32 << 20
 _MAX_CONNECTIONS = 512
+_MAX_OF_PROCESS = 64  # connections
 _MAX_SLOW = 64  # requests of one connection that are being worked on
+_AT_ONCE = 64  # requests of one connection, before it is others' turn
 _OTHER_FILES = 64
 _PAUSE_S = 0.5
 _PATH_S = 5.0  # between looks at whether the socket is still at its path
 _FLUSH_THREADS = 16
 _ADMIN_THREADS = 4
+_FLUSH_TURN_S = 1.0  # after which a thread is another flush's
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,15 @@ class Patience:
 
     greeting_s: float = 5.0
     message_s: float = 10.0
+
+
+class Turns:
+    """How many threads of each kind the requests of one process may occupy, so that some are left
+    for others."""
+
+    def __init__(self) -> None:
+        self.flushes = asyncio.Semaphore(_FLUSH_THREADS // 4)
+        self.commands = asyncio.Semaphore(_ADMIN_THREADS // 2)
 
 
 class Cancelled(Exception):
@@ -77,8 +90,9 @@ class Server:
         self._place = _place_of(self._socket)
         self._began = time.monotonic()
         self._arena = replace(pool.arena_handle(), boot=secrets.token_hex(16))
-        self._known: set[bytes] = set()
+        self._registered = Registered(pool)
         self._connections: set[Connection] = set()
+        self.turns: WeakValueDictionary[int, Turns] = WeakValueDictionary()  # by process
         self._seats = 0
         self.reaper = Reaper(self._close_seat)
         self.flushers = ThreadPoolExecutor(_FLUSH_THREADS, "kvrecall-flush-wait")
@@ -118,11 +132,13 @@ class Server:
         await asyncio.gather(*(connection.task for connection in connections))
         for connection in connections:
             connection.end()
-        for task in tasks:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
             task.cancel()
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(result, Exception):
-                raise result
+        await asyncio.gather(*left, return_exceptions=True)
+        for task in tasks:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                raise error
 
     async def _mind_path(self) -> None:
         """Says so once if no engine can join any more. Ends when it is cancelled."""
@@ -163,6 +179,8 @@ class Server:
             reason = "the client is in another PID namespace and could not map the arena"
         elif (count := len(self._connections) + len(self.reaper.orphans)) >= _most_connections():
             reason = f"{count} connections are open (or lost and not settled), which is the limit"
+        elif sum(one.peer.pid == pid for one in self._connections) >= _MAX_OF_PROCESS:
+            reason = f"it has {_MAX_OF_PROCESS} connections open, which is the limit of one process"
         if reason:
             self.rejected += 1
             _LOG.warning("pool service: process %d refused: %s", pid, reason)
@@ -197,7 +215,7 @@ class Server:
             )
             return None
         session = Session(
-            self.pool, connection.peer, self._known, self._seat_of(hello, connection.peer)
+            self.pool, connection.peer, self._registered, self._seat_of(hello, connection.peer)
         )
         arena = replace(self._arena, seat=session.seat)
         connection.send(p.Welcome(p.PROTOCOL, __version__, session.token, arena))
@@ -279,7 +297,8 @@ class Connection(asyncio.Protocol):
         self.is_open = True
         self._server = server
         self._framer = p.Framer()
-        self._slow = 0
+        self._slow: set[asyncio.Task[p.Message]] = set()
+        self._turns = server.turns.setdefault(peer.pid, Turns())
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
 
@@ -294,18 +313,32 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._framer.feed(data)
-        is_new = self._timer is None
+        self._work_off()
+
+    def _work_off(self) -> None:
+        """Takes requests that have come in. If there are many, the next ones come after others'."""
+        done = 0
         try:
-            for body in self._framer.take():
-                is_new = True
+            for body in self._framer.take(_AT_ONCE):
+                done += 1
                 self._take(body)
                 if not self.is_open:
                     return
         except p.ProtocolError as error:
             self.reject(str(error))
             return
-        if self.session is not None and is_new:
+        if self._transport is None:
+            return
+        if self.session is not None and (done or self._timer is None):
             self._limit(self._server.patience.message_s, "a message arrived only in part")
+        if done == _AT_ONCE:
+            self._transport.pause_reading()
+            self._server.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if self.is_open and self._transport is not None:
+            self._transport.resume_reading()
+            self._work_off()
 
     def eof_received(self) -> None:
         self.end()
@@ -377,15 +410,23 @@ class Connection(asyncio.Protocol):
         return session.answer(request)
 
     def _flush(self, request: p.Flush) -> p.Message | None:
-        if self._slow >= _MAX_SLOW:
+        if len(self._slow) >= _MAX_SLOW:
             return p.Flushed(request.number, False)
         until = time.monotonic() + request.deadline_s
 
-        def flush() -> p.Message:
-            left = max(0.0, until - time.monotonic())
-            return p.Flushed(request.number, self._server.pool.flush(request.keys, left))
+        async def flush() -> p.Message:
+            is_durable, goes_on = False, True
+            while goes_on and self.is_open:
+                async with self._turns.flushes:
+                    began = time.monotonic()
+                    turn_s = min(max(0.0, until - began), _FLUSH_TURN_S)
+                    is_durable = await self._server.loop.run_in_executor(
+                        self._server.flushers, self._server.pool.flush, request.keys, turn_s
+                    )
+                goes_on = not is_durable and began + turn_s <= time.monotonic() < until
+            return p.Flushed(request.number, is_durable)
 
-        return self._later(self._server.flushers, flush)
+        return self._later(flush())
 
     def _clear(self, request: p.Clear, session: Session) -> p.Message | None:
         namespaces = tuple(digest.hex() for digest in session.namespaces)
@@ -395,7 +436,7 @@ class Connection(asyncio.Protocol):
                 Drop(Query(namespaces), True).run(self._server.inventory, lambda *_: None)
             return p.Done(request.number)
 
-        return self._later(self._server.admins, clear)
+        return self._later(self._command(clear))
 
     def _administer(self, request: p.Administer) -> p.Message | None:
         server = self._server
@@ -416,18 +457,26 @@ class Connection(asyncio.Protocol):
                 return p.Trouble(request.number, str(error))
             return p.Administered(request.number, msgspec.msgpack.encode(result))
 
-        return self._later(server.admins, administer)
+        return self._later(self._command(administer))
 
-    def _later(self, workers: Executor, work: Callable[[], p.Message]) -> p.Message | None:
-        """Has a worker thread answer."""
-        if self._slow >= _MAX_SLOW:
+    async def _command(self, work: Callable[[], p.Message]) -> p.Message:
+        async with self._turns.commands:
+            if not self.is_open:
+                raise Cancelled
+            return await self._server.loop.run_in_executor(self._server.admins, work)
+
+    def _later(self, work: Coroutine[None, None, p.Message]) -> p.Message | None:
+        """Answers when ``work`` is done."""
+        if len(self._slow) >= _MAX_SLOW:
+            work.close()
             return p.Refusal(f"more than {_MAX_SLOW} requests at once")
-        self._slow += 1
-        self._server.loop.run_in_executor(workers, work).add_done_callback(self._worked)
+        task = self._server.loop.create_task(work)
+        self._slow.add(task)
+        task.add_done_callback(self._worked)
         return None
 
-    def _worked(self, done: asyncio.Future[p.Message]) -> None:
-        self._slow -= 1
+    def _worked(self, done: asyncio.Task[p.Message]) -> None:
+        self._slow.discard(done)
         if done.cancelled():
             return
         error = done.exception()

@@ -18,8 +18,32 @@ from kvrecall.pool.service.peers import Peer
 
 _NOTHING = Recall(RecallState.READY)
 _MAX_TICKETS = 50_000
-_MAX_NAMESPACES = 10_000
+_MAX_NAMESPACES = 10_000  # of a service, of all clients
+_MAX_PARTS_BYTES = 256 << 20  # of their descriptions
 _ORPHANS_S = 0.05  # between checks of whether lost clients are dead
+
+
+class Registered:
+    """The namespaces that any session has registered with a pool since the service started."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.digests: set[bytes] = set()
+        self._pool = pool
+        self._room = _MAX_PARTS_BYTES
+
+    def add(self, namespace: Namespace, block_bytes: int) -> None:
+        """Raises ConfigError if the pool cannot have it."""
+        size = sum(len(name) + len(value) for name, value in namespace.parts)
+        is_new = namespace.digest not in self.digests
+        if is_new and (len(self.digests) >= _MAX_NAMESPACES or size > self._room):
+            raise ConfigError(
+                f"the pool service knows {len(self.digests)} namespaces, which is its limit; "
+                "restart it"
+            )
+        self._pool.register(namespace, block_bytes)
+        if is_new:
+            self.digests.add(namespace.digest)
+            self._room -= size
 
 
 class Session:
@@ -28,11 +52,10 @@ class Session:
     A client can end only what it began itself: keys it did not reserve are ignored.
     """
 
-    def __init__(self, pool: Pool, peer: Peer, known: set[bytes], seat: int) -> None:
-        """``known``: namespaces registered with the pool by any session, which all share.
-        ``seat``: of the processes that map the arena for this client."""
+    def __init__(self, pool: Pool, peer: Peer, registered: Registered, seat: int) -> None:
+        """``seat``: of the processes that map the arena for this client."""
         self._pool = pool
-        self._known = known
+        self._registered = registered
         self.peer = peer
         self.seat = seat
         self.token = secrets.token_bytes(16)
@@ -105,13 +128,11 @@ class Session:
             case p.Stats(number):
                 return p.StatsReply(number, pool.stats())
             case p.Register(number, digest, parts, block_bytes):
-                if len(self.namespaces) < _MAX_NAMESPACES:
-                    try:
-                        pool.register(Namespace(digest, parts), block_bytes)
-                    except ConfigError as error:
-                        return p.Trouble(number, str(error))
-                    self._known.add(digest)
-                    self.namespaces.add(digest)
+                try:
+                    self._registered.add(Namespace(digest, parts), block_bytes)
+                except ConfigError as error:
+                    return p.Trouble(number, str(error))
+                self.namespaces.add(digest)
                 return p.Done(number)
             case p.Bye(number):
                 self.end()
@@ -137,7 +158,7 @@ class Session:
 
     def _knows(self, keys: Sequence[BlockKey]) -> bool:
         """Whether all keys are of namespaces that were registered since the service started."""
-        return {key[:NAMESPACE_BYTES] for key in keys} <= self._known
+        return {key[:NAMESPACE_BYTES] for key in keys} <= self._registered.digests
 
 
 @dataclass(frozen=True, slots=True)
