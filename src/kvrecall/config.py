@@ -506,7 +506,7 @@ class Settings(BaseModel):
         Owner.POOL,
         "socket at which an embedded pool answers `kvrecall pool stat` and `kvrecall pool ls`",
         None,
-        "none; under `kvrecall serve` /tmp/kvrecall-UID/serve-PORT.sock",
+        "none; under `kvrecall serve` serve-PORT.sock in the folder of the default `socket`",
     )
     lookup_deadline: float = _setting(
         Owner.ENGINE,
@@ -578,7 +578,7 @@ class Settings(BaseModel):
         Owner.CLIENT,
         "socket of the pool service, at which `kvrecall pool serve` listens",
         None,
-        "/tmp/kvrecall-UID/pool.sock",
+        "/run/user/UID/kvrecall/pool.sock, without such a folder /tmp/kvrecall-UID/pool.sock",
     )
     call_timeout: float = _setting(
         Owner.CLIENT,
@@ -706,9 +706,19 @@ def option_of(key: str) -> str:
     return {"backend": "--pool-service"}.get(key, f"--{key.replace('_', '-')}")
 
 
-def default_socket() -> Path:
-    """The default socket of a user's pool service."""
-    return Path(f"/tmp/kvrecall-{os.getuid()}/pool.sock")
+def default_socket(runtime: Path = Path("/run/user")) -> Path:
+    """The default socket of a user's pool service, the same for all processes of the user: below
+    /run/user/UID if there is such a folder (of a login session, or of a user who lingers), because
+    no program cleans that; otherwise below /tmp."""
+    user = os.getuid()
+    folder = runtime / str(user)
+    try:
+        status = folder.lstat()
+    except OSError:
+        status = None
+    if status is not None and status.st_uid == user and status.st_mode & 0o777 == 0o700:
+        return folder / "kvrecall" / "pool.sock"
+    return Path(f"/tmp/kvrecall-{user}/pool.sock")
 
 
 def service_settings(

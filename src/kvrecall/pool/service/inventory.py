@@ -17,6 +17,7 @@ from kvrecall.pool.service.prefix_tree import PrefixTree, prefix_trees
 
 _TENANTS_SHOWN = 200
 _MAX_ROWS = 10_000
+_LONGEST_NAME = 300
 _SEE = "see: kvrecall pool ls"
 
 OnProgress = Callable[[int, int], None]
@@ -380,17 +381,20 @@ def _row(by: By, name: str, group: _Group, known: Mapping[bytes, _Known], now: f
 
 
 def model_of(parts: Iterable[tuple[str, str]]) -> str:
-    """A readable name of a namespace's model: architecture, types, adapter."""
+    """A readable name of a namespace's model: architecture, types, adapter. Safe to print: clients
+    and files say what they like."""
     named = dict(parts)
     name = named.get("model", "")
     if "architecture" in named:
         try:
             config = json.loads(named["architecture"])
-        except ValueError:
+        except (ValueError, RecursionError):
             config = {}
-        if isinstance(config, dict):
-            name = " ".join(map(str, config.get("architectures") or [])) or name
+        given = config.get("architectures") if isinstance(config, dict) else None
+        if isinstance(given, list):
+            name = " ".join(map(str, given)) or name
     words = [name, named.get("dtype", "").removeprefix("torch."), named.get("weights", "")[:20]]
     if "adapter" in named:
         words.append(f"adapter {named['adapter'][:12]}")
-    return " ".join(word for word in words if word) or "unknown"
+    text = " ".join(word for word in words if word) or "unknown"
+    return "".join(one if one.isprintable() else "?" for one in text[:_LONGEST_NAME])

@@ -19,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvrecall.block import TierName
 from kvrecall.errors import ConfigError
+from kvrecall.pool.gate import Gate
 from kvrecall.pool.history import EventHistory
 from kvrecall.pool.runs import Run
 
@@ -111,11 +112,31 @@ def listen_at(vllm_settings: Any, host: str) -> None:
 
 class _WholePublisher(ZmqEventPublisher):
     """vLLM's publisher, whose replay also has what batches that are no longer kept have left
-    stored."""
+    stored, and whose readers cannot fill this process's memory."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._history = EventHistory(options.get("buffer_steps", 10_000))
+        self._gate: Gate | None = None
         super().__init__(*arguments, **options)
+
+    def _socket_setup(self) -> None:
+        """Behind a gate, where vLLM would listen at a port that is given."""
+        told = {"_endpoint": self._endpoint, "_replay_endpoint": self._replay_endpoint}
+        listens = {name: _port_of(where, name == "_endpoint") for name, where in told.items()}
+        ports = {name: address for name, address in listens.items() if address is not None}
+        if ports:
+            self._gate = Gate(list(ports.values()))
+            for name, inner in zip(ports, self._gate.inner, strict=True):
+                setattr(self, name, inner)
+        super()._socket_setup()
+        for name in ports:
+            setattr(self, name, told[name])
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._gate is not None:
+            self._gate.close()
+            self._gate = None
 
     @property
     def _buffer(self) -> EventHistory:
@@ -128,6 +149,15 @@ class _WholePublisher(ZmqEventPublisher):
 
     def _service_replay(self) -> None:
         self._history.replay(self._replay, self._topic_bytes)
+
+
+def _port_of(endpoint: str | None, connects: bool) -> tuple[str, int] | None:
+    """Host and port at which vLLM would listen; ``connects``: unless the host is one."""
+    host, colon, port = (endpoint or "").removeprefix("tcp://").rpartition(":")
+    is_told = (endpoint or "").startswith("tcp://") and colon and port.isdecimal() and int(port)
+    if not is_told or (connects and not ("*" in host or "::" in host)):
+        return None
+    return host.strip("[]"), int(port)
 
 
 def replay_everything() -> None:

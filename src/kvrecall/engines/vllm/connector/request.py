@@ -20,7 +20,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName
@@ -280,7 +280,7 @@ def receipt(namespace: Namespace | None, tokens: int, hinted: str = "") -> dict[
 
 def pool_id(arena: ArenaHandle) -> str:
     """Names a pool, equally for all engines that use it at the same time."""
-    return hashlib.blake2b(repr(arena).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(repr(replace(arena, seat=0)).encode(), digest_size=8).hexdigest()
 
 
 def hint_of_request(request: Any) -> tuple[Hint | None, bool]:
