@@ -1,4 +1,4 @@
-"""Memory beside the arena in which a wrapper of a store keeps other forms of values."""
+"""Memory beside the arena in which a wrapper of a store keeps values in the form of the store."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvrecall.pool.remote.store import Object
 _LOG = logging.getLogger(__name__)
 _SECTIONS = 4  # calls that have values in hand at once; others wait
 SECTION_BYTES = 64 << 20
+_ALIGNMENT = 64
 
 
 class Sections:
@@ -21,27 +22,23 @@ class Sections:
     they are used. Thread-safe."""
 
     def __init__(self, what: str, section_bytes: int = SECTION_BYTES) -> None:
-        """``what`` is done to values: ``encryption``, for the log."""
+        """``what``: the name of the memory and, for the log, what is done to values."""
         self._what = what
         self._section_bytes = section_bytes
-        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._told = False
-        self._fd = -1
-
-    def open(self) -> memoryview:
-        """All of the memory; once."""
-        nbytes = _SECTIONS * self._section_bytes
-        self._fd = os.memfd_create(f"kvrecall-{self._what}", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, nbytes)
-        memory = memoryview(mmap.mmap(self._fd, nbytes))
-        for begin in range(0, nbytes, self._section_bytes):
-            self._free.put(memory[begin : begin + self._section_bytes])
-        return memory
+        nbytes = _SECTIONS * section_bytes
+        self.fd = os.memfd_create(f"kvrecall-{what}", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, nbytes)
+        self.memory = memoryview(mmap.mmap(self.fd, nbytes))
+        self._free: queue.LifoQueue[memoryview] = queue.LifoQueue()  # the last used is in caches
+        for begin in range(0, nbytes, section_bytes):
+            self._free.put(self.memory[begin : begin + section_bytes])
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Idempotent. Calls in flight keep their section."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     @contextmanager
     def one(self) -> Iterator[memoryview]:
@@ -59,13 +56,14 @@ class Sections:
         call: Callable[[Sequence[Object], memoryview], list[int]],
     ) -> list[int]:
         """The answers of ``call`` for as many objects at a time as fit a section together, with
-        that section; -1 for one that fits none. Each takes its size and ``more``."""
+        that section; -1 for one that fits none. Each takes its size and ``more``, and begins at a
+        multiple of ``_ALIGNMENT``."""
         answers: list[int] = []
         at = 0
         while at < len(objects):
             end, size = at, 0
             while end < len(objects):
-                size += objects[end].nbytes + more
+                size += _aligned(objects[end].nbytes + more)
                 if size > self._section_bytes:
                     break
                 end += 1
@@ -95,4 +93,8 @@ def one_after_the_other(sizes: Sequence[int], section: memoryview) -> Iterator[m
     begin = 0
     for nbytes in sizes:
         yield section[begin : begin + nbytes]
-        begin += nbytes
+        begin += _aligned(nbytes)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
