@@ -13,7 +13,8 @@ from kvrecall.pool.remote.store import Object
 
 _LOG = logging.getLogger(__name__)
 _SECTIONS = 4  # calls that have values in hand at once; others wait
-SECTION_BYTES = 64 << 20
+SECTION_BYTES = 66 << 20
+"""The most that ``BatchSize`` allows a call, with headers and tags."""
 _ALIGNMENT = 64
 
 

@@ -69,6 +69,7 @@ class MooncakeSettings:
         Raises ConfigError: also where a key is missing or of a wrong type.
         """
         values = dict(options)
+        values.pop("allow_plaintext", None)  # every store's
         source, file = "remote", values.pop("config", None)
         if file is not None:
             if not isinstance(file, str):

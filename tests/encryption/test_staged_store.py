@@ -1,4 +1,4 @@
-"""Encrypted values in a remote store: the contracts, other keys, what the store sees."""
+"""Staged values, plain and encrypted: the contracts, other keys, what the store sees."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from support.stores import SHARED, MemoryStore
 from kvrecall.config import PoolConfig, RemoteConfig
 from kvrecall.pool import Pool
 from kvrecall.pool.cipher import Cipher, make_key_file
-from kvrecall.pool.remote.encrypted import EncryptedStore
 from kvrecall.pool.remote.objects import make_store
+from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Store
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.tier import Tier
@@ -27,7 +27,7 @@ OLD, NEW = secrets.token_bytes(32), secrets.token_bytes(32)
 
 class TestSealedDirectory(StoreContract):
     def make(self, path: Path) -> Store:
-        return EncryptedStore(make_store({"url": f"file://{path}/store"}), Cipher([OLD]))
+        return StagedStore(make_store({"url": f"file://{path}/store"}), Cipher([OLD]))
 
 
 class TestSealedWithSmallSections(StoreContract):
@@ -35,18 +35,17 @@ class TestSealedWithSmallSections(StoreContract):
 
     def make(self, path: Path) -> Store:
         inner = make_store({"url": f"file://{path}/store"})
-        return EncryptedStore(inner, Cipher([NEW, OLD]), section_bytes=3_100_000)
+        return StagedStore(inner, Cipher([NEW, OLD]), section_bytes=3_100_000)
 
 
 class TestSealedRemoteTier(TierContract):
     def make(self, path: Path) -> Tier:
-        store = EncryptedStore(MemoryStore(), Cipher([OLD]))
-        store.attach(memoryview(bytearray(4096)))
+        store = StagedStore(MemoryStore(), Cipher([OLD]))
         return RemoteTier(store, RemoteConfig("test"))
 
 
 def encrypted(inner: Store, *keys: bytes, section_bytes: int = MIB) -> Counter:
-    return Counter(EncryptedStore(inner, Cipher(keys), section_bytes))
+    return Counter(StagedStore(inner, Cipher(keys), section_bytes))
 
 
 def test_the_store_sees_no_plain_byte_and_no_plain_header() -> None:
@@ -115,7 +114,7 @@ def test_a_value_too_large_for_the_memory_is_shed_and_said(
     assert counter.put(some) == [False] * 3
     assert counter.get(some) == [False] * 3
     assert counter.put(some, nbytes=9000) == [True] * 3
-    assert caplog.text.count("are too large to be stored with encryption") == 1
+    assert caplog.text.count("are too large to be stored with transfer") == 1
 
 
 def test_a_pool_by_its_settings(tmp_path: Path) -> None:
