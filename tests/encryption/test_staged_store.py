@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.stores import SHARED, MemoryStore
 
 from kvrecall.config import PoolConfig, RemoteConfig
 from kvrecall.pool import Pool
-from kvrecall.pool.cipher import Cipher, make_key_file
+from kvrecall.pool.cipher import TAG_BYTES, Cipher, make_key_file
 from kvrecall.pool.remote.objects import make_store
 from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Store
@@ -82,6 +84,76 @@ def test_rotation_keeps_what_the_old_key_encrypted() -> None:
     assert encrypted(inner, NEW).get(some) == [False] * 3 + [True] * 3
     both.store.remove(some)
     assert inner.values == {}
+
+
+class Registered(MemoryStore):
+    """A store with memory that a stranger reaches: who overwrites it all when told to."""
+
+    def attach(self, memory: memoryview, fd: int) -> None:
+        self.memory, self.inode = memory, os.fstat(fd).st_ino
+
+    def overwrite(self) -> None:
+        self.memory[:] = b"\xff" * self.memory.nbytes
+
+
+class Meddled(Cipher):
+    """A cipher; before and after it works, the memory of ``stranger`` is overwritten."""
+
+    stranger: Registered
+
+    def encrypt(self, *arguments: Any) -> bytes:
+        tag = super().encrypt(*arguments)
+        self.stranger.overwrite()
+        return tag
+
+    def decrypt(self, *arguments: Any) -> bool:
+        self.stranger.overwrite()
+        return super().decrypt(*arguments)
+
+
+def test_ciphers_work_where_a_stranger_does_not_reach() -> None:
+    cipher = Meddled([OLD])
+    cipher.stranger = Registered()
+    counter = Counter(StagedStore(cipher.stranger, cipher, MIB))
+    some = names(1)
+    assert counter.put(some) == [True]
+    assert counter.get(some) == [True]
+    assert encrypted(cipher.stranger, OLD).get(some) == [True]
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize("key", [True, False], ids=["key", "no key"])
+def test_the_arena_is_never_registered(tmp_path: Path, key: bool, compression: Any) -> None:
+    if key:
+        make_key_file(tmp_path / "key")
+    store = SHARED["registered"] = Registered()
+    remote = RemoteConfig(
+        "support.stores:make_store", {"name": "registered"}, compression=compression
+    )
+    config = PoolConfig(
+        4 * MIB, remote=remote, encryption_key_file=tmp_path / "key" if key else None
+    )
+    keys = chain(NAMESPACE, 12)
+    with Pool.open(config) as pool:
+        pool.register(NAMESPACE, BLOCK_BYTES)
+        engine = Engine(pool, BLOCK_BYTES)
+        engine.save(keys)
+        assert pool.flush(keys, 60.0)
+        assert store.inode != os.fstat(pool.arena_handle().fd).st_ino
+        store.overwrite()
+        assert len(engine.recall(keys)) == 12
+        engine.close()
+    del SHARED["registered"]
+
+
+def test_no_two_blocks_are_encrypted_with_the_same_key() -> None:
+    cipher = Cipher([OLD])
+    salts = set()
+    for _ in range(100):
+        tag = cipher.encrypt(b"label", [memoryview(b"data")], [memoryview(bytearray(4))])
+        salts.add(tag[4:20])
+    assert len(tag) == TAG_BYTES
+    assert len(salts) == 100
 
 
 @pytest.mark.parametrize("at", [0, 4, 20, 40, 5000, -1])

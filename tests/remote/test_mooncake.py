@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +25,9 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.backends import make_store
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
+from kvrecall.pool.remote.mooncake.client_process import Request
 from kvrecall.pool.remote.mooncake.master import MasterFlags, check_master
+from kvrecall.pool.remote.mooncake.store import ClientLost
 from kvrecall.pool.remote.mooncake.wheel import built_protocols, package_folder
 from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Object
@@ -191,8 +194,10 @@ def test_a_store_without_room_says_what_to_do_once(
 
 def settings(master: Master, folder: Path, **more: object) -> RecallSettings:
     file = folder / "mooncake.json"
-    file.write_text(json.dumps(master.options("64MB")))
-    remote = {"kind": "mooncake", "config": str(file)}
+    own = master.options("64MB")
+    consent = {"allow_plaintext": own.pop("allow_plaintext")}
+    file.write_text(json.dumps(own))
+    remote = {"kind": "mooncake", "config": str(file), **consent}
     return RecallSettings.from_mapping({"host_size": "8MiB", "remote": remote, **more})
 
 
@@ -344,6 +349,21 @@ def test_a_client_that_is_killed_is_replaced(lone: Master, tmp_path: Path) -> No
             return False
 
     wait_until(is_put_again)
+    node.close()
+
+
+@needs_mooncake
+def test_no_section_is_used_again_while_a_call_may_still_write_to_it(lone: Master) -> None:
+    """A call that does not end in time ends the process that would write."""
+    lone.start()
+    node = Node(lone)
+    assert node.store.exists(["ready"]) == [False]
+    client = node.mooncake._client
+    assert client is not None
+    os.kill(client._process.pid, signal.SIGSTOP)
+    with pytest.raises(ClientLost, match="did not answer"):
+        client.call(Request("get", ["one"], [0], [64]), 0.2)
+    assert not client.is_alive
     node.close()
 
 

@@ -114,7 +114,7 @@ class CompressedStore:
             )
             return [0 if ok else -1 for ok in answers]
 
-        return [size >= 0 for size in self._sections.answers(objects, FRAME_BYTES, put)]
+        return [size >= 0 for size in self._sections.answers(objects, FRAME_BYTES, put, True)]
 
     def _pack(self, codec: Codec, item: Object, into: memoryview) -> int:
         smalls, large = _split(item)
@@ -147,7 +147,7 @@ class CompressedStore:
                 for item, piece, size in zip(some, pieces, sizes, strict=True)
             ]
 
-        return [size >= 0 for size in self._sections.answers(objects, FRAME_BYTES, get)]
+        return [size >= 0 for size in self._sections.answers(objects, FRAME_BYTES, get, False)]
 
     def _unpack(self, value: memoryview, item: Object) -> bool:
         smalls, large = _split(item)

@@ -48,7 +48,8 @@ class StagedStore:
         return [any(answers[place :: len(names)]) for place in range(len(names))]
 
     def put(self, objects: Sequence[Object]) -> list[bool]:
-        return [size >= 0 for size in self._sections.answers(objects, self._tag_bytes, self._put)]
+        sizes = self._sections.answers(objects, self._tag_bytes, self._put, leaving=True)
+        return [size >= 0 for size in sizes]
 
     def get(self, objects: Sequence[Object]) -> list[bool]:
         return [size >= 0 for size in self._under_any_key(objects, self._get)]
@@ -66,7 +67,8 @@ class StagedStore:
         for key in self._keys:
             missing = [place for place, size in enumerate(found) if size < 0]
             wanted = [objects[place] for place in missing]
-            answers = self._sections.answers(wanted, self._tag_bytes, partial(get, key))
+            call = partial(get, key)
+            answers = self._sections.answers(wanted, self._tag_bytes, call, leaving=False)
             for place, size in zip(missing, answers, strict=True):
                 found[place] = size
         return found
