@@ -486,7 +486,8 @@ class Settings(BaseModel):
     remote: Annotated[Mapping[str, object] | None, _parsed(_remote)] = _setting(
         Owner.POOL,
         "the store beyond this host: an object with its `kind` (`mooncake`, `objects` or "
-        "`package.module:Factory`) and the options of that kind",
+        "`package.module:Factory`), the options of that kind, and `allow_plaintext`: true lets a "
+        "store that others can read have blocks that are not encrypted",
         None,
         "none",
     )

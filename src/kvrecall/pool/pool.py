@@ -208,7 +208,7 @@ class Pool:
                 below = DiskTier(disk, config.policy, clock=clock, codec=codec, terms=terms)
                 undo.callback(below.close)
             if config.remote is not None:
-                below = with_remote(below, config.remote, arena, cipher)
+                below = with_remote(below, config.remote, arena.nbytes, cipher)
                 undo.callback(below.close)
             pool = cls(arena, below, config.policy, clock, terms=terms)
             pool.store_name = store_name(config.remote) if config.remote is not None else None

@@ -116,7 +116,7 @@ def serve(
     allow_plaintext: Annotated[
         bool,
         _option(
-            "Allow plaintext traffic of a remote store beyond this host.",
+            "Allow a remote store that others can read, without an encryption key.",
             _POOL,
             "--allow-plaintext",
         ),

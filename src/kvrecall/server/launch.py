@@ -27,8 +27,6 @@ log = logging.getLogger("kvrecall.server")
 DEFAULT_MODEL = Path("models/recall-tiny")
 _CONNECTOR = "--kv-transfer-config"
 """With --no-pool another project's connector may be given."""
-_PLAINTEXT_KINDS = ("mooncake", "objects")
-"""Kinds of remote stores with the option allow_plaintext."""
 _OWN_OPTIONS = ("--host", "--port", _CONNECTOR, "--uds", "--config", "--headless")
 
 
@@ -114,19 +112,14 @@ def _engine_options(spec: ServeSpec) -> dict[str, object]:
 
 
 def _allowing_plaintext(recall: Mapping[str, object] | None) -> Mapping[str, object]:
-    """The settings with plaintext traffic to the remote store allowed. Raises ConfigError if no
-    store has that option."""
+    """The settings with plaintext traffic to the remote store allowed. Raises ConfigError if there
+    is none."""
     remote = None if recall is None else recall.get("remote")
     if recall is None or not isinstance(remote, Mapping):
         raise ConfigError(
             "--allow-plaintext: this server's pool has no remote store; leave the option out. (The "
             "store of a pool service is allowed where it is set: allow_plaintext true in its "
             "remote settings.)"
-        )
-    if remote.get("kind") not in _PLAINTEXT_KINDS:
-        raise ConfigError(
-            f"--allow-plaintext: a remote store of kind {remote.get('kind')!r} has no such option; "
-            f"those that have: {', '.join(_PLAINTEXT_KINDS)}"
         )
     return {**recall, "remote": {**remote, "allow_plaintext": True}}
 

@@ -136,14 +136,13 @@ class GatedIo(ThrottledIo):
 class SwitchedStore:
     """A ``Store`` in memory that can hang (``gate``) and fail (``is_failing``)."""
 
+    exposed = ""
+
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
         self.is_failing = False
         self._values: dict[str, bytes] = {}
-
-    def attach(self, memory: memoryview) -> None:
-        """Needs no memory."""
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         self._begin()
@@ -218,7 +217,6 @@ class _Node:
         def make(config: PoolConfig) -> _Kind:
             arena = Arena.create(config.host_bytes)
             if below is not None:
-                below.attach(arena.memory)
                 remote = RemoteConfig("memory", call_deadline_s=60.0)
                 return kind(arena, RemoteTier(below, remote), "lru")
             if not has_disk:

@@ -212,7 +212,7 @@ class KvPoolSection(Section):
     )
     asyncWrite: bool = acts("save blocks off the critical path", False)
     allowPlaintext: bool = acts(
-        "allow Mooncake's plaintext traffic beyond this host; kvrecall's own, as --allow-plaintext",
+        "allow Mooncake's plaintext traffic, on loopback too; kvrecall's own, as --allow-plaintext",
         False,
     )
 
