@@ -312,6 +312,10 @@ class Host:
             if s.name.startswith("kvrecall") and not s.name.endswith("_created")
         }
 
+    def rpc(self, method: str, **kwargs: Any) -> None:
+        """Calls a method of vLLM's workers."""
+        self.llm.collective_rpc(method, kwargs=kwargs)
+
     def workers(self, method: str) -> list[Any]:
         """Calls a method of every worker (``worker_extension_cls`` may add some)."""
         return list(self.llm.collective_rpc(method))

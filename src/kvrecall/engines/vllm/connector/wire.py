@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvrecall.engines.vllm.compat.config import ALONE, GroupKind, KvGroup, Sharing
 from kvrecall.engines.vllm.connector.pages import Copy
+from kvrecall.engines.vllm.identity.changes import LoadedAdapter, adapters_of
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.pool.base import ArenaHandle
 
@@ -159,7 +160,9 @@ class StepReport(KVConnectorWorkerMetadata):
     """What the workers finished: how many ranks completed, and which failed, each store.
     ``compared``: by number, how many ranks have compared, and what they found. ``refuted``:
     requests that have loaded blocks which this engine would not have computed. ``lost``: requests
-    whose offloaded blocks are unreachable. The step's results for both are meaningless. ``timed``:
+    whose offloaded blocks are unreachable. The step's results for both are meaningless.
+    ``reloaded``: the model has loaded weights by itself since the last step; ``adapters``: those
+    that were loaded, ``swapped``: of them those whose content is another than before. ``timed``:
     the device's seconds for steps, by the orders' numbers. ``load_rank_seconds``: of all ranks
     that loaded, which do so at the same time. ``copied``: the device's seconds for the loads of
     requests, where requests are traced."""
@@ -167,6 +170,9 @@ class StepReport(KVConnectorWorkerMetadata):
     stored: dict[int, int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
+    reloaded: bool = False
+    adapters: dict[int, LoadedAdapter] = field(default_factory=dict)
+    swapped: set[int] = field(default_factory=set)
     compared: dict[int, tuple[int, Deviation]] = field(default_factory=dict)
     refuted: set[str] = field(default_factory=set)
     timed: dict[int, float] = field(default_factory=dict)
@@ -179,6 +185,11 @@ class StepReport(KVConnectorWorkerMetadata):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _report_of, (_pack(self),)
+
+    @property
+    def starts_over(self) -> bool:
+        """Whether running requests may have used KV that this engine would not have computed."""
+        return bool(self.refuted or self.reloaded or self.swapped)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         """Sums the reports of two ranks."""
@@ -196,6 +207,9 @@ class StepReport(KVConnectorWorkerMetadata):
             stored,
             self.failed | other.failed,
             self.lost | other.lost,
+            self.reloaded or other.reloaded,
+            adapters_of([self.adapters, other.adapters]),
+            self.swapped | other.swapped,
             compared,
             self.refuted | other.refuted,
             {n: max(self.timed.get(n, 0.0), other.timed.get(n, 0.0)) for n in timed},
