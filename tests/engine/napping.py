@@ -23,6 +23,12 @@ class NappingWorker(CPUWorker):
         self.seen: list[bool] = []
         self._sleep_mode_backend: Any = SimpleNamespace(discard=self._lose, resume=self._note)
 
+    def sleep(self, level: int = 1) -> None:
+        self._lose(("kv_cache", "weights"))
+        if level > 1:
+            for parameter in self.model_runner.get_model().parameters():
+                parameter.data.zero_()
+
     def naps(self) -> list[bool]:
         return self.seen
 

@@ -14,10 +14,10 @@ from kvrecall.engines.vllm.identity.changes import Look, RankWeights, together
 
 _HARMLESS = frozenset(
     "check_health compute_weight_checksums execute_dummy_batch get_supported_tasks list_loras "
-    "pin_lora profile remove_lora reset_encoder_cache reset_mm_cache save_sharded_state "
-    "save_tensorized_model synchronize_device".split()
+    "pin_lora profile remove_lora reset_encoder_cache reset_mm_cache retrieval_activity "
+    "save_sharded_state save_tensorized_model synchronize_device".split()
 )
-"""vLLM's methods of workers that write no weights. Any other call of a worker may."""
+"""Methods of workers that write no weights, vLLM's and ours. Any other call of a worker may."""
 
 Looking = Callable[[bool], Look]
 

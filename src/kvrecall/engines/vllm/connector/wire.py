@@ -160,19 +160,16 @@ class StepReport(KVConnectorWorkerMetadata):
     """What the workers finished: how many ranks completed, and which failed, each store.
     ``compared``: by number, how many ranks have compared, and what they found. ``refuted``:
     requests that have loaded blocks which this engine would not have computed. ``lost``: requests
-    whose offloaded blocks are unreachable. The step's results for both are meaningless.
-    ``reloaded``: the model has loaded weights by itself since the last step; ``adapters``: those
-    that were loaded, ``swapped``: of them those whose content is another than before. ``timed``:
+    whose offloaded blocks are unreachable. The step's results for both are meaningless. ``timed``:
     the device's seconds for steps, by the orders' numbers. ``load_rank_seconds``: of all ranks
     that loaded, which do so at the same time. ``copied``: the device's seconds for the loads of
-    requests, where requests are traced."""
+    requests, where requests are traced. ``reloaded``: the model has loaded weights by itself since
+    the last report; ``adapters``: those that were loaded, ``swapped``: of them those whose content
+    is another than before."""
 
     stored: dict[int, int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
-    reloaded: bool = False
-    adapters: dict[int, LoadedAdapter] = field(default_factory=dict)
-    swapped: set[int] = field(default_factory=set)
     compared: dict[int, tuple[int, Deviation]] = field(default_factory=dict)
     refuted: set[str] = field(default_factory=set)
     timed: dict[int, float] = field(default_factory=dict)
@@ -182,6 +179,9 @@ class StepReport(KVConnectorWorkerMetadata):
     stored_bytes: int = 0
     store_seconds: float = 0.0
     copied: dict[str, float] = field(default_factory=dict)
+    reloaded: bool = False
+    adapters: dict[int, LoadedAdapter] = field(default_factory=dict)
+    swapped: set[int] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _report_of, (_pack(self),)
@@ -207,9 +207,6 @@ class StepReport(KVConnectorWorkerMetadata):
             stored,
             self.failed | other.failed,
             self.lost | other.lost,
-            self.reloaded or other.reloaded,
-            adapters_of([self.adapters, other.adapters]),
-            self.swapped | other.swapped,
             compared,
             self.refuted | other.refuted,
             {n: max(self.timed.get(n, 0.0), other.timed.get(n, 0.0)) for n in timed},
@@ -219,6 +216,9 @@ class StepReport(KVConnectorWorkerMetadata):
             self.stored_bytes + other.stored_bytes,
             max(self.store_seconds, other.store_seconds),
             {n: max(self.copied.get(n, 0.0), other.copied.get(n, 0.0)) for n in copies},
+            self.reloaded or other.reloaded,
+            adapters_of([self.adapters, other.adapters]),
+            self.swapped | other.swapped,
         )
 
 

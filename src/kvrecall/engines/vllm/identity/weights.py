@@ -185,7 +185,8 @@ class RunningWeights:
         self._now: Weights | Replaced | None = started  # None: not known
         self._folder = started.folder
         self._tensors: str | None = None  # of the present weights, once they were read
-        self._known: dict[str, Weights | Replaced] = {}
+        self._loads = 0  # where a digest does not cover all weights, of which it has to be known
+        self._known: dict[tuple[int, str], Weights | Replaced] = {}  # by loads and digest
         self._changed = changed
         self._adapters = adapters
 
@@ -211,8 +212,8 @@ class RunningWeights:
         if self._tensors is None and self._now is not None:
             before = look(True)
             self._tensors = before.tensors
-            if before.tensors is not None and not before.is_opaque:
-                self._known[before.tensors] = self._now
+            if before.tensors is not None:
+                self._known[self._key(before)] = self._now
         folder = self._folder_of(method, args, kwargs)
         files = None if folder is None else self._started.files(folder)
         if files is not None:
@@ -241,8 +242,9 @@ class RunningWeights:
     def _settle(self, seen: Look, loads: bool, files: Fingerprint | None, cause: str) -> None:
         self._adapters(seen.adapters, seen.swapped)
         before, self._tensors = self._tensors, seen.tensors
-        may_hide = seen.is_opaque and (loads or seen.is_reloaded)
-        if seen.tensors is not None and seen.tensors == before and not may_hide:
+        has_loaded = seen.is_opaque and (loads or seen.is_reloaded)
+        self._loads += has_loaded
+        if seen.tensors is not None and seen.tensors == before and not has_loaded:
             return
         if seen.sleeps and not loads:  # weights that are away cannot be written
             self._tensors = before
@@ -252,10 +254,8 @@ class RunningWeights:
             self._now = None
         else:
             told = None if seen.is_opaque else seen.tensors
-            known = self._known.get(told) if told is not None else None
-            self._now = known or Replaced(told, files if seen.is_whole else None)
-            if told is not None:
-                self._known[told] = self._now
+            new = Replaced(told, files if seen.is_whole else None)
+            self._now = self._known.setdefault(self._key(seen), new)
         if self._now is not None or was_known:
             self._changed()
         if self._now is None:
@@ -270,6 +270,9 @@ class RunningWeights:
                 "requests in the engine are not pooled",
                 cause,
             )
+
+    def _key(self, seen: Look) -> tuple[int, str]:
+        return self._loads if seen.is_opaque else 0, seen.tensors or ""
 
     def _folder_of(
         self, method: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
