@@ -551,6 +551,7 @@ def test_wrong_kv_under_a_proved_origin_is_computed_anew(
     got = engine.ask(prompt)
     assert got["tokens"] == want["tokens"]
     assert got["logprobs"] == want["logprobs"]
+    assert (got["cached"], got["from"]["host"]) == (0, 0), "all of it was computed"
     metrics = engine.metrics()
     assert metrics["kvrecall_audits_failed_total"] == 1
     assert engine.ask(prompt)["tokens"] == want["tokens"]

@@ -162,7 +162,10 @@ def _preempt_all(scheduler: Any) -> set[str]:
     Returns the requests that are being loaded."""
     now = time.monotonic()
     while scheduler.running:
-        scheduler._preempt_request(scheduler.running.pop(), now, drop_stale_output=True)
+        request = scheduler.running.pop()
+        scheduler._preempt_request(request, now, drop_stale_output=True)
+        if (stats := getattr(request, "prefill_stats", None)) is not None:
+            stats.set(request.num_prompt_tokens, 0, 0)  # the whole prompt is computed
     scheduler.prev_step_scheduled_req_ids.clear()
     manager = scheduler.kv_cache_manager
     manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))

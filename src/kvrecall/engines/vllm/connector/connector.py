@@ -54,7 +54,7 @@ from kvrecall.engines.vllm.connector.wire import (
 from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.engines.vllm.identity import fields
 from kvrecall.engines.vllm.identity.namespace import Adapters, namespace_of
-from kvrecall.engines.vllm.identity.weights import RunningWeights, weights_of
+from kvrecall.engines.vllm.identity.weights import FINGERPRINT_S, RunningWeights, weights_of
 from kvrecall.errors import ConfigError, EngineError, KvrecallError
 from kvrecall.pool.base import ArenaHandle, PoolClient
 from kvrecall.pool.open import open_pool
@@ -64,11 +64,6 @@ from kvrecall.pool.service.endpoint import AdminEndpoint
 from kvrecall.pool.slots import slot_bytes_of
 
 logger = logging.getLogger("vllm.kvrecall")
-
-_FINGERPRINT_S = 0.5
-"""How long the start waits for the fingerprint of the weights. A remembered fingerprint, or one of
-a small model, is known by then, and the first request is pooled; otherwise requests run without the
-pool until it is."""
 
 
 class RecallConnector(KVConnectorBase_V1, SupportsHMA):
@@ -198,7 +193,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         arena_bytes = self._pool.arena_handle().nbytes
         if arena_bytes:  # none while a pool service is not there
             _check_room(arena_bytes, facts, self._vllm_config.model_config.max_model_len)
-        self._started.wait(_FINGERPRINT_S)
+        self._started.wait(FINGERPRINT_S)
         self._weights = RunningWeights(
             self._started,
             lambda: self._s.weights_changed(),

@@ -33,6 +33,11 @@ _FROM_THE_FOLDER = frozenset(
 
 DRAFTLESS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculation that draft without a model."""
+FINGERPRINT_S = 0.5
+"""How long a start, or a load, waits for the fingerprint of files. A remembered one, or that of a
+small model, is known by then, and the first request is pooled; otherwise requests run without the
+pool until it is."""
+
 _CLOCK_S = 1.5  # the kernel counts a process's start in whole seconds since boot
 
 _early: dict[int, Weights] = {}  # by the id of the engine's configuration, until it is asked for
@@ -216,13 +221,13 @@ class RunningWeights:
                 self._known[self._key(before)] = self._now
         folder = self._folder_of(method, args, kwargs)
         files = None if folder is None else self._started.files(folder)
-        if files is not None:
-            files.wait()
         name = method if isinstance(method, str) else "a function"
         try:
             yield
         finally:
             self._settle(look(True), name in _LOADS, files, name)
+            if files is not None:
+                files.wait(FINGERPRINT_S)
 
     def loaded(self, look: Callable[[bool], Look]) -> None:
         """The workers say that their model has loaded weights by itself."""
