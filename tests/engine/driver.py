@@ -134,7 +134,7 @@ class Host:
         return bool(self.llm.reset_prefix_cache(reset_connector=True))
 
     def sleep(self, level: int, wakes: bool = True) -> None:
-        """As of vLLM's sleep mode; see ``napping``."""
+        """As of vLLM's sleep mode; see ``NappingWorker``."""
         self.settle()
         core = self.engine()
         core.sleep(level)
@@ -145,7 +145,7 @@ class Host:
         assert self.engine().wake_up()
 
     def nap(self) -> None:
-        """Gives the KV cache's memory back, and takes it again; see ``napping``."""
+        """Gives the KV cache's memory back, and takes it again; see ``NappingWorker``."""
         self.settle()
         core = self.engine()
         core.pause_scheduler("abort")

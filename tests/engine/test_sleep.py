@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from vllm.v1.engine.core import EngineCore
 
+from kvrecall.lab.identity.setups import WORKER
+
 from .engine import Engine, prompt_of
 from .exactness import BLOCK, hits, nothing_held
 
@@ -32,7 +34,7 @@ def engine(start: Callable[..., Engine], model: Path) -> Engine:
         model=str(model),
         dtype="float32",
         pool={"host_size": "16MiB", "load_or_compute": "load"},
-        worker_cls="napping.NappingWorker",
+        worker_cls=WORKER,
         num_gpu_blocks_override=38,
     )
 

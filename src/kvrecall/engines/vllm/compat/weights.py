@@ -58,7 +58,7 @@ def keeps_pool(kv_cache_manager: Any) -> bool:
 
 
 def _watch_of(core: Any) -> Watch | None:
-    manager = getattr(core.scheduler, "kv_cache_manager", None)
+    manager = getattr(getattr(core, "scheduler", None), "kv_cache_manager", None)
     return None if manager is None else _WATCHES.get(manager)
 
 
