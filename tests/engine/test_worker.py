@@ -14,9 +14,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.compat.config import LayerPlacement, Sharing
-from kvrecall.engines.vllm.connector import worker
+from kvrecall.engines.vllm.connector import copier, worker
 from kvrecall.engines.vllm.connector.wire import ORIGIN_BYTES, EngineFacts, StepOrders
 from kvrecall.engines.vllm.connector.worker import RecallWorker
+from kvrecall.errors import EngineError
 from kvrecall.pool import Pool
 from kvrecall.pool.base import NO_ARENA
 
@@ -261,3 +262,36 @@ def test_without_the_devices_memory_copies_fail_and_touch_nothing(machine: Machi
         continue
     assert machine.values([60, 61]) == [{11}, {12}]
     assert machine.pool.stats().leases == 0
+
+
+def test_a_load_that_sleep_overtakes_counts_as_failed(machine: Machine) -> None:
+    """It is complete when the memory goes, and with it what was loaded."""
+    machine.compute("first", [11, 12])
+    for _ in range(PATIENCE):
+        machine.idle()
+    machine.load("again", 2 * BLOCK + 1, [50, 51])
+    loaded = machine.idle()
+    assert loaded == (set() if machine.late else {"again"})
+    machine.worker.unregister()
+    machine.worker.restore()
+    assert loaded | machine.idle() == {"again"}
+    assert machine.side.tally.counts["loads_failed"] == machine.late
+
+
+def test_sleep_is_refused_while_a_copy_does_not_end(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not machine.late:
+        pytest.skip("copies are complete when their step returns")
+    machine.compute("first", [11, 12])
+    monkeypatch.setattr(copier, "_SUSPEND_S", 0.01)
+    with monkeypatch.context() as stuck:
+        stuck.setattr(copier.CopyQueue, "completed", lambda queue: [])
+        with pytest.raises(EngineError, match="its memory cannot be given back"):
+            machine.worker.unregister()
+    for _ in range(PATIENCE):
+        machine.idle()
+    machine.load("again", 2 * BLOCK + 1, [50, 51])
+    while not machine.idle():
+        continue
+    assert machine.values([50, 51]) == [{11}, {12}], "nothing was suspended"

@@ -8,6 +8,7 @@ import logging
 import os
 import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -19,13 +20,14 @@ import torch
 from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, runs_of
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event
-from kvrecall.errors import TierError
+from kvrecall.errors import EngineError, TierError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import ArenaHandle
 
 logger = logging.getLogger("vllm.kvrecall")
 
 
+_SUSPEND_S, _POLL_S = 60.0, 0.001  # how long sleep waits for copies in flight
 _ITEMS = 2048
 """Of a larger order the first are copied while the others' addresses are computed."""
 
@@ -64,6 +66,11 @@ class CopyQueue:
         for batch in batches:
             self._stream.copy(batch)
         return began, self._stream.record()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a submitted batch has not been reported as completed."""
+        return bool(self._under_way)
 
     def completed(self) -> list[Moved]:
         """The batches that were completed since the last call. Does not wait."""
@@ -207,6 +214,11 @@ class Copier:
         queue.submit(nbytes, batches())
         return nbytes
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a submitted copy has not been reported as completed."""
+        return self.loads.is_busy or self.stores.is_busy
+
     def drain(self) -> tuple[list[Moved], list[Moved]]:
         """Waits until every submitted copy is complete; loads and stores since the last call."""
         return self.loads.drain(), self.stores.drain()
@@ -310,12 +322,21 @@ class ArenaMapping:
                 self._release(*self._only_read.pop(handle))
 
     def suspend(self) -> None:
-        """Waits for all copies. Until ``resume`` the device's memory is not there."""
+        """Waits for all copies. Until ``resume`` the device's memory is not there. Raises
+        EngineError, and suspends nothing, if a copy does not end."""
+        until = time.monotonic() + _SUSPEND_S
         with self._lock:
-            if self._copier is not None:
-                loaded, stored = self._copier.drain()
-                self._loaded += loaded
-                self._stored += stored
+            while self._copier is not None and not self._suspended:
+                self._loaded += self._copier.loads.completed()
+                self._stored += self._copier.stores.completed()
+                if not self._copier.is_busy:
+                    break
+                if time.monotonic() > until:
+                    raise EngineError(
+                        f"copies to or from the KV cache have not ended for {_SUSPEND_S:.0f} s, so "
+                        "its memory cannot be given back; wait and try again, or restart the engine"
+                    )
+                time.sleep(_POLL_S)
             self._suspended = True
 
     def resume(self) -> None:

@@ -239,6 +239,8 @@ class MissExplainer:
         if state.namespace is not None:
             return None
         cause = "adapter" if request.lora_request is not None else _NO_NAMESPACE
+        if getattr(request, "prompt_embeds", None) is not None:
+            cause = "prompt embeddings"
         if not state.settled:
             cause = "weights not identified yet"
         return {"reason": Reason.NOT_POOLED, "cause": cause}

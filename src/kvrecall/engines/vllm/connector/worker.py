@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvrecall.engines.fingerprint import default_memory
 from kvrecall.engines.vllm.attention.activity import totals_of
 from kvrecall.engines.vllm.attention.backend import retrieval_groups
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
@@ -21,6 +22,7 @@ from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.offloaded import Records
 from kvrecall.engines.vllm.compat import config
 from kvrecall.engines.vllm.compat.scales import settle_scales
+from kvrecall.engines.vllm.compat.weights import note_model
 from kvrecall.engines.vllm.connector.compare import deviation
 from kvrecall.engines.vllm.connector.copier import ArenaMapping
 from kvrecall.engines.vllm.connector.pages import GroupPages, Pages, pages_of
@@ -35,6 +37,7 @@ from kvrecall.engines.vllm.connector.wire import (
 )
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.device.base import Event
+from kvrecall.engines.vllm.identity.changes import RankWeights
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.errors import EngineError
 from kvrecall.nicety import nicety
@@ -69,6 +72,7 @@ class RecallWorker:
         self._step_began: Event | None = None
         self._timed: deque[tuple[int, Event, Event]] = deque()  # steps under way: begin and end
         self._shard: Shard | None = None
+        self.weights = RankWeights(default_memory())
         self._is_traced = config.traces_endpoint(vllm_config) is not None
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -102,9 +106,10 @@ class RecallWorker:
 
     def unregister(self) -> None:
         """vLLM takes the KV cache's memory away (sleep mode): loads and stores fail until
-        ``restore``."""
+        ``restore``. Waits for copies in flight; raises EngineError if they do not end."""
         if self._mapping is not None:
             self._mapping.suspend()
+            self._failed_loads.update(self._loading)  # what they have loaded goes, too
 
     def restore(self) -> None:
         """The memory is back, at the same addresses."""
@@ -156,6 +161,7 @@ class RecallWorker:
     def see_model(self, model: torch.nn.Module) -> None:
         """Registers the model that this rank has loaded. Called before ``shard``."""
         self._model = model
+        note_model(model, self.weights)
 
     @property
     def _arena(self) -> ArenaMapping:
@@ -281,6 +287,9 @@ class RecallWorker:
 
     def report(self) -> StepReport | None:
         """Events since the last report; None without any."""
+        news = self.weights.news()
+        self._report.reloaded, self._report.adapters = news.is_reloaded, news.adapters
+        self._report.swapped = set(news.swapped)
         report, self._report = self._report, StepReport()
         return None if report == StepReport() else report
 
