@@ -6,20 +6,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any, overload
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from kvrecall.config import DEFAULT_MATCH_UNIT, RecallSettings
 from kvrecall.engines.vllm.compat.patches import install
 from kvrecall.engines.vllm.compat.shims import hits_inside_blocks
+from kvrecall.engines.vllm.compat.versions import BESIDE_OTHERS
+from kvrecall.errors import ConfigError
 
 
 def before_loading(begin: Callable[[Any], None]) -> None:
     """Calls ``begin(vllm_config)`` in an engine's process before the executor loads the model, if
-    the engine has kvrecall's connector, and has it match prefixes inside blocks."""
+    the engine has kvrecall's connector, and has it match prefixes inside blocks. The engine ends
+    there with a ConfigError if that connector is one of several."""
 
     def make(plain: Any) -> Any:
         def init(self: Any, vllm_config: Any) -> None:
+            if _has_ours_among(vllm_config.kv_transfer_config):
+                raise ConfigError(BESIDE_OTHERS)
             if has_our_connector(vllm_config):
                 _EXECUTORS[vllm_config.instance_id] = self
                 begin(vllm_config)
@@ -82,14 +88,27 @@ def _match_unit(kv_cache_config: Any, vllm_config: Any) -> int | None:
 
 def has_our_connector(vllm_config: Any) -> bool:
     """Whether the engine's KV connector is kvrecall's, or a subclass."""
+    return _is_ours(vllm_config.kv_transfer_config)
+
+
+def _is_ours(transfer: Any) -> bool:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from kvrecall.engines.vllm.connector.connector import RecallConnector
 
-    transfer = vllm_config.kv_transfer_config
     if not getattr(transfer, "kv_connector_module_path", None):
         return False
     return issubclass(KVConnectorFactory.get_connector_class(transfer), RecallConnector)
+
+
+def _has_ours_among(transfer: Any) -> bool:
+    """Whether kvrecall's connector is one of those that a connector has, such as vLLM's
+    ``MultiConnector``."""
+    parts = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("connectors") or ()
+    paths = "kv_connector", "kv_connector_module_path"
+    return any(
+        _is_ours(SimpleNamespace(**{name: part.get(name) for name in paths})) for part in parts
+    )
 
 
 def reschedule_lost() -> None:

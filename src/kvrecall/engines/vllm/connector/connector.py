@@ -30,6 +30,7 @@ from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested
 from kvrecall.engines.vllm.compat import config, events, runner, scheduler, shims, waits
 from kvrecall.engines.vllm.compat.logs import show_pool_lines
 from kvrecall.engines.vllm.compat.serving import end_with_parent
+from kvrecall.engines.vllm.compat.versions import BESIDE_OTHERS
 from kvrecall.engines.vllm.connector.events import PoolEvents
 from kvrecall.engines.vllm.connector.metrics import RecallPromMetrics, RecallStats
 from kvrecall.engines.vllm.connector.request import RequestState
@@ -121,6 +122,8 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if has_kv_transfer_group() and get_kv_transfer_group() is not self:
+            raise ConfigError(BESIDE_OTHERS)  # told before, unless VLLM_PLUGINS leaves ours out
         self._w.register(kv_caches)
 
     def unregister_kv_caches(self) -> None:
