@@ -31,6 +31,7 @@ from kvrecall.engines.vllm.compat.attention import override_kv_cache_spec
 from kvrecall.engines.vllm.compat.scheduler import block_manager
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.engines.vllm.connector.wire import (
+    ORIGIN_BYTES,
     EngineFacts,
     Load,
     OffloadOrders,
@@ -64,6 +65,7 @@ class Bench:
         blocks: int,
         in_place: bool = False,
         settings: RetrievalSettings = SETTINGS,
+        audit: object = "off",
     ) -> None:
         override_kv_cache_spec(lambda layer: None)
         init_none_hash(sha256_cbor)
@@ -73,7 +75,7 @@ class Bench:
         self.manager = KVCacheManager(config, 4096, BLOCK, BLOCK)
         self.side = RecallScheduler(
             pool,
-            RecallSettings.from_mapping({"host_size": "1MiB", "audit": "off"}),
+            RecallSettings.from_mapping({"host_size": "1MiB", "audit": audit}),
             FACTS,
             lambda: Namespace.of({"test": "1"}),
             ByName(),
@@ -152,6 +154,10 @@ class Bench:
         if request.num_computed_tokens == request.num_tokens:
             request.append_output_token_ids(7)
         self._stores += [store.store_id for store in orders.stores]
+        for store in orders.stores if isinstance(self.pool, Pool) else ():
+            for offset in store.copy.offsets:
+                at = offset + orders.record_bytes[0]
+                self.pool.arena.array()[at : at + ORIGIN_BYTES] = list(store.origin)
         if self.makes_stores:
             self.make_stores()
 
@@ -268,6 +274,25 @@ def test_what_the_pool_does_not_hold_stays(small_pool: Pool) -> None:
     assert 0 not in ids[16:]
     bench.end(request)
     assert (bench.free, small_pool.stats().leases) == (99, 0)
+
+
+def test_what_an_unproved_writer_has_saved_stays_on_the_device(pool: Pool) -> None:
+    """The first 19 blocks are another engine's, and the ones behind them this engine's own."""
+    Bench(pool, 100).begun("theirs", 19 * BLOCK, 0)
+    bench = Bench(pool, 100, audit=4096)
+    request = bench.begun("r", 400, 0)
+    assert bench.decode(request, PATIENCE + 2)
+    assert 0 not in bench.manager.get_block_ids("r")[0]
+    ids = bench.manager.get_block_ids("r")[0]
+    bench.end(request)
+
+    bench.manager.evict_blocks(set(ids[19:]))  # what is left on the device was computed here
+    again = bench.request("again", 400)
+    assert bench.restore(again)
+    assert sum(len(copy.block_ids) for load in bench.loads for copy in load.copies) == 5
+    assert 0 not in bench.manager.get_block_ids("again")[0]
+    bench.end(again)
+    assert pool.stats().leases == 0
 
 
 def test_what_went_to_the_disk_is_brought_back_first(tmp_path: Path) -> None:
