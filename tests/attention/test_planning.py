@@ -125,6 +125,19 @@ def test_a_step_is_planned_without_the_device(builder: Builder) -> None:
     assert metadata.retrieval.beside_sparse.metadata.common.num_actual_tokens == 513
 
 
+def test_digests_of_a_step_whose_layers_did_not_run_are_planned_again(builder: Builder) -> None:
+    builder._group.add("layer", SimpleNamespace(), None)  # type: ignore[arg-type]
+    digested = []
+    for layers in (0, 0, 1, 0):
+        before = builder._activity.blocks_digested
+        build(builder, [70_000], [1])
+        digested.append(builder._activity.blocks_digested - before)
+        for _ in range(layers):
+            builder._group.freshness.layer_digested()
+    assert digested[0] == digested[1] == digested[2] > 100
+    assert digested[3] < 10, "what the step wrote"
+
+
 def test_drafts_are_planned_beside_each_other(builder: Builder) -> None:
     """One request decodes with three drafts; another computes again what a preemption has cost."""
     builder._decoded = 4

@@ -114,6 +114,11 @@ class RetrievalGroup:
         """Those of its layers, sparse or not."""
         return tuple(self._whole)
 
+    @property
+    def sparse_layers(self) -> int:
+        """How many of its layers have digests."""
+        return len(self._sparse)
+
     def register(self, caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Registers the device KV cache, one tensor per layer. Returns what the pool stores beside
         the KV of the group: each sparse layer's digests and their checksums, a row per block."""
