@@ -11,10 +11,12 @@ import pytest
 import torch
 from streams.late import PATIENCE, late_device
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.compat.config import LayerPlacement, Sharing
 from kvrecall.engines.vllm.connector import worker
+from kvrecall.engines.vllm.connector.connector import RecallConnector
 from kvrecall.engines.vllm.connector.wire import ORIGIN_BYTES, EngineFacts, StepOrders
 from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.pool import Pool
@@ -207,6 +209,52 @@ def test_loads_end_in_their_order_and_one_that_cannot_be_made_fails(machine: Mac
     assert state.computes
     assert sum(name in each for each in loaded for name in "abc") == 3, "each is reported once"
     assert machine.pool.stats().leases == 0
+
+
+class Failing(RuntimeError):
+    """Of a forward pass."""
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_nothing_of_a_step_that_failed_is_saved(
+    machine: Machine, runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine goes on. Model Runner V1 ends the step with what it is told about copies, and
+    drops it; V2 begins the next one. Blocks of before, and the load, are told then."""
+    machine.compute("first", [11, 12])
+    for _ in range(PATIENCE):
+        machine.idle()
+    connector = RecallConnector.__new__(RecallConnector)
+    connector._worker = machine.worker
+    connector._connector_metadata = None
+    monkeypatch.setattr(mixin, "get_kv_transfer_group", lambda: connector)
+    monkeypatch.setattr(mixin, "get_forward_context", lambda: None)
+    machine.load("again", 2 * BLOCK + 1, [50, 51])
+    doomed = machine.request("doomed", 2 * BLOCK + 4, first=500)
+    orders = machine.step(doomed, doomed.num_tokens)
+    assert [store.copy.block_ids for store in orders.stores] == [(1, 2)]
+    machine.worker.before_overwrite(orders)
+    if runner == "V1":
+        step = SimpleNamespace(
+            kv_connector_metadata=orders, has_sync_kv_loads=False, finished_req_ids=set()
+        )
+        told = mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(step)  # type: ignore[arg-type]
+        with pytest.raises(Failing), told as output:
+            raise Failing
+        assert output.kv_connector_worker_meta is None
+        assert not output.finished_recving
+    doomed.status = RequestStatus.FINISHED_ABORTED
+    machine.side.finished(doomed, (machine.blocks["doomed"],))
+    loaded: set[str] = set()
+    for _ in range(2 * PATIENCE):
+        loaded |= machine.idle()
+    assert loaded == {"again"}
+    assert machine.side.tally.counts["loads_failed"] == (runner == "V2")
+    assert machine.values([50, 51]) == ([{0}, {0}] if runner == "V2" else [{11}, {12}])
+    assert machine.side.tally.counts["stores_failed"] == 1
+    assert machine.matched(machine.request("after", 2 * BLOCK + 4, first=500)) == 0
+    stats = machine.pool.stats()
+    assert (stats.reserved, stats.leases) == (0, 0)
 
 
 def test_the_probe_measures_the_device_and_not_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import functools
 import logging
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -155,11 +156,16 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         orders = self._get_connector_metadata()
         assert isinstance(orders, StepOrders)
-        self._w.start_stores(orders)
+        if _is_failing():
+            self._w.step_failed(orders)
+        else:
+            self._w.start_stores(orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         orders = self._get_connector_metadata()
         assert isinstance(orders, StepOrders)
+        if _is_failing():
+            return KVConnectorTransferResults()
         if not orders.computes and not shims.saves_without_computing():
             self._w.start_stores(orders)
         released, loaded, failed = self._w.finished()
@@ -168,7 +174,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        return self._w.report()
+        return None if _is_failing() else self._w.report()
 
     # ---- scheduler side -----------------------------------------------------------------
 
@@ -469,6 +475,12 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             self._pool.close()
         if self._endpoint is not None:
             self._endpoint.close()
+
+
+def _is_failing() -> bool:
+    """Whether a step's forward pass has raised: Model Runner V1 ends the step all the same, and
+    drops what it is told. What is not told now is told after the next step."""
+    return sys.exc_info()[0] is not None
 
 
 def _map_arena(_: object, handle: ArenaHandle) -> None:

@@ -65,6 +65,8 @@ class RecallWorker:
         self._model: torch.nn.Module | None = None  # until ``shard`` has read it
         self._offloading = False
         self._applied: StepOrders | None = None
+        self._open: StepOrders | None = None  # of a step that has begun and not ended
+        self._loads_begun = False  # that step's
         self._step_began: Event | None = None
         self._timed: deque[tuple[int, Event, Event]] = deque()  # steps under way: begin and end
         self._shard: Shard | None = None
@@ -163,6 +165,7 @@ class RecallWorker:
 
     def start_loads(self, orders: StepOrders) -> None:
         """Starts the step's loads."""
+        self._loads_begun = True
         for load in orders.loads:
             written = [
                 (group, copy.block_ids)
@@ -180,6 +183,7 @@ class RecallWorker:
 
     def start_stores(self, orders: StepOrders) -> None:
         """Starts the step's stores; the forward pass has been submitted."""
+        self._open = None
         if orders.timed is not None and self._step_began is not None:
             ended = self._device.current().record()
             self._timed.append((orders.timed, self._step_began, ended))
@@ -200,6 +204,20 @@ class RecallWorker:
         self._releases.extend((self._stores_begun, request_id) for request_id in orders.releases)
         for comparison in orders.comparisons:
             self._compare(orders.arena, comparison)
+
+    def step_failed(self, orders: StepOrders) -> None:
+        """The forward pass of these orders' step failed, and the engine may go on: nothing that it
+        was to compute is copied or compared, and loads that have not begun fail."""
+        self._open = self._step_began = None
+        for store in orders.stores:
+            self._report.stored[store.store_id] = 1
+            self._report.failed.add(store.store_id)
+        if not self._loads_begun:
+            self._failed_loads.update(load.request_id for load in orders.loads)
+        self._releases.extend((self._stores_begun, request_id) for request_id in orders.releases)
+        for one in orders.comparisons:
+            ranks, known = self._report.compared.get(one.number, (0, Deviation()))
+            self._report.compared[one.number] = ranks + 1, known
 
     def _sign(self, orders: StepOrders, store: Store) -> None:
         """Writes the origin behind the records that are stored, once for all ranks."""
@@ -240,7 +258,9 @@ class RecallWorker:
         """
         if orders is self._applied:
             return
-        self._applied = orders
+        if self._open is not None:
+            self.step_failed(self._open)
+        self._applied, self._open, self._loads_begun = orders, orders, False
         self._step_began = self._device.current().record() if orders.timed is not None else None
         if orders.stores_first:
             self._arena.stores_first()
