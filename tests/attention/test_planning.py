@@ -4,6 +4,7 @@ tensors have no contents."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,6 +124,18 @@ def test_a_step_is_planned_without_the_device(builder: Builder) -> None:
     step = metadata.retrieval.step
     assert [sequence.row for sequence in step.sequences] == [0, 3]
     assert metadata.retrieval.beside_sparse.metadata.common.num_actual_tokens == 513
+
+
+def test_the_number_that_all_ranks_agree_on_decides(builder: Builder) -> None:
+    context = SimpleNamespace(static_forward_context={})
+    model = SimpleNamespace(max_model_len=131_072)
+    builder.vllm_config = SimpleNamespace(compilation_config=context, model_config=model)
+    gated = replace(SETTINGS, gate=True)
+    builder._planner.gate = replace(builder._planner.gate, settings=gated)
+    assert build(builder, [70_000], [1]).retrieval.step is not None
+    builder._settle_gate(1 << 50)
+    assert build(builder, [70_000], [1]).retrieval.step is None
+    assert builder._kernel.overhead_bytes == 1 << 50, "for layers that are bound again"
 
 
 def test_digests_of_a_step_whose_layers_did_not_run_are_planned_again(builder: Builder) -> None:

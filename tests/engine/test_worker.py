@@ -14,6 +14,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from kvrecall.engines.vllm import device as devices
+from kvrecall.engines.vllm.attention.activity import Activity
+from kvrecall.engines.vllm.attention.group import RetrievalGroup
+from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.compat.config import LayerPlacement, Sharing
 from kvrecall.engines.vllm.connector import worker
 from kvrecall.engines.vllm.connector.connector import RecallConnector
@@ -44,6 +47,7 @@ class Machine(Bench):
             "traces_endpoint": None,
         }.items():
             monkeypatch.setattr(worker.config, name, lambda *_, answer=answer: answer)
+        monkeypatch.setattr(worker.config, "most_of_ranks", lambda number: number)
         forward = SimpleNamespace(static_forward_context={})
         model = SimpleNamespace(dtype=torch.float32)
         self.device = {
@@ -255,6 +259,29 @@ def test_nothing_of_a_step_that_failed_is_saved(
     assert machine.matched(machine.request("after", 2 * BLOCK + 4, first=500)) == 0
     stats = machine.pool.stats()
     assert (stats.reserved, stats.leases) == (0, 0)
+
+
+def test_all_ranks_and_groups_decide_by_the_greatest_measurement(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether attention is sparse. Here layers of two kinds measured two numbers, and another rank
+    a third."""
+    settled: list[int] = []
+    measured = (32 << 20, 512 << 20)
+    machine.worker._retrieval = {0: []}
+    for number in measured:
+        group = RetrievalGroup(
+            Activity(), HeatTotals(), overhead_bytes=number, settle_gate=settled.append
+        )
+        machine.worker._retrieval[0].append(group)
+    for others, most in ((64 << 20, 512 << 20), (1 << 30, 1 << 30)):
+        monkeypatch.setattr(
+            worker.config, "most_of_ranks", lambda number, others=others: max(number, others)
+        )
+        settled.clear()
+        machine.worker._shard = None
+        assert machine.worker.shard().overhead_bytes == most
+        assert settled == [most, most]
 
 
 def test_the_probe_measures_the_device_and_not_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,6 +181,7 @@ def on(machine: Machine) -> Iterator[None]:
                 patch.object(workers.config, name, lambda *_, answer=answer: answer)
             )
         stack.enter_context(patch.object(workers, "settle_scales", lambda *_: None))
+        stack.enter_context(patch.object(workers.config, "most_of_ranks", lambda number: number))
         attach = Arena.attach
 
         def kept(handle: ArenaHandle) -> Arena:

@@ -200,6 +200,8 @@ class RetrievalBuilder(ABC):
             self._heat,
             in_place=self._kernel.in_place,
             loads_in_step=on_host,
+            overhead_bytes=self._kernel.overhead_bytes,
+            settle_gate=self._settle_gate,
         )
         told = group.freshness, self._activity, self._token_bytes()
         self._planner = StepPlanner(settings, self._kernel, *told)
@@ -211,7 +213,18 @@ class RetrievalBuilder(ABC):
                 sparse = RetrievalLayer(name, settings, self._kernel, self._activity, note)
             group.add(name, sparse, whole)
             impl.group, impl.sparse_layer, impl.whole_layer = group, sparse, whole
-            impl.measured = 0 if on_host else self._kernel.overhead_bytes
+        self._settle_gate(self._kernel.overhead_bytes)
+
+    def _settle_gate(self, overhead_bytes: int) -> None:
+        """The gate decides by this number: also as sequences do that leave the device, and on other
+        ranks, whose KV is in one namespace."""
+        if overhead_bytes != self._planner.gate.overhead_bytes:
+            self._kernel.overhead_bytes = overhead_bytes
+            self._planner.gate = replace(self._planner.gate, overhead_bytes=overhead_bytes)
+            self._tell_boundary(self._settings)
+        on_host = self._kernel.device.type == "cpu"
+        for impl in self._impls().values():
+            impl.measured = 0 if on_host else overhead_bytes
 
     def _token_bytes(self) -> int:
         """Keys and values of a token in the model's first layer with full attention, by which the

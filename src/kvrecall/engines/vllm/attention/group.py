@@ -62,12 +62,17 @@ class RetrievalGroup:
         heat: HeatTotals,
         in_place: bool = False,
         loads_in_step: bool = True,
+        overhead_bytes: int = 0,
+        settle_gate: Callable[[int], None] = lambda overhead_bytes: None,
     ) -> None:
         """``in_place``: as of ``RowKernel``; otherwise dense layers keep copies of offloaded
         sequences. ``loads_in_step``: whether loaded blocks are in place when ``note_restored`` is
-        called."""
+        called. ``overhead_bytes``: of the layers' gate; ``settle_gate``: tells them the number that
+        all of the engine decide by."""
         self.activity = activity
         self.heat = heat
+        self.overhead_bytes = overhead_bytes
+        self.settle_gate = settle_gate
         self.freshness = Freshness()
         self._in_place = in_place
         self._near: dict[ArenaHandle | None, NearArena] = {}

@@ -7,7 +7,7 @@ import logging
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvrecall.attention.selection import OVERHEAD_BYTES, DeviceSpeed, Gate
+from kvrecall.attention.selection import Gate
 from kvrecall.block import BlockKey, Namespace
 from kvrecall.config import RecallSettings
 from kvrecall.engines.fingerprint import default_memory
@@ -192,9 +192,10 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             return
         assert self._pool is not None
-        shards = [metadata[rank] for rank in sorted(metadata)]
-        assert all(isinstance(shard, Shard) for shard in shards)
-        facts = self._facts([shard for shard in shards if isinstance(shard, Shard)])
+        told = [metadata[rank] for rank in sorted(metadata)]
+        shards = [shard for shard in told if isinstance(shard, Shard)]
+        assert len(shards) == len(told)
+        facts = self._facts(shards)
         arena_bytes = self._pool.arena_handle().nbytes
         if arena_bytes:  # none while a pool service is not there
             _check_room(arena_bytes, facts, self._vllm_config.model_config.max_model_len)
@@ -216,8 +217,8 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             scheduler.while_computing(self._kv_cache_manager, self._scheduler.misses.aside)
         self._events = self._pool_events(self._scheduler)
         self._traces = self._scheduler.traces = self._begin_traces(self._scheduler, facts)
-        self._keep_long_sequences(facts)
-        self._ready_arena(facts, [shard.numa_node for shard in shards if isinstance(shard, Shard)])
+        self._keep_long_sequences(facts, shards)
+        self._ready_arena(facts, [shard.numa_node for shard in shards])
         logger.info(
             "kvrecall: pool open as %s: host %.2f GiB, %s, %s, hits in units of %d tokens",
             self._vllm_config.kv_transfer_config.kv_role,
@@ -266,20 +267,20 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         is_service = isinstance(self._pool, ServiceClient)
         return Traces(endpoint, facts, config.device_kind(), is_service, dropped)
 
-    def _keep_long_sequences(self, facts: EngineFacts) -> None:
-        """With retrieval on, enables partial offload of long sequences."""
+    def _keep_long_sequences(self, facts: EngineFacts, shards: Sequence[Shard]) -> None:
+        """With retrieval on, enables partial offload of long sequences: of those that the workers
+        attend to sparsely, as their gate decides by the same number."""
         if not is_requested(os.environ) or offload_hindrance(self._vllm_config) is not None:
             return
         assert self._pool is not None
         settings = active_settings(self._vllm_config)
-        on_host, overhead = config.is_on_cpu(), OVERHEAD_BYTES
-        if not on_host:  # as stated: what a worker measured is not known here
-            overhead = DeviceSpeed().overhead_bytes(facts.block_size)
+        token_bytes = config.layer_token_bytes(self._kv_cache_config)
+        overhead_bytes = max(shard.overhead_bytes for shard in shards)
         offloader = OffloadPlanner(
             self._pool,
             settings,
             facts.block_size,
-            Gate(settings, config.layer_token_bytes(self._kv_cache_config), overhead, on_host),
+            Gate(settings, token_bytes, overhead_bytes, config.is_on_cpu()),
             self._settings.pool.load_deadline_s,
             self._s.state_of,
             self._s.trusted,

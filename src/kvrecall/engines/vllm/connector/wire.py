@@ -245,7 +245,8 @@ class Shard(KVConnectorHandshakeMetadata):
     the step that ordered them returns. ``token_seconds``: computing a prompt token takes this rank
     about as long, or longer. ``model``: the model that the rank has loaded; None if its worker does
     not expose it. ``sharing``: of blocks with the other ranks of its stage.
-    ``numa_node``: of its device, where it is known."""
+    ``numa_node``: of its device, where it is known. ``overhead_bytes``: of the gate of retrieval
+    attention, the greatest of all ranks'; 0 without retrieval."""
 
     layers: tuple[ShardLayer, ...]
     kernel: str
@@ -254,6 +255,7 @@ class Shard(KVConnectorHandshakeMetadata):
     model: LoadedModel | None = None
     sharing: Sharing = ALONE
     numa_node: int | None = None
+    overhead_bytes: int = 0
 
     def nbytes(self, group: int = 0) -> int:
         """Bytes of one block of a KV group on this rank."""

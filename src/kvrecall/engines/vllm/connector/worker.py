@@ -127,6 +127,11 @@ class RecallWorker:
             for page in group.pages
         )
         names = tuple(page.name for group in self._layers for page in group.pages)
+        retrieval = self._retrieval_groups
+        overhead = max((group.overhead_bytes for group in retrieval), default=0)
+        overhead = config.most_of_ranks(overhead)
+        for group in retrieval:
+            group.settle_gate(overhead)
         kernel = config.kernel_of(self._vllm_config, names)
         sharing = self._sharing(names)
         self._groups = tuple(_placed(replace(group, sharing=sharing)) for group in self._groups)
@@ -141,7 +146,14 @@ class RecallWorker:
         least = least_token_seconds(flops, hidden, dtype, where)
         loaded = None if self._model is None else LoadedModel.of(self._model)
         return Shard(
-            layers, kernel, self._device.in_step, least, loaded, sharing, self._device.numa_node()
+            layers,
+            kernel,
+            self._device.in_step,
+            least,
+            loaded,
+            sharing,
+            self._device.numa_node(),
+            overhead,
         )
 
     def map_arena(self, handle: ArenaHandle) -> None:
