@@ -130,6 +130,7 @@ def config(
             kv_connector=connector,
             kv_connector_module_path=module,
             kv_role="kv_both",
+            kv_load_failure_policy="recompute",
         ),
     )
     made = args.create_engine_config()

@@ -5,7 +5,7 @@ interface does not reach.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, overload
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -115,7 +115,8 @@ def reschedule_lost() -> None:
     """Makes vLLM's scheduler preempt requests that the workers report as lost, before it uses the
     step's output for them, which is dropped. They are recomputed. If the workers report that loaded
     blocks are wrong, all running requests start over, with an empty device cache, and loads in
-    flight count as failed."""
+    flight count as failed. A request whose load is stuck is recomputed in other device blocks: its
+    own stay out of use until the load ends."""
     from kvrecall.engines.vllm.connector.wire import StepReport
 
     doomed: set[str] = set()  # requests whose loads, when they end, were in vain
@@ -129,6 +130,9 @@ def reschedule_lost() -> None:
                     _preempt(self, self.requests.get(request_id))
                 if report.refuted:
                     doomed.update(_preempt_all(self))
+            if transfers is not None:
+                stuck = report.stuck if isinstance(report, StepReport) else ()
+                _keep_written(self, transfers, stuck)
             if doomed and transfers is not None and transfers.finished_recving:
                 ended = doomed & transfers.finished_recving
                 transfers.failed_recving = (transfers.failed_recving or set()) | ended
@@ -138,6 +142,39 @@ def reschedule_lost() -> None:
         return update_from_output
 
     install("reschedule", make)
+
+
+_WRITTEN: WeakKeyDictionary[Any, dict[str, list[Any]]] = WeakKeyDictionary()
+"""By scheduler and request, the device blocks that a stuck load may still write."""
+
+
+def _keep_written(scheduler: Any, transfers: Any, stuck: Collection[str]) -> None:
+    """Tells vLLM that the loads of ``stuck`` requests failed, and keeps their device blocks out of
+    use until the workers report that the loads have ended, of which vLLM is not told."""
+    if not stuck and scheduler not in _WRITTEN:
+        return
+    held, manager = _WRITTEN.setdefault(scheduler, {}), scheduler.kv_cache_manager
+    reported = transfers.finished_recving or set()
+    ended = held.keys() & reported
+    for request_id in ended:
+        manager.block_pool.free_blocks(held.pop(request_id)[::-1])
+    failed = set()
+    for request_id in set(stuck) - held.keys() - reported:
+        request = scheduler.requests.get(request_id)
+        if request is None or request.status.name != "WAITING_FOR_REMOTE_KVS":
+            continue  # it has ended: vLLM itself keeps its blocks
+        tables = (one.req_to_blocks.get(request_id, ()) for one in _managers(manager))
+        held[request_id] = [block for table in tables for block in table if not block.is_null]
+        manager.block_pool.touch(held[request_id])
+        failed.add(request_id)
+    transfers.finished_recving = (reported - ended) | failed
+    transfers.failed_recving = ((transfers.failed_recving or set()) - ended) | failed
+
+
+def _managers(kv_cache_manager: Any) -> Sequence[Any]:
+    """vLLM's managers of the KV groups."""
+    managers: Sequence[Any] = kv_cache_manager.coordinator.single_type_managers
+    return managers
 
 
 _ASIDE: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()

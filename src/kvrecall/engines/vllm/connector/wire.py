@@ -159,7 +159,9 @@ class StepReport(KVConnectorWorkerMetadata):
     """What the workers finished: how many ranks completed, and which failed, each store.
     ``compared``: by number, how many ranks have compared, and what they found. ``refuted``:
     requests that have loaded blocks which this engine would not have computed. ``lost``: requests
-    whose offloaded blocks are unreachable. The step's results for both are meaningless. ``timed``:
+    whose offloaded blocks are unreachable. The step's results for both are meaningless. ``stuck``:
+    requests whose loads may never end, so that their device blocks may still be written; once;
+    they are reported as failed if they end. ``timed``:
     the device's seconds for steps, by the orders' numbers. ``load_rank_seconds``: of all ranks
     that loaded, which do so at the same time. ``copied``: the device's seconds for the loads of
     requests, where requests are traced."""
@@ -176,6 +178,7 @@ class StepReport(KVConnectorWorkerMetadata):
     stored_bytes: int = 0
     store_seconds: float = 0.0
     copied: dict[str, float] = field(default_factory=dict)
+    stuck: set[str] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _report_of, (_pack(self),)
@@ -205,6 +208,7 @@ class StepReport(KVConnectorWorkerMetadata):
             self.stored_bytes + other.stored_bytes,
             max(self.store_seconds, other.store_seconds),
             {n: max(self.copied.get(n, 0.0), other.copied.get(n, 0.0)) for n in copies},
+            self.stuck | other.stuck,
         )
 
 

@@ -25,6 +25,7 @@ from kvrecall.engines.vllm.connector.compare import deviation
 from kvrecall.engines.vllm.connector.copier import ArenaMapping
 from kvrecall.engines.vllm.connector.pages import GroupPages, Pages, pages_of
 from kvrecall.engines.vllm.connector.wire import (
+    ORIGIN_BYTES,
     Comparison,
     Deviation,
     Shard,
@@ -58,6 +59,7 @@ class RecallWorker:
         self._stores_begun = 0
         self._stores_done = 0
         self._failed_loads: set[str] = set()
+        self._stuck: set[str] = set()  # requests whose loads are, as reported
         self._report = StepReport()
         self._retrieval: dict[int, list[RetrievalGroup]] = {}
         """By KV group: layers whose heads or types of keys differ have one each."""
@@ -204,9 +206,10 @@ class RecallWorker:
             if not self._writes_shard():
                 self._report.stored[store.store_id] = 1
                 continue
-            for group in self._retrieval.get(store.copy.group, ()):
+            has_room = self._has_room(orders, store)
+            for group in self._retrieval.get(store.copy.group, ()) if has_room else ():
                 group.before_store(store.copy.block_ids)
-            if self._arena.store(orders.arena, store.copy):
+            if has_room and self._arena.store(orders.arena, store.copy):
                 self._sign(orders, store)
                 self._storing.append(store.store_id)
                 self._stores_begun += 1
@@ -230,6 +233,16 @@ class RecallWorker:
         for one in orders.comparisons:
             ranks, known = self._report.compared.get(one.number, (0, Deviation()))
             self._report.compared[one.number] = ranks + 1, known
+
+    def _has_room(self, orders: StepOrders, store: Store) -> bool:
+        """Whether records of the size that this rank knows, and the origins behind them, lie in the
+        arena."""
+        number, sizes = store.copy.group, orders.record_bytes
+        if not 0 <= number < len(sizes) == len(self._groups):
+            return False
+        most = max(store.copy.offsets, default=0) + sizes[number] + ORIGIN_BYTES
+        fits = most <= orders.arena.nbytes and self._groups[number].end <= sizes[number]
+        return fits and len(store.origin) == ORIGIN_BYTES
 
     def _sign(self, orders: StepOrders, store: Store) -> None:
         """Writes the origin behind the records that are stored, once for all ranks."""
@@ -288,17 +301,28 @@ class RecallWorker:
             step, began, ended = self._timed.popleft()
             self._report.timed[step] = ended.seconds_since(began)
         loads, stores = self._mapping.completed()
-        copied = {self._loading.popleft(): moved.seconds for moved in loads}
-        loaded = set(copied)
+        over = {self._loading.popleft(): moved for moved in loads}
+        loaded = set(over)
         if self._is_traced:
-            self._report.copied |= copied
+            self._report.copied |= {request_id: moved.seconds for request_id, moved in over.items()}
+        self._failed_loads.update(request_id for request_id, moved in over.items() if moved.failed)
+        loads_stuck, stores_stuck = self._mapping.is_stuck
+        self._stuck.intersection_update(self._loading)
+        if loads_stuck:
+            self._report.stuck.update(set(self._loading) - self._stuck)
+            self._stuck.update(self._loading)
         failed = self._failed_loads - set(self._loading)  # nothing is written there any more
         self._failed_loads -= failed
-        for _ in stores:
-            self._report.stored[self._storing.popleft()] = 1
+        for moved in stores:
+            self._report.stored[store_id := self._storing.popleft()] = 1
+            if moved.failed:
+                self._report.failed.add(store_id)
         self._stores_done += len(stores)
-        released = {request for begun, request in self._releases if begun <= self._stores_done}
+        # What a stuck store still reads is not committed, so it may be anything.
+        done = self._stores_begun if stores_stuck else self._stores_done
+        released = {request for begun, request in self._releases if begun <= done}
         self._releases = [one for one in self._releases if one[1] not in released]
+        loads, stores = ([moved for moved in of if not moved.failed] for of in (loads, stores))
         self._report.loaded_bytes += sum(moved.nbytes for moved in loads)
         self._report.load_seconds += sum(moved.seconds for moved in loads)
         self._report.load_rank_seconds = self._report.load_seconds
