@@ -6,21 +6,27 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any, overload
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from kvrecall.config import DEFAULT_MATCH_UNIT, RecallSettings
 from kvrecall.engines.vllm.compat.patches import install
 from kvrecall.engines.vllm.compat.shims import hits_inside_blocks
+from kvrecall.engines.vllm.compat.versions import BESIDE_OTHERS
+from kvrecall.errors import ConfigError
 
 
 def before_loading(begin: Callable[[Any], None]) -> None:
     """Calls ``begin(vllm_config)`` in an engine's process before the executor loads the model, if
-    the engine has kvrecall's connector, and has it match prefixes inside blocks."""
+    the engine has kvrecall's connector, and has it match prefixes inside blocks. The engine ends
+    there with a ConfigError if that connector is one of several."""
 
     def make(plain: Any) -> Any:
         def init(self: Any, vllm_config: Any) -> None:
+            if _has_ours_among(vllm_config.kv_transfer_config):
+                raise ConfigError(BESIDE_OTHERS)
             if has_our_connector(vllm_config):
                 _EXECUTORS[vllm_config.instance_id] = self
                 begin(vllm_config)
@@ -82,11 +88,14 @@ def _match_unit(kv_cache_config: Any, vllm_config: Any) -> int | None:
 
 def has_our_connector(vllm_config: Any) -> bool:
     """Whether the engine's KV connector is kvrecall's, or a subclass."""
+    return _is_ours(vllm_config.kv_transfer_config)
+
+
+def _is_ours(transfer: Any) -> bool:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from kvrecall.engines.vllm.connector.connector import RecallConnector
 
-    transfer = vllm_config.kv_transfer_config
     if not getattr(transfer, "kv_connector_module_path", None):
         return False
     return issubclass(KVConnectorFactory.get_connector_class(transfer), RecallConnector)
@@ -100,11 +109,22 @@ def fail_loads(request_ids: Iterable[str]) -> None:
     _doomed.update(request_ids)
 
 
+def _has_ours_among(transfer: Any) -> bool:
+    """Whether kvrecall's connector is one of those that a connector has, such as vLLM's
+    ``MultiConnector``."""
+    parts = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("connectors") or ()
+    paths = "kv_connector", "kv_connector_module_path"
+    return any(
+        _is_ours(SimpleNamespace(**{name: part.get(name) for name in paths})) for part in parts
+    )
+
+
 def reschedule_lost() -> None:
     """Makes vLLM's scheduler preempt requests that the workers report as lost, before it uses the
     step's output for them, which is dropped. They are recomputed. If the workers report that loaded
     blocks are wrong, or that they have loaded other weights, all running requests start over, with
-    an empty device cache, and loads in flight count as failed."""
+    an empty device cache, and loads in flight count as failed. A request whose load is stuck is
+    recomputed in other device blocks: its own stay out of use until the load ends."""
     from kvrecall.engines.vllm.connector.wire import StepReport
 
     def make(plain: Any) -> Any:
@@ -116,6 +136,9 @@ def reschedule_lost() -> None:
                     _preempt(self, self.requests.get(request_id))
                 if report.starts_over:
                     fail_loads(_preempt_all(self))
+            if transfers is not None:
+                stuck = report.stuck if isinstance(report, StepReport) else ()
+                _keep_written(self, transfers, stuck)
             if _doomed and transfers is not None and transfers.finished_recving:
                 ended = _doomed & transfers.finished_recving
                 transfers.failed_recving = (transfers.failed_recving or set()) | ended
@@ -125,6 +148,39 @@ def reschedule_lost() -> None:
         return update_from_output
 
     install("reschedule", make)
+
+
+_WRITTEN: WeakKeyDictionary[Any, dict[str, list[Any]]] = WeakKeyDictionary()
+"""By scheduler and request, the device blocks that a stuck load may still write."""
+
+
+def _keep_written(scheduler: Any, transfers: Any, stuck: Collection[str]) -> None:
+    """Tells vLLM that the loads of ``stuck`` requests failed, and keeps their device blocks out of
+    use until the workers report that the loads have ended, of which vLLM is not told."""
+    if not stuck and scheduler not in _WRITTEN:
+        return
+    held, manager = _WRITTEN.setdefault(scheduler, {}), scheduler.kv_cache_manager
+    reported = transfers.finished_recving or set()
+    ended = held.keys() & reported
+    for request_id in ended:
+        manager.block_pool.free_blocks(held.pop(request_id)[::-1])
+    failed = set()
+    for request_id in set(stuck) - held.keys() - reported:
+        request = scheduler.requests.get(request_id)
+        if request is None or request.status.name != "WAITING_FOR_REMOTE_KVS":
+            continue  # it has ended: vLLM itself keeps its blocks
+        tables = (one.req_to_blocks.get(request_id, ()) for one in _managers(manager))
+        held[request_id] = [block for table in tables for block in table if not block.is_null]
+        manager.block_pool.touch(held[request_id])
+        failed.add(request_id)
+    transfers.finished_recving = (reported - ended) | failed
+    transfers.failed_recving = ((transfers.failed_recving or set()) - ended) | failed
+
+
+def _managers(kv_cache_manager: Any) -> Sequence[Any]:
+    """vLLM's managers of the KV groups."""
+    managers: Sequence[Any] = kv_cache_manager.coordinator.single_type_managers
+    return managers
 
 
 _ASIDE: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()

@@ -6,7 +6,8 @@ import functools
 import logging
 import multiprocessing
 import os
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvrecall.attention.selection import OVERHEAD_BYTES, DeviceSpeed, Gate
+from kvrecall.attention.selection import Gate
 from kvrecall.block import BlockKey, Namespace
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.attention.checks import offload_hindrance, reads_in_place
@@ -37,6 +38,7 @@ from kvrecall.engines.vllm.compat import (
 )
 from kvrecall.engines.vllm.compat.logs import show_pool_lines
 from kvrecall.engines.vllm.compat.serving import end_with_parent
+from kvrecall.engines.vllm.compat.versions import BESIDE_OTHERS
 from kvrecall.engines.vllm.connector.events import PoolEvents
 from kvrecall.engines.vllm.connector.metrics import RecallPromMetrics, RecallStats
 from kvrecall.engines.vllm.connector.request import RequestState
@@ -126,6 +128,8 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if has_kv_transfer_group() and get_kv_transfer_group() is not self:
+            raise ConfigError(BESIDE_OTHERS)  # told before, unless VLLM_PLUGINS leaves ours out
         self._w.register(kv_caches)
 
     def unregister_kv_caches(self) -> None:
@@ -157,11 +161,16 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         orders = self._get_connector_metadata()
         assert isinstance(orders, StepOrders)
-        self._w.start_stores(orders)
+        if _is_failing():
+            self._w.step_failed(orders)
+        else:
+            self._w.start_stores(orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         orders = self._get_connector_metadata()
         assert isinstance(orders, StepOrders)
+        if _is_failing():
+            return KVConnectorTransferResults()
         if not orders.computes and not shims.saves_without_computing():
             self._w.start_stores(orders)
         released, loaded, failed = self._w.finished()
@@ -170,7 +179,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        return self._w.report()
+        return None if _is_failing() else self._w.report()
 
     # ---- scheduler side -----------------------------------------------------------------
 
@@ -188,9 +197,10 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             return
         assert self._pool is not None
-        shards = [metadata[rank] for rank in sorted(metadata)]
-        assert all(isinstance(shard, Shard) for shard in shards)
-        facts = self._facts([shard for shard in shards if isinstance(shard, Shard)])
+        told = [metadata[rank] for rank in sorted(metadata)]
+        shards = [shard for shard in told if isinstance(shard, Shard)]
+        assert len(shards) == len(told)
+        facts = self._facts(shards)
         arena_bytes = self._pool.arena_handle().nbytes
         if arena_bytes:  # none while a pool service is not there
             _check_room(arena_bytes, facts, self._vllm_config.model_config.max_model_len)
@@ -222,8 +232,8 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             scheduler.while_computing(self._kv_cache_manager, self._scheduler.misses.aside)
         self._events = self._pool_events(self._scheduler)
         self._traces = self._scheduler.traces = self._begin_traces(self._scheduler, facts)
-        self._keep_long_sequences(facts)
-        self._ready_arena(facts, [shard.numa_node for shard in shards if isinstance(shard, Shard)])
+        self._keep_long_sequences(facts, shards)
+        self._ready_arena(facts, [shard.numa_node for shard in shards])
         self._tell_open(facts, arena_bytes)
 
     @nicety("a log line")
@@ -277,20 +287,20 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         is_service = isinstance(self._pool, ServiceClient)
         return Traces(endpoint, facts, config.device_kind(), is_service, dropped)
 
-    def _keep_long_sequences(self, facts: EngineFacts) -> None:
-        """With retrieval on, enables partial offload of long sequences."""
+    def _keep_long_sequences(self, facts: EngineFacts, shards: Sequence[Shard]) -> None:
+        """With retrieval on, enables partial offload of long sequences: of those that the workers
+        attend to sparsely, as their gate decides by the same number."""
         if not is_requested(os.environ) or offload_hindrance(self._vllm_config) is not None:
             return
         assert self._pool is not None
         settings = active_settings(self._vllm_config)
-        on_host, overhead = config.is_on_cpu(), OVERHEAD_BYTES
-        if not on_host:  # as stated: what a worker measured is not known here
-            overhead = DeviceSpeed().overhead_bytes(facts.block_size)
+        token_bytes = config.layer_token_bytes(self._kv_cache_config)
+        overhead_bytes = max(shard.overhead_bytes for shard in shards)
         offloader = OffloadPlanner(
             self._pool,
             settings,
             facts.block_size,
-            Gate(settings, config.layer_token_bytes(self._kv_cache_config), overhead, on_host),
+            Gate(settings, token_bytes, overhead_bytes, config.is_on_cpu()),
             self._settings.pool.load_deadline_s,
             self._s.state_of,
             self._s.trusted,
@@ -491,6 +501,12 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             self._pool.close()
         if self._endpoint is not None:
             self._endpoint.close()
+
+
+def _is_failing() -> bool:
+    """Whether a step's forward pass has raised: Model Runner V1 ends the step all the same, and
+    drops what it is told. What is not told now is told after the next step."""
+    return sys.exc_info()[0] is not None
 
 
 def _map_arena(_: object, handle: ArenaHandle) -> None:

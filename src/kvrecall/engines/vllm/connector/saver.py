@@ -383,7 +383,9 @@ class Saver:
         it."""
         copied: list[BlockKey] = []
         for store_id, count in ranks.items():
-            store = self._open[store_id]
+            store = self._open.get(store_id)
+            if store is None:  # settled, or never ordered
+                continue
             store.ranks_left -= count
             store.failed |= store_id in failed
             if store.ranks_left > 0:

@@ -160,7 +160,9 @@ class StepReport(KVConnectorWorkerMetadata):
     """What the workers finished: how many ranks completed, and which failed, each store.
     ``compared``: by number, how many ranks have compared, and what they found. ``refuted``:
     requests that have loaded blocks which this engine would not have computed. ``lost``: requests
-    whose offloaded blocks are unreachable. The step's results for both are meaningless. ``timed``:
+    whose offloaded blocks are unreachable. The step's results for both are meaningless. ``stuck``:
+    requests whose loads may never end, so that their device blocks may still be written; once;
+    they are reported as failed if they end. ``timed``:
     the device's seconds for steps, by the orders' numbers. ``load_rank_seconds``: of all ranks
     that loaded, which do so at the same time. ``copied``: the device's seconds for the loads of
     requests, where requests are traced. ``reloaded``: the model has loaded weights by itself since
@@ -182,6 +184,7 @@ class StepReport(KVConnectorWorkerMetadata):
     reloaded: bool = False
     adapters: dict[int, LoadedAdapter] = field(default_factory=dict)
     swapped: set[int] = field(default_factory=set)
+    stuck: set[str] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _report_of, (_pack(self),)
@@ -219,6 +222,7 @@ class StepReport(KVConnectorWorkerMetadata):
             self.reloaded or other.reloaded,
             adapters_of([self.adapters, other.adapters]),
             self.swapped | other.swapped,
+            self.stuck | other.stuck,
         )
 
 
@@ -259,7 +263,8 @@ class Shard(KVConnectorHandshakeMetadata):
     the step that ordered them returns. ``token_seconds``: computing a prompt token takes this rank
     about as long, or longer. ``model``: the model that the rank has loaded; None if its worker does
     not expose it. ``sharing``: of blocks with the other ranks of its stage.
-    ``numa_node``: of its device, where it is known."""
+    ``numa_node``: of its device, where it is known. ``overhead_bytes``: of the gate of retrieval
+    attention, the greatest of all ranks'; 0 without retrieval."""
 
     layers: tuple[ShardLayer, ...]
     kernel: str
@@ -268,6 +273,7 @@ class Shard(KVConnectorHandshakeMetadata):
     model: LoadedModel | None = None
     sharing: Sharing = ALONE
     numa_node: int | None = None
+    overhead_bytes: int = 0
 
     def nbytes(self, group: int = 0) -> int:
         """Bytes of one block of a KV group on this rank."""
