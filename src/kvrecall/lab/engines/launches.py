@@ -7,6 +7,7 @@ kernel counts as one operation, as does a copy.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ class _Attention(RetrievalAttention):
 
     def __init__(self, layer: RetrievalLayer) -> None:
         self.sparse_layer = layer
+        self.group: Any = SimpleNamespace(freshness=Freshness())
 
     def _terms(self, layer: Any) -> Terms:
         return Terms(1.0)
