@@ -342,9 +342,9 @@ def _is_closed(link: socket.socket, seconds: float = 0.5) -> bool:
 
 
 @attack(limit_s=90)
-def more_sockets_than_are_kept(_: Path) -> str:
+def more_sockets_than_are_kept(folder: Path) -> str:
     """Opens silent connections until the server would have no more files to open."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if most < 4 * _FLOOD:
         raise NotHere(f"{4 * _FLOOD} open files (ulimit -Hn is {most})")
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
