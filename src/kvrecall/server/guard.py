@@ -35,6 +35,7 @@ _SILENCE_S = 10.0  # until a body begins, and added to the time that its bytes m
 _SLOWEST = 64 << 10  # bytes of a body a second
 _BODIES = 8
 """Bodies of the largest size that may be on their way together; smaller ones may be more."""
+_LARGE = 4096  # bytes of a body that takes a while to parse
 _LARGEST_IDS = 1 << 20
 _MOST_VALUES = 10_000
 _IDS = re.compile(rb"\s*:\s*\[(?:[\d\s,]*|(?:[\s,]*\[[\d\s,]*\])*\s*)\]")
@@ -112,6 +113,7 @@ class Guard:
         self._max_requests = max_requests
         self._limit_name = limit_name
         self._counts_values = counts_values
+        self._turn = asyncio.Lock()
         self._arriving = 0  # bytes of unfinished bodies
         self.running = 0
 
@@ -262,6 +264,9 @@ class Guard:
             body = b"".join(chunks)
             if counted is not None:
                 counted.check(body)
+            if size > _LARGE:
+                async with self._turn:  # other tasks run between two that are parsed
+                    await asyncio.sleep(0)
             return body
         finally:
             self._arriving -= size
