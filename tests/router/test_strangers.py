@@ -327,7 +327,9 @@ def test_health_is_answered_while_a_body_is_read(monkeypatch: pytest.MonkeyPatch
     answers: list[httpx.Response] = []
     with server([saying("200 OK", "{}")]) as port, in_thread(f"127.0.0.1:{port}") as url:
         ask = threading.Thread(
-            target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json={"prompt": "x"}))
+            target=lambda: answers.append(
+                httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 100_000})
+            )
         )
         ask.start()
         assert begun.wait(30)

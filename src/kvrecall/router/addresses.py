@@ -158,8 +158,7 @@ def _publisher(host: str, value: str, where: str) -> Publisher:
         port = int(first)
         replay = int(second) if second else port + 1
         if 0 < port < 65536 and 0 < replay < 65536:
-            name = f"[{host}]" if ":" in host else host
-            return Publisher(name, port, replay)
+            return Publisher(host, port, replay)
     raise ConfigError(
         f"{where}: {value!r} is not a port; write the port of kv_events_config's endpoint, with "
         "that of its replay_endpoint behind a slash unless it is one higher: events=5557/5600"

@@ -78,8 +78,8 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Fast
                 content = b"".join([chunk async for chunk in request.stream() if chunk])
                 unsent = held.enter_context(contextlib.ExitStack())
                 unsent.enter_context(holding(len(content)))
-                body = await aside(Body.read, content)
-                prompt = await aside(prompt_of, body)
+                body = await aside(len(content), Body.read, content)
+                prompt = await aside(len(content), prompt_of, body)
                 completion = Completion(request.url.path, body, headers, prompt, unsent, span=span)
                 del content, body
                 reply = await while_connected(request, router.serve(completion, held))

@@ -1,7 +1,7 @@
 """Bodies of requests and replies, read only as far as routing needs it.
 
 A field stays the bytes that the client sent until it is asked for: no objects are built of what is
-passed on, and 40 MB are taken apart in some 20 ms. What takes longer runs in one thread, aside from
+passed on, and 40 MB are taken apart in some 20 ms. Large ones are read in one thread, aside from
 the event loop.
 """
 
@@ -22,14 +22,18 @@ T = TypeVar("T")
 MOST_PROMPT = 8 << 20
 """Bytes of JSON up to which a prompt's tokens are read; longer ones go by guess."""
 
+_AT_ONCE = 64 << 10  # bytes that are read in some milliseconds, whatever they say
 _MOST_FIELD = 64 << 10  # bytes of JSON of any other field that is read
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _BAD = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 _thread = ThreadPoolExecutor(1, thread_name_prefix="kvrecall-bodies")
 
 
-async def aside(function: Callable[..., T], *arguments: object) -> T:
-    """``function(*arguments)``, in the one thread that reads bodies."""
+async def aside(nbytes: int, function: Callable[..., T], *arguments: object) -> T:
+    """``function(*arguments)``, in the one thread that reads bodies if it has many bytes to read: a
+    busy loop and a thread that wait for each other's turn cost more than a small body."""
+    if nbytes <= _AT_ONCE:
+        return function(*arguments)
     return await asyncio.get_running_loop().run_in_executor(_thread, function, *arguments)
 
 
@@ -58,18 +62,21 @@ def begin_of(raw: memoryview, count: int = 1) -> bytes:
 
 
 class Body:
-    """The body of an OpenAI request. Immutable."""
+    """The body of an OpenAI request, ``nbytes`` long when it arrived. Immutable."""
 
-    def __init__(self, fields: Mapping[str, Any], content: bytes | None = None) -> None:
+    def __init__(
+        self, fields: Mapping[str, Any], content: bytes | None = None, nbytes: int = 0
+    ) -> None:
         """``fields``: values that can be written as JSON. ``content``: the same as it arrived."""
         self.fields = fields
         self._content = content
+        self.nbytes = nbytes
 
     @classmethod
     def read(cls, content: bytes) -> Body:
         """Raises ReplyError if it is not a JSON object."""
         try:
-            return cls(_FIELDS.decode(content), content)
+            return cls(_FIELDS.decode(content), content, len(content))
         except msgspec.ValidationError:
             raise ReplyError(400, "the body must be a JSON object") from None
         except _BAD as error:
@@ -94,7 +101,7 @@ class Body:
 
     def but(self, **changed: Any) -> Body:
         """This body with other fields."""
-        return Body({**self.fields, **changed})
+        return Body({**self.fields, **changed}, nbytes=self.nbytes)
 
     def encoded(self) -> bytes:
         """As an instance is sent it: the client's own bytes where nothing has changed."""

@@ -273,7 +273,7 @@ class Publisher:
 
     @property
     def name(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class Subscription:
@@ -289,11 +289,12 @@ class Subscription:
         self.replays = 0
         self.gaps = 0
         self._lag = lag
-        self._doubted = True
+        self._doubted = False
         self._warned = False
 
     def doubt(self) -> None:
-        """The publisher may have been started again: what is known is compared with it."""
+        """The publisher may have been started again: it is connected to anew, and what is known
+        compared with it."""
         self._doubted = True
 
     async def run(self) -> None:
@@ -314,17 +315,15 @@ class Subscription:
             await asyncio.sleep(pause_s)
 
     async def _follow(self) -> None:
-        """Reads what is published. After each connection what is known is compared first: a
-        publisher that was started again may have reached the same numbers."""
+        """Reads what is published, until it is in doubt. After each connection what is known is
+        compared first: a publisher that was started again may have reached the same numbers."""
         async with zmtp.connection(self.publisher.host, self.publisher.port, b"SUB") as live:
             await live.send(b"\1")  # to everything
-            self.doubt()
+            self._doubted = False
+            await self._catch_up()
             coming: asyncio.Task[list[bytes]] | None = None
             try:
-                while True:
-                    if self._doubted:
-                        self._doubted = False
-                        await self._catch_up()
+                while not self._doubted:
                     coming = coming or asyncio.create_task(live.receive())
                     if (await asyncio.wait((coming,), timeout=_LOOK_S))[0]:
                         frames, coming = coming.result(), None

@@ -231,12 +231,14 @@ class Router:
         self._rounds += 1
 
         async def probe(instance: Instance) -> None:
+            was_up = instance.healthy
             well = await self.upstream.probe(instance)
             if well and (lists_models or not instance.healthy):
                 instance.serves, instance.models = await self.upstream.models(
                     instance, next(iter(self._settings.access.keys), None)
                 )
-            self.fleet.probed(instance, well)
+            if not (well and was_up and not instance.healthy):  # lost after it had answered
+                self.fleet.probed(instance, well)
 
         await asyncio.gather(*map(probe, self.fleet.all))
 
@@ -266,7 +268,9 @@ class Router:
             return prompt  # with an adapter, blocks have other hashes
         ids = await self._tokens.of(request.body, prompt, request.headers, instance)
         self.metrics.tokenized.labels("done" if ids is not None else "unknown").inc()
-        return prompt if ids is None else await aside(prompt.with_ids, ids, self.fleet.rules)
+        if ids is None:
+            return prompt
+        return await aside(request.body.nbytes, prompt.with_ids, ids, self.fleet.rules)
 
     async def _prefill(self, request: Completion) -> tuple[str, Any]:
         """Has a prefill instance compute the prompt. Returns the outcome and the receipt for the

@@ -93,12 +93,14 @@ class Tokens:
         """The tokens of a request with one prompt, as ``instance`` cuts it; None if they cannot be
         known."""
         if prompt.given is not None:
-            return prompt.given if await aside(is_text, body) else None
-        asked = await aside(_asked, body)
+            return prompt.given if await aside(body.nbytes, is_text, body) else None
+        asked = await aside(body.nbytes, _asked, body)
         if asked is None:
             return None
         try:
             answer = await self._upstream.ask(instance, "/tokenize", asked, headers, _TOKENIZE_S)
         except InstanceFailedError:
             return None
-        return await aside(_tokens_in, answer.content) if answer.status == 200 else None
+        if answer.status != 200:
+            return None
+        return await aside(len(answer.content), _tokens_in, answer.content)

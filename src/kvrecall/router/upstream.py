@@ -56,7 +56,8 @@ class InstanceFailedError(Exception):
     """
 
     def __init__(self, why: str, gone: bool, reply: Answer | None = None) -> None:
-        super().__init__(" ".join(why.split())[:_LONGEST_REASON])
+        shown = "".join(letter if letter.isprintable() else " " for letter in why[:_LONGEST_REASON])
+        super().__init__(shown)
         self.gone = gone
         self.reply = reply
 
@@ -152,8 +153,12 @@ class Upstream:
     async def _get(
         self, instance: Instance, path: str, headers: Mapping[str, str], limit_s: float
     ) -> Answer:
-        request = self._client.build_request("GET", instance.url + path, headers=_raw(headers))
-        return await _whole(instance, await self._send(instance, request, limit_s), limit_s, _SMALL)
+        """``limit_s``: for each step, connecting and waiting; twice that for both."""
+        request = self._client.build_request(
+            "GET", instance.url + path, headers=_raw(headers), timeout=limit_s
+        )
+        response = await self._send(instance, request, 2 * limit_s)
+        return await _whole(instance, response, limit_s, _SMALL)
 
     async def ask(
         self,
