@@ -107,10 +107,19 @@ def test_what_a_namespace_consists_of_can_be_told(tmp_path: Path) -> None:
 
 def test_larger_than_the_file_system(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "disk"
-    free = shutil.disk_usage(tmp_path).free
-    with pytest.raises(TierError, match=r"disk_size: .* GiB is more than the .* GiB free"):
-        open_tier(folder, free * 2)
+    usage = shutil.disk_usage(tmp_path)
+    with pytest.raises(TierError, match=r"disk_size: .* GiB is more than the .* GiB of the file"):
+        open_tier(folder, usage.total + MIB)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_larger_than_what_is_free_now(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An engine starts again although others have filled the file system meanwhile."""
+    usage = shutil.disk_usage(tmp_path)
+    bench = open_tier(tmp_path / "disk", (usage.total + usage.free) // 2)
+    assert "the tier grows as far as there is room" in caplog.text
+    assert bench.put(KEYS) == [Outcome.STORED] * 32
+    bench.tier.close()
 
 
 def test_too_small(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from kvrecall.pool.departures import Departure
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters, Entry
 from kvrecall.pool.disk.codec import BlockCodec, Plain
 from kvrecall.pool.disk.flusher import Flusher
-from kvrecall.pool.disk.folder import LEAST_BYTES, FolderLock, check_room
+from kvrecall.pool.disk.folder import LEAST_BYTES, FolderLock, check_room, refusal
 from kvrecall.pool.disk.index import (
     INDEX_NAME,
     WAL_BYTES,
@@ -88,11 +88,14 @@ class DiskTier(Tier):
         terms: PoolTerms | None = None,
     ) -> None:
         """Opens or creates the folder. Raises TierError if it cannot be used, and then changes
-        nothing. The blocks of a large folder are found in the background: those that are not found
+        nothing; MediumFails if that may be different at the next start.
+
+        The blocks of a large folder are found in the background: those that are not found
         yet are misses, and new ones wait to be stored. ``codec`` (default: a checksum): see
         ``_admit`` for folders that were written with another."""
         make_policy(policy, 1)  # before anything is touched
-        check_room(config.path, config.capacity_bytes)
+        if doubt := check_room(config.path, config.capacity_bytes):
+            _LOG.warning("disk tier: %s", doubt)
         self._config = config
         self._capacity_bytes = config.capacity_bytes
         self._terms = terms or PoolTerms()
@@ -104,7 +107,7 @@ class DiskTier(Tier):
             try:
                 self._open_whole(io or FileIo(), policy, clock or Clock(), undo)
             except (OSError, sqlite3.Error) as error:
-                raise TierError(f"disk_path: {config.path}: {error}") from error
+                raise refusal(config.path, error) from error
             undo.pop_all()
         self._done: queue.Queue[Done] = queue.Queue()
         self._closed = False
@@ -409,9 +412,11 @@ class DiskTier(Tier):
             raise ConfigError(f"disk: {capacity_bytes} bytes is too small; the minimum is 8MiB")
         if capacity_bytes > self._capacity_bytes:
             try:
-                check_room(self._config.path, capacity_bytes)
+                doubt = check_room(self._config.path, capacity_bytes)
             except TierError as error:
                 raise ConfigError(str(error)) from error
+            if doubt:
+                raise ConfigError(doubt)
         pinned, share = self.pinned_bytes, self._terms.pin_limit
         if pinned > share * capacity_bytes:
             raise ConfigError(
