@@ -36,6 +36,12 @@ _NEW = chain(_NAMESPACE, 40, "new")
 _TENANT = Tenant("00112233445566ff")
 _WAIT_S = 10.0
 _FLIPPING_S = 25.0
+_FILES = (
+    "closed/index.sqlite",
+    "log/index.sqlite",
+    "log/index.sqlite-wal",
+    "closed/slab-000000.kv",
+)
 _SCHEMA = "PRAGMA writable_schema = ON; UPDATE sqlite_schema SET sql = replace(sql, {}, {})"
 _WRONG = (  # what single bits did, which chance may not find in time
     "UPDATE blocks SET tenant = CAST(tenant AS TEXT)",
@@ -113,7 +119,7 @@ def _filled(folder: Path) -> None:
 def _damage(
     folder: Path, change: Callable[[bytearray, random.Random], None], seconds: float, seed: int = 4
 ) -> str:
-    """Damages the index, its log too, time and again; the tier must go on."""
+    """Damages the index, its log or a slab, time and again; the tier must go on."""
     deaths: list[str] = []
     threading.excepthook = lambda args: deaths.append(repr(args.exc_value))
     closed, killed = folder / "closed", folder / "killed"
@@ -126,7 +132,7 @@ def _damage(
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         times += 1
-        name = ("closed/index.sqlite", "log/index.sqlite", "log/index.sqlite-wal")[times % 3]
+        name = _FILES[times % len(_FILES)]
         index._LARGE = (0, _LARGE)[times % 2]  # a large one is not checked page by page
         trial = Path(tempfile.mkdtemp(dir=folder))
         shutil.rmtree(trial)
@@ -159,15 +165,16 @@ def _damage(
             raise Crashed(f"change {times} of {name}: a thread died of {deaths[0]}")
         lost += len(_OLD) - len(first)
         shutil.rmtree(trial)
-    return f"{times} damaged indexes cost {lost / times:.1f} of {len(_OLD)} blocks each, no more"
+    return f"{times} damaged folders cost {lost / times:.1f} of {len(_OLD)} blocks each, no more"
 
 
 @attack()
 def one_flipped_bit(folder: Path) -> str:
-    """A medium flips one bit of the index or of its log, or what a flip made is in its rows."""
+    """A medium flips one bit of the index, its log or a slab; or what a flip made is in rows."""
 
     def flip(data: bytearray, rng: random.Random) -> None:
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        most = rng.choice((64, len(data)))
+        data[rng.randrange(most)] ^= 1 << rng.randrange(8)
 
     return _damage(folder, flip, _FLIPPING_S)
 

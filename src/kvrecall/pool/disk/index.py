@@ -483,13 +483,16 @@ def check_index(folder: Path) -> bool:
     if not path.exists() or (path.is_file() and path.stat().st_size == 0):
         why = f"its {INDEX_NAME} is empty" if path.exists() else f"there is no {INDEX_NAME} in it"
         raise TierError(f"disk_path: {folder} holds no blocks ({why})")
-    if why := _unfit(path):
-        raise TierError(
-            f"disk_path: {path}: {why}; nothing is changed. A pool that is started on this folder "
-            "moves the file aside and starts empty"
-        )
-    with contextlib.closing(_plain(path)) as connection:
-        return "sealed" in _meta(connection)
+    try:
+        if why := _unfit(path):
+            raise TierError(
+                f"disk_path: {path}: {why}; nothing is changed. A pool that is started on this "
+                "folder moves the file aside and starts empty"
+            )
+        with contextlib.closing(_plain(path)) as connection:
+            return "sealed" in _meta(connection)
+    except sqlite3.Error as error:
+        raise TierError(f"disk_path: {path} cannot be read: {error}") from error
 
 
 def _meta(connection: sqlite3.Connection) -> dict[str, str]:
@@ -590,7 +593,8 @@ def _unfit(path: Path, trusting: bool = False) -> str:
                 if version < SCHEMA_VERSION:
                     return f"its format {version} is older than {SCHEMA_VERSION}"
                 return "it is damaged (its schema)"
-            if trusting and "ended" in _meta(connection):
+            was_closed_well = "ended" in _meta(connection)
+            if trusting and was_closed_well:
                 return ""
             if trusting:
                 _LOG.info("disk tier: checking %s, %d MiB", path, path.stat().st_size >> 20)
