@@ -235,7 +235,7 @@ def test_blocks_are_not_given_up_for_rows_that_cannot_be_written(
     keys = chain(NAMESPACE, 560)
     for at in range(0, 560, 80):
         assert bench.put(keys[at : at + 80]) == [Outcome.STORED] * 80
-    for name in ("insert", "delete", "probe"):
+    for name in ("insert", "delete", "note_time"):
         monkeypatch.setattr(Index, name, full)
     for name in range(10):
         assert bench.put(chain(NAMESPACE, 80, str(name))) == [Outcome.SHED] * 80

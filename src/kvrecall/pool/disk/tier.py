@@ -29,12 +29,10 @@ from kvrecall.pool.disk.codec import BlockCodec, Plain
 from kvrecall.pool.disk.flusher import Flusher
 from kvrecall.pool.disk.folder import LEAST_BYTES, FolderLock, check_room, refusal
 from kvrecall.pool.disk.index import (
-    INDEX_NAME,
     WAL_BYTES,
     Index,
     aside_bytes,
     is_damage,
-    move_aside,
 )
 from kvrecall.pool.disk.reclaimer import Reclaimer
 from kvrecall.pool.disk.recovery import Recovery
@@ -441,8 +439,8 @@ class DiskTier(Tier):
         clock: Clock,
         undo: contextlib.ExitStack,
     ) -> None:
-        """``_open``, and again without the index if that is damaged although it was closed well,
-        or its pages are right and what they hold is not."""
+        """``_open``, and again with what can be read of the index if that is damaged although it
+        was closed well, or its pages are right and what they hold is not."""
         try:
             with contextlib.ExitStack() as attempt:
                 self._open(io, policy, clock, attempt)
@@ -450,8 +448,7 @@ class DiskTier(Tier):
         except sqlite3.DatabaseError as error:
             if not is_damage(error):
                 raise
-            move_aside(self._config.path / INDEX_NAME, f"it is damaged ({error})")
-            self._open(io, policy, clock, undo)
+            self._open(io, policy, clock, undo, f"it is damaged ({error})")
 
     def _open(
         self,
@@ -459,10 +456,12 @@ class DiskTier(Tier):
         policy: str,
         clock: Clock,
         undo: contextlib.ExitStack,
+        damage: str = "",
     ) -> None:
-        """Opens index and slabs and finds their blocks; ``undo`` collects how to close them."""
+        """Opens index and slabs and finds their blocks; ``undo`` collects how to close them.
+        ``damage``: of the index, if it is known."""
         path, capacity = self._config.path, self._config.capacity_bytes
-        self._index = Index.open(path, clock)
+        self._index = Index.open(path, clock, damage)
         undo.callback(self._index.close, False)
         self._admit()
         limit = capacity - aside_bytes(path)
