@@ -32,7 +32,7 @@ _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|([\[{])|([\]}])')
 _FRAGMENT = re.compile(r'"(?:[^"\\]|\\.)*"\s*[:：]')
 _CHARACTER = re.compile(r"\\u[dD][89abAB]..\\u....|\\u....|\\.|.", re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_WORD = re.compile(r"[A-Za-z_][\w.-]*")
+_WORD = re.compile(r"[A-Za-z_][\w.-]{0,79}")
 _MISTAKEN_WORDS = {"True": "true", "False": "false", "None": "null", "TRUE": "true"}
 _MISTAKEN_WORDS |= {"FALSE": "false", "NULL": "null", "undefined": "null"}
 _FULL_WIDTH = {"：": ":", "，": ",", "｛": "{", "｝": "}", "［": "[", "］": "]", "、": ","}
@@ -247,7 +247,7 @@ class _Reader:
                 key, colon = _SCALARS.raw_decode(text, at)
                 if key in read:
                     first = self._origin.place(self.offsets[(*path, key)])
-                    said = f"the key {key!r} is repeated (first at {first})"
+                    said = f"the key {key!r:.80} is repeated (first at {first})"
                     raise json.JSONDecodeError(said, text, at)
                 self.offsets[(*path, key)] = at
                 at = self._next(self._next(colon) + 1)
@@ -299,7 +299,7 @@ def _explained(error: json.JSONDecodeError, origin: _Origin) -> tuple[str, str]:
     found, rest = text[at : at + 1], text[at:]
     before = text[:at].rstrip(_SPACE)
     word = _WORD.match(rest)
-    key = re.search(r'"[^"\n]*"$', before)
+    key = re.search(r'"[^"\n]{0,80}"$', before)
     if error.msg == "Extra data":
         expected = f"the end of the {origin.whole}"
     elif error.msg == "Expecting ':' delimiter" and key:

@@ -7,7 +7,10 @@ import random
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvrecall.pool import compression
 from kvrecall.pool.compression import (
     CODECS,
     FRAME_BYTES,
@@ -101,6 +104,30 @@ def test_no_changed_bit_is_taken_for_the_value(data: memoryview) -> None:
         changed[bit // 8] ^= 1 << bit % 8
         read = restored(memoryview(changed), 65_536)
         assert read is None or (read == bytes(data) and 48 <= bit < 64)  # these are not used
+
+
+@given(st.sampled_from(range(6)), st.sampled_from([0, 1, 2, 3, 4, 8]), st.binary(max_size=300))
+def test_a_forged_frame_is_refused_or_holds_its_own_bytes(
+    codec: int, width: int, body: bytes
+) -> None:
+    """Its checksum is right: who writes a frame can compute it."""
+    checksum = compression._checksum(memoryview(body), codec, width, 4096)
+    header = compression._FRAME.pack(b"kvrz", codec, width, 4096, len(body), checksum)
+    room = memoryview(bytearray(header + body + b"\xa5" * 70_000))
+    into = memoryview(bytearray(4096))
+    unpack(room[: FRAME_BYTES + len(body)], into)
+    assert b"\xa5" * 400 not in bytes(into)
+
+
+def test_a_frame_that_holds_less_shows_no_memory() -> None:
+    for codec in CODECS:
+        body = compression._library(codec).compress(bytes(64), 1)
+        number = compression._NUMBERS[codec]
+        checksum = compression._checksum(memoryview(body), number, 1, 65_536)
+        header = compression._FRAME.pack(b"kvrz", number, 1, 65_536, len(body), checksum)
+        into = memoryview(bytearray(b"x" * 65_536))
+        if unpack(memoryview(header + body), into):
+            assert bytes(into) == bytes(65_536)
 
 
 @pytest.mark.parametrize("cut", [0, 1, FRAME_BYTES - 1, FRAME_BYTES, 1000, -1])

@@ -235,7 +235,7 @@ def test_blocks_are_not_given_up_for_rows_that_cannot_be_written(
     keys = chain(NAMESPACE, 560)
     for at in range(0, 560, 80):
         assert bench.put(keys[at : at + 80]) == [Outcome.STORED] * 80
-    for name in ("insert", "delete", "probe"):
+    for name in ("insert", "delete", "note_time"):
         monkeypatch.setattr(Index, name, full)
     for name in range(10):
         assert bench.put(chain(NAMESPACE, 80, str(name))) == [Outcome.SHED] * 80
@@ -285,6 +285,34 @@ def test_index_deleted_while_running(start: Start, folder: Path, name: str) -> N
     bench = start()
     assert bench.get(KEYS) == [Outcome.LOADED] * 32, "of those before, the rows were written again"
     assert bench.holds(KEYS)
+
+
+def test_a_slab_that_is_emptied_stays_while_its_blocks_are_read(start: Start, io: FaultyIo) -> None:
+    """Also for reads that were accepted and have not begun."""
+    bench = start(readers=1)
+    disk = bench.tier
+    assert isinstance(disk, DiskTier)
+    first, last = chain(NAMESPACE, 341), chain(NAMESPACE, 20, "last")
+    bench.put(first)
+    bench.put(last)
+    disk.drop(first[300:])
+    assert len(disk._catalog.slab_uses()) == 2
+    gate = threading.Event()
+
+    def read(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if threading.current_thread().name.startswith("kvrecall-read"):
+            gate.wait()
+        return FaultyIo.read(io, fd, buffers, offset)
+
+    io.read = read  # type: ignore[method-assign]
+    bench.submit_get(last[:10:2])  # not neighbours, so each is a read of its own
+    disk.resize(10 * MIB)
+    wait_until(lambda: len(disk._catalog.slab_uses()) == 1)
+    disk.wait_pins_durable(10.0)  # two more rounds of the flusher
+    gate.set()
+    assert bench.collect(last[:10:2]) == [Outcome.LOADED] * 5
+    assert bench.holds(last[:10:2])
+    wait_until(lambda: disk.surplus_bytes == 0)
 
 
 def test_full_queue_sheds_and_takes_again(start: Start, io: FaultyIo) -> None:

@@ -107,10 +107,19 @@ def test_what_a_namespace_consists_of_can_be_told(tmp_path: Path) -> None:
 
 def test_larger_than_the_file_system(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "disk"
-    free = shutil.disk_usage(tmp_path).free
-    with pytest.raises(TierError, match=r"disk_size: .* GiB is more than the .* GiB free"):
-        open_tier(folder, free * 2)
+    usage = shutil.disk_usage(tmp_path)
+    with pytest.raises(TierError, match=r"disk_size: .* GiB is more than the .* GiB of the file"):
+        open_tier(folder, usage.total + MIB)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_larger_than_what_is_free_now(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An engine starts again although others have filled the file system meanwhile."""
+    usage = shutil.disk_usage(tmp_path)
+    bench = open_tier(tmp_path / "disk", (usage.total + usage.free) // 2)
+    assert "the tier grows as far as there is room" in caplog.text
+    assert bench.put(KEYS) == [Outcome.STORED] * 32
+    bench.tier.close()
 
 
 def test_too_small(tmp_path: Path) -> None:
@@ -268,6 +277,44 @@ def test_a_large_index_that_was_closed_well_is_not_checked_page_by_page(
     assert "a new one is begun" in caplog.text
     assert bench.put(KEYS) == [Outcome.STORED] * 32
     bench.tier.close()
+
+
+def test_a_damaged_row_costs_its_block_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(tmp_path)
+    with sqlite3.connect(tmp_path / "index.sqlite") as db:
+        db.execute("UPDATE blocks SET tenant = CAST('text' AS TEXT) WHERE depth = 3")
+        db.execute("UPDATE blocks SET used = used + 1 WHERE depth = 30")
+    db.close()
+    bench = open_tier(tmp_path)
+    outcomes = bench.get(KEYS)
+    lost = [key for key, outcome in zip(KEYS, outcomes, strict=True) if outcome is Outcome.MISS]
+    assert lost == [KEYS[3], KEYS[30]]
+    assert outcomes.count(Outcome.LOADED) == 30
+    assert bench.tier.stats().corrupt == 2
+    assert caplog.text.count("2 rows in the index of") == 1
+    bench.submit_put(lost)
+    assert bench.collect(lost) == [Outcome.STORED] * 2
+    bench.tier.close()
+
+
+def test_a_damaged_page_costs_its_blocks_only(tmp_path: Path) -> None:
+    bench = open_tier(tmp_path)
+    keys = chain(NAMESPACE, 200)
+    bench.put(keys)
+    bench.tier.close()
+    index = tmp_path / "index.sqlite"
+    assert index.stat().st_size >= 8 * 4096
+    with index.open("r+b") as file:
+        file.seek(5 * 4096)
+        file.write(b"\xff" * 8)
+    bench = open_tier(tmp_path)
+    found = bench.get(keys).count(Outcome.LOADED)
+    assert 100 < found < 200
+    assert bench.put([key for key in keys if not bench.tier.contains(key)])
+    bench.tier.close()
+    assert open_tier(tmp_path).get(keys) == [Outcome.LOADED] * 200
 
 
 def test_empty_index_file_is_an_empty_tier(tmp_path: Path) -> None:

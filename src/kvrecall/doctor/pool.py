@@ -98,7 +98,7 @@ def check_disk(disk: DiskConfig) -> Iterator[Finding]:
     folder = disk.path.expanduser().absolute()
     held = own_bytes(folder) if folder.is_dir() else 0
     try:
-        check_room(folder, disk.capacity_bytes)
+        doubt = check_room(folder, disk.capacity_bytes)
         standing = standing_part(folder)
     except (TierError, OSError) as error:
         cure = "use another disk_path, or another disk_size"
@@ -114,7 +114,10 @@ def check_disk(disk: DiskConfig) -> Iterator[Finding]:
     if holder := holder_of(folder / LOCK_NAME):
         found += f"; in use by process {holder}"
         figures["holder"] = holder
-    yield Finding(_AREA, "disk", State.OK, found, figures=figures)
+    if doubt:
+        yield Finding(_AREA, "disk", State.WARNING, doubt, "free some room", figures)
+    else:
+        yield Finding(_AREA, "disk", State.OK, found, figures=figures)
     yield _file_system(standing)
     if disk.direct_io:
         yield _direct_io(standing)

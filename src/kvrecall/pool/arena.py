@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -9,6 +10,7 @@ import logging
 import mmap
 import os
 import platform
+import resource
 import struct
 import threading
 import time
@@ -71,6 +73,17 @@ def check_memory(nbytes: int, cure: str) -> None:
             f"host_size: {nbytes / _GIB:.2f} GiB is more than the {room / _GIB:.2f} GiB of "
             f"memory this machine (or container) has left; {cure}"
         )
+
+
+def _limits() -> str:
+    """The limits of this process that a mapping may exceed."""
+    shown = []
+    kinds = {"ulimit -v": resource.RLIMIT_AS, "ulimit -f": resource.RLIMIT_FSIZE}
+    for name, kind in kinds.items():
+        limit, _ = resource.getrlimit(kind)
+        value = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / _GIB:.2f} GiB"
+        shown.append(f"{name}: {value}")
+    return ", ".join(shown)
 
 
 def _allocated(fd: int) -> int:
@@ -148,14 +161,25 @@ class Arena:
     @classmethod
     def create(cls, nbytes: int, background: bool = True, most_bytes: int = 0) -> Arena:
         """A new arena of ``nbytes`` that can grow to ``most_bytes``. Raises ConfigError if the
-        machine does not have that much free memory."""
+        machine does not have that much free memory, or this process may not map it."""
         check_memory(nbytes, "set a smaller host_size")
-        fd = os.memfd_create("kvrecall-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         most_bytes = max(nbytes, most_bytes)
-        os.ftruncate(fd, most_bytes)
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-        return cls(fd, most_bytes, background, nbytes)
+        with contextlib.ExitStack() as undo:
+            try:
+                fd = os.memfd_create("kvrecall-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                undo.callback(os.close, fd)
+                os.ftruncate(fd, most_bytes)
+                seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+                arena = cls(fd, most_bytes, background, nbytes)
+            except (OSError, MemoryError) as error:
+                raise ConfigError(
+                    f"host_size: {most_bytes / _GIB:.2f} GiB cannot be mapped by this process "
+                    f"({_limits()}): {error}; raise the limit, or set a smaller host_size (or "
+                    "host_max_size)"
+                ) from error
+            undo.pop_all()
+            return arena
 
     @classmethod
     def attach(cls, handle: ArenaHandle, background: bool = True) -> Arena:

@@ -81,8 +81,9 @@ class EventHistory:
 
     def answer(self, frames: Sequence[bytes], topic: bytes) -> Iterator[tuple[bytes, ...]]:
         """The messages to a reader that asks for a replay, in the form of vLLM's publisher.
-        ``frames``: its name, an empty one, the first number; no answer to any others."""
-        if len(frames) != 3:
+        ``frames``: its name, an empty one, the first number (up to 8 bytes); no answer to any
+        others."""
+        if len(frames) != 3 or len(frames[2]) > 8:
             return
         reader, _, first = frames
         for number, payload in self.since(int.from_bytes(first, "big")):

@@ -45,6 +45,7 @@ from kvrecall.pool.clock import Clock
 from kvrecall.pool.departures import Departures, Refusal
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.codec import make_codec
+from kvrecall.pool.disk.folder import MediumFails
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.hints import Hint, HintRecord
 from kvrecall.pool.host import Block, Evictor, HostStore
@@ -177,6 +178,7 @@ class Pool:
         self._lookups = self._found = self._refused = 0
         self._host_hits = self._commits = self._commit_bytes = 0
         self._closed = False
+        self._absent: tuple[TierStats, ...] = ()  # of a disk that could not be opened
         self.store_name: str | None = None  # of the remote store, the same on all hosts
         near = cascade.near if cascade else below
         disk = near if isinstance(near, DiskTier) else None
@@ -191,8 +193,9 @@ class Pool:
 
     @classmethod
     def open(cls, config: PoolConfig) -> Pool:
-        """Opens the pool a configuration describes. Raises ConfigError or TierError, with nothing
-        left behind, if the memory or the disk is not available."""
+        """Opens the pool a configuration describes, without its disk if the medium fails. Raises
+        ConfigError or TierError, with nothing left behind, if the memory is not available, or the
+        disk is not usable as it is set."""
         make_policy(config.policy, 1)  # before anything is touched
         cipher = read_cipher(config.encryption_key_file)
         clock = Clock()
@@ -201,16 +204,22 @@ class Pool:
             terms = _terms_of(config)
             undo.callback(arena.close)
             below: Tier = NullTier()
+            absent: tuple[TierStats, ...] = ()
             if config.disk is not None:
                 queued = min(config.disk.max_queued_bytes, config.host_bytes // 2)
                 disk = replace(config.disk, max_queued_bytes=queued)
                 codec = make_codec(cipher, disk.compression)
-                below = DiskTier(disk, config.policy, clock=clock, codec=codec, terms=terms)
+                try:
+                    below = DiskTier(disk, config.policy, clock=clock, codec=codec, terms=terms)
+                except MediumFails as error:
+                    _LOG.error("%s; this pool serves WITHOUT ITS DISK until the next start", error)
+                    absent = (TierStats(str(TierName.DISK), 0, 0, 0, errors=1, full=1),)
                 undo.callback(below.close)
             if config.remote is not None:
                 below = with_remote(below, config.remote, arena.nbytes, cipher)
                 undo.callback(below.close)
             pool = cls(arena, below, config.policy, clock, terms=terms)
+            pool._absent = absent
             pool.store_name = store_name(config.remote) if config.remote is not None else None
             undo.pop_all()
             return pool
@@ -558,7 +567,7 @@ class Pool:
             puts, gets = self._below.queued()
             hints = self._hints.counts
             return PoolStats(
-                tiers=(host_stats, *below),
+                tiers=(host_stats, *self._absent, *below),
                 leases=host.leases,
                 reserved=len(self._filling),
                 queued_writes=puts,

@@ -14,7 +14,7 @@ from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.arena import check_memory
 from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.compression import check_compression
-from kvrecall.pool.disk.folder import LOCK_NAME, check_room
+from kvrecall.pool.disk.folder import LOCK_NAME, MediumFails, check_room
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.remote.backends import check_store, doubt_of
 
@@ -93,7 +93,10 @@ def doubts(pool: PoolConfig) -> tuple[str, ...]:
 
 def _check_disk(disk: DiskConfig) -> None:
     folder = disk.path.expanduser().absolute()
-    check_room(folder, disk.capacity_bytes)
+    try:
+        check_room(folder, disk.capacity_bytes)
+    except MediumFails:  # which the pool says, and serves without it
+        return
     if holder := holder_of(folder / LOCK_NAME):
         raise TierError(
             f"disk_path: {folder} is in use by process {holder}; stop it or use another folder"

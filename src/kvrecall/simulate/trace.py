@@ -17,6 +17,7 @@ _COMPRESSED = {
 }  # fmt: skip
 
 
+_MOST_BYTES = 256 << 20  # which take some GiB as requests
 BLOCK_TOKENS = 512
 """Of the format."""
 
@@ -92,10 +93,13 @@ def read_trace(path: Path, advance: Callable[[int], None] = lambda _: None) -> T
     ``advance`` is called with the length of each line (progress).
     """
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            raw = file.read(_MOST_BYTES + 1)
     except (OSError, ValueError) as error:
         why = (error.strerror if isinstance(error, OSError) else "") or str(error)
         raise TraceError(f"{path}: cannot be read: {why}") from error
+    if len(raw) > _MOST_BYTES:
+        raise TraceError(f"{path}: holds more than {_MOST_BYTES >> 20} MiB; replay a part of it")
     for magic, tool in _COMPRESSED.items():
         if raw.startswith(magic):
             raise TraceError(f"{path}: is compressed; unpack it first, with {tool}")
@@ -133,7 +137,7 @@ def _row(where: str, line: str) -> tuple[float, list[int], bool]:
             raise TraceError(f"{where}: field {name!r} is missing")
     stamp, ids = row["timestamp"], row["hash_ids"]
     if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < 1e15:
-        raise TraceError(f"{where}: timestamp is {stamp!r}; it must be milliseconds, 0 or more")
+        raise TraceError(f"{where}: timestamp is {stamp!r:.80}; it must be milliseconds, 0 or more")
     if not isinstance(ids, list) or not all(type(i) is int and abs(i) < 2**127 for i in ids):
         raise TraceError(f"{where}: hash_ids must be a list of integers, one a block")
     if len(set(ids)) != len(ids):

@@ -8,6 +8,8 @@ import os
 import random
 import shutil
 import sqlite3
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -15,12 +17,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvrecall.block import SHARED, BlockKey, Tenant
-from kvrecall.config import DiskConfig
+from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import TierError
-from kvrecall.lab.hostile.attack import Crashed, GotIn, Stalled, attack
+from kvrecall.lab.hostile.attack import Crashed, GotIn, NotHere, Stalled, attack
 from kvrecall.pool.disk import DiskTier, index
+from kvrecall.pool.pool import Pool
 from kvrecall.pool.tier import Get, Outcome, Put
 from kvrecall.testing.blocks import chain, content, namespace
+from kvrecall.testing.pool_contract import Engine
 
 _MIB = 1 << 20
 _BYTES = 4000
@@ -32,6 +36,12 @@ _NEW = chain(_NAMESPACE, 40, "new")
 _TENANT = Tenant("00112233445566ff")
 _WAIT_S = 10.0
 _FLIPPING_S = 25.0
+_FILES = (
+    "closed/index.sqlite",
+    "log/index.sqlite",
+    "log/index.sqlite-wal",
+    "closed/slab-000000.kv",
+)
 _SCHEMA = "PRAGMA writable_schema = ON; UPDATE sqlite_schema SET sql = replace(sql, {}, {})"
 _WRONG = (  # what single bits did, which chance may not find in time
     "UPDATE blocks SET tenant = CAST(tenant AS TEXT)",
@@ -109,7 +119,7 @@ def _filled(folder: Path) -> None:
 def _damage(
     folder: Path, change: Callable[[bytearray, random.Random], None], seconds: float, seed: int = 4
 ) -> str:
-    """Damages the index, its log too, time and again; the tier must go on."""
+    """Damages the index, its log or a slab, time and again; the tier must go on."""
     deaths: list[str] = []
     threading.excepthook = lambda args: deaths.append(repr(args.exc_value))
     closed, killed = folder / "closed", folder / "killed"
@@ -122,7 +132,7 @@ def _damage(
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         times += 1
-        name = ("closed/index.sqlite", "log/index.sqlite", "log/index.sqlite-wal")[times % 3]
+        name = _FILES[times % len(_FILES)]
         index._LARGE = (0, _LARGE)[times % 2]  # a large one is not checked page by page
         trial = Path(tempfile.mkdtemp(dir=folder))
         shutil.rmtree(trial)
@@ -155,15 +165,16 @@ def _damage(
             raise Crashed(f"change {times} of {name}: a thread died of {deaths[0]}")
         lost += len(_OLD) - len(first)
         shutil.rmtree(trial)
-    return f"{times} damaged indexes cost {lost / times:.1f} of {len(_OLD)} blocks each, no more"
+    return f"{times} damaged folders cost {lost / times:.1f} of {len(_OLD)} blocks each, no more"
 
 
 @attack()
 def one_flipped_bit(folder: Path) -> str:
-    """A medium flips one bit of the index or of its log, or what a flip made is in its rows."""
+    """A medium flips one bit of the index, its log or a slab; or what a flip made is in rows."""
 
     def flip(data: bytearray, rng: random.Random) -> None:
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        most = rng.choice((64, len(data)))
+        data[rng.randrange(most)] ^= 1 << rng.randrange(8)
 
     return _damage(folder, flip, _FLIPPING_S)
 
@@ -243,3 +254,70 @@ def removed_lock(folder: Path) -> str:
         if _get(tier, _OLD) != set(_OLD):
             raise Crashed("the folder cannot be opened again")
     return "the folder itself is locked"
+
+
+_SMALL = "size=40m,nr_inodes=12"  # of a file system in memory
+_STATES = {
+    "full": "dd if=/dev/zero of=medium/rest bs=64k 2>/dev/null",
+    "without inodes": "touch $(seq -f medium/%g 20) 2>/dev/null",
+    "read-only": "mount -o remount,ro medium",
+}
+_SERVE = "from kvrecall.lab.hostile.disk import serve; serve()"
+
+
+@attack()
+def medium_that_fails(folder: Path) -> str:
+    """At the start the file system of disk_path is full, has no inodes, or is read-only."""
+    python = f'"{sys.executable}" -c "{_SERVE}"'
+    for first in (":", python):
+        for state, change in _STATES.items():
+            (folder / "medium").mkdir(exist_ok=True)
+            # Of its own, which is gone with the process.
+            mount = f"mount -t tmpfs -o {_SMALL} none medium || exit 77"
+            steps = f"{mount}; {first} || exit 78; {change}; {python}"
+            done = subprocess.run(
+                ["sh", "-c", 'unshare -rm true || exit 77; exec unshare -rm sh -c "$0"', steps],
+                cwd=folder, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            if done.returncode == 77:
+                raise NotHere("a file system of one's own")
+            if done.returncode:
+                last = done.stderr.strip().splitlines()[-1:]
+                raise Crashed(f"a pool does not serve on a file system that is {state}: {last}")
+    return f"a pool serves, and says so, on file systems that are {', '.join(_STATES)}"
+
+
+def serve() -> None:
+    """Opens a pool on ``medium/tier`` and uses it as an engine does."""
+    disk = DiskConfig(Path("medium/tier").absolute(), 16 * _MIB)
+    with Pool.open(PoolConfig(4 * _MIB, disk)) as pool:
+        pool.register(_NAMESPACE, _BYTES)
+        engine = Engine(pool, _BYTES)
+        engine.save(_OLD[:20])
+        pool.flush(_OLD[:20], 2.0)
+        assert len(engine.recall(_OLD[:20])) == 20
+        assert [tier.name for tier in pool.stats().tiers] == ["host", "disk"]
+        engine.close()
+
+
+@attack()
+def limits_of_the_process(folder: Path) -> str:
+    """ulimit -v or -f is too small for the arena: one line that names setting and limit."""
+    seen = []
+    for limit, size in (("-v 4000000", 8), ("-f 100000", 1)):
+        program = (
+            "from kvrecall.config import PoolConfig; from kvrecall.pool.pool import Pool;"
+            "from kvrecall.errors import ConfigError\n"
+            f"try: Pool.open(PoolConfig({size} << 30))\n"
+            "except ConfigError as error: print(error)\n"
+        )
+        done = subprocess.run(
+            ["sh", "-c", f'ulimit {limit}; exec "{sys.executable}" -c "$0"', program],
+            cwd=folder, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        said = done.stdout.strip()
+        if done.returncode or "\n" in said or "host_size" not in said:
+            raise Crashed(f"under ulimit {limit}: {said} {done.stderr[-200:]}")
+        if f"ulimit {limit[:2]}" in said or "memory this machine" in said:
+            seen.append(limit)
+    return f"a line that names host_size, under ulimit {' and '.join(seen)}"

@@ -413,11 +413,7 @@ class Flusher:
         ]
         if not rows:
             return []
-        try:
-            self._index.limit(self._store.limit_bytes - self._store.file_bytes - WAL_BYTES)
-            self._index.insert(rows)
-        except sqlite3.Error as error:
-            self._reclaimer.index_failed(error)
+        if not self._insert(rows) and (self._reclaimer.is_failing or not self._insert(rows)):
             self._reclaimer.give_back([row.address for row in rows])
             return []
         if not self._index.is_in_place():
@@ -430,6 +426,16 @@ class Flusher:
         kept = {row.key for row in wanted}
         self._catalog.add_pending_free(row.address for row in rows if row.key not in kept)
         return [put for _, put in durable if put.key in kept]
+
+    def _insert(self, rows: Sequence[Row]) -> bool:
+        """Writes rows. False if that failed; the index may have been renewed since."""
+        try:
+            self._index.limit(self._store.limit_bytes - self._store.file_bytes - WAL_BYTES)
+            self._index.insert(rows)
+        except sqlite3.Error as error:
+            self._reclaimer.index_failed(error)
+            return False
+        return True
 
     def _finish(self, batch: Sequence[_Queued], stored: set[BlockKey]) -> None:
         now = time.monotonic()

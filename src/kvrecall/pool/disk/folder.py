@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import sqlite3
 import stat
 from pathlib import Path
 
 from kvrecall.errors import TierError
+from kvrecall.pool.disk.index import is_damage
 from kvrecall.pool.lockfile import LockHeld, lock_path
 
 _GIB = 1 << 30
@@ -32,8 +35,30 @@ def own_bytes(path: Path) -> int:
     return sum(name.stat().st_blocks * 512 for name in names)
 
 
-def check_room(path: Path, capacity_bytes: int) -> None:
-    """Raises TierError if ``path`` cannot become a tier of that size. Changes nothing."""
+class MediumFails(TierError):
+    """The medium allows no tier now: it is full, or only to be read, or failing. The settings may
+    be right."""
+
+
+_FAILS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+
+
+def refusal(path: Path, error: OSError | sqlite3.Error) -> TierError:
+    """What an error says of the folder that it came from."""
+    if isinstance(error, sqlite3.Error):
+        fails = not is_damage(error)
+        said = str(error)
+        if os.statvfs(path).f_favail == 0:
+            said += "; its file system has no inodes left"
+    else:
+        fails = error.errno in _FAILS
+        said = error.strerror or str(error)
+    return (MediumFails if fails else TierError)(f"disk_path: {path}: {said}")
+
+
+def check_room(path: Path, capacity_bytes: int) -> str:
+    """Raises TierError if ``path`` cannot become a tier of that size. Returns what is doubtful: a
+    file system that has less room now, "" if there is enough. Changes nothing."""
     if capacity_bytes < LEAST_BYTES:
         raise TierError(f"disk_size: {capacity_bytes} bytes is too small; the minimum is 8MiB")
     try:
@@ -52,15 +77,25 @@ def check_room(path: Path, capacity_bytes: int) -> None:
                 "tier alone"
             )
         _check_own(path, path.lstat())
+    system = os.statvfs(standing)
+    if system.f_flag & os.ST_RDONLY:
+        raise MediumFails(f"disk_path: the file system of {standing} is mounted read-only")
     if not os.access(standing, os.R_OK | os.W_OK | os.X_OK):
         raise TierError(f"disk_path: {standing} is not writable for this user")
-    system = os.statvfs(standing)
-    free = system.f_bavail * system.f_frsize + own_bytes(path)
-    if capacity_bytes > free:
+    whole = system.f_blocks * system.f_frsize
+    if capacity_bytes > whole:
         raise TierError(
-            f"disk_size: {capacity_bytes / _GIB:.2f} GiB is more than the {free / _GIB:.2f} GiB "
-            f"free on the file system of {path}; set a smaller disk_size or another disk_path"
+            f"disk_size: {capacity_bytes / _GIB:.2f} GiB is more than the {whole / _GIB:.2f} GiB "
+            f"of the file system of {path}; set a smaller disk_size or another disk_path"
         )
+    free = system.f_bavail * system.f_frsize + own_bytes(path)
+    if capacity_bytes <= free:
+        return ""
+    return (
+        f"disk_size: {capacity_bytes / _GIB:.2f} GiB is more than the {free / _GIB:.2f} GiB "
+        f"free on the file system of {path}; the tier grows as far as there is room. Set a "
+        "smaller disk_size, or free some"
+    )
 
 
 def _check_own(folder: Path, status: os.stat_result) -> None:
@@ -133,7 +168,7 @@ class FolderLock:
                     "folder"
                 ) from None
             except OSError as error:
-                raise TierError(f"disk_path: {path}: {error.strerror}") from error
+                raise refusal(path, error) from error
             self._held = undo.pop_all()
 
     def release(self) -> None:

@@ -60,6 +60,7 @@ _SCHEMA = (
 )
 """``sum`` of a block's row: ``_sum`` of what never changes, plus address, last use and pin, so that
 an update of these needs no other column."""
+_MARKS = ",".join("?" * 11)  # for a row of blocks
 _SUM_BITS = 60
 _NOT_DAMAGE = {
     sqlite3.SQLITE_BUSY,
@@ -139,11 +140,12 @@ class Index:
     """An open index. Its methods raise sqlite3.Error when the medium fails, or the file turns out
     to be damaged (``is_damage``); their change is then not made."""
 
-    def __init__(self, path: Path, clock: Clock) -> None:
+    def __init__(self, path: Path, clock: Clock, meta: dict[str, str] | None = None) -> None:
+        """``meta``: what to note in a new file."""
         self._path = path
         self._clock = clock
         self._log_path = path.with_name(path.name + "-wal")
-        self._begin(None)
+        self._begin(meta)
 
     def _begin(self, meta: dict[str, str] | None) -> None:
         """Opens the file; ``meta``: what to note in a new one."""
@@ -193,22 +195,53 @@ class Index:
         self._note("time", f"{int(self._clock()) - self._ahead_s} {self._clock.note()}")
 
     @classmethod
-    def open(cls, folder: Path, clock: Clock) -> Index:
-        """Opens or creates the index of a folder. A damaged, foreign or older file is moved aside
-        and replaced by an empty one; one of a newer kvrecall raises TierError. Raises sqlite3.Error
-        if the medium does not allow that now."""
+    def open(cls, folder: Path, clock: Clock, why: str = "") -> Index:
+        """Opens or creates the index of a folder. A foreign or older file is moved aside and
+        replaced by an empty one; a damaged one by what can be read of it; one of a newer kvrecall
+        raises TierError. ``why``: what is known to be damaged in it. Raises sqlite3.Error if the
+        medium does not allow that now."""
         path = folder / INDEX_NAME
-        if path.exists():
+        if not why and path.exists():
             why = _unfit(path, trusting=path.stat().st_size > _LARGE)
-            if why:
-                move_aside(path, why)
-        try:
-            return cls(path, clock)
-        except (sqlite3.DatabaseError, ValueError) as error:
-            if isinstance(error, sqlite3.Error) and not is_damage(error):
-                raise
-            move_aside(path, f"it is damaged ({error})")
-            return cls(path, clock)
+        if not why:
+            try:
+                return cls(path, clock)
+            except (sqlite3.DatabaseError, ValueError) as error:
+                if isinstance(error, sqlite3.Error) and not is_damage(error):
+                    raise
+                why = f"it is damaged ({error})"
+        aside = _move_aside(path, why)
+        if aside.exists() and aside.stat().st_size <= _LARGE:
+            with (
+                contextlib.suppress(sqlite3.DatabaseError, ValueError),
+                contextlib.closing(_plain(aside)) as old,
+            ):
+                index = cls(path, clock, _meta(old))
+                index._take_over(old)
+                return index
+        return cls(path, clock)
+
+    def _take_over(self, old: sqlite3.Connection) -> None:
+        """Copies what can be read of a damaged file, as it is: its sums are checked later, here as
+        there."""
+        for table, name, marks in ("namespaces", "id", "?,?,?,?,?"), ("blocks", "address", _MARKS):
+            query = f"SELECT * FROM {table} WHERE {name} > ? ORDER BY {name} LIMIT ?"
+            last, at_once, gap = -1, MAX_ROWS, _PAGE
+            while last < 1 << 62:
+                try:
+                    rows = old.execute(query, (last, at_once)).fetchall()
+                except sqlite3.DatabaseError:
+                    if at_once == 1:  # nothing more of this page: goes on behind it
+                        last, gap = last + gap, 2 * gap
+                    at_once = 1
+                    continue
+                if not rows:
+                    break
+                with self._connection as connection:
+                    connection.execute("BEGIN IMMEDIATE")
+                    connection.executemany(f"INSERT OR IGNORE INTO {table} VALUES ({marks})", rows)
+                last, at_once, gap = max(last + 1, rows[-1][0]), MAX_ROWS, _PAGE
+        self._read_whole()
 
     def begin_anew(self, why: str) -> int:
         """Moves the file aside and begins an empty one for the same slabs; returns the bytes on the
@@ -216,7 +249,7 @@ class Index:
         before = aside_bytes(self._path.parent)
         known = list(self._spaces.values())
         self._connection.close()
-        move_aside(self._path, why)
+        _move_aside(self._path, why)
         self._begin(self._meta)
         for namespace, block_bytes in known:
             self.register(namespace, block_bytes)
@@ -338,7 +371,7 @@ class Index:
         with self._connection as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.executemany(
-                "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                f"INSERT INTO blocks VALUES ({_MARKS})",
                 map(self._fields, rows),
             )
 
@@ -483,13 +516,16 @@ def check_index(folder: Path) -> bool:
     if not path.exists() or (path.is_file() and path.stat().st_size == 0):
         why = f"its {INDEX_NAME} is empty" if path.exists() else f"there is no {INDEX_NAME} in it"
         raise TierError(f"disk_path: {folder} holds no blocks ({why})")
-    if why := _unfit(path):
-        raise TierError(
-            f"disk_path: {path}: {why}; nothing is changed. A pool that is started on this folder "
-            "moves the file aside and starts empty"
-        )
-    with contextlib.closing(_plain(path)) as connection:
-        return "sealed" in _meta(connection)
+    try:
+        if why := _unfit(path):
+            raise TierError(
+                f"disk_path: {path}: {why}; nothing is changed. A pool that is started on this "
+                "folder moves the file aside and starts empty"
+            )
+        with contextlib.closing(_plain(path)) as connection:
+            return "sealed" in _meta(connection)
+    except sqlite3.Error as error:
+        raise TierError(f"disk_path: {path} cannot be read: {error}") from error
 
 
 def _meta(connection: sqlite3.Connection) -> dict[str, str]:
@@ -590,7 +626,11 @@ def _unfit(path: Path, trusting: bool = False) -> str:
                 if version < SCHEMA_VERSION:
                     return f"its format {version} is older than {SCHEMA_VERSION}"
                 return "it is damaged (its schema)"
-            if trusting and "ended" in _meta(connection):
+            with path.open("rb") as file:
+                if not set(file.read(20)[18:]) <= {1, 2}:  # SQLite would only read it
+                    return "it is damaged (its header)"
+            was_closed_well = "ended" in _meta(connection)
+            if trusting and was_closed_well:
                 return ""
             if trusting:
                 _LOG.info("disk tier: checking %s, %d MiB", path, path.stat().st_size >> 20)
@@ -605,15 +645,18 @@ def _unfit(path: Path, trusting: bool = False) -> str:
 
 def aside_bytes(folder: Path) -> int:
     """Bytes of indexes that were moved aside."""
-    aside = folder / _ASIDE_NAME
-    return aside.stat().st_size if aside.exists() else 0
+    return sum(file.stat().st_size for file in folder.glob(_ASIDE_NAME + "*"))
 
 
-def move_aside(path: Path, why: str) -> None:
-    """Renames an index that is unfit, and says so."""
+def _move_aside(path: Path, why: str) -> Path:
+    """Renames an index that is unfit, and says so; returns its new path."""
     aside = path.with_name(_ASIDE_NAME)
-    with contextlib.suppress(FileNotFoundError):
-        os.replace(path, aside)
-    for suffix in ("-wal", "-shm"):
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    for suffix in ("", "-wal"):
+        old, new = (file.with_name(file.name + suffix) for file in (path, aside))
+        new.unlink(missing_ok=True)
+        if old.exists():
+            os.replace(old, new)
+    for file in (path, aside):
+        file.with_name(file.name + "-shm").unlink(missing_ok=True)
     _LOG.warning("disk tier: %s: %s; renamed to %s, and a new one is begun", path, why, aside)
+    return aside

@@ -27,14 +27,12 @@ from kvrecall.pool.departures import Departure
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters, Entry
 from kvrecall.pool.disk.codec import BlockCodec, Plain
 from kvrecall.pool.disk.flusher import Flusher
-from kvrecall.pool.disk.folder import LEAST_BYTES, FolderLock, check_room
+from kvrecall.pool.disk.folder import LEAST_BYTES, FolderLock, check_room, refusal
 from kvrecall.pool.disk.index import (
-    INDEX_NAME,
     WAL_BYTES,
     Index,
     aside_bytes,
     is_damage,
-    move_aside,
 )
 from kvrecall.pool.disk.reclaimer import Reclaimer
 from kvrecall.pool.disk.recovery import Recovery
@@ -88,11 +86,14 @@ class DiskTier(Tier):
         terms: PoolTerms | None = None,
     ) -> None:
         """Opens or creates the folder. Raises TierError if it cannot be used, and then changes
-        nothing. The blocks of a large folder are found in the background: those that are not found
+        nothing; MediumFails if that may be different at the next start.
+
+        The blocks of a large folder are found in the background: those that are not found
         yet are misses, and new ones wait to be stored. ``codec`` (default: a checksum): see
         ``_admit`` for folders that were written with another."""
         make_policy(policy, 1)  # before anything is touched
-        check_room(config.path, config.capacity_bytes)
+        if doubt := check_room(config.path, config.capacity_bytes):
+            _LOG.warning("disk tier: %s", doubt)
         self._config = config
         self._capacity_bytes = config.capacity_bytes
         self._terms = terms or PoolTerms()
@@ -104,7 +105,7 @@ class DiskTier(Tier):
             try:
                 self._open_whole(io or FileIo(), policy, clock or Clock(), undo)
             except (OSError, sqlite3.Error) as error:
-                raise TierError(f"disk_path: {config.path}: {error}") from error
+                raise refusal(config.path, error) from error
             undo.pop_all()
         self._done: queue.Queue[Done] = queue.Queue()
         self._closed = False
@@ -409,9 +410,11 @@ class DiskTier(Tier):
             raise ConfigError(f"disk: {capacity_bytes} bytes is too small; the minimum is 8MiB")
         if capacity_bytes > self._capacity_bytes:
             try:
-                check_room(self._config.path, capacity_bytes)
+                doubt = check_room(self._config.path, capacity_bytes)
             except TierError as error:
                 raise ConfigError(str(error)) from error
+            if doubt:
+                raise ConfigError(doubt)
         pinned, share = self.pinned_bytes, self._terms.pin_limit
         if pinned > share * capacity_bytes:
             raise ConfigError(
@@ -436,8 +439,8 @@ class DiskTier(Tier):
         clock: Clock,
         undo: contextlib.ExitStack,
     ) -> None:
-        """``_open``, and again without the index if that is damaged although it was closed well,
-        or its pages are right and what they hold is not."""
+        """``_open``, and again with what can be read of the index if that is damaged although it
+        was closed well, or its pages are right and what they hold is not."""
         try:
             with contextlib.ExitStack() as attempt:
                 self._open(io, policy, clock, attempt)
@@ -445,8 +448,7 @@ class DiskTier(Tier):
         except sqlite3.DatabaseError as error:
             if not is_damage(error):
                 raise
-            move_aside(self._config.path / INDEX_NAME, f"it is damaged ({error})")
-            self._open(io, policy, clock, undo)
+            self._open(io, policy, clock, undo, f"it is damaged ({error})")
 
     def _open(
         self,
@@ -454,10 +456,12 @@ class DiskTier(Tier):
         policy: str,
         clock: Clock,
         undo: contextlib.ExitStack,
+        damage: str = "",
     ) -> None:
-        """Opens index and slabs and finds their blocks; ``undo`` collects how to close them."""
+        """Opens index and slabs and finds their blocks; ``undo`` collects how to close them.
+        ``damage``: of the index, if it is known."""
         path, capacity = self._config.path, self._config.capacity_bytes
-        self._index = Index.open(path, clock)
+        self._index = Index.open(path, clock, damage)
         undo.callback(self._index.close, False)
         self._admit()
         limit = capacity - aside_bytes(path)
