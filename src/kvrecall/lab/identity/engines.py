@@ -21,7 +21,7 @@ from kvrecall.block import Namespace
 from kvrecall.errors import EngineError
 from kvrecall.lab.engines import host
 from kvrecall.lab.engines.engine import HOST, Answer, EngineProcess, Question
-from kvrecall.lab.identity.setups import ANSWER_TOKENS, FRESH, KNOWN, Prompts, Setup
+from kvrecall.lab.identity.setups import ANSWER_TOKENS, KNOWN, PAST, Prompts, Setup
 from kvrecall.lab.models import write_over
 
 _POOL = {
@@ -109,7 +109,7 @@ class Engines:
                 if _is_first_load(setup, change) or "place" in change:
                     _change(engine, change)
                     continue
-                for name in (*KNOWN, *FRESH):  # of other weights: on the device, and in the pool
+                for name in PAST:  # of other weights: on the device, and in the pool
                     _ask(engine, setup, prompts, name)
                 _change(engine, change, _long(setup, prompts))
             for name in plan:

@@ -139,6 +139,9 @@ BRANCHES: tuple[str, ...] = ("branch-1", "branch-2")
 FRESH: tuple[str, ...] = ("fresh-1", "fresh-2")
 """Prompts that the second engine saves."""
 
+PAST: tuple[str, ...] = (*KNOWN, FRESH[0])
+"""Prompts that an engine gets before each change of its weights."""
+
 TWIGS: tuple[str, ...] = ("twig-1",)
 """Whole blocks of fresh ones, then other tokens."""
 

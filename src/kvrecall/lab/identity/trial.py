@@ -16,7 +16,16 @@ from kvrecall.errors import EngineError
 from kvrecall.lab.engines.engine import Answer
 from kvrecall.lab.identity.engines import Engines, Life, Reply
 from kvrecall.lab.identity.pairs import Kv, Pair
-from kvrecall.lab.identity.setups import BRANCHES, FRESH, KNOWN, TWIGS, Prompts, Setup, Shelf
+from kvrecall.lab.identity.setups import (
+    BRANCHES,
+    FRESH,
+    KNOWN,
+    PAST,
+    TWIGS,
+    Prompts,
+    Setup,
+    Shelf,
+)
 
 LEAST_TOLERANCE = 1e-4
 NOISE_MARGIN = 4.0
@@ -192,9 +201,8 @@ class Laboratory:
         second = self._engines.live(f"{pair.name}-b", b, prompts, plan, pool, pair.blind)
         theirs = (*FRESH, *TWIGS)
         plan = (*KNOWN, *theirs, *KNOWN, *theirs * 2)
-        third = self._engines.live(
-            f"{pair.name}-a", a, prompts, plan, pool, pair.blind, before=first.prompts
-        )
+        before = [*first.prompts, *(PAST if b.changes else ())]
+        third = self._engines.live(f"{pair.name}-a", a, prompts, plan, pool, pair.blind, before)
         _judge("A", first, alone_a, verdict)
         _judge("B", second, alone_b, verdict)
         _judge("A again", third, alone_a, verdict)

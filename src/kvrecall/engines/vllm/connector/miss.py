@@ -242,7 +242,8 @@ class MissExplainer:
         if getattr(request, "prompt_embeds", None) is not None:
             cause = "prompt embeddings"
         if not state.settled:
-            cause = "weights not identified yet"
+            what = "weights" if request.lora_request is None else "adapter"
+            cause = f"{what} not identified yet"
         return {"reason": Reason.NOT_POOLED, "cause": cause}
 
     def _judged(
