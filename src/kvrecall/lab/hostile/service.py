@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -453,8 +454,10 @@ sock.connect("pool.sock")
 print(sock.recv(4096).hex(), flush=True)
 """
     with _service(place / "pool", f"--host-size={_HOST}MiB") as service:
-        service.socket.chmod(0o666)
-        service.socket.parent.chmod(0o755)
+        for path, mode in ((service.socket, 0o600), (service.socket.parent, 0o700)):
+            if stat.S_IMODE(path.stat().st_mode) != mode:
+                raise GotIn(f"{path} is open to others")
+            path.chmod(0o777)
         with _stranger(service.socket, what) as said:
             if b"may not use the pool" not in bytes.fromhex(said):
                 raise GotIn(f"the service answers user 65534: {bytes.fromhex(said)[:80]!r}")
