@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import secrets
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.mem_cache import utils as of_sglang
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
@@ -19,14 +24,30 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
 )
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.runtime_context import RuntimeContext
+from sglang.srt.server_args import ServerArgs
 
-from kvrecall.engines.sglang import RecallStorage
+from kvrecall.block import Namespace
+from kvrecall.engines.sglang import RecallStorage, identity
+from kvrecall.engines.sglang import storage as room
 from kvrecall.errors import ConfigError
 from kvrecall.testing.blocks import wait_until
 from tests.service.service import Service
 
 LAYERS, TOKENS, HEADS, DIM, PAGES = 3, 16, 2, 8, 12
 HASHES = [f"{n:064x}" for n in range(PAGES)]
+
+
+SERVER = {field.name: field.default for field in msgspec.structs.fields(ServerArgs)}
+SERVER |= {"model_path": "an/id-of-the-hub", "kv_cache_dtype": "bfloat16", "lora_paths": []}
+
+
+@pytest.fixture(autouse=True)
+def server(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The settings of SGLang's server, which resolves them on a GPU only."""
+    settings = dict(SERVER)
+    monkeypatch.setattr(RuntimeContext, "resolved_server_args_dict", lambda _: settings)
+    return settings
 
 
 class HostPool:
@@ -285,6 +306,126 @@ def test_other_pages_do_not_meet(
     again.close()
 
 
+def meets(disk: dict[str, Any], pool: HostPool | None = None) -> bool:
+    """Whether a server with the present settings finds what the first one has stored."""
+    found = backend(disk, pool)
+    try:
+        return bool(found.batch_exists(HASHES[:3]) == 3)
+    finally:
+        found.close()
+
+
+def adapter(folder: Path, content: bytes) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return str(folder)
+
+
+FOLDERS = ("speculative_draft_model_path", "uno_lora_path", "kt_weight_path")
+SHAPING = [
+    ("kv_cache_dtype", "fp8_e5m2"),
+    ("json_model_override_args", '{"rope_theta": 1}'),
+    ("quantization", "fp8"),
+    ("model_loader_extra_config", '{"load_in_4bit": true}'),
+    ("dtype", "float16"),
+    ("attention_backend", "triton"),
+    ("context_length", 131072),
+    ("speculative_draft_kv_cache_dtype", "fp8_e4m3"),
+    ("mamba_ssm_dtype", "bfloat16"),
+    ("enable_lora", True),
+]
+FREE = [
+    ("port", 31000), ("host", "0.0.0.0"), ("api_key", "secret"), ("log_level", "debug"),
+    ("max_running_requests", 7), ("random_seed", 5), ("hicache_size", 99), ("nccl_port", 9),
+    ("chat_template", "x"), ("enable_metrics", True), ("ssl_keyfile_password", "secret"),
+    ("hicache_storage_backend_extra_config", "{}"), ("node_rank", 1), ("watermark_key", 5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), SHAPING)
+def test_a_setting_that_shapes_kv_is_in_the_keys(
+    disk: dict[str, Any], server: dict[str, Any], name: str, value: Any
+) -> None:
+    before = HostPool(dtype=torch.uint8)
+    first = backend(disk, before)
+    first.batch_set_v1(HASHES[:3], indices(3))
+    first.close()
+    assert meets(disk, before)
+    assert server[name] != value
+    server[name] = value
+    assert not meets(disk, before)
+
+
+def test_settings_that_shape_nothing_are_not(disk: dict[str, Any], server: dict[str, Any]) -> None:
+    first = backend(disk)
+    first.batch_set_v1(HASHES[:3], indices(3))
+    first.close()
+    for name, value in FREE:
+        assert server[name] != value
+        server[name] = value
+    assert meets(disk)
+    assert {name for name, _ in SHAPING} <= {
+        name for name in SERVER if not identity._NO_INFLUENCE.fullmatch(name)
+    }
+
+
+def test_another_version_does_not_meet(
+    disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = backend(disk)
+    first.batch_set_v1(HASHES[:3], indices(3))
+    first.close()
+    monkeypatch.setattr(room.sglang, "__version__", "0.5.24")
+    assert not meets(disk)
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, "quantization_param_path", "lora_paths"])
+def test_the_content_of_files_that_settings_name_is_in_the_keys(
+    disk: dict[str, Any], server: dict[str, Any], tmp_path: Path, name: str
+) -> None:
+    """SGLang's id of an adapter that a server starts with is of its name and path alone."""
+
+    def told(content: bytes) -> Any:
+        if name == "quantization_param_path":
+            (tmp_path / "scales.json").write_bytes(content)
+            return str(tmp_path / "scales.json")
+        folder = adapter(tmp_path / "other", content)
+        if name != "lora_paths":
+            return folder
+        return [LoRARef(LoRARef.deterministic_id("a", folder), "a", folder)]
+
+    server[name] = told(b"one")
+    first = backend(disk)
+    first.batch_set_v1(HASHES[:3], indices(3))
+    first.close()
+    assert meets(disk)
+    server[name] = told(b"two, under the same name")
+    assert not meets(disk)
+    server[name] = [{"lora_path": "hub/id"}] if name == "lora_paths" else "hub/id"
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}.*hub/id.*local file"):
+        backend(disk)
+
+
+def test_adapters_salts_and_classes_of_requests_have_keys_of_their_own() -> None:
+    """What SGLang hashes, from which it takes the keys it gives."""
+    whose = [(None, None), ("adapter", None), (None, "adapter"), ("a", "b"), ("ab", None), ("", "")]
+    tokens = list(range(2 * TOKENS))
+    namespace = Namespace.of({"a": "b"})
+    keys = set()
+    for extra_key, salt in whose:
+        seed = of_sglang.storage_namespace_seed(extra_key, salt)
+        hashes = of_sglang.get_hash_str(tokens, seed, page_size=TOKENS)
+        keys |= {identity.key_of(namespace, one) for one in hashes}
+    assert len(keys) == 2 * len(whose)
+
+
+def test_a_version_that_hashes_tokens_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(of_sglang, "storage_namespace_seed")
+    monkeypatch.delitem(sys.modules, "kvrecall.engines.sglang.storage")
+    with pytest.raises(ImportError, match=r"hashes a page's tokens only.*use SGLang 0.5.20"):
+        importlib.import_module("kvrecall.engines.sglang.storage")
+
+
 def test_ranks_of_an_mla_model_share_their_pages(disk: dict[str, Any]) -> None:
     first = backend(disk, is_mla_model=True, tp_rank=0)
     first.batch_set_v1(HASHES[:3], indices(3))
@@ -369,3 +510,15 @@ def test_engines_on_one_service_that_dies_and_comes_back(tmp_path: Path) -> None
         assert torch.equal(pool.get_data_page(10 * TOKENS), expected)
         one.close()
         two.close()
+
+
+def test_what_cannot_be_identified_is_refused(
+    tmp_path: Path, server: dict[str, Any], disk: dict[str, Any]
+) -> None:
+    server["load_format"] = "dummy"
+    with pytest.raises(ConfigError, match="--load-format: 'dummy'"):
+        backend(disk)
+    server["load_format"] = "auto"
+    server["model_path"] = adapter(tmp_path / "served", b"one")
+    with pytest.raises(ConfigError, match=r"model_path: .*is not what the server loads"):
+        backend({**disk, "revision": "", "model_path": adapter(tmp_path / "copy", b"two")})

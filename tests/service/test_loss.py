@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ import pytest
 from kvrecall.block import BlockKey, TierName
 from kvrecall.lab.processes import as_child
 from kvrecall.pool.base import RecallState, Verdict
+from kvrecall.pool.service import peers
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.link import Link
@@ -249,6 +252,29 @@ def test_killed_client_gives_back_leases_and_slots(service: Service, client: Ser
     process.kill()
     wait_until(lambda: client.stats().leases + client.stats().reserved == 0)
     process.wait()
+
+
+@pytest.mark.parametrize("option", [peers._PEER_PIDFD, 9999], ids=["new kernel", "before 6.5"])
+def test_a_peer_is_dead_once_its_process_is(monkeypatch: pytest.MonkeyPatch, option: int) -> None:
+    """Also if a child of it keeps the connection open."""
+    monkeypatch.setattr(peers, "_PEER_PIDFD", option)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(b"\0kvrecall-test-" + os.urandom(8).hex().encode())
+        listener.listen()
+        code = "import os, socket, sys, time; s = socket.socket(socket.AF_UNIX)\n"
+        code += "s.connect(bytes.fromhex(sys.argv[1])); os.fork(); time.sleep(60)"
+        command = [sys.executable, "-c", code, listener.getsockname().hex()]
+        process = subprocess.Popen(command, start_new_session=True)
+        connection, _ = listener.accept()
+        peer = peers.Peer.of(connection)
+        assert (peer.pid, peer.is_alive) == (process.pid, True)
+        process.kill()
+        process.wait()
+        assert not peer.is_alive
+        peer.close()
+        connection.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_slots_wait_for_the_worker_of_a_killed_engine(

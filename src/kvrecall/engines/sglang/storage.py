@@ -1,4 +1,5 @@
-"""HiCache's storage interface over a pool. Written against SGLang 0.5.23."""
+"""HiCache's storage interface over a pool. Written against SGLang 0.5.23; 0.5.20 is the first whose
+page hashes tell adapters and salts apart."""
 
 from __future__ import annotations
 
@@ -8,6 +9,16 @@ from typing import Any
 
 import sglang
 import torch
+
+try:
+    from sglang.srt.mem_cache.utils import storage_namespace_seed  # noqa: F401 - see above
+    from sglang.srt.runtime_context import get_context
+except ImportError as _error:
+    raise ImportError(
+        f"kvrecall: SGLang {sglang.__version__} hashes a page's tokens only, so that requests with "
+        "another adapter, cache_salt or extra_key would get its KV; use SGLang 0.5.20 or later, "
+        "or remove --hicache-storage-backend"
+    ) from _error
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
@@ -17,17 +28,18 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     PoolTransferResult,
 )
+from sglang.srt.utils import get_device_name
 
 from kvrecall.block import BlockKey, Namespace
-from kvrecall.engines.sglang.pages import (
-    Identity,
-    Page,
-    Pages,
+from kvrecall.engines.sglang.identity import (
     check_ranks,
     identity_of,
     key_of,
+    page_of,
     read_settings,
+    settings_of,
 )
+from kvrecall.engines.sglang.pages import Page, Pages
 
 _FLAT = "flat"  # one tensor, as the host pool flattens a page
 _PIECES = "pieces"  # the pieces of the host pool's buffers, in its order
@@ -45,10 +57,11 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
         self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None
     ) -> None:
         """Opens the pool. ConfigError or TierError, naming the setting, if that cannot be."""
-        settings, self._weights = read_settings(storage_config.extra_config)
+        server = get_context().resolved_server_args_dict()
+        settings, weights = read_settings(storage_config.extra_config, server)
         check_ranks(settings, storage_config.tp_size * storage_config.pp_size)
-        self._config = storage_config
-        self._identity = self._identify({})
+        engine = {"version": str(sglang.__version__), "device": str(get_device_name())}
+        self._identity = identity_of(storage_config, weights, engine | settings_of(server))
         by_pieces = bool((storage_config.extra_config or {}).get("interface_v1", 0))
         self._form = _PIECES if by_pieces else _FLAT
         self._namespaces: dict[tuple[str, int, str], Namespace] = {}
@@ -60,13 +73,6 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
-        self._identity = self._identify(
-            {
-                "layout": str(getattr(mem_pool_host, "layout", "")),
-                "dtype": str(getattr(mem_pool_host, "dtype", "")),
-                "page_tokens": str(getattr(mem_pool_host, "page_size", "")),
-            }
-        )
         self._namespaces.clear()
         self._sizes["kv"] = _nbytes(mem_pool_host.get_dummy_flat_data_page())
 
@@ -74,9 +80,6 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool_name != PoolName.KV:
             self._sizes[str(host_pool_name)] = _nbytes(host_pool.get_dummy_flat_data_page())
-
-    def _identify(self, page: Mapping[str, str]) -> Identity:
-        return identity_of(self._config, self._weights, str(sglang.__version__), page)
 
     # -- flat pages ------------------------------------------------------------------------
 
@@ -295,7 +298,9 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
     def _namespace(self, pool: str, nbytes: int, form: str) -> Namespace:
         kind = pool, nbytes, form
         if kind not in self._namespaces:
-            namespace = self._identity.namespace(*kind)
+            of_kv = getattr(self, "mem_pool_host", None)
+            host_pool = of_kv if pool == "kv" else self.registered_pools.get(pool)
+            namespace = self._identity.namespace(*kind, page_of(host_pool))
             self._pages.register(namespace, nbytes)
             self._namespaces[kind] = namespace
         return self._namespaces[kind]
