@@ -119,7 +119,7 @@ def with_remote(
 def store_name(config: RemoteConfig) -> str:
     """A name of the store, 16 hex digits, equal on all hosts that reach it at the same address, and
     different on hosts that each have one of their own on loopback."""
-    options = config.options
+    options = {k: v for k, v in config.options.items() if k != "allow_plaintext"}
     where: object = sorted((name, repr(value)) for name, value in options.items())
     if config.kind == "mooncake":
         from kvrecall.pool.remote.mooncake import MooncakeSettings  # which needs this module
