@@ -11,6 +11,7 @@ import torch
 
 from kvrecall.attention.selection import split_of
 from kvrecall.engines.vllm.attention.cpu import RetrievalImpl
+from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 from kvrecall.engines.vllm.attention.step import BatchRow, DensePart, OffloadedRow, StepWork
 
 from .sequences import BLOCK, Bench, shape_of
@@ -63,3 +64,31 @@ def test_every_request_is_attended_to_once(sparse: bool, prefills: bool) -> None
     )
     assert torch.equal(got[0], 2 * query[0])
     assert torch.equal(got[1], want[0])
+
+
+def test_digests_of_a_step_that_failed_are_computed_again() -> None:
+    """The forward pass raises in the second of two layers, and the engine goes on."""
+    bench = Bench(shape_of(), replace(SETTINGS, topk_share=0.3), 100)
+    second = RetrievalLayer("second", bench.planner._settings, bench.kernel, bench.activity)
+    bench.group.add("second", second, bench.whole)
+    sequence = bench.sequence(TOKENS)
+    table = sequence.block_ids.to(torch.int32)[None]
+    impl = Impl(bench, True)
+
+    def forward(layers: int) -> list[int]:
+        """A step which fails after so many; the blocks that it digests."""
+        step = bench.planner.plan([BatchRow(1, TOKENS, False)], table)
+        if step is None:
+            return []
+        bench.freshness.planned(bench.group.sparse_layers)
+        for _ in range(layers):
+            impl._digest(bench.cache, StepWork(step, True))
+        return step.stale.tolist()
+
+    first = forward(1)
+    assert first
+    assert forward(2) == first, "the second layer lacked them"
+    assert forward(2) == []
+    assert forward(0) == []
+    departing = sequence.block_ids[:3]
+    assert bench.freshness.take_stale(departing).tolist() == departing.tolist()

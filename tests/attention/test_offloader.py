@@ -29,13 +29,18 @@ from kvrecall.engines.vllm.attention.offload_scheduler import (
 )
 from kvrecall.engines.vllm.compat.attention import override_kv_cache_spec
 from kvrecall.engines.vllm.compat.scheduler import block_manager
+from kvrecall.engines.vllm.connector import connector as connector_module
+from kvrecall.engines.vllm.connector.connector import RecallConnector
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.engines.vllm.connector.wire import (
+    ORIGIN_BYTES,
     EngineFacts,
     Load,
     OffloadOrders,
+    Shard,
     StepOrders,
     StepReport,
+    Store,
 )
 from kvrecall.pool import Pool
 from kvrecall.pool.base import PoolClient
@@ -64,6 +69,7 @@ class Bench:
         blocks: int,
         in_place: bool = False,
         settings: RetrievalSettings = SETTINGS,
+        audit: object = "off",
     ) -> None:
         override_kv_cache_spec(lambda layer: None)
         init_none_hash(sha256_cbor)
@@ -73,7 +79,7 @@ class Bench:
         self.manager = KVCacheManager(config, 4096, BLOCK, BLOCK)
         self.side = RecallScheduler(
             pool,
-            RecallSettings.from_mapping({"host_size": "1MiB", "audit": "off"}),
+            RecallSettings.from_mapping({"host_size": "1MiB", "audit": audit}),
             FACTS,
             lambda: Namespace.of({"test": "1"}),
             ByName(),
@@ -152,6 +158,8 @@ class Bench:
         if request.num_computed_tokens == request.num_tokens:
             request.append_output_token_ids(7)
         self._stores += [store.store_id for store in orders.stores]
+        for store in orders.stores:
+            sign(self.pool, store)
         if self.makes_stores:
             self.make_stores()
 
@@ -178,6 +186,14 @@ class Bench:
         request.status = RequestStatus.FINISHED_STOPPED
         self.side.finished(request, self.manager.get_block_ids(request.request_id))
         self.manager.free(request)
+
+
+def sign(pool: PoolClient, store: Store) -> None:
+    """As the workers do."""
+    if isinstance(pool, Pool):
+        for offset in store.copy.offsets:
+            at = offset + FACTS.groups[0].record_bytes
+            pool.arena.array()[at : at + ORIGIN_BYTES] = list(store.origin)
 
 
 @pytest.fixture
@@ -219,6 +235,20 @@ def test_middle_blocks_leave_with_the_first_decoded_token(pool: Pool) -> None:
     assert bench.orders is not None
     assert bench.orders.ended == ["r"]
     bench.end(other)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_blocks_of_a_writer_that_is_not_proved_do_not_stand_in_for_the_devices(
+    pool: Pool, is_own: bool
+) -> None:
+    first = Bench(pool, 100, audit=0)
+    first.end(first.begun("before", 400, 0))
+    second = first if is_own else Bench(pool, 100, audit=0)
+    request = second.begun("r", 400, 0)
+    assert second.decode(request)
+    assert (second.orders is not None) is is_own
+    second.end(request)
+    assert pool.stats().leases == 0
 
 
 def test_it_goes_on_while_the_sequence_grows(pool: Pool) -> None:
@@ -268,6 +298,55 @@ def test_what_the_pool_does_not_hold_stays(small_pool: Pool) -> None:
     assert 0 not in ids[16:]
     bench.end(request)
     assert (bench.free, small_pool.stats().leases) == (99, 0)
+
+
+@pytest.mark.parametrize(
+    ("measured", "offloads"), [((1 << 10, 2 << 10), True), ((1 << 10, 4 << 20), False)]
+)
+def test_what_workers_attend_to_densely_stays_on_the_device(
+    pool: Pool, measured: tuple[int, int], offloads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler side's gate decides by the workers' greatest measurement."""
+    monkeypatch.setattr(connector_module, "is_requested", lambda environ: True)
+    monkeypatch.setattr(connector_module, "offload_hindrance", lambda config: None)
+    monkeypatch.setattr(
+        connector_module, "active_settings", lambda config: replace(SETTINGS, gate=True)
+    )
+    monkeypatch.setattr(connector_module.config, "layer_token_bytes", lambda config: 512)
+    bench = Bench(pool, 100)
+    connector = RecallConnector.__new__(RecallConnector)
+    connector._pool, connector._scheduler = pool, bench.side
+    connector._settings = RecallSettings.from_mapping({"host_size": "1MiB"})
+    connector._vllm_config = connector._kv_cache_config = None
+    connector._kv_cache_manager = bench.manager
+    connector._keep_long_sequences(FACTS, [shard_of(number) for number in measured])
+    request = bench.begun("r", 400, 0)
+    assert bench.decode(request)
+    assert (0 in bench.manager.get_block_ids("r")[0]) == offloads
+    bench.end(request)
+
+
+def shard_of(overhead_bytes: int) -> Shard:
+    return Shard((), "", True, overhead_bytes=overhead_bytes)
+
+
+def test_what_an_unproved_writer_has_saved_stays_on_the_device(pool: Pool) -> None:
+    """The first 19 blocks are another engine's, and the ones behind them this engine's own."""
+    Bench(pool, 100).begun("theirs", 19 * BLOCK, 0)
+    bench = Bench(pool, 100, audit=4096)
+    request = bench.begun("r", 400, 0)
+    assert bench.decode(request, PATIENCE + 2)
+    assert 0 not in bench.manager.get_block_ids("r")[0]
+    ids = bench.manager.get_block_ids("r")[0]
+    bench.end(request)
+
+    bench.manager.evict_blocks(set(ids[19:]))  # what is left on the device was computed here
+    again = bench.request("again", 400)
+    assert bench.restore(again)
+    assert sum(len(copy.block_ids) for load in bench.loads for copy in load.copies) == 5
+    assert 0 not in bench.manager.get_block_ids("again")[0]
+    bench.end(again)
+    assert pool.stats().leases == 0
 
 
 def test_what_went_to_the_disk_is_brought_back_first(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ tensors have no contents."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,6 +124,31 @@ def test_a_step_is_planned_without_the_device(builder: Builder) -> None:
     step = metadata.retrieval.step
     assert [sequence.row for sequence in step.sequences] == [0, 3]
     assert metadata.retrieval.beside_sparse.metadata.common.num_actual_tokens == 513
+
+
+def test_the_number_that_all_ranks_agree_on_decides(builder: Builder) -> None:
+    context = SimpleNamespace(static_forward_context={})
+    model = SimpleNamespace(max_model_len=131_072)
+    builder.vllm_config = SimpleNamespace(compilation_config=context, model_config=model)
+    gated = replace(SETTINGS, gate=True)
+    builder._planner.gate = replace(builder._planner.gate, settings=gated)
+    assert build(builder, [70_000], [1]).retrieval.step is not None
+    builder._settle_gate(1 << 50)
+    assert build(builder, [70_000], [1]).retrieval.step is None
+    assert builder._kernel.overhead_bytes == 1 << 50, "for layers that are bound again"
+
+
+def test_digests_of_a_step_whose_layers_did_not_run_are_planned_again(builder: Builder) -> None:
+    builder._group.add("layer", SimpleNamespace(), None)  # type: ignore[arg-type]
+    digested = []
+    for layers in (0, 0, 1, 0):
+        before = builder._activity.blocks_digested
+        build(builder, [70_000], [1])
+        digested.append(builder._activity.blocks_digested - before)
+        for _ in range(layers):
+            builder._group.freshness.layer_digested()
+    assert digested[0] == digested[1] == digested[2] > 100
+    assert digested[3] < 10, "what the step wrote"
 
 
 def test_drafts_are_planned_beside_each_other(builder: Builder) -> None:

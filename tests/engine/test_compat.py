@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import tomllib
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,9 @@ import numpy as np
 import pytest
 import torch
 import vllm
+from vllm.config import KVTransferConfig
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.executor.abstract import Executor
 
 from kvrecall.engines.vllm.compat import patches, versions
 from kvrecall.engines.vllm.compat.config import require_supported
@@ -27,7 +31,7 @@ from kvrecall.engines.vllm.compat.patches import PATCHES, Patch, install, owner_
 from kvrecall.engines.vllm.compat.runner import _without_offsets
 from kvrecall.engines.vllm.compat.shims import command_line
 from kvrecall.engines.vllm.identity import weights
-from kvrecall.errors import EngineError
+from kvrecall.errors import ConfigError, EngineError
 
 ROOT = Path(__file__).parents[2]
 ROOM = ROOT / "src/kvrecall/engines/vllm"
@@ -189,6 +193,31 @@ def test_other_versions_are_refused(
     monkeypatch.setattr(owner_of(patch), "__init__", lambda self: None)
     weights.register()
     assert hasattr(owner_of(patch).__init__, "kvrecall_patch") is not refused
+
+
+OURS = {"kv_connector": "RecallConnector", "kv_connector_module_path": "kvrecall.engines.vllm"}
+THEIRS = {"kv_connector": "ExampleConnector"}
+
+
+@pytest.mark.parametrize("parts", [[OURS, THEIRS], [THEIRS, OURS], [OURS]])
+def test_one_of_several_connectors_is_refused_before_the_model_is_loaded(
+    parts: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Any] = []
+    monkeypatch.setattr(Executor, "__init__", lambda self, config: begun.append(config))
+    weights.register()
+    for connectors, refused in ((parts, True), ([THEIRS], False)):
+        told = {"connectors": [{**part, "kv_role": "kv_both"} for part in connectors]}
+        whole = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+        transfer = KVTransferConfig(**whole, kv_connector_extra_config=told)
+        config = SimpleNamespace(kv_transfer_config=transfer)
+        outcome = pytest.raises(ConfigError, match="beside others") if refused else nullcontext()
+        with outcome:
+            Executor.__init__(SimpleNamespace(), config)  # type: ignore[arg-type, call-arg]
+    assert begun == [config]
+    words = ["vllm", "serve", "--kv-transfer-config", json.dumps({"of": "MultiConnector", **OURS})]
+    with pytest.raises(SystemExit, match="beside others"):
+        versions.end_if_named(words)
 
 
 def test_kvrecall_serve_refuses_before_it_loads_vllm(tmp_path: Path) -> None:

@@ -113,6 +113,27 @@ def test_decoded_blocks_serve_the_next_turn(engine: Engine) -> None:
     assert from_pool["tokens"] == engine.ask(turn)["tokens"]
 
 
+def test_only_computed_tokens_are_recalled_however_an_answer_ends(engine: Engine) -> None:
+    """The last token of an answer was sampled and never computed. Lengths around a block's end, by
+    the most tokens, a stop token and several samples."""
+
+    def goes_on(prompt: list[int], seed: int, **sampling: Any) -> None:
+        answer = engine.ask(prompt, **sampling)["tokens"]
+        assert engine.forget_device()
+        turn = prompt + answer + prompt_of(2, seed)
+        whole = (len(prompt) + len(answer) - 1) // BLOCK * BLOCK
+        recalled = engine.ask(turn)
+        assert sum(hits(recalled)) == whole
+        assert recalled["tokens"] == engine.ask(turn, salts=["computed"])["tokens"]
+
+    for at, (tokens, most) in enumerate([(-2, 1), (-2, 2), (-2, 3), (-1, 1), (-1, 2), (0, 1)]):
+        goes_on(prompt_of(2 * BLOCK + tokens, 800 + at), 850, max_tokens=most, ignore_eos=True)
+    prompt = prompt_of(2 * BLOCK - 2, 860)
+    stop = engine.ask(prompt, salts=["told"], max_tokens=2)["tokens"][-1:]
+    goes_on(prompt, 861, max_tokens=9, stop_token_ids=stop)
+    goes_on(prompt_of(2 * BLOCK - 3, 862), 863, max_tokens=3, n=2, temperature=0.8)
+
+
 def test_tenants_share_nothing(engine: Engine) -> None:
     prompt = prompt_of(3 * BLOCK + 1, 11)
     engine.ask(prompt, salts=["red"])

@@ -3,20 +3,39 @@ blocks, with copies made in place and with copies as late as a stream may make t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from streams.device import Mark
 from streams.late import PATIENCE, late_device
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from kvrecall.engines.vllm import device as devices
+from kvrecall.engines.vllm.attention.activity import Activity
+from kvrecall.engines.vllm.attention.group import RetrievalGroup
+from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.compat.config import LayerPlacement, Sharing
+from kvrecall.engines.vllm.connector import copier as copier_module
 from kvrecall.engines.vllm.connector import worker
-from kvrecall.engines.vllm.connector.wire import ORIGIN_BYTES, EngineFacts, StepOrders
+from kvrecall.engines.vllm.connector.connector import RecallConnector
+from kvrecall.engines.vllm.connector.copier import LONGEST_S, Copier, CopyQueue
+from kvrecall.engines.vllm.connector.pages import Copy
+from kvrecall.engines.vllm.connector.wire import (
+    ORIGIN_BYTES,
+    EngineFacts,
+    Load,
+    StepOrders,
+    Store,
+)
 from kvrecall.engines.vllm.connector.worker import RecallWorker
+from kvrecall.engines.vllm.device.base import Batch, Event
+from kvrecall.engines.vllm.device.inline import Moment
+from kvrecall.errors import EngineError
 from kvrecall.pool import Pool
 from kvrecall.pool.base import NO_ARENA
 
@@ -42,6 +61,7 @@ class Machine(Bench):
             "traces_endpoint": None,
         }.items():
             monkeypatch.setattr(worker.config, name, lambda *_, answer=answer: answer)
+        monkeypatch.setattr(worker.config, "most_of_ranks", lambda number: number)
         forward = SimpleNamespace(static_forward_context={})
         model = SimpleNamespace(dtype=torch.float32)
         self.device = {
@@ -59,6 +79,12 @@ class Machine(Bench):
         super().__init__(pool, facts)
         self.late = not shard.copies_in_step
         self.released: set[str] = set()
+
+    @property
+    def copier(self) -> Copier:
+        copier = self.worker._arena._copier
+        assert copier is not None
+        return copier
 
     def run(self, orders: StepOrders, computes: dict[int, int]) -> set[str]:
         """A step of the engine: what the worker is asked to do, and in between the forward pass,
@@ -209,6 +235,253 @@ def test_loads_end_in_their_order_and_one_that_cannot_be_made_fails(machine: Mac
     assert machine.pool.stats().leases == 0
 
 
+class Failing(RuntimeError):
+    """Of a forward pass."""
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_nothing_of_a_step_that_failed_is_saved(
+    machine: Machine, runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine goes on. Model Runner V1 ends the step with what it is told about copies, and
+    drops it; V2 begins the next one. Blocks of before, and the load, are told then."""
+    machine.compute("first", [11, 12])
+    for _ in range(PATIENCE):
+        machine.idle()
+    connector = RecallConnector.__new__(RecallConnector)
+    connector._worker = machine.worker
+    connector._connector_metadata = None
+    monkeypatch.setattr(mixin, "get_kv_transfer_group", lambda: connector)
+    monkeypatch.setattr(mixin, "get_forward_context", lambda: None)
+    machine.load("again", 2 * BLOCK + 1, [50, 51])
+    doomed = machine.request("doomed", 2 * BLOCK + 4, first=500)
+    orders = machine.step(doomed, doomed.num_tokens)
+    assert [store.copy.block_ids for store in orders.stores] == [(1, 2)]
+    machine.worker.before_overwrite(orders)
+    if runner == "V1":
+        step = SimpleNamespace(
+            kv_connector_metadata=orders, has_sync_kv_loads=False, finished_req_ids=set()
+        )
+        told = mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(step)  # type: ignore[arg-type]
+        with pytest.raises(Failing), told as output:
+            raise Failing
+        assert output.kv_connector_worker_meta is None
+        assert not output.finished_recving
+    doomed.status = RequestStatus.FINISHED_ABORTED
+    machine.side.finished(doomed, (machine.blocks["doomed"],))
+    loaded: set[str] = set()
+    for _ in range(2 * PATIENCE):
+        loaded |= machine.idle()
+    assert loaded == {"again"}
+    assert machine.side.tally.counts["loads_failed"] == (runner == "V2")
+    assert machine.values([50, 51]) == ([{0}, {0}] if runner == "V2" else [{11}, {12}])
+    assert machine.side.tally.counts["stores_failed"] == 1
+    assert machine.matched(machine.request("after", 2 * BLOCK + 4, first=500)) == 0
+    stats = machine.pool.stats()
+    assert (stats.reserved, stats.leases) == (0, 0)
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, queue: CopyQueue, after: int) -> None:
+    """The driver takes so many batches, and refuses the next."""
+    copy, taken = queue._stream.copy, itertools.count()
+
+    def refusing(batch: Batch) -> None:
+        if next(taken) >= after:
+            raise EngineError("cuMemcpyBatchAsync: CUDA error 1 at item 0")
+        copy(batch)
+
+    monkeypatch.setattr(queue._stream, "copy", refusing, raising=False)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_store_that_the_driver_refuses_is_not_saved(
+    machine: Machine, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots are given to others when what was queued of it has ended."""
+    monkeypatch.setattr(copier_module, "_ITEMS", 1)
+    machine.worker.map_arena(machine.pool.arena_handle())
+    refuse(monkeypatch, machine.copier.stores, after)
+    machine.compute("first", [11, 12])
+    assert (machine.pool.stats().reserved > 0) == machine.late
+    for _ in range(2 * PATIENCE):
+        machine.idle()
+    assert machine.pool.stats().reserved == 0
+    assert machine.side.tally.counts["stores_failed"] == 1
+    assert machine.released == ({"first"} if machine.late else set())
+    assert machine.matched(machine.request("again", 2 * BLOCK + 1)) == 0
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_load_that_the_driver_refuses_is_computed(
+    machine: Machine, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its device blocks are the request's again when what was queued of it has ended."""
+    monkeypatch.setattr(copier_module, "_ITEMS", 1)
+    machine.compute("first", [11, 12])
+    for _ in range(2 * PATIENCE):
+        machine.idle()
+    refuse(monkeypatch, machine.copier.loads, after)
+    machine.load("again", 2 * BLOCK + 1, [50, 51])
+    steps, loaded = 1, machine.idle()
+    while not loaded:
+        steps, loaded = steps + 1, machine.idle()
+    assert steps == (PATIENCE if machine.late else 1)
+    assert machine.side.tally.counts["loads_failed"] == 1
+    assert machine.pool.stats().leases == 0
+    state: Any = machine.side.state_of("again")
+    assert state.computes
+
+
+def test_an_order_that_names_what_is_not_there_fails_alone(machine: Machine) -> None:
+    """Block numbers and offsets are compared with the device's and the arena's."""
+    machine.compute("first", [11, 12])
+    for _ in range(PATIENCE):
+        machine.idle()
+    arena = machine.pool.arena_handle()
+    far = arena.nbytes - 8
+    loads = [
+        Load(name, (Copy((block,), (offset,)),))
+        for name, block, offset in (
+            ("no block", DEVICE_BLOCKS, 0),
+            ("below", -1, 0),
+            ("behind", 50, far),
+            ("before", 50, -512),
+            ("group", 50, 0),
+        )
+    ]
+    loads[-1] = Load("group", (Copy((50,), (0,), 7),))
+    stores = [
+        Store(1000, Copy((DEVICE_BLOCKS,), (0,)), b"12345678"),
+        Store(1001, Copy((1,), (far,)), b"12345678"),
+        Store(1002, Copy((0,), (0,)), b"12345678"),
+        Store(1003, Copy((1, 2), (0,)), b"12345678"),
+        Store(1004, Copy((1, 2), (0, LAYERS * PAGE - 1)), b"12345678"),
+        Store(1005, Copy((1,), (arena.nbytes - LAYERS * PAGE,)), b"12345678"),  # no origin
+        Store(1006, Copy((1,), (0,)), b"short"),
+        Store(1007, Copy((1,), (0,), 1), b"12345678"),
+    ]
+    before = bytes(machine.pool.arena.array())
+    orders = StepOrders(arena, loads, stores, record_bytes=(LAYERS * PAGE,))
+    machine.worker.before_overwrite(orders)
+    machine.worker.start_loads(orders)
+    machine.worker.start_stores(orders)
+    _, loaded, failed = machine.worker.finished()
+    assert loaded == failed == {load.request_id for load in loads}
+    report = machine.worker.report()
+    assert report is not None
+    assert report.failed == report.stored.keys() == {store.store_id for store in stores}
+    assert bytes(machine.pool.arena.array()) == before
+    assert machine.values([50]) == [{0}]
+    small = StepOrders(arena, [], stores[:1], record_bytes=(LAYERS * PAGE - 1,))
+    small.stores[0] = Store(2000, Copy((1,), (0,)), b"12345678")
+    machine.worker.start_stores(small)
+    report = machine.worker.report()
+    assert report is not None
+    assert report.failed == {2000}, "the next record would begin in this one"
+    machine.side.reported(report, set(), set())  # numbers that were never ordered
+
+
+def test_device_blocks_and_slots_of_a_stuck_store(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks are free after the longest wait, as what is read from them is never committed; the
+    slots when it has ended. Meanwhile nothing is saved, and nothing waits for it."""
+    if not machine.late:
+        pytest.skip("copies are made in the step")
+    machine.worker.map_arena(machine.pool.arena_handle())
+    queue, now = machine.copier.stores, 0.0
+    queue._clock = lambda: now
+    queue._stream.is_stuck = True  # type: ignore[attr-defined]
+    machine.compute("first", [11, 12])
+    for _ in range(PATIENCE):
+        machine.idle()
+    assert machine.released == set()
+    now = LONGEST_S + 1
+    machine.idle()
+    assert machine.released == {"first"}
+    reserved = machine.pool.stats().reserved
+    assert reserved > 0
+    other = machine.request("other", 2 * BLOCK + 4, first=500)
+    machine.run(machine.step(other, other.num_tokens), {1: 21, 2: 22})
+    assert machine.side.tally.counts["stores_failed"] == 1
+    assert machine.pool.stats().reserved == reserved, "slots that nobody writes are free"
+    machine.worker._arena.stores_first()  # does not wait for what never ends
+    with pytest.raises(EngineError, match="cannot be given back"):
+        machine.worker.unregister()
+    queue._stream.is_stuck = False  # type: ignore[attr-defined]
+    for _ in range(2 * PATIENCE):
+        machine.idle()
+    assert machine.pool.stats().reserved == 0
+    assert machine.side.tally.counts["stores_failed"] == 2
+    assert machine.matched(machine.request("again", 2 * BLOCK + 1)) == 0
+    machine.compute("third", [31, 32], first=900)
+    for _ in range(2 * PATIENCE):
+        machine.idle()
+    assert machine.matched(machine.request("found", 2 * BLOCK + 1, first=900)) == 2 * BLOCK
+
+
+def test_an_arena_is_unmapped_only_when_no_copy_can_write_it(machine: Machine) -> None:
+    """Its owner has died while a copy was stuck."""
+    if not machine.late:
+        pytest.skip("copies are made in the step")
+    machine.compute("first", [11, 12])
+    mapping, copier, ticks = machine.worker._arena, machine.copier, itertools.count()
+    copier.stores._clock = lambda: LONGEST_S * next(ticks)
+    copier.stores._stream.is_stuck = True  # type: ignore[attr-defined]
+    with mapping._lock:
+        mapping._detach()
+    locked = copier._device.locked  # type: ignore[attr-defined]
+    assert len(locked) == 1
+    assert not mapping.store(machine.pool.arena_handle(), Copy((1,), (0,)))
+    assert mapping.is_stuck == (False, True)
+    copier.stores._stream.is_stuck = False  # type: ignore[attr-defined]
+    for _ in range(2 * PATIENCE):
+        machine.idle()
+    assert locked == {}
+    assert mapping.store(machine.pool.arena_handle(), Copy((1,), (0,)))
+
+
+def test_a_device_that_does_not_answer_ends_the_engine_with_its_cause(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.compute("first", [11, 12])
+    for _ in range(PATIENCE):
+        machine.idle()
+    machine.load("again", 2 * BLOCK + 1, [50, 51])
+
+    def broken(event: Event) -> bool:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    for event in (Moment, Mark):
+        monkeypatch.setattr(event, "is_reached", broken)
+    with pytest.raises(EngineError, match=r"\(loads\).*unspecified launch failure.*restart"):
+        machine.idle()
+    monkeypatch.undo()
+
+
+def test_all_ranks_and_groups_decide_by_the_greatest_measurement(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether attention is sparse. Here layers of two kinds measured two numbers, and another rank
+    a third."""
+    settled: list[int] = []
+    measured = (32 << 20, 512 << 20)
+    machine.worker._retrieval = {0: []}
+    for number in measured:
+        group = RetrievalGroup(
+            Activity(), HeatTotals(), overhead_bytes=number, settle_gate=settled.append
+        )
+        machine.worker._retrieval[0].append(group)
+    for others, most in ((64 << 20, 512 << 20), (1 << 30, 1 << 30)):
+        monkeypatch.setattr(
+            worker.config, "most_of_ranks", lambda number, others=others: max(number, others)
+        )
+        settled.clear()
+        machine.worker._shard = None
+        assert machine.worker.shard().overhead_bytes == most
+        assert settled == [most, most]
+
+
 def test_the_probe_measures_the_device_and_not_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that multiplies in less time than a launch takes, unless products are large."""
     device = late_device()
@@ -261,3 +534,17 @@ def test_without_the_devices_memory_copies_fail_and_touch_nothing(machine: Machi
         continue
     assert machine.values([60, 61]) == [{11}, {12}]
     assert machine.pool.stats().leases == 0
+
+
+def test_a_load_that_sleep_overtakes_counts_as_failed(machine: Machine) -> None:
+    """It is complete when the memory goes, and with it what was loaded."""
+    machine.compute("first", [11, 12])
+    for _ in range(PATIENCE):
+        machine.idle()
+    machine.load("again", 2 * BLOCK + 1, [50, 51])
+    loaded = machine.idle()
+    assert loaded == (set() if machine.late else {"again"})
+    machine.worker.unregister()
+    machine.worker.restore()
+    assert loaded | machine.idle() == {"again"}
+    assert machine.side.tally.counts["loads_failed"] == machine.late

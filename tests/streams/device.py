@@ -276,7 +276,7 @@ class Machine:
 
     def _needed(self, stream: LateStream) -> None:
         """The next work of that stream, and first what it waits for."""
-        if not stream.queue:
+        if stream.is_stuck or not stream.queue:
             raise DeadlockError(f"stream {stream.name} has nothing to do")
         head = stream.queue[0]
         if isinstance(head, Mark) and not head.is_done:
@@ -322,7 +322,7 @@ class Mark(Event):
         if machine.ignores("query", self.stream.name):
             return True
         machine.some_work()
-        self._asked += 1
+        self._asked += not self.stream.is_stuck
         if not self.is_done and self._asked > machine._style.patience:
             machine.until(self.stream, self.number)
         if self.is_done:
@@ -356,10 +356,13 @@ class LateStream(Stream):
         self.queue: deque[Callable[[], float] | Mark] = deque()
         self.done = 0
         self._ended = [0.0]  # when each work was done, by the device's clock
+        self.is_stuck = False  # it does nothing until a test says that it does
 
     @property
     def is_ready(self) -> bool:
         """Whether it has work that need not wait."""
+        if self.is_stuck:
+            return False
         head = self.queue[0] if self.queue else None
         return head is not None and (not isinstance(head, Mark) or head.is_done)
 
@@ -458,7 +461,7 @@ class LateFuture(Future[Any]):
         machine = self.thread.machine
         if not self.is_over:
             if self._is_skipped or machine.ignores("join", self.thread.name):
-                return Unsent(), Unsent()
+                return Unsent(), Unsent(), True
             machine.until_sent(self)
         return super().result()
 

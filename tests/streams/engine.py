@@ -130,6 +130,7 @@ def config(
             kv_connector=connector,
             kv_connector_module_path=module,
             kv_role="kv_both",
+            kv_load_failure_policy="recompute",
         ),
     )
     made = args.create_engine_config()
@@ -181,6 +182,7 @@ def on(machine: Machine) -> Iterator[None]:
                 patch.object(workers.config, name, lambda *_, answer=answer: answer)
             )
         stack.enter_context(patch.object(workers, "settle_scales", lambda *_: None))
+        stack.enter_context(patch.object(workers.config, "most_of_ranks", lambda number: number))
         attach = Arena.attach
 
         def kept(handle: ArenaHandle) -> Arena:

@@ -214,8 +214,8 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 """Waits and orders that no event names; each with what takes it out, and where it matters."""
 
 RARE = {
-    "wait compute: ArenaMapping._release < ArenaMapping._detach < ArenaMapping.close "
-    "< RecallWorker.close",
+    "wait compute: ArenaMapping._release < ArenaMapping._end < ArenaMapping._detach "
+    "< ArenaMapping.close < RecallWorker.close",
     "rule: blocks that stay in the pool are leased",
     "rule: what held a number or slot before is forgotten",
 }

@@ -11,6 +11,8 @@ import torch
 
 from kvrecall.block import TierName
 from kvrecall.config import RecallSettings
+from kvrecall.engines.vllm.compat.scheduler import reschedule_lost
+from kvrecall.engines.vllm.connector.copier import LONGEST_S
 from kvrecall.lab.models import write_model
 from kvrecall.pool import Pool
 from streams.device import CELL, DeadlockError, LateDevice, Machine, Style
@@ -68,6 +70,62 @@ def test_the_engine_learns_the_rates_of_its_device(tmp_path: Path, overlapping: 
     assert costs.compute_seconds(3) == pytest.approx(BLOCK * TOKEN_S, rel=0.05)
     rank_s = LAYERS * PAGE * machine.byte_s
     assert costs.load_seconds(TierName.HOST) == pytest.approx(rank_s, rel=0.01)
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("aborted", [False, True], ids=["finishes", "aborted"])
+def test_a_load_that_never_ends_costs_a_wait_and_a_recomputation(
+    tmp_path: Path, overlapping: bool, ranks: int, aborted: bool
+) -> None:
+    """And when it ends after all, it writes blocks that no request has."""
+    reschedule_lost()
+    machine = Machine(random.Random(0), Style(0.0, 3, True, (1.0,)))
+    settings = RecallSettings.from_mapping({"host_size": "400KiB"})
+    model = config(write_model(tmp_path / "model", weights=False), overlapping, False)
+    chance = random.Random(1)
+    prompts = [[chance.randrange(256) for _ in range(90)] for _ in range(3)]
+    with on(machine), Pool.open(settings.pool) as pool:
+        engine = Engine(model, machine, pool, ranks, 30, True, False)
+
+        def steps(count: int = 1 << 30) -> None:
+            while engine.is_busy and count:
+                engine.step()
+                count -= 1
+
+        for number, prompt in enumerate(prompts):
+            engine.add(f"first-{number}", prompt, 2, 0)
+        steps()
+        assert engine.preempt_all()
+        queues = [rank.worker._arena._copier.loads for rank in engine.ranks]  # type: ignore[union-attr]
+        late = queues[-1]  # of one rank
+        for queue in queues:
+            queue._clock = lambda: machine.now
+        late._stream.is_stuck = True  # type: ignore[attr-defined]
+        engine.add("again", prompts[0], 20, 0)
+        steps(5)
+        assert "again" in engine.names
+        assert engine.scheduler.requests["again"].num_computed_tokens == 80
+        if aborted:
+            engine.abort("again")
+        machine.now += LONGEST_S + 1
+        engine.add("other", prompts[1], 20, 0)
+        requests = dict(engine.scheduler.requests)
+        steps(60)
+        assert {name: one.num_output_tokens for name, one in requests.items()} == {
+            "again": 0 if aborted else 20,
+            "other": 20,
+        }
+        assert engine.wrong == []
+        free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks
+        assert free() == 29 - 2 * 5, "what both loads may write"
+        late._stream.is_stuck = False  # type: ignore[attr-defined]
+        engine.add("third", prompts[2], 20, 0)
+        steps()
+        assert engine.wrong == machine.faults == []
+        assert free() == 29
+        assert pool.stats().leases == 0
+        engine.close()
 
 
 class Bench:

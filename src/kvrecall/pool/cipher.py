@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import base64
 import binascii
-import errno
 import hashlib
 import os
 import secrets
-import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvrecall.errors import ConfigError
+from kvrecall.secret import read_private
 
 KEY_BYTES = 32
-_MAX_BYTES = 64 << 10
 _WRITE = "write 64 hexadecimal digits or base64 of 32 bytes; `kvrecall pool key FILE` makes one"
 _ID_BYTES = 4
 _SALT_BYTES, _NONCE_BYTES = 16, 12
@@ -143,7 +141,7 @@ def read_keys(path: Path, name: str = "encryption_key_file") -> tuple[bytes, ...
     (empty lines and ``#`` comments are skipped). The first encrypts, all of them decrypt. Raises
     ConfigError, which never shows a key, if the file cannot be read, is accessible to other users
     or is invalid."""
-    raw = _read_private(path, name)
+    raw = read_private(path, name, f"create one: kvrecall pool key {path}")
     if len(raw) == KEY_BYTES:
         return (_checked(raw, f"{name}: {path}"),)
     try:
@@ -197,46 +195,6 @@ def _write(fd: int, keys: tuple[bytes, ...]) -> None:
         file.writelines(f"{key.hex()}\n" for key in keys)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _read_private(path: Path, name: str) -> bytes:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{name}: there is no file {path}; create one: kvrecall pool key {path}"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"{name}: {path}: {error.strerror}") from error
-    try:
-        _check_private(os.fstat(fd), path, name)
-        with os.fdopen(fd, "rb", closefd=False) as file:
-            raw = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        why = os.strerror(error.errno or errno.EIO)
-        raise ConfigError(f"{name}: {path} cannot be read: {why}") from error
-    finally:
-        os.close(fd)
-    if len(raw) > _MAX_BYTES:
-        raise ConfigError(
-            f"{name}: {path} is larger than {_MAX_BYTES >> 10} KiB; it is not a key file"
-        )
-    return raw
-
-
-def _check_private(status: os.stat_result, path: Path, name: str) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"{name}: {path} is not a file; {_WRITE}")
-    mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o077:
-        raise ConfigError(
-            f"{name}: {path} has mode {mode:04o}, so others may read the key; run: chmod 600 {path}"
-        )
-    if status.st_uid not in (os.geteuid(), 0):
-        raise ConfigError(
-            f"{name}: {path} belongs to user {status.st_uid}, who could change the key; it must "
-            f"belong to user {os.geteuid()} or to root"
-        )
 
 
 def _key_of(text: str, where: str) -> bytes:

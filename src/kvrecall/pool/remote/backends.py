@@ -20,6 +20,7 @@ from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import RegisteringStore, SizingStore, Store
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.tier import NullTier, Tier
+from kvrecall.secret import opened
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ def check_store(config: RemoteConfig, sealed: bool) -> None:
     known without making anything, or others could read its blocks. ``sealed``: as in
     ``make_store``."""
     _factory(config.kind)
+    opened(config.options, "remote")
     makes_folder = str(config.options.get("url", "")).startswith("file:")
     if config.kind in BACKENDS and not makes_folder:
         make_store(config.kind, config.options, sealed).close()
@@ -61,10 +63,11 @@ def doubt_of(config: RemoteConfig) -> str:
 
 
 def make_store(kind: str, options: Mapping[str, object], sealed: bool = False) -> Store:
-    """The store of a kind, or of ``package.module:Factory``. ``sealed``: blocks are encrypted
-    before it gets them. Raises ConfigError: also if others could read or change its blocks, unless
-    they are sealed or ``allow_plaintext`` consents."""
-    own = dict(options)
+    """The store of a kind, or of ``package.module:Factory``, which gets the secrets that
+    ``options`` name. ``sealed``: blocks are encrypted before it gets them. Raises ConfigError: also
+    if others could read or change its blocks, unless they are sealed or ``allow_plaintext``
+    consents."""
+    own = opened(options, "remote")
     allowed = own.pop("allow_plaintext", False)
     if not isinstance(allowed, bool):
         raise ConfigError(f"remote: allow_plaintext is {allowed!r}; allowed: true, false")
@@ -73,7 +76,7 @@ def make_store(kind: str, options: Mapping[str, object], sealed: bool = False) -
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"remote: kind is {kind!r}: it does not take these options: {error}"
-        ) from error
+        ) from None  # a traceback would show the library's own text
     if not isinstance(store, Store):
         raise ConfigError(
             f"remote: kind is {kind!r}: what it makes lacks a method of a store; see "

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from kvrecall.config import allowed_by
 from kvrecall.errors import ConfigError, TierError
@@ -32,6 +32,8 @@ R = TypeVar("R")
 
 _SCHEMES = ("s3", "gs", "az", "file", "memory")
 _TIER_NAME = re.compile(r"([A-Za-z0-9-]+)\.([A-Za-z0-9-]+)\.([A-Za-z0-9]{2})([A-Za-z0-9-]+)")
+_STATUS = re.compile(r".*?status code: \d+[\w ]*")
+_CODE = re.compile("<Code>([A-Za-z]{1,40})</Code>")
 _PAGE = 1000  # objects a listing gives in one round trip
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)  # or a link, or no file
@@ -56,9 +58,9 @@ class Options(BaseModel):
     """Seconds for one request."""
     retries: int = Field(2, ge=0, le=20)
     """Maximum retries of a failed request."""
-    options: dict[str, str] = {}
-    """Further options by obstore's names (docs/object-store.md). Prefer the environment or the
-    machine's role for keys and tokens."""
+    options: dict[str, SecretStr] = {}
+    """Further options by obstore's names (docs/object-store.md). Keys and tokens come from the
+    environment, from the machine's role, or from a file: `{"file": "/path"}`."""
 
 
 def _read(raw: Mapping[str, object]) -> Options:
@@ -89,7 +91,7 @@ def make_store(options: Mapping[str, object]) -> ObjectStore:
     if scheme not in _SCHEMES:
         forms = ", ".join(f"{name}://" for name in _SCHEMES)
         raise ConfigError(f"remote: url is {taken.url!r}; it must begin with one of {forms}")
-    config = dict(taken.options)
+    config = {name: option.get_secret_value() for name, option in taken.options.items()}
     config |= {k: v for k in ("endpoint", "region") if (v := getattr(taken, k)) is not None}
     if scheme in ("file", "memory"):
         if config:
@@ -355,7 +357,13 @@ def _named(work: Callable[[T], R], item: T) -> R:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Without the body of a server's answer, which may repeat what it was sent, credentials too; of
+    that only S3's code."""
+    text = str(error).strip() or type(error).__name__
+    line, code = _STATUS.match(text.splitlines()[0]), _CODE.search(text)
+    if line is None:
+        return text.splitlines()[0]
+    return line[0] + (f": {code[1]}" if code else "")
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import RemoteConfig
+from kvrecall.errors import hidden
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.changes import Cause, Watcher, Watchers
 from kvrecall.pool.checksum import checksum_of
@@ -568,7 +569,7 @@ class RemoteTier(Tier):
 
 
 def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return hidden(f"{type(error).__name__}: {error}")
 
 
 def name_of(key: BlockKey) -> str:

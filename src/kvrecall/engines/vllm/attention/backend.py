@@ -32,6 +32,7 @@ from kvrecall.engines.vllm.attention.step import (
     KeptCopy,
     OffloadedRow,
     RowKernel,
+    SparseStep,
     StepPlanner,
     StepWork,
     Terms,
@@ -104,8 +105,7 @@ class RetrievalAttention:
                 layer, query, key, value, kv_cache, attn_metadata, output,
                 output_scale, output_block_scale,
             )  # fmt: skip
-        if sparse is not None and work.step is not None:
-            sparse.digest(kv_cache, work.step.stale)
+        self._digest(kv_cache, work)
         if sparse is not None and not work.apart:
             return self._dense(layer, query, key, value, kv_cache, attn_metadata, output)
 
@@ -131,6 +131,15 @@ class RetrievalAttention:
             if sparse is not None:
                 self.whole_layer.forget(row.sequence.key, memory=False)
         return output
+
+    def _digest(self, kv_cache: torch.Tensor, work: StepWork | None) -> SparseStep | None:
+        """Computes the step's digests; returns the step if there is one for this layer."""
+        if work is None or work.step is None or self.sparse_layer is None:
+            return None
+        self.sparse_layer.digest(kv_cache, work.step.stale)
+        assert self.group is not None
+        self.group.freshness.layer_digested()
+        return work.step
 
     def _terms(self, layer: Any) -> Terms:
         keys, values = layer._k_scale_float, layer._v_scale_float
@@ -191,6 +200,8 @@ class RetrievalBuilder(ABC):
             self._heat,
             in_place=self._kernel.in_place,
             loads_in_step=on_host,
+            overhead_bytes=self._kernel.overhead_bytes,
+            settle_gate=self._settle_gate,
         )
         told = group.freshness, self._activity, self._token_bytes()
         self._planner = StepPlanner(settings, self._kernel, *told)
@@ -202,7 +213,18 @@ class RetrievalBuilder(ABC):
                 sparse = RetrievalLayer(name, settings, self._kernel, self._activity, note)
             group.add(name, sparse, whole)
             impl.group, impl.sparse_layer, impl.whole_layer = group, sparse, whole
-            impl.measured = 0 if on_host else self._kernel.overhead_bytes
+        self._settle_gate(self._kernel.overhead_bytes)
+
+    def _settle_gate(self, overhead_bytes: int) -> None:
+        """The gate decides by this number: also as sequences do that leave the device, and on other
+        ranks, whose KV is in one namespace."""
+        if overhead_bytes != self._planner.gate.overhead_bytes:
+            self._kernel.overhead_bytes = overhead_bytes
+            self._planner.gate = replace(self._planner.gate, overhead_bytes=overhead_bytes)
+            self._tell_boundary(self._settings)
+        on_host = self._kernel.device.type == "cpu"
+        for impl in self._impls().values():
+            impl.measured = 0 if on_host else overhead_bytes
 
     def _token_bytes(self) -> int:
         """Keys and values of a token in the model's first layer with full attention, by which the
@@ -305,6 +327,8 @@ class RetrievalBuilder(ABC):
             if sequence is not None:
                 offloaded[at] = sequence
         step = self._planner.plan(rows, table, offloaded)
+        if step is not None:
+            self._group.freshness.planned(self._group.sparse_layers)
         sparse = [] if step is None else [one.row for one in step.sequences]
         if sparse:
             self._warn_of_missing_offload(rows)

@@ -62,12 +62,17 @@ class RetrievalGroup:
         heat: HeatTotals,
         in_place: bool = False,
         loads_in_step: bool = True,
+        overhead_bytes: int = 0,
+        settle_gate: Callable[[int], None] = lambda overhead_bytes: None,
     ) -> None:
         """``in_place``: as of ``RowKernel``; otherwise dense layers keep copies of offloaded
         sequences. ``loads_in_step``: whether loaded blocks are in place when ``note_restored`` is
-        called."""
+        called. ``overhead_bytes``: of the layers' gate; ``settle_gate``: tells them the number that
+        all of the engine decide by."""
         self.activity = activity
         self.heat = heat
+        self.overhead_bytes = overhead_bytes
+        self.settle_gate = settle_gate
         self.freshness = Freshness()
         self._in_place = in_place
         self._near: dict[ArenaHandle | None, NearArena] = {}
@@ -113,6 +118,11 @@ class RetrievalGroup:
     def layer_names(self) -> tuple[str, ...]:
         """Those of its layers, sparse or not."""
         return tuple(self._whole)
+
+    @property
+    def sparse_layers(self) -> int:
+        """How many of its layers have digests."""
+        return len(self._sparse)
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Registers the device KV cache, one tensor per layer. Returns what the pool stores beside

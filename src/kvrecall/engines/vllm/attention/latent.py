@@ -23,7 +23,6 @@ from kvrecall.engines.vllm.attention.step import (
     DensePart,
     KernelShape,
     SparseStep,
-    StepWork,
     Terms,
 )
 
@@ -74,7 +73,7 @@ class LatentImpl(RetrievalAttention, CPUMLAImpl):
         """Prefill, in a step that may decode nothing. Arguments as vLLM has them."""
         cache = kv_c_and_k_pe_cache
         if not attn_metadata.num_decodes:
-            self._digest(cache, attn_metadata)
+            self._digest(cache, getattr(attn_metadata, "retrieval", None))
         super().forward_mha(q, kv_c_normed, k_pe, cache, attn_metadata, *args, **more)
 
     def forward_mqa(
@@ -82,7 +81,7 @@ class LatentImpl(RetrievalAttention, CPUMLAImpl):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Of the requests that decode, which are the first of the batch with a token each."""
         cache = kv_c_and_k_pe_cache
-        step = self._digest(cache, attn_metadata)
+        step = self._digest(cache, getattr(attn_metadata, "retrieval", None))
         if step is None or not step.sequences:
             return super().forward_mqa(q, cache, attn_metadata, layer)
         assert self.sparse_layer is not None
@@ -99,14 +98,6 @@ class LatentImpl(RetrievalAttention, CPUMLAImpl):
             output[others] = super().forward_mqa(query[others], cache, beside, layer)[0]
         self.sparse_layer.attend(query, cache, step, Terms(self.scale), output)
         return output, None
-
-    def _digest(self, cache: torch.Tensor, metadata: Any) -> SparseStep | None:
-        """Computes the step's digests; returns the step if there is one for this layer."""
-        work: StepWork | None = getattr(metadata, "retrieval", None)
-        if work is None or work.step is None or self.sparse_layer is None:
-            return None
-        self.sparse_layer.digest(cache, work.step.stale)
-        return work.step
 
 
 class LatentBuilder(RetrievalBuilder, MLACommonMetadataBuilder):

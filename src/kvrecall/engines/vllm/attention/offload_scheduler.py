@@ -132,8 +132,8 @@ class OffloadPlanner:
         parent = keys[split.init - 1] if split.init else None
         ticket = self._pool.acquire(keys[split.init :], self._deadline_s, parent, state.tenant)
         recall = self._pool.poll(ticket)
-        if recall.state is RecallState.PENDING or len(recall.offsets) < count:
-            self._pool.release(ticket)  # what is on the device is not in the arena
+        if recall.state is RecallState.PENDING or self._trusted(state, recall.offsets) < count:
+            self._pool.release(ticket)  # what is on the device is not in the arena, or another's
             return
         sequence = _Offloaded(split.init, [ticket], offsets=list(recall.offsets), arrives=True)
         self._expected[request_id] = sequence, Offload(split.init, last, slots, slots)

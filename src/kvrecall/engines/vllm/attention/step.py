@@ -327,10 +327,14 @@ class Freshness:
     A digest is a function of a block's keys alone: whatever writes a block, be it the engine's
     forward pass or a load from the pool, makes its digest stale, and a stale digest is computed
     anew from the keys before it is next used.
+
+    The digests of a step count as fresh when it is planned. If its forward pass fails and the
+    engine goes on, some layers have not made them: then all digests are stale.
     """
 
     def __init__(self) -> None:
         self._fresh = np.zeros(0, dtype=np.bool_)
+        self._layers_left = 0
 
     @property
     def is_empty(self) -> bool:
@@ -348,9 +352,20 @@ class Freshness:
         self._reach(int(ids.max(initial=-1)))
         self._fresh[ids] = True
 
+    def planned(self, layers: int) -> None:
+        """So many layers are to digest in the step's forward pass what was taken for it."""
+        self._layers_left = layers
+
+    def layer_digested(self) -> None:
+        """One of them has done so."""
+        self._layers_left -= 1
+
     def take_stale(self, block_ids: torch.Tensor) -> torch.Tensor:
-        """Those of the blocks that are stale, which the caller digests at once, in all layers.
-        int64, in the order given."""
+        """Those of the blocks that are stale, which the caller digests at once, in all layers, or
+        has ``planned``. int64, in the order given."""
+        if self._layers_left > 0:
+            self._fresh[:] = False
+            self._layers_left = 0
         ids = block_ids.numpy().astype(np.int64)
         self._reach(int(ids.max(initial=-1)))
         stale = ids[~self._fresh[ids]]

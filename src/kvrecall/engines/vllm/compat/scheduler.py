@@ -4,22 +4,29 @@ interface does not reach.
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any, overload
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from kvrecall.config import DEFAULT_MATCH_UNIT, RecallSettings
 from kvrecall.engines.vllm.compat.patches import install
 from kvrecall.engines.vllm.compat.shims import hits_inside_blocks
+from kvrecall.engines.vllm.compat.versions import BESIDE_OTHERS
+from kvrecall.errors import ConfigError
 
 
 def before_loading(begin: Callable[[Any], None]) -> None:
     """Calls ``begin(vllm_config)`` in an engine's process before the executor loads the model, if
-    the engine has kvrecall's connector, and has it match prefixes inside blocks."""
+    the engine has kvrecall's connector, and has it match prefixes inside blocks. The engine ends
+    there with a ConfigError if that connector is one of several."""
 
     def make(plain: Any) -> Any:
         def init(self: Any, vllm_config: Any) -> None:
+            if _has_ours_among(vllm_config.kv_transfer_config):
+                raise ConfigError(BESIDE_OTHERS)
             if has_our_connector(vllm_config):
                 _EXECUTORS[vllm_config.instance_id] = self
                 begin(vllm_config)
@@ -35,12 +42,11 @@ _EXECUTORS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 """Of engines with kvrecall's connector, by their id."""
 
 
-def on_workers(vllm_config: Any, work: Callable[[Any], object]) -> None:
-    """Does ``work(worker)`` in each worker's process, and waits for it. Without effect where vLLM's
-    plug-ins are switched off."""
+def on_workers(vllm_config: Any, work: Callable[[Any], Any]) -> list[Any]:
+    """Does ``work(worker)`` in each worker's process, and waits for it; what it returned there.
+    Without effect where vLLM's plug-ins are switched off."""
     executor = _EXECUTORS.get(vllm_config.instance_id)
-    if executor is not None:
-        executor.collective_rpc(work)
+    return [] if executor is None else list(executor.collective_rpc(work))
 
 
 def match_inside_blocks() -> None:
@@ -82,24 +88,44 @@ def _match_unit(kv_cache_config: Any, vllm_config: Any) -> int | None:
 
 def has_our_connector(vllm_config: Any) -> bool:
     """Whether the engine's KV connector is kvrecall's, or a subclass."""
+    return _is_ours(vllm_config.kv_transfer_config)
+
+
+def _is_ours(transfer: Any) -> bool:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from kvrecall.engines.vllm.connector.connector import RecallConnector
 
-    transfer = vllm_config.kv_transfer_config
     if not getattr(transfer, "kv_connector_module_path", None):
         return False
     return issubclass(KVConnectorFactory.get_connector_class(transfer), RecallConnector)
 
 
+_doomed: set[str] = set()  # requests whose loads, when they end, were in vain
+
+
+def fail_loads(request_ids: Iterable[str]) -> None:
+    """Loads of these requests that are under way will count as failed."""
+    _doomed.update(request_ids)
+
+
+def _has_ours_among(transfer: Any) -> bool:
+    """Whether kvrecall's connector is one of those that a connector has, such as vLLM's
+    ``MultiConnector``."""
+    parts = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("connectors") or ()
+    paths = "kv_connector", "kv_connector_module_path"
+    return any(
+        _is_ours(SimpleNamespace(**{name: part.get(name) for name in paths})) for part in parts
+    )
+
+
 def reschedule_lost() -> None:
     """Makes vLLM's scheduler preempt requests that the workers report as lost, before it uses the
     step's output for them, which is dropped. They are recomputed. If the workers report that loaded
-    blocks are wrong, all running requests start over, with an empty device cache, and loads in
-    flight count as failed."""
+    blocks are wrong, or that they have loaded other weights, all running requests start over, with
+    an empty device cache, and loads in flight count as failed. A request whose load is stuck is
+    recomputed in other device blocks: its own stay out of use until the load ends."""
     from kvrecall.engines.vllm.connector.wire import StepReport
-
-    doomed: set[str] = set()  # requests whose loads, when they end, were in vain
 
     def make(plain: Any) -> Any:
         def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -108,17 +134,53 @@ def reschedule_lost() -> None:
             if isinstance(report, StepReport):
                 for request_id in report.lost:
                     _preempt(self, self.requests.get(request_id))
-                if report.refuted:
-                    doomed.update(_preempt_all(self))
-            if doomed and transfers is not None and transfers.finished_recving:
-                ended = doomed & transfers.finished_recving
+                if report.starts_over:
+                    fail_loads(_preempt_all(self))
+            if transfers is not None:
+                stuck = report.stuck if isinstance(report, StepReport) else ()
+                _keep_written(self, transfers, stuck)
+            if _doomed and transfers is not None and transfers.finished_recving:
+                ended = _doomed & transfers.finished_recving
                 transfers.failed_recving = (transfers.failed_recving or set()) | ended
-                doomed.difference_update(ended)
+                _doomed.difference_update(ended)
             return plain(self, scheduler_output, model_runner_output)
 
         return update_from_output
 
     install("reschedule", make)
+
+
+_WRITTEN: WeakKeyDictionary[Any, dict[str, list[Any]]] = WeakKeyDictionary()
+"""By scheduler and request, the device blocks that a stuck load may still write."""
+
+
+def _keep_written(scheduler: Any, transfers: Any, stuck: Collection[str]) -> None:
+    """Tells vLLM that the loads of ``stuck`` requests failed, and keeps their device blocks out of
+    use until the workers report that the loads have ended, of which vLLM is not told."""
+    if not stuck and scheduler not in _WRITTEN:
+        return
+    held, manager = _WRITTEN.setdefault(scheduler, {}), scheduler.kv_cache_manager
+    reported = transfers.finished_recving or set()
+    ended = held.keys() & reported
+    for request_id in ended:
+        manager.block_pool.free_blocks(held.pop(request_id)[::-1])
+    failed = set()
+    for request_id in set(stuck) - held.keys() - reported:
+        request = scheduler.requests.get(request_id)
+        if request is None or request.status.name != "WAITING_FOR_REMOTE_KVS":
+            continue  # it has ended: vLLM itself keeps its blocks
+        tables = (one.req_to_blocks.get(request_id, ()) for one in _managers(manager))
+        held[request_id] = [block for table in tables for block in table if not block.is_null]
+        manager.block_pool.touch(held[request_id])
+        failed.add(request_id)
+    transfers.finished_recving = (reported - ended) | failed
+    transfers.failed_recving = ((transfers.failed_recving or set()) - ended) | failed
+
+
+def _managers(kv_cache_manager: Any) -> Sequence[Any]:
+    """vLLM's managers of the KV groups."""
+    managers: Sequence[Any] = kv_cache_manager.coordinator.single_type_managers
+    return managers
 
 
 _ASIDE: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
@@ -156,7 +218,10 @@ def _preempt_all(scheduler: Any) -> set[str]:
     Returns the requests that are being loaded."""
     now = time.monotonic()
     while scheduler.running:
-        scheduler._preempt_request(scheduler.running.pop(), now, drop_stale_output=True)
+        request = scheduler.running.pop()
+        scheduler._preempt_request(request, now, drop_stale_output=True)
+        if (stats := getattr(request, "prefill_stats", None)) is not None:
+            stats.set(request.num_prompt_tokens, 0, 0)  # the whole prompt is computed
     scheduler.prev_step_scheduled_req_ids.clear()
     manager = scheduler.kv_cache_manager
     manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
@@ -165,6 +230,20 @@ def _preempt_all(scheduler: Any) -> set[str]:
         for request_id, request in scheduler.requests.items()
         if request.status.name == "WAITING_FOR_REMOTE_KVS"
     }
+
+
+def part_ways(kv_cache_manager: Any) -> Callable[[Iterable[Any]], None]:
+    """``(requests)``: the weights have changed: empties the device's prefix cache, and no other
+    request finds a block there of these, which have computed part of their KV before."""
+
+    def part(requests: Iterable[Any]) -> None:
+        for request in requests:
+            request.cache_salt = secrets.token_hex(16)  # in the hash of its first block
+            request.block_hashes[:] = [secrets.token_bytes(32) for _ in request.block_hashes]
+        pool = kv_cache_manager.block_pool
+        kv_cache_manager.evict_blocks(set(range(pool.num_gpu_blocks)))
+
+    return part
 
 
 def block_manager(kv_cache_manager: Any) -> Any:

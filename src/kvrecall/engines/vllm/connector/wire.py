@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvrecall.engines.vllm.compat.config import ALONE, GroupKind, KvGroup, Sharing
 from kvrecall.engines.vllm.connector.pages import Copy
+from kvrecall.engines.vllm.identity.changes import LoadedAdapter, adapters_of
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.pool.base import ArenaHandle
 
@@ -159,10 +160,14 @@ class StepReport(KVConnectorWorkerMetadata):
     """What the workers finished: how many ranks completed, and which failed, each store.
     ``compared``: by number, how many ranks have compared, and what they found. ``refuted``:
     requests that have loaded blocks which this engine would not have computed. ``lost``: requests
-    whose offloaded blocks are unreachable. The step's results for both are meaningless. ``timed``:
+    whose offloaded blocks are unreachable. The step's results for both are meaningless. ``stuck``:
+    requests whose loads may never end, so that their device blocks may still be written; once;
+    they are reported as failed if they end. ``timed``:
     the device's seconds for steps, by the orders' numbers. ``load_rank_seconds``: of all ranks
     that loaded, which do so at the same time. ``copied``: the device's seconds for the loads of
-    requests, where requests are traced."""
+    requests, where requests are traced. ``reloaded``: the model has loaded weights by itself since
+    the last report; ``adapters``: those that were loaded, ``swapped``: of them those whose content
+    is another than before."""
 
     stored: dict[int, int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
@@ -176,9 +181,18 @@ class StepReport(KVConnectorWorkerMetadata):
     stored_bytes: int = 0
     store_seconds: float = 0.0
     copied: dict[str, float] = field(default_factory=dict)
+    reloaded: bool = False
+    adapters: dict[int, LoadedAdapter] = field(default_factory=dict)
+    swapped: set[int] = field(default_factory=set)
+    stuck: set[str] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _report_of, (_pack(self),)
+
+    @property
+    def starts_over(self) -> bool:
+        """Whether running requests may have used KV that this engine would not have computed."""
+        return bool(self.refuted or self.reloaded or self.swapped)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         """Sums the reports of two ranks."""
@@ -205,6 +219,10 @@ class StepReport(KVConnectorWorkerMetadata):
             self.stored_bytes + other.stored_bytes,
             max(self.store_seconds, other.store_seconds),
             {n: max(self.copied.get(n, 0.0), other.copied.get(n, 0.0)) for n in copies},
+            self.reloaded or other.reloaded,
+            adapters_of([self.adapters, other.adapters]),
+            self.swapped | other.swapped,
+            self.stuck | other.stuck,
         )
 
 
@@ -245,7 +263,8 @@ class Shard(KVConnectorHandshakeMetadata):
     the step that ordered them returns. ``token_seconds``: computing a prompt token takes this rank
     about as long, or longer. ``model``: the model that the rank has loaded; None if its worker does
     not expose it. ``sharing``: of blocks with the other ranks of its stage.
-    ``numa_node``: of its device, where it is known."""
+    ``numa_node``: of its device, where it is known. ``overhead_bytes``: of the gate of retrieval
+    attention, the greatest of all ranks'; 0 without retrieval."""
 
     layers: tuple[ShardLayer, ...]
     kernel: str
@@ -254,6 +273,7 @@ class Shard(KVConnectorHandshakeMetadata):
     model: LoadedModel | None = None
     sharing: Sharing = ALONE
     numa_node: int | None = None
+    overhead_bytes: int = 0
 
     def nbytes(self, group: int = 0) -> int:
         """Bytes of one block of a KV group on this rank."""

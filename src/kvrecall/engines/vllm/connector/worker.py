@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvrecall.engines.fingerprint import default_memory
 from kvrecall.engines.vllm.attention.activity import totals_of
 from kvrecall.engines.vllm.attention.backend import retrieval_groups
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
@@ -21,10 +22,12 @@ from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.offloaded import Records
 from kvrecall.engines.vllm.compat import config
 from kvrecall.engines.vllm.compat.scales import settle_scales
+from kvrecall.engines.vllm.compat.weights import note_model
 from kvrecall.engines.vllm.connector.compare import deviation
 from kvrecall.engines.vllm.connector.copier import ArenaMapping
 from kvrecall.engines.vllm.connector.pages import GroupPages, Pages, pages_of
 from kvrecall.engines.vllm.connector.wire import (
+    ORIGIN_BYTES,
     Comparison,
     Deviation,
     Shard,
@@ -35,8 +38,10 @@ from kvrecall.engines.vllm.connector.wire import (
 )
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.device.base import Event
+from kvrecall.engines.vllm.identity.changes import RankWeights
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.errors import EngineError
+from kvrecall.nicety import nicety
 from kvrecall.pool.base import ArenaHandle
 
 _ROWS, _COLUMNS, _TIMES = 512, 2048, 4  # of products that tell what a token of a prefill costs
@@ -58,6 +63,7 @@ class RecallWorker:
         self._stores_begun = 0
         self._stores_done = 0
         self._failed_loads: set[str] = set()
+        self._stuck: set[str] = set()  # requests whose loads are, as reported
         self._report = StepReport()
         self._retrieval: dict[int, list[RetrievalGroup]] = {}
         """By KV group: layers whose heads or types of keys differ have one each."""
@@ -65,9 +71,12 @@ class RecallWorker:
         self._model: torch.nn.Module | None = None  # until ``shard`` has read it
         self._offloading = False
         self._applied: StepOrders | None = None
+        self._open: StepOrders | None = None  # of a step that has begun and not ended
+        self._loads_begun = False  # that step's
         self._step_began: Event | None = None
         self._timed: deque[tuple[int, Event, Event]] = deque()  # steps under way: begin and end
         self._shard: Shard | None = None
+        self.weights = RankWeights(default_memory())
         self._is_traced = config.traces_endpoint(vllm_config) is not None
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -101,9 +110,10 @@ class RecallWorker:
 
     def unregister(self) -> None:
         """vLLM takes the KV cache's memory away (sleep mode): loads and stores fail until
-        ``restore``."""
+        ``restore``. Waits for copies in flight; raises EngineError if they do not end."""
         if self._mapping is not None:
             self._mapping.suspend()
+            self._failed_loads.update(self._loading)  # what they have loaded goes, too
 
     def restore(self) -> None:
         """The memory is back, at the same addresses."""
@@ -125,6 +135,11 @@ class RecallWorker:
             for page in group.pages
         )
         names = tuple(page.name for group in self._layers for page in group.pages)
+        retrieval = self._retrieval_groups
+        overhead = max((group.overhead_bytes for group in retrieval), default=0)
+        overhead = config.most_of_ranks(overhead)
+        for group in retrieval:
+            group.settle_gate(overhead)
         kernel = config.kernel_of(self._vllm_config, names)
         sharing = self._sharing(names)
         self._groups = tuple(_placed(replace(group, sharing=sharing)) for group in self._groups)
@@ -139,7 +154,14 @@ class RecallWorker:
         least = least_token_seconds(flops, hidden, dtype, where)
         loaded = None if self._model is None else LoadedModel.of(self._model)
         return Shard(
-            layers, kernel, self._device.in_step, least, loaded, sharing, self._device.numa_node()
+            layers,
+            kernel,
+            self._device.in_step,
+            least,
+            loaded,
+            sharing,
+            self._device.numa_node(),
+            overhead,
         )
 
     def map_arena(self, handle: ArenaHandle) -> None:
@@ -155,6 +177,7 @@ class RecallWorker:
     def see_model(self, model: torch.nn.Module) -> None:
         """Registers the model that this rank has loaded. Called before ``shard``."""
         self._model = model
+        note_model(model, self.weights)
 
     @property
     def _arena(self) -> ArenaMapping:
@@ -163,6 +186,7 @@ class RecallWorker:
 
     def start_loads(self, orders: StepOrders) -> None:
         """Starts the step's loads."""
+        self._loads_begun = True
         for load in orders.loads:
             written = [
                 (group, copy.block_ids)
@@ -180,6 +204,7 @@ class RecallWorker:
 
     def start_stores(self, orders: StepOrders) -> None:
         """Starts the step's stores; the forward pass has been submitted."""
+        self._open = None
         if orders.timed is not None and self._step_began is not None:
             ended = self._device.current().record()
             self._timed.append((orders.timed, self._step_began, ended))
@@ -188,9 +213,10 @@ class RecallWorker:
             if not self._writes_shard():
                 self._report.stored[store.store_id] = 1
                 continue
-            for group in self._retrieval.get(store.copy.group, ()):
+            has_room = self._has_room(orders, store)
+            for group in self._retrieval.get(store.copy.group, ()) if has_room else ():
                 group.before_store(store.copy.block_ids)
-            if self._arena.store(orders.arena, store.copy):
+            if has_room and self._arena.store(orders.arena, store.copy):
                 self._sign(orders, store)
                 self._storing.append(store.store_id)
                 self._stores_begun += 1
@@ -200,6 +226,30 @@ class RecallWorker:
         self._releases.extend((self._stores_begun, request_id) for request_id in orders.releases)
         for comparison in orders.comparisons:
             self._compare(orders.arena, comparison)
+
+    def step_failed(self, orders: StepOrders) -> None:
+        """The forward pass of these orders' step failed, and the engine may go on: nothing that it
+        was to compute is copied or compared, and loads that have not begun fail."""
+        self._open = self._step_began = None
+        for store in orders.stores:
+            self._report.stored[store.store_id] = 1
+            self._report.failed.add(store.store_id)
+        if not self._loads_begun:
+            self._failed_loads.update(load.request_id for load in orders.loads)
+        self._releases.extend((self._stores_begun, request_id) for request_id in orders.releases)
+        for one in orders.comparisons:
+            ranks, known = self._report.compared.get(one.number, (0, Deviation()))
+            self._report.compared[one.number] = ranks + 1, known
+
+    def _has_room(self, orders: StepOrders, store: Store) -> bool:
+        """Whether records of the size that this rank knows, and the origins behind them, lie in the
+        arena."""
+        number, sizes = store.copy.group, orders.record_bytes
+        if not 0 <= number < len(sizes) == len(self._groups):
+            return False
+        most = max(store.copy.offsets, default=0) + sizes[number] + ORIGIN_BYTES
+        fits = most <= orders.arena.nbytes and self._groups[number].end <= sizes[number]
+        return fits and len(store.origin) == ORIGIN_BYTES
 
     def _sign(self, orders: StepOrders, store: Store) -> None:
         """Writes the origin behind the records that are stored, once for all ranks."""
@@ -240,7 +290,9 @@ class RecallWorker:
         """
         if orders is self._applied:
             return
-        self._applied = orders
+        if self._open is not None:
+            self.step_failed(self._open)
+        self._applied, self._open, self._loads_begun = orders, orders, False
         self._step_began = self._device.current().record() if orders.timed is not None else None
         if orders.stores_first:
             self._arena.stores_first()
@@ -252,21 +304,30 @@ class RecallWorker:
         failed."""
         if self._mapping is None:
             return set(), set(), set()
-        while self._timed and self._timed[0][2].is_reached():
-            step, began, ended = self._timed.popleft()
-            self._report.timed[step] = ended.seconds_since(began)
+        self._take_times()
         loads, stores = self._mapping.completed()
-        copied = {self._loading.popleft(): moved.seconds for moved in loads}
-        loaded = set(copied)
+        over = {self._loading.popleft(): moved for moved in loads}
+        loaded = set(over)
         if self._is_traced:
-            self._report.copied |= copied
+            self._report.copied |= {request_id: moved.seconds for request_id, moved in over.items()}
+        self._failed_loads.update(request_id for request_id, moved in over.items() if moved.failed)
+        loads_stuck, stores_stuck = self._mapping.is_stuck
+        self._stuck.intersection_update(self._loading)
+        if loads_stuck:
+            self._report.stuck.update(set(self._loading) - self._stuck)
+            self._stuck.update(self._loading)
         failed = self._failed_loads - set(self._loading)  # nothing is written there any more
         self._failed_loads -= failed
-        for _ in stores:
-            self._report.stored[self._storing.popleft()] = 1
+        for moved in stores:
+            self._report.stored[store_id := self._storing.popleft()] = 1
+            if moved.failed:
+                self._report.failed.add(store_id)
         self._stores_done += len(stores)
-        released = {request for begun, request in self._releases if begun <= self._stores_done}
+        # What a stuck store still reads is not committed, so it may be anything.
+        done = self._stores_begun if stores_stuck else self._stores_done
+        released = {request for begun, request in self._releases if begun <= done}
         self._releases = [one for one in self._releases if one[1] not in released]
+        loads, stores = ([moved for moved in of if not moved.failed] for of in (loads, stores))
         self._report.loaded_bytes += sum(moved.nbytes for moved in loads)
         self._report.load_seconds += sum(moved.seconds for moved in loads)
         self._report.load_rank_seconds = self._report.load_seconds
@@ -274,8 +335,17 @@ class RecallWorker:
         self._report.store_seconds += sum(moved.seconds for moved in stores)
         return released, loaded | failed, failed
 
+    @nicety("the timing of steps")
+    def _take_times(self) -> None:
+        while self._timed and self._timed[0][2].is_reached():
+            step, began, ended = self._timed.popleft()
+            self._report.timed[step] = ended.seconds_since(began)
+
     def report(self) -> StepReport | None:
         """Events since the last report; None without any."""
+        news = self.weights.news()
+        self._report.reloaded, self._report.adapters = news.is_reloaded, news.adapters
+        self._report.swapped = set(news.swapped)
         report, self._report = self._report, StepReport()
         return None if report == StepReport() else report
 
@@ -336,6 +406,7 @@ def _placed(group: GroupPages) -> GroupPages:
     return replace(group, starts=tuple(config.record_places(sizes, pieces, group.sharing)))
 
 
+@nicety("the measurement of this device's speed", 0.0)
 def least_token_seconds(
     flops: float, hidden: int, dtype: torch.dtype, where: torch.device
 ) -> float:
