@@ -313,12 +313,12 @@ def test_config_check_knows_what_the_installed_mooncake_cannot_do(
     mooncake = tmp_path / "mooncake.json"
     mooncake.write_text(json.dumps({**MOONCAKE, "protocol": "ascend"}))
     pool = tmp_path / "pool.json"
-    remote = {"kind": "mooncake", "config": str(mooncake)}
+    remote = {"kind": "mooncake", "config": str(mooncake), "allow_plaintext": True}
     pool.write_text(json.dumps({"host_size": "1GiB", "remote": remote}))
     example = json.loads(commands.run(["config", "example"]).out)
     backend = example["BackendConfig"]
     kind, file = ("mooncake", mooncake) if beside else ("embedded", pool)
-    backend["kvPoolConfig"].update(backend=kind, configPath=str(file))
+    backend["kvPoolConfig"].update(backend=kind, configPath=str(file), allowPlaintext=beside)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     model = backend["ModelDeployConfig"]["ModelConfig"][0]
@@ -432,7 +432,7 @@ def test_a_shell_completes_commands_and_options(words: str, offered: str) -> Non
 def test_an_interrupted_start_is_one_line(tmp_path: Path) -> None:
     """Ctrl-C while the engine's libraries are imported; what is known before is said before."""
     (tmp_path / "config.json").write_text("{}")
-    remote = {"kind": "mooncake", **MOONCAKE, "protocol": "no-such"}
+    remote = {"kind": "mooncake", **MOONCAKE, "protocol": "no-such", "allow_plaintext": True}
     pool = tmp_path / "pool.json"
     pool.write_text(json.dumps({"host_size": "8MiB", "remote": remote}))
     words = [str(tmp_path), "--pool-config", str(pool), "--port", str(free_port())]

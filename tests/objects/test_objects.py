@@ -33,6 +33,7 @@ S3 = {"url": "s3://bucket/prefix", "region": "us-east-1"}
         ({"url": "s3://b", "options": "key=x"}, "options: must be an object"),
         ({"url": "s3://b", "options": {"access_key_id": 7}}, "options.access_key_id: must be"),
         ({"url": "s3://b", "options": {"nonsense": "x"}}, "nonsense"),
+        ({"url": "s3://b", "options": {"aws_allow_http": "true"}}, "what allows http:// is allow_"),
         ({"url": "file://host/path"}, "write a directory as file:///path"),
         ({"url": "file:///"}, "write a directory as file:///path"),
         ({"url": "file:///proc/kvrecall"}, "file:///proc/kvrecall"),

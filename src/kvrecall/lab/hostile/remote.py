@@ -199,7 +199,7 @@ def mooncake_arena_address(folder: Path) -> str:
         return f"none of its {len(mapped)} mappings is the arena"
 
 
-@attack()
+@attack(limit_s=120.0)
 def mooncake_in_transit(folder: Path) -> str:
     """While blocks are recalled from the store, a stranger overwrites the memory they arrive in
     without a pause."""

@@ -9,6 +9,8 @@ import json
 import logging
 import socket
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from kvrecall.config import RemoteConfig
 from kvrecall.errors import ConfigError
@@ -47,7 +49,8 @@ def check_store(config: RemoteConfig, sealed: bool) -> None:
     ``make_store``."""
     _factory(config.kind)
     opened(config.options, "remote")
-    makes_folder = str(config.options.get("url", "")).startswith("file:")
+    url = urlsplit(str(config.options.get("url", "")))
+    makes_folder = url.scheme == "file" and not Path(unquote(url.path)).is_dir()
     if config.kind in BACKENDS and not makes_folder:
         make_store(config.kind, config.options, sealed).close()
 
@@ -122,7 +125,7 @@ def with_remote(
 def store_name(config: RemoteConfig) -> str:
     """A name of the store, 16 hex digits, equal on all hosts that reach it at the same address, and
     different on hosts that each have one of their own on loopback."""
-    options = config.options
+    options = {k: v for k, v in config.options.items() if k != "allow_plaintext"}
     where: object = sorted((name, repr(value)) for name, value in options.items())
     if config.kind == "mooncake":
         from kvrecall.pool.remote.mooncake import MooncakeSettings  # which needs this module

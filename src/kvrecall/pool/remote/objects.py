@@ -100,6 +100,11 @@ def make_store(options: Mapping[str, object]) -> ObjectStore:
         if scheme == "file":
             return FolderStore(_folder_of(taken.url), concurrency)
         return ObjectStore(_obstore().store.MemoryStore(), concurrency)
+    for name in config:
+        if "allow_http" in name.lower():
+            raise ConfigError(
+                f"remote: options.{name}: leave it out; what allows http:// is allow_plaintext"
+            )
     timeout = timedelta(seconds=taken.timeout)
     client = {
         "timeout": timeout,
