@@ -6,7 +6,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from kvrecall.engines.vllm.connector.wire import StepOrders
 from kvrecall.pool import Pool
@@ -116,3 +117,28 @@ def test_drafts_are_saved_once_they_are_tokens(pool: Pool) -> None:
     request.num_computed_tokens -= 2  # one was accepted
     request.append_output_token_ids([1, 8])
     assert stored(bench.step(request, 1)) == [1]
+
+
+def test_blocks_of_a_session_whose_tokens_are_replaced_have_the_new_tokens_keys(
+    pool: Pool,
+) -> None:
+    """vLLM drops what a session has not computed when more of its prompt arrives."""
+    bench = Bench(pool, ONE)
+    request = bench.request("r", 40)
+    assert bench.matched(request) == 0, "it knows the keys of the whole prompt"
+    bench.report(bench.step(request, 20), ranks=1)
+    more = StreamingUpdate(
+        mm_features=None,
+        prompt_token_ids=list(range(900, 940)),
+        max_tokens=100,
+        arrival_time=0.0,
+        sampling_params=request.sampling_params,
+    )
+    vllm = SimpleNamespace(hash_block_size=BLOCK, log_stats=False)
+    Scheduler._update_request_as_session(vllm, request, more)  # type: ignore[arg-type]
+    assert request.num_tokens == 60
+    bench.report(bench.step(request, 40), ranks=1)
+    assert bench.matched(bench.request("as before", 40)) == BLOCK
+    tokens = [*request.all_token_ids, 1]
+    twin = Request("twin", tokens, request.sampling_params, None, block_hasher=bench.hasher)
+    assert bench.matched(twin) == 3 * BLOCK
