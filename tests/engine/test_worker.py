@@ -425,6 +425,8 @@ def test_an_arena_is_unmapped_only_when_no_copy_can_write_it(machine: Machine) -
     if not machine.late:
         pytest.skip("copies are made in the step")
     machine.compute("first", [11, 12])
+    machine.idle()
+    machine.compute("second", [21, 22], first=500)
     mapping, copier, ticks = machine.worker._arena, machine.copier, itertools.count()
     copier.stores._clock = lambda: LONGEST_S * next(ticks)
     copier.stores._stream.is_stuck = True  # type: ignore[attr-defined]
@@ -435,9 +437,11 @@ def test_an_arena_is_unmapped_only_when_no_copy_can_write_it(machine: Machine) -
     assert not mapping.store(machine.pool.arena_handle(), Copy((1,), (0,)))
     assert mapping.is_stuck == (False, True)
     copier.stores._stream.is_stuck = False  # type: ignore[attr-defined]
-    for _ in range(2 * PATIENCE):
+    seen = []
+    for _ in range(3 * PATIENCE):
         machine.idle()
-    assert locked == {}
+        seen.append((len(copier.stores._under_way), len(locked)))
+    assert list(dict.fromkeys(seen)) == [(1, 1), (0, 0)]
     assert mapping.store(machine.pool.arena_handle(), Copy((1,), (0,)))
 
 
