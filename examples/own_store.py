@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from kvrecall.pool.remote.backends import is_loopback
 from kvrecall.pool.remote.store import Object
 
 DEFAULTS = {"host": "127.0.0.1", "port": 6379, "password": "", "ttl": 0, "timeout": 4.0}
@@ -23,8 +24,12 @@ class RedisStore:
         self._options = {**DEFAULTS, **options}
         self._idle: list[_Connection] = []  # its append and pop are atomic
 
-    def attach(self, memory: memoryview) -> None:
-        """A socket reads and writes any memory."""
+    @property
+    def exposed(self) -> str:
+        host = self._options["host"]
+        if is_loopback(host) and self._options["password"]:
+            return ""
+        return f"host is {host!r}: Redis sends blocks in the clear, or asks for no password"
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         return [answer == 1 for answer in self._ask((b"EXISTS", n.encode()) for n in names)]
@@ -42,8 +47,8 @@ class RedisStore:
         self._ask((b"UNLINK", name.encode()) for name in names)
 
     def close(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
+        for connection in self._idle:
+            connection.close()
 
     def _ask(self, commands: Iterable[tuple[bytes, ...]]) -> list[Any]:
         """The answers to commands sent together. A connection that failed is not used again."""
@@ -64,8 +69,9 @@ class _Connection:
     """Speaks the protocol of Redis."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        where = options["host"], options["port"]
-        self._socket = socket.create_connection(where, options["timeout"])
+        self._socket = socket.create_connection(
+            (options["host"], options["port"]), options["timeout"]
+        )
         self._reader = self._socket.makefile("rb")
         if options["password"]:
             self.ask([(b"AUTH", options["password"].encode())])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from kvrecall.block import Namespace
 from kvrecall.config import (
     RecallSettings,
+    default_socket,
     help_of,
     option_of,
     parse_size,
@@ -123,3 +127,12 @@ def test_namespaces_do_not_depend_on_order_and_never_run_together() -> None:
     base = Namespace.of({"a": "1"})
     assert base.derive(adapter="x").digest not in (base.digest, base.derive(adapter="y").digest)
     assert base.key(b"hash").startswith(base.digest)
+
+
+def test_the_default_socket_is_in_a_folder_of_the_user_alone(tmp_path: Path) -> None:
+    user = str(os.getuid())
+    assert default_socket(tmp_path) == Path(f"/tmp/kvrecall-{user}/pool.sock"), "there is none"
+    (tmp_path / user).mkdir(mode=0o700)
+    assert default_socket(tmp_path) == tmp_path / user / "kvrecall" / "pool.sock"
+    (tmp_path / user).chmod(0o755)
+    assert default_socket(tmp_path) == Path(f"/tmp/kvrecall-{user}/pool.sock"), "others enter it"

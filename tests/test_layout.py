@@ -13,7 +13,8 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "kvrecall"
 
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "block", "environment"}),
+    frozenset({"errors", "block", "environment", "nicety"}),
+    frozenset({"secret"}),
     frozenset({"config", "factories", "jsonfile", "traces"}),
     frozenset({"pool", "attention", "modelconfig"}),
     frozenset({"engines", "simulate", "testing"}),

@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 
 from kvrecall.block import Tenant, is_tenant, tenant_of
 from kvrecall.errors import ConfigError
+from kvrecall.secret import refuse_open
 
 DEFAULT_POLICY = "hazard"  # of eviction
 DEFAULT_AUDIT_EVERY = 4096  # hits
@@ -359,9 +360,12 @@ def _tenants(value: Any, name: str) -> dict[Tenant, TenantTerms]:
 
 
 def _remote(value: Any, name: str) -> Mapping[str, object] | None:
-    if value is None or (isinstance(value, Mapping) and isinstance(value.get("kind"), str)):
-        return value
-    raise _wrong(name, value, 'it must be an object such as {"kind": "mooncake"}')
+    if value is None:
+        return None
+    if not (isinstance(value, Mapping) and isinstance(value.get("kind"), str)):
+        raise ConfigError(f'{name} must be an object such as {{"kind": "mooncake"}}')
+    refuse_open(value, name)
+    return value
 
 
 def _match_unit(value: Any, name: str) -> MatchUnit:
@@ -482,7 +486,8 @@ class Settings(BaseModel):
     remote: Annotated[Mapping[str, object] | None, _parsed(_remote)] = _setting(
         Owner.POOL,
         "the store beyond this host: an object with its `kind` (`mooncake`, `objects` or "
-        "`package.module:Factory`) and the options of that kind",
+        "`package.module:Factory`), the options of that kind, and `allow_plaintext`: true lets a "
+        "store that others can read have blocks that are not encrypted",
         None,
         "none",
     )
@@ -502,7 +507,7 @@ class Settings(BaseModel):
         Owner.POOL,
         "socket at which an embedded pool answers `kvrecall pool stat` and `kvrecall pool ls`",
         None,
-        "none; under `kvrecall serve` /tmp/kvrecall-UID/serve-PORT.sock",
+        "none; under `kvrecall serve` serve-PORT.sock in the folder of the default `socket`",
     )
     lookup_deadline: float = _setting(
         Owner.ENGINE,
@@ -574,7 +579,7 @@ class Settings(BaseModel):
         Owner.CLIENT,
         "socket of the pool service, at which `kvrecall pool serve` listens",
         None,
-        "/tmp/kvrecall-UID/pool.sock",
+        "/run/user/UID/kvrecall/pool.sock, without such a folder /tmp/kvrecall-UID/pool.sock",
     )
     call_timeout: float = _setting(
         Owner.CLIENT,
@@ -702,9 +707,19 @@ def option_of(key: str) -> str:
     return {"backend": "--pool-service"}.get(key, f"--{key.replace('_', '-')}")
 
 
-def default_socket() -> Path:
-    """The default socket of a user's pool service."""
-    return Path(f"/tmp/kvrecall-{os.getuid()}/pool.sock")
+def default_socket(runtime: Path = Path("/run/user")) -> Path:
+    """The default socket of a user's pool service, the same for all processes of the user: below
+    /run/user/UID if there is such a folder (of a login session, or of a user who lingers), because
+    no program cleans that; otherwise below /tmp."""
+    user = os.getuid()
+    folder = runtime / str(user)
+    try:
+        status = folder.lstat()
+    except OSError:
+        status = None
+    if status is not None and status.st_uid == user and status.st_mode & 0o777 == 0o700:
+        return folder / "kvrecall" / "pool.sock"
+    return Path(f"/tmp/kvrecall-{user}/pool.sock")
 
 
 def service_settings(

@@ -24,7 +24,14 @@ class Variable(str):
 
 API_KEY = Variable(
     "KVRECALL_API_KEY",
-    "API key that `kvrecall router` requires of clients and passes on; as `--api-key`",
+    "API key that `kvrecall router` requires of clients and passes on, without a file of keys",
+    "any text",
+    "no key is required",
+)
+VLLM_KEY = Variable(
+    "VLLM_API_KEY",
+    "vLLM's: API key of a server, which `kvrecall serve` requires on every route but health, and "
+    "which `kvrecall why` sends; as `--api-key-file`",
     "any text",
     "no key is required",
 )

@@ -8,13 +8,38 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import sys
 from collections.abc import Iterator
 from enum import IntEnum
+from urllib.parse import quote
+
+_HIDDEN = "***"
+_SHORTEST = 4  # characters of a secret; hiding a shorter one would garble texts
+_USER = re.compile(r"(?<=://)[^/?#\s'\"@]+@")
+_URL_QUERY = re.compile(r"(://[^\s?'\"]+)\?[^\s'\"]+")
+_secrets: set[str] = set()
+
+
+def hide(secret: str) -> None:
+    """No error shows ``secret`` from now on, and no text that ``hidden`` gives."""
+    if len(secret) >= _SHORTEST:
+        _secrets.update((secret, repr(secret)[1:-1], quote(secret, safe="")))
+
+
+def hidden(text: str) -> str:
+    """``text``, perhaps a library's, without the secrets that are known and without users,
+    passwords and queries of URLs."""
+    for secret in sorted(_secrets, key=len, reverse=True):
+        text = text.replace(secret, _HIDDEN)
+    return _URL_QUERY.sub(rf"\1?{_HIDDEN}", _USER.sub(f"{_HIDDEN}@", text))
 
 
 class KvrecallError(Exception):
-    """Base of all errors raised on purpose by kvrecall."""
+    """Base of all errors raised on purpose by kvrecall. Its text shows no secrets (``hidden``)."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(hidden(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(KvrecallError):

@@ -28,7 +28,7 @@ def factory_of(
         raise ConfigError(f"{setting} is {name!r}; allowed: {names}, or package.module:Factory")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except Exception as error:
         extra = (extras or {}).get(name)
         cure = f" (pip install 'kvrecall[{extra}]')" if extra else ""
         raise ConfigError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -11,7 +13,7 @@ from typing import Any
 
 from kvrecall.environment import CACHE_HOME, HUB_CACHE, HUB_HOME, OLD_HUB_CACHE
 from kvrecall.errors import ConfigError
-from kvrecall.jsonfile import read_json
+from kvrecall.jsonfile import MAX_BYTES, read_json
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -50,6 +52,11 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 """By ``model_type``: what Hugging Face's configuration classes assume of fields that a published
 ``config.json`` leaves out, as far as the size of the KV cache depends on them."""
+
+
+_MOST = 1 << 53  # no number of a model is larger
+_PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
+"""Where models of several kinds of input have the fields of their text model."""
 
 
 def hub_cache() -> Path:
@@ -92,21 +99,27 @@ class Fields:
     ``architecture``: of the whole model, by its class in transformers."""
 
     def __init__(self, raw: Mapping[str, object], source: str) -> None:
-        text = next((raw[n] for n in ("text_config", "llm_config") if n in raw), None)
-        own = {**raw, **text} if isinstance(text, dict) else dict(raw)
+        own = dict(raw)
+        while isinstance(text := next((own.pop(n) for n in _PARTS if n in own), None), dict):
+            own |= text
         self.model_type = str(own.get("model_type", ""))
         named = raw.get("architectures")
         first = named[0] if isinstance(named, list) and named else self.model_type
         self.architecture = str(first) or "the model"
         self.is_encoder_decoder = raw.get("is_encoder_decoder") is True
         self._raw: Mapping[str, Any] = {**_DEFAULTS.get(self.model_type, {}), **own}
+        of_layers = own.get("per_layer_config")
+        self._of_layers = dict(of_layers) if isinstance(of_layers, dict) else {}
         self.source = source
 
     def number(self, *names: str, default: int | None = None) -> int:
+        """The first of these fields that is a whole number from 0; the mean of one that has a
+        number for each layer. Raises ConfigError if there is none, and no ``default``."""
         for name in names:
             value = self._raw.get(name)
-            if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-                return value
+            each = value if isinstance(value, list | tuple) else [value]
+            if each and all(type(one) is int and 0 <= one < _MOST for one in each):
+                return round(sum(each) / len(each))
         if default is None:
             raise ConfigError(f"{self.source}: {names[0]} is missing; this is not a model's config")
         return default
@@ -125,6 +138,24 @@ class Fields:
         found = (self._raw.get(name) for name in names)
         return next((value for value in found if isinstance(value, list) and value), [])
 
+    def of_layer(self, place: int) -> Fields:
+        """The fields as they are for one layer, from 0: of those with a number for each layer its
+        own, and what ``per_layer_config`` says of it."""
+        count = self.number("num_hidden_layers", "n_layer", "num_layers", default=0)
+        each = {
+            name: value[place]
+            for name, value in self._raw.items()
+            if isinstance(value, list) and len(value) == count > place
+        }
+        for name, own in self._of_layers.items():
+            if str(name).isdecimal() and int(name) == place and isinstance(own, dict):
+                each |= own
+        if not each:
+            return self
+        layer = copy.copy(self)
+        layer._raw = {**self._raw, **each}
+        return layer
+
     def part(self, name: str) -> Fields:
         """The fields of an object in it."""
         value = self._raw.get(name)
@@ -134,7 +165,11 @@ class Fields:
 def read_fields(path: Path) -> tuple[Fields, Path]:
     """Of the model in a folder, or of a config.json; and the file. Raises ConfigError."""
     file = path / "config.json" if path.is_dir() else path
-    read = read_json(file).value
+    try:
+        with file.open("rb") as opened:
+            read = json.loads(opened.read(MAX_BYTES))  # transformers writes NaN and Infinity, too
+    except (OSError, ValueError, RecursionError):
+        read = read_json(file).value  # which says what is wrong
     if not isinstance(read, dict):
         raise ConfigError(f"{file}: must hold an object")
     return Fields(read, str(file)), file

@@ -6,15 +6,17 @@ nothing needs to be installed, without one.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from kvrecall.environment import TRACES_PROTOCOL
-from kvrecall.errors import ConfigError
+from kvrecall.errors import ConfigError, hidden, hide
+from kvrecall.secret import refuse_open
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -57,6 +59,7 @@ def check_endpoint(endpoint: str) -> None:
             f"{OPTION} is {endpoint!r}, and {missing} is not installed here; "
             "pip install 'kvrecall[traces]'"
         )
+    refuse_open(endpoint, OPTION)
     given = endpoint if "://" in endpoint or protocol != "grpc" else f"http://{endpoint}"
     try:
         parts = urlsplit(given)
@@ -80,6 +83,7 @@ def provider_at(endpoint: str, part: str) -> TracerProvider:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 
     exporter: SpanExporter
+    _hide_headers()
     if os.environ.get(TRACES_PROTOCOL, "grpc") == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
@@ -92,6 +96,22 @@ def provider_at(endpoint: str, part: str) -> TracerProvider:
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider
+
+
+def _hide_headers() -> None:
+    """Exporters log a collector's answer, which may repeat the headers that it was sent."""
+    for variable in ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"):
+        for header in os.environ.get(variable, "").split(","):
+            value = unquote(header.partition("=")[2].strip())
+            for secret in (value, value.rpartition(" ")[2]):
+                hide(secret)
+    for module in ("proto.grpc.exporter", "proto.http.trace_exporter", "common.http"):
+        logging.getLogger(f"opentelemetry.exporter.otlp.{module}").addFilter(_without_secrets)
+
+
+def _without_secrets(record: logging.LogRecord) -> bool:
+    record.msg, record.args, record.exc_info = hidden(record.getMessage()), (), None
+    return True
 
 
 def end_provider(provider: TracerProvider) -> None:

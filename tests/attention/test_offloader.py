@@ -40,6 +40,7 @@ from kvrecall.engines.vllm.connector.wire import (
     Shard,
     StepOrders,
     StepReport,
+    Store,
 )
 from kvrecall.pool import Pool
 from kvrecall.pool.base import PoolClient
@@ -157,10 +158,8 @@ class Bench:
         if request.num_computed_tokens == request.num_tokens:
             request.append_output_token_ids(7)
         self._stores += [store.store_id for store in orders.stores]
-        for store in orders.stores if isinstance(self.pool, Pool) else ():
-            for offset in store.copy.offsets:
-                at = offset + orders.record_bytes[0]
-                self.pool.arena.array()[at : at + ORIGIN_BYTES] = list(store.origin)
+        for store in orders.stores:
+            sign(self.pool, store)
         if self.makes_stores:
             self.make_stores()
 
@@ -187,6 +186,14 @@ class Bench:
         request.status = RequestStatus.FINISHED_STOPPED
         self.side.finished(request, self.manager.get_block_ids(request.request_id))
         self.manager.free(request)
+
+
+def sign(pool: PoolClient, store: Store) -> None:
+    """As the workers do."""
+    if isinstance(pool, Pool):
+        for offset in store.copy.offsets:
+            at = offset + FACTS.groups[0].record_bytes
+            pool.arena.array()[at : at + ORIGIN_BYTES] = list(store.origin)
 
 
 @pytest.fixture
@@ -228,6 +235,20 @@ def test_middle_blocks_leave_with_the_first_decoded_token(pool: Pool) -> None:
     assert bench.orders is not None
     assert bench.orders.ended == ["r"]
     bench.end(other)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_blocks_of_a_writer_that_is_not_proved_do_not_stand_in_for_the_devices(
+    pool: Pool, is_own: bool
+) -> None:
+    first = Bench(pool, 100, audit=0)
+    first.end(first.begun("before", 400, 0))
+    second = first if is_own else Bench(pool, 100, audit=0)
+    request = second.begun("r", 400, 0)
+    assert second.decode(request)
+    assert (second.orders is not None) is is_own
+    second.end(request)
+    assert pool.stats().leases == 0
 
 
 def test_it_goes_on_while_the_sequence_grows(pool: Pool) -> None:

@@ -13,8 +13,8 @@ from kvrecall.errors import ConfigError
 from kvrecall.pool import Pool
 from kvrecall.pool.cipher import Cipher
 from kvrecall.pool.remote.compressed import CompressedStore
-from kvrecall.pool.remote.encrypted import EncryptedStore
 from kvrecall.pool.remote.objects import make_store
+from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Object, Store
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.tier import Tier
@@ -35,7 +35,7 @@ class TestCompressedDirectory(StoreContract):
 
 class TestCompressedAndEncryptedDirectory(StoreContract):
     def make(self, path: Path) -> Store:
-        inner = EncryptedStore(make_store({"url": f"file://{path}/store"}), Cipher([KEY]))
+        inner = StagedStore(make_store({"url": f"file://{path}/store"}), Cipher([KEY]))
         return CompressedStore(inner, "lz4", section_bytes=3_100_000)
 
 
@@ -47,7 +47,6 @@ class TestAsItIsGotSoonest(StoreContract):
 class TestCompressedRemoteTier(TierContract):
     def make(self, path: Path) -> Tier:
         store = CompressedStore(MemoryStore(), "zstd")
-        store.attach(memoryview(bytearray(4096)))
         return RemoteTier(store, RemoteConfig("test"))
 
 
@@ -56,7 +55,6 @@ class Host:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        store.attach(memoryview(bytearray(4096)))
 
     def put(self, *seeds: int) -> list[bool]:
         return self.store.put([Object(f"v{seed}", _value(seed)) for seed in seeds])
@@ -153,7 +151,7 @@ def test_a_value_that_was_cut_off_is_not_there() -> None:
 
 def test_encrypted_values_are_compressed_before() -> None:
     inner = MemoryStore()
-    host = zstd(EncryptedStore(inner, Cipher([KEY])))
+    host = zstd(StagedStore(inner, Cipher([KEY])))
     host.put(1)
     (stored,) = inner.values.values()
     assert len(stored) < 0.9 * 65_536
@@ -173,7 +171,7 @@ def test_a_value_too_large_for_the_memory_is_shed_and_said(
 class _ExactStore:
     """A store as it was before there was compression."""
 
-    def attach(self, memory: memoryview) -> None: ...
+    exposed = ""
 
     def exists(self, names: object) -> list[bool]:
         return []
@@ -195,7 +193,7 @@ def exact_store(options: object) -> _ExactStore:
 
 def test_a_store_that_gets_known_sizes_only_is_refused() -> None:
     remote = RemoteConfig("tests.compression.test_compressed_store:exact_store", compression="zstd")
-    with pytest.raises(ConfigError, match=r"remote_compression: .*needs get_up_to"):
+    with pytest.raises(ConfigError, match=r"remote_compression is 'zstd'.*needs get_up_to"):
         Pool.open(PoolConfig(4 * MIB, remote=remote))
 
 

@@ -110,19 +110,47 @@ def test_the_settings_of_the_service_are_read() -> None:
     assert COMPOSE["networks"]["store"] == {"internal": True}
 
 
+def port_of(engine: dict[str, Any], plane: str) -> int:
+    """The port of a plane of its own."""
+    return int(str(parsed(engine)[plane]).rpartition(":")[2])
+
+
+def networks_of(name: str) -> set[str]:
+    return set(SERVICES[name].get("networks", []))
+
+
+def test_clients_need_a_key_and_planes_are_apart() -> None:
+    for engine in ENGINES.values():
+        options = parsed(engine)
+        assert not options["allow_unauthenticated"]
+        assert engine["environment"]["VLLM_API_KEY"].startswith("${API_KEY:?")
+        ports = {options["port"], port_of(engine, "management"), port_of(engine, "metrics")}
+        assert len(ports) == 3
+
+
+def test_only_the_pool_reaches_the_master() -> None:
+    """Whoever reaches it can read and change all that is stored."""
+    reach = {name for name in SERVICES if networks_of(name) & networks_of("master")}
+    assert reach == {"master", "pool"}
+    assert "ports" not in SERVICES["master"]
+
+
 def test_published_ports_are_listened_on() -> None:
-    listened = {name: parsed(engine)["port"] for name, engine in ENGINES.items()}
-    for name, engine in ENGINES.items():
-        assert f"127.0.0.1:{listened[name]}/health" in engine["healthcheck"]["test"][-1]
-    listened |= {"prometheus": 9090, "grafana": 3000}
+    listened = {
+        name: {parsed(engine)["port"], port_of(engine, "management")}
+        for name, engine in ENGINES.items()
+    }
+    for engine in ENGINES.values():
+        assert f":{parsed(engine)['port']}/health" in engine["healthcheck"]["test"][-1]
+    listened |= {"prometheus": {9090}, "grafana": {3000}}
     published = []
     for name, service in SERVICES.items():
         for each in service.get("ports", []):
             address, outside, inside = each.split(":")
             assert address == "127.0.0.1"
-            assert int(inside) == listened[name]
+            assert int(inside) in listened[name]
             published.append(outside)
-    assert len(set(published)) == len(published) == 4
+    assert len(set(published)) == len(published) == 6
 
 
 def test_prometheus_scrapes_what_is_there() -> None:
@@ -130,8 +158,7 @@ def test_prometheus_scrapes_what_is_there() -> None:
         binds(SERVICES["prometheus"])["/etc/prometheus/prometheus.yml"].read_text()
     )
     assert set(config) <= {"global", "rule_files", "scrape_configs"}
-    served = {f"{name}:{parsed(engine)['port']}" for name, engine in ENGINES.items()}
-    served.add(f"master:{parsed(SERVICES['master'])['metrics_port']}")
+    served = {f"{name}:{port_of(engine, 'metrics')}" for name, engine in ENGINES.items()}
     targets = [
         target
         for job in config["scrape_configs"]
@@ -139,7 +166,7 @@ def test_prometheus_scrapes_what_is_there() -> None:
         for target in group["targets"]
     ]
     assert sorted(targets) == sorted(served)
-    assert len({job["job_name"] for job in config["scrape_configs"]}) == 2
+    assert len({job["job_name"] for job in config["scrape_configs"]}) == 1
     for target in targets:
         service = SERVICES[target.split(":")[0]]
         assert set(service["networks"]) & set(SERVICES["prometheus"]["networks"]), target

@@ -201,6 +201,35 @@ def test_pools_find_the_master() -> None:
     assert "s/POD_IP/$POD_IP/" in prepare["command"][-1]
 
 
+ENGINES = ["Deployment kvrecall-engine", "Deployment kvrecall-one-pod"]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_clients_need_a_key_and_planes_are_apart(name: str) -> None:
+    """Only clients reach the API, only Prometheus the metrics, and no other pod the rest."""
+    api, metrics = set(), set()
+    for container in pods()[name]["containers"]:
+        if container["args"][0] != "serve":
+            continue
+        options = parsed(words(container))
+        assert not options["allow_unauthenticated"]
+        (key,) = (each for each in container["env"] if each["name"] == "VLLM_API_KEY")
+        secret = key["valueFrom"]["secretKeyRef"]
+        text = (FOLDER / (ONE_POD if "one-pod" in name else "kustomization.yaml")).read_text()
+        assert f"create secret generic {secret['name']} " in text
+        assert f"--from-literal={secret['key']}=" in text
+        assert options["management"].startswith("127.0.0.1:")
+        api.add(options["port"])
+        metrics.add(int(options["metrics"].rpartition(":")[2]))
+        assert {port["containerPort"] for port in container["ports"]} <= api | metrics
+    clients, watchers = the("NetworkPolicy", name.split()[1])["spec"]["ingress"]
+    assert {port["port"] for port in clients["ports"]} == api
+    assert clients["from"] == [{"podSelector": {"matchLabels": {"kvrecall/client": "true"}}}]
+    assert {port["port"] for port in watchers["ports"]} == metrics
+    (watcher,) = watchers["from"]
+    assert watcher["podSelector"] == {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}
+
+
 def test_selectors_select() -> None:
     """Services, budgets, policies and monitors mean the pods or services they are written for."""
     templates = (x["spec"]["template"] for x in ALL if "template" in x.get("spec", {}))

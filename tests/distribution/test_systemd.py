@@ -15,7 +15,13 @@ from .test_deploy import DEPLOY, parsed
 FOLDER = DEPLOY / "systemd"
 PROGRAM = "/opt/kvrecall/bin/kvrecall"
 UNITS = sorted(FOLDER.glob("*.service"))
-ENVIRONMENT = {"MODEL": "/srv/models/m", "PORT": "8001", "OPTIONS": "--served-model-name=m"}
+ENVIRONMENT = {
+    "MODEL": "/srv/models/m",
+    "PORT": "8001",
+    "MANAGEMENT": "127.0.0.1:8101",
+    "METRICS": "127.0.0.1:9101",
+    "OPTIONS": "--served-model-name=m",
+}
 
 SERVE = "kvrecall-serve@.service"
 POOL = "kvrecall-pool.service"
@@ -70,6 +76,15 @@ def test_engines_share_user_and_socket_with_the_service() -> None:
     assert parsed({"command": words(SERVE)})["pool_socket"] == f"{folder}/pool.sock"
     assert POOL in serve["Wants"][0].split()
     assert "kvrecall" in (FOLDER / "kvrecall.sysusers.conf").read_text()
+
+
+def test_an_engine_wants_a_key_and_serves_its_planes_apart() -> None:
+    options = parsed({"command": words(SERVE)})
+    assert str(options["api_key_file"]) == "/etc/kvrecall/api-key"
+    assert f"# {options['api_key_file']} holds" in (FOLDER / SERVE).read_text()
+    assert options["host"] == "127.0.0.1"
+    assert options["management"] != options["metrics"]
+    assert not options["allow_unauthenticated"]
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)

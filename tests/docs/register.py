@@ -47,7 +47,9 @@ _SERVING: Mapping[str, Kind] = {
     "kvrecall config check": Runs(before=scenes.mindie, says="modelWeightPath"),
     "kvrecall config example": Runs(says="modelWeightPath"),
     "kvrecall router": Runs(
-        swaps=(("FILE", "instances"),), before=scenes.instances, stays="Uvicorn running"
+        swaps=(("FILE", "instances"), ("/etc/kvrecall/", "")),
+        before=scenes.instances,
+        stays="Uvicorn running",
     ),
     "kvrecall gpu-check": Needs("a GPU", ("GPU",)),
     # With the engine: tests/test_doctor.py.
@@ -68,6 +70,7 @@ _SERVING: Mapping[str, Kind] = {
     ),
     "kubectl label nodes": Needs("a cluster", ("cluster",)),
     "kubectl apply": Needs("a cluster", ("cluster",)),
+    "kubectl create": Needs("a cluster", ("cluster",)),
     "install": Needs("systemd", ("systemd",)),
     "systemd-sysusers": Needs("systemd", ("systemd",)),
     "systemctl daemon-reload": Needs("systemd", ("systemd",)),

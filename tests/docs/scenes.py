@@ -159,7 +159,9 @@ class _Instance(BaseHTTPRequestHandler):
 
 
 def instances(stage: Stage) -> None:
-    """Instances for the router, without engines, and a file that lists them."""
+    """Instances for the router, without engines, a file that lists them, and one with a key."""
+    (stage.folder / "keys").touch(0o600)
+    (stage.folder / "keys").write_text("a key\n")
     for number in (8001, 8002):
         if not stage.uses(number):
             server = ThreadingHTTPServer(("127.0.0.1", stage.port(number)), _Instance)
@@ -190,7 +192,7 @@ def a_server(stage: Stage) -> None:
         """As `vllm serve` with the connector (tests/engine/test_vllm_serve.py)."""
         return {"kv_transfer_params": {"kvrecall": {"device": 0, "computed": 3}}}
 
-    attach_all(app, FakeEngine(), Plan(ServeSpec("m", "127.0.0.1", 1, {})))
+    attach_all(app, FakeEngine(), plan=Plan(ServeSpec("m", "127.0.0.1", 1, {})))
     config = uvicorn.Config(app, port=stage.port(8000), log_level="warning")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

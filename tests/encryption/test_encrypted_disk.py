@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 import secrets
-import sqlite3
 from pathlib import Path
 
 import pytest
 from support.disks import DiskFaults, FaultyIo
+from support.indexes import forging
 from typer.testing import CliRunner
 
 from kvrecall.block import BlockKey
@@ -151,14 +151,13 @@ def test_a_flipped_bit_is_corrupt_wherever_it_is(tmp_path: Path) -> None:
 def test_blocks_that_change_places_are_corrupt(tmp_path: Path) -> None:
     """Write access to the folder can lose blocks, but not substitute one for another."""
     fill(tmp_path, OLD, blocks=KEYS[:2])
-    with sqlite3.connect(tmp_path / "index.sqlite") as db:
+    with forging(tmp_path) as db:
         rows = db.execute("SELECT address, checksum FROM blocks ORDER BY address").fetchall()
         (first, one), (second, two) = rows
         db.execute("UPDATE blocks SET address = -1, checksum = ? WHERE address = ?", (two, first))
         db.execute("UPDATE blocks SET address = ?, checksum = ? WHERE address = ?",
                    (first, one, second))  # fmt: skip
         db.execute("UPDATE blocks SET address = ? WHERE address = -1", (second,))
-    db.close()
     bench = open_tier(tmp_path, OLD)
     assert bench.get(KEYS[:2]) == [Outcome.CORRUPT] * 2
     bench.tier.close()

@@ -133,8 +133,19 @@ class Host:
     def forget_all(self) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_connector=True))
 
+    def sleep(self, level: int, wakes: bool = True) -> None:
+        """As of vLLM's sleep mode; see ``NappingWorker``."""
+        self.settle()
+        core = self.engine()
+        core.sleep(level)
+        if wakes:
+            self.wake()
+
+    def wake(self) -> None:
+        assert self.engine().wake_up()
+
     def nap(self) -> None:
-        """Gives the KV cache's memory back, and takes it again; see ``napping``."""
+        """Gives the KV cache's memory back, and takes it again; see ``NappingWorker``."""
         self.settle()
         core = self.engine()
         core.pause_scheduler("abort")
@@ -269,15 +280,19 @@ class Host:
         trouble: dict[str, Any],
         max_tokens: int,
         salt: str | None = None,
+        lora: list[Any] | None = None,
     ) -> list[dict[str, Any]]:
         """Decodes greedily; between two steps, after so many, something goes wrong."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         engine = self.llm.llm_engine
         greedy = SamplingParams(temperature=0.0, logprobs=1, max_tokens=max_tokens)
         salted = {"cache_salt": salt} if salt else {}
         for at, prompt in enumerate(prompts):
-            engine.add_request(str(at), {"prompt_token_ids": prompt, **salted}, greedy)
+            adapter: Any = LoRARequest(*lora) if lora else None
+            given: Any = {"prompt_token_ids": prompt, **salted}
+            engine.add_request(str(at), given, greedy, lora_request=adapter)
         done = {}
         steps = 0
         while engine.has_unfinished_requests():
@@ -312,6 +327,30 @@ class Host:
             if s.name.startswith("kvrecall") and not s.name.endswith("_created")
         }
 
+    def rpc(self, method: str, **kwargs: Any) -> list[Any]:
+        """Calls a method of vLLM's workers, or of ``worker_extension_cls``."""
+        return list(self.llm.collective_rpc(method, kwargs=kwargs))
+
+    def add_lora(self, lora: list[Any], load_inplace: bool = False) -> bool:
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest(*lora, load_inplace=load_inplace)
+        return bool(self.llm.llm_engine.add_lora(request))
+
+    def embedded(self, tokens: list[int], mask: list[bool] | None) -> dict[str, Any]:
+        """A prompt of embeddings, of which ``mask`` tells the positions that are tokens."""
+        import torch
+        from vllm import SamplingParams
+
+        width = self.llm.llm_engine.model_config.get_hidden_size()
+        rows = torch.zeros(len(tokens), width) + torch.tensor(tokens)[:, None] / 500
+        prompt: dict[str, Any] = {"prompt_embeds": rows}
+        if mask is not None:
+            prompt |= {"prompt_token_ids": tokens, "prompt_is_token_ids": mask}
+        greedy = SamplingParams(temperature=0.0, logprobs=1, max_tokens=8)
+        (output,) = self.llm.generate(prompt, greedy, use_tqdm=False)
+        return reply_of(output)
+
     def workers(self, method: str) -> list[Any]:
         """Calls a method of every worker (``worker_extension_cls`` may add some)."""
         return list(self.llm.collective_rpc(method))
@@ -345,4 +384,5 @@ def reply_of(output: Any) -> dict[str, Any]:
         "id": output.request_id,
         "cached": output.num_cached_tokens,
         "from": (output.kv_transfer_params or {}).get("kvrecall"),
+        "miss": (output.kv_transfer_params or {}).get("kvrecall_missed"),
     }

@@ -27,6 +27,7 @@ from kvrecall.engines.vllm.connector.wire import (
 from kvrecall.lab.models import write_lora
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
+from kvrecall.pool.base import Recall, RecallState
 from kvrecall.pool.disk import DiskTier
 from kvrecall.testing.blocks import wait_until
 
@@ -252,6 +253,62 @@ def test_a_repeated_audit_waits_until_the_engine_is_idle(pool: Pool) -> None:
     bench.side.finished(bench.side.state_of("someone else").request, ([],))  # type: ignore[union-attr]
 
 
+def test_only_blocks_that_decoding_does_not_change_are_checked_again(pool: Pool) -> None:
+    """Each hit is due; that of the longer prompt ends in blocks that may differ, and rightly so."""
+    bench = Audited(pool, replace(FACTS, exact_blocks=2), audit=1)
+    bench.run("a", 60)
+    assert [bench.run(f"r{i}", 60) for i in range(3)] == [48, 48, 48]
+    assert counts(bench) == (0, 0)
+    assert bench.run("b", 40) == 16
+    assert counts(bench) == (1, 0)
+
+
+def test_nothing_is_compared_with_what_a_lost_service_had(pool: Pool) -> None:
+    """Its arena is another one now, and others' blocks lie there."""
+
+    class Lost:
+        """A pool service that goes while blocks are leased."""
+
+        is_lost = False
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(pool, name)
+
+        def poll(self, ticket: int) -> Recall:
+            return Recall(RecallState.READY) if self.is_lost else pool.poll(ticket)
+
+    Audited(pool).run("a", 60)
+    service = Lost()
+    two = Audited(service)  # type: ignore[arg-type]
+    request = two.request("b", 60)
+    assert two.matched(request) == 0
+    service.is_lost = True
+    orders = two.step(request, 60)
+    assert orders.comparisons == []
+    two.report(orders, found=DIFFERS)
+    assert counts(two) == (0, 0)
+    assert pool.stats().leases == 0
+
+
+def test_a_proof_ends_with_the_weights(pool: Pool) -> None:
+    """One that was given before says nothing of what lies under the new name, nor, in others, of
+    what this engine writes from then on."""
+    writer, reader = Audited(pool), Audited(pool)
+    writer.run("a", 40)
+    assert reader.run("b", 40) == 0
+    assert reader.run("c", 40) == 32, "it has proved the writer"
+    writer.side.weights_changed()
+    writer.run("x", 60, first=500)
+    assert reader.run("y", 60, first=500) == 0, "it is not the writer that was proved"
+    assert counts(reader) == (2, 0)
+    assert writer.run("d", 40) == 0, "not its own any more"
+    assert writer.run("e", 40) == 32
+    assert counts(writer) == (1, 0)
+    reader.side.weights_changed()
+    assert reader.run("f", 40) == 0
+    assert counts(reader) == (3, 0)
+
+
 def test_off_believes_everything(pool: Pool) -> None:
     Audited(pool, audit="off").run("a", 40)
     assert Audited(pool, audit="off").run("b", 40) == 32
@@ -333,6 +390,29 @@ def test_rounding_is_within_and_another_model_is_not(dtype: torch.dtype, dim: in
     values.copy_(clean)
     values[3, 5] = float("nan")
     assert not compare().within
+
+
+@pytest.mark.parametrize(
+    ("kept", "computes", "first", "further"),
+    [
+        (torch.float16, torch.float16, 2**-10, 2**-9),
+        (torch.float32, torch.float16, 2**-10, 2**-9),
+        (torch.float8_e4m3fn, torch.bfloat16, 2**-4, 2**-4),
+    ],
+)
+def test_deeper_layers_may_deviate_further_up_to_a_bound(
+    kept: torch.dtype, computes: torch.dtype, first: float, further: float
+) -> None:
+    """What is kept more precisely than it is computed is no more exact."""
+    ours = torch.randn(1, 2048, generator=torch.Generator().manual_seed(1)).to(kept)
+    theirs = (2 * ours.float()).to(kept).view(torch.uint8).flatten()
+    rows = ours.view(torch.uint8)
+    for layers, bound in ((1, first), (2, first + further), (4, first + 3 * further), (401, 0.5)):
+        pages = tuple(Pages(f"layer {at}", rows, "", kept) for at in range(layers))
+        arena = torch.cat([*[rows.flatten()] * (layers - 1), theirs])
+        found = deviation(GroupPages(pages), arena, [0], [0], computes, False)
+        assert found.layer == f"layer {layers - 1}"
+        assert found.relative / found.times == pytest.approx(bound)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -471,6 +551,7 @@ def test_wrong_kv_under_a_proved_origin_is_computed_anew(
     got = engine.ask(prompt)
     assert got["tokens"] == want["tokens"]
     assert got["logprobs"] == want["logprobs"]
+    assert (got["cached"], got["from"]["host"]) == (0, 0), "all of it was computed"
     metrics = engine.metrics()
     assert metrics["kvrecall_audits_failed_total"] == 1
     assert engine.ask(prompt)["tokens"] == want["tokens"]

@@ -3,6 +3,7 @@ Over configurations as vLLM makes them."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -28,9 +29,15 @@ from kvrecall.engines.vllm.compat import scheduler
 from kvrecall.engines.vllm.compat.config import head_replicas, sharing_of
 from kvrecall.engines.vllm.connector.wire import Shard, ShardLayer
 from kvrecall.engines.vllm.identity import weights
+from kvrecall.engines.vllm.identity.changes import (
+    Look,
+    RankWeights,
+    adapters_of,
+    digest_of,
+)
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.engines.vllm.identity.namespace import Adapters, namespace_of
-from kvrecall.engines.vllm.identity.weights import Weights
+from kvrecall.engines.vllm.identity.weights import RunningWeights, Weights
 from kvrecall.lab.models import write_model
 
 NOTHING = Memory(None)
@@ -416,29 +423,220 @@ def test_code_beside_the_engine_counts(tmp_path: Path, monkeypatch: pytest.Monke
 # ---- adapters ------------------------------------------------------------------------------
 
 
-def test_adapter_by_content_and_never_by_name(tmp_path: Path) -> None:
-    adapters = Adapters({}, NOTHING)
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    file = folder / "adapter_model.safetensors"
-    file.write_bytes(b"one" * 100)
+class Loader:
+    """A worker's loads of adapters, and what the scheduler side makes of them."""
 
-    def identity(path: str, number: int, of: Adapters = adapters) -> str | None:
-        request = SimpleNamespace(lora_path=path, lora_int_id=number)
-        while not of.is_known(request):
-            continue
-        return of.identity(request)
+    def __init__(self, folder: Path, settings: dict[str, str] | None = None) -> None:
+        self.rank = RankWeights(NOTHING)
+        self.adapters = Adapters(settings or {})
+        self.file = folder / "adapter_model.safetensors"
 
-    first = identity(str(folder), 1)
+    def write(self, content: bytes) -> None:
+        self.file.parent.mkdir(exist_ok=True)
+        self.file.write_bytes(content * 100)
+        os.utime(self.file, ns=(1, 1))
+
+    def load(self, number: int, meanwhile: bytes = b"", name: str = "style") -> frozenset[int]:
+        """Loads it; ``meanwhile``: the file becomes another. Which adapters have another
+        content."""
+        request = SimpleNamespace(lora_int_id=number, lora_name=name)
+        act = (lambda: self.write(meanwhile)) if meanwhile else lambda: None
+        self.rank.load_adapter(request, str(self.file.parent), act)
+        news = self.rank.news()
+        self.adapters.loaded(news.adapters)
+        return news.swapped
+
+    def identity(self, number: int) -> str | None:
+        return self.adapters.identity(SimpleNamespace(lora_int_id=number))
+
+
+def test_an_adapter_is_what_was_loaded(tmp_path: Path) -> None:
+    one = Loader(tmp_path / "adapter")
+    assert not one.adapters.is_known(SimpleNamespace(lora_int_id=1))
+    one.write(b"one")
+    assert not one.load(1)
+    first = one.identity(1)
     assert first is not None
-    assert identity(str(folder), 1) == first
-    assert identity(str(folder), 1, Adapters({"lora_dtype": "float16"}, NOTHING)) != first
+    one.write(b"two")
+    assert one.identity(1) == first, "files that change later do not count"
+    assert one.load(1) == {1}
+    assert one.identity(1) not in (None, first)
+    one.write(b"one")
+    assert one.load(1) == {1}
+    assert one.identity(1) == first
+    assert not one.load(1), "loaded again, as after others took its place"
+    other = Loader(tmp_path / "adapter", {"lora_dtype": "float16"})
+    other.load(1)
+    assert other.identity(1) not in (None, first)
 
-    file.write_bytes(b"two" * 100)
-    os.utime(file, ns=(1, 1))
-    assert identity(str(folder), 1) is None, "which weights are loaded is not known any more"
-    assert identity(str(folder), 2) not in (None, first)
-    assert identity("hub/name", 3) is None
+
+def test_an_adapter_that_changes_while_it_is_loaded_is_not_known(tmp_path: Path) -> None:
+    one = Loader(tmp_path / "adapter")
+    one.write(b"one")
+    assert not one.load(1, meanwhile=b"two")
+    assert one.identity(1) is None
+    assert one.load(1) == {1}
+    assert one.identity(1) is not None
+
+
+def test_a_name_that_vllm_hashes_names_one_content(tmp_path: Path) -> None:
+    """Under another number, too: the device's blocks of the first would be found."""
+    one = Loader(tmp_path / "adapter")
+    one.write(b"one")
+    assert not one.load(1)
+    assert not one.load(2)
+    one.write(b"two")
+    assert one.load(3) == {3}
+    assert not one.load(4, name="another")
+
+
+def test_ranks_that_have_loaded_other_content_do_not_know_it() -> None:
+    assert adapters_of([{1: (1, "a")}, {1: (1, "a")}]) == {1: (1, "a")}
+    assert adapters_of([{1: (1, "a")}, {1: (1, "b")}]) == {1: (1, "")}
+    assert adapters_of([{1: (2, "a")}, {1: (1, "b")}]) == {1: (2, "a")}
+    adapters = Adapters({})
+    adapters.loaded({1: (1, "a")})
+    adapters.loaded({1: (1, "b")})  # by a rank that was later
+    assert adapters.identity(SimpleNamespace(lora_int_id=1)) is None
+
+
+# ---- weights that change -------------------------------------------------------------------
+
+
+def test_a_digest_covers_every_byte_of_every_parameter() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    plain, is_opaque = digest_of([model])
+    assert plain is not None
+    assert not is_opaque
+    assert digest_of([copy.deepcopy(model)]) == (plain, False)
+    seen = {plain}
+    for parameter in model.parameters():
+        flat = parameter.detach().flatten().view(torch.uint8)
+        for place in (0, len(flat) - 1):
+            flat[place] ^= 1
+            seen.add(digest_of([model])[0])
+            flat[place] ^= 1
+    assert len(seen) == 9
+    assert digest_of([model])[0] == plain
+    model[0].weight = nn.Parameter(torch.empty(0))
+    assert digest_of([model])[1], "a kernel has packed it"
+    assert digest_of([model.to("meta")]) == (None, False)
+
+
+class Ranks:
+    """The workers of an engine: what they have, and what they are asked."""
+
+    def __init__(self, tensors: str | None = "one", is_opaque: bool = False) -> None:
+        self.has = Look(tensors, is_opaque)
+        self.weighed = 0
+
+    def look(self, weigh: bool) -> Look:
+        self.weighed += weigh
+        return self.has if weigh else replace(self.has, tensors=None)
+
+    def gets(self, tensors: str | None, **more: Any) -> None:
+        self.has = replace(self.has, tensors=tensors, **more)
+
+
+class Running:
+    """An engine's weights, and how often they changed."""
+
+    def __init__(self, model: Path, ranks: Ranks) -> None:
+        started = Weights(config_of(model), NOTHING, early=True)
+        assert started.wait(30)
+        self.ranks, self.changes = ranks, 0
+        self.weights = RunningWeights(started, self._count, lambda loaded, swapped: None)
+
+    def _count(self) -> None:
+        self.changes += 1
+
+    def call(self, method: object, tensors: str | None, **more: Any) -> str:
+        """A call after which the workers have these weights; the text of them."""
+        kwargs = more.pop("kwargs", {})
+        with self.weights.call(self.ranks.look, method, (), kwargs):
+            self.ranks.gets(tensors, **more)
+        return self.text
+
+    @property
+    def text(self) -> str:
+        while self.weights._now is not None and not self.weights.is_known:
+            continue
+        return self.weights.text() if self.weights.is_known else ""
+
+
+def test_the_weights_are_what_the_workers_have(model: Path) -> None:
+    one = Running(model, Ranks())
+    plain = one.text
+    assert one.call("their_own_method", "one") == plain
+    assert one.changes == 0
+    assert one.ranks.weighed == 2
+    assert one.call(print, "two") == "tensors two"
+    assert one.call("update_weights", None) == "", "an update is under way"
+    assert one.call("finish_weight_update", "three") == "tensors three"
+    assert one.changes == 3
+    assert one.call("finish_weight_update", "one") == plain, "found again"
+    assert one.call("reset_weights", "one") == plain
+    assert one.changes == 4
+
+
+def test_a_folder_that_is_loaded_whole_names_the_weights(model: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(model, tmp_path / "other")
+    with (other / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x99")
+    for is_opaque in (False, True):
+        one = Running(model, Ranks(is_opaque=is_opaque))
+        plain, loaded = one.text, {"is_reloaded": True, "is_whole": True}
+        path = {"kwargs": {"weights_path": str(other)}}
+        assert one.call("reload_weights", "two", **loaded, **path) == text_of(config_of(other))
+        assert one.call("reload_weights", "three", is_whole=False, **path) not in (plain, ""), (
+            "a part of the model: what the rest is of is not known by the folder"
+        )
+        path = {"kwargs": {"weights_path": str(model)}}
+        assert one.call("reload_weights", "one", is_whole=True, **path) == plain
+
+
+def test_weights_that_kernels_keep_to_themselves(model: Path) -> None:
+    """Their digest is the same after a load of others."""
+    one = Running(model, Ranks(is_opaque=True))
+    plain = one.text
+    assert one.call("their_own_method", "one") == plain
+    texts = {plain, one.call("update_weights", "one")}
+    assert one.call("their_own_method", "one") in texts, "it has loaded nothing"
+    texts.add(one.call("their_own_method", "one", is_reloaded=True))
+    assert len(texts) == 3
+    assert sum(text.startswith("private") for text in texts) == 2
+    assert one.changes == 2
+
+
+def test_sleep_keeps_weights_or_takes_them(model: Path) -> None:
+    one = Running(model, Ranks())
+    plain = one.text
+    one.call("their_own_method", "one")
+    one.ranks.gets(None, sleeps=True)
+    assert one.call("their_own_method", None) == plain
+    one.ranks.gets("one", sleeps=False)
+    one.weights.woke(one.ranks.look)
+    assert (one.text, one.changes) == (plain, 0)
+    one.ranks.gets("two", is_reloaded=True)
+    one.weights.woke(one.ranks.look)
+    assert one.text == "tensors two"
+
+
+def test_a_load_of_the_models_own_is_noted() -> None:
+    rank, model = RankWeights(NOTHING), nn.Linear(2, 2)
+    load = rank.loading(model, lambda names: names)
+    worker = SimpleNamespace(get_model=lambda: model)
+    load({"weight"})
+    assert rank.news().is_reloaded
+    assert not rank.news().is_reloaded
+    assert not rank.look(worker, True).is_whole
+    load({"weight", "bias"})
+    seen = rank.look(worker, True)
+    assert (seen.is_reloaded, seen.is_whole, seen.tensors) == (True, True, digest_of([model])[0])
+    assert not rank.look(worker, True).is_whole, "of the last load only"
+    worker._weight_update_active = True
+    assert rank.look(worker, True).tensors is None
 
 
 def test_salt_and_adapter_name_are_in_the_hash() -> None:

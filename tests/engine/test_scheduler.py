@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from support.disks import FaultyIo
 from support.stores import SHARED, MemoryStore
 from vllm import SamplingParams
@@ -23,6 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import DiskConfig, RecallSettings
 from kvrecall.engines.base import HANDOVER, HINT
+from kvrecall.engines.vllm.compat import scheduler as compat_scheduler
 from kvrecall.engines.vllm.connector.pages import Copy
 from kvrecall.engines.vllm.connector.saver import Computed
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
@@ -60,6 +62,8 @@ class ByName:
 
     def is_known(self, lora: object) -> bool:
         return True
+
+    def loaded(self, adapters: object) -> None: ...
 
     def identity(self, lora: object) -> str | None:
         return None if lora == "unknown" else str(lora)
@@ -309,6 +313,67 @@ def test_reset_is_refused_while_loading_and_private_afterwards(pool: Pool) -> No
     assert state is not None
     assert state.namespace is not None
     assert state.namespace.digest != Namespace.of({"test": "1"}).digest
+
+
+def test_what_runs_when_weights_change_is_not_pooled(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was ordered before is of the old weights, and saved; a load under way fails."""
+    bench = Bench(pool)
+    bench.report(bench.step(bench.request("first", 40), 40))
+    loading, running = bench.request("loading", 40), bench.request("running", 80, first=500)
+    waiting = bench.request("waiting", 40, first=900)
+    assert bench.matched(loading) == 32
+    bench.side.allocated(loading, (bench.blocks["loading"],), 32)
+    orders = bench.step(running, 40)
+    parted: list[Request] = []
+    monkeypatch.setattr(bench.side, "_part_ways", parted.extend)
+    bench.side.weights_changed()
+    assert {one.request_id for one in parted} == {"first", "loading", "running"}
+    assert compat_scheduler._doomed == {"loading"}
+    compat_scheduler._doomed.clear()
+    bench.report(orders)
+    assert stored(bench.step(running, 40)) == []
+    assert stored(bench.step(waiting, 40)) == []
+    assert bench.matched(bench.request("next", 60, first=500)) == 32
+    assert bench.side.tally.counts["weights_changed"] == 1
+
+
+def test_what_is_on_its_way_when_a_model_loads_by_itself_is_not_saved(pool: Pool) -> None:
+    bench = Bench(pool)
+    orders = bench.step(bench.request("first", 40), 40)
+    ids = [store.store_id for store in orders.stores]
+    report = StepReport(dict.fromkeys(ids, 2), reloaded=True)
+    told: list[bool] = []
+    bench.side._reloaded = lambda: told.append(True)
+    bench.side.reported(report, set(), set())
+    assert told == [True]
+    assert bench.matched(bench.request("again", 40)) == 0
+
+
+def test_only_requests_of_an_adapter_that_is_replaced_end(pool: Pool) -> None:
+    bench = Bench(pool)
+    plain, tuned = bench.request("plain", 40), bench.request("tuned", 40, first=500)
+    tuned.lora_request = SimpleNamespace(lora_int_id=3)
+    bench.side.adapters_loaded({}, {3})
+    assert stored(bench.step(tuned, 40)) == []
+    assert stored(bench.step(plain, 40)) == [1, 2]
+
+
+@pytest.mark.parametrize("mask", [None, [True, False] * 20])
+def test_embeddings_are_pooled_until_some_are_mixed_with_tokens(pool: Pool, mask: Any) -> None:
+    bench = Bench(pool)
+
+    def request(name: str, first: int, mask: list[bool] | None) -> Request:
+        made = bench.request(name, 40, first)
+        bench.side._states.clear()
+        made.prompt_embeds, made.prompt_is_token_ids = torch.zeros(40, 2), mask
+        bench.side.admit(made)
+        return made
+
+    assert stored(bench.step(request("one", 0, mask), 40)) == ([1, 2] if mask is None else [])
+    assert stored(bench.step(request("two", 500, None), 40)) == ([1, 2] if mask is None else [])
+    assert stored(bench.step(bench.request("tokens", 40, 900), 40)) == [1, 2]
 
 
 def finished(bench: Bench, request: Request) -> dict[str, Any]:

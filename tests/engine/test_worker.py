@@ -536,3 +536,17 @@ def test_without_the_devices_memory_copies_fail_and_touch_nothing(machine: Machi
         continue
     assert machine.values([60, 61]) == [{11}, {12}]
     assert machine.pool.stats().leases == 0
+
+
+def test_a_load_that_sleep_overtakes_counts_as_failed(machine: Machine) -> None:
+    """It is complete when the memory goes, and with it what was loaded."""
+    machine.compute("first", [11, 12])
+    for _ in range(PATIENCE):
+        machine.idle()
+    machine.load("again", 2 * BLOCK + 1, [50, 51])
+    loaded = machine.idle()
+    assert loaded == (set() if machine.late else {"again"})
+    machine.worker.unregister()
+    machine.worker.restore()
+    assert loaded | machine.idle() == {"again"}
+    assert machine.side.tally.counts["loads_failed"] == machine.late

@@ -126,3 +126,13 @@ def meet(host: Any, place: str, anew: bool = False) -> None:
 
 def pool_of(host: Any) -> Any:
     return host.connector()._pool
+
+
+def call_workers(host: Any, method: str, **kwargs: Any) -> None:
+    """Calls a method of the workers while requests run."""
+    host.rpc(method, **kwargs)
+
+
+def load_adapter(host: Any, lora: list[Any]) -> None:
+    """Loads an adapter in place of what its number has while requests run."""
+    host.add_lora(lora, load_inplace=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvrecall.errors import ConfigError, TierError
+from kvrecall.pool.remote import backends
 from kvrecall.pool.remote.objects import make_store, path_of
 from kvrecall.testing.store_contract import Counter, names
 from tests.objects.s3 import Server, s3_server
@@ -50,11 +51,12 @@ def test_wrong_options_are_named(options: dict[str, object], words: str) -> None
 def test_plaintext_to_another_machine_must_be_allowed(where: str) -> None:
     endpoint = "http://10.0.0.1:9000"
     place = {"endpoint": endpoint} if where == "endpoint" else {"options": {"endpoint": endpoint}}
-    with pytest.raises(ConfigError, match=r"10\.0\.0\.1 is another machine.*allow_plaintext"):
-        make_store({**S3, **place})
-    make_store({**S3, **place, "allow_plaintext": True}).close()
-    make_store({**S3, "endpoint": "http://[::1]:9000"}).close()
-    make_store({**S3, "endpoint": "https://10.0.0.1:9000"}).close()
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.1, another machine.*allow_plaintext"):
+        backends.make_store("objects", {**S3, **place})
+    backends.make_store("objects", {**S3, **place, "allow_plaintext": True}).close()
+    backends.make_store("objects", {**S3, **place}, sealed=True).close()
+    backends.make_store("objects", {**S3, "endpoint": "http://[::1]:9000"}).close()
+    backends.make_store("objects", {**S3, "endpoint": "https://10.0.0.1:9000"}).close()
 
 
 @pytest.mark.parametrize(

@@ -55,11 +55,15 @@ class TestRedis(StoreContract):
 
 
 def test_it_is_short() -> None:
-    assert len((EXAMPLES / "own_store.py").read_text().splitlines()) < 100
+    assert len((EXAMPLES / "own_store.py").read_text().splitlines()) < 110
 
 
-def test_a_pool_finds_in_it_what_another_stored(options: dict[str, Any]) -> None:
-    raw = {"host_size": "4MiB", "remote": {"kind": KIND, **options, "ttl": 600}}
+def test_a_pool_finds_in_it_what_another_stored(options: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text(f"{PASSWORD}\n")
+    file.chmod(0o600)
+    remote = {"kind": KIND, **options, "ttl": 600, "password": {"file": str(file)}}
+    raw = {"host_size": "4MiB", "remote": remote}
     config = RecallSettings.from_mapping(raw).pool
     keys = chain(NAMESPACE, 20, uuid.uuid4().hex)
     store = make_store(KIND, options)

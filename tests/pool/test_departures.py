@@ -148,7 +148,6 @@ def test_a_store_that_does_not_answer_is_away() -> None:
     store = MemoryStore()
     store.failing = OSError("away")
     arena = Arena.create(16 * SLOT_BYTES)
-    store.attach(arena.memory)
     with Pool(arena, RemoteTier(store, RemoteConfig("test")), "lru") as pool:
         pool.register(NAMESPACE, BLOCK_BYTES)
         pool.find(KEYS[:1])

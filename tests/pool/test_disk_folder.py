@@ -15,10 +15,12 @@ from pathlib import Path
 
 import pytest
 from support.clocks import ManualClock
+from support.indexes import forging
 
 from kvrecall.config import DiskConfig, PoolTerms
 from kvrecall.errors import TierError
 from kvrecall.pool.changes import Cause
+from kvrecall.pool.clock import Clock
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk import index as index_module
 from kvrecall.pool.disk.catalog import Catalog
@@ -161,10 +163,45 @@ def test_folder_in_use_names_the_process(tmp_path: Path) -> None:
     open_tier(tmp_path).tier.close()
 
 
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o720])
+def test_a_folder_that_others_can_write_to(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(TierError, match=rf"mode {mode:04o}, so others can .*; run: chmod 700 "):
+        open_tier(folder)
+    assert list(folder.iterdir()) == []
+    folder.chmod(0o755)
+    open_tier(folder).tier.close()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_path_that_is_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir(0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    with pytest.raises(TierError, match=rf"symbolic link; name the folder .* {tmp_path}/disk"):
+        open_tier(tmp_path / "link")
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_slabs_are_in_the_folder_that_is_locked(tmp_path: Path) -> None:
+    """Also when another one has its path."""
+    folder, moved = tmp_path / "disk", tmp_path / "moved"
+    bench = open_tier(folder, 16 * MIB)
+    folder.rename(moved)
+    folder.mkdir()
+    bench.submit_put(KEYS)
+    bench.collect(KEYS)
+    bench.tier.close()
+    assert list(moved.glob("slab-*.kv"))
+    assert not list(folder.glob("slab-*.kv"))
+
+
 def test_lock_is_given_back_by_close_and_by_a_failed_open(tmp_path: Path) -> None:
     open_tier(tmp_path).tier.close()
     with sqlite3.connect(tmp_path / "index.sqlite") as db:
         db.execute("PRAGMA user_version = 100000")
+        db.execute("CREATE TABLE more (name TEXT)")
     db.close()
     with pytest.raises(TierError, match=r"newer kvrecall .*; update kvrecall"):
         open_tier(tmp_path)
@@ -192,10 +229,11 @@ def test_unfit_index_is_moved_aside(
         change = {"foreign": "application_id = 7", "older": "user_version = 1"}[damage]
         with sqlite3.connect(index) as db:
             db.execute(f"PRAGMA {change}")
+            db.execute("DROP TABLE blocks")
         db.close()
     bench = open_tier(tmp_path)
     assert bench.tier.stats().blocks == 0
-    assert "the tier starts empty" in caplog.text
+    assert "a new one is begun" in caplog.text
     assert (tmp_path / "index.sqlite.aside").exists()
     assert not list(tmp_path.glob("slab-*.kv")), "slabs nobody knows would take room for ever"
     assert bench.put(KEYS) == [Outcome.STORED] * 32
@@ -224,10 +262,10 @@ def test_a_large_index_that_was_closed_well_is_not_checked_page_by_page(
     assert not is_checked(killed)
     index = killed / "index.sqlite"
     with index.open("r+b") as file:
-        file.seek(4096 * 4)  # what is before the rows is read whenever it is opened
-        file.write(b"\xff" * (index.stat().st_size - 4096 * 4))
+        file.seek(4096 * 3)  # what is before the rows is read whenever it is opened
+        file.write(b"\xff" * (index.stat().st_size - 4096 * 3))
     bench = open_tier(killed)
-    assert "the tier starts empty" in caplog.text
+    assert "a new one is begun" in caplog.text
     assert bench.put(KEYS) == [Outcome.STORED] * 32
     bench.tier.close()
 
@@ -270,15 +308,16 @@ def test_damaged_slab_loses_its_blocks_only(tmp_path: Path, damage: str) -> None
 
 def test_rows_that_cannot_be_are_dropped(tmp_path: Path) -> None:
     filled(tmp_path)
-    with sqlite3.connect(tmp_path / "index.sqlite") as db:
+    with forging(tmp_path) as db:
         addresses = [row[0] for row in db.execute("SELECT address FROM blocks")]
         db.execute("UPDATE blocks SET address = address + 100 WHERE address = ?", addresses[:1])
         db.execute("UPDATE blocks SET nbytes = 1 << 30 WHERE address = ?", addresses[1:2])
         db.execute("UPDATE blocks SET namespace = 99 WHERE address = ?", addresses[2:3])
-    db.close()
     bench = open_tier(tmp_path)
     assert bench.tier.stats().blocks == 29
     assert bench.get(KEYS).count(Outcome.LOADED) == 29
+    more = chain(NAMESPACE, 400, "more")
+    assert bench.put(more) == [Outcome.STORED] * 400, "their slots are free"
     bench.tier.close()
 
 
@@ -383,7 +422,7 @@ def test_slabs_go_to_another_block_size(tmp_path: Path) -> None:
 def test_recency_survives_a_restart(tmp_path: Path) -> None:
     clock = ManualClock(time.time())
     config = DiskConfig(tmp_path, 16 * MIB)
-    tier = DiskTier(config, clock=clock)
+    tier = DiskTier(config, clock=Clock(clock, clock))
     tier.register(NAMESPACE, BLOCK_BYTES)
     bench = Bench(tier)
     first, second = chain(NAMESPACE, 30, "first"), chain(NAMESPACE, 150, "second")
@@ -393,7 +432,7 @@ def test_recency_survives_a_restart(tmp_path: Path) -> None:
     tier.touch(first)
     tier.close()
     clock.advance(100)
-    bench.tier = tier = DiskTier(config, clock=clock)
+    bench.tier = tier = DiskTier(config, clock=Clock(clock, clock))
     tier.register(NAMESPACE, BLOCK_BYTES)
     name = 0
     while tier.stats().evictions == 0:
@@ -409,7 +448,7 @@ def test_a_hundred_thousand_blocks_are_found_again(tmp_path: Path) -> None:
     bench.put(KEYS[:1])
     bench.tier.close()
     slots = 100_000
-    with sqlite3.connect(tmp_path / "index.sqlite") as db:
+    with forging(tmp_path) as db:
         row = db.execute("SELECT * FROM blocks").fetchone()
         slab = sorted(tmp_path.glob("slab-*.kv"))[0]
         room = (slab.stat().st_size - 4096) // 4096
@@ -420,7 +459,7 @@ def test_a_hundred_thousand_blocks_are_found_again(tmp_path: Path) -> None:
             path.write_bytes(header[:28] + number.to_bytes(4, "little") + header[32:])
             os.truncate(path, size)
         db.executemany(
-            "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
             [
                 (
                     address_of(n // room, 4096 + n % room * 4096),
@@ -437,7 +476,6 @@ def test_a_hundred_thousand_blocks_are_found_again(tmp_path: Path) -> None:
                 for n in range(1, slots)
             ],
         )
-    db.close()
     bench = open_tier(tmp_path, 1024 * MIB, block_bytes=100)
     wait_until(lambda: bench.tier.stats().blocks == slots, 60.0)
     bench.tier.close()

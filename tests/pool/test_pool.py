@@ -11,6 +11,7 @@ from kvrecall.pool import Pool, admin
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import PoolClient, RecallState, Verdict
 from kvrecall.pool.changes import Cause
+from kvrecall.pool.clock import Clock
 from kvrecall.pool.disk import DiskTier
 from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import (
@@ -110,7 +111,7 @@ def test_blocks_expire_that_are_old_and_not_pinned_in_every_tier(
 ) -> None:
     monkeypatch.setattr(admin, "_AT_ONCE", 3)  # several parts
     now = [3_000_000_000.0]
-    disk = DiskTier(DiskConfig(tmp_path, 64 * MIB), clock=lambda: now[0])
+    disk = DiskTier(DiskConfig(tmp_path, 64 * MIB), clock=Clock(lambda: now[0], lambda: now[0]))
     with Pool(Arena.create(8 * SLOT_BYTES), disk, clock=lambda: now[0]) as pool:
         pool.register(NAMESPACE, BLOCK_BYTES)
         engine = Engine(pool)

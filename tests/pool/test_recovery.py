@@ -11,6 +11,7 @@ import pytest
 
 from kvrecall.config import DiskConfig
 from kvrecall.lab.bench.index import key_of, write_folder
+from kvrecall.pool.clock import Clock
 from kvrecall.pool.disk import DiskTier, catalog, index, tier
 from kvrecall.pool.disk.index import Index, Rows
 from kvrecall.pool.tier import Outcome
@@ -36,7 +37,7 @@ class Folder:
         self._gate = threading.Event()
         rows = Index.rows
 
-        def slowly(this: Index) -> Iterator[Rows]:
+        def slowly(this: Index) -> Iterator[tuple[Rows, list[int]]]:
             for number, part in enumerate(rows(this)):
                 if number:
                     self._gate.wait(30.0)
@@ -179,7 +180,7 @@ def test_what_was_used_last_is_found_first(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(index, "_READ_AT_ONCE", 8)
     now = [1_000_000.0]
     bench = Bench(
-        DiskTier(DiskConfig(tmp_path, 64 * MIB), clock=lambda: now[0]),
+        DiskTier(DiskConfig(tmp_path, 64 * MIB), clock=Clock(lambda: now[0], lambda: now[0])),
         slots=64,
         block_bytes=BLOCK_BYTES,
     )
@@ -190,8 +191,8 @@ def test_what_was_used_last_is_found_first(tmp_path: Path, monkeypatch: pytest.M
     now[0] += 1000
     bench.tier.touch(KEYS[24:32])
     bench.tier.close()
-    opened = Index.open(tmp_path)
-    parts = [set(rows.keys) for rows in opened.rows()]
+    opened = Index.open(tmp_path, Clock())
+    parts = [set(rows.keys) for rows, _ in opened.rows()]
     opened.close()
     assert set().union(*parts) == set(KEYS)
     assert sum(map(len, parts)) == len(KEYS)
@@ -209,7 +210,9 @@ def test_recovered_blocks_are_evicted_in_the_order_of_their_uses(
     now = [3_000_000_000.0]
 
     def opened() -> DiskTier:
-        it = DiskTier(DiskConfig(tmp_path, 64 * MIB), "lru", clock=lambda: now[0])
+        it = DiskTier(
+            DiskConfig(tmp_path, 64 * MIB), "lru", clock=Clock(lambda: now[0], lambda: now[0])
+        )
         it.register(NAMESPACE, BLOCK_BYTES)
         return it
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,9 +23,13 @@ from kvrecall.lab.masters import Master
 from kvrecall.lab.ports import free_port
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.pool import Pool
+from kvrecall.pool.remote.backends import make_store
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
+from kvrecall.pool.remote.mooncake.client_process import Request
 from kvrecall.pool.remote.mooncake.master import MasterFlags, check_master
+from kvrecall.pool.remote.mooncake.store import ClientLost
 from kvrecall.pool.remote.mooncake.wheel import built_protocols, package_folder
+from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Object
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.tier import Outcome, Tier
@@ -50,8 +55,8 @@ class Node:
 
     def __init__(self, master: Master, lends: int | str = 64 << 20) -> None:
         self.arena = Arena.create(ARENA_BYTES)
-        self.store = MooncakeStore(MooncakeSettings.of(master.options(lends)))
-        self.store.attach(self.arena.memory)
+        self.mooncake = MooncakeStore(MooncakeSettings.of(master.options(lends)))
+        self.store = StagedStore(self.mooncake)
 
     def close(self) -> None:
         self.store.close()
@@ -65,8 +70,7 @@ class Apart:
         self._store = node.store
         self._prefix = prefix
 
-    def attach(self, memory: memoryview) -> None:
-        raise AssertionError
+    exposed = ""
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         return self._store.exists(self._own(names))
@@ -190,8 +194,10 @@ def test_a_store_without_room_says_what_to_do_once(
 
 def settings(master: Master, folder: Path, **more: object) -> RecallSettings:
     file = folder / "mooncake.json"
-    file.write_text(json.dumps(master.options("64MB")))
-    remote = {"kind": "mooncake", "config": str(file)}
+    own = master.options("64MB")
+    consent = {"allow_plaintext": own.pop("allow_plaintext")}
+    file.write_text(json.dumps(own))
+    remote = {"kind": "mooncake", "config": str(file), **consent}
     return RecallSettings.from_mapping({"host_size": "8MiB", "remote": remote, **more})
 
 
@@ -312,7 +318,7 @@ def test_blocks_of_a_host_that_died_are_misses_and_the_log_says_so(
     lender.store.exists(["ready"])
     item = Object("one", (other.arena.view(0, 64 << 10),))
     assert other.store.put([item]) == [True]
-    client = lender.store._client
+    client = lender.mooncake._client
     assert client is not None
     client._process.kill()
     assert other.store.get([item]) == [False]
@@ -331,7 +337,7 @@ def test_a_client_that_is_killed_is_replaced(lone: Master, tmp_path: Path) -> No
     node.arena.memory[:4096] = bytes(range(256)) * 16
     item = Object("one", (memoryview(bytearray(64)), node.arena.view(0, 4096)))
     assert store.put([item]) == [True]
-    client = store._client
+    client = node.mooncake._client
     assert client is not None
     assert "client_process" in " ".join(psutil.Process(client._process.pid).cmdline())
     client._process.kill()
@@ -343,6 +349,21 @@ def test_a_client_that_is_killed_is_replaced(lone: Master, tmp_path: Path) -> No
             return False
 
     wait_until(is_put_again)
+    node.close()
+
+
+@needs_mooncake
+def test_no_section_is_used_again_while_a_call_may_still_write_to_it(lone: Master) -> None:
+    """A call that does not end in time ends the process that would write."""
+    lone.start()
+    node = Node(lone)
+    assert node.store.exists(["ready"]) == [False]
+    client = node.mooncake._client
+    assert client is not None
+    os.kill(client._process.pid, signal.SIGSTOP)
+    with pytest.raises(ClientLost, match="did not answer"):
+        client.call(Request("get", ["one"], [0], [64]), 0.2)
+    assert not client.is_alive
     node.close()
 
 
@@ -378,10 +399,9 @@ def test_thousands_of_small_values_in_one_call_are_all_moved(lone: Master) -> No
 def test_the_client_goes_with_its_process(lone: Master) -> None:
     lone.start()
     program = (
-        "import json, os, sys; from kvrecall.pool.arena import Arena\n"
+        "import json, os, sys\n"
         "from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore\n"
-        "arena = Arena.create(1 << 20); store = MooncakeStore(MooncakeSettings.of("
-        "json.loads(sys.argv[1]))); store.attach(arena.memory); store.exists(['x'])\n"
+        "store = MooncakeStore(MooncakeSettings.of(json.loads(sys.argv[1]))); store.exists(['x'])\n"
         "print(store._client._process.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run(
@@ -478,7 +498,9 @@ def test_a_protocol_that_the_installed_client_lacks_is_named() -> None:
 @needs_mooncake
 def test_a_pool_says_it_before_the_client_fails(caplog: pytest.LogCaptureFixture) -> None:
     """In an engine of `vllm serve`, and in a pool service."""
-    remote = RemoteConfig(kind="mooncake", options={**BASE, "protocol": "maca"})
+    remote = RemoteConfig(
+        kind="mooncake", options={**BASE, "protocol": "maca", "allow_plaintext": True}
+    )
     Pool.open(PoolConfig(host_bytes=1 << 20, remote=remote)).close()
     assert caplog.messages[0].startswith("remote: protocol is 'maca'; the Mooncake client")
 
@@ -495,12 +517,9 @@ def test_a_client_that_cannot_be_set_up_says_what_it_is_built_for(lone: Master) 
     master = f"{lone.host}:{lone.port}"
     setup = {**BASE, "protocol": "cxl", "master_server_address": master}
     store = MooncakeStore(MooncakeSettings.of(setup))
-    arena = Arena.create(1 << 20)
-    store.attach(arena.memory)
     with pytest.raises(TierError, match=r"cannot be set up .*; the Mooncake client installed here"):
         store.exists(["a"])
     store.close()
-    arena.close()
 
 
 @pytest.mark.parametrize(
@@ -514,14 +533,11 @@ def test_sizes_are_read_as_mooncake_reads_them(size: object, nbytes: int) -> Non
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"master_server_address": "10.0.0.1:50051"}, "allowPlaintext"),
-        ({"local_hostname": "node1"}, "allow_plaintext true"),
         ({"master_server_address": "localhost"}, "write host:port"),
         ({"metadata_server": None}, "metadata_server is None"),
         ({"global_segment_size": "much"}, "global_segment_size is 'much'"),
         ({"device_name": 3}, "device_name is 3"),
         ({"config": "/no/such.json"}, "there is no file /no/such.json"),
-        ({"allow_plaintext": "yes"}, "allowed: true, false"),
     ],
 )
 def test_what_is_wrong_is_named(change: dict[str, object], says: str) -> None:
@@ -529,19 +545,15 @@ def test_what_is_wrong_is_named(change: dict[str, object], says: str) -> None:
         MooncakeSettings.of({**BASE, **change})
 
 
-def test_plaintext_off_this_host_is_allowed_on_demand() -> None:
-    away = {**BASE, "master_server_address": "10.0.0.1:50051", "local_hostname": "10.0.0.2"}
-    assert MooncakeSettings.of({**away, "allow_plaintext": True}).master == ("10.0.0.1", 50051)
+@pytest.mark.parametrize("away", [{}, {"local_hostname": "10.0.0.2"}])
+def test_plaintext_takes_a_key_or_consent_on_loopback_too(away: dict[str, object]) -> None:
+    options = {**BASE, **away}
+    where = str(options["local_hostname"])
+    with pytest.raises(ConfigError, match=f"{where}.*encryption_key_file.*allowPlaintext true"):
+        make_store("mooncake", options)
+    with pytest.raises(ConfigError, match="allow_plaintext is 'yes'; allowed: true, false"):
+        make_store("mooncake", {**options, "allow_plaintext": "yes"})
+    make_store("mooncake", options, sealed=True).close()
+    make_store("mooncake", {**options, "allow_plaintext": True}).close()
     with pytest.raises(ConfigError, match="--allow-plaintext"):
         MasterFlags(host="10.0.0.1").command()
-
-
-def test_memory_that_cannot_be_shared_is_refused() -> None:
-    from kvrecall.pool.remote.mooncake.store import shared_file_of
-
-    with pytest.raises(TierError, match="shared file"):
-        shared_file_of(memoryview(bytearray(8192)))
-    arena = Arena.create(1 << 20)
-    fd, offset = shared_file_of(arena.memory)
-    assert (fd, offset) == (arena.handle().fd, 0)
-    arena.close()

@@ -12,9 +12,9 @@ from kvrecall.lab.masters import Master
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.cipher import Cipher
 from kvrecall.pool.remote.compressed import CompressedStore
-from kvrecall.pool.remote.encrypted import EncryptedStore
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
-from kvrecall.pool.remote.store import Object, Store
+from kvrecall.pool.remote.staged import StagedStore
+from kvrecall.pool.remote.store import Object
 from kvrecall.testing.store_contract import Counter, StoreContract
 from tests.compression.test_compression import kv
 from tests.remote.mooncake import needs_mooncake
@@ -34,7 +34,7 @@ class TestMooncakeStore(StoreContract):
         """On one node after the other; with names of each test's own."""
         node = self.nodes[self.opened % 2]
         self.opened += 1
-        return Counter(Apart(node, f"{path.name}."), node.arena.memory)
+        return Counter(Apart(node, f"{path.name}."))
 
 
 class EncryptedNode(Node):
@@ -43,8 +43,7 @@ class EncryptedNode(Node):
     def __init__(self, master: Master) -> None:
         self.arena = Arena.create(16 << 20)
         inner = MooncakeStore(MooncakeSettings.of(master.options()))
-        self.store = EncryptedStore(inner, Cipher([secrets.token_bytes(32)]))  # type: ignore[assignment]
-        self.store.attach(self.arena.memory)
+        self.store = StagedStore(inner, Cipher([secrets.token_bytes(32)]))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ class TestEncryptedMooncakeStore(StoreContract):
         self.node = encrypted
 
     def open(self, path: Path) -> Counter:
-        return Counter(Apart(self.node, f"{path.name}."), self.node.arena.memory)
+        return Counter(Apart(self.node, f"{path.name}."))
 
 
 class CompressedNode(Node):
@@ -69,11 +68,8 @@ class CompressedNode(Node):
 
     def __init__(self, master: Master, cipher: Cipher | None) -> None:
         self.arena = Arena.create(16 << 20)
-        inner: Store = MooncakeStore(MooncakeSettings.of(master.options()))
-        if cipher is not None:
-            inner = EncryptedStore(inner, cipher)
-        self.store = CompressedStore(inner, "zstd")  # type: ignore[assignment]
-        self.store.attach(self.arena.memory)
+        inner = MooncakeStore(MooncakeSettings.of(master.options()))
+        self.store = CompressedStore(StagedStore(inner, cipher), "zstd")  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="module", params=["plain", "encrypted"])
@@ -91,7 +87,7 @@ class TestCompressedMooncakeStore(StoreContract):
         self.node = compressed
 
     def open(self, path: Path) -> Counter:
-        return Counter(Apart(self.node, f"{path.name}."), self.node.arena.memory)
+        return Counter(Apart(self.node, f"{path.name}."))
 
     def test_values_that_shrink(self) -> None:
         """Mooncake gets values whose size is not known before."""

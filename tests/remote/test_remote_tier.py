@@ -14,6 +14,7 @@ from support.tiers import MemoryTier
 from kvrecall.config import DiskConfig, RemoteConfig
 from kvrecall.errors import ConfigError
 from kvrecall.pool.cascade import Cascade
+from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.remote.backends import make_store
 from kvrecall.pool.remote.tier import HEADER_BYTES, RemoteTier, name_of
@@ -99,6 +100,18 @@ def test_another_host_finds_and_gets_what_one_put(host: Host, other: Host) -> No
     assert other.ask(keys) == [True] * 15 + [False] * 5
     assert other.bench.get(keys[:15]) == [Outcome.LOADED] * 15
     assert other.bench.holds(keys[:15])
+
+
+@pytest.mark.parametrize("cause", sorted(set(Cause) - {Cause.DROPPED, Cause.CORRUPT}))
+def test_only_an_operator_removes_for_all_hosts(
+    host: Host, store: MemoryStore, cause: Cause
+) -> None:
+    keys = chain(NAMESPACE, 4)
+    host.bench.put(keys)
+    host.tier.drop(keys[:3], cause)
+    host.tier.drop(keys[3:])
+    wait_until(lambda: name_of(keys[3]) not in store.values)
+    assert set(store.values) == {name_of(key) for key in keys[:3]}
 
 
 def test_a_thousand_questions_are_one_call(host: Host, store: MemoryStore) -> None:

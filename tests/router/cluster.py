@@ -61,7 +61,8 @@ class Router:
     def __init__(self, folder: Path, words: list[str], port: int = 0) -> None:
         self.port = port = port or free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self.client = httpx.Client(base_url=self.url, timeout=120)
+        as_json = {"content-type": "application/json"}
+        self.client = httpx.Client(base_url=self.url, timeout=120, headers=as_json)
         self._log = folder / f"router-{port}.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(

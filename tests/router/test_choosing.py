@@ -8,17 +8,22 @@ import pytest
 
 from kvrecall.errors import ConfigError
 from kvrecall.router.addresses import address, addresses, instances
+from kvrecall.router.bodies import Body
 from kvrecall.router.events import Publisher
 from kvrecall.router.fleet import Address, Fleet
 from kvrecall.router.prefixes import CHUNK_BYTES, PrefixMap, Prompt, prompt_of
 from kvrecall.router.router import Completion, prompt_only
 from kvrecall.router.tokens import is_text
 
-TEXT = "".join(f"line {number} of a text that repeats nothing\n" for number in range(200))
+TEXT = "".join(f"line {number} of a text that repeats nothing. " for number in range(200))
+
+
+def body(**fields: object) -> Body:
+    return Body.read(json.dumps(fields).encode())
 
 
 def prompt(text: str, **more: object) -> Prompt:
-    made = prompt_of({"prompt": text, **more})
+    made = prompt_of(body(prompt=text, **more))
     assert made is not None
     return made
 
@@ -48,16 +53,16 @@ def test_tenants_and_models_share_nothing() -> None:
 
 
 def test_forms_of_prompts() -> None:
-    assert prompt_of({"prompt": [1, 2, 3]}) == prompt_of({"prompt": [[1, 2, 3]]})
-    assert prompt_of({"prompt": ["abc"]}) == prompt_of({"prompt": "abc"})
-    assert prompt_of({"prompt": list(range(1000))}).tokens == 1000  # type: ignore[union-attr]
-    for several in (["a", "b"], [[1], [2]], [], None, 5, [1, "a"], [True]):
-        assert prompt_of({"prompt": several}) is None
-    for salt in ("\ud800", 5, ["a"]):
-        assert prompt_of({"prompt": "abc", "cache_salt": salt}) is None
+    assert prompt_of(body(prompt=[1, 2, 3])) == prompt_of(body(prompt=[[1, 2, 3]]))
+    assert prompt_of(body(prompt=["abc"])) == prompt_of(body(prompt="abc"))
+    assert prompt_of(body(prompt=list(range(1000)))).tokens == 1000  # type: ignore[union-attr]
+    for several in (["a", "b"], [[1], [2]], [], None, 5, [1, "a"], [True], [[[]]], {"a": 1}):
+        assert prompt_of(body(prompt=several)) is None
+    for salt in (5, ["a"]):
+        assert prompt_of(body(prompt="abc", cache_salt=salt)) is None
     talk = [{"role": "user", "content": TEXT}]
     more = [*talk, {"role": "assistant", "content": "Yes."}]
-    first, second = prompt_of({"messages": talk}), prompt_of({"messages": more})
+    first, second = prompt_of(body(messages=talk)), prompt_of(body(messages=more))
     assert first is not None
     assert second is not None
     assert second.prefixes[: len(first.prefixes)] == first.prefixes
@@ -129,7 +134,7 @@ def test_equals_take_turns() -> None:
 
 def test_new_tokens() -> None:
     all_ = fleet()
-    asked = prompt_of({"prompt": list(range(10_000, 12_000))})
+    asked = prompt_of(body(prompt=list(range(10_000, 12_000))))
     assert asked is not None
     assert all_.new_tokens(asked) == 2000
     all_.computed(all_.prefill[0], asked)
@@ -166,7 +171,7 @@ def test_the_map_is_bounded_and_keeps_heads_longest() -> None:
 
 
 def test_a_prompt_for_a_prefill_instance() -> None:
-    body = {
+    asked = {
         "model": "m",
         "messages": [{"role": "user", "content": "x"}],
         "cache_salt": "s",
@@ -181,13 +186,13 @@ def test_a_prompt_for_a_prefill_instance() -> None:
         "response_format": {"type": "json_object"},
         "chat_template_kwargs": {"enable_thinking": False},
     }
-    assert prompt_only(body) == {
+    assert json.loads(prompt_only(body(**asked)).encoded()) == {
         "model": "m",
-        "messages": body["messages"],
+        "messages": asked["messages"],
         "cache_salt": "s",
-        "tools": body["tools"],
+        "tools": asked["tools"],
         "tool_choice": "none",
-        "chat_template_kwargs": body["chat_template_kwargs"],
+        "chat_template_kwargs": asked["chat_template_kwargs"],
         "max_tokens": 1,
         "max_completion_tokens": 1,
         "temperature": 0.0,
@@ -196,7 +201,7 @@ def test_a_prompt_for_a_prefill_instance() -> None:
 
 def test_usage_over_both_instances() -> None:
     split = {"device": 128, "host": 0, "computed": 72}
-    request = Completion("/v1/completions", {}, {}, None, prefill_split=split)
+    request = Completion("/v1/completions", body(), {}, None, prefill_split=split)
     event = b'data: {"choices":[],"usage":{"prompt_tokens":200,"prompt_tokens_details":'
     event += b'{"cached_tokens":128,"recall":{"host":128,"computed":72}}}}\n\n'
     told = json.loads(request.complete_event(event)[6:])["usage"]["prompt_tokens_details"]
@@ -210,19 +215,21 @@ def test_usage_over_both_instances() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "is_so"),
+    ("fields", "is_so"),
     [
         ({"prompt": "x"}, True),
         ({"prompt": "x", "messages": 5}, True),
-        ({"messages": [{"content": [{"type": "text"}]}, {"content": 5}, 5]}, True),
+        ({"messages": [{"content": [{"type": "text"}]}, {"content": "x"}, {"role": "a"}]}, True),
+        ({"messages": [{"content": 5}]}, False),
+        ({"messages": [5]}, False),
         ({"messages": [{"content": [{"type": "image_url"}]}]}, False),
         ({"messages": [{"content": [{"type": ["text"]}]}]}, False),
         ({"messages": [{"content": [{"type": {"a": 1}}, 5]}]}, False),
         ({"prompt": "x", "prompt_embeds": ""}, False),
     ],
 )
-def test_what_is_text_of_any_form(body: dict[str, object], is_so: bool) -> None:
-    assert is_text(body) is is_so
+def test_what_is_text_of_any_form(fields: dict[str, object], is_so: bool) -> None:
+    assert is_text(body(**fields)) is is_so
 
 
 def test_what_waits_at_an_instance_counts_as_work() -> None:

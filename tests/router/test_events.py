@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvrecall.block import TierName
+from kvrecall.engines.base import ServeSpec
 from kvrecall.errors import ConfigError
 from kvrecall.lab.ports import free_port
 from kvrecall.pool.history import EventHistory
@@ -218,6 +221,46 @@ def test_a_publisher_that_needs_long_for_a_replay_is_waited_for(
             engine.shutdown()
 
     asyncio.run(story())
+
+
+def connects(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_events_are_published_where_the_server_listens(
+    ports: Publisher,
+) -> None:
+    """vLLM's default is every address of the machine, and no key."""
+    from kvrecall.engines.vllm.serving.app import parse_args
+
+    def published(host: str, words: dict[str, object]) -> Any:
+        words = {"enable_kv_cache_events": True, **words}
+        options = ("--kv-events-config", json.dumps(words))
+        return parse_args(ServeSpec("m", host, 1, {}, extra_args=options)).kv_events_config
+
+    assert published("127.0.0.1", {}).endpoint == "tcp://[::ffff:127.0.0.1]:5557"
+    assert published("127.0.0.1", {}).replay_endpoint is None
+    both = {"endpoint": f"tcp://*:{ports.port}", "replay_endpoint": f"tcp://*:{ports.replay_port}"}
+    for host, reached in (("localhost", False), ("0.0.0.0", True)):
+        settings = published(host, both)
+        wait_until(lambda: all(map(is_free, (ports.port, ports.replay_port))))
+        made = kv_events.ZmqEventPublisher(
+            0, endpoint=settings.endpoint, replay_endpoint=settings.replay_endpoint
+        )
+        try:
+            for port in (ports.port, ports.replay_port):
+                assert connects("127.0.0.1", port)
+                assert connects("127.0.0.2", port) is reached
+        finally:
+            made.shutdown()
+    for own in ("tcp://[::ffff:10.0.0.5]:1", "tcp://collector:5557", "ipc:///tmp/x"):
+        assert published("127.0.0.1", {"endpoint": own}).endpoint == own
+    with pytest.raises(ConfigError, match="::1 is none of IPv4; give the address"):
+        published("::1", {})
 
 
 def test_the_way_of_hashing_is_learned(ports: Publisher) -> None:

@@ -76,14 +76,23 @@ def removed(medium: str, hashes: list[int]) -> Json:
 
 def catch_up(reader: Reader, engine: Engine, can_replay: bool) -> None:
     """As ``Subscription`` does, without sockets."""
-    if not reader.resume(engine.replay(max(0, reader.last)) if can_replay else None):
-        reader.resume(engine.replay(0))
+    for start in (max(0, reader.last), 0):
+        if not can_replay:
+            return reader.stays_alone()
+        replayed = engine.replay(start)
+        if reader.is_followed_by(replayed[0] if replayed else None):
+            for number, payload in replayed:
+                reader.skip_to(number)
+                reader.take(number, payload)
+            return None
+    return None
 
 
 def follow(reader: Reader, engine: Engine, batch: tuple[int, bytes], can_replay: bool) -> None:
     if reader.take(*batch) is Verdict.GAP:
         catch_up(reader, engine, can_replay)
-        reader.take_from(*batch)
+        reader.skip_to(batch[0])
+        reader.take(*batch)
 
 
 hashes = st.lists(st.integers(0, 12), min_size=1, max_size=4)
@@ -161,6 +170,43 @@ def test_groups_of_windows_do_not_count() -> None:
     reader.take(0, msgspec.msgpack.encode([1.0, [window, full, later, gone], 0]))
     assert reader.holdings.mask(1) == 0
     assert reader.holdings.hashes(TierName.DEVICE) == {2}
+
+
+def test_what_a_stranger_says_is_bounded() -> None:
+    holdings = Holdings()
+    reader = Reader(holdings)
+    pack = msgspec.msgpack.encode
+    nested = b"\x93\xcb" + bytes(8) + b"\x91" * 100_000
+    times = (float("nan"), float("inf"))
+    for bad in (nested, *(pack([ts, [stored("GPU", [1])], 0]) for ts in times)):
+        assert reader.take(0, bad) is Verdict.UNREADABLE
+    rule = HashRule("sha256_cbor", 4)
+    one = {"block_hashes": list(rule.chain([1] * 4)), "token_ids": [1] * 4, "block_size": 4}
+    for fields in (
+        {"block_size": 0},
+        {"block_size": -1},
+        {"block_size": 10**18},
+        {"token_ids": [[[]], {}, "a", 1]},
+        {"token_ids": [1] * (2 << 20)},
+    ):
+        odd = pack([1.0, [stored("GPU", []) | one | fields], 0])
+        assert reader.take(reader.last + 1, odd) is Verdict.APPLIED
+        assert holdings.rule is None
+        assert len(holdings) == 1
+    assert reader.take(reader.last + 1, pack([1.0, [stored("GPU", []) | one], 0]))
+    assert holdings.rule == rule
+    names = [stored("CPU", [1]) | {"locality": "REMOTE", "ownership": f"{n}"} for n in range(2000)]
+    groups = [
+        stored("CPU", [1]) | {"group_idx": n, "kv_cache_spec_kind": "sliding_window"}
+        for n in range(2000)
+    ]
+    assert reader.take(reader.last + 1, pack([1.0, names + groups, 0]))
+    assert len(holdings.stores) == 1024
+    reader.take(reader.last + 1, pack([1.0, [stored("CPU", [9]) | {"group_idx": 1999}], 0]))
+    assert holdings.mask(9)  # of a group too many, nothing is known
+    many = pack([1.0, [stored("CPU", list(range(100_000)))], 0])
+    _, parts = reader.begin(reader.last + 1, many)
+    assert len(list(parts)) > 20  # each a turn for others
 
 
 # -- block hashes ---------------------------------------------------------------------------

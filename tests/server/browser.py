@@ -17,12 +17,12 @@ FLAGS = (
 
 
 @contextmanager
-def browsing() -> Iterator[Any]:
-    """The browser, closed on leaving. Skips where there is none."""
+def browsing(*flags: str) -> Iterator[Any]:
+    """The browser, with more ``flags``, closed on leaving. Skips where there is none."""
     playwright = pytest.importorskip("playwright.sync_api")
     if not Path(CHROMIUM).exists():
         pytest.skip(f"no browser at {CHROMIUM}; scripts/setup brings it")
     with playwright.sync_playwright() as running:
-        chromium = running.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        chromium = running.chromium.launch(executable_path=CHROMIUM, args=[*FLAGS, *flags])
         yield chromium
         chromium.close()

@@ -15,8 +15,12 @@ import httpx
 import psutil
 from support.warm import WarmServer
 
+from kvrecall.server.guard import OWN_HEADER
+
 KVRECALL = Path(sys.executable).parent / "kvrecall"
 START_LIMIT_S = 600
+OWN = {OWN_HEADER: "1"}
+"""For requests whose body is not JSON."""
 
 
 class LiveServer:
@@ -41,7 +45,7 @@ class LiveServer:
         self.folder = folder
         self.url = url
         self.verify = verify
-        self.client = httpx.Client(base_url=url, timeout=120, verify=verify)
+        self.client = httpx.Client(base_url=url, timeout=120, verify=verify, headers=OWN)
         self.management = management or self.client
         self._log = folder / "server.log"
         surroundings = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}

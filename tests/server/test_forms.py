@@ -204,7 +204,7 @@ def test_parameters_of_a_token_request(within: bool) -> None:
 def test_server_and_model_are_described() -> None:
     async def get(path: str) -> Json:
         transport = httpx.ASGITransport(application(FakeEngine()))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             found: Json = (await client.get(path)).json()
             return found
 
@@ -235,7 +235,7 @@ def test_server_and_model_are_described() -> None:
 def test_one_model_of_the_openai_routes() -> None:
     async def get(path: str) -> httpx.Response:
         transport = httpx.ASGITransport(application(FakeEngine()))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.get(path)
 
     assert asyncio.run(get("/v1/models/tiny")).json() == {"id": "tiny", "object": "model"}
@@ -313,7 +313,7 @@ def test_stop_infer() -> None:
     async def run() -> tuple[list[Json], httpx.Response, httpx.Response]:
         engine = FakeEngine(words=("a",) * 200, delay=0.01)
         transport = httpx.ASGITransport(application(engine))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             body = {"text_input": "x", "parameters": {"details": True}}
 
             async def generate(path: str, name: str) -> httpx.Response:

@@ -29,6 +29,7 @@ from kvrecall.server.plan import Plan, Plane
 from kvrecall.server.replies import ReplyError
 
 from .fake import IDLE, FakeEngine
+from .live import OWN
 
 SPEC = ServeSpec("m", "127.0.0.1", 1, {})
 APART = Plan(
@@ -47,14 +48,18 @@ TOGETHER = Plan(
 def ask(app: FastAPI, path: str, method: str = "GET") -> httpx.Response:
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.request(method, path)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.request(method, path, headers=OWN)
 
     return asyncio.run(send())
 
 
+async def stop(client: httpx.AsyncClient, query: str = "") -> httpx.Response:
+    return await client.post(f"/stopService{query}", headers=OWN)
+
+
 def management(engine: FakeEngine) -> FastAPI:
-    return attach_all(FastAPI(), engine, APART)["management"]
+    return attach_all(FastAPI(), engine, plan=APART)["management"]
 
 
 HEALTH = ["/health", "/v2/health/live", "/v2/health/ready", "/v2/models/tiny/ready"]
@@ -109,8 +114,8 @@ def test_stopping_is_answered_when_nothing_runs(monkeypatch: pytest.MonkeyPatch)
 
     async def run() -> int:
         transport = httpx.ASGITransport(management(engine))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            asking = [asyncio.create_task(client.get("/stopService")) for _ in range(2)]
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            asking = [asyncio.create_task(stop(client)) for _ in range(2)]
             while not engine.draining:
                 await asyncio.sleep(0.001)
             done, _ = await asyncio.wait(asking, timeout=0.2)
@@ -142,11 +147,11 @@ def test_stopping_by_force(monkeypatch: pytest.MonkeyPatch, draining: bool) -> N
 
     async def run() -> None:
         transport = httpx.ASGITransport(management(engine))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            waiting = asyncio.create_task(client.get("/stopService")) if draining else None
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            waiting = asyncio.create_task(stop(client)) if draining else None
             while waiting is not None and not engine.draining:
                 await asyncio.sleep(0.001)
-            reply = await client.get("/stopService?mode=Force")
+            reply = await stop(client, "?mode=Force")
             assert (reply.status_code, reply.content, engine.ended) == (200, b"", False)
             assert engine.draining
             answered.set()
@@ -161,7 +166,7 @@ def test_stopping_by_force(monkeypatch: pytest.MonkeyPatch, draining: bool) -> N
 def test_another_mode_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrecall.server.management.os.kill", lambda *_: None)
     engine = FakeEngine()
-    assert ask(management(engine), "/stopService?mode=force").status_code == 200
+    assert ask(management(engine), "/stopService?mode=force", "POST").status_code == 200
     assert (engine.draining, engine.ended) == (True, False)
 
 
@@ -228,7 +233,7 @@ def test_sizes_are_told_in_gigabytes() -> None:
     options = {"kv-cache-memory-bytes": "2GiB"}
     plan = Plan(dataclasses.replace(SPEC, options=options, recall=recall, role=Role.PREFILL))
     app = FastAPI()
-    attach_all(app, FakeEngine(), plan)
+    attach_all(app, FakeEngine(), plan=plan)
     config = ask(app, "/v1/config").json()
     assert (config["npuMemSize"], config["cpuMemSize"]) == (2, 3)
     role = ask(app, "/v1/status").json()["service"]
@@ -237,7 +242,7 @@ def test_sizes_are_told_in_gigabytes() -> None:
 
 BUSINESS = ["/generate", "/infer", "/v1/tokenizer", "/v2/models/tiny/generate", "/"]
 OTHERS = {
-    "management": [*HEALTH, "/info", "/v1/config", "/v1/status", "/metrics-json"],
+    "management": [*HEALTH[1:], "/info", "/v1/config", "/v1/status", "/metrics-json"],
     "metrics": ["/metrics"],
 }
 
@@ -245,7 +250,7 @@ OTHERS = {
 @pytest.mark.parametrize("plan", [APART, TOGETHER], ids=["apart", "together"])
 def test_planes_apart_serve_nothing_of_each_other(plan: Plan) -> None:
     app = FastAPI()
-    apps = {"": app, **attach_all(app, FakeEngine(), plan)}
+    apps = {"": app, **attach_all(app, FakeEngine(), plan=plan)}
     for path in BUSINESS:
         statuses = {name: ask(each, path, "POST").status_code for name, each in apps.items()}
         assert statuses.pop("") == 422  # served, and told that there is no body
@@ -255,11 +260,12 @@ def test_planes_apart_serve_nothing_of_each_other(plan: Plan) -> None:
         for path in paths:
             served = [name for name, each in apps.items() if ask(each, path).status_code == 200]
             assert served == [home], path
+    assert {ask(each, "/health").status_code for each in apps.values()} == {200}
 
 
 def test_planes_on_one_address() -> None:
     app = FastAPI()
-    assert attach_all(app, FakeEngine(), Plan(SPEC)) == {}
+    assert attach_all(app, FakeEngine(), plan=Plan(SPEC)) == {}
     for path in [path for paths in OTHERS.values() for path in paths]:
         assert ask(app, path).status_code == 200
     assert ask(app, "/generate", "POST").status_code == 422
@@ -358,7 +364,7 @@ def test_averages_are_of_the_last_requests() -> None:
 
 
 def test_the_metrics_page_is_one_prometheus_can_read() -> None:
-    app = attach_all(FastAPI(), FakeEngine(), APART)["metrics"]
+    app = attach_all(FastAPI(), FakeEngine(), plan=APART)["metrics"]
     page = ask(app, "/metrics")
     assert page.headers["content-type"].startswith("text/plain")
     names = [family.name for family in text_string_to_metric_families(page.text)]

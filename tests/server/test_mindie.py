@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from kvrecall.config import RecallSettings
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import parse_json
 from kvrecall.server.mindie.planner import Beside, plan_config
 from kvrecall.server.mindie.reader import Problems, validate
 from kvrecall.server.mindie.schema import Effect, MindieConfig, effect_of
 from kvrecall.server.plan import Plan, Plane
+from kvrecall.server.preflight import check_terms
 
 from .configs import Json, backend, deploy, model, right, schedule, server, write
 
@@ -359,11 +361,11 @@ def test_mooncake_takes_its_own_file(tmp_path: Path) -> None:
 
 def test_mooncake_off_this_host_needs_a_word(tmp_path: Path) -> None:
     away = {**MOONCAKE, "master_server_address": "master_server_ip:50051"}
-    with pytest.raises(ConfigError, match=r"configPath is .*allowPlaintext true"):
-        plan_of(tmp_path, mooncake, away)
-
-    with pytest.raises(ConfigError, match=r"start kvrecall serve with --allow-plaintext"):
-        plan_of(tmp_path, mooncake, away)
+    plain = plan_of(tmp_path, mooncake, away).spec.recall
+    assert plain is not None
+    words = r"kvrecall serve --allow-plaintext, or allowPlaintext true beside kvPoolConfig.backend"
+    with pytest.raises(ConfigError, match=words):
+        check_terms(RecallSettings.from_mapping(plain).pool)
     config = right()
     mooncake(config)
     path = write(tmp_path, config, away)

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from .conftest import PLACES, tiny_server
-from .live import LiveServer, all_gone
+from .live import OWN, LiveServer, all_gone
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -186,7 +186,7 @@ def test_stop_service_drains_until_forced(tiny: LiveServer) -> None:
 
     def stop() -> None:
         with httpx.Client(base_url=tiny.url, timeout=120) as client:
-            answers.append(client.get("/stopService").status_code)
+            answers.append(client.post("/stopService", headers=OWN).status_code)
 
     with running(tiny, LONG) as left, running(tiny, 60) as ending:
         stopping = Thread(target=stop, daemon=True)
@@ -202,7 +202,7 @@ def test_stop_service_drains_until_forced(tiny: LiveServer) -> None:
         assert tiny.client.get("/health").status_code == 200
         assert list(ending)[-1]["generated_text"] is not None
         assert answers == []
-        assert tiny.client.get("/stopService?mode=Force").status_code == 200
+        assert tiny.client.post("/stopService?mode=Force").status_code == 200
         assert list(left)[-1] == {
             "error": "the server was stopped",
             "error_type": "Service Unavailable",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from kvrecall.config import (
     TenantTerms,
 )
 from kvrecall.errors import ConfigError
-from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread
@@ -269,29 +267,6 @@ def test_another_protocol_is_refused_in_words(at: tuple[object, ...]) -> None:
         refusal = p.read_reply(sock.recv(4096)[4:])
     assert isinstance(refusal, p.Refusal)
     assert f"the client kvrecall 0.0.9 (protocol {p.PROTOCOL - 1}); run the same" in refusal.reason
-
-
-def test_an_index_of_the_version_before_is_carried_over(tmp_path: Path) -> None:
-    config = PoolConfig(16 * MIB, DiskConfig(tmp_path, 64 * MIB))
-    keys = chain(ONE, 10)
-    with Pool.open(config) as before:
-        before.register(ONE, SIZE)
-        engine = Engine(before, SIZE)
-        engine.save(keys)
-        engine.close()
-    with sqlite3.connect(tmp_path / "index.sqlite") as db:
-        db.execute("ALTER TABLE blocks DROP COLUMN tenant")
-        db.execute("ALTER TABLE blocks DROP COLUMN pinned")
-        db.execute("PRAGMA user_version = 101")
-    db.close()
-    with Pool.open(config) as after:
-        after.register(ONE, SIZE)
-        engine = Engine(after, SIZE)
-        assert len(engine.recall(keys)) == 10
-        assert [use.tenant for use in after.admin.disk.tenants()] == [SHARED]  # type: ignore[union-attr]
-        engine.save(chain(ONE, 3, "more"), ANN)
-        assert after.flush(chain(ONE, 3, "more"), 60.0)
-        engine.close()
 
 
 def test_settings_of_tenants() -> None:

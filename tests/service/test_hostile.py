@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -26,9 +27,9 @@ from kvrecall.block import SHARED, BlockKey, TierName
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.arena import Arena
-from kvrecall.pool.base import Verdict
+from kvrecall.pool.base import ArenaHandle, Verdict
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.service import endpoint
+from kvrecall.pool.service import endpoint, server
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.admin import Drop
 from kvrecall.pool.service.client import ServiceClient
@@ -287,6 +288,48 @@ def test_where_a_socket_cannot_be(tmp_path: Path, path: Path) -> None:
         SocketLock(Path("/tmp") / ("x" * 200))
     with pytest.raises(TierError, match="is already served by process"):
         SocketLock(path)
+
+
+def test_a_service_says_once_that_its_socket_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "_PATH_S", 0.01)
+    tmp_path.chmod(0o700)
+    path = tmp_path / "pool.sock"
+    service = ServiceThread(PoolConfig(16 * MIB), path)
+    with connect(path):
+        path.unlink()
+        path.touch()
+        wait_until(lambda: f"{path} was removed or replaced" in caplog.text)
+    service.close()
+    assert caplog.text.count("was removed or replaced") == 1
+    assert path.exists(), "it is another program's"
+
+
+def test_a_seat_is_one_process_s(path: Path, healthy: ServiceClient) -> None:
+    """Another process that names it gets one of its own, and cannot end it."""
+    life = healthy._life
+    assert life is not None
+    with connect(path) as own:
+        assert seat_given(own, life.handle) == life.handle.seat, "the same process"
+        with connect(path) as mine:
+            assert seat_given(mine, replace(life.handle, boot="before")) != life.handle.seat
+            assert seat_given(connect(path), replace(life.handle, seat=1 << 60)) < 1 << 20
+        pid = os.fork()
+        if not pid:
+            with contextlib.suppress(BaseException):
+                os._exit(seat_given(connect(path), life.handle) == life.handle.seat)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def seat_given(sock: socket.socket, before: ArenaHandle) -> int:
+    sock.sendall(p.frame_of(p.Hello(p.PROTOCOL, __version__, before.boot, before.seat)))
+    framer = p.Framer()
+    framer.feed(sock.recv(1 << 16))
+    welcome = p.read_reply(next(framer.take()))
+    assert isinstance(welcome, p.Welcome)
+    return welcome.arena.seat
 
 
 def conversation(*messages: p.Message) -> bytes:

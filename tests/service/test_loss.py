@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -21,7 +20,6 @@ from kvrecall.pool.base import RecallState, Verdict
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.link import Link
-from kvrecall.pool.service.sessions import Reaper
 from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import Engine
 
@@ -297,23 +295,3 @@ def test_wrong_bytes_never_under_load_and_kills(service: Service) -> None:
         assert one["saved"] > 100
         assert one["cuts"] > 0
     wait_until(lambda: service.look().stats.leases + service.look().stats.reserved == 0)
-
-
-def test_the_reaper_ends_with_its_service_beside_news() -> None:
-    """Reserving wakes the reaper; a service that ends in the same moment cancels it. Python 3.11's
-    ``asyncio.wait_for`` keeps only the first of the two, and the service never ended."""
-
-    async def both_at_once() -> None:
-        reaper = Reaper(inode=0, own_pid=1, sessions=list)
-        running = asyncio.ensure_future(reaper.run())
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        reaper._wake.set()
-        running.cancel()
-        done, _ = await asyncio.wait({running}, timeout=30)
-        reaper.close()
-        assert done, "the reaper runs on"
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-    asyncio.run(both_at_once())

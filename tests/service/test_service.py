@@ -235,12 +235,14 @@ def test_a_namespace_too_large_for_the_arena_is_named(service: Service) -> None:
 def test_blocks_that_are_not_used_expire(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     disk = DiskConfig(tmp_path / "disk", 64 << 20)
-    terms = PoolTerms(tenants=TenantRules(TenantTerms(ttl_s=1.0)))
+    terms = PoolTerms(tenants=TenantRules(TenantTerms(ttl_s=1000.0)))
     service = ServiceThread(PoolConfig(16 << 20, disk, terms=terms), tmp_path / "sock")
     client = ServiceClient(tmp_path / "sock", call_timeout_s=60.0)
     client.register(ONE, SIZES[ONE])
     engine = Engine(client, SIZES[ONE])
     assert engine.save(chain(ONE, 10)) == {Verdict.RESERVED: 10}
+    now = service.pool.admin.now
+    service.pool.admin.now = lambda: now() + 1001.0
     wait_until(lambda: client.find(chain(ONE, 10)).blocks == 0)
     engine.close()
     client.close()

@@ -20,7 +20,7 @@ from kvrecall.doctor.installed import check_engine, check_packages
 from kvrecall.doctor.machine import check_machine
 from kvrecall.doctor.model import check_layout
 from kvrecall.doctor.pool import check_pool, read_settings
-from kvrecall.errors import ExitStatus
+from kvrecall.errors import ExitStatus, hidden
 
 app = typer.Typer(add_completion=False)
 
@@ -75,15 +75,15 @@ def examine(
     subject: Subject, progress: Callable[[str], None] = lambda _: None
 ) -> Iterator[Finding]:
     """All checks, the quick ones first; ``progress`` receives what takes longer."""
-    yield from check_packages(serves=subject.model is not None)
-    yield from check_machine()
+    yield from _checked(check_packages(serves=subject.model is not None))
+    yield from _checked(check_machine())
     settings, found = read_settings(subject.pool_config, dict(subject.options))
     yield found
     if settings is not None:
-        yield from check_pool(settings)
+        yield from _checked(check_pool(settings))
     local = None
     if subject.model is not None:
-        layout = list(check_layout(subject.model, settings))
+        layout = list(_checked(check_layout(subject.model, settings)))
         yield from layout
         is_folder = Path(subject.model).expanduser().is_dir()  # vLLM looks for others online
         is_read = any(each.check == "layout" for each in layout)
@@ -91,7 +91,18 @@ def examine(
     if subject.imports:
         progress("importing torch, vLLM and the connector in a child process ...")
         remote = settings and settings.pool.remote
-        yield from check_engine(local, uses_mooncake=bool(remote and remote.kind == "mooncake"))
+        uses_mooncake = bool(remote and remote.kind == "mooncake")
+        yield from _checked(check_engine(local, uses_mooncake=uses_mooncake))
+
+
+def _checked(findings: Iterator[Finding]) -> Iterator[Finding]:
+    """The findings, up to a check that fails itself, which is one, too."""
+    try:
+        yield from findings
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other checks go on
+        found = hidden(f"a check failed itself: {type(error).__name__}: {error}")
+        cure = "report it: this is a bug in kvrecall"
+        yield Finding("doctor", "check", State.WARNING, " ".join(found.split()), cure)
 
 
 def fits(findings: list[Finding]) -> bool:

@@ -20,7 +20,7 @@ class Finding:
     """One check. ``found``: what is there, in words; ``cure``: what to do, "" if nothing;
     ``figures``: the same for programs (bytes, versions, flags)."""
 
-    area: str  # installed, engine, machine, pool, model
+    area: str  # installed, engine, machine, pool, model, doctor
     check: str
     state: State
     found: str

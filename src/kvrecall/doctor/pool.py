@@ -73,7 +73,7 @@ def check_pool(settings: RecallSettings) -> Iterator[Finding]:
         yield from check_disk(pool.disk)
         yield from _compression(pool.disk.compression)
     if pool.remote is not None:
-        yield from _remote(pool.remote)
+        yield from _remote(pool.remote, sealed=key_file is not None)
 
 
 def _tried(check: str, found: str, attempt: Callable[[], object], cure: str = "") -> Finding:
@@ -203,14 +203,14 @@ def _service(path: Path) -> Finding:
     return Finding(_AREA, "service", State.OK, found, figures=figures)
 
 
-def _remote(remote: RemoteConfig) -> Iterator[Finding]:
+def _remote(remote: RemoteConfig, sealed: bool) -> Iterator[Finding]:
     package, extra = _PACKAGES.get(remote.kind, ("", ""))
     if package and not find_spec(package):
         cure = f"pip install 'kvrecall[{extra}]'"
         found = f"{remote.kind} needs the package {package}, which is not installed"
         yield Finding(_AREA, "remote", State.BROKEN, found, cure)
         return
-    settings = _tried("remote", remote.kind, lambda: check_store(remote.kind, remote.options))
+    settings = _tried("remote", remote.kind, lambda: check_store(remote, sealed))
     yield settings
     yield from _compression(remote.compression)
     if settings.state is State.OK and remote.kind == "mooncake":

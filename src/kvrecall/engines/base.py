@@ -539,6 +539,7 @@ class ServeSpec:
     ``extra_args`` are further command-line words, passed unchanged; they override ``options``.
     ``recall`` are the pool's settings (RecallSettings keys), None for no pool.
     ``listeners`` are opened beside ``host``:``port``, before the engine is loaded.
+    ``keys``: API keys, beside those of vLLM's option and variable.
     ``retrieval``: decode long sequences by retrieval attention.
     """
 
@@ -553,3 +554,4 @@ class ServeSpec:
     role: Role = Role.BOTH
     listeners: tuple[Listener, ...] = ()
     retrieval: bool = False
+    keys: tuple[str, ...] = field(default=(), repr=False)

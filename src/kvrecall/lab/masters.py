@@ -69,4 +69,5 @@ class Master(ChildProcess):
             "protocol": "tcp",
             "device_name": "",
             "master_server_address": self.address,
+            "allow_plaintext": True,
         }

@@ -23,10 +23,11 @@ _INDEX_QUANT = 128  # elements of an indexer's key that share a scale of 4 bytes
 
 _OTHER_CACHES = (
     "compress_ratios", "indexer_n_heads", "ple_layer_ids",  # DeepSeek V4, Qwen4
-    "state_size", "ssm_cfg", "attn_type_list", "layer_group_size",  # other recurrent layers
+    "state_size", "ssm_cfg", "layer_group_size",  # other recurrent layers
 )  # fmt: skip
 """Fields of models whose layers cache what is not sized here."""
-_FULL = ("full_attention", "attention", "*", "global_attention")
+_MOST_LAYERS = 10_000
+_FULL = ("full_attention", "attention", "*", "global_attention", "indexed_attention")
 _WINDOW = ("sliding_attention", "local_attention")
 _CHUNK = ("chunked_attention",)
 _STATE = ("linear_attention", "mamba", "mamba2", "M", "conv", "kda")
@@ -63,7 +64,8 @@ class State:
     def rank_bytes(self, ranks: int) -> int:
         repeated = ranks - self.groups if self.groups % ranks else 0
         width = (self.width + max(0, repeated) * self.per_group) // ranks
-        return width * self.inputs * self.width_bytes + self.memory // ranks * self.memory_bytes
+        convolution = width * self.inputs * self.width_bytes
+        return max(1, convolution + self.memory // ranks * self.memory_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +123,15 @@ def read_layers(fields: Fields, kv_dtype: str) -> tuple[Layer, ...]:
         caches: list[Cache] = []
         mixing = 0
         if kind in (*_FULL, *_WINDOW, *_CHUNK, *_BOTH):
-            caches += _attention(fields, kind, wanted)
-            mixing += _attention_params(fields, kind)
+            own = fields.of_layer(place)
+            caches += _attention(own, kind, wanted)
+            mixing += _attention_params(own, kind)
         if kind in (*_STATE, *_BOTH):
             state, params = _state(fields, kind, model_dtype)
             caches.append(Cache(Kind.STATE, state=state))
             mixing += params
+        if not all(cache.state or cache.token_bytes for cache in caches):
+            raise ConfigError(f"{fields.source}: layer {place} has attention heads of size 0")
         owned = tuple(caches) if place < owners else ()
         layers.append(Layer(owned, mixing, _ffn(fields, place, kind)))
     return tuple(layers)
@@ -139,7 +144,8 @@ def dtype_of(fields: Fields) -> str:
 
 def _kinds(fields: Fields) -> list[str]:
     """The kind of each layer, in the words of Hugging Face's ``layer_types``."""
-    if any(map(fields.has, _OTHER_CACHES)):
+    recurrent = any(kind != 1 for kind in fields.list("attn_type_list"))  # of MiniMax
+    if recurrent or any(map(fields.has, _OTHER_CACHES)):
         raise ConfigError(
             f"{fields.source}: layers of a {fields.model_type or 'model'} keep caches whose size "
             "is not known here; start it and read the record sizes in `kvrecall pool ls`"
@@ -147,6 +153,8 @@ def _kinds(fields: Fields) -> list[str]:
     if pattern := fields.text("hybrid_override_pattern"):
         return _known(list(pattern), fields)
     count = fields.number("num_hidden_layers", "n_layer", "num_layers")
+    if count > _MOST_LAYERS:
+        raise ConfigError(f"{fields.source}: {count} layers; no model has more than {_MOST_LAYERS}")
     places = range(count)
     if fields.model_type == "llama4_text" and not fields.number("attention_chunk_size", default=0):
         return ["full_attention"] * count
@@ -179,8 +187,10 @@ def _kinds(fields: Fields) -> list[str]:
 
 
 def _known(kinds: list[str], fields: Fields) -> list[str]:
-    known = (*_FULL, *_WINDOW, *_CHUNK, *_STATE, *_BOTH, *_DENSE, *_EXPERTS)
-    if strange := sorted(set(kinds) - set(known)):
+    known = {*_FULL, *_WINDOW, *_CHUNK, *_STATE, *_BOTH, *_DENSE, *_EXPERTS}
+    if not (fields.has("index_topk") and fields.has("kv_lora_rank")):
+        known -= {"indexed_attention"}  # its indexer is known for latent attention alone
+    if strange := sorted(set(kinds) - known):
         raise ConfigError(
             f"{fields.source}: layers of type {strange[0]!r} are not known here; start the model "
             "and read the record sizes in `kvrecall pool ls`"

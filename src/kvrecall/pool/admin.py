@@ -31,13 +31,14 @@ class PoolAdmin:
         pool: Pool,
         disk: DiskTier | None,
         terms: PoolTerms,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float],
     ) -> None:
+        """``clock``, which never goes back, dates the uses of the pool's blocks."""
         self.pool = pool
         self.disk = disk
         """The pool's disk tier, if it has one."""
         self._terms = terms
-        self._clock = clock
+        self.now = clock
         ages = [t.ttl_s for t in terms.tenants.all if t.ttl_s is not None]
         self._expiry_s = min([_EXPIRY_S, *(age / 4 for age in ages)]) if ages else None
         self._expire_at = float("-inf")
@@ -58,12 +59,13 @@ class PoolAdmin:
             self.pool.drop(part, cause)
 
     def expire(self) -> None:
-        """Drops blocks unused for longer than their tenant's TTL, if a check is due."""
-        now = time.monotonic()
+        """Drops blocks unused for longer than their tenant's TTL from this host, if a check is
+        due."""
+        now = self.now()
         if self._expiry_s is None or now < self._expire_at:
             return
         self._expire_at = now + self._expiry_s
-        for keys in _parts(self._expired(self._clock())):
+        for keys in _parts(self._expired(now)):
             self.drop(keys, Cause.EXPIRED)
 
     def _expired(self, now: float) -> Iterator[BlockKey]:

@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import platform
+import struct
 import threading
 import time
 from collections.abc import Collection
@@ -95,6 +96,23 @@ def open_arena(handle: ArenaHandle, mode: int = os.O_RDONLY) -> int:
     return fd
 
 
+def take_seat(fd: int, seat: int, alone: bool = False) -> bool:
+    """Locks the byte ``seat`` of an arena for the open file of ``fd``: shared, or ``alone``. False
+    if another open file holds it.
+
+    The kernel holds the lock until the last descriptor and the last mapping of the open file are
+    gone, in whatever process (stopped, forked, of any capability), so one that gets it ``alone``
+    knows that no process maps the arena through this seat, and that none will. Raises OSError if
+    the kernel has no such locks.
+    """
+    kind = fcntl.F_WRLCK if alone else fcntl.F_RDLCK
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, seat, 1, 0))
+    except BlockingIOError:
+        return False
+    return True
+
+
 class Arena:
     """A fixed number of bytes of anonymous shared memory. ``create`` creates one (the owner),
     ``attach`` maps another process's. The memory has no name and the kernel frees it with its last
@@ -141,8 +159,23 @@ class Arena:
 
     @classmethod
     def attach(cls, handle: ArenaHandle, background: bool = True) -> Arena:
-        """Maps the arena of another process of the same user. Raises TierError if it is gone."""
-        return cls(open_arena(handle, os.O_RDWR), handle.nbytes, background, None)
+        """Maps the arena of another process of the same user, in its engine's seat. Raises
+        TierError if the arena is gone, or the seat was closed."""
+        fd = open_arena(handle, os.O_RDWR)
+        try:
+            is_seated = not handle.seat or take_seat(fd, handle.seat)
+        except OSError as error:
+            os.close(fd)
+            raise TierError(
+                f"cannot lock the arena of process {handle.pid}: {os.strerror(error.errno or 0)}; "
+                "the pool service needs a kernel with open file description locks"
+            ) from error
+        if not is_seated:
+            os.close(fd)
+            raise TierError(
+                f"cannot map the arena of process {handle.pid}: its service saw this engine end"
+            )
+        return cls(fd, handle.nbytes, background, None)
 
     def grow(self, nbytes: int) -> None:
         """Populates the first ``nbytes`` bytes (at most the arena's); no effect if they are

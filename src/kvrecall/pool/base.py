@@ -33,6 +33,9 @@ class ArenaHandle:
     A restarted service may get the same process number and file descriptor (in a container it
     usually does), so the handle also carries the memory file's ``inode`` and, for a service, the
     ``boot`` id of its run: equal handles mean the same memory.
+
+    ``seat``: of the engine at a service, held by each process that maps the arena for it (0: none
+    is needed). See ``Arena.attach``.
     """
 
     pid: int
@@ -40,6 +43,7 @@ class ArenaHandle:
     nbytes: int
     inode: int = 0
     boot: str = ""
+    seat: int = 0
 
 
 NO_ARENA = ArenaHandle(pid=0, fd=-1, nbytes=0)

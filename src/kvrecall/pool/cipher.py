@@ -1,36 +1,37 @@
-"""AES-256-GCM over blocks, each under a fresh nonce; and the key file."""
+"""AES-256-GCM over blocks, each under a key of its own; and the key file."""
 
 from __future__ import annotations
 
 import base64
 import binascii
-import errno
 import hashlib
 import os
 import secrets
-import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvrecall.errors import ConfigError
+from kvrecall.secret import read_private
 
 KEY_BYTES = 32
-_MAX_BYTES = 64 << 10
 _WRITE = "write 64 hexadecimal digits or base64 of 32 bytes; `kvrecall pool key FILE` makes one"
 _ID_BYTES = 4
-_NONCE_BYTES = 12
+_SALT_BYTES, _NONCE_BYTES = 16, 12
 _GCM_TAG_BYTES = 16
-TAG_BYTES = _ID_BYTES + _NONCE_BYTES + _GCM_TAG_BYTES
-"""Bytes of a block's tag: which key, the nonce, GCM's tag."""
+TAG_BYTES = _ID_BYTES + _SALT_BYTES + _NONCE_BYTES + _GCM_TAG_BYTES
+"""Bytes of a block's tag: which key, the salt, the nonce, GCM's tag."""
 
 
 class Cipher:
     """Encrypts bytes with the first of its keys and decrypts them with any. Thread-safe.
 
     A *tag* is kept beside the encrypted bytes, which have the length of the plain ones. ``label``
-    is bound to them (GCM's associated data): they decrypt under the same label only. Nonces are
-    random, so a key should encrypt no more than 2**32 blocks; at a MiB per block that is 4 PiB.
+    is bound to them (GCM's associated data): they decrypt under the same label only.
+
+    Each block is encrypted with a key derived from the file's and a random salt, and under a random
+    nonce, so that GCM's bound on messages under one key (2**32 with random nonces) holds whatever
+    number of blocks the disks, stores and hosts encrypt that share a key file.
     """
 
     def __init__(self, keys: Sequence[bytes]) -> None:
@@ -60,15 +61,17 @@ class Cipher:
         self, label: bytes, data: Sequence[memoryview], into: Sequence[memoryview]
     ) -> bytes:
         """Encrypts the pieces of ``data`` into those of ``into`` (of the same lengths, other
-        memory); returns their common tag."""
-        nonce = os.urandom(_NONCE_BYTES)
-        encryptor = self._make(self._keys[self._first], nonce, None).encryptor()
+        memory); returns their common tag. ``into`` must be memory that others cannot change."""
+        random = os.urandom(_SALT_BYTES + _NONCE_BYTES)
+        salt, nonce = random[:_SALT_BYTES], random[_SALT_BYTES:]
+        key = _derived(self._keys[self._first], salt)
+        encryptor = self._make(key, nonce, None).encryptor()
         encryptor.authenticate_additional_data(label)
         for piece, place in zip(data, into, strict=True):
             encryptor.update_into(piece, place)
         encryptor.finalize()
         gcm_tag: bytes = encryptor.tag
-        return self._first + nonce + gcm_tag
+        return self._first + random + gcm_tag
 
     def decrypt(
         self,
@@ -77,13 +80,14 @@ class Cipher:
         data: Sequence[memoryview],
         into: Sequence[memoryview],
     ) -> bool:
-        """Writes the plain pieces of ``data`` into ``into`` (as in ``encrypt``). False if they were
-        not encrypted under ``label``, or with another key; unverified bytes are never left in
-        ``into``."""
+        """Writes the plain pieces of ``data`` into ``into`` (of the same lengths, other memory or
+        the same). False if they were not encrypted under ``label``, or with another key; unverified
+        bytes are never left in ``into``. ``data`` must be memory that others cannot change."""
         if not self.knows(tag):
             return False
-        nonce, gcm_tag = tag[_ID_BYTES:-_GCM_TAG_BYTES], tag[-_GCM_TAG_BYTES:]
-        decryptor = self._make(self._keys[tag[:_ID_BYTES]], nonce, gcm_tag).decryptor()
+        random, gcm_tag = tag[_ID_BYTES:-_GCM_TAG_BYTES], tag[-_GCM_TAG_BYTES:]
+        key = _derived(self._keys[tag[:_ID_BYTES]], random[:_SALT_BYTES])
+        decryptor = self._make(key, random[_SALT_BYTES:], gcm_tag).decryptor()
         decryptor.authenticate_additional_data(label)
         for piece, place in zip(data, into, strict=True):
             decryptor.update_into(piece, place)
@@ -120,6 +124,11 @@ def _library() -> Callable[[bytes, bytes, bytes | None], Any]:
     return make
 
 
+def _derived(key: bytes, salt: bytes) -> bytes:
+    """A block's key: keyed BLAKE2b of its salt."""
+    return hashlib.blake2b(salt, key=key, digest_size=KEY_BYTES, person=b"kvrecall block").digest()
+
+
 def _id_of(key: bytes) -> bytes:
     return hashlib.blake2b(key, digest_size=_ID_BYTES, person=b"kvrecall key id").digest()
 
@@ -132,7 +141,7 @@ def read_keys(path: Path, name: str = "encryption_key_file") -> tuple[bytes, ...
     (empty lines and ``#`` comments are skipped). The first encrypts, all of them decrypt. Raises
     ConfigError, which never shows a key, if the file cannot be read, is accessible to other users
     or is invalid."""
-    raw = _read_private(path, name)
+    raw = read_private(path, name, f"create one: kvrecall pool key {path}")
     if len(raw) == KEY_BYTES:
         return (_checked(raw, f"{name}: {path}"),)
     try:
@@ -186,46 +195,6 @@ def _write(fd: int, keys: tuple[bytes, ...]) -> None:
         file.writelines(f"{key.hex()}\n" for key in keys)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _read_private(path: Path, name: str) -> bytes:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{name}: there is no file {path}; create one: kvrecall pool key {path}"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"{name}: {path}: {error.strerror}") from error
-    try:
-        _check_private(os.fstat(fd), path, name)
-        with os.fdopen(fd, "rb", closefd=False) as file:
-            raw = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        why = os.strerror(error.errno or errno.EIO)
-        raise ConfigError(f"{name}: {path} cannot be read: {why}") from error
-    finally:
-        os.close(fd)
-    if len(raw) > _MAX_BYTES:
-        raise ConfigError(
-            f"{name}: {path} is larger than {_MAX_BYTES >> 10} KiB; it is not a key file"
-        )
-    return raw
-
-
-def _check_private(status: os.stat_result, path: Path, name: str) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"{name}: {path} is not a file; {_WRITE}")
-    mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o077:
-        raise ConfigError(
-            f"{name}: {path} has mode {mode:04o}, so others may read the key; run: chmod 600 {path}"
-        )
-    if status.st_uid not in (os.geteuid(), 0):
-        raise ConfigError(
-            f"{name}: {path} belongs to user {status.st_uid}, who could change the key; it must "
-            f"belong to user {os.geteuid()} or to root"
-        )
 
 
 def _key_of(text: str, where: str) -> bytes:

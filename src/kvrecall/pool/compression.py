@@ -1,8 +1,12 @@
-"""Lossless compression of blocks: planes of bytes, then LZ4 or Zstandard (C-Blosc, by numcodecs).
+"""Lossless compression of blocks: planes of bytes, then LZ4 or Zstandard (by numcodecs).
 
 The bytes of one significance of all elements are stored side by side (a byte plane): those with
 the exponents repeat, those with the mantissas hardly do. The width of an element is found out by
 trying.
+
+Whoever may write to the disk or the store forges frames with right checksums. So a value is one
+call of a decoder that reads and writes within the bounds it is given, and no container, whose
+sizes and offsets would have to be believed.
 """
 
 from __future__ import annotations
@@ -21,9 +25,9 @@ from kvrecall.errors import ConfigError
 
 Codec = Literal["lz4", "zstd"]
 CODECS: tuple[Codec, ...] = get_args(Codec)
+Bytes = npt.NDArray[np.uint8]
 
 _LEVEL = 1
-_BLOSC_BYTES = 1 << 20  # which C-Blosc compresses at once; less costs ratio
 _WIDTHS = (1, 2, 4)  # bytes of an element: fp8, bf16 and fp16, fp32
 _SAMPLE_BYTES = 128 << 10
 _TRY_EVERY = 256  # values of one size
@@ -31,10 +35,12 @@ _LEAST_GAIN = 0.95  # of the plain bytes; values that stay larger are stored pla
 _SKIPPED = 16  # values of a size that are stored plain after one that did not shrink
 _LESS_CERTAIN = 0.9  # of what compression saves, by `auto`
 
-_FRAME = struct.Struct("<4sBxxxQQQ")  # magic, codec, plain and stored bytes, checksum of the stored
+_FRAME = struct.Struct("<4sBBxxQQQ")
+"""Magic, codec, width, plain and stored bytes, checksum of the stored."""
 _MAGIC = b"kvrz"
 _PLAIN = 0
-_BLOSC = 1
+_NUMBERS: dict[Codec, int] = {"lz4": 2, "zstd": 3}
+_CODECS = {number: codec for codec, number in _NUMBERS.items()}
 FRAME_BYTES = _FRAME.size
 assert FRAME_BYTES == 32
 
@@ -68,7 +74,7 @@ class Compressor:
     def __init__(self, codec: Codec) -> None:
         """ConfigError if the library is missing."""
         self._codec = codec
-        self._blosc = _library()
+        self._library = _library(codec)
         self._kinds: dict[int, _Kind] = {}
         self._lock = threading.Lock()
 
@@ -76,27 +82,29 @@ class Compressor:
         """Writes the frame of ``data`` (contiguous uint8) into ``into``, which has room for all of
         it and a header; returns the frame's bytes."""
         kind = self._kind_of(data)
-        packed: Any = b""
+        codec, width, stored = _PLAIN, 1, data
         if kind is not None:
-            packed = self._compress(data, kind.width)
-            if len(packed) > _LEAST_GAIN * data.nbytes:
+            width = kind.width  # once: another thread may find another one now
+            packed = self._compress(data, width)
+            if len(packed) <= _LEAST_GAIN * data.nbytes:
+                codec, stored = _NUMBERS[self._codec], memoryview(packed)
+            else:
                 with self._lock:
                     kind.skip = _SKIPPED
-                packed = b""
-        codec, stored = (_BLOSC, packed) if packed else (_PLAIN, data)
         nbytes = FRAME_BYTES + len(stored)
         into[FRAME_BYTES:nbytes] = stored
-        checksum = _checksum(into[FRAME_BYTES:nbytes], codec, data.nbytes)
-        _FRAME.pack_into(into, 0, _MAGIC, codec, data.nbytes, len(stored), checksum)
+        checksum = _checksum(into[FRAME_BYTES:nbytes], codec, width, data.nbytes)
+        _FRAME.pack_into(into, 0, _MAGIC, codec, width, data.nbytes, len(stored), checksum)
         return nbytes
 
     def trial(self, data: memoryview) -> Trial:
         """Packs and unpacks a sample of ``data``."""
         sample = _sample_of(data)
-        packed = min((self._compress(sample, width) for width in _WIDTHS), key=len)
+        width = min(_WIDTHS, key=lambda width: len(self._compress(sample, width)))
+        packed = self._compress(sample, width)
         into = np.empty(sample.nbytes, np.uint8)
         began = time.perf_counter()
-        self._blosc.decompress(packed, into)
+        _decompress(self._library, packed, width, into)
         seconds = time.perf_counter() - began
         return Trial(sample.nbytes / len(packed), seconds / sample.nbytes)
 
@@ -115,10 +123,7 @@ class Compressor:
         return kind
 
     def _compress(self, data: memoryview, width: int) -> bytes:
-        shuffle = self._blosc.SHUFFLE if width > 1 else self._blosc.NOSHUFFLE
-        name = self._codec.encode()
-        block = min(data.nbytes, _BLOSC_BYTES)
-        packed: bytes = self._blosc.compress(_array(data), name, _LEVEL, shuffle, block, width)
+        packed: bytes = self._library.compress(_planes(_array(data), width), _LEVEL)
         return packed
 
 
@@ -128,24 +133,47 @@ def unpack(frame: memoryview, into: memoryview) -> bool:
     ignored."""
     if frame.nbytes < FRAME_BYTES:
         return False
-    magic, codec, plain, stored, checksum = _FRAME.unpack_from(frame, 0)
+    magic, codec, width, plain, stored, checksum = _FRAME.unpack_from(frame, 0)
     packed = frame[FRAME_BYTES : FRAME_BYTES + stored]
-    if (magic, plain, stored) != (_MAGIC, into.nbytes, packed.nbytes):
+    if (magic, plain, stored) != (_MAGIC, into.nbytes, packed.nbytes) or width not in _WIDTHS:
         return False
-    if _checksum(packed, codec, plain) != checksum:
+    if _checksum(packed, codec, width, plain) != checksum:
         return False
     if codec == _PLAIN:
         if stored != plain:
             return False
         into[:] = packed
         return True
-    if codec != _BLOSC or int.from_bytes(packed[4:8], "little") != plain:
+    if codec not in _CODECS:
         return False
     try:
-        _library().decompress(packed, _array(into))
+        _decompress(_library(_CODECS[codec]), packed, width, _array(into))
     except (RuntimeError, ValueError):
         return False
     return True
+
+
+def _planes(data: Bytes, width: int) -> Bytes:
+    """The planes of ``data`` one after the other, and what is left of it."""
+    whole = data.nbytes // width * width
+    planes = np.empty_like(data)
+    planes[:whole].reshape(width, -1)[:] = data[:whole].reshape(-1, width).T
+    planes[whole:] = data[whole:]
+    return planes
+
+
+def _decompress(library: Any, packed: memoryview | bytes, width: int, into: Bytes) -> None:
+    """Undoes ``_compress``. Raises RuntimeError or ValueError."""
+    planes = np.zeros(into.nbytes, np.uint8)  # a frame that holds less shows no memory of ours
+    library.decompress(packed, planes)
+    whole = into.nbytes // width * width
+    first, *others = reversed(planes[:whole].reshape(width, -1))
+    words = into[:whole].view(f"<u{width}")
+    words[:] = first
+    for plane in others:
+        words <<= 8
+        words |= plane
+    into[whole:] = planes[whole:]
 
 
 class Chooser:
@@ -203,11 +231,12 @@ class Chooser:
 def check_compression(compression: str) -> None:
     """Raises ConfigError if the library for it is missing."""
     if compression != "none":
-        _library()
+        _library("lz4")
 
 
-def _checksum(stored: memoryview, codec: int, plain: int) -> int:
-    return xxhash.xxh3_64_intdigest(stored, plain << 8 | codec)
+def _checksum(stored: memoryview, codec: int, width: int, plain: int) -> int:
+    seed = (plain << 16 | width << 8 | codec) & (1 << 64) - 1
+    return xxhash.xxh3_64_intdigest(stored, seed)
 
 
 def _smoothed(old: float, new: float) -> float:
@@ -220,16 +249,15 @@ def _sample_of(data: memoryview) -> memoryview:
     return data[begin : begin + _SAMPLE_BYTES]
 
 
-def _array(data: memoryview) -> npt.NDArray[np.uint8]:
+def _array(data: memoryview) -> Bytes:
     return np.frombuffer(data, np.uint8)
 
 
-def _library() -> Any:
+def _library(codec: Codec) -> Any:
     try:
-        from numcodecs import blosc
+        from numcodecs import lz4, zstd
     except ImportError as error:
         raise ConfigError(
             "compression needs the package numcodecs; run: pip install 'kvrecall[compression]'"
         ) from error
-    blosc.use_threads = False  # of its own, which it would use if the main thread called
-    return blosc
+    return lz4 if codec == "lz4" else zstd

@@ -98,6 +98,11 @@ class TierCounters:
         with self._changed:
             self._shed += count
 
+    def found_corrupt(self, blocks: int) -> None:
+        """Blocks were found damaged beside gets."""
+        with self._changed:
+            self._corrupt += blocks
+
     def failed(self) -> None:
         """An operation of the medium failed."""
         with self._changed:

@@ -41,6 +41,7 @@ from kvrecall.pool.base import (
 from kvrecall.pool.cascade import Cascade
 from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.cipher import read_cipher
+from kvrecall.pool.clock import Clock
 from kvrecall.pool.departures import Departures, Refusal
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.codec import make_codec
@@ -142,12 +143,13 @@ class Pool:
         arena: Arena,
         below: Tier,
         policy: str = DEFAULT_POLICY,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         terms: PoolTerms | None = None,
     ) -> None:
-        """Takes ownership of ``arena`` and ``below``. ``clock`` dates uses, ``monotonic``
-        deadlines."""
+        """Takes ownership of ``arena`` and ``below``. ``clock``, which never goes back, dates
+        uses (default: a ``Clock``), ``monotonic`` deadlines."""
+        clock = clock or Clock()
         terms = terms or PoolTerms()
         self._arena = arena
         self._below = below
@@ -193,6 +195,7 @@ class Pool:
         left behind, if the memory or the disk is not available."""
         make_policy(config.policy, 1)  # before anything is touched
         cipher = read_cipher(config.encryption_key_file)
+        clock = Clock()
         with contextlib.ExitStack() as undo:
             arena = Arena.create(config.host_bytes, most_bytes=config.host_most_bytes)
             terms = _terms_of(config)
@@ -202,12 +205,12 @@ class Pool:
                 queued = min(config.disk.max_queued_bytes, config.host_bytes // 2)
                 disk = replace(config.disk, max_queued_bytes=queued)
                 codec = make_codec(cipher, disk.compression)
-                below = DiskTier(disk, config.policy, codec=codec, terms=terms)
+                below = DiskTier(disk, config.policy, clock=clock, codec=codec, terms=terms)
                 undo.callback(below.close)
             if config.remote is not None:
-                below = with_remote(below, config.remote, arena, cipher)
+                below = with_remote(below, config.remote, arena.nbytes, cipher)
                 undo.callback(below.close)
-            pool = cls(arena, below, config.policy, terms=terms)
+            pool = cls(arena, below, config.policy, clock, terms=terms)
             pool.store_name = store_name(config.remote) if config.remote is not None else None
             undo.pop_all()
             return pool
@@ -596,11 +599,14 @@ class Pool:
     # -- administration, for ``PoolAdmin`` --------------------------------------------------
 
     def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
-        """Drops these blocks, pinned or not, from every tier; leased ones stay in the host."""
+        """Drops these blocks, pinned or not, from every tier; leased ones stay in the host. What
+        expired leaves this host only: a store is other hosts' too."""
         with self._changed:
             self._drain()
             keys = list(dict.fromkeys(keys))
-            self._below.drop(keys, cause)
+            tier = self._below if cause is not Cause.EXPIRED else self._disk
+            if tier is not None:
+                tier.drop(keys, cause)
             self._evictor.drop([key for key in keys if key in self._host.blocks], cause)
             self._expire_loads(keys)
 
@@ -615,7 +621,7 @@ class Pool:
         return key in self._host.blocks
 
     def host_blocks(self, unused_since: float | None = None) -> list[BlockInfo]:
-        """Every block in the host, or those unused since that wall-clock second."""
+        """Every block in the host, or those unused since that second."""
         with self._changed:
             blocks = list(self._host.blocks.values())
         if unused_since is not None:

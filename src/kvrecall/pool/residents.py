@@ -28,7 +28,7 @@ HELD_FROM = 64  # busy blocks passed in one search: more than one step of an eng
 
 @dataclass(frozen=True, slots=True)
 class BlockInfo:
-    """A block in one tier when it was listed. ``used``: wall-clock second of its last use."""
+    """A block in one tier when it was listed. ``used``: second of its last use."""
 
     key: BlockKey
     tier: TierName
@@ -92,7 +92,7 @@ class Resident:
         self.leases = 0  # recalls that use the slot
         self.io_refs = 0  # reads or writes of the slot under way
         self.pinned = False  # an operator asked to keep it
-        self.used = 0.0  # wall-clock second of the last use
+        self.used = 0.0  # second of the last use
 
     @property
     def is_idle(self) -> bool:
@@ -159,7 +159,7 @@ class EvictionOrders:
         terms: PoolTerms,
     ) -> None:
         """Shares of tenants and of pinned blocks are fractions of ``capacity_bytes()``; ``clock``
-        is the wall clock."""
+        never goes back."""
         self.pins: set[BlockKey] = set()  # keys an operator pinned, of blocks here or not
         self.pinned_bytes = 0
         self.evictions = 0
@@ -168,7 +168,6 @@ class EvictionOrders:
         self._policy_name = policy
         self._capacity_bytes = capacity_bytes
         self._clock = clock
-        self._now = float("-inf")
         self._terms = terms
         amounts = [self._amount(rules) for rules in terms.tenants.all]
         self.accounts = Accounts(any(amount is not None for amount in amounts), self.limit_of)
@@ -189,9 +188,8 @@ class EvictionOrders:
         return DictNames()
 
     def now(self) -> float:
-        """The wall clock, but constant while the system's clock is set back."""
-        self._now = max(self._now, self._clock())
-        return self._now
+        """Seconds that only pass."""
+        return self._clock()
 
     @property
     def is_empty(self) -> bool:

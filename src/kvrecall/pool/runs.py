@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, TierName, is_tail
 from kvrecall.pool.changes import Cause, Change, Removed, Restart, Stored
 
+_MOST = 4096  # blocks of a run, which becomes one message
+
 
 @dataclass(slots=True)
 class Run:
@@ -28,7 +30,7 @@ class Run:
     def takes(self, change: Stored | Removed) -> bool:
         """Whether a change goes on with this run."""
         is_other = change.key[:NAMESPACE_BYTES] != self.namespace or change.tier != self.tier
-        if is_other or isinstance(change, Stored) != self.stored:
+        if is_other or len(self.hashes) >= _MOST or isinstance(change, Stored) != self.stored:
             return False
         return not isinstance(change, Stored) or change.parent == self._last
 

@@ -1,24 +1,32 @@
-"""The router's HTTP application: authorization, concurrency limit, routes."""
+"""The router's HTTP application: its guard, its limits and its routes."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import secrets
-from typing import Any
+from collections.abc import Iterator
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
+from kvrecall.router.bodies import Body, aside
 from kvrecall.router.fleet import Fleet
 from kvrecall.router.prefixes import prompt_of
-from kvrecall.router.router import Completion, Router, RouterSettings, error_response
+from kvrecall.router.router import Completion, Router, RouterSettings, error_response, passed_on
 from kvrecall.router.upstream import InstanceFailedError
+from kvrecall.server.guard import Guard
 from kvrecall.server.replies import ReplyError, while_connected
 
 _MAX_BODY_BYTES = 40 << 20
+_MOST_HELD = 1 << 30  # bytes of bodies that instances have not begun to answer
+_LONGEST_HEADER = 8192
+_REFUSED = ("refused", "invalid_request_error")
+_OUTCOMES = {
+    401: ("refused", "invalid_api_key"),
+    499: ("cancelled", "invalid_request_error"),
+    503: ("shed", "service_unavailable"),
+}
+"""Of requests that the router answers itself, by status: how they count, and the error's type."""
 _ROUTES = ("/v1/completions", "/v1/chat/completions")
 PASSED_ON = "authorization x-request-id x-session-id traceparent tracestate user-agent".split()
 """Request headers that the router forwards to its instances."""
@@ -30,46 +38,56 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Fast
     fleet, metrics = router.fleet, router.metrics
     traces = router.traces
     app = FastAPI(title="kvrecall router", lifespan=lambda _: router.running(), openapi_url=None)
-    open_requests = 0
+    open_requests = held_bytes = 0
+
+    def refuse(status: int, message: str) -> Response:
+        outcome, kind = _OUTCOMES.get(status, _REFUSED)
+        metrics.requests.labels(outcome).inc()
+        return error_response(status, message, kind)
+
+    @contextlib.contextmanager
+    def opened() -> Iterator[None]:
+        nonlocal open_requests
+        open_requests += 1
+        try:
+            yield
+        finally:
+            open_requests -= 1
+
+    @contextlib.contextmanager
+    def holding(nbytes: int) -> Iterator[None]:
+        """Raises ReplyError if the bodies that are held would be too large with so many more."""
+        nonlocal held_bytes
+        if held_bytes + nbytes > _MOST_HELD:
+            raise ReplyError(503, f"the bodies of requests in flight exceed {_MOST_HELD} bytes")
+        held_bytes += nbytes
+        try:
+            yield
+        finally:
+            held_bytes -= nbytes
 
     async def complete(request: Request) -> Response:
         """Sends a completion to a prefill instance, then to a decode instance."""
-        nonlocal open_requests
-        if not _allowed(request, settings):
-            return error_response(401, "wrong or no API key", "invalid_api_key")
-        if open_requests >= settings.max_requests:
-            metrics.requests.labels("shed").inc()
-            message = f"{settings.max_requests} requests are in flight, the limit (--max-requests)"
-            return error_response(503, message, "service_unavailable")
-
-        def ended() -> None:
-            nonlocal open_requests
-            open_requests -= 1
-
         span = traces.begin(request.headers, request.url.path)
         with contextlib.ExitStack() as held:
-            open_requests += 1
-            held.callback(ended)
             if span is not None:
                 held.callback(span.end)
+            held.enter_context(opened())
             try:
-                body = await _json_body(request)
-                completion = Completion(
-                    request.url.path, body, _passed_on(request), prompt_of(body), span=span
-                )
+                headers = _passed_on(request)
+                content = b"".join([chunk async for chunk in request.stream() if chunk])
+                unsent = held.enter_context(contextlib.ExitStack())
+                unsent.enter_context(holding(len(content)))
+                body = await aside(Body.read, content)
+                prompt = await aside(prompt_of, body)
+                completion = Completion(request.url.path, body, headers, prompt, unsent, span=span)
+                del content, body
                 reply = await while_connected(request, router.serve(completion, held))
-                if span is not None:
-                    span.answered(reply.status_code)
-                return reply
             except ReplyError as error:
-                if span is not None:
-                    span.answered(error.status_code)
-                cancelled = error.status_code == 499
-                metrics.requests.labels("cancelled" if cancelled else "refused").inc()
-                return error_response(error.status_code, error.detail, "invalid_request_error")
-            except RecursionError:  # it was read at another depth than it is written at
-                metrics.requests.labels("refused").inc()
-                return error_response(400, "the body is nested too deep", "invalid_request_error")
+                reply = refuse(error.status_code, error.detail)
+            if span is not None:
+                span.answered(reply.status_code)
+            return reply
 
     for path in _ROUTES:
         app.add_api_route(path, complete, methods=["POST"], response_model=None)
@@ -77,13 +95,11 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Fast
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         """The model list of the first instance that answers."""
-        if not _allowed(request, settings):
-            return error_response(401, "wrong or no API key", "invalid_api_key")
         for instance in fleet.decode + fleet.prefill:
             if instance.healthy:
                 with contextlib.suppress(InstanceFailedError):
                     answer = await router.upstream.get(instance, "/v1/models", _passed_on(request))
-                    return Response(answer.content, answer.status, None, answer.media_type)
+                    return passed_on(answer)
         return error_response(503, "no instance is up", "service_unavailable")
 
     @app.get("/health")
@@ -104,37 +120,23 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Fast
     async def page() -> Response:
         return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
+    app.add_middleware(
+        Guard,
+        access=settings.access,
+        refuse=refuse,
+        max_body_bytes=_MAX_BODY_BYTES,
+        max_requests=settings.max_requests,
+        limit_name="--max-requests",
+        counts_values=False,
+    )
     return app
 
 
-def _allowed(request: Request, settings: RouterSettings) -> bool:
-    given = request.headers.get("authorization", "").encode()
-    wanted = f"Bearer {settings.api_key}".encode()
-    return settings.api_key is None or secrets.compare_digest(given, wanted)
-
-
 def _passed_on(request: Request) -> dict[str, str]:
-    return {name: value for name, value in request.headers.items() if name in PASSED_ON}
-
-
-async def _json_body(request: Request) -> dict[str, Any]:
-    """The body, a JSON object. Raises ReplyError."""
-    content = bytearray()
-    announced = request.headers.get("content-length", "")
-    too_large = ReplyError(413, f"the body is larger than {_MAX_BODY_BYTES} bytes")
-    if announced.isdecimal() and int(announced) > _MAX_BODY_BYTES:
-        raise too_large
-    try:
-        async for chunk in request.stream():
-            content += chunk
-            if len(content) > _MAX_BODY_BYTES:
-                raise too_large
-    except ClientDisconnect:
-        raise ReplyError(499, "the client closed the connection") from None
-    try:
-        body = json.loads(content)
-    except (ValueError, RecursionError):
-        raise ReplyError(400, "the body is not JSON") from None
-    if not isinstance(body, dict):
-        raise ReplyError(400, "the body must be a JSON object")
-    return body
+    """Raises ReplyError for one that is too long."""
+    found = {name: value for name, value in request.headers.items() if name in PASSED_ON}
+    for name, value in found.items():
+        if len(value) > _LONGEST_HEADER:
+            told = f"{name}: {len(value)} characters; allowed: {_LONGEST_HEADER}"
+            raise ReplyError(431, told)
+    return found

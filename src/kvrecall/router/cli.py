@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
+import resource
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvrecall.environment import API_KEY
-from kvrecall.errors import ConfigError, errors_shown
+from kvrecall.errors import ConfigError, errors_shown, hide
 from kvrecall.traces import check_endpoint
+
+_FILES = 1 << 16
+_PUBLIC = re.compile("/v1/.*")  # what clients on other hosts may use while there is no key
 
 app = typer.Typer(add_completion=False)
 
@@ -49,8 +55,25 @@ def route(
     timeout: Annotated[
         float, typer.Option(help="Maximum seconds between bytes of a reply.", min=1)
     ] = 600,
-    api_key: Annotated[
-        str | None, typer.Option(envvar=API_KEY, help="API key required of clients, passed on.")
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with the API keys, one a line, of which every route but health needs one; "
+            f"mode 0600. {API_KEY} holds one, too. Instances get the client's, passed on.",
+        ),
+    ] = None,
+    allow_unauthenticated: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unauthenticated",
+            help="Let other hosts use /v1 without an API key.",
+        ),
+    ] = False,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another name of this router in URLs, for requests without an API key; repeatable."
+        ),
     ] = None,
     otlp_traces_endpoint: Annotated[
         str | None, typer.Option(help="OTLP collector for spans of completions.")
@@ -84,6 +107,8 @@ def route(
             from kvrecall.router.addresses import Roster
             from kvrecall.router.application import application
             from kvrecall.router.router import RouterSettings
+            from kvrecall.server.connections import PromptProtocol
+            from kvrecall.server.guard import Access, check_reach, known_hosts, read_keys
             from kvrecall.server.preflight import check_port
         except ModuleNotFoundError as error:
             raise ConfigError(
@@ -95,6 +120,8 @@ def route(
                 f"--port: {host}:{port} is the router's own address and an instance's; give the "
                 "router another port"
             )
+        keys = _keys() if api_key_file is None else read_keys(api_key_file, "--api-key-file")
+        check_reach("--host", host, bool(keys), allow_unauthenticated)
         check_port(host, port)
         if otlp_traces_endpoint is not None:
             check_endpoint(otlp_traces_endpoint)
@@ -105,18 +132,37 @@ def route(
         retries=retries,
         max_requests=max_requests,
         timeout_s=timeout,
-        api_key=api_key,
+        access=Access(keys, known_hosts(allowed_host or (), host), public=_PUBLIC),
         traces_endpoint=otlp_traces_endpoint,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    _allow_files()
     uvicorn.run(
         application(settings),
         host=host,
         port=port,
+        http=PromptProtocol,
+        ws="none",
         access_log=False,
         log_level="info",
         log_config=None,
         timeout_graceful_shutdown=30,
-        limit_concurrency=max_requests + 200,
     )
+
+
+def _keys() -> tuple[str, ...]:
+    """The key in the environment, if any."""
+    key = os.environ.get(API_KEY, "")
+    if key:
+        hide(key)
+    return (key,) if key else ()
+
+
+def _allow_files() -> None:
+    """As many open connections as the system allows: those without a request must not leave
+    health without one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

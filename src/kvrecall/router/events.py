@@ -11,27 +11,29 @@ import asyncio
 import contextlib
 import enum
 import logging
+import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import zmq
-import zmq.asyncio
-from zmq.utils.monitor import parse_monitor_message
 
 from kvrecall.block import TierName
+from kvrecall.router import zmtp
 from kvrecall.router.holdings import Holdings, short_hash
 
 log = logging.getLogger("kvrecall.router")
 
 _REPLAY_S = 5.0  # without a further batch
 _BUSY_S = 60.0  # of a publisher that is there: it makes a large replay, or another reader's
-_RETRY_S = 2.0
-_LOOK_MS = 500
-_AT_ONCE = 256  # replayed batches applied while nothing else runs
-_QUEUED = 100_000  # batches that wait to be read: the publisher's own limit
+_PAUSE_S, _RETRY_S = 0.1, 2.0  # before the next connection: doubled each time
+_LOOK_S = 0.5
+_LONGEST_LAG_S = 3600.0  # that is observed: clocks of other hosts may say anything
+_AT_ONCE = 4096  # blocks applied while nothing else runs
+_EVENT = 16  # blocks that take as long as an event without any
+_MOST_LEARNED = 1 << 20  # bytes of tokens read of a batch
+_LONGEST_BLOCK = 1 << 14  # tokens
 _MEDIA = {
     "GPU": TierName.DEVICE,
     "CPU": TierName.HOST,
@@ -44,7 +46,7 @@ _Hash = int | bytes
 class _BlockStored(msgspec.Struct, tag="BlockStored", gc=False):
     block_hashes: list[_Hash]
     parent_block_hash: _Hash | None = None
-    token_ids: list[Any] = []
+    token_ids: msgspec.Raw = msgspec.Raw()
     block_size: int = 0
     lora_id: int | None = None
     medium: str | None = None
@@ -96,12 +98,20 @@ class _BatchOfRows(_Batch, array_like=True):
 _maps, _rows = msgspec.msgpack.Decoder(_Batch), msgspec.msgpack.Decoder(_BatchOfRows)
 
 
+_tokens = msgspec.msgpack.Decoder(list[int])
+
+
 def _decode(payload: bytes) -> _Batch:
     """Raises msgspec.DecodeError if it is no batch."""
     try:
-        return _maps.decode(payload)
+        batch = _maps.decode(payload)
     except msgspec.ValidationError:
-        return _rows.decode(payload)
+        batch = _rows.decode(payload)
+    except RecursionError:
+        raise msgspec.DecodeError("nested too deep") from None
+    if not math.isfinite(batch.ts):
+        raise msgspec.ValidationError("no time")
+    return batch
 
 
 def _tier_of(medium: str | None, locality: str | None) -> TierName | None:
@@ -146,51 +156,54 @@ class Reader:
         self.lost = 0  # times that batches were lost for good
         self.applied = 0  # batches
         self._begun = False
+        self._to_learn = 0
 
     def take(self, number: int, payload: bytes) -> Verdict:
         """A batch as published."""
+        verdict, parts = self.begin(number, payload)
+        for _ in parts:
+            pass
+        return verdict
+
+    def begin(self, number: int, payload: bytes) -> tuple[Verdict, Iterator[None]]:
+        """``take``, in parts of some milliseconds: the batch is applied when the iterator ends."""
         try:
             batch = _decode(payload)
         except msgspec.DecodeError:
-            return Verdict.UNREADABLE
+            return Verdict.UNREADABLE, iter(())
         if number <= self.last:
-            return Verdict.KNOWN
+            return Verdict.KNOWN, iter(())
         if number > self.last + 1:
-            return Verdict.GAP
-        self._apply(number, batch)
-        return Verdict.APPLIED
+            return Verdict.GAP, iter(())
+        return Verdict.APPLIED, self._apply(number, batch)
 
-    def take_from(self, number: int, payload: bytes) -> Verdict:
-        """A batch, though those before it are lost for good, and with them all that was known."""
+    def skip_to(self, number: int) -> None:
+        """The batches before this one are lost for good, and with them all that was known."""
         if number > self.last + 1:
             if self._begun:
                 self.begin_anew(restarted=False)
             self.last = number - 1
-        return self.take(number, payload)
 
-    def resume(self, replayed: Sequence[tuple[int, bytes]] | None) -> bool:
-        """Takes what the publisher still has from ``last`` on; None: it does not answer. False if
-        that is of another run of the publisher, or incomplete: everything is forgotten, and it
-        should be asked for all that it has."""
-        if replayed is None:
-            if self._begun:
-                self.begin_anew(restarted=False)
+    def is_followed_by(self, first: tuple[int, bytes] | None) -> bool:
+        """Whether a replay from ``last`` on goes on where this reader is; ``first``: its first
+        batch, None if it has none. If not, it is of another run of the publisher, or incomplete:
+        everything is forgotten, and the publisher should be asked for all that it has."""
+        if not self._begun or (first is not None and self._is_last(*first)):
             return True
-        if self._begun and not self._continues(replayed):
-            is_lost = bool(replayed) and replayed[0][0] > self.last
-            self.begin_anew(restarted=not is_lost)
-            return False
-        for number, payload in replayed:
-            self.take_from(number, payload)
-        return True
+        is_lost = first is not None and first[0] > self.last
+        self.begin_anew(restarted=not is_lost)
+        return False
 
-    def _continues(self, replayed: Sequence[tuple[int, bytes]]) -> bool:
-        if not replayed or replayed[0][0] != self.last:
-            return False
+    def _is_last(self, number: int, payload: bytes) -> bool:
         try:
-            return _decode(replayed[0][1]).ts == self.last_ts
+            return number == self.last and _decode(payload).ts == self.last_ts
         except msgspec.DecodeError:
             return False
+
+    def stays_alone(self) -> None:
+        """There is no replay: what was missed is not known, and so nothing is."""
+        if self._begun:
+            self.begin_anew(restarted=False)
 
     def begin_anew(self, restarted: bool) -> None:
         """Forgets everything: the next batch may have any number. ``restarted``: because the
@@ -200,10 +213,13 @@ class Reader:
         self.restarts += restarted
         self.lost += not restarted
 
-    def _apply(self, number: int, batch: _Batch) -> None:
+    def _apply(self, number: int, batch: _Batch) -> Iterator[None]:
         self.last, self.last_ts, self._begun = number, batch.ts, True
         self.applied += 1
+        self._to_learn = _MOST_LEARNED
+        done = 0
         for event in batch.events:
+            done += _EVENT
             if isinstance(event, _AllBlocksCleared):
                 self.holdings.clear()
                 continue
@@ -211,21 +227,37 @@ class Reader:
             if tier is None:
                 continue
             if tier is TierName.REMOTE and event.ownership is not None:
-                self.holdings.stores.add(event.ownership)
-            blocks = [short_hash(one) for one in event.block_hashes]
-            if isinstance(event, _BlockRemoved):
-                self.holdings.removed(tier, blocks, event.group_idx)
-                continue
-            self._learn(event, blocks)
-            self.holdings.stored(tier, blocks, event.group_idx)
+                self.holdings.uses_store(event.ownership)
+            change = self.holdings.removed
+            if isinstance(event, _BlockStored):
+                change = self.holdings.stored
+                done += self._learn(event)
+            for start in range(0, len(event.block_hashes), _AT_ONCE):
+                some = event.block_hashes[start : start + _AT_ONCE]
+                change(tier, [short_hash(one) for one in some], event.group_idx)
+                done += len(some)
+                if done >= _AT_ONCE:
+                    done = 0
+                    yield
 
-    def _learn(self, event: _BlockStored, blocks: Sequence[int]) -> None:
+    def _learn(self, event: _BlockStored) -> int:
+        """What an event says of the engine. Returns the bytes of tokens that were read, which are
+        bounded for each batch."""
         self.holdings.group_is(event.group_idx, event.kv_cache_spec_kind)
-        size = event.block_size
-        if event.parent_block_hash is None and blocks and 0 < size <= len(event.token_ids):
-            is_plain, salt = _salt_of(event)
-            if is_plain:
-                self.holdings.learn(blocks[0], event.token_ids, size, salt)
+        size, raw = event.block_size, event.token_ids
+        nbytes = len(memoryview(raw))
+        is_first = event.parent_block_hash is None and bool(event.block_hashes)
+        if not is_first or not 0 < size <= _LONGEST_BLOCK or nbytes > self._to_learn:
+            return 0
+        is_plain, salt = _salt_of(event)
+        if not is_plain:
+            return 0
+        self._to_learn -= nbytes
+        with contextlib.suppress(msgspec.DecodeError):
+            tokens = _tokens.decode(raw)
+            if size <= len(tokens):
+                self.holdings.learn(short_hash(event.block_hashes[0]), tokens, size, salt)
+        return nbytes
 
 
 # -- sockets --------------------------------------------------------------------------------
@@ -266,109 +298,103 @@ class Subscription:
 
     async def run(self) -> None:
         """Until cancelled."""
-        context = zmq.asyncio.Context.instance()
+        pause_s = _PAUSE_S
         while True:
+            began = time.monotonic()
             try:
-                await self._follow(context)
-            except zmq.ZMQError as error:
-                log.warning("events of %s: %s", self.publisher.name, error)
-                await asyncio.sleep(_RETRY_S)
+                await self._follow()
+            except ConnectionAbortedError as error:
+                self._warn(str(error))
+            except OSError:  # it is not there, or no longer
+                pass
+            except Exception:
+                log.exception("events of %s", self.publisher.name)
+            lasted = time.monotonic() - began > _RETRY_S
+            pause_s = _PAUSE_S if lasted else min(2 * pause_s, _RETRY_S)
+            await asyncio.sleep(pause_s)
 
-    async def _follow(self, context: zmq.asyncio.Context) -> None:
+    async def _follow(self) -> None:
         """Reads what is published. After each connection what is known is compared first: a
         publisher that was started again may have reached the same numbers."""
-        socket = context.socket(zmq.SUB)
-        connections = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        try:
-            socket.set(zmq.RCVHWM, _QUEUED)
-            socket.set(zmq.LINGER, 0)
-            socket.subscribe(b"")
-            socket.connect(f"tcp://{self.publisher.name}")
-            poller = zmq.asyncio.Poller()
-            poller.register(socket, zmq.POLLIN)
-            poller.register(connections, zmq.POLLIN)
-            while True:
-                ready = dict(await poller.poll(_LOOK_MS))
-                while await connections.poll(0):
-                    await connections.recv_multipart()
-                    self.doubt()
-                if self._doubted:
-                    self._doubted = False
-                    await self._catch_up(context)
-                elif socket in ready:
-                    frames = await socket.recv_multipart()
-                    if len(frames) == 3:
-                        await self._take(context, int.from_bytes(frames[1], "big"), frames[2])
-        finally:
-            socket.disable_monitor()
-            socket.close()
+        async with zmtp.connection(self.publisher.host, self.publisher.port, b"SUB") as live:
+            await live.send(b"\1")  # to everything
+            self.doubt()
+            coming: asyncio.Task[list[bytes]] | None = None
+            try:
+                while True:
+                    if self._doubted:
+                        self._doubted = False
+                        await self._catch_up()
+                    coming = coming or asyncio.create_task(live.receive())
+                    if (await asyncio.wait((coming,), timeout=_LOOK_S))[0]:
+                        frames, coming = coming.result(), None
+                        if len(frames) == 3 and len(frames[1]) == 8:
+                            await self._take(int.from_bytes(frames[1], "big"), frames[2])
+            finally:
+                if coming is not None:
+                    coming.cancel()
 
-    async def _take(self, context: zmq.asyncio.Context, number: int, payload: bytes) -> None:
-        verdict = self.reader.take(number, payload)
+    async def _take(self, number: int, payload: bytes) -> None:
+        verdict = await self._apply(number, payload)
         if verdict is Verdict.GAP:
             self.gaps += 1
-            await self._catch_up(context)
-            verdict = self.reader.take_from(number, payload)
+            await self._catch_up()
+            self.reader.skip_to(number)
+            verdict = await self._apply(number, payload)
         if verdict is Verdict.APPLIED:
-            self._lag(max(0.0, time.time() - self.reader.last_ts))
-        elif verdict is Verdict.UNREADABLE and not self._warned:
-            self._warned = True
-            log.warning(
-                "events of %s: not vLLM's KV events (batch %d): is the port right?",
-                self.publisher.name,
-                number,
-            )
+            self._lag(min(max(0.0, time.time() - self.reader.last_ts), _LONGEST_LAG_S))
+        elif verdict is Verdict.UNREADABLE:
+            self._warn(f"not vLLM's KV events (batch {number}): is the port right?")
 
-    async def _catch_up(self, context: zmq.asyncio.Context) -> None:
+    async def _apply(self, number: int, payload: bytes) -> Verdict:
+        """``Reader.take``, with turns for others in between."""
+        verdict, parts = self.reader.begin(number, payload)
+        for _ in parts:
+            await asyncio.sleep(0)
+        return verdict
+
+    def _warn(self, why: str) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("events of %s: %s", self.publisher.name, why)
+
+    async def _catch_up(self) -> None:
         """Asks for the batch applied last and all after it; for all, if that does not follow on
         what is known."""
-        if not await self._resume(await self._replay(context, max(0, self.reader.last))):
-            await self._resume(await self._replay(context, 0))
+        if not await self._replay(max(0, self.reader.last)):
+            await self._replay(0)
 
-    async def _resume(self, replayed: list[tuple[int, bytes]] | None) -> bool:
-        """``Reader.resume``, with turns for others in between."""
-        if not self.reader.resume(replayed and replayed[:_AT_ONCE]):
-            return False
-        for start in range(_AT_ONCE, len(replayed or ()), _AT_ONCE):
-            await asyncio.sleep(0)
-            for number, payload in (replayed or [])[start : start + _AT_ONCE]:
-                self.reader.take_from(number, payload)
-        return True
-
-    async def _replay(
-        self, context: zmq.asyncio.Context, start: int
-    ) -> list[tuple[int, bytes]] | None:
-        """What the publisher still has from ``start`` on; None if it does not answer."""
+    async def _replay(self, start: int) -> bool:
+        """Takes what the publisher still has from ``start`` on; forgets everything if it does not
+        answer. False if that does not follow on what is known."""
         self.replays += 1
-        socket = context.socket(zmq.DEALER)
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        seen: list[int] = []
-        silent_s = 0.0
-        replayed: list[tuple[int, bytes]] = []
+        address = self.publisher.host, self.publisher.replay_port
+        before = -1
         try:
-            socket.set(zmq.LINGER, 0)
-            socket.set(zmq.RCVHWM, 0)
-            socket.connect(f"tcp://{self.publisher.host}:{self.publisher.replay_port}")
-            await socket.send_multipart((b"", start.to_bytes(8, "big")))
-            while True:
-                if not await socket.poll(_REPLAY_S * 1000):
-                    silent_s += _REPLAY_S
-                    while await monitor.poll(0):
-                        told = parse_monitor_message(await monitor.recv_multipart())
-                        seen.append(told["event"])
-                    # One that went, and perhaps came back, does not know what it was asked.
-                    is_there = seen == [zmq.EVENT_HANDSHAKE_SUCCEEDED]
-                    if replayed or not is_there or silent_s > _BUSY_S:
-                        return None
-                    continue
-                frames = await socket.recv_multipart()
-                if not frames[-1]:
-                    return replayed
-                if len(frames) >= 3:
-                    replayed.append((int.from_bytes(frames[-2], "big"), frames[-1]))
-        finally:
-            socket.disable_monitor()
-            socket.close()
+            async with zmtp.connection(*address, b"DEALER") as asked:
+                await asked.send(b"", start.to_bytes(8, "big"))
+                while True:
+                    async with asyncio.timeout(_BUSY_S if before < 0 else _REPLAY_S):
+                        frames = await asked.receive()
+                    payload = frames[-1]
+                    number = int.from_bytes(frames[-2][-8:], "big") if len(frames) > 1 else -1
+                    if before < 0:
+                        first = (number, payload) if payload else None
+                        if not self.reader.is_followed_by(first):
+                            return False
+                    if not payload:
+                        return True
+                    if number <= before:
+                        raise ConnectionAbortedError("a replay that does not go on")
+                    before = number
+                    self.reader.skip_to(number)
+                    await self._apply(number, payload)
+                    await asyncio.sleep(0)
+        except OSError as error:
+            if isinstance(error, ConnectionAbortedError):
+                self._warn(str(error))
+            self.reader.stays_alone()
+            return True
 
 
 class Subscriptions:

@@ -217,8 +217,12 @@ class Fleet:
     def least_block(self) -> int | None:
         """Tokens of the smallest block of instances whose hashes are known; None if there is
         none."""
-        sizes = [one.rule.block_size for one in self.all if one.healthy and one.rule]
-        return min(sizes, default=None)
+        return min((rule.block_size for rule in self.rules), default=None)
+
+    @property
+    def rules(self) -> set[HashRule]:
+        """How the healthy instances hash blocks, as far as that is known."""
+        return {one.rule for one in self.all if one.healthy and one.rule}
 
     @property
     def models(self) -> frozenset[str]:

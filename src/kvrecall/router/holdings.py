@@ -15,7 +15,9 @@ import xxhash
 from kvrecall.block import TierName
 
 _SEED = "vllm-none-hash"
-_MOST_BLOCKS = 8_000_000  # of one publisher: some GB
+_MOST_BLOCKS = 4_000_000  # of one publisher, as many as it can replay: some 350 MB
+_MOST_COMING = 1_000_000  # blocks that one engine was sent
+_MOST_NAMES, _LONGEST_NAME = 1024, 1024  # of groups, and of stores
 _COMING_S = 30.0  # from sending a prompt until its blocks must have been reported
 _LOW = (1 << 64) - 1
 _BITS = {TierName.DEVICE: 1, TierName.HOST: 2, TierName.DISK: 4, TierName.REMOTE: 8}
@@ -112,7 +114,6 @@ class Holdings:
         self.rule: HashRule | None = None
         self.unknown_rule = False
         self.stores: set[str] = set()
-        self.refused = 0
 
     def __len__(self) -> int:
         return len(self._tiers)
@@ -139,7 +140,9 @@ class Holdings:
             self._coming.pop(block, None)
             if not self._tiers.get(block, 0) & DEVICE:
                 self._coming[block] = now + _COMING_S
-        while self._coming and next(iter(self._coming.values())) <= now:
+        while self._coming and (
+            len(self._coming) > _MOST_COMING or next(iter(self._coming.values())) <= now
+        ):
             del self._coming[next(iter(self._coming))]
 
     def forget_sent(self) -> None:
@@ -155,9 +158,7 @@ class Holdings:
             if bit == DEVICE:
                 self._coming.pop(block, None)
             known = tiers.get(block, 0)
-            if not known and len(tiers) >= _MOST_BLOCKS:
-                self.refused += 1
-            elif not known & bit:
+            if not known & bit and (known or len(tiers) < _MOST_BLOCKS):
                 tiers[block] = known | bit
                 self._counts[tier] += 1
 
@@ -186,8 +187,15 @@ class Holdings:
 
     def group_is(self, group: int | None, kind: str | None) -> None:
         """The engine says what layers of a group are."""
-        if group is not None and kind is not None and not _is_full(kind):
+        if group is None or kind is None or _is_full(kind):
+            return
+        if len(self._partial) < _MOST_NAMES:
             self._partial.add(group)
+
+    def uses_store(self, name: str) -> None:
+        """The engine finds there what others have published with this name."""
+        if len(self.stores) < _MOST_NAMES and len(name) <= _LONGEST_NAME:
+            self.stores.add(name)
 
     def learn(
         self, first: BlockHash, tokens: Sequence[int], block_size: int, salt: str | None

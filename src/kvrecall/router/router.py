@@ -9,24 +9,27 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import httpx
+import msgspec
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvrecall.engines.base import HANDOVER, RECALL_HEADER, REPORT
 from kvrecall.errors import ConfigError
 from kvrecall.router.addresses import Roster
+from kvrecall.router.bodies import Body, aside, fields_of, value_of
 from kvrecall.router.events import Subscriptions
 from kvrecall.router.fleet import Expected, Fleet, Instance
 from kvrecall.router.metrics import RouterMetrics
 from kvrecall.router.prefixes import Prompt
 from kvrecall.router.tokens import Tokens
 from kvrecall.router.traces import CompletionSpan, RouterTraces, calling
-from kvrecall.router.upstream import Answer, InstanceFailedError, Stream, Upstream
+from kvrecall.router.upstream import Answer, Headers, InstanceFailedError, Stream, Upstream
+from kvrecall.server.guard import Access
 
 log = logging.getLogger("kvrecall.router")
 
@@ -37,6 +40,8 @@ _PROBE_EVERY_S = 2.0
 _LIST_EVERY = 15  # probes, after which an instance's list of models is read again
 
 SOURCES = ("device", "host", "disk", "remote", "unspecified", "computed")
+
+_MANY = 1 << 48  # tokens: more is no count
 
 _ANSWER_FIELDS = (
     "stream stream_options max_completion_tokens min_tokens n best_of use_beam_search logprobs "
@@ -54,7 +59,8 @@ class RouterSettings:
     ``prefill_min_tokens``: prompts with fewer tokens that no instance holds go directly to a decode
     instance. ``imbalance``: requests in flight that an instance may have above the least busy one
     and still be chosen for the prefix it holds. ``retries``: further instances tried for a request,
-    for each of the two roles.
+    for each of the two roles. ``access``: who may use the router; its first key is the one that it
+    itself uses at instances.
     """
 
     roster: Roster
@@ -63,7 +69,7 @@ class RouterSettings:
     retries: int
     max_requests: int
     timeout_s: float
-    api_key: str | None
+    access: Access = field(default_factory=Access)
     traces_endpoint: str | None = None
 
 
@@ -74,13 +80,15 @@ class Completion:
 
     ``headers``: those to forward. ``prompt``: None if it cannot be compared with others.
     ``expected``: what the decode instance was expected to recall. ``outcome``: how a stream ended.
-    ``span``: None where nothing is traced.
+    ``span``: None where nothing is traced. ``unsent``: is closed when no instance will be sent the
+    body again; it is not kept then.
     """
 
     path: str
-    body: Mapping[str, Any]
+    body: Body
     headers: Mapping[str, str]
     prompt: Prompt | None
+    unsent: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     prefill: Instance | None = None
     decode: Instance | None = None
     prefill_split: dict[str, int] = field(default_factory=dict)
@@ -88,6 +96,11 @@ class Completion:
     expected: Expected = field(default_factory=dict)
     outcome: str = "cancelled"
     span: CompletionSpan | None = None
+
+    def forget(self) -> None:
+        """An instance has begun to answer."""
+        self.body, self.prompt = Body({}), None
+        self.unsent.close()
 
     def header(self) -> str:
         """``x-kvrecall``: the instances, and the prompt tokens by source as far as known."""
@@ -108,7 +121,8 @@ class Completion:
         ``cached_tokens`` becomes what no instance computed for this request: to the decode
         instance, everything the prefill instance has just computed looks cached.
         """
-        details = usage.get("prompt_tokens_details") or {}
+        details = usage.get("prompt_tokens_details")
+        details = details if isinstance(details, dict) else {}
         self.decode_split = split_of(details.get("recall"))
         if self.prefill_split:
             cached = sum(self.prefill_split.values()) - self.prefill_split.get("computed", 0)
@@ -120,32 +134,31 @@ class Completion:
         """``event`` of a stream, its usage completed if it has one."""
         if b'"usage":{' not in event or not event.startswith(b"data: "):
             return event
-        try:
-            chunk = json.loads(event[6:])
-        except ValueError:
+        chunk: dict[str, Any] = dict(fields_of(event[6:]))
+        usage = value_of(chunk.get("usage"), dict[str, Any])
+        if usage is None:
             return event
-        if not isinstance(chunk, dict) or not isinstance(chunk.get("usage"), dict):
-            return event
-        self.complete_usage(chunk["usage"])
-        return f"data: {_compact(chunk)}\n\n".encode()
+        self.complete_usage(usage)
+        return b"data: " + msgspec.json.encode({**chunk, "usage": usage}) + b"\n\n"
 
 
 def split_of(value: object) -> dict[str, int]:
     """Tokens by source as an instance reported them; empty if it did not."""
     if not isinstance(value, Mapping):
         return {}
-    return {name: value[name] for name in SOURCES if type(value.get(name)) is int}
+    counts = {name: value.get(name) for name in SOURCES}
+    return {n: count for n, count in counts.items() if type(count) is int and 0 <= count < _MANY}
 
 
-def prompt_only(body: Mapping[str, Any]) -> dict[str, Any]:
+def prompt_only(body: Body) -> Body:
     """``body`` for a prefill instance: the same prompt, one token of an answer."""
-    short = {name: value for name, value in body.items() if name not in _ANSWER_FIELDS}
+    short = {name: raw for name, raw in body.fields.items() if name not in _ANSWER_FIELDS}
     short |= {"max_tokens": 1, "temperature": 0.0}
-    if "messages" in body:
+    if "messages" in short:
         short["max_completion_tokens"] = 1
-    if body.get("tool_choice") not in (None, "auto", "none"):
+    if bytes(body.raw("tool_choice")) not in (b"", b'"auto"', b'"none"'):
         short["tool_choice"] = "none"  # the answer is not used, so its form does not matter
-    return short
+    return Body(short)
 
 
 def error_response(status: int, message: str, kind: str = "router_error") -> Response:
@@ -221,7 +234,7 @@ class Router:
             well = await self.upstream.probe(instance)
             if well and (lists_models or not instance.healthy):
                 instance.serves, instance.models = await self.upstream.models(
-                    instance, self._settings.api_key
+                    instance, next(iter(self._settings.access.keys), None)
                 )
             self.fleet.probed(instance, well)
 
@@ -235,9 +248,8 @@ class Router:
             outcome, handover = await self._prefill(request)
             self.metrics.prefills.labels(outcome).inc()
         if handover:
-            given = request.body.get("kv_transfer_params")
-            params = {**(given if isinstance(given, dict) else {}), HANDOVER: handover}
-            request.body = {**request.body, "kv_transfer_params": params}
+            given = fields_of(request.body.fields.get("kv_transfer_params", b""))
+            request.body = request.body.but(kv_transfer_params={**given, HANDOVER: handover})
         return await self._decode(request, held)
 
     async def _tokenized(self, request: Completion) -> Prompt | None:
@@ -245,16 +257,16 @@ class Router:
         prompt, block = request.prompt, self.fleet.least_block
         if prompt is None or block is None:
             return prompt
-        if "messages" not in request.body and prompt.ids is None and prompt.most_tokens <= block:
+        if not request.body.raw("messages") and not prompt.given and prompt.most_tokens <= block:
             return prompt
         model = request.body.get("model")
         instance = self.fleet.least_busy(model)
         is_named = model is None or (isinstance(model, str) and model in self.fleet.models)
         if instance is None or not is_named:
             return prompt  # with an adapter, blocks have other hashes
-        ids = await self._tokens.of(request.body, request.headers, instance)
+        ids = await self._tokens.of(request.body, prompt, request.headers, instance)
         self.metrics.tokenized.labels("done" if ids is not None else "unknown").inc()
-        return prompt if ids is None else prompt.with_ids(ids)
+        return prompt if ids is None else await aside(prompt.with_ids, ids, self.fleet.rules)
 
     async def _prefill(self, request: Completion) -> tuple[str, Any]:
         """Has a prefill instance compute the prompt. Returns the outcome and the receipt for the
@@ -279,7 +291,7 @@ class Router:
                 with instance.busy(), instance.answering(cost), call as headers:
                     async with instance.unless_it_hangs(lambda: True):
                         answer = await self.upstream.ask(
-                            instance, request.path, prompt_only(request.body), headers
+                            instance, request.path, prompt_only(request.body).encoded(), headers
                         )
             except (InstanceFailedError, TimeoutError) as error:
                 self._failed("prefill", instance, _failure(instance, error))
@@ -287,12 +299,13 @@ class Router:
             self.metrics.prefill_seconds.observe(time.monotonic() - began)
             if answer.status != 200:
                 return "refused", None  # the decode instance reports the error
-            params = answer.json().get("kv_transfer_params") or {}
+            params = fields_of(answer.fields().get("kv_transfer_params", b""))
             request.prefill = instance
-            request.prefill_split = split_of(params.get(REPORT))
+            request.prefill_split = split_of(value_of(params.get(REPORT)))
             self._served("prefill", instance, prompt, expected)
             self.metrics.count_tokens("prefill", request.prefill_split)
-            return "done", params.get(HANDOVER)
+            receipt = params.get(HANDOVER)
+            return "done", receipt if receipt and bytes(receipt) != b"null" else None
         return ("failed" if candidates else "none_up"), None
 
     async def _decode(self, request: Completion, held: contextlib.ExitStack) -> Response:
@@ -316,13 +329,14 @@ class Router:
                     call = calling(request.span, "decode", instance.name, request.headers)
                     with instance.answering(cost), call as headers:
                         async with instance.unless_it_hangs(partial(_any_up, others)):
-                            got = await ask(instance, request.path, request.body, headers)
+                            got = await ask(instance, request.path, request.body.encoded(), headers)
                     held.push(busy.pop_all())
             except (InstanceFailedError, TimeoutError) as error:
                 failure = _failure(instance, error)
                 self._failed(instance.word, instance, failure)
                 continue
             self._served(instance.word, instance, request.prompt, request.expected)
+            request.forget()
             request.decode = instance
             self.metrics.first_byte_seconds.observe(time.monotonic() - began)
             if isinstance(got, Stream):
@@ -332,8 +346,9 @@ class Router:
         if failure is None:
             return error_response(503, "no instance is up", "service_unavailable")
         if failure.reply is not None:
-            status = failure.reply.status
-            return Response(failure.reply.content, status, _retry_after(status), "application/json")
+            reply = failure.reply
+            tells = any(name.decode("latin-1") == RETRY_HEADER for name, _ in reply.headers)
+            return passed_on(reply, {} if tells else _retry_after(reply.status))
         return error_response(502, f"no instance could serve the request: {failure}")
 
     def _served(
@@ -350,18 +365,17 @@ class Router:
             log.warning("%s instance %s: %s", role, instance.url, error)
 
     def _whole(self, request: Completion, answer: Answer) -> Response:
-        content, body = answer.content, answer.json()
-        if answer.status == 200 and isinstance(body.get("usage"), dict):
-            request.complete_usage(body["usage"])
-            params = body.get("kv_transfer_params")
-            if not request.decode_split and isinstance(params, dict):
-                request.decode_split = split_of(params.get(REPORT))  # of ``vllm serve``
+        fields: dict[str, Any] = dict(answer.fields())
+        usage = value_of(fields.get("usage"), dict[str, Any])
+        if answer.status == 200 and usage is not None:
+            request.complete_usage(usage)
+            if not request.decode_split:  # of ``vllm serve``
+                params = fields_of(fields.get("kv_transfer_params", b""))
+                request.decode_split = split_of(value_of(params.get(REPORT)))
             self._count(request)
-            content = _compact(body).encode()
+            answer = replace(answer, content=msgspec.json.encode({**fields, "usage": usage}))
         self.metrics.requests.labels("ok" if answer.status == 200 else "refused").inc()
-        return Response(
-            content, answer.status, {RECALL_HEADER: request.header()}, answer.media_type
-        )
+        return passed_on(answer, {RECALL_HEADER: request.header()})
 
     def _count(self, request: Completion) -> None:
         """Counts where the prompt came from, and where it was expected to."""
@@ -383,7 +397,7 @@ class Router:
                 async for event in stream.rest():
                     yield request.complete_event(event)
                 request.outcome = "ok"
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, InstanceFailedError) as error:
                 request.outcome = "broken"
                 why = str(error) or type(error).__name__
                 self._failed(instance.word, instance, InstanceFailedError(why, gone=True))
@@ -404,8 +418,8 @@ class _StreamedReply(StreamingResponse):
     """A stream that releases its resources however it ends, even before it began."""
 
     def __init__(self, events: AsyncIterator[bytes], stream: Stream, header: str) -> None:
-        headers = {RECALL_HEADER: header, "cache-control": "no-cache"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
+        super().__init__(events)
+        self.raw_headers = _headers(stream.headers, {RECALL_HEADER: header})
         self._stream = stream
         self.held = contextlib.ExitStack()
 
@@ -417,5 +431,15 @@ class _StreamedReply(StreamingResponse):
                 await self._stream.close()
 
 
-def _compact(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+def _headers(given: Headers, own: Mapping[str, str]) -> Headers:
+    """An instance's headers for the client, and the router's own, which come first."""
+    made = [(name.encode(), value.encode("latin-1")) for name, value in own.items()]
+    names = {name for name, _ in made}
+    return made + [(name, value) for name, value in given if name not in names]
+
+
+def passed_on(answer: Answer, own: Mapping[str, str] | None = None) -> Response:
+    """An instance's reply, with headers of the router's."""
+    response = Response(answer.content, answer.status)
+    response.raw_headers += _headers(answer.headers, own or {})
+    return response

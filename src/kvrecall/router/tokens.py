@@ -4,9 +4,12 @@ and without a model at the router."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+import msgspec
+
+from kvrecall.router.bodies import MOST_PROMPT, Body, aside, begin_of
 from kvrecall.router.fleet import Instance
+from kvrecall.router.prefixes import Prompt, only_prompt
 from kvrecall.router.upstream import InstanceFailedError, Upstream
 
 _TOKENIZE_S = 5.0
@@ -21,19 +24,61 @@ _UNKNOWN = (
 """Fields with which a prompt has other tokens, or blocks, than /tokenize says."""
 
 
-def is_text(body: Mapping[str, Any]) -> bool:
+class _Part(msgspec.Struct, gc=False):
+    type: str | None = None
+
+
+class _Message(msgspec.Struct, gc=False):
+    content: str | list[_Part] | None = None
+
+
+_messages = msgspec.json.Decoder(list[_Message])
+
+
+def is_text(body: Body) -> bool:
     """Whether the blocks of a request depend on its tokens and its salt alone: no images, no
-    embeddings."""
-    if any(body.get(name) is not None for name in _UNKNOWN):
+    embeddings, no messages of another form."""
+    if any(body.raw(name) for name in _UNKNOWN):
         return False
-    messages = body.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if isinstance(content, list):
-            parts = (part for part in content if isinstance(part, Mapping))
-            if any(part.get("type") != "text" for part in parts):
-                return False
-    return True
+    messages = body.raw("messages")
+    if begin_of(messages) != b"[":
+        return True
+    if len(messages) > MOST_PROMPT:
+        return False
+    try:
+        contents = [message.content for message in _messages.decode(messages)]
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return all(
+        part.type == "text" for content in contents if isinstance(content, list) for part in content
+    )
+
+
+def _asked(body: Body) -> bytes | None:
+    """What /tokenize is asked for the tokens of a request; None if they cannot be known."""
+    if not is_text(body):
+        return None
+    if begin_of(body.raw("messages")) == b"[":
+        return msgspec.json.encode({n: body.fields[n] for n in _CHAT_FIELDS if n in body.fields})
+    prompt = only_prompt(body)
+    if len(prompt) > MOST_PROMPT:
+        return None
+    fields = {name: body.fields[name] for name in _COMPLETION_FIELDS if name in body.fields}
+    return msgspec.json.encode({**fields, "prompt": msgspec.Raw(prompt)})
+
+
+class _Answer(msgspec.Struct):
+    tokens: tuple[int, ...]
+
+
+_answer = msgspec.json.Decoder(_Answer)
+
+
+def _tokens_in(content: bytes) -> tuple[int, ...] | None:
+    try:
+        return _answer.decode(content).tokens
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 class Tokens:
@@ -43,27 +88,17 @@ class Tokens:
         self._upstream = upstream
 
     async def of(
-        self, body: Mapping[str, Any], headers: Mapping[str, str], instance: Instance
+        self, body: Body, prompt: Prompt, headers: Mapping[str, str], instance: Instance
     ) -> tuple[int, ...] | None:
         """The tokens of a request with one prompt, as ``instance`` cuts it; None if they cannot be
         known."""
-        if not is_text(body):
+        if prompt.given is not None:
+            return prompt.given if await aside(is_text, body) else None
+        asked = await aside(_asked, body)
+        if asked is None:
             return None
-        is_chat = isinstance(body.get("messages"), list)
-        prompt = body.get("prompt")
-        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-            prompt = prompt[0]
-        if isinstance(prompt, list) and not is_chat:
-            return tuple(prompt)
-        fields = _CHAT_FIELDS if is_chat else _COMPLETION_FIELDS
-        asked = {name: body[name] for name in fields if name in body}
-        if not is_chat:
-            asked["prompt"] = prompt
         try:
             answer = await self._upstream.ask(instance, "/tokenize", asked, headers, _TOKENIZE_S)
         except InstanceFailedError:
             return None
-        tokens = answer.json().get("tokens") if answer.status == 200 else None
-        if isinstance(tokens, list) and all(type(one) is int for one in tokens):
-            return tuple(tokens)
-        return None
+        return await aside(_tokens_in, answer.content) if answer.status == 200 else None

@@ -1,24 +1,51 @@
-"""HTTP requests to instances, and their failures."""
+"""HTTP requests to instances, and their failures.
+
+An instance is not trusted to answer sensibly: each wait has an end, each reply a size; redirects
+are not followed, and no encoding is undone.
+"""
 
 from __future__ import annotations
 
-import json
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
+import msgspec
 
+from kvrecall.router.bodies import fields_of, value_of
 from kvrecall.router.fleet import Instance
 
 _END = b"\n\n"
 _IS_JSON = {"content-type": "application/json"}
 _OTHERS_MAY_SERVE = frozenset({500, 502, 503, 504})
-_MAX_ERROR_BYTES = 1 << 20
+_MOST_REPLY = 64 << 20  # bytes of a whole reply
+_MOST_EVENT = 16 << 20  # bytes of an event of a stream
+_SMALL = 1 << 20  # bytes of /health and /v1/models
+_LONGEST_REASON = 300
 _CONNECT_S = 5.0  # an overloaded machine accepts late
 _PROBE_S = 5.0  # for /health; an overloaded machine answers late
 _LOOK_UP_S = 10.0  # for other small requests
+_OF_THE_CONNECTION = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
+    b"transfer-encoding upgrade content-length date server".split()
+)
+"""Headers of a reply that are the connection's, or that the router's server writes itself."""
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class _Model(msgspec.Struct):
+    id: str
+    parent: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+_models = msgspec.json.Decoder(_Models)
 
 
 class InstanceFailedError(Exception):
@@ -29,26 +56,22 @@ class InstanceFailedError(Exception):
     """
 
     def __init__(self, why: str, gone: bool, reply: Answer | None = None) -> None:
-        super().__init__(why)
+        super().__init__(" ".join(why.split())[:_LONGEST_REASON])
         self.gone = gone
         self.reply = reply
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole reply."""
+    """A whole reply. ``headers``: those that are meant for the client."""
 
     status: int
     content: bytes
-    media_type: str
+    headers: Headers
 
-    def json(self) -> dict[str, Any]:
-        """The body as an object; empty if it is not one."""
-        try:
-            value = json.loads(self.content)
-        except ValueError:
-            return {}
-        return value if isinstance(value, dict) else {}
+    def fields(self) -> dict[str, msgspec.Raw]:
+        """The fields of the body; empty if it is not a JSON object."""
+        return fields_of(self.content)
 
 
 class Stream:
@@ -57,6 +80,7 @@ class Stream:
     def __init__(self, response: httpx.Response, events: AsyncGenerator[bytes, None]) -> None:
         self._response = response
         self._events = events
+        self.headers = _end_to_end(response)
         self.first = b""
 
     async def begin(self) -> None:
@@ -69,7 +93,8 @@ class Stream:
             raise InstanceFailedError(error, gone=False)
 
     async def rest(self) -> AsyncIterator[bytes]:
-        """The events after the first. Raises httpx.HTTPError if the connection is lost."""
+        """The events after the first. Raises httpx.HTTPError if the connection is lost, and
+        InstanceFailedError if an event has no end."""
         async for event in self._events:
             yield event
 
@@ -82,9 +107,14 @@ class Upstream:
     """The router's HTTP client for all instances."""
 
     def __init__(self, timeout_s: float) -> None:
-        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
+        self._timeout_s = timeout_s
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
+        self._client = httpx.AsyncClient(
+            headers={"accept-encoding": "identity"},
+            timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S),
+            limits=limits,
+            trust_env=False,
+        )
 
     async def __aenter__(self) -> Upstream:
         return self
@@ -95,10 +125,9 @@ class Upstream:
     async def probe(self, instance: Instance) -> bool:
         """Whether the instance reports that it is healthy."""
         try:
-            reply = await self._client.get(f"{instance.url}/health", timeout=_PROBE_S)
-        except (httpx.HTTPError, AttributeError):  # as of ``_failures``
+            return (await self._get(instance, "/health", {}, _PROBE_S)).status == 200
+        except InstanceFailedError:
             return False
-        return reply.status_code == 200
 
     async def models(
         self, instance: Instance, api_key: str | None
@@ -107,76 +136,80 @@ class Upstream:
         if it does not say."""
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         try:
-            reply = await self._client.get(
-                f"{instance.url}/v1/models", headers=headers, timeout=_PROBE_S
-            )
-            listed = {one["id"]: one.get("parent") for one in reply.json()["data"]}
-            return frozenset(listed), frozenset(n for n, parent in listed.items() if not parent)
-        except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError):
+            answer = await self._get(instance, "/v1/models", headers, _PROBE_S)
+            listed = _models.decode(answer.content).data
+        except (InstanceFailedError, msgspec.DecodeError, RecursionError):
             return frozenset(), frozenset()
+        return (
+            frozenset(one.id for one in listed),
+            frozenset(one.id for one in listed if not one.parent),
+        )
 
     async def get(self, instance: Instance, path: str, headers: Mapping[str, str]) -> Answer:
         """GET. Raises InstanceFailedError."""
-        with _failures(instance):
-            reply = await self._client.get(
-                instance.url + path, headers=_raw(headers), timeout=_LOOK_UP_S
-            )
-            return _answer(reply, reply.content)
+        return await self._get(instance, path, headers, _LOOK_UP_S)
+
+    async def _get(
+        self, instance: Instance, path: str, headers: Mapping[str, str], limit_s: float
+    ) -> Answer:
+        request = self._client.build_request("GET", instance.url + path, headers=_raw(headers))
+        return await _whole(instance, await self._send(instance, request, limit_s), limit_s, _SMALL)
 
     async def ask(
         self,
         instance: Instance,
         path: str,
-        body: Mapping[str, Any],
+        content: bytes,
         headers: Mapping[str, str],
-        timeout_s: float | None = None,
+        limit_s: float | None = None,
     ) -> Answer:
         """POST for a whole reply. Raises InstanceFailedError for failures worth a retry.
-        ``timeout_s``: instead of the client's."""
-        with _failures(instance):
-            reply = await self._client.post(
-                instance.url + path,
-                content=_json(body),
-                headers=_raw({**headers, **_IS_JSON}),
-                timeout=httpx.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s,
-            )
-        return _usable(instance, _answer(reply, reply.content))
+        ``limit_s``: for its head, and again for the rest; None: the client's timeout."""
+        limit_s = limit_s or self._timeout_s
+        response = await self._send(instance, self._post(instance, path, content, headers), limit_s)
+        return _usable(instance, await _whole(instance, response, limit_s))
 
     async def stream(
-        self, instance: Instance, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+        self, instance: Instance, path: str, content: bytes, headers: Mapping[str, str]
     ) -> Stream | Answer:
         """POST for a stream, whose first event has arrived, or a whole reply if the instance
         refuses, or answers with one. Raises InstanceFailedError."""
-        request = self._client.build_request(
-            "POST", instance.url + path, content=_json(body), headers=_raw({**headers, **_IS_JSON})
-        )
-        with _failures(instance):
-            response = await self._client.send(request, stream=True)
-        stream = Stream(response, _events(response))
+        limit_s = self._timeout_s
+        response = await self._send(instance, self._post(instance, path, content, headers), limit_s)
+        if response.status_code != 200 or not _is_stream(response):
+            # also to ``"stream": "false"``, which vLLM takes for false
+            return _usable(instance, await _whole(instance, response, limit_s))
+        stream = Stream(response, _events(instance, response))
         try:
             with _failures(instance):
-                if response.status_code != 200:
-                    content = (await response.aread())[:_MAX_ERROR_BYTES]
-                    await stream.close()
-                    return _usable(instance, _answer(response, content))
-                if not _is_stream(response):  # to ``"stream": "false"``, which vLLM takes for false
-                    content = await response.aread()
-                    await stream.close()
-                    return _answer(response, content)
-                await stream.begin()
+                async with asyncio.timeout(limit_s):
+                    await stream.begin()
             return stream
         except BaseException:
             await stream.close()
             raise
 
+    async def _send(
+        self, instance: Instance, request: httpx.Request, limit_s: float
+    ) -> httpx.Response:
+        """The head of the reply, whatever precedes it. Raises InstanceFailedError."""
+        with _failures(instance):
+            async with asyncio.timeout(limit_s):
+                response = await self._client.send(request, stream=True)
+        if 300 <= response.status_code < 400:
+            await response.aclose()
+            told = (
+                f"{instance.name} answered {response.status_code}, and redirects are not followed"
+            )
+            raise InstanceFailedError(told, gone=False)
+        return response
 
-def _json(body: Mapping[str, Any]) -> bytes:
-    """``body`` as an instance is sent it: what its own reader takes, and this one took, is passed
-    on as it is, half surrogate pairs and NaN too; the instance says what is wrong with it."""
-    try:
-        return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError:
-        return json.dumps(body, separators=(",", ":")).encode()
+    def _post(
+        self, instance: Instance, path: str, content: bytes, headers: Mapping[str, str]
+    ) -> httpx.Request:
+        return self._client.build_request(
+            "POST", instance.url + path, content=content, headers=_raw({**headers, **_IS_JSON})
+        )
 
 
 def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
@@ -185,7 +218,8 @@ def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
 
 
 def _is_stream(response: httpx.Response) -> bool:
-    return bool(response.headers.get("content-type", "").startswith("text/event-stream"))
+    kind, encoding = (response.headers.get(f"content-{name}", "") for name in ("type", "encoding"))
+    return kind.startswith("text/event-stream") and encoding in ("", "identity")
 
 
 @contextmanager
@@ -193,16 +227,32 @@ def _failures(instance: Instance) -> Iterator[None]:
     """Translates httpx errors into InstanceFailedError."""
     try:
         yield
-    except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout) as error:
+    except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout, TimeoutError) as error:
         raise InstanceFailedError(f"{instance.name} did not answer in time", False) from error
+    except httpx.LocalProtocolError as error:  # what the client sent, not the instance
+        raise InstanceFailedError(f"{instance.name} cannot be sent this: {error}", False) from error
     except (httpx.HTTPError, httpx.StreamError, AttributeError) as error:
         # AttributeError: anyio's, of a socket that the instance reset right after it accepted.
         why = str(error) or type(error).__name__
         raise InstanceFailedError(f"{instance.name}: {why}", True) from error
 
 
-def _answer(reply: httpx.Response, content: bytes) -> Answer:
-    return Answer(reply.status_code, content, reply.headers.get("content-type", "application/json"))
+async def _whole(
+    instance: Instance, response: httpx.Response, limit_s: float, most: int = _MOST_REPLY
+) -> Answer:
+    """The reply, as encoded as it came, within ``limit_s``. Raises InstanceFailedError."""
+    content = bytearray()
+    try:
+        with _failures(instance):
+            async with asyncio.timeout(limit_s):
+                async for chunk in response.aiter_raw():
+                    content += chunk
+                    if len(content) > most:
+                        told = f"{instance.name} answers with more than {most} bytes"
+                        raise InstanceFailedError(told, gone=False)
+    finally:
+        await response.aclose()
+    return Answer(response.status_code, bytes(content), _end_to_end(response))
 
 
 def _usable(instance: Instance, answer: Answer) -> Answer:
@@ -211,24 +261,38 @@ def _usable(instance: Instance, answer: Answer) -> Answer:
     return answer
 
 
-async def _events(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+def _end_to_end(response: httpx.Response) -> Headers:
+    raw = [(name.lower(), value) for name, value in response.headers.raw]
+    named = b",".join(value for name, value in raw if name == b"connection").lower()
+    dropped = _OF_THE_CONNECTION.union(name.strip() for name in named.split(b","))
+    return [(name, value) for name, value in raw if name not in dropped]
+
+
+async def _events(instance: Instance, response: httpx.Response) -> AsyncGenerator[bytes, None]:
     """Server-sent events, whole, with the empty line that ends each."""
-    rest = b""
+    buffer = bytearray()
+    searched = 0
     async for chunk in response.aiter_raw():
-        *whole, rest = (rest + chunk).split(_END)
-        for event in whole:
-            yield event + _END
-    if rest:
-        yield rest
+        buffer += chunk
+        begin = 0
+        while (end := buffer.find(_END, max(begin, searched - 1))) >= 0:
+            yield bytes(buffer[begin : end + len(_END)])
+            begin = end + len(_END)
+        del buffer[:begin]
+        searched = len(buffer)
+        if searched > _MOST_EVENT:
+            told = f"{instance.name} sent an event of more than {_MOST_EVENT} bytes"
+            raise InstanceFailedError(told, gone=False)
+    if buffer:
+        yield bytes(buffer)
 
 
 def _error_of(event: bytes) -> str | None:
     """The error that an engine sends instead of a first event when it fails."""
     if not event.startswith(b'data: {"error"'):
         return None
-    try:
-        error = json.loads(event[6:])["error"]
-        code = int(error.get("code") or 500) if isinstance(error, dict) else 500
-    except (ValueError, KeyError, TypeError):
+    error = value_of(fields_of(event[6:]).get("error"))
+    code = error.get("code") if isinstance(error, dict) else None
+    if error is None or (type(code) is int and code not in _OTHERS_MAY_SERVE):
         return None
-    return f"failed with {error}" if code in _OTHERS_MAY_SERVE else None
+    return f"failed with {error}"

@@ -1,8 +1,9 @@
-"""The applications of a server: the listener of each plane, and the limits of all of them."""
+"""The applications of a server: the listener of each plane, and the guard of all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -12,26 +13,42 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvrecall.engines.base import LONGEST_ID, Engine
+from kvrecall.engines.base import Engine
 from kvrecall.server.dashboard.routes import dashboard_router
-from kvrecall.server.management import management_router
+from kvrecall.server.guard import HEALTH, Access, Guard, known_hosts
+from kvrecall.server.management import health_router, management_router
 from kvrecall.server.metrics import MindieMetrics
 from kvrecall.server.plan import Plan, Plane
 from kvrecall.server.replies import ReplyError
 from kvrecall.server.routes import business_router
 
-_MANAGEMENT_PATHS = ("/health", "/load")  # of vLLM's application
+_MANAGEMENT_PATHS = ("/load",)  # of vLLM's application
 _METRICS_PATHS = ("/metrics",)
+_PUBLIC = re.compile(
+    "/(|generate|generate_stream|infer|infer_token|tokenize|detokenize|version|metrics|info"
+    "|v1/(chat|completions|messages|responses|models|tokenizer)(/.*)?"
+    "|v2(/models(/.*)?)?|inference/v1/generate|invocations)"
+)
+"""What serves clients. Other routes show prompts or settings, or steer the server."""
 
 
-def attach_all(app: FastAPI, engine: Engine, plan: Plan) -> Mapping[str, FastAPI]:
-    """Adds kvrecall's routes and limits to ``app``, vLLM's application, before its first request,
+def attach_all(
+    app: FastAPI,
+    engine: Engine,
+    keys: Sequence[str] = (),
+    origins: Sequence[str] = (),
+    *,
+    plan: Plan,
+) -> Mapping[str, FastAPI]:
+    """Adds kvrecall's routes and guard to ``app``, vLLM's application, before its first request,
     and returns the applications of the plan's further listeners by name.
 
-    A plane without a listener of its own is served on the business plane's.
+    A plane without a listener of its own is served on the business plane's. ``keys`` open all
+    routes; pages of ``origins`` may use them. Raises ConfigError if other hosts would need no key.
     """
+    plan.check_reach(bool(keys))
     apps = {
         listener.name: FastAPI(title="kvrecall", docs_url=None, redoc_url=None)
         for listener in plan.spec.listeners
@@ -44,14 +61,16 @@ def attach_all(app: FastAPI, engine: Engine, plan: Plan) -> Mapping[str, FastAPI
     _include_first(management, management_router(engine, plan, mindie))
     _include_first(management, dashboard_router(engine))
     metrics.router.routes.insert(0, _metrics_route(mindie))
-    for each in (app, *apps.values()):
-        _complete(each, plan)
     closed = (
         *(_MANAGEMENT_PATHS if management is not app else ()),
         *(_METRICS_PATHS if metrics is not app else ()),
     )
     if closed:
         app.add_middleware(Closed, prefixes=closed)
+    for name, each in {"": app, **apps}.items():
+        if each is not management:
+            _include_first(each, health_router(engine))
+        _complete(each, plan, _access(plan, name, keys, origins))
     return apps
 
 
@@ -64,14 +83,32 @@ def _include_first(app: FastAPI, router: APIRouter) -> None:
     routes[:] = routes[before:] + routes[:before]
 
 
-def _complete(app: FastAPI, plan: Plan) -> None:
-    """Adds MindIE's error body for unknown paths, and the limits."""
+def _access(plan: Plan, name: str, keys: Sequence[str], origins: Sequence[str]) -> Access:
+    """Of the listener of that name."""
+    host, tls = plan.listener(name)
+    own = plan.home(Plane.METRICS) == name != plan.home(Plane.MANAGEMENT) and name
+    return Access(
+        keys=tuple(keys),
+        hosts=known_hosts(plan.allowed_hosts, host),
+        origins=frozenset(origins),
+        open_paths=(*HEALTH, *_METRICS_PATHS) if own else HEALTH,
+        public=None if tls else _PUBLIC,
+    )
+
+
+def _complete(app: FastAPI, plan: Plan, access: Access) -> None:
+    """Adds MindIE's error body for unknown paths, and the guard."""
     app.add_exception_handler(ReplyError, _reply_error)
     app.add_exception_handler(HTTPException, _no_such_path)
     if RequestValidationError not in app.exception_handlers:
         app.add_exception_handler(RequestValidationError, _unreadable)
     app.add_middleware(
-        Bounds, owner=app, max_body_bytes=plan.max_body_bytes, max_links=plan.max_links
+        Guard,
+        access=access,
+        refuse=lambda status, message: ReplyError(status, message).response(),
+        max_body_bytes=plan.max_body_bytes,
+        max_requests=plan.max_links,
+        limit_name="maxLinkNum",
     )
 
 
@@ -118,52 +155,3 @@ class Closed:
                 404, f"{scope['path']} is on another address of this server"
             ).response()
         await app(scope, receive, send)
-
-
-class Bounds:
-    """Answers 413 to a body of more than ``max_body_bytes``, 503 to requests on more than
-    ``max_links`` open connections, and 431 to those with a longer X-Request-Id than is remembered.
-    Bodies without a length are counted as they arrive."""
-
-    def __init__(self, app: ASGIApp, owner: FastAPI, max_body_bytes: int, max_links: int) -> None:
-        self._app = app
-        self._owner = owner
-        self._max_body = max_body_bytes
-        self._max_links = max_links
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        if self._links() > self._max_links:
-            error = ReplyError(503, f"more than {self._max_links} open connections (maxLinkNum)")
-            await error.response()(scope, receive, send)
-            return
-        size = f"{self._max_body / 2**20:g} MB"
-        too_large = ReplyError(413, f"the body is larger than {size} (maxRequestLength)")
-        headers = dict(scope["headers"])
-        name = headers.get(b"x-request-id", b"")
-        if len(name) > LONGEST_ID:
-            told = f"X-Request-Id: {len(name)} characters; allowed: {LONGEST_ID}"
-            await ReplyError(431, told).response()(scope, receive, send)
-            return
-        length = headers.get(b"content-length", b"")
-        if length.isdigit() and int(length) > self._max_body:
-            await too_large.response()(scope, receive, send)
-            return
-        received = 0
-
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._max_body:
-                raise too_large
-            return message
-
-        await self._app(scope, counted, send)
-
-    def _links(self) -> int:
-        """Open connections, this one included; 0 if the HTTP server does not report them."""
-        server = getattr(self._owner.state, "server", None)
-        return len(server.server_state.connections) if server is not None else 0

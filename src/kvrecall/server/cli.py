@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from kvrecall.engines.base import DEFAULT_MAX_N, MAX_N_LIMIT, Limits, Role, Serv
 from kvrecall.errors import ConfigError, errors_shown
 
 _POOL = "Pool"
+_ACCESS = "Access"
 _ENGINE = "Engine"
 
 
@@ -53,6 +55,51 @@ def serve(
     config: _Config = None,
     host: Annotated[str, _option("Address to listen on.")] = "127.0.0.1",
     port: _Port = 8000,
+    api_key_file: Annotated[
+        Path | None,
+        _option(
+            "File with the API keys, one a line, of which every route but health needs one; mode "
+            "0600. VLLM_API_KEY holds one, too.",
+            _ACCESS,
+        ),
+    ] = None,
+    allow_unauthenticated: Annotated[
+        bool,
+        _option(
+            "Let other hosts generate without an API key or client certificates. Routes that show "
+            "prompts or settings, or steer the server, stay closed to them.",
+            _ACCESS,
+            "--allow-unauthenticated",
+        ),
+    ] = False,
+    allowed_host: Annotated[
+        list[str] | None,
+        _option(
+            "Another name of this server in URLs, for requests without an API key; repeatable.",
+            _ACCESS,
+        ),
+    ] = None,
+    management: Annotated[
+        str | None,
+        _option(
+            "HOST:PORT of the management routes and the dashboard. Default: the server's.", _ACCESS
+        ),
+    ] = None,
+    metrics: Annotated[
+        str | None,
+        _option(
+            "HOST:PORT of /metrics, which needs no API key there. Default: the server's.", _ACCESS
+        ),
+    ] = None,
+    stop_by_get: Annotated[
+        bool,
+        _option(
+            "Let MindIE's GET /stopService stop the server, which needs no header: without an API "
+            "key any program or old browser that follows a link to it can.",
+            _ACCESS,
+            "--stop-by-get",
+        ),
+    ] = False,
     pool_config: _PoolConfig = None,
     host_size: Annotated[str | None, _option(help_of("host_size"), _POOL)] = None,
     disk_path: Annotated[str | None, _option(help_of("disk_path"), _POOL)] = None,
@@ -69,7 +116,7 @@ def serve(
     allow_plaintext: Annotated[
         bool,
         _option(
-            "Allow plaintext traffic of a remote store beyond this host.",
+            "Allow a remote store that others can read, without an encryption key.",
             _POOL,
             "--allow-plaintext",
         ),
@@ -132,10 +179,15 @@ def serve(
     )
     with errors_shown():
         from kvrecall.server import launch  # imports the pool
+        from kvrecall.server.guard import read_keys
+        from kvrecall.server.plan import Plane
 
         _refuse_odd(model, words, recall, pool)
+        if api_key_file is not None:
+            spec = replace(spec, keys=read_keys(api_key_file, "--api-key-file"))
+        planes = {Plane(name): text for name, text in _given(given, "management metrics").items()}
         if config is None:
-            plan = launch.plan_model(spec, pool_config, allow_plaintext)
+            plan = launch.plan_model(spec, pool_config, allow_plaintext, planes)
             if not spec.model:
                 typer.echo(
                     f"kvrecall: no MODEL given: serving the example {plan.spec.model}, whose "
@@ -143,8 +195,19 @@ def serve(
                     err=True,
                 )
         else:
+            if planes:
+                raise ConfigError(
+                    f"--{min(planes)} and --config: the file says where the planes are "
+                    "(managementIpAddress, managementPort, metricsPort)"
+                )
             told = {name for name in given if _from_command_line(context, name)}
             plan = launch.plan_file(config, spec, told, pool_config, allow_plaintext)
+        plan = replace(
+            plan,
+            allowed_hosts=tuple(allowed_host or ()),
+            allow_unauthenticated=allow_unauthenticated,
+            stop_by_get=stop_by_get,
+        )
         raise typer.Exit(launch.run(plan))
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from kvrecall.config import RecallSettings, option_of, parse_size
 from kvrecall.engines.base import Role, ServeSpec
+from kvrecall.environment import VLLM_KEY
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.jsonfile import read_object
 from kvrecall.server import preflight
-from kvrecall.server.plan import ENGINE_DEFAULTS, Plan
+from kvrecall.server.plan import ENGINE_DEFAULTS, Plan, Plane, shared_listeners
 from kvrecall.server.servable import check_served
 from kvrecall.traces import OPTION, check_endpoint
 
@@ -23,23 +27,40 @@ log = logging.getLogger("kvrecall.server")
 DEFAULT_MODEL = Path("models/recall-tiny")
 _CONNECTOR = "--kv-transfer-config"
 """With --no-pool another project's connector may be given."""
-_PLAINTEXT_KINDS = ("mooncake", "objects")
-"""Kinds of remote stores with the option allow_plaintext."""
 _OWN_OPTIONS = ("--host", "--port", _CONNECTOR, "--uds", "--config", "--headless")
 
 
 def plan_model(
-    spec: ServeSpec, pool_config: Path | None = None, allow_plaintext: bool = False
+    spec: ServeSpec,
+    pool_config: Path | None = None,
+    allow_plaintext: bool = False,
+    planes: Mapping[Plane, str] | None = None,
 ) -> Plan:
     """The plan for ``kvrecall serve MODEL``: ``spec`` takes precedence over ``pool_config``, which
-    takes precedence over the defaults. The default model is the repository's example. Raises
-    ConfigError."""
+    takes precedence over the defaults. The default model is the repository's example. ``planes``:
+    ``HOST:PORT`` of those with an address of their own. Raises ConfigError."""
     recall = _recall(spec.recall, pool_config)
     if allow_plaintext:
         recall = _allowing_plaintext(recall)
     options = {**ENGINE_DEFAULTS, **_engine_options(spec)}
     model = spec.model or default_model()
-    return Plan(replace(spec, model=model, options=options, recall=recall))
+    listeners, homes = shared_listeners(
+        {plane: _address(plane, text) for plane, text in (planes or {}).items()}, lambda _: spec.tls
+    )
+    spec = replace(spec, model=model, options=options, recall=recall, listeners=listeners)
+    return Plan(spec, homes=homes)
+
+
+def _address(plane: Plane, text: str) -> tuple[str, int]:
+    """``HOST:PORT`` of an option ``--PLANE``. Raises ConfigError."""
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port or parts.netloc != text or "@" in text:
+        raise ConfigError(f"--{plane} is {text!r}; give HOST:PORT, as in 127.0.0.1:8001")
+    return host, port
 
 
 def plan_file(
@@ -69,7 +90,9 @@ def plan_file(
     recall = plan.spec.recall
     if allow_plaintext:
         recall = _allowing_plaintext(recall)
-    whole = replace(plan.spec, recall=recall, role=spec.role, retrieval=spec.retrieval)
+    whole = replace(
+        plan.spec, recall=recall, role=spec.role, retrieval=spec.retrieval, keys=spec.keys
+    )
     return replace(plan, spec=whole)
 
 
@@ -89,19 +112,14 @@ def _engine_options(spec: ServeSpec) -> dict[str, object]:
 
 
 def _allowing_plaintext(recall: Mapping[str, object] | None) -> Mapping[str, object]:
-    """The settings with plaintext traffic to the remote store allowed. Raises ConfigError if no
-    store has that option."""
+    """The settings with plaintext traffic to the remote store allowed. Raises ConfigError if there
+    is none."""
     remote = None if recall is None else recall.get("remote")
     if recall is None or not isinstance(remote, Mapping):
         raise ConfigError(
             "--allow-plaintext: this server's pool has no remote store; leave the option out. (The "
             "store of a pool service is allowed where it is set: allow_plaintext true in its "
             "remote settings.)"
-        )
-    if remote.get("kind") not in _PLAINTEXT_KINDS:
-        raise ConfigError(
-            f"--allow-plaintext: a remote store of kind {remote.get('kind')!r} has no such option; "
-            f"those that have: {', '.join(_PLAINTEXT_KINDS)}"
         )
     return {**recall, "remote": {**remote, "allow_plaintext": True}}
 
@@ -163,19 +181,32 @@ def check(plan: Plan) -> tuple[str, ...]:
         if settings.service is None:  # the service owns memory and disk, and may start later
             preflight.check_pool(settings.pool)
             found = preflight.doubts(settings.pool)
+    plan.check_reach(_has_key(spec))
     for host, port in ((spec.host, spec.port), *((x.host, x.port) for x in spec.listeners)):
         preflight.check_port(host, port)
     return found
 
 
+def _has_key(spec: ServeSpec) -> bool:
+    """Whether an API key is given, to kvrecall or to vLLM."""
+    return bool(spec.keys or os.environ.get(VLLM_KEY) or any(_after(spec.extra_args, "--api-key")))
+
+
 def _traces_endpoint(spec: ServeSpec) -> str | None:
     """The collector that spans go to, given before -- or after it."""
-    found = spec.options.get(OPTION.removeprefix("--"))
-    for place, word in enumerate(spec.extra_args):
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") == OPTION:
-            found = value if equals else next(iter(spec.extra_args[place + 1 :]), None)
+    given = _after(spec.extra_args, OPTION)
+    found = given[-1] if given else spec.options.get(OPTION.removeprefix("--"))
     return None if found is None else str(found)
+
+
+def _after(words: Sequence[str], option: str) -> list[str]:
+    """The values of ``option``, one for each time that it is given."""
+    found = []
+    for word, following in pairwise((*words, "")):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == option:
+            found.append(value if equals else following)
+    return found
 
 
 def _check_shared(spec: ServeSpec) -> None:
@@ -203,13 +234,14 @@ def run(plan: Plan) -> int:
     try:
         from kvrecall.engines.vllm.serving.app import serve
         from kvrecall.server.application import attach_all
+        from kvrecall.server.connections import PromptProtocol
     except ModuleNotFoundError as error:
         raise EngineError(
             f"serving needs vLLM, and {error.name} is not installed here: pip install "
             "'kvrecall[cuda]', on a machine without a GPU 'kvrecall[cpu]'"
         ) from error
 
-    return serve(plan.spec, lambda app, generator: attach_all(app, generator, plan))
+    return serve(plan.spec, partial(attach_all, plan=plan), PromptProtocol)
 
 
 def _log_to_stderr() -> None:

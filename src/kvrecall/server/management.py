@@ -74,9 +74,21 @@ class Stopping:
             await asyncio.sleep(_POLL_S)
 
 
+def health_router(engine: Engine) -> APIRouter:
+    """Whether the engine lives; on every plane."""
+    router = APIRouter(tags=["management"])
+
+    @router.get("/health")
+    async def health() -> Response:
+        await _check_alive(engine)
+        return Response()
+
+    return router
+
+
 def management_router(engine: Engine, plan: Plan, metrics: MindieMetrics) -> APIRouter:
     """The routes of the management plane, except the dashboard."""
-    router = APIRouter(tags=["management"])
+    router = health_router(engine)
     _add_health(router, engine, metrics)
     add_management_descriptions(router, engine, plan)
     stopping = Stopping(engine)
@@ -91,7 +103,7 @@ def management_router(engine: Engine, plan: Plan, metrics: MindieMetrics) -> API
     async def why(request_id: str) -> Response:
         return JSONResponse({"requests": _why(engine, request_id)})
 
-    @router.api_route("/stopService", methods=["GET", "POST"])
+    @router.api_route("/stopService", methods=["POST", *(("GET",) if plan.stop_by_get else ())])
     async def stop_service(mode: str = "") -> Response:
         if mode == "Force":  # in this spelling, as in MindIE
             stopping.force()
@@ -130,11 +142,6 @@ def _words(engine: Engine, view: RequestView) -> str:
 
 
 def _add_health(router: APIRouter, engine: Engine, metrics: MindieMetrics) -> None:
-    @router.get("/health")
-    async def health() -> Response:
-        await _check_alive(engine)
-        return Response()
-
     @router.get("/v2/health/live")
     async def live() -> Response:
         await _check_alive(engine)

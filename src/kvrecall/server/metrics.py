@@ -11,7 +11,7 @@ links) is in no figure.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import REGISTRY
 from prometheus_client.metrics_core import (
@@ -23,6 +23,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from kvrecall.engines.base import Load
+from kvrecall.nicety import nicety
 
 Json = dict[str, object]
 
@@ -66,6 +67,13 @@ class MindieMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The families, in a fixed order."""
+        yield from self._collected()
+
+    @nicety("the metrics under MindIE's names", ())
+    def _collected(self) -> Sequence[Metric]:
+        return list(self._families())
+
+    def _families(self) -> Iterator[Metric]:
         families = {family.name: family for family in self._source()}
         yield from self._requests(families)
         for name, theirs in _COUNTERS.items():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvrecall.engines.base import ServeSpec
+from kvrecall.engines.base import Listener, ServeSpec, Tls
+from kvrecall.nicety import nicety
+from kvrecall.secret import words_shown
+from kvrecall.server.guard import check_reach
 
 BLOCK_SIZE = 128
 SHUTDOWN_TIMEOUT_S = 30
@@ -35,13 +38,18 @@ class Plan:
     """A checked plan of a server. ``notes`` and ``warnings`` are logged once at the start.
 
     ``homes`` names the listener of the spec on which a plane is served; planes without one are
-    on the business plane's address.
+    on the business plane's address. ``allowed_hosts``: further names of this server in URLs.
+    ``allow_unauthenticated``: other hosts may use it without a key. ``stop_by_get``: MindIE's GET
+    /stopService stops it.
     """
 
     spec: ServeSpec
     homes: Mapping[Plane, str] = field(default_factory=dict)
     max_body_bytes: int = 40 << 20
     max_links: int = 1000
+    allowed_hosts: tuple[str, ...] = ()
+    allow_unauthenticated: bool = False
+    stop_by_get: bool = False
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -54,13 +62,31 @@ class Plan:
         places = {each.name: f"{each.host}:{each.port}" for each in self.spec.listeners}
         return places.get(self.home(plane), f"{self.spec.host}:{self.spec.port}")
 
+    def listener(self, name: str) -> tuple[str, Tls | None]:
+        """The address of a listener, and its certificates; "" is the business plane's."""
+        for each in self.spec.listeners:
+            if each.name == name:
+                return each.host, each.tls
+        return self.spec.host, self.spec.tls
+
+    def check_reach(self, has_keys: bool) -> None:
+        """Raises ConfigError for a listener that other hosts reach, without a key or certificates.
+        One for metrics alone needs none."""
+        for name in ("", *(each.name for each in self.spec.listeners)):
+            host, tls = self.listener(name)
+            protected = has_keys or tls is not None or name == Plane.METRICS
+            planes = " and ".join(name.split("+")) or "business"
+            setting = f"the address of the {planes} plane"
+            check_reach(setting, host, protected, self.allow_unauthenticated)
+
+    @nicety("a log line", "")
     def summary(self) -> str:
         """The effective configuration in one line."""
         options = {k: v for k, v in self.spec.options.items() if v is not None}
-        engine = ", ".join(f"{name}={value}" for name, value in options.items())
+        engine = ", ".join(words_shown(f"{name}={value}" for name, value in options.items()))
         pool = ", ".join(f"{name}={value}" for name, value in (self.spec.recall or {}).items())
         off = "off" if self.spec.recall is None else pool or "defaults"
-        extra = " " + " ".join(self.spec.extra_args) if self.spec.extra_args else ""
+        extra = " ".join(["", *words_shown(self.spec.extra_args)])
         bounds = ", ".join(f"{name} {value}" for name, value in self.bounds().items())
         return f"model {self.spec.model}; pool: {off}; bounds: {bounds}; engine: {engine}{extra}"
 
@@ -69,7 +95,7 @@ class Plan:
         limits = self.spec.limits
         told = {
             "body": f"{self.max_body_bytes / 2**20:g} MB",
-            "connections": f"{self.max_links} on each address",
+            "requests": f"{self.max_links} at once on each address",
             "prompt": _tokens(limits.max_input_tokens),
             "longer prompts": f"cut ({limits.truncation})" if limits.truncation != "error" else "",
             "answer": _tokens(limits.max_new_tokens),
@@ -78,6 +104,21 @@ class Plan:
             "request": f"within {limits.total_timeout_s:g} s" if limits.total_timeout_s else "",
         }
         return {name: text for name, text in told.items() if text}
+
+
+def shared_listeners(
+    wanted: Mapping[Plane, tuple[str, int]], tls_of: Callable[[Plane], Tls | None]
+) -> tuple[tuple[Listener, ...], Mapping[Plane, str]]:
+    """A listener for each address, and the name of each plane's. Planes with the same address share
+    one."""
+    sharing: dict[tuple[str, int], list[Plane]] = {}
+    for plane, address in wanted.items():
+        sharing.setdefault(address, []).append(plane)
+    listeners = tuple(
+        Listener("+".join(planes), *address, tls_of(planes[0]))
+        for address, planes in sharing.items()
+    )
+    return listeners, {plane: "+".join(all_) for all_ in sharing.values() for plane in all_}
 
 
 def _tokens(most: int) -> str:

@@ -82,7 +82,7 @@ def check_terms(pool: PoolConfig) -> None:
     if pool.disk is not None:
         check_compression(pool.disk.compression)
     if pool.remote is not None:
-        check_store(pool.remote.kind, pool.remote.options)
+        check_store(pool.remote, sealed=pool.encryption_key_file is not None)
         check_compression(pool.remote.compression)
 
 

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
 
 from kvrecall.engines.base import MISSED_HEADER, RECALL_HEADER, Fault, GenerateError, Update
@@ -18,9 +17,13 @@ T = TypeVar("T")
 Updates = AsyncGenerator[Update, None]
 
 ERROR_TYPES = {
+    401: "Unauthorized",
+    403: "Forbidden",
     404: "NotFoundError",
     405: "Method Not Allowed",
+    408: "Request Timeout",
     413: "Payload Too Large",
+    415: "Unsupported Media Type",
     422: "Input Validation Error",
     424: "Generation Error",
     431: "Request Header Fields Too Large",
@@ -59,12 +62,9 @@ class ReplyError(HTTPException):
 
 
 async def json_object(request: Request) -> dict[str, Any]:
-    """The request's body, a JSON object. Raises ReplyError 422, and 499 if the client disconnects
-    before its end."""
+    """The request's body, a JSON object. Raises ReplyError 422."""
     try:
         value = json.loads(await request.body())
-    except ClientDisconnect as error:
-        raise ReplyError(499, _GONE) from error
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, json.JSONDecodeError) else "not readable as JSON"
         raise ReplyError(422, f"the body is not JSON: {reason}") from error

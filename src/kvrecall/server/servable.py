@@ -13,6 +13,7 @@ from kvrecall.engines.base import CONTEXT_PARALLEL, ServeSpec
 from kvrecall.engines.vllm.compat.versions import DISTRIBUTIONS, installed_version
 from kvrecall.errors import ConfigError
 from kvrecall.modelconfig import Fields, find_config, hub_cache, read_fields
+from kvrecall.nicety import nicety
 from kvrecall.plan.groups import chain_of, groups_of
 from kvrecall.plan.layers import Cache, Kind, read_layers
 from kvrecall.server.plan import BLOCK_SIZE
@@ -181,10 +182,14 @@ def check_served(spec: ServeSpec) -> None:
     """Raises ConfigError if vLLM, or the pool if there is to be one, cannot serve the model here.
     Of a model whose ``config.json`` is not on this machine only the options are judged."""
     pooled = spec.recall is not None
-    found = refusals(fields_of(spec.model), Machine.this(), pooled, Asked.of(spec))
-    refusal = next(found, None)
+    refusal = _refusal(spec, pooled)
     if refusal is not None:
         raise ConfigError(f"model {spec.model}: {refusal}")
+
+
+@nicety("the check of the model's config.json")
+def _refusal(spec: ServeSpec, pooled: bool) -> Refusal | None:
+    return next(refusals(fields_of(spec.model), Machine.this(), pooled, Asked.of(spec)), None)
 
 
 def fields_of(model: str) -> Fields | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
 
 import typer
 
-from kvrecall.errors import ExitStatus, KvrecallError
+from kvrecall.environment import VLLM_KEY
+from kvrecall.errors import ExitStatus, KvrecallError, errors_shown
 
 app = typer.Typer(add_completion=False)
 
@@ -30,6 +33,9 @@ def why(
     url: Annotated[
         str, typer.Option(help="The server, or its management address if that is another.")
     ] = "http://127.0.0.1:8000",
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File with the server's API key; or VLLM_API_KEY.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say why a request's prompt, or the rest of it, was computed and not recalled.
@@ -38,11 +44,20 @@ def why(
     """
     import httpx
 
+    from kvrecall.server.guard import read_keys
+
     name = quote(request_id, safe="", errors="surrogateescape").replace(".", "%2E")  # ".." is one
     if len(name) > _LONGEST:
         raise KvrecallError(f"no request {request_id:.40}... anywhere: no id is that long")
+    headers = {}
+    with errors_shown():
+        key = os.environ.get(VLLM_KEY)
+        if api_key_file is not None:
+            key = read_keys(api_key_file, "--api-key-file")[0]
+        if key:
+            headers = {"authorization": f"Bearer {key}"}
     try:
-        reply = httpx.get(f"{url.rstrip('/')}/why/{name}", timeout=_TIMEOUT_S)
+        reply = httpx.get(f"{url.rstrip('/')}/why/{name}", timeout=_TIMEOUT_S, headers=headers)
         answer = reply.json()
         told = answer["error"] if reply.status_code != 200 else answer["requests"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.pool.arena import Arena
-from kvrecall.pool.remote.store import Object, Store
+from kvrecall.pool.remote.staged import StagedStore
+from kvrecall.pool.remote.store import Object, RegisteringStore, Store
 
 HEADER_BYTES = 64
 VALUE_BYTES = 20_000
@@ -34,22 +34,14 @@ def value(name: str, nbytes: int) -> bytes:
 
 
 class Counter:
-    """A store, and memory attached to it with room for objects."""
+    """A store as a pool uses it, and memory with room for objects."""
 
-    def __init__(self, store: Store, memory: memoryview | None = None) -> None:
-        """``memory``: what was attached to the store already (4 MiB or more)."""
-        self.store = store
-        self._arena = None if memory is not None else Arena.create(MEMORY_BYTES, background=False)
-        if memory is None:
-            assert self._arena is not None
-            memory = self._arena.memory
-            store.attach(memory)
-        self._memory = memory
+    def __init__(self, store: Store) -> None:
+        self.store = StagedStore(store) if isinstance(store, RegisteringStore) else store
+        self._memory = memoryview(bytearray(MEMORY_BYTES))
 
     def close(self) -> None:
         self.store.close()
-        if self._arena is not None:
-            self._arena.close()
 
     def empty(self, some: Sequence[str], nbytes: int = VALUE_BYTES, base: int = 0) -> list[Object]:
         """Room for the values of ``some``: a header of its own, the rest in slots ``base`` on."""

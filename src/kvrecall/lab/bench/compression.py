@@ -114,13 +114,12 @@ def _try(compressor: Compressor, data: np.ndarray[Any, Any]) -> Mapping[str, flo
 class _Link:
     """A store in memory behind a link of so many bytes a second, which all calls share."""
 
+    exposed = ""
+
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
         self._values: dict[str, bytes] = {}
         self._free_at = 0.0
-
-    def attach(self, memory: memoryview, *more: memoryview) -> None:
-        """Any memory will do."""
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         return [name in self._values for name in names]
@@ -208,7 +207,6 @@ def _tier(way: Compression, arena: Arena, link: float) -> RemoteTier:
     store: Store = _Link(link * 1e9)
     if way != "none":
         store = CompressedStore(store, way)
-    store.attach(arena.memory)
     most = 2 * arena.nbytes
     tier = RemoteTier(store, RemoteConfig("link", max_queued_bytes=most, call_deadline_s=60.0))
     tier.register(NAMESPACE, BLOCK_BYTES)

@@ -35,8 +35,9 @@ from kvrecall.lab.bench.report import Folder, Report, progress, timed
 from kvrecall.pool.admin import PoolAdmin
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.changes import Cause
+from kvrecall.pool.clock import Clock
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.disk.index import Index, Row, seconds_now
+from kvrecall.pool.disk.index import Index, Row
 from kvrecall.pool.disk.slabs import FileIo, SlabStore
 from kvrecall.pool.names import MemoryColumn
 from kvrecall.pool.pool import Pool
@@ -173,11 +174,12 @@ def write_folder(config: DiskConfig, blocks: int) -> None:
     """Fills an empty folder with chains that were used over a week, the last one latest: blocks of
     4 KiB with rows and slots, but no bytes."""
     config.path.mkdir(mode=0o700, exist_ok=True)
-    index = Index.open(config.path)
+    clock = Clock()
+    index = Index.open(config.path, clock)
     store = SlabStore(config.path, config.capacity_bytes, index.pool_id, _SparseIo(), direct=False)
     try:
         index.register(NAMESPACE, _BLOCK)
-        began, done, tag = seconds_now() - _WEEK_S, 0, bytes(16)
+        began, done, tag = int(clock()) - _WEEK_S, 0, bytes(16)
         while done < blocks:
             slots = store.slot_class(_BLOCK)
             if not slots.free:
@@ -467,7 +469,7 @@ def _pauses(
     once, often = [_some(blocks, 100)], [_some(blocks, 100 + turn) for turn in range(repeats)]
     few = often[: max(1, blocks // 40_000)]  # some of the blocks only
     fresh = [key_of(blocks + number) for number in range(512)]
-    now = seconds_now()
+    now = int(catalog.now())
     rows = [Row(at << 12, key, None, 0, _BLOCK, bytes(16), now) for at, key in enumerate(fresh)]
     with _collections() as collected:
         watch.calls("touch of 1,000", tier.touch, often)
@@ -527,7 +529,7 @@ def _pauses_with_limits(
         often,
     )
     with watch.of("expiry of a tenth"):
-        PoolAdmin(pool, tier, old).expire()
+        PoolAdmin(pool, tier, old, pool.admin.now).expire()
     watch.calls("quotas: list of tenants", lambda _: tier.tenants(), often)
     began = time.perf_counter()
     with watch.beside("clear", machine):

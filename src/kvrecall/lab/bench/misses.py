@@ -59,6 +59,7 @@ from kvrecall.pool.service.admin import Drop, List, ServiceAdmin
 from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.pool.service.inventory import By, Query
 from kvrecall.pool.tier import NullTier
+from kvrecall.server.guard import OWN_HEADER
 
 GOAL_OVERHEAD = 0.01
 
@@ -135,14 +136,13 @@ class GatedIo(ThrottledIo):
 class SwitchedStore:
     """A ``Store`` in memory that can hang (``gate``) and fail (``is_failing``)."""
 
+    exposed = ""
+
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
         self.is_failing = False
         self._values: dict[str, bytes] = {}
-
-    def attach(self, memory: memoryview) -> None:
-        """Needs no memory."""
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         self._begin()
@@ -217,7 +217,6 @@ class _Node:
         def make(config: PoolConfig) -> _Kind:
             arena = Arena.create(config.host_bytes)
             if below is not None:
-                below.attach(arena.memory)
                 remote = RemoteConfig("memory", call_deadline_s=60.0)
                 return kind(arena, RemoteTier(below, remote), "lru")
             if not has_disk:
@@ -329,11 +328,13 @@ class _Client:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """The engine begins no step. It admits what the server got within before it goes on."""
-        self.http.post(f"{self.server.url}/pause", params={"mode": "keep"}).raise_for_status()
+        own = {OWN_HEADER: "1"}
+        url = f"{self.server.url}/pause"
+        self.http.post(url, params={"mode": "keep"}, headers=own).raise_for_status()
         try:
             yield
         finally:
-            self.http.post(f"{self.server.url}/resume").raise_for_status()
+            self.http.post(f"{self.server.url}/resume", headers=own).raise_for_status()
 
     @contextmanager
     def measured(self) -> Iterator[None]:

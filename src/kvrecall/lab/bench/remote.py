@@ -51,6 +51,7 @@ from kvrecall.pool.checksum import checksum_of
 from kvrecall.pool.remote.compressed import CompressedStore
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
 from kvrecall.pool.remote.mooncake.store import ENVIRONMENT
+from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Object, Store
 from kvrecall.pool.remote.tier import RemoteTier
 
@@ -190,10 +191,6 @@ class _CountingStore(MooncakeStore):
         self._count("put")
         return super().put(objects)
 
-    def get(self, objects: Sequence[Object]) -> list[bool]:
-        self._count("get")
-        return super().get(objects)
-
     def get_up_to(self, objects: Sequence[Object]) -> list[int]:
         self._count("get")
         return super().get_up_to(objects)
@@ -211,10 +208,9 @@ def _tier(
     filling = os.urandom(1 << 20) if compression == "none" else kv_like(1 << 20)
     arena.memory[:] = filling * (nbytes >> 20)
     counting = _CountingStore(MooncakeSettings.of(options))
-    store: Store = counting
+    store: Store = StagedStore(counting)
     if compression != "none":
-        store = CompressedStore(counting, compression)
-    store.attach(arena.memory)
+        store = CompressedStore(store, compression)
     store.exists(["ready"])
     config = RemoteConfig("mooncake", max_queued_bytes=2 * nbytes, call_deadline_s=60.0)
     tier = RemoteTier(store, config)

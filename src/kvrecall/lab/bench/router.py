@@ -31,6 +31,7 @@ from kvrecall.router.application import application
 from kvrecall.router.fleet import Fleet, Instance
 from kvrecall.router.prefixes import Prompt
 from kvrecall.router.router import RouterSettings, split_of
+from kvrecall.server.guard import OWN_HEADER
 
 BLOCK = 64
 ANSWER_TOKENS = 16
@@ -235,7 +236,7 @@ class RouterThread:
         if not self._way.reads_events:
             addresses = tuple(one.partition("?")[0] for one in addresses)
         roster = Roster({"--engine": addresses, "--prefill": (), "--decode": ()}, None)
-        settings = RouterSettings(roster, 0, 4, 1, 1000, 600.0, None)
+        settings = RouterSettings(roster, 0, 4, 1, 1000, 600.0)
         port = free_port()
         app = application(settings, self._way.fleet)
         config = uvicorn.Config(app, "127.0.0.1", port, log_level="error", access_log=False)
@@ -306,7 +307,10 @@ def empty(servers: Sequence[ServerProcess]) -> None:
     for server in servers:
         server.settle()
         reply = httpx.post(
-            f"{server.url}/reset_prefix_cache", params={"reset_external": "true"}, timeout=60
+            f"{server.url}/reset_prefix_cache",
+            params={"reset_external": "true"},
+            headers={OWN_HEADER: "1"},
+            timeout=60,
         )
         reply.raise_for_status()
         server.ask("settle", 4)

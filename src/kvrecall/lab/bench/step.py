@@ -145,7 +145,7 @@ def _scheduler(folder: Path, count: int, block_size: int, steps: int) -> Iterato
     scheduler = Scheduler(config, cache, outputs, block_size, log_stats=True)
     with closing(_Closing(scheduler)):
         scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): _shard()})
-        if not scheduler.connector._weights.wait(_FINGERPRINT_S):  # requests have no pool before
+        if not scheduler.connector._started.wait(_FINGERPRINT_S):  # requests have no pool before
             raise EngineError("the fingerprint of the model's weights took too long")
         yield scheduler
 

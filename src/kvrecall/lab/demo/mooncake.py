@@ -27,6 +27,7 @@ from kvrecall.lab.demo.tiers import (
 from kvrecall.lab.engines.server import Answer, ServerProcess
 from kvrecall.lab.masters import Master
 from kvrecall.lab.progress import ProgressLines
+from kvrecall.pool.cipher import make_key_file
 
 _SEGMENT = "512MB"  # bytes of memory that each server lends to the store
 _TRIES = 8  # texts sent after the master's restart, until the servers have rejoined it
@@ -41,6 +42,7 @@ class MooncakeDemo:
         self._folder = folder
         self._progress = progress
         self._master = Master(folder / "master.log")
+        self._key = folder / "key"
         self._long = long_question(characters)
         self.rows: list[Row] = []
         self.failed = 0
@@ -52,8 +54,11 @@ class MooncakeDemo:
         not start."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._master.kill)
-            self._progress("1/4 a Mooncake master, and two servers that share nothing else")
+            self._progress(
+                "1/4 a Mooncake master, and two servers that share a key and nothing else"
+            )
             self._master.start()
+            make_key_file(self._key)
             self._progress.now("waiting until both servers are ready")
             servers = {name: stack.enter_context(self._server(name)) for name in ("A", "B")}
             self.engines = len(servers)
@@ -77,10 +82,10 @@ class MooncakeDemo:
 
     def _server(self, name: str) -> ServerProcess:
         pool = self._folder / f"pool-{name}.json"
-        options = self._master.options(_SEGMENT)
-        pool.write_text(
-            json.dumps({"host_size": "1GiB", "remote": {"kind": "mooncake", **options}})
-        )
+        remote = {"kind": "mooncake", **self._master.options(_SEGMENT)}
+        del remote["allow_plaintext"]  # nor is it needed
+        settings = {"host_size": "1GiB", "encryption_key_file": str(self._key), "remote": remote}
+        pool.write_text(json.dumps(settings))
         arguments = [str(self._model), "--dtype", "float32", "--max-model-len", "32768"]
         arguments += ["--kv-cache-memory-bytes", "1GiB", "--pool-config", str(pool)]
         return ServerProcess(arguments, self._folder / f"{name}.log", self._progress)

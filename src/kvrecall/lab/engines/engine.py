@@ -43,7 +43,8 @@ _END_S = 60.0
 class Question:
     """A request: ``prompt`` and ``salt`` as in vLLM; ``max_tokens``: of the answer. ``adapter``:
     name, number and folder of a LoRA adapter; ``images``: files that the prompt's image tokens
-    stand for. ``samples``: greedy if 1; more are drawn, always the same."""
+    stand for. ``samples``: greedy if 1; more are drawn, always the same. ``embeds``: which
+    positions are embeddings."""
 
     id: str
     prompt: tuple[int, ...]
@@ -52,6 +53,7 @@ class Question:
     adapter: tuple[str, int, str] | None = None
     images: tuple[str, ...] = ()
     samples: int = 1
+    embeds: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,11 @@ class EngineProcess(ChildProcess):
         order = {"do": "ask", "id": question.id, "prompt": question.prompt, "logprobs": logprobs}
         order |= {"max_tokens": question.max_tokens, "salt": question.salt}
         order |= {"adapter": question.adapter, "images": question.images}
-        self.send({**order, "samples": question.samples})
+        self.send({**order, "samples": question.samples, "embeds": question.embeds})
+
+    def change(self, **how: Any) -> None:
+        """Changes its weights, as of ``kvrecall.lab.engines.changing``."""
+        self.send({"do": "change", **how})
 
     def cancel(self, question_id: str) -> None:
         """Aborts a request. It may have been answered; if not, it is not any more."""

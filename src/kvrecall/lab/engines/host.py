@@ -4,9 +4,11 @@
 ``vllm.LLM``, with the pool's settings under ``pool``), every other an order:
 
 {"do": "ask", "id": .., "prompt": [..], "salt": .., "max_tokens": .., "logprobs": ..,
- "adapter": [name, number, path], "images": [path, ..], "samples": ..}
+ "adapter": [name, number, path], "images": [path, ..], "samples": ..,
+ "embeds": [bool, ..]}     answers a request; ``embeds``: which positions are embeddings
 {"do": "forget", "running": ..}  empties the device's prefix cache, the pool keeps its blocks; if
                            ``running``, requests start over, otherwise only an idle engine does it
+{"do": "change", ..}       changes the weights, as of ``kvrecall.lab.engines.changing``
 {"do": "cancel", "id": ..} aborts a request, which is not answered
 {"do": "metrics"}          asks for the counters that Prometheus would scrape
 {"do": "memory"}           asks for the engine's device cache: blocks and KV groups
@@ -54,6 +56,7 @@ Admission = tuple[str, int, int, int]
 """Of a request: tokens that the device has, end of the prefix recalled, tokens it has so far."""
 
 _SETTLING_STEPS = 100
+_EMBEDDED = 500.0  # tokens by their number over this
 _SECOND = 2  # log-probabilities requested for the gap to the second choice
 
 
@@ -158,6 +161,11 @@ class Host:
                     return self._core.shutdown()
                 if name == "forget":
                     self._forget(order.get("running", False))
+                elif name == "change":
+                    from kvrecall.lab.engines.changing import change
+
+                    change(self._llm, **order)
+                    _say(self._replies, {"change": True})
                 elif name == "cancel":
                     self._cancel(order["id"])
                 elif name == "metrics":
@@ -217,12 +225,15 @@ class Host:
         adapter: tuple[str, int, str] | None = None,
         images: Sequence[str] = (),
         samples: int = 1,
+        embeds: Sequence[bool] = (),
     ) -> None:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
         item: dict[str, Any] = {"prompt_token_ids": prompt}
+        if embeds:
+            item = self._embedded(prompt, embeds)
         if salt:
             item["cache_salt"] = salt
         if images:
@@ -241,6 +252,21 @@ class Host:
         self._started[id] = time.perf_counter(), 0.0
         lora = LoRARequest(*adapter) if adapter else None
         self._names[self._engine.add_request(id, item, params, lora_request=lora)] = id
+
+    def _embedded(self, prompt: list[int], embeds: Sequence[bool]) -> dict[str, Any]:
+        """The prompt with embeddings, the same for each token, at some of its positions, or all."""
+        import torch
+
+        width = self._engine.model_config.get_hidden_size()
+        rows = torch.zeros(len(prompt), width) + torch.tensor(prompt)[:, None] / _EMBEDDED
+        if all(embeds):
+            return {"prompt_embeds": rows}
+        mask = [not one for one in embeds]
+        return {
+            "prompt_embeds": rows,
+            "prompt_token_ids": prompt,
+            "prompt_is_token_ids": mask,
+        }
 
     def _cancel(self, id: str) -> None:
         if self._started.pop(id, None) is not None:

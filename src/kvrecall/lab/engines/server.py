@@ -15,6 +15,7 @@ from kvrecall.errors import EngineError
 from kvrecall.lab.engines.child import ChildProcess, server_environment
 from kvrecall.lab.ports import free_port
 from kvrecall.lab.processes import kvrecall
+from kvrecall.server.guard import OWN_HEADER
 
 START_TIMEOUT_S = 600.0
 SETTLE_TIMEOUT_S = 60.0
@@ -129,7 +130,8 @@ class ServerProcess(ChildProcess):
         are still copied. Raises EngineError if the engine does not let go of them."""
         end = time.monotonic() + SETTLE_TIMEOUT_S
         while time.monotonic() < end:
-            reply = httpx.post(f"{self.url}/reset_prefix_cache", timeout=60).raise_for_status()
+            url = f"{self.url}/reset_prefix_cache"
+            reply = httpx.post(url, timeout=60, headers={OWN_HEADER: "1"}).raise_for_status()
             if reply.json()["success"]:
                 return
             self.ask("settle", 4)  # copies are reported with steps

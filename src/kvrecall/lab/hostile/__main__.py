@@ -112,11 +112,12 @@ def _run_here(one: Attack) -> None:
     os._exit(status)  # threads of what was attacked do not keep it
 
 
-def _trial(one: Attack, folder: Path) -> Verdict:
+def _trial(one: Attack, folder: Path, command: Sequence[str] = ()) -> Verdict:
+    """Runs an attack in a process of its own, in an empty folder, and ends all that it started."""
     began = time.monotonic()
     place = Path(tempfile.mkdtemp(prefix=f"{one.name}-", dir=folder))
     log = folder / f"{one.name}.log"
-    command = [sys.executable, "-m", "kvrecall.lab.hostile", "--run", one.name]
+    command = command or [sys.executable, "-m", "kvrecall.lab.hostile", "--run", one.name]
     with log.open("wb") as output:
         child = subprocess.Popen(
             command,

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import importlib
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from kvrecall.block import Namespace
 from kvrecall.errors import EngineError
 from kvrecall.lab.engines import host
 from kvrecall.lab.engines.engine import HOST, Answer, EngineProcess, Question
-from kvrecall.lab.identity.setups import ANSWER_TOKENS, Prompts, Setup
+from kvrecall.lab.identity.setups import ANSWER_TOKENS, FRESH, KNOWN, Prompts, Setup
+from kvrecall.lab.models import write_over
 
 _POOL = {
     "host_size": "256MiB",
@@ -28,6 +30,9 @@ _POOL = {
     "async_write": False,  # the blocks of an answered request are on disk
     "load_or_compute": "load",
 }
+
+_CHANGE_S = 120.0
+_RUNNING_TOKENS = 64
 
 _POOL_TIERS = ("host", "disk", "remote")
 
@@ -100,6 +105,13 @@ class Engines:
         Raises EngineError."""
         life = Life(prompts=list(before))
         with self._engine(label, setup, pool, blind) as engine:
+            for change in setup.changes:
+                if _is_first_load(setup, change) or "place" in change:
+                    _change(engine, change)
+                    continue
+                for name in (*KNOWN, *FRESH):  # of other weights: on the device, and in the pool
+                    _ask(engine, setup, prompts, name)
+                _change(engine, change, _long(setup, prompts))
             for name in plan:
                 own = prompts.shared_tokens(name, life.prompts, setup.block_size)
                 engine.forget_device()
@@ -116,6 +128,8 @@ class Engines:
         the engine's own device cache. Raises EngineError."""
         computed, continued = [], []
         with self._engine(label, setup) as engine:
+            for change in setup.changes:
+                _change(engine, change, _long(setup, prompts) if "call" in change else None)
             for name in prompts.texts:
                 engine.forget_device()
                 computed.append(Reply(name, _ask(engine, setup, prompts, name), 0))
@@ -138,7 +152,7 @@ class Engines:
         if pool is not None:
             arguments["pool"] = {**_POOL, "disk_path": str(pool)}
         with ExitStack() as stack:
-            for place in sorted(place for place, _ in setup.contents):
+            for place in sorted(setup.places):
                 stack.enter_context(self._places[place])
             setup.prepare()
             with self._lock:
@@ -159,12 +173,41 @@ class Engines:
                     self._running.discard(engine)
 
 
+def _question(setup: Setup, prompts: Prompts, name: str) -> Question:
+    text = prompts.texts[name]
+    more: dict[str, Any] = {"adapter": setup.adapter, "images": setup.images}
+    return Question(name, text, ANSWER_TOKENS, embeds=setup.embeds(len(text)), **more)
+
+
+def _long(setup: Setup, prompts: Prompts) -> Question:
+    """One that runs for many steps."""
+    return replace(_question(setup, prompts, KNOWN[0]), max_tokens=_RUNNING_TOKENS)
+
+
 def _ask(engine: EngineProcess, setup: Setup, prompts: Prompts, name: str) -> Answer:
-    question = Question(
-        name, prompts.texts[name], ANSWER_TOKENS, adapter=setup.adapter, images=setup.images
-    )
-    (answer,) = engine.answers([question])
+    (answer,) = engine.answers([_question(setup, prompts, name)])
     return answer
+
+
+def _is_first_load(setup: Setup, change: Mapping[str, Any]) -> bool:
+    """Whether this loads an adapter before any request has it loaded."""
+    return "adapter" in change and change is setup.changes[0]
+
+
+def _change(
+    engine: EngineProcess, change: Mapping[str, Any], running: Question | None = None
+) -> None:
+    """Changes a running engine's weights, or files, while it answers ``running``."""
+    if "place" in change:
+        write_over(change["place"], change["source"])
+        return
+    if running is not None:
+        engine.ask(running, logprobs=True)
+    engine.change(**change)
+    awaited = {"change"} if running is None else {"change", "tokens"}
+    until = time.monotonic() + _CHANGE_S
+    while awaited:
+        awaited -= engine.next_line(until).keys()
 
 
 def _log_has_failed_audit(log: Path) -> bool:
@@ -188,6 +231,8 @@ class _AnyAdapters:
 
     def __init__(self, *_: Any) -> None:
         pass
+
+    def loaded(self, _: Any) -> None: ...
 
     def is_known(self, _: Any) -> bool:
         return True

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvrecall.lab.identity.setups import Setup, Shelf
+from kvrecall.lab.identity.setups import EXTENSION, WORKER, Setup, Shelf
 from kvrecall.lab.models import (
     ADAPTER,
     LONG_ROPE_FROM,
@@ -48,7 +48,8 @@ class Pair:
 
     ``tells``: whether replies differ where KV does; a block of another size holds the same keys and
     values in another order. ``audited``: the pair exists as a blind pair, too. ``saves_first``: the
-    second engine saves prompts of its own before it requests those of the first.
+    second engine saves prompts of its own before it requests those of the first. ``pools``: the
+    second engine's own prompts are pooled.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Pair:
     audited: bool = False
     blind: bool = False
     saves_first: bool = False
+    pools: bool = True
 
 
 _PAIRS: list[Pair] = []
@@ -175,6 +177,82 @@ def _pictures(shelf: Shelf) -> Two:
 )
 def _longrope_both_long(shelf: Shelf) -> Two:
     return _phi3_of_lengths(shelf, 2 * LONG_ROPE_FROM, 4 * LONG_ROPE_FROM)
+
+
+# ---- weights that change in a running engine ------------------------------------------------
+
+
+@_pair(Kv.EQUAL, "weights reloaded from a folder, and an engine that was started with it")
+def _reload_to(shelf: Shelf) -> Two:
+    other = _with_other_matrix(shelf)
+    return Setup.of(other), _reloaded(Setup.of(shelf.model()), other)
+
+
+@_pair(Kv.EQUAL, "weights reloaded from a folder, and the first ones again")
+def _reload_and_back(shelf: Shelf) -> Two:
+    engine = Setup.of(shelf.model())
+    return engine, _reloaded(engine, _with_other_matrix(shelf), shelf.model())
+
+
+@_pair(Kv.EQUAL, "slept at level 1, which keeps the weights")
+def _sleep(shelf: Shelf) -> Two:
+    engine = Setup.of(shelf.model(), worker_cls=WORKER)
+    return engine, engine.then(sleep=1)
+
+
+@_pair(Kv.EQUAL, "slept at level 2, and the same weights loaded again")
+def _sleep_deep(shelf: Shelf) -> Two:
+    engine = Setup.of(shelf.model(), worker_cls=WORKER)
+    return engine, _reloaded(engine.then(sleep=2), shelf.model())
+
+
+@_pair(Kv.EQUAL, "an adapter's files overwritten after it was loaded")
+def _adapter_overwritten(shelf: Shelf) -> Two:
+    return _loading(shelf)
+
+
+@_pair(Kv.OTHER, "weights reloaded from another folder")
+def _reload(shelf: Shelf) -> Two:
+    engine = Setup.of(shelf.model())
+    return engine, _reloaded(engine, _with_other_matrix(shelf))
+
+
+@_pair(Kv.OTHER, "weights handed over as tensors, by a method of a worker's extension")
+def _hand_over(shelf: Shelf) -> Two:
+    engine = Setup.of(shelf.model(), worker_extension_cls=EXTENSION)
+    handed = {"path": str(_with_other_matrix(shelf))}
+    return engine, engine.then(call="hand_over", arguments=handed)
+
+
+@_pair(Kv.OTHER, "one norm written by a method of a worker's extension", tells=False)
+def _norm_written(shelf: Shelf) -> Two:
+    engine = Setup.of(shelf.model(), worker_extension_cls=EXTENSION)
+    return engine, engine.then(call="scale_norm", arguments={"factor": 4.0})
+
+
+@_pair(Kv.OTHER, "weights that the model loads by itself between two steps")
+def _hand_over_unseen(shelf: Shelf) -> Two:
+    engine = Setup.of(shelf.model(), worker_extension_cls=EXTENSION)
+    handed = {"path": str(_with_other_matrix(shelf)), "steps": 1}
+    return engine, engine.then(call="hand_over_later", arguments=handed)
+
+
+@_pair(Kv.OTHER, "slept at level 1, and other weights loaded")
+def _sleep_changed(shelf: Shelf) -> Two:
+    engine = Setup.of(shelf.model(), worker_cls=WORKER)
+    return engine, _reloaded(engine.then(sleep=1), _with_other_matrix(shelf))
+
+
+@_pair(Kv.OTHER, "an adapter replaced in place while a request of it runs")
+def _adapter_in_place(shelf: Shelf) -> Two:
+    engine, loaded = _loading(shelf)
+    return engine, loaded.then(adapter=engine.adapter)
+
+
+@_pair(Kv.OTHER, "embeddings, and the same rows of which every other is a token", pools=False)
+def _embeddings(shelf: Shelf) -> Two:
+    engine = Setup.of(shelf.model(), enable_prompt_embeds=True)
+    return engine.with_embeddings(0), engine.with_embeddings(2)
 
 
 # ---- other KV -------------------------------------------------------------------------------
@@ -375,6 +453,22 @@ def _adapters_in_one_place(shelf: Shelf, first: Path, second: Path) -> Two:
     """Adapters that vLLM's block hash does not distinguish: it holds only name and path."""
     place = shelf.get(f"place-of-{first.name}", write_changed, first)
     return _in_turn(_adapting(shelf).with_adapter("style", place), place, first, second)
+
+
+def _reloaded(engine: Setup, *folders: Path) -> Setup:
+    for folder in folders:
+        arguments = {"weights_path": str(folder)}
+        engine = engine.then(call="reload_weights", arguments=arguments)
+    return engine
+
+
+def _loading(shelf: Shelf) -> Two:
+    """An engine of an adapter, and one that has loaded it before its files became another's."""
+    first = _lora(shelf, 1)
+    place = shelf.get("adapter-replaced", write_changed, first)
+    engine = _adapting(shelf).with_adapter("style", place).with_content(place, first)
+    loaded = engine.then(adapter=engine.adapter).then(place=place, source=_lora(shelf, 2))
+    return engine, loaded
 
 
 def _adapting(shelf: Shelf) -> Setup:

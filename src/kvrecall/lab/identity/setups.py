@@ -14,6 +14,9 @@ from typing import Any
 from kvrecall.lab.engines.engine import ONE_THREAD
 from kvrecall.lab.models import write_model, write_over
 
+WORKER = "kvrecall.lab.engines.changing.NappingWorker"
+EXTENSION = "kvrecall.lab.engines.changing.Trained"
+
 BLOCK = 128
 """Tokens per device block, by default."""
 
@@ -38,7 +41,10 @@ class Setup:
 
     ``options``: further arguments of ``vllm.LLM``. ``adapter``: name, number and folder of a LoRA
     adapter. ``images``: files. ``contents``: folders, each with another one whose files replace its
-    own before the engine starts, sizes and times unchanged.
+    own before the engine starts, sizes and times unchanged. ``changes``: what happens to the
+    running engine before its replies count: changes of its weights (``lab.engines.changing``), or
+    of ``contents``, as ``{"place": .., "source": ..}``. ``mixes``: prompts are embeddings, every
+    so many positions (0: none) tokens; None: they are tokens.
     """
 
     model: Path
@@ -46,6 +52,8 @@ class Setup:
     adapter: tuple[str, int, str] | None = None
     images: tuple[str, ...] = ()
     contents: tuple[tuple[Path, Path], ...] = ()
+    changes: tuple[Mapping[str, Any], ...] = ()
+    mixes: int | None = None
 
     @classmethod
     def of(cls, model: Path, **options: Any) -> Setup:
@@ -60,15 +68,33 @@ class Setup:
     def with_content(self, place: Path, source: Path) -> Setup:
         return replace(self, contents=(*self.contents, (place, source)))
 
+    def then(self, **change: Any) -> Setup:
+        return replace(self, changes=(*self.changes, change))
+
+    def with_embeddings(self, mixes: int) -> Setup:
+        return replace(self, mixes=mixes)
+
+    def embeds(self, tokens: int) -> tuple[bool, ...]:
+        """Which positions of a prompt are embeddings."""
+        if self.mixes is None:
+            return ()
+        return tuple(not self.mixes or at % self.mixes != 0 for at in range(tokens))
+
     @property
     def key(self) -> str:
         """Equal for equal setups."""
-        parts = (self.model, self.options, self.adapter, self.images, self.contents)
+        parts: tuple[object, ...] = (self.model, self.options, self.adapter, self.images)
+        parts += (self.contents, self.changes, self.mixes)
         return json.dumps(parts, sort_keys=True, default=str)
 
     @property
     def block_size(self) -> int:
         return int(self.options.get("block_size", BLOCK))
+
+    @property
+    def places(self) -> set[Path]:
+        """Folders whose content changes."""
+        return {place for place, _ in self.contents}
 
     def prepare(self) -> None:
         """Call before its engine starts, with no other engine on the same folders."""

@@ -204,6 +204,7 @@ class Laboratory:
                 f"{name} by {who}"
                 for who, life in (("B", second), ("A", third))
                 for name in _never_recalled(life)
+                if pair.pools or who == "A"
             ]
 
     def _alone(self, setup: Setup, prompts: Prompts, blocks: int) -> Reference:

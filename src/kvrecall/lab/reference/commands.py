@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import textwrap
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 import typer.main
 
 from kvrecall import cli
+from kvrecall.config import default_socket
 from kvrecall.lab.bench import cli as bench
 from kvrecall.lab.reference.markdown import code, sentence, table
 
@@ -164,7 +164,7 @@ def _unmarked(text: str) -> str:
 
 def _anywhere(text: str) -> str:
     """The text with placeholders for values of this machine and user."""
-    text = text.replace(f"kvrecall-{os.getuid()}/", "kvrecall-UID/")
+    text = text.replace(f"{default_socket().parent}/", "/run/user/UID/kvrecall/")
     return text.replace(str(Path.home()), "~") if len(str(Path.home())) > 1 else text
 
 

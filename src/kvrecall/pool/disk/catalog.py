@@ -22,7 +22,7 @@ from kvrecall.config import PoolTerms
 from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.counters import TierCounters
 from kvrecall.pool.departures import Departure
-from kvrecall.pool.disk.index import Row, Rows
+from kvrecall.pool.disk.index import MAX_ROWS, Row, Rows
 from kvrecall.pool.disk.slabs import SLAB_BITS, slab_of
 from kvrecall.pool.eviction import EvictionPolicy
 from kvrecall.pool.hints import Advice
@@ -202,7 +202,7 @@ class Catalog(EvictionOrders):
         return self._tenant_list[tenant]
 
     def infos(self, unused_since: float | None = None) -> Iterator[BlockInfo]:
-        """Every block, or those unused since that wall-clock second; as they are when their turn
+        """Every block, or those unused since that second; as they are when their turn
         comes."""
         before = float("inf") if unused_since is None else unused_since
         for parts in in_holds(self._lock, self._infos(before)):
@@ -220,6 +220,30 @@ class Catalog(EvictionOrders):
             end = min(self._table.size, start + _PART)
             yield range(start, end)
             start = end
+
+    def rows(self) -> Iterator[Sequence[Row]]:
+        """Every block, as it is in the index, in parts of at most ``MAX_ROWS``."""
+        for parts in in_holds(self._lock, self._rows()):
+            yield from _parts(itertools.chain.from_iterable(parts), MAX_ROWS)
+
+    def _rows(self) -> Iterator[list[Row]]:
+        for part in self._all_numbers():
+            state = self._state.cells
+            yield [self._row(n) for n in part if state[n]]
+
+    def _row(self, number: int) -> Row:
+        entry = self._entry(number)
+        return Row(
+            entry.address,
+            entry.key,
+            self._parent_of(number),
+            self._depth.cells[number],
+            entry.nbytes,
+            entry.tag,
+            int(self._used.cells[number]),
+            self._tenant_of(number),
+            bool(self._state.cells[number] & _PINNED),
+        )
 
     def watch(self, watcher: Watcher) -> None:
         """From now on ``watcher`` is told what comes and goes."""

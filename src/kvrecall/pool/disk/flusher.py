@@ -17,7 +17,7 @@ from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk.beside import SecondThread
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters
 from kvrecall.pool.disk.codec import BlockCodec, Packer
-from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, Row, seconds_now
+from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, Row
 from kvrecall.pool.disk.reclaimer import Reclaimer
 from kvrecall.pool.disk.recovery import Recovery
 from kvrecall.pool.disk.slabs import SlabLost, SlabStore, slab_of
@@ -265,10 +265,12 @@ class Flusher:
             self._note_uses(limit=2 * MAX_ROWS)
 
     def _note_uses(self, limit: int) -> None:
+        """Writes last uses to the index; and the time, of which those since then are counted."""
         while limit > 0 and (uses := self._catalog.take_unnoted_uses(MAX_ROWS)):
             limit -= len(uses)
             try:
                 self._index.mark_used(uses)
+                self._index.note_time()
             except sqlite3.Error as error:
                 self._reclaimer.index_failed(error)
                 return
@@ -394,7 +396,7 @@ class Flusher:
 
     def _commit(self, durable: list[tuple[int, Put]], tags: dict[BlockKey, bytes]) -> list[Put]:
         """Writes the rows and makes the blocks visible; returns the puts that are stored."""
-        now = seconds_now()
+        now = int(self._catalog.now())
         rows = [
             Row(
                 address,
@@ -419,10 +421,8 @@ class Flusher:
             self._reclaimer.give_back([row.address for row in rows])
             return []
         if not self._index.is_in_place():
-            self._broken = True
-            _LOG.error(
-                "disk tier: the index was deleted; no more blocks are stored until a restart"
-            )
+            self._reclaimer.give_back([row.address for row in rows])
+            self._reclaimer.renew_index("it was deleted or replaced")
             return []
         with self._wake:
             wanted = [row for row in rows if self._pending[row.key]]

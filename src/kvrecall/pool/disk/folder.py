@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import os
 import stat
 from pathlib import Path
 
 from kvrecall.errors import TierError
+from kvrecall.pool.lockfile import LockHeld, lock_path
 
 _GIB = 1 << 30
 LOCK_NAME = "lock"
@@ -44,11 +45,13 @@ def check_room(path: Path, capacity_bytes: int) -> None:
         ) from error
     if not standing.is_dir():
         raise TierError(f"disk_path: {standing} is not a folder")
-    if standing == path and path.stat().st_mode & stat.S_ISVTX:
-        raise TierError(
-            f"disk_path: {path} is shared with other users; name a folder below it for the "
-            "tier alone"
-        )
+    if standing == path:
+        if path.stat().st_mode & stat.S_ISVTX:
+            raise TierError(
+                f"disk_path: {path} is shared with other users; name a folder below it for the "
+                "tier alone"
+            )
+        _check_own(path, path.lstat())
     if not os.access(standing, os.R_OK | os.W_OK | os.X_OK):
         raise TierError(f"disk_path: {standing} is not writable for this user")
     system = os.statvfs(standing)
@@ -60,17 +63,42 @@ def check_room(path: Path, capacity_bytes: int) -> None:
         )
 
 
-def _keep_private(folder: Path) -> None:
-    """Has the folder and the tier's files in it readable by this user alone. Raises TierError if
-    any of it is another user's, who could change it at any time."""
-    for path in (folder, *(file for name in _OWN for file in folder.glob(name))):
+def _check_own(folder: Path, status: os.stat_result) -> None:
+    """Raises TierError unless the folder is this user's, and only this user can write to it."""
+    if stat.S_ISLNK(status.st_mode):
+        raise TierError(
+            f"disk_path: {folder} is a symbolic link; name the folder that it leads to, "
+            f"{os.path.realpath(folder)}"
+        )
+    _check_owner(folder, status)
+    if status.st_mode & 0o022:
+        raise TierError(
+            f"disk_path: {folder} has mode {stat.S_IMODE(status.st_mode):04o}, so others can write "
+            f"to it; run: chmod 700 {folder}, or name a folder below it, which kvrecall makes"
+        )
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.getuid():
+        raise TierError(
+            f"disk_path: {path} belongs to user {status.st_uid}, not to {os.getuid()}; give it "
+            "to this user (chown), or use another folder"
+        )
+
+
+def _keep_private(fd: int, folder: Path) -> None:
+    """Makes the folder of ``fd`` and the tier's files in it accessible to this user alone. Raises
+    TierError if any of it is another user's, or a link."""
+    _check_own(folder, os.fstat(fd))
+    os.fchmod(fd, 0o700)
+    for path in (file for name in _OWN for file in folder.glob(name)):
         status = path.lstat()
-        if status.st_uid != os.getuid():
+        _check_owner(path, status)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise TierError(
-                f"disk_path: {path} belongs to user {status.st_uid}, not to {os.getuid()}; give it "
-                "to this user (chown), or use another folder"
+                f"disk_path: {path} is a link, or not a file; remove it, or use another folder"
             )
-        if stat.S_IMODE(status.st_mode) & 0o077 and not stat.S_ISLNK(status.st_mode):
+        if stat.S_IMODE(status.st_mode) & 0o077:
             path.chmod(status.st_mode & 0o700)
 
 
@@ -79,31 +107,43 @@ class FolderHeld(TierError):
 
 
 class FolderLock:
-    """Held by the one process that uses the folder; the kernel releases it at any exit."""
+    """Held by the one process that uses the folder; the kernel releases it at any exit.
+
+    It is on the folder, which cannot be removed while it holds files, and on a file in it, which
+    other hosts of a network file system see.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Creates the folder if needed. Raises TierError if another process holds it, or another
-        user owns it."""
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _keep_private(path)
-            fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise TierError(f"disk_path: {path}: {error.strerror}") from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            os.close(fd)
-            raise FolderHeld(
-                f"disk_path: {path} is in use by process {holder}; stop it or use another folder"
-            ) from error
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        self._fd = fd
+        """Creates the folder if needed. Raises TierError if another process holds it, another user
+        owns or may write to it, or its path is a symbolic link."""
+        with contextlib.ExitStack() as undo:
+            try:
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self.fd = lock_path(path, os.O_RDONLY | os.O_DIRECTORY)
+                undo.callback(os.close, self.fd)
+                _keep_private(self.fd, path)
+                self._file = lock_path(path / LOCK_NAME)
+                undo.callback(os.close, self._file)
+                os.ftruncate(self._file, 0)
+                os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+            except LockHeld as error:
+                holder = str(error) or _noted(path / LOCK_NAME)
+                raise FolderHeld(
+                    f"disk_path: {path} is in use by process {holder}; stop it or use another "
+                    "folder"
+                ) from None
+            except OSError as error:
+                raise TierError(f"disk_path: {path}: {error.strerror}") from error
+            self._held = undo.pop_all()
 
     def release(self) -> None:
         """Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._held.close()
+
+
+def _noted(lock: Path) -> str:
+    """The process that wrote a lock file, if there is one."""
+    try:
+        return lock.read_text("ascii", "replace").strip() or "unknown"
+    except OSError:
+        return "unknown"

@@ -2,6 +2,10 @@
 
 A row exists only for a block whose bytes are durable; a slot is reused only after the deletion of
 its old row is durable. Used by one thread at a time.
+
+What is read may be damaged. Each row has a sum: one that does not match is dropped. Where SQLite
+cannot read on, the file is set aside and a new one begun (``begin_anew``). Columns have no
+constraints, because SQLite would refuse the whole file for a row that violates one.
 """
 
 from __future__ import annotations
@@ -13,28 +17,24 @@ import json
 import logging
 import os
 import sqlite3
-import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import cast
 
+import msgspec
+import xxhash
+
 from kvrecall.block import FORMAT_VERSION, NAMESPACE_BYTES, SHARED, BlockKey, Namespace, Tenant
 from kvrecall.errors import TierError
+from kvrecall.pool.clock import Clock
 
 _LOG = logging.getLogger(__name__)
 INDEX_NAME = "index.sqlite"
 _ASIDE_NAME = INDEX_NAME + ".aside"
 _APPLICATION_ID = 0x6B767263  # "kvrc"
-SCHEMA_VERSION = FORMAT_VERSION * 100 + 2
-_UPGRADES = {
-    101: (
-        "ALTER TABLE blocks ADD COLUMN tenant BLOB NOT NULL DEFAULT X''",
-        "ALTER TABLE blocks ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0",
-    ),
-}
-"""Migrations from each version to the next; versions that are missing here are too old."""
+SCHEMA_VERSION = FORMAT_VERSION * 100 + 3
 _PAGE = 4096
 _LARGE = 128 << 20  # of a file that takes seconds to check: only if it was not closed well
 _WAL_PAGES = 256
@@ -50,24 +50,51 @@ MAX_ROWS = 512
 ROW_BYTES = 288
 """Upper estimate of a row's bytes in the file, half-filled pages included."""
 
-_SCHEMA = """
-CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE namespaces (
-    id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, parts TEXT NOT NULL,
-    block_bytes INTEGER NOT NULL
-);
-CREATE TABLE blocks (
-    address INTEGER PRIMARY KEY, namespace INTEGER NOT NULL, hash BLOB NOT NULL, parent BLOB,
-    depth INTEGER NOT NULL, nbytes INTEGER NOT NULL, checksum BLOB NOT NULL,
-    used INTEGER NOT NULL, tenant BLOB NOT NULL, pinned INTEGER NOT NULL
-);
-"""
+_SCHEMA = (
+    "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT, sum INTEGER) WITHOUT ROWID",
+    "CREATE TABLE namespaces (id INTEGER PRIMARY KEY, digest BLOB, parts TEXT,"
+    " block_bytes INTEGER, sum INTEGER)",
+    "CREATE TABLE blocks (address INTEGER PRIMARY KEY, namespace INTEGER, hash BLOB, parent BLOB,"
+    " depth INTEGER, nbytes INTEGER, checksum BLOB, used INTEGER, tenant BLOB, pinned INTEGER,"
+    f" sum INTEGER /* format {SCHEMA_VERSION} */)",
+)
+"""``sum`` of a block's row: ``_sum`` of what never changes, plus address, last use and pin, so that
+an update of these needs no other column."""
+_SUM_BITS = 60
+_NOT_DAMAGE = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_READONLY,
+}
+"""Codes of errors that say nothing of what is in the file."""
+
+
+class DamagedIndex(sqlite3.DatabaseError):
+    """What the file holds cannot be."""
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether an error means that the file's content is damaged, and not that the medium, or its
+    access, fails."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+    return isinstance(error, sqlite3.DatabaseError) and code not in _NOT_DAMAGE
+
+
+def _sum(*fields: object) -> int:
+    """Of the fields of a row."""
+    whole: int = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(fields))
+    return whole >> 64 - _SUM_BITS
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """A stored block. ``address`` is its slot, ``tag`` the value that its bytes are verified
-    against (see ``codec``), ``used`` the wall-clock second of its last use."""
+    against (see ``codec``), ``used`` the second of its last use."""
 
     address: int
     key: BlockKey
@@ -109,102 +136,165 @@ class Rows:
 
 
 class Index:
-    """An open index. Its methods raise sqlite3.Error when the medium fails; their change is then
-    not made."""
+    """An open index. Its methods raise sqlite3.Error when the medium fails, or the file turns out
+    to be damaged (``is_damage``); their change is then not made."""
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, pool_id: bytes) -> None:
+    def __init__(self, path: Path, clock: Clock) -> None:
         self._path = path
-        self._connection = connection
+        self._clock = clock
         self._log_path = path.with_name(path.name + "-wal")
-        self.pool_id = pool_id
-        self._ids: dict[bytes, int] = {}
-        for number, digest in connection.execute("SELECT id, digest FROM namespaces"):
-            self._ids[bytes(digest)] = number
-        query = "SELECT count(*) FROM meta WHERE name = 'compressed'"
-        self.is_compressed = bool(connection.execute(query).fetchone()[0])
+        self._begin(None)
+
+    def _begin(self, meta: dict[str, str] | None) -> None:
+        """Opens the file; ``meta``: what to note in a new one."""
+        with contextlib.ExitStack() as undo:
+            self._connection = undo.enter_context(contextlib.closing(_plain(self._path)))
+            _set_up(self._connection, meta or {"pool_id": uuid.uuid4().hex})
+            self._read_whole()
+            undo.pop_all()
+
+    def _read_whole(self) -> None:
+        """Reads what is noted of the file as a whole, and the namespaces."""
+        connection = self._connection
+        self._meta = _meta(connection)
+        self.pool_id = bytes.fromhex(self._meta["pool_id"])
+        self.is_compressed = "compressed" in self._meta
         """Whether blocks may be compressed; once they may, that stays."""
+        self._spaces: dict[int, tuple[Namespace, int]] = {}
+        self.damaged = 0
+        """Rows found damaged, of namespaces; those of blocks are reported by ``rows``."""
+        bad: list[int] = []
+        query = "SELECT id, digest, parts, block_bytes, sum FROM namespaces"
+        for number, digest, parts, block_bytes, total in connection.execute(query):
+            if _sum(number, digest, parts, block_bytes) != total:
+                bad.append(number)
+                continue
+            pairs = tuple((name, text) for name, text in json.loads(parts))
+            self._spaces[number] = (Namespace(digest, pairs), block_bytes)
+        self._ids = {space.digest: number for number, (space, _) in self._spaces.items()}
+        self.damaged = len(bad)
+        self._ahead_s = self._ahead()
+        for number in bad:
+            connection.execute("DELETE FROM namespaces WHERE id = ?", (number,))
         connection.execute("DELETE FROM meta WHERE name = 'ended'")
-        self.probe()  # now the log exists
-        self._inodes = [os.stat(file).st_ino for file in (path, self._log_path)]
+        self._meta.pop("ended", None)
+        self.note_time()  # now the log exists
+        self._inodes = [os.stat(file).st_ino for file in (self._path, self._log_path)]
+
+    def _ahead(self) -> int:
+        """By how much this process's clock is ahead of the seconds in the file. Those go on from
+        where they were when the file was last noted in, see ``Clock``."""
+        seconds, _, note = self._meta.get("time", "").partition(" ")
+        return round(self._clock() - int(seconds) - self._clock.since(note)) if note else 0
+
+    def note_time(self) -> None:
+        """Notes what time it is. Durable on return; raises sqlite3.Error if the medium accepts no
+        writes now."""
+        self._note("time", f"{int(self._clock()) - self._ahead_s} {self._clock.note()}")
 
     @classmethod
-    def open(cls, folder: Path) -> Index:
+    def open(cls, folder: Path, clock: Clock) -> Index:
         """Opens or creates the index of a folder. A damaged, foreign or older file is moved aside
-        and replaced by an empty one; one of a newer kvrecall raises TierError."""
+        and replaced by an empty one; one of a newer kvrecall raises TierError. Raises sqlite3.Error
+        if the medium does not allow that now."""
         path = folder / INDEX_NAME
         if path.exists():
             why = _unfit(path, trusting=path.stat().st_size > _LARGE)
             if why:
-                _move_aside(path, why)
+                move_aside(path, why)
         try:
-            connection = _connect(path)
-            if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
-                _make_schema(connection)
-            _upgrade(path, connection)
-            row = connection.execute("SELECT value FROM meta WHERE name = 'pool_id'").fetchone()
-            path.chmod(0o600)
-            return cls(path, connection, bytes.fromhex(row[0]))
-        except sqlite3.Error as error:
-            raise TierError(f"disk_path: {path} cannot be opened: {error}") from error
+            return cls(path, clock)
+        except (sqlite3.DatabaseError, ValueError) as error:
+            if isinstance(error, sqlite3.Error) and not is_damage(error):
+                raise
+            move_aside(path, f"it is damaged ({error})")
+            return cls(path, clock)
 
-    def rows(self) -> Iterator[Rows]:
+    def begin_anew(self, why: str) -> int:
+        """Moves the file aside and begins an empty one for the same slabs; returns the bytes on the
+        medium that this takes."""
+        before = aside_bytes(self._path.parent)
+        known = list(self._spaces.values())
+        self._connection.close()
+        move_aside(self._path, why)
+        self._begin(self._meta)
+        for namespace, block_bytes in known:
+            self.register(namespace, block_bytes)
+        return aside_bytes(self._path.parent) - before
+
+    def rows(self) -> Iterator[tuple[Rows, list[int]]]:
         """All rows, in parts of neighbouring addresses: first the part with the row used last, so
-        that what is asked for next is most likely among the first. Rows of unknown namespaces are
-        left out."""
-        digests = {number: digest for digest, number in self._ids.items()}
-        names: dict[bytes, Tenant] = {b"": SHARED}  # one object for each
-        query = (
-            "SELECT address, namespace, hash, parent, depth, nbytes, checksum, used, tenant,"
-            " pinned FROM blocks WHERE address BETWEEN ? AND ? ORDER BY address"
-        )
+        that what is asked for next is most likely among the first. With each part the addresses of
+        those rows in it that are damaged, which are left out."""
         for _, first, last in sorted(self._parts(), key=lambda part: -part[0]):
-            part = self._connection.execute(query, (first, last)).fetchall()
-            if not {row[1] for row in part} <= digests.keys():
-                part = [row for row in part if row[1] in digests]
-            if not part:
-                continue
-            address, number, name, parent, depth, nbytes, tags, used, tenant, pinned = zip(
-                *part, strict=True
-            )
-            spaces = [digests[n] for n in number]
-            keys = [space + text for space, text in zip(spaces, name, strict=True)]
-            parents = [
-                None if text is None else space + text
-                for space, text in zip(spaces, parent, strict=True)
-            ]
-            yield Rows(
-                address,
-                cast(list[BlockKey], keys),
-                cast(list[BlockKey | None], parents),
-                depth,
-                nbytes,
-                tags,
-                used,
-                [names.get(t) or names.setdefault(t, Tenant(t.hex())) for t in tenant],
-                pinned,
-            )
+            yield self._read("address BETWEEN ? AND ?", first, last)
+
+    def _read(self, where: str, *values: int) -> tuple[Rows, list[int]]:
+        """The rows for which ``where`` is true, and the addresses of the damaged among them. Raises
+        DamagedIndex if an address comes twice."""
+        query = (
+            "SELECT address, namespace, hash, parent, depth, nbytes, checksum,"
+            " CAST(used AS INTEGER), tenant, CAST(pinned AS INTEGER),"
+            f" sum - address - used - pinned FROM blocks WHERE {where} ORDER BY address"
+        )
+        part = self._connection.execute(query, values).fetchall()
+        digests = {number: space.digest for number, (space, _) in self._spaces.items()}
+        right, bad, before = [], [], -1
+        for row in part:
+            address, number, name, parent, depth, nbytes, tag, _, tenant, _, total = row
+            if address <= before:
+                raise DamagedIndex("its rows are out of order")
+            before = address
+            digest = digests.get(number)
+            right_sum = _sum(digest, name, parent, depth, nbytes, tag, tenant)
+            if total == right_sum and digest is not None:
+                right.append(row)
+            else:
+                bad.append(address)
+        if not right:
+            return Rows(*([] for _ in fields(Rows))), bad
+        address, number, name, parent, depth, nbytes, tags, used, tenant, pinned, _ = zip(
+            *right, strict=True
+        )
+        spaces = [digests[n] for n in number]
+        keys = [space + text for space, text in zip(spaces, name, strict=True)]
+        parents = [
+            None if text is None else space + text
+            for space, text in zip(spaces, parent, strict=True)
+        ]
+        names = {t: Tenant(t.hex()) if t else SHARED for t in set(tenant)}
+        rows = Rows(
+            address,
+            cast(list[BlockKey], keys),
+            cast(list[BlockKey | None], parents),
+            depth,
+            nbytes,
+            tags,
+            [second + self._ahead_s for second in used] if self._ahead_s else used,
+            [names[t] for t in tenant],
+            pinned,
+        )
+        return rows, bad
 
     def _parts(self) -> Iterator[tuple[int, int, int]]:
         """Parts of all rows: the latest use in it, its first and its last address."""
         query = (
-            "SELECT max(used), min(address), max(address) FROM"
+            "SELECT coalesce(max(CAST(used AS INTEGER)), 0), min(address), max(address) FROM"
             " (SELECT used, address FROM blocks WHERE address > ? ORDER BY address LIMIT ?)"
         )
         last = -1
         while True:
             found = self._connection.execute(query, (last, _READ_AT_ONCE)).fetchone()
-            if found[0] is None:
+            if found[1] is None:
                 return
+            if not last < found[1] <= found[2]:
+                raise DamagedIndex("its rows are out of order")
             yield found
             last = found[2]
 
     def pinned_keys(self) -> list[BlockKey]:
         """Keys of the blocks that are pinned."""
-        query = (
-            "SELECT digest, hash FROM blocks JOIN namespaces ON namespaces.id = blocks.namespace"
-            " WHERE pinned"
-        )
-        return [BlockKey(digest + name) for digest, name in self._connection.execute(query)]
+        return list(self._read("pinned")[0].keys)
 
     def count_in_slabs(self, bits: int) -> dict[int, int]:
         """The number of rows by the slab that their address is in: what is left of it without its
@@ -213,26 +303,19 @@ class Index:
         begin = 0
         first = "SELECT address FROM blocks WHERE address >= ? ORDER BY address LIMIT 1"
         count = "SELECT count(*) FROM blocks WHERE address >= ? AND address < ?"
-        while row := self._connection.execute(first, (begin,)).fetchone():
+        most = 1 << 63
+        while begin < most and (row := self._connection.execute(first, (begin,)).fetchone()):
+            if row[0] < begin:
+                raise DamagedIndex("its rows are out of order")
             slab = row[0] >> bits
             begin = slab + 1 << bits
-            ends = (slab << bits, begin)
+            ends = (slab << bits, min(begin, most - 1))
             counts[slab] = self._connection.execute(count, ends).fetchone()[0]
         return counts
 
-    def last_bytes(self) -> int | None:
-        """Bytes of the block in the last slot; None without any block."""
-        query = "SELECT nbytes FROM blocks ORDER BY address DESC LIMIT 1"
-        row = self._connection.execute(query).fetchone()
-        return None if row is None else int(row[0])
-
     def namespaces(self) -> list[tuple[Namespace, int]]:
         """Namespaces ever registered, with the bytes of their blocks."""
-        query = "SELECT digest, parts, block_bytes FROM namespaces"
-        return [
-            (Namespace(bytes(digest), tuple((k, v) for k, v in json.loads(parts))), nbytes)
-            for digest, parts, nbytes in self._connection.execute(query)
-        ]
+        return list(self._spaces.values())
 
     def knows(self, key: BlockKey) -> bool:
         """Whether the key's namespace is registered; rows of others cannot be inserted."""
@@ -240,38 +323,43 @@ class Index:
 
     def register(self, namespace: Namespace, block_bytes: int) -> None:
         """Records a namespace. Durable on return."""
+        number = self._ids.get(namespace.digest) or max(self._spaces, default=0) + 1
+        parts = json.dumps(namespace.parts)
+        total = _sum(number, namespace.digest, parts.encode(), block_bytes)
         with self._connection as connection:
             connection.execute("BEGIN IMMEDIATE")
-            cursor = connection.execute(
-                "INSERT INTO namespaces (digest, parts, block_bytes) VALUES (?, ?, ?)"
-                " ON CONFLICT (digest) DO UPDATE SET parts = excluded.parts,"
-                " block_bytes = excluded.block_bytes RETURNING id",
-                (namespace.digest, json.dumps(namespace.parts), block_bytes),
-            )
-            self._ids[namespace.digest] = cursor.fetchone()[0]
+            row = (number, namespace.digest, parts, block_bytes, total)
+            connection.execute("INSERT OR REPLACE INTO namespaces VALUES (?, ?, ?, ?, ?)", row)
+        self._spaces[number] = (namespace, block_bytes)
+        self._ids[namespace.digest] = number
 
     def insert(self, rows: Sequence[Row]) -> None:
         """Adds at most ``MAX_ROWS`` rows, all or none. Durable on return."""
         with self._connection as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.executemany(
-                "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                [
-                    (
-                        row.address,
-                        self._ids[row.key[:NAMESPACE_BYTES]],
-                        row.key[NAMESPACE_BYTES:],
-                        None if row.parent is None else row.parent[NAMESPACE_BYTES:],
-                        row.depth,
-                        row.nbytes,
-                        row.tag,
-                        row.used,
-                        b"" if row.tenant == SHARED else bytes.fromhex(row.tenant),
-                        int(row.pinned),
-                    )
-                    for row in rows
-                ],
+                "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                map(self._fields, rows),
             )
+
+    def _fields(self, row: Row) -> tuple[object, ...]:
+        digest, name = row.key[:NAMESPACE_BYTES], row.key[NAMESPACE_BYTES:]
+        parent = None if row.parent is None else row.parent[NAMESPACE_BYTES:]
+        tenant = b"" if row.tenant == SHARED else bytes.fromhex(row.tenant)
+        total = _sum(digest, name, parent, row.depth, row.nbytes, row.tag, tenant)
+        return (
+            row.address,
+            self._ids[digest],
+            name,
+            parent,
+            row.depth,
+            row.nbytes,
+            row.tag,
+            row.used - self._ahead_s,
+            tenant,
+            int(row.pinned),
+            total + row.address + row.used - self._ahead_s + row.pinned,
+        )
 
     def delete(self, addresses: Sequence[int]) -> None:
         """Deletes rows, all or none; missing ones are ignored. Durable on return."""
@@ -288,23 +376,24 @@ class Index:
             connection.execute("DELETE FROM blocks")
 
     def mark_used(self, uses: Sequence[tuple[int, int]]) -> None:
-        """Records ``(wall-clock second, address)`` of last uses."""
-        self._update("UPDATE blocks SET used = ? WHERE address = ?", uses)
+        """Records ``(second, address)`` of last uses."""
+        self._update("used", [(second - self._ahead_s, address) for second, address in uses])
 
     def mark_pinned(self, pins: Sequence[tuple[int, int]]) -> None:
         """Records ``(1 or 0, address)`` of blocks that were pinned or unpinned. Durable on
         return."""
-        self._update("UPDATE blocks SET pinned = ? WHERE address = ?", pins)
+        self._update("pinned", pins)
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Records ``(new, old)`` addresses of blocks that were copied, all or none. Durable on
         return; at most ``MAX_ROWS``."""
-        self._update("UPDATE blocks SET address = ? WHERE address = ?", moves)
+        self._update("address", moves)
 
-    def _update(self, query: str, rows: Sequence[tuple[int, int]]) -> None:
+    def _update(self, name: str, values: Sequence[tuple[int, int]]) -> None:
         with self._connection as connection:
             connection.execute("BEGIN IMMEDIATE")
-            connection.executemany(query, rows)
+            query = f"UPDATE blocks SET sum = sum + ?1 - {name}, {name} = ?1 WHERE address = ?2"
+            connection.executemany(query, values)
 
     def compact(self) -> None:
         """Returns the space of deleted rows to the file system. Temporarily takes as much space as
@@ -313,13 +402,9 @@ class Index:
         self._connection.execute("VACUUM")
         self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
-    def probe(self) -> None:
-        """Tests a durable write; raises sqlite3.Error if the medium accepts no writes now."""
-        with self._connection as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            connection.execute(
-                "INSERT OR REPLACE INTO meta VALUES ('probe', ?)", (str(time.time()),)
-            )
+    def _note(self, name: str, value: str = "") -> None:
+        _put_meta(self._connection, name, value)
+        self._meta[name] = value
 
     def reserve(self, nbytes: int) -> bool:
         """Ensures that the medium has space for ``nbytes`` of index and for its log, so that blocks
@@ -330,19 +415,15 @@ class Index:
     @property
     def is_encrypted(self) -> bool:
         """Whether the folder holds encrypted blocks only."""
-        return _is_encrypted(self._connection)
+        return "sealed" in self._meta
 
     def mark_encrypted(self) -> None:
         """Marks the folder as encrypted, permanently. Durable on return."""
-        with self._connection as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            connection.execute("INSERT OR REPLACE INTO meta VALUES ('sealed', '1')")
+        self._note("sealed")
 
     def mark_compressed(self) -> None:
         """Notes that blocks may be compressed from now on. Durable on return."""
-        with self._connection as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            connection.execute("INSERT OR REPLACE INTO meta VALUES ('compressed', '1')")
+        self._note("compressed")
         self.is_compressed = True
 
     def limit(self, nbytes: int) -> None:
@@ -367,7 +448,8 @@ class Index:
         opened again."""
         with contextlib.suppress(sqlite3.Error):
             if is_well:
-                self._connection.execute("INSERT OR REPLACE INTO meta VALUES ('ended', '')")
+                self.note_time()
+                self._note("ended")
         self._connection.close()
 
 
@@ -388,7 +470,7 @@ def counts_in(folder: Path) -> list[tuple[tuple[tuple[str, str], ...], int]]:
                 (tuple((name, text) for name, text in json.loads(parts)), count)
                 for parts, count in index.execute(query)
             ]
-    except (sqlite3.Error, ValueError) as error:
+    except (sqlite3.Error, ValueError, TypeError) as error:
         raise TierError(f"disk_path: {path} cannot be read: {error}") from error
 
 
@@ -406,46 +488,62 @@ def check_index(folder: Path) -> bool:
             f"disk_path: {path}: {why}; nothing is changed. A pool that is started on this folder "
             "moves the file aside and starts empty"
         )
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        return _is_encrypted(connection)
+    with contextlib.closing(_plain(path)) as connection:
+        return "sealed" in _meta(connection)
 
 
-def _is_encrypted(connection: sqlite3.Connection) -> bool:
-    query = "SELECT count(*) FROM meta WHERE name = 'sealed'"
-    return bool(connection.execute(query).fetchone()[0])
+def _meta(connection: sqlite3.Connection) -> dict[str, str]:
+    """What is noted of the file as a whole. Raises DamagedIndex."""
+    noted: dict[str, str] = {}
+    for name, value, total in connection.execute("SELECT name, value, sum FROM meta"):
+        if not (isinstance(name, bytes) and isinstance(value, bytes)) or _sum(name, value) != total:
+            raise DamagedIndex("a row of meta")
+        noted[name.decode()] = value.decode()
+    if "pool_id" not in noted:
+        raise DamagedIndex("no pool_id")
+    return noted
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    """Opens a database so that a finished transaction is durable."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+def _put_meta(connection: sqlite3.Connection, name: str, value: str) -> None:
+    total = _sum(name.encode(), value.encode())
+    connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?, ?)", (name, value, total))
+
+
+def _plain(path: Path) -> sqlite3.Connection:
+    """A connection that returns texts as bytes, because their UTF-8 may be damaged."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    connection.text_factory = bytes
+    return connection
+
+
+def _set_up(connection: sqlite3.Connection, meta: dict[str, str]) -> None:
+    """Makes a finished transaction durable, and the tables of an empty file. ``meta``: what to note
+    in it."""
     connection.execute(f"PRAGMA page_size = {_PAGE}")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
     connection.execute("PRAGMA locking_mode = NORMAL")
-    return connection
+    if not _schema(connection):
+        _make_schema(connection, meta)
 
 
-def _make_schema(connection: sqlite3.Connection) -> None:
-    connection.executescript("BEGIN IMMEDIATE;" + _SCHEMA)
-    connection.execute("INSERT INTO meta VALUES ('pool_id', ?)", (uuid.uuid4().hex,))
+def _schema(connection: sqlite3.Connection) -> tuple[bytes, ...]:
+    """The statements that made what the file holds."""
+    found = connection.execute("SELECT sql FROM sqlite_schema WHERE sql NOT NULL ORDER BY rowid")
+    return tuple(sql for (sql,) in found)
+
+
+def _make_schema(connection: sqlite3.Connection, meta: dict[str, str]) -> None:
+    connection.execute("BEGIN IMMEDIATE")
+    for statement in _SCHEMA:
+        connection.execute(statement)
+    for name, value in meta.items():
+        _put_meta(connection, name, value)
     connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     connection.execute("COMMIT")
-
-
-def _upgrade(path: Path, connection: sqlite3.Connection) -> None:
-    """Migrates an index of an earlier version to this one, all or nothing."""
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    while version < SCHEMA_VERSION:
-        connection.execute("BEGIN IMMEDIATE")
-        for statement in _UPGRADES[version]:
-            connection.execute(statement)
-        connection.execute(f"PRAGMA user_version = {version + 1}")
-        connection.execute("COMMIT")
-        _LOG.info("disk tier: %s: migrated from format %d to %d", path, version, version + 1)
-        version += 1
 
 
 def _reserve(path: Path, nbytes: int) -> bool:
@@ -475,32 +573,33 @@ def _unfit(path: Path, trusting: bool = False) -> str:
             "folder"
         )
     try:
-        connection = sqlite3.connect(path, isolation_level=None)
-        try:
+        with contextlib.closing(_plain(path)) as connection:
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             owner = connection.execute("PRAGMA application_id").fetchone()[0]
-            if version == 0 and owner == 0:
-                tables = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
-                return "it belongs to another program" if tables else ""
-            if owner != _APPLICATION_ID:
-                return "it belongs to another program"
-            if version > SCHEMA_VERSION:
-                raise TierError(
-                    f"disk_path: {path} was written by a newer kvrecall (format {version}, this "
-                    f"one reads {SCHEMA_VERSION}); update kvrecall or use another folder"
-                )
-            if version < SCHEMA_VERSION and version not in _UPGRADES:
-                return f"its format {version} is older than {SCHEMA_VERSION}"
-            query = "SELECT count(*) FROM meta WHERE name = 'ended'"
-            if trusting and connection.execute(query).fetchone()[0]:
+            schema = _schema(connection)
+            if schema != tuple(statement.encode() for statement in _SCHEMA):
+                if not schema and version == owner == 0:
+                    return ""
+                if owner != _APPLICATION_ID:
+                    return "it belongs to another program"
+                if version > SCHEMA_VERSION:
+                    raise TierError(
+                        f"disk_path: {path} was written by a newer kvrecall (format {version}, "
+                        f"this one reads {SCHEMA_VERSION}); update kvrecall or use another folder"
+                    )
+                if version < SCHEMA_VERSION:
+                    return f"its format {version} is older than {SCHEMA_VERSION}"
+                return "it is damaged (its schema)"
+            if trusting and "ended" in _meta(connection):
                 return ""
             if trusting:
                 _LOG.info("disk tier: checking %s, %d MiB", path, path.stat().st_size >> 20)
             verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-            return "" if verdict == "ok" else f"it is damaged ({verdict})"
-        finally:
-            connection.close()
-    except sqlite3.DatabaseError as error:
+            said = " ".join(verdict.decode(errors="replace").split())
+            return "" if said == "ok" else f"it is damaged ({said})"
+    except (sqlite3.DatabaseError, ValueError) as error:
+        if isinstance(error, sqlite3.Error) and not is_damage(error):
+            raise
         return f"it is damaged ({error})"
 
 
@@ -510,14 +609,11 @@ def aside_bytes(folder: Path) -> int:
     return aside.stat().st_size if aside.exists() else 0
 
 
-def _move_aside(path: Path, why: str) -> None:
+def move_aside(path: Path, why: str) -> None:
+    """Renames an index that is unfit, and says so."""
     aside = path.with_name(_ASIDE_NAME)
-    os.replace(path, aside)
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(path, aside)
     for suffix in ("-wal", "-shm"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
-    _LOG.warning("disk tier: %s: %s; renamed to %s, and the tier starts empty", path, why, aside)
-
-
-def seconds_now() -> int:
-    """Wall-clock time in whole seconds, as stored in ``Row.used``."""
-    return int(time.time())
+    _LOG.warning("disk tier: %s: %s; renamed to %s, and a new one is begun", path, why, aside)

@@ -15,7 +15,8 @@ from kvrecall.block import BlockKey, Tenant
 from kvrecall.config import Watermarks
 from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters, Entry, SlabUse
-from kvrecall.pool.disk.index import MAX_ROWS, ROW_BYTES, WAL_BYTES, Index
+from kvrecall.pool.disk.index import MAX_ROWS, ROW_BYTES, WAL_BYTES, Index, is_damage
+from kvrecall.pool.disk.recovery import renew_index
 from kvrecall.pool.disk.slabs import Slab, SlabStore, address_of, slab_of
 from kvrecall.pool.tier import Put
 
@@ -94,7 +95,7 @@ class Reclaimer:
         """Whether rows can be written; checked before blocks are evicted for new ones."""
         if self._failing:
             try:
-                self._index.probe()
+                self._index.note_time()
             except sqlite3.Error:
                 return False
             self._failing = False
@@ -297,6 +298,18 @@ class Reclaimer:
             self.index_failed(error)
 
     def index_failed(self, error: sqlite3.Error) -> None:
-        """Called when the index could not be written; its pending changes are undone."""
+        """Called when the index could not be written; its pending changes are undone. A damaged one
+        is replaced."""
         self._failing = True
         self._counters.fault("index failed, blocks are not stored", error)
+        if is_damage(error):
+            self.renew_index(str(error))
+
+    def renew_index(self, why: str) -> None:
+        """Goes on with a new index of the same blocks, if the medium allows one."""
+        self._failing = True
+        try:
+            renew_index(self._index, self._catalog, self._store, why)
+            self._failing = False
+        except (sqlite3.Error, OSError) as error:
+            self._counters.fault("no new index can be begun", error)

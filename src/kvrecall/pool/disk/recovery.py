@@ -12,9 +12,9 @@ from dataclasses import fields
 from itertools import compress, groupby
 from pathlib import Path
 
-from kvrecall.pool.disk.catalog import Catalog
+from kvrecall.pool.disk.catalog import Catalog, DiskCounters
 from kvrecall.pool.disk.codec import BlockCodec
-from kvrecall.pool.disk.index import MAX_ROWS, Index, Rows
+from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, Rows
 from kvrecall.pool.disk.slabs import SlabStore, slab_of
 
 _LOG = logging.getLogger(__name__)
@@ -28,13 +28,21 @@ class Recovery:
     """
 
     def __init__(
-        self, path: Path, catalog: Catalog, store: SlabStore, index: Index, codec: BlockCodec
+        self,
+        path: Path,
+        catalog: Catalog,
+        store: SlabStore,
+        index: Index,
+        codec: BlockCodec,
+        counters: DiskCounters,
     ) -> None:
         self._path = path
         self._catalog = catalog
         self._store = store
         self._index = index
         self._codec = codec
+        self._counters = counters
+        self._taken = {slab.number: array("q") for slab in store.slabs()}
         self._strange = 0  # encrypted with a key that is not given (any more)
         self.ended = threading.Event()
         """Whether it has ended, well or not."""
@@ -43,50 +51,73 @@ class Recovery:
         catalog.begin_recovery()
 
     def run(self, is_closing: Callable[[], bool]) -> bool:
-        """False if the index cannot be read, or the tier is closing."""
+        """False if the tier is closing, or the medium allows no index."""
         try:
-            return self._run(is_closing)
-        except sqlite3.Error as error:
-            self.is_damaged = True
-            _LOG.error(
-                "disk tier: the index of %s cannot be read to its end, no more blocks are stored "
-                "until a restart: %s",
-                self._path,
-                error,
-            )
-            return False
+            try:
+                if not self._read(is_closing):
+                    return False
+            except sqlite3.Error as error:
+                if not self._begin_anew(error):
+                    return False
+            for number, addresses in self._taken.items():
+                self._store.place(number, addresses)
+            return self._catalog.rank_rest(is_closing)
         finally:
             self.ended.set()
 
-    def _run(self, is_closing: Callable[[], bool]) -> bool:
+    def _begin_anew(self, error: sqlite3.Error) -> bool:
+        """The index cannot be read to its end: goes on with what was found. False if the medium
+        allows no new one."""
+        try:
+            renew_index(self._index, self._catalog, self._store, str(error))
+        except (sqlite3.Error, OSError) as failure:
+            self.is_damaged = True
+            _LOG.error(
+                "disk tier: the index of %s cannot be read to its end (%s), nor can a new one be "
+                "begun (%s); no more blocks are stored until a restart",
+                self._path,
+                error,
+                failure,
+            )
+            return False
+        self._counters.failed()
+        return True
+
+    def _read(self, is_closing: Callable[[], bool]) -> bool:
+        """False if the tier is closing."""
         began = said = time.monotonic()
         bad: list[int] = []
-        taken = {slab.number: array("q") for slab in self._store.slabs()}
         seen = 0
-        for rows in self._index.rows():
+        damaged = self._index.damaged
+        for rows, broken in self._index.rows():
             if is_closing():
                 return False
             time.sleep(0)  # whoever waits for the interpreter goes first
-            right = self._right(rows)
+            right = self._right(rows) if rows.keys else []
             wrong = set(self._catalog.recover(rows if all(right) else _only(rows, right)))
             good = list(compress(rows.addresses, right))
+            bad += broken
             bad += [a for a, is_good in zip(rows.addresses, right, strict=True) if not is_good]
             bad += [good[place] for place in wrong]
             if wrong:
                 good = [address for place, address in enumerate(good) if place not in wrong]
             for number, its in groupby(good, slab_of):
-                taken[number].extend(its)
-            seen += len(rows.keys)
+                self._taken[number].extend(its)
+            seen += len(rows.keys) + len(broken)
+            damaged += len(broken)
             if time.monotonic() - said > _SILENCE_S:
                 said = time.monotonic()
                 _LOG.info("disk tier: %d blocks read from the index of %s so far", seen, self._path)
         self._report_strange(seen)
-        for number, addresses in taken.items():
-            self._store.place(number, addresses)
+        if damaged:
+            self._counters.found_corrupt(damaged)
+            _LOG.warning(
+                "disk tier: %d rows in the index of %s are damaged; their blocks are dropped",
+                damaged,
+                self._path,
+            )
         for start in range(0, len(bad), MAX_ROWS):
             self._index.delete(bad[start : start + MAX_ROWS])
-        if not self._catalog.rank_rest(is_closing):
-            return False
         _LOG.info(
             "disk tier: %d blocks in %s found in %.2f s (%d lost)",
             seen - len(bad),
@@ -119,3 +150,12 @@ def _only(rows: Rows, chosen: Sequence[bool]) -> Rows:
     """Those of the rows."""
     columns = (getattr(rows, column.name) for column in fields(rows))
     return Rows(*(list(compress(column, chosen)) for column in columns))
+
+
+def renew_index(index: Index, catalog: Catalog, store: SlabStore, why: str) -> None:
+    """Sets a damaged index aside and writes a new one, of the blocks that are known by now. Raises
+    sqlite3.Error or OSError if the medium does not allow it."""
+    store.limit_bytes -= index.begin_anew(why)
+    index.limit(store.limit_bytes - store.file_bytes - WAL_BYTES)
+    for rows in catalog.rows():
+        index.insert(rows)

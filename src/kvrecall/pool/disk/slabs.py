@@ -22,11 +22,13 @@ import numpy.typing as npt
 
 from kvrecall.block import FORMAT_VERSION
 from kvrecall.pool.disk.index import ROW_BYTES, WAL_BYTES
+from kvrecall.pool.lockfile import leads_to
 from kvrecall.pool.slots import ALIGNMENT, SlotClass
 
 _LOG = logging.getLogger(__name__)
 Bools = npt.NDArray[np.bool_]
 SLAB_BITS = 40  # of the byte offset in an address; the others are the slab's number
+_MOST_SLABS = 1 << 22  # a number beyond this, times 2**SLAB_BITS, would be no address
 _VERSION = FORMAT_VERSION * 100 + 1  # of the files, not of the index
 _MAGIC = b"kvrecall"
 _HEADER = struct.Struct("<8sI16sIQQ")  # magic, version, pool id, number, slot bytes, slots
@@ -103,7 +105,7 @@ class Slab:
         """Raises SlabLost if the file is missing or too short."""
         status = os.fstat(self.fd)
         if status.st_nlink == 0 or status.st_size < self.nbytes:
-            raise SlabLost(errno.EIO, f"{self.path} was deleted or truncated")
+            raise SlabLost(errno.EIO, f"{self.path.name} was deleted or truncated")
 
 
 class SlabStore:
@@ -115,9 +117,18 @@ class SlabStore:
     """
 
     def __init__(
-        self, folder: Path, limit_bytes: int, pool_id: bytes, io: FileIo, direct: bool
+        self,
+        folder: Path,
+        limit_bytes: int,
+        pool_id: bytes,
+        io: FileIo,
+        direct: bool,
+        fd: int | None = None,
     ) -> None:
+        """``fd``: of the folder, through which its files are reached, whatever becomes of its
+        path."""
         self._folder = folder
+        self._place = folder if fd is None else Path(f"/proc/self/fd/{fd}")
         self.limit_bytes = limit_bytes
         self._pool_id = pool_id
         self._io = io
@@ -175,17 +186,20 @@ class SlabStore:
         """Opens the files of this pool and deletes others. ``used``: the numbers of slabs that hold
         blocks. Returns those whose file is missing, foreign or too short."""
         present: set[int] = set()
-        for path in sorted(self._folder.glob("slab-*.kv")):
+        for path in sorted(self._place.glob("slab-*.kv")):
             slab = self._open_existing(path)
             if slab is None or slab.number not in used:
-                _LOG.info("disk tier: %s holds no block of this pool; deleted", path)
+                _LOG.info(
+                    "disk tier: %s/%s: no block of this pool; deleted", self._folder, path.name
+                )
                 path.unlink()
                 if slab is not None:
                     os.close(slab.fd)
                 continue
             present.add(slab.number)
             self._slabs[slab.number] = slab
-        self._numbers = itertools.count(max([*present, *used], default=-1) + 1)
+        known = [number for number in (*present, *used) if number < _MOST_SLABS]
+        self._numbers = itertools.count(max(known, default=-1) + 1)
         return [number for number in used if number not in present]
 
     def place(self, number: int, used: Iterable[int]) -> None:
@@ -221,6 +235,7 @@ class SlabStore:
         except (struct.error, OSError):
             return None
         ours = (magic, version, pool_id) == (_MAGIC, _VERSION, self._pool_id)
+        ours = ours and number < _MOST_SLABS
         if not ours or slot_bytes <= 0 or slot_bytes % ALIGNMENT:
             return None
         if path != self._path(number):
@@ -233,7 +248,7 @@ class SlabStore:
         return slab
 
     def _path(self, number: int) -> Path:
-        return self._folder / f"slab-{number:06d}.kv"
+        return self._place / f"slab-{number:06d}.kv"
 
     def _open_file(self, path: Path) -> tuple[int, bool]:
         if self._want_direct:
@@ -242,7 +257,7 @@ class SlabStore:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                _LOG.warning("disk tier: no direct I/O on the file system of %s", path)
+                _LOG.warning("disk tier: no direct I/O on the file system of %s", self._folder)
         return self._io.open(path, False), False
 
     # -- growing and shrinking -------------------------------------------------------------
@@ -293,7 +308,7 @@ class SlabStore:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         page.close()
         self._io.sync(slab.fd)
-        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        folder = os.open(self._place, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
         finally:
@@ -305,7 +320,7 @@ class SlabStore:
         slots = self.slot_class(slab.slot_bytes)
         if slab.base in slots.extents():
             slots.discard_extent(slab.base)
-        if _is_same_file(slab):
+        if leads_to(slab.path, slab.fd):
             slab.path.unlink(missing_ok=True)
         self.full = False
         with self._lock:
@@ -365,10 +380,3 @@ class SlabStore:
             slab.busy -= 1
             if slab.removed and not slab.busy:
                 os.close(slab.fd)
-
-
-def _is_same_file(slab: Slab) -> bool:
-    try:
-        return os.stat(slab.path).st_ino == os.fstat(slab.fd).st_ino
-    except FileNotFoundError:
-        return False

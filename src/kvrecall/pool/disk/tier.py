@@ -12,7 +12,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,13 +21,21 @@ from kvrecall.config import DEFAULT_POLICY, DiskConfig, PoolTerms, Watermarks
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.changes import Cause, Watcher
+from kvrecall.pool.clock import Clock
 from kvrecall.pool.compression import check_compression
 from kvrecall.pool.departures import Departure
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters, Entry
 from kvrecall.pool.disk.codec import BlockCodec, Plain
 from kvrecall.pool.disk.flusher import Flusher
 from kvrecall.pool.disk.folder import LEAST_BYTES, FolderLock, check_room
-from kvrecall.pool.disk.index import WAL_BYTES, Index, aside_bytes
+from kvrecall.pool.disk.index import (
+    INDEX_NAME,
+    WAL_BYTES,
+    Index,
+    aside_bytes,
+    is_damage,
+    move_aside,
+)
 from kvrecall.pool.disk.reclaimer import Reclaimer
 from kvrecall.pool.disk.recovery import Recovery
 from kvrecall.pool.disk.slabs import (
@@ -40,6 +48,7 @@ from kvrecall.pool.disk.slabs import (
 )
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.hints import Advice
+from kvrecall.pool.lockfile import leads_to
 from kvrecall.pool.residents import BlockInfo, TenantUse
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
@@ -74,7 +83,7 @@ class DiskTier(Tier):
         config: DiskConfig,
         policy: str = DEFAULT_POLICY,
         io: FileIo | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Clock | None = None,
         codec: BlockCodec | None = None,
         terms: PoolTerms | None = None,
     ) -> None:
@@ -88,15 +97,15 @@ class DiskTier(Tier):
         self._capacity_bytes = config.capacity_bytes
         self._terms = terms or PoolTerms()
         self._codec = codec or Plain()
+        self._counters = DiskCounters()
         with contextlib.ExitStack() as undo:
             self._lock = FolderLock(config.path)
             undo.callback(self._lock.release)
             try:
-                self._open_whole(io or FileIo(), policy, clock, undo)
+                self._open_whole(io or FileIo(), policy, clock or Clock(), undo)
             except (OSError, sqlite3.Error) as error:
                 raise TierError(f"disk_path: {config.path}: {error}") from error
             undo.pop_all()
-        self._counters = DiskCounters()
         self._done: queue.Queue[Done] = queue.Queue()
         self._closed = False
         self._sizes = {ns.digest: nbytes for ns, nbytes in self._known}
@@ -385,7 +394,7 @@ class DiskTier(Tier):
         return self._config.path
 
     def blocks(self, unused_since: float | None = None) -> Iterator[BlockInfo]:
-        """Every block, or those unused since that wall-clock second, as they are when their turn
+        """Every block, or those unused since that second, as they are when their turn
         comes."""
         return self._catalog.infos(unused_since)
 
@@ -424,32 +433,39 @@ class DiskTier(Tier):
         self,
         io: FileIo,
         policy: str,
-        clock: Callable[[], float],
+        clock: Clock,
         undo: contextlib.ExitStack,
     ) -> None:
-        """``_open``, and again if the index is damaged although it was closed well: only then is it
-        checked, and moved aside."""
+        """``_open``, and again without the index if that is damaged although it was closed well,
+        or its pages are right and what they hold is not."""
         try:
             with contextlib.ExitStack() as attempt:
                 self._open(io, policy, clock, attempt)
                 undo.enter_context(attempt.pop_all())
-        except sqlite3.DatabaseError:
+        except sqlite3.DatabaseError as error:
+            if not is_damage(error):
+                raise
+            move_aside(self._config.path / INDEX_NAME, f"it is damaged ({error})")
             self._open(io, policy, clock, undo)
 
     def _open(
         self,
         io: FileIo,
         policy: str,
-        clock: Callable[[], float],
+        clock: Clock,
         undo: contextlib.ExitStack,
     ) -> None:
         """Opens index and slabs and finds their blocks; ``undo`` collects how to close them."""
         path, capacity = self._config.path, self._config.capacity_bytes
-        self._index = Index.open(path)
+        self._index = Index.open(path, clock)
         undo.callback(self._index.close, False)
         self._admit()
         limit = capacity - aside_bytes(path)
-        self._store = SlabStore(path, limit, self._index.pool_id, io, self._config.direct_io)
+        if not leads_to(path, self._lock.fd):
+            raise TierError(f"disk_path: {path} was replaced by another folder just now; try again")
+        self._store = SlabStore(
+            path, limit, self._index.pool_id, io, self._config.direct_io, self._lock.fd
+        )
         undo.callback(self._store.close)
         self._known = self._index.namespaces()
         used = self._index.count_in_slabs(SLAB_BITS)
@@ -457,8 +473,8 @@ class DiskTier(Tier):
         if missing:
             _LOG.warning("disk tier: %d slabs are missing or damaged", len(missing))
         self._shrink(used)
-        typical = self._index.last_bytes() or _MIB
-        blocks = (capacity - INDEX_BASE_BYTES) // slot_bytes_of(typical)
+        slabs = self._store.slabs()
+        blocks = (capacity - INDEX_BASE_BYTES) // (slabs[-1].slot_bytes if slabs else _MIB)
         self._catalog = Catalog(
             policy,
             blocks,
@@ -469,7 +485,9 @@ class DiskTier(Tier):
             sum(used.values()),
         )
         self._catalog.expect_pins(self._index.pinned_keys())
-        self._recovery = Recovery(path, self._catalog, self._store, self._index, self._codec)
+        self._recovery = Recovery(
+            path, self._catalog, self._store, self._index, self._codec, self._counters
+        )
         self._index.reserve(self._store.index_bytes - WAL_BYTES)
 
     def _admit(self) -> None:

@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping
 from kvrecall.config import RemoteConfig
 from kvrecall.errors import ConfigError
 from kvrecall.factories import factory_of
-from kvrecall.pool.arena import Arena
 from kvrecall.pool.cascade import Cascade
 from kvrecall.pool.cipher import Cipher
 from kvrecall.pool.remote.compressed import CompressedStore
-from kvrecall.pool.remote.encrypted import EncryptedStore
-from kvrecall.pool.remote.store import Store
+from kvrecall.pool.remote.staged import StagedStore
+from kvrecall.pool.remote.store import RegisteringStore, SizingStore, Store
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.tier import NullTier, Tier
+from kvrecall.secret import opened
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,19 +29,27 @@ BACKENDS = {
     "objects": "kvrecall.pool.remote.objects:make_store",
 }
 """``module:function`` of each backend. A function takes the options of ``remote`` except ``kind``,
-and returns the store without waiting; it raises ConfigError if an option is wrong."""
+and ``allow_plaintext``, and returns the store without waiting; it raises ConfigError if an option
+is wrong."""
 
 
+_CONSENT = (
+    "Set encryption_key_file, so that they are encrypted before they leave the pool; or, where you "
+    "control the network (docs/remote.md), consent: allow_plaintext true in the pool's remote "
+    "settings, kvrecall serve --allow-plaintext, or allowPlaintext true beside kvPoolConfig.backend"
+)
 Factory = Callable[[Mapping[str, object]], Store]
 
 
-def check_store(kind: str, options: Mapping[str, object]) -> None:
-    """Raises ConfigError if there is no such kind, or it does not take these options as far as
-    that is known without making anything."""
-    _factory(kind)
-    makes_folder = str(options.get("url", "")).startswith("file:")
-    if kind in BACKENDS and not makes_folder:
-        make_store(kind, options).close()
+def check_store(config: RemoteConfig, sealed: bool) -> None:
+    """Raises ConfigError if there is no such kind, it does not take these options as far as that is
+    known without making anything, or others could read its blocks. ``sealed``: as in
+    ``make_store``."""
+    _factory(config.kind)
+    opened(config.options, "remote")
+    makes_folder = str(config.options.get("url", "")).startswith("file:")
+    if config.kind in BACKENDS and not makes_folder:
+        make_store(config.kind, config.options, sealed).close()
 
 
 def doubt_of(config: RemoteConfig) -> str:
@@ -54,14 +62,30 @@ def doubt_of(config: RemoteConfig) -> str:
     return MooncakeSettings.of(config.options).doubt
 
 
-def make_store(kind: str, options: Mapping[str, object]) -> Store:
-    """The store of a kind, or of ``package.module:Factory``. Raises ConfigError."""
+def make_store(kind: str, options: Mapping[str, object], sealed: bool = False) -> Store:
+    """The store of a kind, or of ``package.module:Factory``, which gets the secrets that
+    ``options`` name. ``sealed``: blocks are encrypted before it gets them. Raises ConfigError: also
+    if others could read or change its blocks, unless they are sealed or ``allow_plaintext``
+    consents."""
+    own = opened(options, "remote")
+    allowed = own.pop("allow_plaintext", False)
+    if not isinstance(allowed, bool):
+        raise ConfigError(f"remote: allow_plaintext is {allowed!r}; allowed: true, false")
     try:
-        return _factory(kind)(options)
+        store = _factory(kind)(own)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"remote: kind is {kind!r}: it does not take these options: {error}"
-        ) from error
+        ) from None  # a traceback would show the library's own text
+    if not isinstance(store, Store):
+        raise ConfigError(
+            f"remote: kind is {kind!r}: what it makes lacks a method of a store; see "
+            "docs/writing-a-tier.md"
+        )
+    if store.exposed and not (sealed or allowed):
+        store.close()
+        raise ConfigError(f"remote: {store.exposed}. {_CONSENT}")
+    return store
 
 
 def _factory(kind: str) -> Factory:
@@ -69,21 +93,26 @@ def _factory(kind: str) -> Factory:
 
 
 def with_remote(
-    above: Tier, config: RemoteConfig, arena: Arena, cipher: Cipher | None = None
+    above: Tier, config: RemoteConfig, host_bytes: int, cipher: Cipher | None = None
 ) -> Tier:
     """``above`` (possibly a null tier) with the remote tier below it; takes ownership of it. Raises
     ConfigError or TierError, and leaves ``above`` open, if there is no such store. ``cipher``
     encrypts the blocks that leave the host."""
-    share = 2 if isinstance(above, NullTier) else 4  # of the arena may wait to be stored
-    queued = min(config.max_queued_bytes, arena.nbytes // share)
-    store = make_store(config.kind, config.options)
+    share = 2 if isinstance(above, NullTier) else 4  # of the host may wait to be stored
+    queued = min(config.max_queued_bytes, host_bytes // share)
+    store = make_store(config.kind, config.options, sealed=cipher is not None)
     if doubt := doubt_of(config):
         _LOG.warning("%s", doubt)
-    if cipher is not None:
-        store = EncryptedStore(store, cipher)
+    if config.compression != "none" and not isinstance(store, SizingStore):
+        raise ConfigError(
+            f"remote_compression is {config.compression!r}, but a store of kind {config.kind!r} "
+            "cannot get values of unknown size; its class needs get_up_to "
+            "(docs/writing-a-tier.md), or leave out remote_compression"
+        )
+    if cipher is not None or isinstance(store, RegisteringStore):
+        store = StagedStore(store, cipher)
     if config.compression != "none":
         store = CompressedStore(store, config.compression)
-    store.attach(arena.memory)
     remote = RemoteTier(store, dataclasses.replace(config, max_queued_bytes=queued))
     if isinstance(above, NullTier):
         return remote

@@ -7,10 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
-from kvrecall.errors import ConfigError
 from kvrecall.pool.compression import CODECS, FRAME_BYTES, Chooser, Codec, Compressor, unpack
 from kvrecall.pool.remote.sections import SECTION_BYTES, Sections, one_after_the_other
-from kvrecall.pool.remote.store import SMALL_BYTES, Object, SizingStore, Store
+from kvrecall.pool.remote.store import Object, SizingStore, Store
+
+_SMALL_BYTES = 64
 
 
 class CompressedStore:
@@ -21,16 +22,14 @@ class CompressedStore:
     frame of its large part. The calling threads compress, one core each.
     """
 
+    exposed = ""
+
     def __init__(
         self, inner: Store, codec: Codec | Literal["auto"], section_bytes: int = SECTION_BYTES
     ) -> None:
-        """Takes ownership of ``inner``, to which nothing was attached. ``codec``: `auto`: as
-        ``Chooser`` decides for each value. Raises ConfigError."""
-        if not isinstance(inner, SizingStore):
-            raise ConfigError(
-                f"remote_compression: {inner!r} cannot get values of unknown size; its class needs "
-                "get_up_to (docs/writing-a-tier.md), or leave out remote_compression"
-            )
+        """Takes ownership of ``inner``, which registers no memory. ``codec``: `auto`: as
+        ``Chooser`` decides for each value."""
+        assert isinstance(inner, SizingStore)
         self._inner: SizingStore = inner
         self._compressors = {name: Compressor(name) for name in CODECS}
         self._codec = None if codec == "auto" else codec
@@ -47,9 +46,6 @@ class CompressedStore:
         """Bytes of the values put since the start, as given and as stored."""
         with self._lock:
             return self._plain_bytes, self._stored_bytes
-
-    def attach(self, memory: memoryview) -> None:
-        self._inner.attach(memory, self._sections.open())
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         answers = self._inner.exists([*map(_packed_name, names), *names])
@@ -118,7 +114,7 @@ class CompressedStore:
             )
             return [0 if ok else -1 for ok in answers]
 
-        return [size >= 0 for size in self._sections.answers(objects, FRAME_BYTES, put)]
+        return [size >= 0 for size in self._sections.answers(objects, FRAME_BYTES, put, True)]
 
     def _pack(self, codec: Codec, item: Object, into: memoryview) -> int:
         smalls, large = _split(item)
@@ -151,7 +147,7 @@ class CompressedStore:
                 for item, piece, size in zip(some, pieces, sizes, strict=True)
             ]
 
-        return [size >= 0 for size in self._sections.answers(objects, FRAME_BYTES, get)]
+        return [size >= 0 for size in self._sections.answers(objects, FRAME_BYTES, get, False)]
 
     def _unpack(self, value: memoryview, item: Object) -> bool:
         smalls, large = _split(item)
@@ -178,7 +174,7 @@ def _split(item: Object) -> tuple[list[memoryview], memoryview | None]:
     """The small parts at the beginning, and the large one behind them; None if the value has
     another form."""
     *smalls, large = item.parts
-    if large.nbytes <= SMALL_BYTES or any(part.nbytes > SMALL_BYTES for part in smalls):
+    if large.nbytes <= _SMALL_BYTES or any(part.nbytes > _SMALL_BYTES for part in smalls):
         return [], None
     return smalls, large
 

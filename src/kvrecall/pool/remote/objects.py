@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
+import os
 import re
+import secrets
+import stat
 import threading
 import time
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from kvrecall.config import allowed_by
 from kvrecall.errors import ConfigError, TierError
@@ -27,7 +32,11 @@ R = TypeVar("R")
 
 _SCHEMES = ("s3", "gs", "az", "file", "memory")
 _TIER_NAME = re.compile(r"([A-Za-z0-9-]+)\.([A-Za-z0-9-]+)\.([A-Za-z0-9]{2})([A-Za-z0-9-]+)")
+_STATUS = re.compile(r".*?status code: \d+[\w ]*")
+_CODE = re.compile("<Code>([A-Za-z]{1,40})</Code>")
 _PAGE = 1000  # objects a listing gives in one round trip
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)  # or a link, or no file
 _LARGE_FOR_S = 300.0  # how long a folder that was too large to list is taken for large
 
 
@@ -49,11 +58,9 @@ class Options(BaseModel):
     """Seconds for one request."""
     retries: int = Field(2, ge=0, le=20)
     """Maximum retries of a failed request."""
-    allow_plaintext: bool = False
-    """Allows http:// to another machine."""
-    options: dict[str, str] = {}
-    """Further options by obstore's names (docs/object-store.md). Prefer the environment or the
-    machine's role for keys and tokens."""
+    options: dict[str, SecretStr] = {}
+    """Further options by obstore's names (docs/object-store.md). Keys and tokens come from the
+    environment, from the machine's role, or from a file: `{"file": "/path"}`."""
 
 
 def _read(raw: Mapping[str, object]) -> Options:
@@ -84,18 +91,20 @@ def make_store(options: Mapping[str, object]) -> ObjectStore:
     if scheme not in _SCHEMES:
         forms = ", ".join(f"{name}://" for name in _SCHEMES)
         raise ConfigError(f"remote: url is {taken.url!r}; it must begin with one of {forms}")
-    config = dict(taken.options)
+    config = {name: option.get_secret_value() for name, option in taken.options.items()}
     config |= {k: v for k in ("endpoint", "region") if (v := getattr(taken, k)) is not None}
     if scheme in ("file", "memory"):
         if config:
             raise ConfigError(f"remote: {', '.join(config)}: no effect with a {scheme} url")
-        backend = _local(taken.url) if scheme == "file" else _obstore().store.MemoryStore()
-        return ObjectStore(backend, taken.concurrency or 8, lists=False)
+        concurrency = taken.concurrency or 8
+        if scheme == "file":
+            return FolderStore(_folder_of(taken.url), concurrency)
+        return ObjectStore(_obstore().store.MemoryStore(), concurrency)
     timeout = timedelta(seconds=taken.timeout)
     client = {
         "timeout": timeout,
         "connect_timeout": min(timeout, timedelta(seconds=2)),
-        "allow_http": _speaks_plaintext(config, taken.allow_plaintext),
+        "allow_http": any(address.startswith("http://") for address in _endpoints(config)),
     }
     retry = {"max_retries": taken.retries, "retry_timeout": timeout}
     try:
@@ -104,7 +113,7 @@ def make_store(options: Mapping[str, object]) -> ObjectStore:
         )
     except Exception as error:  # noqa: BLE001 - the library's own, ValueError and others
         raise ConfigError(f"remote: url {taken.url}: {_first_line(error)}") from None
-    return ObjectStore(backend, taken.concurrency or 64, lists=True)
+    return ObjectStore(backend, taken.concurrency or 64, True, _exposed(config))
 
 
 class ObjectStore:
@@ -114,22 +123,21 @@ class ObjectStore:
     namespace is a prefix that can be deleted or given a lifetime.
     """
 
-    def __init__(self, backend: Any, concurrency: int, lists: bool) -> None:
+    def __init__(
+        self, backend: Any, concurrency: int, lists: bool = False, exposed: str = ""
+    ) -> None:
         """``backend``: a store of obstore. ``lists``: whether a listing is one request for a
-        thousand objects there."""
+        thousand objects there. ``exposed``: as in ``Store``."""
+        self.exposed = exposed
         self._backend = backend
         self._concurrency = concurrency
         self._lists = lists
-        self._api = _obstore()
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="kvrecall-objects")
         self._lock = threading.Lock()
         self._large: dict[str, float] = {}  # folder -> until when it is not listed
 
     def __repr__(self) -> str:
         return f"ObjectStore({self._backend!r})"
-
-    def attach(self, memory: memoryview, *more: memoryview) -> None:
-        pass  # the library copies
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         paths = [path_of(name) for name in names]
@@ -172,7 +180,7 @@ class ObjectStore:
 
     def _is_there(self, path: str) -> bool:
         try:
-            self._api.head(self._backend, path)
+            _obstore().head(self._backend, path)
         except FileNotFoundError:
             return False
         return True
@@ -181,39 +189,41 @@ class ObjectStore:
         parts = item.parts
         data = parts[0] if len(parts) == 1 else b"".join(parts)
         # In one request: visible as a whole, and nothing half uploaded is ever left behind.
-        self._api.put(self._backend, path_of(item.name), data, use_multipart=False)
+        _obstore().put(self._backend, path_of(item.name), data, use_multipart=False)
 
     def _get(self, item: Object) -> bool:
-        data = self._fetch(item, item.nbytes)
-        if data is None or data.nbytes != item.nbytes:
-            return False
-        at = 0
-        for part in item.parts:
-            part[:] = data[at : at + part.nbytes]
-            at += part.nbytes
-        return True
+        return self._fill(item) == item.nbytes
 
     def _get_up_to(self, item: Object) -> int:
-        data = self._fetch(item, 0)
-        if data is None or data.nbytes > item.nbytes:
-            return -1
-        item.parts[0][: data.nbytes] = data
-        return data.nbytes
+        return self._fill(item)
 
-    def _fetch(self, item: Object, least: int) -> memoryview | None:
-        """The value's bytes; None if it does not exist, is larger than the object or smaller than
-        ``least`` bytes."""
+    def _fill(self, item: Object) -> int:
+        """Fills the parts; returns the value's size, -1 if it does not exist or is larger. Whatever
+        size the store states, or the value is unpacked to, no more than a chunk is read beyond."""
+        room = list(item.parts)
+        filled = 0
         try:
-            result = self._api.get(self._backend, path_of(item.name))
-            if not least <= result.meta["size"] <= item.nbytes:
-                return None
-            return memoryview(result.bytes())
+            result = _obstore().get(self._backend, path_of(item.name))
+            if result.meta["size"] > item.nbytes:
+                return -1
+            for chunk in result.stream(min_chunk_size=1):
+                data = memoryview(chunk)
+                filled += data.nbytes
+                if filled > item.nbytes:
+                    return -1
+                while data:
+                    fitting = min(data.nbytes, room[0].nbytes)
+                    room[0][:fitting] = data[:fitting]
+                    data, room[0] = data[fitting:], room[0][fitting:]
+                    if not room[0]:
+                        del room[0]
         except FileNotFoundError:
-            return None
+            return -1
+        return filled
 
     def _remove(self, paths: Sequence[str]) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._api.delete(self._backend, list(paths))
+            _obstore().delete(self._backend, list(paths))
 
     # -- many ------------------------------------------------------------------------------
 
@@ -244,7 +254,7 @@ class ObjectStore:
         if not self._lists or not pages or is_large:
             return set(), False
         found: set[str] = set()
-        for page in self._api.list(self._backend, folder, chunk_size=_PAGE):
+        for page in _obstore().list(self._backend, folder, chunk_size=_PAGE):
             found.update(meta["path"] for meta in page)
             pages -= 1
             if pages < 0:
@@ -252,6 +262,80 @@ class ObjectStore:
                     self._large[folder] = time.monotonic() + _LARGE_FOR_S
                 return found, False
         return found, True
+
+
+class FolderStore(ObjectStore):
+    """An ``ObjectStore`` whose objects are files below a folder, all for the owner alone. No
+    symbolic link below it is followed: what is one counts as absent."""
+
+    def __init__(self, folder: Path, concurrency: int) -> None:
+        """Creates the folder if needed. Raises ConfigError if others could change what it holds."""
+        self._root = _own_folder(folder)
+        weakref.finalize(self, os.close, self._root)  # once no thread uses it
+        super().__init__(folder, concurrency)
+
+    def _is_there(self, path: str) -> bool:
+        with _no_error_if_absent(), self._parent(path) as (parent, name):
+            status = os.stat(name, dir_fd=parent, follow_symlinks=False)
+            return stat.S_ISREG(status.st_mode)
+        return False
+
+    def _put(self, item: Object) -> None:
+        with self._parent(path_of(item.name), make=True) as (parent, name):
+            fresh = f".{secrets.token_hex(8)}"
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            try:
+                with open(os.open(fresh, flags, 0o600, dir_fd=parent), "wb", buffering=0) as file:
+                    for part in item.parts:
+                        while part:
+                            part = part[file.write(part) or 0 :]
+                os.rename(fresh, name, src_dir_fd=parent, dst_dir_fd=parent)
+            except OSError:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(fresh, dir_fd=parent)
+                raise
+
+    def _fill(self, item: Object) -> int:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with (
+            _no_error_if_absent(),
+            self._parent(path_of(item.name)) as (parent, name),
+            open(os.open(name, flags, dir_fd=parent), "rb", buffering=0) as file,
+        ):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > item.nbytes:
+                return -1
+            filled = 0
+            for part in item.parts:
+                while part and (got := file.readinto(part)):
+                    filled += got
+                    part = part[got:]
+            return filled
+        return -1
+
+    def _remove(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            with _no_error_if_absent(), self._parent(path) as (parent, name):
+                os.unlink(name, dir_fd=parent)
+
+    @contextlib.contextmanager
+    def _parent(self, path: str, make: bool = False) -> Iterator[tuple[int, str]]:
+        """The folder that holds the object, open, and the object's name in it."""
+        *folders, name = path.split("/")
+        with contextlib.ExitStack() as opened:
+            parent = self._root
+            for folder in folders:
+                try:
+                    below = os.open(folder, _FOLDER, dir_fd=parent)
+                except FileNotFoundError:
+                    if not make:
+                        raise
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(folder, 0o700, dir_fd=parent)
+                    below = os.open(folder, _FOLDER, dir_fd=parent)
+                opened.callback(os.close, below)
+                parent = below
+            yield parent, name
 
 
 def path_of(name: str) -> str:
@@ -273,33 +357,71 @@ def _named(work: Callable[[T], R], item: T) -> R:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Without the body of a server's answer, which may repeat what it was sent, credentials too; of
+    that only S3's code."""
+    text = str(error).strip() or type(error).__name__
+    line, code = _STATUS.match(text.splitlines()[0]), _CODE.search(text)
+    if line is None:
+        return text.splitlines()[0]
+    return line[0] + (f": {code[1]}" if code else "")
 
 
-def _speaks_plaintext(config: Mapping[str, str], allowed: bool) -> bool:
-    """Whether the endpoint is http://. Raises ConfigError if it is, on another machine, without
-    permission."""
-    endpoints = [value for name, value in config.items() if "endpoint" in name.lower()]
-    plain = [urlsplit(value).hostname or "" for value in endpoints if value.startswith("http://")]
-    for host in plain:
-        if not (allowed or is_loopback(host)):
-            raise ConfigError(
-                f"remote: endpoint http://{host} is another machine and its traffic is in "
-                "the clear; use https://, or set allow_plaintext if you control its network"
+@contextlib.contextmanager
+def _no_error_if_absent() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
+
+
+def _endpoints(config: Mapping[str, str]) -> list[str]:
+    return [value for name, value in config.items() if "endpoint" in name.lower()]
+
+
+def _exposed(config: Mapping[str, str]) -> str:
+    """As in ``Store``: http:// is in the clear; to another machine, others can read and change
+    it."""
+    for address in _endpoints(config):
+        host = urlsplit(address).hostname or ""
+        if address.startswith("http://") and not is_loopback(host):
+            return (
+                f"endpoint is http://{host}, another machine: blocks would travel in the clear; "
+                "use https://"
             )
-    return bool(plain)
+    return ""
 
 
-def _local(url: str) -> Any:
+def _folder_of(url: str) -> Path:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.strip("/"):
         raise ConfigError(f"remote: url is {url!r}; write a directory as file:///path")
-    folder = Path(unquote(parts.path))
+    return Path(unquote(parts.path))
+
+
+def _own_folder(folder: Path) -> int:
+    """Opens a folder that others cannot change, made if it is missing. Raises ConfigError."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return _obstore().store.LocalStore(folder)
+        fd = os.open(folder, _FOLDER)
     except OSError as error:
-        raise ConfigError(f"remote: url {url}: {error.strerror}") from error
+        why = f"{folder} cannot be used: {error.strerror}"
+        if folder.is_symlink():
+            why = f"{folder} is a symbolic link; name the folder it leads to"
+        raise ConfigError(f"remote: url is 'file://{folder}': {why}") from error
+    status = os.fstat(fd)
+    mode = stat.S_IMODE(status.st_mode)
+    why = ""
+    if status.st_uid != os.geteuid():
+        why = f"{folder} belongs to user {status.st_uid}, not to {os.geteuid()}; use a folder of "
+        why += "this user's"
+    elif mode & 0o022:
+        why = f"others can write to {folder} (mode {mode:04o}); run: chmod 700, or name a folder "
+        why += "below it, which kvrecall makes"
+    if why:
+        os.close(fd)
+        raise ConfigError(f"remote: url is 'file://{folder}': {why}")
+    return fd
 
 
 def _obstore() -> Any:

@@ -1,4 +1,4 @@
-"""Memory beside the arena in which a wrapper of a store keeps other forms of values."""
+"""Memory beside the arena in which a wrapper of a store keeps values in the form of the store."""
 
 from __future__ import annotations
 
@@ -12,60 +12,67 @@ from contextlib import contextmanager
 from kvrecall.pool.remote.store import Object
 
 _LOG = logging.getLogger(__name__)
-_SECTIONS = 4  # calls that have values in hand at once; others wait
-SECTION_BYTES = 64 << 20
+_SECTIONS = 2  # of each direction: calls that have values in hand at once; others wait
+SECTION_BYTES = 66 << 20
+"""The most that ``BatchSize`` allows a call, with headers and tags."""
+_ALIGNMENT = 64
 
 
 class Sections:
     """A memory file in sections, of which each call has one at a time. Its pages are allocated as
-    they are used. Thread-safe."""
+    they are used. Thread-safe.
+
+    Values do not arrive in the sections that they leave from: whatever a call that failed may still
+    write hits only bytes that are verified after they were copied out.
+    """
 
     def __init__(self, what: str, section_bytes: int = SECTION_BYTES) -> None:
-        """``what`` is done to values: ``encryption``, for the log."""
+        """``what``: the name of the memory and, for the log, what is done to values."""
         self._what = what
         self._section_bytes = section_bytes
-        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._told = False
-        self._fd = -1
-
-    def open(self) -> memoryview:
-        """All of the memory; once."""
-        nbytes = _SECTIONS * self._section_bytes
-        self._fd = os.memfd_create(f"kvrecall-{self._what}", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, nbytes)
-        memory = memoryview(mmap.mmap(self._fd, nbytes))
-        for begin in range(0, nbytes, self._section_bytes):
-            self._free.put(memory[begin : begin + self._section_bytes])
-        return memory
+        nbytes = 2 * _SECTIONS * section_bytes
+        self.fd = os.memfd_create(f"kvrecall-{what}", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, nbytes)
+        self.memory = memoryview(mmap.mmap(self.fd, nbytes))
+        self._leaving: queue.LifoQueue[memoryview] = queue.LifoQueue()  # the last is in caches
+        self._arriving: queue.LifoQueue[memoryview] = queue.LifoQueue()
+        for begin in range(0, nbytes, section_bytes):
+            free = self._leaving if begin < nbytes // 2 else self._arriving
+            free.put(self.memory[begin : begin + section_bytes])
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Idempotent. Calls in flight keep their section."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     @contextmanager
-    def one(self) -> Iterator[memoryview]:
+    def _one(self, leaving: bool) -> Iterator[memoryview]:
         """Waits for a free section."""
-        section = self._free.get()
+        free = self._leaving if leaving else self._arriving
+        section = free.get()
         try:
             yield section
         finally:
-            self._free.put(section)
+            free.put(section)
 
     def answers(
         self,
         objects: Sequence[Object],
         more: int,
         call: Callable[[Sequence[Object], memoryview], list[int]],
+        leaving: bool,
     ) -> list[int]:
-        """The answers of ``call`` for as many objects at a time as fit a section together, with
-        that section; -1 for one that fits none. Each takes its size and ``more``."""
+        """The answers of ``call``, which puts (``leaving``) or gets, for as many objects at a time
+        as fit a section together, with that section; -1 for one that fits none. Each takes its size
+        and ``more``, and begins at a multiple of ``_ALIGNMENT``."""
         answers: list[int] = []
         at = 0
         while at < len(objects):
             end, size = at, 0
             while end < len(objects):
-                size += objects[end].nbytes + more
+                size += _aligned(objects[end].nbytes + more)
                 if size > self._section_bytes:
                     break
                 end += 1
@@ -74,7 +81,7 @@ class Sections:
                 answers.append(-1)
                 at += 1
                 continue
-            with self.one() as section:
+            with self._one(leaving) as section:
                 answers += call(objects[at:end], section)
             at = end
         return answers
@@ -95,4 +102,8 @@ def one_after_the_other(sizes: Sequence[int], section: memoryview) -> Iterator[m
     begin = 0
     for nbytes in sizes:
         yield section[begin : begin + nbytes]
-        begin += nbytes
+        begin += _aligned(nbytes)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -12,9 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-SMALL_BYTES = 64
-"""Parts of objects up to this size need not be in attached memory."""
-
 
 @dataclass(frozen=True, slots=True)
 class Object:
@@ -22,8 +19,8 @@ class Object:
 
     ``name``: up to 200 characters of ``[A-Za-z0-9._-]``, the first a letter or digit; safe in a
     URL and as a file name. Case matters.
-    ``parts``: contiguous views of bytes (uint8), writable for a get. They are in the memory
-    announced by ``attach``, except parts of at most 64 bytes, and do not move during a call.
+    ``parts``: contiguous views of bytes (uint8), writable for a get. They do not move during a
+    call.
     """
 
     name: str
@@ -34,17 +31,20 @@ class Object:
         return sum(part.nbytes for part in self.parts)
 
 
+@runtime_checkable
 class Store(Protocol):
     """Values under names, somewhere else. Blocking; called by several threads at once.
 
     Every method may raise any ``Exception``: the whole batch counts as failed then (puts are
-    shed, gets are misses), and the tier pauses its calls to the store.
+    shed, gets are misses), and the tier pauses its calls to the store. Once a method has returned
+    or raised, nothing reads or writes the parts of its objects any more.
     """
 
-    def attach(self, memory: memoryview) -> None:
-        """``memory`` (bytes) will hold the parts of objects. Called once, first; for stores that
-        register memory with a device or a transport. It outlives ``close``. It maps a memory file
-        (memfd) whose descriptor this process holds, so that another process can map it, too."""
+    @property
+    def exposed(self) -> str:
+        """How others can read or change values in the store or on their way, naming the setting and
+        its value; "" if they cannot without credentials. If they can, a pool uses the store only
+        with an encryption key or ``allow_plaintext``."""
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Which of ``names`` can be got, in one round trip if the store supports that. A hint."""
@@ -65,11 +65,19 @@ class Store(Protocol):
 
 
 @runtime_checkable
+class RegisteringStore(Store, Protocol):
+    """A store that registers memory with a device or a transport, to which others may then write
+    at any time. It is never given the arena: values are copied to memory of its own and verified
+    when they are back."""
+
+    def attach(self, memory: memoryview, fd: int) -> None:
+        """``memory`` (bytes) maps the memory file ``fd`` and outlives ``close``. Called once,
+        first. Every object has one part, in it."""
+
+
+@runtime_checkable
 class SizingStore(Store, Protocol):
     """A store that can also hold compressed values: it gets values of unknown size."""
-
-    def attach(self, memory: memoryview, *more: memoryview) -> None:
-        """As ``Store.attach``. With compression there is ``more``: compressed values lie in it."""
 
     def get_up_to(self, objects: Sequence[Object]) -> list[int]:
         """Fills the one part of each of ``objects`` with a value of at most its size; returns the

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import RemoteConfig
+from kvrecall.errors import hidden
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.changes import Cause, Watcher, Watchers
 from kvrecall.pool.checksum import checksum_of
@@ -259,6 +260,10 @@ class RemoteTier(Tier):
         """Does nothing: stores track uses themselves."""
 
     def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
+        """As in ``Tier``, but only what an operator drops, or what is corrupt, is removed from the
+        store: other hosts use it, whatever expires on this one."""
+        if cause not in (Cause.DROPPED, Cause.CORRUPT):
+            return
         with self._lock:
             for key in keys:
                 if key in self._storing:
@@ -453,7 +458,7 @@ class RemoteTier(Tier):
         corrupt = [key for key, outcome in outcomes.items() if outcome is Outcome.CORRUPT]
         if corrupt:
             self._ledger.warn(f"{len(corrupt)} corrupt blocks are dropped")
-            self.drop(corrupt)
+            self.drop(corrupt, Cause.CORRUPT)
 
     def _is_hopeless(self, key: BlockKey) -> bool:
         """Whether a present block could not be fetched for a long time: its size is wrong. For a
@@ -564,7 +569,7 @@ class RemoteTier(Tier):
 
 
 def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return hidden(f"{type(error).__name__}: {error}")
 
 
 def name_of(key: BlockKey) -> str:

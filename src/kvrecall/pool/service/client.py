@@ -440,7 +440,7 @@ class ServiceClient:
             self._settle(life)
 
     def flush(self, keys: Sequence[BlockKey], deadline_s: float) -> bool:
-        until = time.monotonic() + min(deadline_s, p.MAX_SECONDS)
+        until = time.monotonic() + min(deadline_s, p.MAX_FLUSH_S)
         life = self._current()
         for part in _parts(keys):
             left = max(0.0, until - time.monotonic())
@@ -564,7 +564,9 @@ class ServiceClient:
 
     def _connect(self) -> _Life:
         """A new connection that knows all namespaces. Raises LinkLost."""
-        link = Link.open(self._path, self._greeting_s)
+        last = self._next or self._life
+        before = NO_ARENA if last is None else last.handle
+        link = Link.open(self._path, self._greeting_s, before)
         done: set[bytes] = set()
         refused: set[bytes] = set()
         try:

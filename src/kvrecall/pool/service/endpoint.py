@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import logging
 import os
@@ -20,8 +19,9 @@ from pathlib import Path
 from kvrecall.config import PoolConfig
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.arena import available_memory
+from kvrecall.pool.lockfile import LockHeld, leads_to, lock_path
 from kvrecall.pool.pool import Pool
-from kvrecall.pool.service.peers import mappers_of
+from kvrecall.pool.service.peers import credentials, mappers_of
 from kvrecall.pool.service.publisher import EventPublisher
 from kvrecall.pool.service.server import Patience, Server
 
@@ -42,12 +42,13 @@ class SocketLock:
     def __init__(self, path: Path) -> None:
         """Raises TierError if a service runs there, ConfigError if the path is not usable."""
         self._path = path.with_name(path.name + ".lock")
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             check_socket(path)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_folder(path.parent)
-            self._fd = os.open(self._path, flags, 0o600)
+            self._fd = lock_path(self._path)
+        except LockHeld as error:
+            raise _served(path, next(iter(str(error).split()), "")) from error
         except OSError as error:
             raise ConfigError(
                 f"socket: {error.filename or path}: {error.strerror}; give another path"
@@ -57,16 +58,10 @@ class SocketLock:
             os.close(self._fd)
             raise ConfigError(f"socket: {self._path} belongs to user {owner}; remove it")
         os.fchmod(self._fd, 0o600)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            words = os.pread(self._fd, 64, 0).decode("ascii", "replace").split()
-            holder = words[0] if words else "unknown"
+        holder = listener_at(path)
+        if holder is not None:  # its lock was removed while it runs
             os.close(self._fd)
-            raise TierError(
-                f"socket: {path} is already served by process {holder}; stop it, or use "
-                "another socket (and disk_path)"
-            ) from error
+            raise _served(path, holder)
         words = os.pread(self._fd, 64, 0).decode("ascii", "replace").split()
         self.old_arena = int(words[1]) if len(words) == 2 and words[1].isdigit() else None
         self.note_arena(self.old_arena or 0)  # until there is another
@@ -78,10 +73,31 @@ class SocketLock:
 
     def forget(self) -> None:
         """Removes its file, if the path is unlikely to be used again; before ``release``."""
-        self._path.unlink(missing_ok=True)
+        if leads_to(self._path, self._fd):
+            self._path.unlink(missing_ok=True)
 
     def release(self) -> None:
         os.close(self._fd)
+
+
+def _served(path: Path, process: str) -> TierError:
+    return TierError(
+        f"socket: {path} is already served by process {process or 'unknown'}; stop it, or use "
+        "another socket (and disk_path)"
+    )
+
+
+def listener_at(path: Path) -> str | None:
+    """The process that listens at a socket ("" if it is not known); None if none does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        caller.setblocking(False)
+        try:
+            caller.connect(str(path))
+        except BlockingIOError:  # too many callers wait
+            return ""
+        except OSError:
+            return None
+        return str(credentials(caller)[0])
 
 
 def check_socket(path: Path) -> None:
@@ -109,21 +125,23 @@ def check_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def listening(path: Path) -> Iterator[socket.socket]:
-    """A listening socket at ``path``, owner-only; replaces the socket of a dead service. The caller
-    holds the lock of the path."""
+    """A listening socket at ``path``, owner-only; replaces the socket of a dead service, and leaves
+    that of another one at the end. The caller holds the lock of the path."""
     path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         before = os.umask(0o177)
         try:
             listener.bind(str(path))
         finally:
             os.umask(before)
-        listener.listen(_BACKLOG)
-        yield listener
-    finally:
-        listener.close()
-        path.unlink(missing_ok=True)
+        own = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            listener.listen(_BACKLOG)
+            yield listener
+        finally:
+            if leads_to(path, own):
+                path.unlink(missing_ok=True)
+            os.close(own)
 
 
 def clear_dead(own: Path) -> None:
@@ -134,12 +152,13 @@ def clear_dead(own: Path) -> None:
     for lock in own.parent.glob(f"{kind}-*.sock.lock"):
         if lock.stem == own.name:
             continue
-        with contextlib.suppress(OSError):  # held, gone meanwhile, or another user's
-            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        socket_path = lock.with_suffix("")
+        with contextlib.suppress(LockHeld, OSError):  # or gone meanwhile, or another user's
+            fd = lock_path(lock, os.O_RDWR)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if time.time() - os.fstat(fd).st_mtime > _STARTS_WITHIN_S:
-                    lock.with_suffix("").unlink(missing_ok=True)
+                is_old = time.time() - os.fstat(fd).st_mtime > _STARTS_WITHIN_S
+                if is_old and listener_at(socket_path) is None:
+                    socket_path.unlink(missing_ok=True)
                     lock.unlink()
             finally:
                 os.close(fd)
@@ -169,7 +188,7 @@ def serve(
                 signal.signal(number, lambda *_: server.stop())
             on_ready()
             server.run()
-            path.unlink(missing_ok=True)
+            listener.close()
             _LOG.info("pool service: stopping")
             pool.close(FLUSH_S)
             server.close()

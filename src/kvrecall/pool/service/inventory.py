@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import json
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from kvrecall.pool.service.prefix_tree import PrefixTree, prefix_trees
 
 _TENANTS_SHOWN = 200
 _MAX_ROWS = 10_000
+_LONGEST_NAME = 300
 _SEE = "see: kvrecall pool ls"
 
 OnProgress = Callable[[int, int], None]
@@ -187,7 +187,7 @@ class Inventory:
             for block in admin.disk.blocks() if admin.disk is not None and used else ():
                 if block.key in used:
                     used[block.key] = max(used[block.key], block.used)
-        now, tenants = time.time(), frozenset(query.tenants)
+        now, tenants = admin.now(), frozenset(query.tenants)
         least = -1.0 if query.older_than_s is None else query.older_than_s
         most = float("inf") if query.younger_than_s is None else query.younger_than_s
         for block in admin.blocks():
@@ -252,7 +252,7 @@ class Inventory:
                 if group is None:
                     group = groups[name] = _Group()
                 group.add(block)
-        now = time.time()
+        now = self.pool.admin.now()
         rows = [_row(by, name, group, known, now) for name, group in groups.items()]
         rows.sort(key=SORTS[sort])
         return Listing(by, tuple(rows[: min(limit, _MAX_ROWS)]), len(rows))
@@ -264,7 +264,7 @@ class Inventory:
             group = one.parts.get("group", "")
             name = f"{one.model}, KV group {group}" if group else one.model
             known[digest] = name, one.block_bytes
-        return prefix_trees(self.pool.admin.blocks(), known, time.time(), limit)
+        return prefix_trees(self.pool.admin.blocks(), known, self.pool.admin.now(), limit)
 
     def tenants(self) -> tuple[tuple[TenantView, ...], int]:
         """Tenants that hold most, and how many there are."""
@@ -381,17 +381,20 @@ def _row(by: By, name: str, group: _Group, known: Mapping[bytes, _Known], now: f
 
 
 def model_of(parts: Iterable[tuple[str, str]]) -> str:
-    """A readable name of a namespace's model: architecture, types, adapter."""
+    """A readable name of a namespace's model: architecture, types, adapter. Safe to print: clients
+    and files say what they like."""
     named = dict(parts)
     name = named.get("model", "")
     if "architecture" in named:
         try:
             config = json.loads(named["architecture"])
-        except ValueError:
+        except (ValueError, RecursionError):
             config = {}
-        if isinstance(config, dict):
-            name = " ".join(map(str, config.get("architectures") or [])) or name
+        given = config.get("architectures") if isinstance(config, dict) else None
+        if isinstance(given, list):
+            name = " ".join(map(str, given)) or name
     words = [name, named.get("dtype", "").removeprefix("torch."), named.get("weights", "")[:20]]
     if "adapter" in named:
         words.append(f"adapter {named['adapter'][:12]}")
-    return " ".join(word for word in words if word) or "unknown"
+    text = " ".join(word for word in words if word) or "unknown"
+    return "".join(one if one.isprintable() else "?" for one in text[:_LONGEST_NAME])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVarTuple
 
 from kvrecall import __version__
+from kvrecall.pool.base import NO_ARENA, ArenaHandle
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.peers import credentials
 
@@ -60,8 +61,9 @@ class Link:
         self.welcome: p.Welcome
 
     @classmethod
-    def open(cls, path: Path, timeout_s: float) -> Link:
-        """Connects and greets. Raises LinkLost if that does not succeed in time."""
+    def open(cls, path: Path, timeout_s: float, before: ArenaHandle = NO_ARENA) -> Link:
+        """Connects and greets. ``before``: the arena of this client's last connection. Raises
+        LinkLost if that does not succeed in time."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(timeout_s)
         try:
@@ -75,7 +77,7 @@ class Link:
             raise LinkLost(f"the service at {path} runs as user {uid}, not as {os.getuid()}")
         link = cls(sock)
         try:
-            link._greet(timeout_s)
+            link._greet(timeout_s, before)
         except LinkLate as error:
             link.close()
             raise LinkLost(f"the service at {path} does not answer") from error
@@ -84,9 +86,10 @@ class Link:
             raise LinkLost(f"the service at {path} ended the connection: {error}") from error
         return link
 
-    def _greet(self, timeout_s: float) -> None:
+    def _greet(self, timeout_s: float, before: ArenaHandle) -> None:
         until = time.monotonic() + timeout_s
-        self._send(p.frame_of(p.Hello(p.PROTOCOL, __version__)), until)
+        hello = p.Hello(p.PROTOCOL, __version__, before.boot, before.seat)
+        self._send(p.frame_of(hello), until)
         self._expected.add(0)
         welcome = self._await(0, until)
         assert isinstance(welcome, p.Welcome)

@@ -1,39 +1,55 @@
 """What the kernel knows of the processes at the other end: their identity, whether they live, and
-which of them map the arena. Linux only; reads /proc.
+which of them map the arena. Linux only.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import socket
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
+_PEER_PIDFD = 77  # SO_PEERPIDFD, Linux 6.5
 _PROC = Path("/proc")
-_ENDED = (FileNotFoundError, ProcessLookupError, PermissionError)
 _ARENA_NAME = "/memfd:kvrecall-arena"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Peer:
-    """A process. ``born`` (clock ticks since boot) distinguishes it from a later one of the same
-    number."""
+    """The process at the other end of a connection. ``descriptor`` becomes readable when it has
+    ended, and never means a later process of its number. The owner closes it."""
 
     pid: int
-    born: int
+    descriptor: int
+
+    @classmethod
+    def of(cls, connection: socket.socket) -> Peer:
+        """Raises ProcessLookupError if the process has ended, or OSError."""
+        pid, _ = credentials(connection)
+        try:
+            return cls(pid, connection.getsockopt(socket.SOL_SOCKET, _PEER_PIDFD))
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # ended, as some kernels say it
+                raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH)) from error
+            if error.errno != errno.ENOPROTOOPT:
+                raise
+        # An older kernel: if the number was given out again by now, the later process's end is
+        # waited for as well.
+        return cls(pid, os.pidfd_open(pid))
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still runs (a zombie does not), or may still run because it cannot be
-        inspected now."""
-        try:
-            status = _status(self.pid)
-        except OSError:
-            return True
-        return status is not None and status.born == self.born and status.state not in "ZXx"
+        """Whether it still runs; a zombie does not."""
+        ended = select.poll()
+        ended.register(self.descriptor, select.POLLIN)
+        return not ended.poll(0)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
 
 
 def credentials(connection: socket.socket) -> tuple[int, int]:
@@ -43,64 +59,17 @@ def credentials(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def peer_of(pid: int) -> Peer | None:
-    """None if there is no such process. OSError if that cannot be seen now."""
-    status = _status(pid)
-    return None if status is None else Peer(pid, status.born)
-
-
-def mappers_of(inode: int, but: Iterable[int] = ()) -> set[int]:
-    """Processes of this user that map the arena with that inode. Milliseconds; blocks. OSError if
-    that cannot be seen now (too many open files)."""
-    skipped = set(but)
+def mappers_of(inode: int) -> set[int]:
+    """Processes that map the arena with that inode, as far as they can be inspected. Milliseconds;
+    blocks."""
     found = set()
-    for pid in _pids():
-        if pid in skipped:
-            continue
+    for name in filter(str.isdecimal, os.listdir(_PROC)):
         try:
-            with (_PROC / str(pid) / "maps").open(errors="replace") as maps:
+            with (_PROC / name / "maps").open(errors="replace") as maps:
                 for line in maps:
                     if _ARENA_NAME in line and line.split(None, 5)[4] == str(inode):
-                        found.add(pid)
+                        found.add(int(name))
                         break
-        except _ENDED:
-            continue  # or of another user: it cannot have opened the arena
+        except OSError:
+            continue
     return found
-
-
-def families_of(roots: Iterable[int]) -> dict[int, set[int]]:
-    """Each root with all its living descendants. Milliseconds; blocks. OSError as above."""
-    children: dict[int, list[int]] = {}
-    for pid in _pids():
-        status = _status(pid)
-        if status is not None:
-            children.setdefault(status.parent, []).append(pid)
-    families: dict[int, set[int]] = {}
-    for root in roots:
-        family = {root}
-        edge = [root]
-        while edge:
-            edge = [child for pid in edge for child in children.get(pid, ()) if child not in family]
-            family.update(edge)
-        families[root] = family
-    return families
-
-
-@dataclass(frozen=True, slots=True)
-class _Status:
-    state: str
-    parent: int
-    born: int
-
-
-def _status(pid: int) -> _Status | None:
-    try:
-        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
-    except _ENDED:
-        return None
-    fields = text.rpartition(")")[2].split()
-    return _Status(fields[0], int(fields[1]), int(fields[19]))
-
-
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir(_PROC) if name.isdigit()]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 import math
 import struct
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Generic, TypeVar
 
@@ -29,13 +30,14 @@ from kvrecall.pool.base import Absence, ArenaHandle, PoolStats, Verdict, check_p
 
 E = TypeVar("E", bound=enum.Enum | None)
 
-PROTOCOL = 100 * FORMAT_VERSION + 9
+PROTOCOL = 100 * FORMAT_VERSION + 10
 """Both sides must use the same version. It includes the format of blocks."""
 
 MAX_FRAME = 8 << 20
 MAX_KEYS = 60_000
 """Keys in one message; a chain of that many blocks of 16 tokens is about a million tokens."""
 MAX_SECONDS = 86_400.0
+MAX_FLUSH_S = 600.0
 
 _LENGTH = struct.Struct("<I")
 
@@ -90,8 +92,12 @@ class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hello(Message, frozen=True, tag=1):
+    """``boot``, ``seat``: of the arena that this client was given before, if any."""
+
     protocol: int
     version: Text  # of kvrecall, for people
+    boot: Text = ""
+    seat: Number = 0
 
 
 class Register(Message, frozen=True, tag=2):
@@ -163,7 +169,7 @@ class Touch(Message, frozen=True, tag=11):
 class Flush(Message, frozen=True, tag=12):
     number: Number
     keys: Keys
-    deadline_s: Seconds
+    deadline_s: Annotated[float, Meta(ge=0, le=MAX_FLUSH_S)]
 
 
 class Clear(Message, frozen=True, tag=13):
@@ -402,12 +408,14 @@ class Framer:
         """Whether no frame is half received."""
         return not self._bytes
 
-    def take(self) -> Iterator[bytes]:
-        """Frames that are complete. ProtocolError at a length that is not allowed."""
+    def take(self, most: int = sys.maxsize) -> Iterator[bytes]:
+        """At most so many frames that are complete. ProtocolError at a length that is not
+        allowed."""
         at = 0
         buffer = self._bytes
         try:
-            while len(buffer) - at >= _LENGTH.size:
+            while most > 0 and len(buffer) - at >= _LENGTH.size:
+                most -= 1
                 (length,) = _LENGTH.unpack_from(buffer, at)
                 if not 0 < length <= MAX_FRAME:
                     raise ProtocolError(f"a frame of {length} bytes is not allowed")

@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
 from kvrecall.block import Namespace, TierName
 from kvrecall.errors import ConfigError
 from kvrecall.pool.changes import ChangeLog, Restart
+from kvrecall.pool.gate import Gate
 from kvrecall.pool.history import EventHistory
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.mooncake.settings import split_address
@@ -26,7 +27,10 @@ _LOG = logging.getLogger(__name__)
 _EVERY_MS = 50
 _KEPT_BATCHES = 10_000
 _KEPT_BYTES = 64 << 20
-_QUEUED = 10_000  # batches for a subscriber that does not read; it asks for more than that again
+_BATCH_BLOCKS = 4096  # an event without any counts as ``_EVENT_BLOCKS``: a batch has about 60 KiB
+_EVENT_BLOCKS = 16
+_QUEUED = 1000  # batches for a subscriber that does not read; it asks for more than that again
+_QUEUED_REPLAY = 16
 _LOW = (1 << 64) - 1
 _MEDIA = {TierName.HOST: "CPU", TierName.DISK: "STORAGE", TierName.REMOTE: "STORAGE"}
 
@@ -105,8 +109,8 @@ class EventPublisher:
     """
 
     def __init__(self, pool: Pool, host: str, port: int, topic: str = "") -> None:
-        """Listens at ``port`` and, for replay, the one above. ``topic``: of all batches. Raises
-        ConfigError if it cannot."""
+        """Listens at ``port`` and, for replay, the one above. Who reaches them learns the hashes of
+        all blocks. ``topic``: of all batches. Raises ConfigError if it cannot."""
         try:
             import zmq
         except ModuleNotFoundError as error:
@@ -114,22 +118,21 @@ class EventPublisher:
                 "--events needs pyzmq; install it with: pip install 'kvrecall[router]'"
             ) from error
         self._pool = pool
+        try:
+            self._gate = Gate([(host, port), (host, port + 1)])
+        except OSError as error:
+            raise ConfigError(
+                f"--events: cannot listen at {host}:{port} and the next port: {error.strerror}; "
+                "use another port"
+            ) from error
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(_QUEUED)
         self._replay = self._context.socket(zmq.ROUTER)
-        try:
-            for socket, number in ((self._replay, port + 1), (self._pub, port)):
-                socket.set(zmq.LINGER, 500)
-                try:
-                    socket.bind(f"tcp://{host}:{number}")
-                except zmq.ZMQError as error:
-                    raise ConfigError(
-                        f"--events: cannot listen at {host}:{number}: {error}; use another port"
-                    ) from error
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
+        self._replay.set_hwm(_QUEUED_REPLAY)
+        for socket, inner in zip((self._pub, self._replay), self._gate.inner, strict=True):
+            socket.set(zmq.LINGER, 500)
+            socket.bind(inner)
         self._topic = topic.encode()
         self._history = EventHistory(_KEPT_BATCHES, _KEPT_BYTES)
         self._number = 0
@@ -156,6 +159,7 @@ class EventPublisher:
             _LOG.exception("pool service: publishing of KV events has ended")
         finally:
             self._context.destroy(linger=500)
+            self._gate.close()
 
     def _publish(self) -> bool:
         """One batch of what has changed. Whether there may be more at once."""
@@ -164,8 +168,8 @@ class EventPublisher:
             self._log.repeat({digest for digest, _ in groups.items() ^ self._groups.items()})
             self._groups = groups
         events = events_of(self._log, groups, self._pool.store_name)
-        if events:
-            payload = msgspec.msgpack.encode([time.time(), events, 0])
+        for batch in batches_of(events):
+            payload = msgspec.msgpack.encode([time.time(), batch, 0])
             self._pub.send_multipart((self._topic, self._number.to_bytes(8, "big"), payload))
             self._history.append((self._number, payload))
             self._number += 1
@@ -177,3 +181,18 @@ def events_of(
 ) -> list[msgspec.Struct]:
     """The events of all changes that ``log`` has now."""
     return [event_of(run, store) for run in runs_of(log.take(), groups)]
+
+
+def batches_of(events: Iterable[msgspec.Struct]) -> Iterator[list[msgspec.Struct]]:
+    """Events in batches of a bounded size, because queues are bounded by the number of batches."""
+    batch: list[msgspec.Struct] = []
+    room = _BATCH_BLOCKS
+    for event in events:
+        size = _EVENT_BLOCKS + len(getattr(event, "block_hashes", ()))
+        if batch and size > room:
+            yield batch
+            batch, room = [], _BATCH_BLOCKS
+        batch.append(event)
+        room -= size
+    if batch:
+        yield batch

@@ -15,30 +15,36 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from weakref import WeakValueDictionary
 
 import msgspec
 
 from kvrecall import __version__
 from kvrecall.config import PoolConfig
 from kvrecall.errors import ConfigError
+from kvrecall.pool.arena import take_seat
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.admin import Drop, command_of
 from kvrecall.pool.service.inventory import ClientView, Inventory, Overview, Query
-from kvrecall.pool.service.peers import Peer, credentials, peer_of
-from kvrecall.pool.service.sessions import Reaper, Session
+from kvrecall.pool.service.peers import Peer, credentials
+from kvrecall.pool.service.sessions import Reaper, Registered, Session
 
 _LOG = logging.getLogger(__name__)
 _MAX_UNSENT = 32 << 20
 _MAX_CONNECTIONS = 512
+_MAX_OF_PROCESS = 64  # connections
 _MAX_SLOW = 64  # requests of one connection that are being worked on
+_AT_ONCE = 64  # requests of one connection, before it is others' turn
 _OTHER_FILES = 64
 _PAUSE_S = 0.5
+_PATH_S = 5.0  # between looks at whether the socket is still at its path
 _FLUSH_THREADS = 16
 _ADMIN_THREADS = 4
+_FLUSH_TURN_S = 1.0  # after which a thread is another flush's
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,15 @@ class Patience:
 
     greeting_s: float = 5.0
     message_s: float = 10.0
+
+
+class Turns:
+    """How many threads of each kind the requests of one process may occupy, so that some are left
+    for others."""
+
+    def __init__(self) -> None:
+        self.flushes = asyncio.Semaphore(_FLUSH_THREADS // 4)
+        self.commands = asyncio.Semaphore(_ADMIN_THREADS // 2)
 
 
 class Cancelled(Exception):
@@ -72,11 +87,14 @@ class Server:
         self._config = config
         self._listener = listener
         self._socket = str(listener.getsockname())
+        self._place = _place_of(self._socket)
         self._began = time.monotonic()
         self._arena = replace(pool.arena_handle(), boot=secrets.token_hex(16))
-        self._known: set[bytes] = set()
+        self._registered = Registered(pool)
         self._connections: set[Connection] = set()
-        self.reaper = Reaper(self._arena.inode, os.getpid(), self._sessions)
+        self.turns: WeakValueDictionary[int, Turns] = WeakValueDictionary()  # by process
+        self._seats = 0
+        self.reaper = Reaper(self._close_seat)
         self.flushers = ThreadPoolExecutor(_FLUSH_THREADS, "kvrecall-flush-wait")
         self.admins = ThreadPoolExecutor(_ADMIN_THREADS, "kvrecall-admin")
         self.stopping = threading.Event()
@@ -106,18 +124,33 @@ class Server:
     async def _serve(self) -> None:
         self._listener.setblocking(False)
         self.loop.add_reader(self._listener, self._accept)
-        tasks = [self.loop.create_task(work) for work in (self._stopped.wait(), self.reaper.run())]
+        works = (self._stopped.wait(), self.reaper.run(), self._mind_path())
+        tasks = [self.loop.create_task(work) for work in works]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         self.loop.remove_reader(self._listener)
         connections = list(self._connections)
         await asyncio.gather(*(connection.task for connection in connections))
         for connection in connections:
             connection.end()
-        for task in tasks:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
             task.cancel()
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(result, Exception):
-                raise result
+        await asyncio.gather(*left, return_exceptions=True)
+        for task in tasks:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+
+    async def _mind_path(self) -> None:
+        """Says so once if no engine can join any more. Ends when it is cancelled."""
+        while self._place is not None and self._place == _place_of(self._socket):
+            await asyncio.sleep(_PATH_S)
+        _LOG.error(
+            "pool service: socket: %s was removed or replaced by another program; engines that are "
+            "connected are served, no other can join: restart this service, with a socket in a "
+            "folder that nothing cleans",
+            self._socket,
+        )
+        await asyncio.Event().wait()
 
     # -- connections -----------------------------------------------------------------------
 
@@ -139,21 +172,22 @@ class Server:
         """Takes a client, or says why not. Raises OSError if there are no means to take any."""
         sock.setblocking(False)
         pid, uid = credentials(sock)
-        peer = peer_of(pid) if pid else None
         reason = ""
         if uid != os.getuid():
             reason = f"user {uid} may not use the pool of user {os.getuid()}"
         elif not pid:
             reason = "the client is in another PID namespace and could not map the arena"
-        elif peer is None or len(self._connections) >= _most_connections():
-            reason = f"{len(self._connections)} connections are open, which is the limit"
-        if reason or peer is None:
+        elif (count := len(self._connections) + len(self.reaper.orphans)) >= _most_connections():
+            reason = f"{count} connections are open (or lost and not settled), which is the limit"
+        elif sum(one.peer.pid == pid for one in self._connections) >= _MAX_OF_PROCESS:
+            reason = f"it has {_MAX_OF_PROCESS} connections open, which is the limit of one process"
+        if reason:
             self.rejected += 1
             _LOG.warning("pool service: process %d refused: %s", pid, reason)
             with sock, contextlib.suppress(OSError):
                 sock.send(p.frame_of(p.Refusal(reason)))
             return
-        connection = Connection(self, peer)
+        connection = Connection(self, Peer.of(sock))
         self._connections.add(connection)
         connection.task = self.loop.create_task(self._connect(connection, sock))
 
@@ -180,15 +214,40 @@ class Server:
                 f"kvrecall {hello.version} (protocol {hello.protocol}); run the same version"
             )
             return None
-        session = Session(self.pool, connection.peer, self._known)
-        connection.send(p.Welcome(p.PROTOCOL, __version__, session.token, self._arena))
+        session = Session(
+            self.pool, connection.peer, self._registered, self._seat_of(hello, connection.peer)
+        )
+        arena = replace(self._arena, seat=session.seat)
+        connection.send(p.Welcome(p.PROTOCOL, __version__, session.token, arena))
         return session
+
+    def _seat_of(self, hello: p.Hello, peer: Peer) -> int:
+        """The seat that a client had in this service, so that its workers need not map the arena
+        again, or a new one."""
+        holders = [s.peer for s in self._all_sessions() if s.seat == hello.seat]
+        if (
+            hello.boot == self._arena.boot
+            and 0 < hello.seat <= self._seats
+            and all(holder.pid == peer.pid and holder.is_alive for holder in holders)
+        ):
+            return hello.seat
+        self._seats += 1
+        return self._seats
+
+    def _close_seat(self, seat: int) -> bool:
+        return take_seat(self._arena.fd, seat, alone=True)
 
     def forget(self, connection: Connection) -> None:
         """Its socket is closed."""
         self._connections.discard(connection)
-        if connection.session is not None and not self.stopping.is_set():
+        if connection.session is None or self.stopping.is_set():
+            connection.peer.close()
+        else:
             self.reaper.orphan(connection.session)
+
+    def _all_sessions(self) -> list[Session]:
+        """Of open and of lost connections. From any thread."""
+        return [*self._sessions(), *(orphan.session for orphan in self.reaper.orphans)]
 
     def _sessions(self) -> list[Session]:
         """Of open connections. From any thread."""
@@ -233,40 +292,53 @@ class Connection(asyncio.Protocol):
     task: asyncio.Task[None]  # makes the transport
 
     def __init__(self, server: Server, peer: Peer) -> None:
-        """Raises ProcessLookupError if the client has ended, OSError if no file is left."""
         self.peer = peer
         self.session: Session | None = None  # none before it has greeted
         self.is_open = True
         self._server = server
         self._framer = p.Framer()
-        self._slow = 0
+        self._slow: set[asyncio.Task[p.Message]] = set()
+        self._turns = server.turns.setdefault(peer.pid, Turns())
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
-        self._process = os.pidfd_open(peer.pid)  # readable when it has ended: a child of it may
-        # have inherited the socket, which then does not end with it
 
     # -- bytes -----------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._server.loop.add_reader(self._process, self.end)
+        # A child of it may have inherited the socket, which then does not end with it.
+        self._server.loop.add_reader(self.peer.descriptor, self.end)
         self._limit(self._server.patience.greeting_s, "no greeting arrived")
 
     def data_received(self, data: bytes) -> None:
         self._framer.feed(data)
-        is_new = self._timer is None
+        self._work_off()
+
+    def _work_off(self) -> None:
+        """Takes requests that have come in. If there are many, the next ones come after others'."""
+        done = 0
         try:
-            for body in self._framer.take():
-                is_new = True
+            for body in self._framer.take(_AT_ONCE):
+                done += 1
                 self._take(body)
                 if not self.is_open:
                     return
         except p.ProtocolError as error:
             self.reject(str(error))
             return
-        if self.session is not None and is_new:
+        if self._transport is None:
+            return
+        if self.session is not None and (done or self._timer is None):
             self._limit(self._server.patience.message_s, "a message arrived only in part")
+        if done == _AT_ONCE:
+            self._transport.pause_reading()
+            self._server.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if self.is_open and self._transport is not None:
+            self._transport.resume_reading()
+            self._work_off()
 
     def eof_received(self) -> None:
         self.end()
@@ -275,8 +347,7 @@ class Connection(asyncio.Protocol):
         self.is_open = False
         if self._timer is not None:
             self._timer.cancel()
-        self._server.loop.remove_reader(self._process)
-        os.close(self._process)
+        self._server.loop.remove_reader(self.peer.descriptor)
         self._server.forget(self)
 
     def send(self, message: p.Message) -> None:
@@ -336,21 +407,26 @@ class Connection(asyncio.Protocol):
             case p.Settle(token):
                 self._server.reaper.settle(token)
                 return None
-        reply = session.answer(request)
-        if isinstance(request, p.Reserve):
-            self._server.reaper.reserved(session)
-        return reply
+        return session.answer(request)
 
     def _flush(self, request: p.Flush) -> p.Message | None:
-        if self._slow >= _MAX_SLOW:
+        if len(self._slow) >= _MAX_SLOW:
             return p.Flushed(request.number, False)
         until = time.monotonic() + request.deadline_s
 
-        def flush() -> p.Message:
-            left = max(0.0, until - time.monotonic())
-            return p.Flushed(request.number, self._server.pool.flush(request.keys, left))
+        async def flush() -> p.Message:
+            is_durable, goes_on = False, True
+            while goes_on and self.is_open:
+                async with self._turns.flushes:
+                    began = time.monotonic()
+                    turn_s = min(max(0.0, until - began), _FLUSH_TURN_S)
+                    is_durable = await self._server.loop.run_in_executor(
+                        self._server.flushers, self._server.pool.flush, request.keys, turn_s
+                    )
+                goes_on = not is_durable and began + turn_s <= time.monotonic() < until
+            return p.Flushed(request.number, is_durable)
 
-        return self._later(self._server.flushers, flush)
+        return self._later(flush())
 
     def _clear(self, request: p.Clear, session: Session) -> p.Message | None:
         namespaces = tuple(digest.hex() for digest in session.namespaces)
@@ -360,7 +436,7 @@ class Connection(asyncio.Protocol):
                 Drop(Query(namespaces), True).run(self._server.inventory, lambda *_: None)
             return p.Done(request.number)
 
-        return self._later(self._server.admins, clear)
+        return self._later(self._command(clear))
 
     def _administer(self, request: p.Administer) -> p.Message | None:
         server = self._server
@@ -381,18 +457,26 @@ class Connection(asyncio.Protocol):
                 return p.Trouble(request.number, str(error))
             return p.Administered(request.number, msgspec.msgpack.encode(result))
 
-        return self._later(server.admins, administer)
+        return self._later(self._command(administer))
 
-    def _later(self, workers: Executor, work: Callable[[], p.Message]) -> p.Message | None:
-        """Has a worker thread answer."""
-        if self._slow >= _MAX_SLOW:
+    async def _command(self, work: Callable[[], p.Message]) -> p.Message:
+        async with self._turns.commands:
+            if not self.is_open:
+                raise Cancelled
+            return await self._server.loop.run_in_executor(self._server.admins, work)
+
+    def _later(self, work: Coroutine[None, None, p.Message]) -> p.Message | None:
+        """Answers when ``work`` is done."""
+        if len(self._slow) >= _MAX_SLOW:
+            work.close()
             return p.Refusal(f"more than {_MAX_SLOW} requests at once")
-        self._slow += 1
-        self._server.loop.run_in_executor(workers, work).add_done_callback(self._worked)
+        task = self._server.loop.create_task(work)
+        self._slow.add(task)
+        task.add_done_callback(self._worked)
         return None
 
-    def _worked(self, done: asyncio.Future[p.Message]) -> None:
-        self._slow -= 1
+    def _worked(self, done: asyncio.Task[p.Message]) -> None:
+        self._slow.discard(done)
         if done.cancelled():
             return
         error = done.exception()
@@ -400,6 +484,15 @@ class Connection(asyncio.Protocol):
             self.send(done.result())
         elif not isinstance(error, Cancelled):
             _LOG.error("pool service: a request failed", exc_info=error)
+
+
+def _place_of(path: str) -> tuple[int, int] | None:
+    """Device and inode."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _most_connections() -> int:

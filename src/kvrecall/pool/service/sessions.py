@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace
@@ -17,17 +14,36 @@ from kvrecall.pool.base import Recall, RecallState, Verdict
 from kvrecall.pool.hints import Hint
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
-from kvrecall.pool.service.peers import Peer, families_of, mappers_of, peer_of
+from kvrecall.pool.service.peers import Peer
 
-_LOG = logging.getLogger(__name__)
 _NOTHING = Recall(RecallState.READY)
 _MAX_TICKETS = 50_000
-_MAX_NAMESPACES = 10_000
-_ATTACH_S = 10.0
-"""Longest time from an order to copy until the process that got it has mapped the arena."""
+_MAX_NAMESPACES = 10_000  # of a service, of all clients
+_MAX_PARTS_BYTES = 256 << 20  # of their descriptions
 _ORPHANS_S = 0.05  # between checks of whether lost clients are dead
-_FAMILIES_S = 30.0  # workers are there before anything is saved, so families hardly change
-_LONGEST_PAUSE_S = 2.0  # between looks at who maps the arena
+
+
+class Registered:
+    """The namespaces that any session has registered with a pool since the service started."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.digests: set[bytes] = set()
+        self._pool = pool
+        self._room = _MAX_PARTS_BYTES
+
+    def add(self, namespace: Namespace, block_bytes: int) -> None:
+        """Raises ConfigError if the pool cannot have it."""
+        size = sum(len(name) + len(value) for name, value in namespace.parts)
+        is_new = namespace.digest not in self.digests
+        if is_new and (len(self.digests) >= _MAX_NAMESPACES or size > self._room):
+            raise ConfigError(
+                f"the pool service knows {len(self.digests)} namespaces, which is its limit; "
+                "restart it"
+            )
+        self._pool.register(namespace, block_bytes)
+        if is_new:
+            self.digests.add(namespace.digest)
+            self._room -= size
 
 
 class Session:
@@ -36,11 +52,12 @@ class Session:
     A client can end only what it began itself: keys it did not reserve are ignored.
     """
 
-    def __init__(self, pool: Pool, peer: Peer, known: set[bytes]) -> None:
-        """``known``: namespaces registered with the pool by any session, which all share."""
+    def __init__(self, pool: Pool, peer: Peer, registered: Registered, seat: int) -> None:
+        """``seat``: of the processes that map the arena for this client."""
         self._pool = pool
-        self._known = known
+        self._registered = registered
         self.peer = peer
+        self.seat = seat
         self.token = secrets.token_bytes(16)
         self.since = time.monotonic()
         self.namespaces: set[bytes] = set()
@@ -111,13 +128,11 @@ class Session:
             case p.Stats(number):
                 return p.StatsReply(number, pool.stats())
             case p.Register(number, digest, parts, block_bytes):
-                if len(self.namespaces) < _MAX_NAMESPACES:
-                    try:
-                        pool.register(Namespace(digest, parts), block_bytes)
-                    except ConfigError as error:
-                        return p.Trouble(number, str(error))
-                    self._known.add(digest)
-                    self.namespaces.add(digest)
+                try:
+                    self._registered.add(Namespace(digest, parts), block_bytes)
+                except ConfigError as error:
+                    return p.Trouble(number, str(error))
+                self.namespaces.add(digest)
                 return p.Done(number)
             case p.Bye(number):
                 self.end()
@@ -143,28 +158,15 @@ class Session:
 
     def _knows(self, keys: Sequence[BlockKey]) -> bool:
         """Whether all keys are of namespaces that were registered since the service started."""
-        return {key[:NAMESPACE_BYTES] for key in keys} <= self._known
-
-
-@dataclass(slots=True)
-class Orphan:
-    """A session whose connection was lost while it held something. ``family``: the client and its
-    descendants when last seen; None: never seen."""
-
-    session: Session
-    lost_at: float
-    family: frozenset[int] | None
+        return {key[:NAMESPACE_BYTES] for key in keys} <= self._registered.digests
 
 
 @dataclass(frozen=True, slots=True)
-class _Evidence:
-    """``families`` of connected clients by token. ``strangers``: who maps the arena and is neither
-    the service nor of the family of a living client. ``running``: the processes of each dead
-    client's family that still run; None if that family was never seen."""
+class Orphan:
+    """A session whose connection was lost while it held something."""
 
-    families: dict[bytes, frozenset[int]]
-    strangers: Collection[int]
-    running: dict[bytes, Collection[int] | None]
+    session: Session
+    lost_at: float
 
 
 class Reaper:
@@ -176,44 +178,30 @@ class Reaper:
 
     - the client says over a new connection that its copies have ended (``settle``), or
     - its process is dead. Leases end then at once: a worker that reads a slot for a dead engine
-      harms no other. Reserved slots end when moreover no process is left that could write to
-      them: no process maps the arena but the service and the families (process and descendants)
-      of living clients, and descendants of the dead client that have not mapped the arena by
-      then are gone or had ``_ATTACH_S`` to do so.
+      harms no other. Reserved slots end once the client's seat could be closed: then no process
+      maps the arena for it, and none can begin to.
 
-    There is no time limit for a process that lives and maps the arena: a slot too few is better
-    than a wrong block. Used by the service's loop only.
+    There is no time limit for a process that maps the arena: a slot too few is better than a wrong
+    block. Owns the peers of orphaned sessions. Used by the service's loop only.
     """
 
-    def __init__(self, inode: int, own_pid: int, sessions: Callable[[], list[Session]]) -> None:
-        """``inode``: of the arena. ``sessions``: those of open connections."""
-        self._inode = inode
-        self._own_pid = own_pid
-        self._sessions = sessions
+    def __init__(self, close_seat: Callable[[int], bool]) -> None:
+        """``close_seat``: closes a seat for good; False if a process still maps the arena in it."""
+        self._close_seat = close_seat
         self._orphans: dict[bytes, Orphan] = {}
-        self._families: dict[bytes, frozenset[int]] = {}
-        self._looked_at = 0.0
-        self._pause_s = 0.0
         self._wake = asyncio.Event()
-        self._thread = ThreadPoolExecutor(1, "kvrecall-reaper")
 
     @property
     def orphans(self) -> list[Orphan]:
         """May be read by any thread."""
         return list(self._orphans.values())
 
-    def reserved(self, session: Session) -> None:
-        """``session`` has reserved slots: its family must be known if it dies."""
-        if session.token not in self._families:
-            self._wake.set()
-
     def orphan(self, session: Session) -> None:
         """The connection of ``session`` was lost."""
-        family = self._families.pop(session.token, None)
-        if not session.is_settled:
-            self._orphans[session.token] = Orphan(session, time.monotonic(), family)
-            self._pause_s = 0.0
-            self._end_dead_leases()
+        if session.is_settled:
+            session.peer.close()
+        else:
+            self._orphans[session.token] = Orphan(session, time.monotonic())
             self._wake.set()
 
     def settle(self, token: bytes) -> None:
@@ -221,84 +209,24 @@ class Reaper:
         orphan = self._orphans.pop(token, None)
         if orphan is not None:
             orphan.session.end()
-
-    async def run(self) -> None:
-        """Looks at processes when there is reason to, until it is cancelled."""
-        while True:
-            tick = _ORPHANS_S if self._orphans else _FAMILIES_S
-            # Python 3.11's wait_for swallows a cancellation that comes together with the event.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(tick):
-                    await self._wake.wait()
-            self._wake.clear()
-            self._end_dead_leases()
-            sessions = self._sessions()
-            dead = [orphan for orphan in self.orphans if not orphan.session.peer.is_alive]
-            unseen = any(s.reserved and s.token not in self._families for s in sessions)
-            due = self._looked_at + (self._pause_s if dead else _FAMILIES_S) < time.monotonic()
-            if unseen or (due and (dead or sessions)):
-                await self._look(sessions, dead)
+            orphan.session.peer.close()
 
     def close(self) -> None:
-        """Waits for its thread."""
-        self._thread.shutdown()
+        """After the loop has ended."""
+        while self._orphans:
+            self._orphans.popitem()[1].session.peer.close()
 
-    async def _look(self, sessions: Sequence[Session], dead: Sequence[Orphan]) -> None:
-        living = {session.token: session.peer.pid for session in sessions}
-        lost = [o.session.peer.pid for o in self.orphans if o not in dead]
-        loop = asyncio.get_running_loop()
-        try:
-            seen = await loop.run_in_executor(self._thread, self._gather, living, lost, dead)
-        except OSError as error:  # no files left, say: what is not seen is not dead
-            _LOG.warning("pool service: cannot inspect processes: %s", error.strerror)
+    async def run(self) -> None:
+        """Ends what dead clients held, until it is cancelled."""
+        while True:
+            await self._wake.wait()
+            for orphan in self.orphans:
+                session = orphan.session
+                if session.peer.is_alive:
+                    continue
+                session.end_leases()
+                if session.is_settled or self._close_seat(session.seat):
+                    self.settle(session.token)
+            if not self._orphans:
+                self._wake.clear()
             await asyncio.sleep(_ORPHANS_S)
-            return
-        self._looked_at = time.monotonic()
-        connected = {session.token for session in self._sessions()}
-        self._families = {t: family for t, family in seen.families.items() if t in connected}
-        if dead:
-            self._sweep(seen)
-            self._pause_s = min(_LONGEST_PAUSE_S, _ORPHANS_S + 2 * self._pause_s)
-
-    def _gather(
-        self, living: dict[bytes, int], lost: Sequence[int], dead: Sequence[Orphan]
-    ) -> _Evidence:
-        """Thread; takes milliseconds. ``living``: processes of connected clients. ``lost``: of
-        living clients without a connection."""
-        families = families_of({*living.values(), *lost})
-        known = {self._own_pid}.union(*families.values())
-        return _Evidence(
-            {token: frozenset(families[pid]) for token, pid in living.items()},
-            mappers_of(self._inode, known) if dead else (),
-            {
-                orphan.session.token: None
-                if orphan.family is None
-                else [pid for pid in orphan.family if pid not in known and _runs(pid)]
-                for orphan in dead
-            },
-        )
-
-    def _sweep(self, seen: _Evidence) -> None:
-        """Gives back the slots to which no process can write any more."""
-        if seen.strangers:
-            return
-        now = time.monotonic()
-        for token, running in seen.running.items():
-            orphan = self._orphans.get(token)
-            if orphan is None or orphan.session.peer.is_alive:
-                continue
-            if running == [] or now - orphan.lost_at > _ATTACH_S:
-                self.settle(token)
-
-    def _end_dead_leases(self) -> None:
-        """Ends the leases of dead clients, and those of them that held nothing else. Quick."""
-        for orphan in self.orphans:
-            if not orphan.session.peer.is_alive:
-                orphan.session.end_leases()
-                if orphan.session.is_settled:
-                    del self._orphans[orphan.session.token]
-
-
-def _runs(pid: int) -> bool:
-    peer = peer_of(pid)
-    return peer is not None and peer.is_alive

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from kvrecall.nicety import nicety
 from kvrecall.server.dashboard.alarms import Alarms
 from kvrecall.server.dashboard.sample import Bounds, Sample, sample
 
@@ -36,6 +37,7 @@ class History:
         self.bounds: Bounds = {}
         self.alarms = Alarms(EVERY_S * KEPT)
 
+    @nicety("the dashboard's sampling")
     def take(self) -> None:
         """Adds a sample."""
         made, self.bounds = sample(self._registry, round(self._clock(), 3))

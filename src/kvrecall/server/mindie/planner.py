@@ -18,7 +18,7 @@ from kvrecall.pool.remote.backends import is_loopback
 from kvrecall.pool.remote.mooncake import MooncakeSettings
 from kvrecall.server.mindie.reader import dotted, problem, read_config
 from kvrecall.server.mindie.schema import Effect, MindieConfig, effect_of, fields_of
-from kvrecall.server.plan import ENGINE_DEFAULTS, Plan, Plane
+from kvrecall.server.plan import ENGINE_DEFAULTS, Plan, Plane, shared_listeners
 from kvrecall.server.tls import TlsFiles
 
 _GIB = 1 << 30
@@ -448,21 +448,18 @@ class _Planner:
             Plane.MANAGEMENT: (other, server.managementPort),
             Plane.METRICS: (other, server.metricsPort),
         }
-        sharing: dict[tuple[str, int], list[Plane]] = {}
-        for plane, address in wanted.items():
-            if address == (business, port):
-                self._notes.append(f"the {plane} plane shares the business plane's")
-            else:
-                sharing.setdefault(address, []).append(plane)
-        listeners = tuple(
-            Listener("+".join(planes), *address, self._tls_of(planes[0]))
-            for address, planes in sharing.items()
-        )
+        for plane in [plane for plane, address in wanted.items() if address == (business, port)]:
+            self._notes.append(f"the {plane} plane shares the business plane's")
+            del wanted[plane]
+        listeners, homes = shared_listeners(wanted, self._tls_of)
         self._check_apart((business, port), listeners)
         hosts = {business, *(listener.host for listener in listeners)}
         if not (server.httpsEnabled or all(map(is_loopback, hosts))):
-            self._warnings.append("httpsEnabled is false: requests travel in the clear")
-        return listeners, {plane: "+".join(all_) for all_ in sharing.values() for plane in all_}
+            self._warnings.append(
+                "httpsEnabled is false: requests travel in the clear, and serve wants an API key "
+                "(--api-key-file)"
+            )
+        return listeners, homes
 
     def _check_apart(self, business: tuple[str, int], listeners: tuple[Listener, ...]) -> None:
         """Raises ConfigError for planes with one port and different addresses, one of them

@@ -114,7 +114,10 @@ class ServerSection(Section):
     managementPort: Port = acts("port of the management plane: health, readiness, stop", 1026)
     metricsPort: Port = acts("port of the metrics plane: /metrics", 1027)
     maxLinkNum: int = acts(
-        "maximum number of open connections; further ones get 503", ge=1, le=4096
+        "maximum number of requests in progress on an address; further ones get 503, except for "
+        "health. Connections without a request end after seconds and do not count",
+        ge=1,
+        le=4096,
     )
     httpsEnabled: bool = acts("serve HTTPS with the tls* fields")
     fullTextEnabled: Annotated[bool, _only(False)] = partly(
@@ -209,7 +212,7 @@ class KvPoolSection(Section):
     )
     asyncWrite: bool = acts("save blocks off the critical path", False)
     allowPlaintext: bool = acts(
-        "allow Mooncake's plaintext traffic beyond this host; kvrecall's own, as --allow-plaintext",
+        "allow Mooncake's plaintext traffic, on loopback too; kvrecall's own, as --allow-plaintext",
         False,
     )
 

@@ -128,7 +128,8 @@ def has_window(impl: Any) -> bool:
 
 def _layer_types(vllm_config: Any) -> tuple[str, ...]:
     """The kind of each layer, in Hugging Face's words; empty: all are of one kind."""
-    return tuple(getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ())
+    named = getattr(vllm_config.model_config.hf_text_config, "layer_types", None)
+    return tuple(map(str, named)) if isinstance(named, list | tuple) else ()
 
 
 def require_layer(impl: Any, vllm_config: Any) -> None:

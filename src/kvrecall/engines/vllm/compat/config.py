@@ -19,6 +19,8 @@ from kvrecall.engines.vllm.compat.scales import Scaled, scaled_of
 from kvrecall.engines.vllm.compat.shims import tp_replicas
 from kvrecall.environment import HASH_SEED
 from kvrecall.errors import ConfigError, EngineError
+from kvrecall.modelconfig import Fields
+from kvrecall.nicety import nicety
 
 
 class GroupKind(enum.StrEnum):
@@ -299,18 +301,19 @@ def _backend_name(layer: Any) -> str:
     return str(get_name()) if get_name else "unknown"
 
 
+@nicety("the estimate of what a prompt's token costs", (0.0, 0))
 def prompt_token_work(vllm_config: Any) -> tuple[float, int]:
     """Operations of this rank's matrix products for a prompt token, roughly, and their width;
     zeros for a model whose configuration does not tell."""
-    text = vllm_config.model_config.hf_text_config
-    hidden = int(getattr(text, "hidden_size", 0) or 0)
-    layers = int(getattr(text, "num_hidden_layers", 0) or 0)
-    heads = int(getattr(text, "num_attention_heads", 0) or 0)
-    kv_heads = int(getattr(text, "num_key_value_heads", heads) or heads)
-    size = int(getattr(text, "head_dim", 0) or (hidden // heads if heads else 0))
-    experts = int(getattr(text, "num_experts_per_tok", 0) or 0)
-    wide = int(getattr(text, "moe_intermediate_size", 0) or 0) * experts
-    wide = wide or int(getattr(text, "intermediate_size", 0) or 0)
+    fields = Fields(vllm_config.model_config.hf_text_config.to_dict(), "hf_text_config")
+    hidden = fields.number("hidden_size", default=0)
+    layers = fields.number("num_hidden_layers", default=0)
+    heads = fields.number("num_attention_heads", default=0)
+    kv_heads = fields.number("num_key_value_heads", default=0) or heads
+    size = fields.number("head_dim", default=0) or hidden // max(1, heads)
+    experts = fields.number("num_experts_per_tok", default=0)
+    wide = fields.number("moe_intermediate_size", default=0) * experts
+    wide = wide or fields.number("intermediate_size", default=0)
     parallel = vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     weights = layers * hidden * (2 * size * (heads + kv_heads) + 3 * wide)

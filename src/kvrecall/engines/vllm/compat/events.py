@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,10 +18,14 @@ from vllm.distributed.kv_events import (
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvrecall.block import TierName
+from kvrecall.errors import ConfigError
+from kvrecall.pool.gate import Gate
 from kvrecall.pool.history import EventHistory
 from kvrecall.pool.runs import Run
 
 _LOG = logging.getLogger("vllm.kvrecall")
+_ANYWHERE = "tcp://*:"
+_EVERYWHERE = ("0.0.0.0", "::", "")  # as --host
 
 # vLLM names its media in code, except storage, whose name older versions lack.
 _MEDIA = {TierName.HOST: MEDIUM_CPU, TierName.DISK: "STORAGE", TierName.REMOTE: "STORAGE"}
@@ -85,13 +90,53 @@ def are_published(vllm_config: Any) -> bool:
     return settings is not None and bool(settings.enable_kv_cache_events)
 
 
+def listen_at(vllm_settings: Any, host: str) -> None:
+    """Lets ``*`` in the endpoints of ``kv_events_config`` stand for ``host``, where the server
+    listens, and not for every address of the machine: events carry the tokens of prompts, and need
+    no key. vLLM binds only endpoints with ``*`` or ``::``, and connects to the rest; hence the
+    address is written as IPv6 writes it. Raises ConfigError if ``host`` has no IPv4 address."""
+    for name in ("endpoint", "replay_endpoint"):
+        given = getattr(vllm_settings, name) or ""
+        if not given.startswith(_ANYWHERE) or host in _EVERYWHERE:
+            continue
+        try:
+            address = socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]
+        except OSError:
+            raise ConfigError(
+                f"--kv-events-config: {name} {given!r} listens at --host, and {host} "
+                f"is none of IPv4; give the address: 'tcp://[::ffff:10.0.0.5]:PORT'"
+            ) from None
+        listens = f"tcp://[::ffff:{address}]:{given.removeprefix(_ANYWHERE)}"
+        setattr(vllm_settings, name, listens)
+
+
 class _WholePublisher(ZmqEventPublisher):
     """vLLM's publisher, whose replay also has what batches that are no longer kept have left
-    stored."""
+    stored, and whose readers cannot fill this process's memory."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._history = EventHistory(options.get("buffer_steps", 10_000))
+        self._gate: Gate | None = None
         super().__init__(*arguments, **options)
+
+    def _socket_setup(self) -> None:
+        """Behind a gate, where vLLM would listen at a port that is given."""
+        told = {"_endpoint": self._endpoint, "_replay_endpoint": self._replay_endpoint}
+        listens = {name: _port_of(where, name == "_endpoint") for name, where in told.items()}
+        ports = {name: address for name, address in listens.items() if address is not None}
+        if ports:
+            self._gate = Gate(list(ports.values()))
+            for name, inner in zip(ports, self._gate.inner, strict=True):
+                setattr(self, name, inner)
+        super()._socket_setup()
+        for name in ports:
+            setattr(self, name, told[name])
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._gate is not None:
+            self._gate.close()
+            self._gate = None
 
     @property
     def _buffer(self) -> EventHistory:
@@ -104,6 +149,15 @@ class _WholePublisher(ZmqEventPublisher):
 
     def _service_replay(self) -> None:
         self._history.replay(self._replay, self._topic_bytes)
+
+
+def _port_of(endpoint: str | None, connects: bool) -> tuple[str, int] | None:
+    """Host and port at which vLLM would listen; ``connects``: unless the host is one."""
+    host, colon, port = (endpoint or "").removeprefix("tcp://").rpartition(":")
+    is_told = (endpoint or "").startswith("tcp://") and colon and port.isdecimal() and int(port)
+    if not is_told or (connects and not ("*" in host or "::" in host)):
+        return None
+    return host.strip("[]"), int(port)
 
 
 def replay_everything() -> None:

@@ -95,6 +95,72 @@ TABLE = (
         "vLLM passes the model to `register_kv_caches`, or hashes it.",
     ),
     Patch(
+        "see-calls",
+        "vllm.v1.engine.core:EngineCore.collective_rpc",
+        "Reads the weights' digest before and after a call to the workers that may write weights.",
+        "`reload_weights`, weight transfer and methods of worker extensions replace the weights; "
+        "vLLM tells no connector.",
+        "vLLM tells connectors that weights changed.",
+    ),
+    Patch(
+        "see-adapters",
+        "vllm.v1.engine.core:EngineCore.add_lora",
+        "Asks the workers which adapter they have loaded.",
+        "As `note-adapters`; requests that follow are pooled at once.",
+        "As `note-adapters`.",
+    ),
+    Patch(
+        "see-waking",
+        "vllm.v1.engine.core:EngineCore.wake_up",
+        "Asks the workers whether they still have their weights.",
+        "From level 2 on, sleep does not keep them.",
+        "vLLM tells connectors that weights changed.",
+    ),
+    Patch(
+        "keep-pool",
+        "vllm.v1.engine.core:EngineCore._reset_caches",
+        "Keeps the pool when an engine pauses or sleeps.",
+        "vLLM resets the connector there as well; the pool's blocks stay right, and with a pool "
+        "service other engines use them.",
+        "vLLM resets connectors only when weights changed.",
+    ),
+    Patch(
+        "note-adapters",
+        "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter",
+        "Fingerprints an adapter's files when a worker loads them.",
+        "vLLM's block hash has an adapter's name; its files may be others when a request comes.",
+        "vLLM's block hash covers an adapter's weights.",
+    ),
+    Patch(
+        "note-weights",
+        "vllm.model_executor.models.qwen2:Qwen2ForCausalLM.load_weights",
+        "Notes when the loaded model loads weights again (of the model's own object).",
+        "Trainers in the engine's process call it without the engine.",
+        "vLLM tells connectors that weights changed.",
+        on_objects=True,
+    ),
+    Patch(
+        "note-sleep",
+        "vllm.v1.worker.gpu_worker:Worker.sleep",
+        "Waits for copies in flight (for the class that `worker_cls` names).",
+        "vLLM 0.32 unmaps the KV cache under them.",
+        "vLLM 0.33 is the oldest that is supported.",
+    ),
+    Patch(
+        "note-discard",
+        "vllm.v1.worker.gpu_worker:Worker.discard",
+        "Likewise, when only the KV cache is given back.",
+        "As `note-sleep`.",
+        "As `note-sleep`.",
+    ),
+    Patch(
+        "note-waking",
+        "vllm.v1.worker.gpu_worker:Worker.wake_up",
+        "Allows copies again.",
+        "As `note-sleep`.",
+        "As `note-sleep`.",
+    ),
+    Patch(
         "fingerprint-early",
         "vllm.v1.executor.abstract:Executor.__init__",
         "Starts hashing the weight files before they are loaded, and notes the executor, by which "

@@ -4,6 +4,7 @@ interface does not reach.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from types import SimpleNamespace
@@ -41,12 +42,11 @@ _EXECUTORS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 """Of engines with kvrecall's connector, by their id."""
 
 
-def on_workers(vllm_config: Any, work: Callable[[Any], object]) -> None:
-    """Does ``work(worker)`` in each worker's process, and waits for it. Without effect where vLLM's
-    plug-ins are switched off."""
+def on_workers(vllm_config: Any, work: Callable[[Any], Any]) -> list[Any]:
+    """Does ``work(worker)`` in each worker's process, and waits for it; what it returned there.
+    Without effect where vLLM's plug-ins are switched off."""
     executor = _EXECUTORS.get(vllm_config.instance_id)
-    if executor is not None:
-        executor.collective_rpc(work)
+    return [] if executor is None else list(executor.collective_rpc(work))
 
 
 def match_inside_blocks() -> None:
@@ -101,6 +101,14 @@ def _is_ours(transfer: Any) -> bool:
     return issubclass(KVConnectorFactory.get_connector_class(transfer), RecallConnector)
 
 
+_doomed: set[str] = set()  # requests whose loads, when they end, were in vain
+
+
+def fail_loads(request_ids: Iterable[str]) -> None:
+    """Loads of these requests that are under way will count as failed."""
+    _doomed.update(request_ids)
+
+
 def _has_ours_among(transfer: Any) -> bool:
     """Whether kvrecall's connector is one of those that a connector has, such as vLLM's
     ``MultiConnector``."""
@@ -114,12 +122,10 @@ def _has_ours_among(transfer: Any) -> bool:
 def reschedule_lost() -> None:
     """Makes vLLM's scheduler preempt requests that the workers report as lost, before it uses the
     step's output for them, which is dropped. They are recomputed. If the workers report that loaded
-    blocks are wrong, all running requests start over, with an empty device cache, and loads in
-    flight count as failed. A request whose load is stuck is recomputed in other device blocks: its
-    own stay out of use until the load ends."""
+    blocks are wrong, or that they have loaded other weights, all running requests start over, with
+    an empty device cache, and loads in flight count as failed. A request whose load is stuck is
+    recomputed in other device blocks: its own stay out of use until the load ends."""
     from kvrecall.engines.vllm.connector.wire import StepReport
-
-    doomed: set[str] = set()  # requests whose loads, when they end, were in vain
 
     def make(plain: Any) -> Any:
         def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -128,15 +134,15 @@ def reschedule_lost() -> None:
             if isinstance(report, StepReport):
                 for request_id in report.lost:
                     _preempt(self, self.requests.get(request_id))
-                if report.refuted:
-                    doomed.update(_preempt_all(self))
+                if report.starts_over:
+                    fail_loads(_preempt_all(self))
             if transfers is not None:
                 stuck = report.stuck if isinstance(report, StepReport) else ()
                 _keep_written(self, transfers, stuck)
-            if doomed and transfers is not None and transfers.finished_recving:
-                ended = doomed & transfers.finished_recving
+            if _doomed and transfers is not None and transfers.finished_recving:
+                ended = _doomed & transfers.finished_recving
                 transfers.failed_recving = (transfers.failed_recving or set()) | ended
-                doomed.difference_update(ended)
+                _doomed.difference_update(ended)
             return plain(self, scheduler_output, model_runner_output)
 
         return update_from_output
@@ -212,7 +218,10 @@ def _preempt_all(scheduler: Any) -> set[str]:
     Returns the requests that are being loaded."""
     now = time.monotonic()
     while scheduler.running:
-        scheduler._preempt_request(scheduler.running.pop(), now, drop_stale_output=True)
+        request = scheduler.running.pop()
+        scheduler._preempt_request(request, now, drop_stale_output=True)
+        if (stats := getattr(request, "prefill_stats", None)) is not None:
+            stats.set(request.num_prompt_tokens, 0, 0)  # the whole prompt is computed
     scheduler.prev_step_scheduled_req_ids.clear()
     manager = scheduler.kv_cache_manager
     manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
@@ -221,6 +230,20 @@ def _preempt_all(scheduler: Any) -> set[str]:
         for request_id, request in scheduler.requests.items()
         if request.status.name == "WAITING_FOR_REMOTE_KVS"
     }
+
+
+def part_ways(kv_cache_manager: Any) -> Callable[[Iterable[Any]], None]:
+    """``(requests)``: the weights have changed: empties the device's prefix cache, and no other
+    request finds a block there of these, which have computed part of their KV before."""
+
+    def part(requests: Iterable[Any]) -> None:
+        for request in requests:
+            request.cache_salt = secrets.token_hex(16)  # in the hash of its first block
+            request.block_hashes[:] = [secrets.token_bytes(32) for _ in request.block_hashes]
+        pool = kv_cache_manager.block_pool
+        kv_cache_manager.evict_blocks(set(range(pool.num_gpu_blocks)))
+
+    return part
 
 
 def block_manager(kv_cache_manager: Any) -> Any:

@@ -245,6 +245,14 @@ class Auditor:
                 if audit.is_over:
                     self._conclude(number)
 
+    def renew(self) -> None:
+        """The engine's weights have changed. What was proved before says nothing of blocks of the
+        new ones, here or in other engines, so those are written under a new origin."""
+        self._own = secrets.token_bytes(ORIGIN_BYTES)
+        self._beliefs.clear()
+        for number in list(self._audits):
+            self._close(number)
+
     def forget(self, digests: set[bytes]) -> None:
         """These namespaces are not used any more."""
         for key in [key for key in self._beliefs if key[0] in digests]:

@@ -24,11 +24,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvrecall.attention.selection import Gate
 from kvrecall.block import BlockKey, Namespace
 from kvrecall.config import RecallSettings
-from kvrecall.engines.fingerprint import default_memory
 from kvrecall.engines.vllm.attention.checks import offload_hindrance, reads_in_place
 from kvrecall.engines.vllm.attention.offload_scheduler import OffloadPlanner
 from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested, require_on
-from kvrecall.engines.vllm.compat import config, events, runner, scheduler, shims, waits
+from kvrecall.engines.vllm.compat import (
+    config,
+    events,
+    runner,
+    scheduler,
+    shims,
+    waits,
+    weights,
+)
 from kvrecall.engines.vllm.compat.logs import show_pool_lines
 from kvrecall.engines.vllm.compat.serving import end_with_parent
 from kvrecall.engines.vllm.compat.versions import BESIDE_OTHERS
@@ -49,8 +56,9 @@ from kvrecall.engines.vllm.connector.wire import (
 from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.engines.vllm.identity import fields
 from kvrecall.engines.vllm.identity.namespace import Adapters, namespace_of
-from kvrecall.engines.vllm.identity.weights import weights_of
+from kvrecall.engines.vllm.identity.weights import FINGERPRINT_S, RunningWeights, weights_of
 from kvrecall.errors import ConfigError, EngineError, KvrecallError
+from kvrecall.nicety import nicety
 from kvrecall.pool.base import ArenaHandle, PoolClient
 from kvrecall.pool.open import open_pool
 from kvrecall.pool.pool import Pool
@@ -59,11 +67,6 @@ from kvrecall.pool.service.endpoint import AdminEndpoint
 from kvrecall.pool.slots import slot_bytes_of
 
 logger = logging.getLogger("vllm.kvrecall")
-
-_FINGERPRINT_S = 0.5
-"""How long the start waits for the fingerprint of the weights. A remembered fingerprint, or one of
-a small model, is known by then, and the first request is pooled; otherwise requests run without the
-pool until it is."""
 
 
 class RecallConnector(KVConnectorBase_V1, SupportsHMA):
@@ -91,6 +94,8 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             runner.hand_orders_first(vllm_config)
             self._worker = RecallWorker(vllm_config, kv_cache_config)
             runner.show_model(vllm_config, self._worker.see_model)
+            worker = self._worker
+            weights.note_loads(vllm_config, worker.weights, worker.unregister, worker.restore)
         else:
             if multiprocessing.current_process().name.startswith("EngineCore"):
                 end_with_parent()
@@ -98,7 +103,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             if events.are_published(vllm_config):
                 events.replay_everything()  # vLLM makes the publisher next
             self._settings = _settings_of(vllm_config)
-            self._weights = weights_of(vllm_config)
+            self._started = weights_of(vllm_config)
             _warn_if_hopeless(vllm_config)
             self._pool = open_pool(self._settings)
             self._endpoint = _endpoint(self._pool, self._settings)
@@ -199,26 +204,40 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         arena_bytes = self._pool.arena_handle().nbytes
         if arena_bytes:  # none while a pool service is not there
             _check_room(arena_bytes, facts, self._vllm_config.model_config.max_model_len)
-        self._weights.wait(_FINGERPRINT_S)
+        self._started.wait(FINGERPRINT_S)
+        self._weights = RunningWeights(
+            self._started,
+            lambda: self._s.weights_changed(),
+            lambda loaded, swapped: self._s.adapters_loaded(loaded, swapped),
+        )
         self._scheduler = RecallScheduler(
             self._pool,
             self._settings,
             facts,
             lambda: self._namespace(shards),
-            Adapters(fields.adapter_ingredients(self._vllm_config), default_memory()),
+            Adapters(fields.adapter_ingredients(self._vllm_config)),
             scheduler.device_blocks(self._kv_cache_manager),
             scheduler.first_needed(self._kv_cache_manager),
             scheduler.reachable_blocks(self._kv_cache_manager),
             scheduler.room_for(self._kv_cache_manager),
             scheduler.tail_hash(self._vllm_config, facts.block_size),
             self._kv_cache_manager.evict_blocks,
+            scheduler.part_ways(self._kv_cache_manager),
+            lambda: self._weights.loaded(
+                weights.look_at(functools.partial(scheduler.on_workers, self._vllm_config))
+            ),
         )
+        weights.watch_weights(self._kv_cache_manager, self._weights)
         if self._scheduler.misses.is_on:
             scheduler.while_computing(self._kv_cache_manager, self._scheduler.misses.aside)
         self._events = self._pool_events(self._scheduler)
         self._traces = self._scheduler.traces = self._begin_traces(self._scheduler, facts)
         self._keep_long_sequences(facts, shards)
         self._ready_arena(facts, [shard.numa_node for shard in shards])
+        self._tell_open(facts, arena_bytes)
+
+    @nicety("a log line")
+    def _tell_open(self, facts: EngineFacts, arena_bytes: int) -> None:
         logger.info(
             "kvrecall: pool open as %s: host %.2f GiB, %s, %s, hits in units of %d tokens",
             self._vllm_config.kv_transfer_config.kv_role,
@@ -255,6 +274,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         cleared = events.DeviceClears(self._kv_cache_manager)
         return PoolEvents(self._pool, lambda: side.namespaces.live, cleared.happened)
 
+    @nicety("the start of traces")
     def _begin_traces(self, side: RecallScheduler, facts: EngineFacts) -> Traces | None:
         """None without vLLM's ``--otlp-traces-endpoint``."""
         endpoint = config.traces_endpoint(self._vllm_config)
@@ -344,6 +364,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         )
         return False
 
+    @nicety("the naming of this engine's blocks, so that none are pooled,")
     def _namespace(self, shards: list[Any]) -> Namespace | None:
         """None until the engine's weights are identified."""
         if not self._weights.is_known:
@@ -405,6 +426,8 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         return False  # ``request_finished_all_groups`` follows and decides
 
     def reset_cache(self) -> bool | None:
+        if weights.keeps_pool(self._kv_cache_manager):
+            return True  # the weights are the same, or are known to be others
         return self._s.reset()
 
     def take_events(self) -> Iterable[Any]:
@@ -436,6 +459,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- both ---------------------------------------------------------------------------
 
+    @nicety("the statistics of this connector")
     def get_kv_connector_stats(self) -> RecallStats | None:
         if self._worker is not None:
             did, heat = self._worker.attention_counts(), self._worker.attention_heat()
@@ -456,6 +480,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         return RecallStats(data=data) if data else RecallStats.of({}, {})
 
     @classmethod
+    @nicety("the metrics of this connector")
     def build_prom_metrics(
         cls,
         vllm_config: Any,
@@ -497,6 +522,7 @@ def _block_bytes(shard: Shard) -> int:
     return sum(layer.page_bytes for layer in shard.layers)
 
 
+@nicety("the endpoint for administration")
 def _endpoint(pool: PoolClient, settings: RecallSettings) -> AdminEndpoint | None:
     """The endpoint at which an embedded pool answers administration; None without one. A failure is
     logged and does not prevent serving."""
@@ -555,6 +581,7 @@ def _groups_text(facts: EngineFacts) -> str:
     return f"{len(facts.groups)} KV groups ({'; '.join(sizes)})"
 
 
+@nicety("a warning")
 def _warn_if_hopeless(vllm_config: Any) -> None:
     algo = vllm_config.cache_config.prefix_caching_hash_algo
     if config.root_seed_is_random(algo):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvrecall.engines.vllm.compat import events
+from kvrecall.nicety import nicety
 from kvrecall.pool.changes import Change, ChangeLog, Restart
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.runs import runs_of
@@ -36,6 +37,7 @@ class PoolEvents:
         self._abandoned: dict[bytes, int] = {}  # groups of namespaces that were live
         self._log: ChangeLog | None = None
 
+    @nicety("the publishing of KV events", lambda _: [])
     def take(self) -> list[Any]:
         """Events since the last call, in order."""
         live = self._live()

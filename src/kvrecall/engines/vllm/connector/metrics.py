@@ -23,6 +23,7 @@ from kvrecall.engines.base import Miss
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.connector.wire import StepReport
+from kvrecall.nicety import niceties, nicety
 from kvrecall.pool.base import PoolStats
 
 SOURCES = ("device", "host", "disk", "remote", "computed")
@@ -41,6 +42,7 @@ COUNTERS = {
     "sequences_lost": "Sequences recomputed because their offloaded blocks were unreachable.",
     "audits": "Hits that were computed and compared with the pool's blocks.",
     "audits_failed": "Audits that found a difference: the engine's blocks became private.",
+    "weights_changed": "Times that a running engine was given other weights, or an adapter's.",
     "handovers": "Requests with blocks promised by a prefill instance.",
     "handovers_late": "Handovers whose blocks did not arrive in time and were computed.",
     "handovers_foreign": "Handovers whose blocks do not fit this engine.",
@@ -105,6 +107,7 @@ LOAD_BUCKETS = tuple(
 _REPORT_EVERY_S = 0.25
 
 
+@niceties("the counting for metrics")
 class Tally:
     """Counters of the scheduler side since the last report (names as in ``COUNTERS``), the loads
     that ended since then, and of the requests that began prompt tokens by source and the reasons
@@ -205,6 +208,7 @@ class RecallStats(KVConnectorStats):
     def is_empty(self) -> bool:
         return not self.data.get("counts") and not self.data.get("gauges")
 
+    @nicety("the sum of statistics", lambda self, _: self)
     def aggregate(self, other: KVConnectorStats) -> RecallStats:
         counts = dict(self.data.get("counts", {}))
         for name, amount in other.data.get("counts", {}).items():
@@ -220,6 +224,7 @@ class RecallStats(KVConnectorStats):
                 loads.setdefault(tier, []).extend(seconds)
         return RecallStats.of(counts, gauges, splits, heat.take(), loads, misses)
 
+    @nicety("the log line of statistics", lambda _: {})
     def reduce(self) -> dict[str, int | float]:
         """The values for the log line of the last interval."""
         counts = self.data.get("counts", {})
@@ -270,6 +275,7 @@ class RecallPromMetrics(KVConnectorPromMetrics):
             labelnames=[*labelnames, "tier"],
         )
 
+    @nicety("the update of metrics")
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds one payload of ``RecallStats``. ``label:metric`` names a labelled metric."""
         labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]

@@ -26,6 +26,7 @@ from kvrecall.engines.vllm.connector.chains import LEAST_COMMON, Chains
 from kvrecall.engines.vllm.connector.metrics import Tally
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.wire import EngineFacts
+from kvrecall.nicety import niceties
 from kvrecall.pool.base import Absence, PoolClient, Presence
 from kvrecall.pool.changes import Cause
 
@@ -51,6 +52,7 @@ class _Question(NamedTuple):
     otherwise: Mapping[str, object]
 
 
+@niceties("the explanation of misses")
 class MissExplainer:
     """Finds the reason of each miss, and puts it into the request's state and the tally. Owned by
     the scheduler side. Does not wait: what a pool service answers later is asked again by
@@ -237,6 +239,8 @@ class MissExplainer:
         if state.namespace is not None:
             return None
         cause = "adapter" if request.lora_request is not None else _NO_NAMESPACE
+        if getattr(request, "prompt_embeds", None) is not None:
+            cause = "prompt embeddings"
         if not state.settled:
             cause = "weights not identified yet"
         return {"reason": Reason.NOT_POOLED, "cause": cause}

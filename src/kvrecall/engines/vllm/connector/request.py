@@ -20,12 +20,13 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName
 from kvrecall.engines.base import HANDOVER, HINT, Miss, Reason
 from kvrecall.engines.vllm.compat.shims import said_of_return
+from kvrecall.nicety import nicety
 from kvrecall.pool.base import ArenaHandle
 from kvrecall.pool.hints import Hint, hint_of
 
@@ -103,6 +104,7 @@ class LoadCostModel:
 
     # ---- time ---------------------------------------------------------------------------
 
+    @nicety("the estimate of costs")
     def step_begins(self, works: bool, prompt_tokens: int = 0, depth: int = 0) -> int | None:
         """A step, of so many prompt tokens at which mean position. Returns a number if the workers
         are to time it."""
@@ -114,6 +116,7 @@ class LoadCostModel:
             del self._timed[next(iter(self._timed))]
         return self._steps
 
+    @nicety("the estimate of costs")
     def step_took(self, number: int, seconds: float) -> None:
         """``seconds``: of the device. What a further rank reports of the same step is ignored."""
         work = self._timed.pop(number, None)
@@ -138,6 +141,7 @@ class LoadCostModel:
         if tokens >= _MIN_STEP_TOKENS and seconds > 0:
             self._prefill.saw(tokens, depth, seconds)
 
+    @nicety("the estimate of costs")
     def saw_load(self, tier: TierName, blocks: float, seconds: float) -> None:
         """``blocks`` blocks arrived from ``tier`` within ``seconds`` of the request, queues
         included. Blocks that did not arrive in time lower the bandwidth."""
@@ -151,6 +155,10 @@ class LoadCostModel:
 
     # ---- what follows -------------------------------------------------------------------
 
+    @nicety(
+        "the estimate of costs",
+        lambda self, tiers, *_, **__: LoadPlan(len(tiers), self._deadline_s),
+    )
     def plan(
         self,
         tiers: Sequence[TierName],
@@ -191,6 +199,7 @@ class LoadCostModel:
         unheard_s = self._clock() - self._seen_at.get(tier, 0.0)
         return self._passed_over % _PROBE_EVERY == 0 or unheard_s >= _PROBE_AFTER_S
 
+    @nicety("the estimate of costs", 0.0)
     def gained_seconds(self, tiers: Sequence[TierName], start_block: int) -> float:
         """Computing time saved by blocks from below the host; ``tiers`` as in ``plan``."""
         return sum(
@@ -271,7 +280,7 @@ def receipt(namespace: Namespace | None, tokens: int, hinted: str = "") -> dict[
 
 def pool_id(arena: ArenaHandle) -> str:
     """Names a pool, equally for all engines that use it at the same time."""
-    return hashlib.blake2b(repr(arena).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(repr(replace(arena, seat=0)).encode(), digest_size=8).hexdigest()
 
 
 def hint_of_request(request: Any) -> tuple[Hint | None, bool]:

@@ -409,10 +409,12 @@ class Saver:
         for store_id in state.open_stores:
             self._open[store_id].failed = True
 
-    def forsake(self, digests: set[bytes]) -> None:
-        """Blocks being copied for these namespaces are not committed."""
+    def forsake(self, digests: set[bytes] | None) -> None:
+        """Blocks being copied for these namespaces (all) are not committed."""
         for store in self._open.values():
-            store.failed |= any(key[:NAMESPACE_BYTES] in digests for key in store.keys)
+            store.failed |= digests is None or any(
+                key[:NAMESPACE_BYTES] in digests for key in store.keys
+            )
 
     def flush_later(self, keys: Sequence[BlockKey]) -> None:
         """The next ``flush`` waits for these blocks."""

@@ -19,7 +19,7 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.base import MISSED, REPORT, UNIT, Reason
 from kvrecall.engines.vllm.attention.offload_scheduler import OffloadPlanner
 from kvrecall.engines.vllm.compat.config import GroupKind
-from kvrecall.engines.vllm.compat.scheduler import boundary_states
+from kvrecall.engines.vllm.compat.scheduler import boundary_states, fail_loads
 from kvrecall.engines.vllm.connector.audit import Auditor
 from kvrecall.engines.vllm.connector.hit import FirstNeeded, Hit, HitFinder
 from kvrecall.engines.vllm.connector.load import PrefixLoad
@@ -48,6 +48,7 @@ from kvrecall.engines.vllm.connector.wire import (
     StepOrders,
     StepReport,
 )
+from kvrecall.engines.vllm.identity.changes import LoadedAdapter
 from kvrecall.engines.vllm.identity.namespace import Adapters, NamespaceRegistry
 from kvrecall.pool.base import ArenaHandle, PoolClient
 
@@ -79,12 +80,15 @@ class RecallScheduler:
         room_for: RoomFor = lambda request, tokens, others: True,
         tail_hash: TailHash | None = None,
         uncache: Callable[[set[int]], None] = lambda block_ids: None,
+        part_ways: Callable[[Iterable[Any]], None] = lambda requests: None,
+        reloaded: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``namespace`` and ``adapters`` as of ``NamespaceRegistry``. ``tables``: the device blocks
         of a request by KV group, in order; 0 for one that is no longer there. ``first_needed`` as
         of ``HitFinder``, ``reachable`` as of ``Saver``; ``room_for`` and ``tail_hash``: see
-        ``compat.scheduler``. ``uncache``: takes device blocks out of vLLM's prefix cache.
+        ``compat.scheduler``, and ``part_ways``. ``uncache``: takes device blocks out of vLLM's
+        prefix cache. ``reloaded``: called when the workers' model has loaded weights by itself.
         ``clock``: seconds."""
         self._pool = pool
         self._settings = settings
@@ -102,6 +106,9 @@ class RecallScheduler:
         self._room_for = room_for
         self._tail_hash = tail_hash
         self._uncache = uncache
+        self._part_ways = part_ways
+        self._reloaded = reloaded
+        self._has_mixtures = False
         self._loads: list[Load] = []
         self._releases: list[str] = []
         self._warned_of_foreign = False
@@ -552,6 +559,9 @@ class RecallScheduler:
                 self.costs.saw_load(TierName.HOST, blocks, report.load_rank_seconds)
             if report.lost:
                 self._sequences_lost(report.lost)
+            if report.starts_over:
+                self._start_over(report)
+            self.adapters_loaded(report.adapters, report.swapped)
             for number, (ranks, found) in report.compared.items():
                 self._auditor.compared(number, ranks, found)
             self._saver.made(report.stored, report.failed)
@@ -574,6 +584,50 @@ class RecallScheduler:
                 state.recalled.clear()
                 self.misses.failed(state)
         self._saver.flush()  # with async_write off, replies of this step leave after it
+
+    def _start_over(self, report: StepReport) -> None:
+        """vLLM has preempted all running requests, see ``compat.scheduler``: nothing of their
+        prompts was recalled. After a load of the workers' own accord it is not known which blocks
+        on their way to the pool were computed before."""
+        for state in self._states.values():
+            if state.request.request_id not in self._loading:
+                state.device_tokens = 0
+                state.recalled.clear()
+        if report.reloaded or report.swapped:
+            self._saver.forsake(None)
+        if report.reloaded:
+            self._reloaded()
+
+    def adapters_loaded(
+        self, loaded: Mapping[int, LoadedAdapter], swapped: Collection[int]
+    ) -> None:
+        """The workers have loaded these adapters, of which ``swapped`` have another content."""
+        if loaded:
+            self.namespaces.adapters.loaded(loaded)
+        if swapped:
+            self.weights_changed(frozenset(swapped))
+
+    def weights_changed(self, adapters: Collection[int] | None = None) -> None:
+        """The workers have other weights, or another content of these ``adapters``. Requests in the
+        engine are computed without the pool from here on, since part of their KV may be of before;
+        their loads count as failed. What was ordered to be saved was computed before. No proof
+        holds any more: neither of other writers' blocks, nor for others of those to come."""
+        self.misses.settle()
+        self.tally.counts["weights_changed"] += 1
+        parted = []
+        for request_id, state in self._states.items():
+            lora = state.request.lora_request
+            if adapters is not None and (lora is None or lora.lora_int_id not in adapters):
+                continue
+            self._drop_load(state)
+            state.namespace, state.settled = None, True
+            if request_id in self._loading or state.request.num_computed_tokens:
+                parted.append(state.request)
+        fail_loads(self._loading.keys() & {request.request_id for request in parted})
+        self._part_ways(parted)
+        self._auditor.renew()
+        if adapters is None:
+            self.namespaces.renew()
 
     def _sequences_lost(self, lost: Collection[str]) -> None:
         """The workers cannot reach the arena: no more blocks go there. The engine restarts those
@@ -662,9 +716,9 @@ class RecallScheduler:
         return self._states.get(request_id)
 
     def reset(self) -> bool:
-        """Forgets all pooled blocks permanently. vLLM resets its caches when weights are replaced
-        in place, which no fingerprint detects; from here on this engine's blocks therefore have a
-        namespace private to this process. False (and no effect) while blocks are being loaded."""
+        """Forgets all pooled blocks permanently, those beyond this host, too: from here on this
+        engine's blocks have a namespace private to this process. False (and no effect) while
+        blocks are being loaded."""
         if self._loading:
             return False
         self.misses.settle()
@@ -695,11 +749,23 @@ class RecallScheduler:
         if state.settled or not self.namespaces.is_settled(state.request):
             return
         state.settled = True
+        if not self._is_hashed(state.request):
+            return
         state.namespace = self.namespaces.of(state.request)
         if state.namespace is not None:
             state.group_namespaces = self.namespaces.groups_of(state.namespace)
         if not state.reported:
             state.promise = self._accept(state.request.kv_transfer_params, state.namespace)
+
+    def _is_hashed(self, request: Any) -> bool:
+        """Whether vLLM's block hash tells a request's prompt: of embeddings mixed with tokens it
+        has the rows, and not which positions they are for. Embeddings alone have the same hash as
+        such a mixture, whose blocks they could find on the device."""
+        if getattr(request, "prompt_embeds", None) is None:
+            return True
+        if getattr(request, "prompt_is_token_ids", None) is not None:
+            self._has_mixtures = True
+        return not self._has_mixtures
 
     def _accept(self, params: object, namespace: Namespace | None) -> Promise | None:
         """The promise in a request's ``kv_transfer_params``; None if none can be kept."""

@@ -24,6 +24,7 @@ from kvrecall.engines.vllm.connector.load import PrefixLoad
 from kvrecall.engines.vllm.connector.pages import Copy
 from kvrecall.engines.vllm.connector.request import Handover
 from kvrecall.engines.vllm.connector.wire import EngineFacts
+from kvrecall.nicety import niceties
 from kvrecall.traces import FLUSH_S, REQUEST_ID, end_provider, headers_of, parent_of, provider_at
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class _Batch:
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
+@niceties("the trace of a request")
 class RequestTrace:
     """What is noted of one request. Called from the engine's thread only."""
 
@@ -299,6 +301,7 @@ class RequestTrace:
         return _Batch(self._span, self._began_ns, self._epoch_s, parts, *more)
 
 
+@niceties("the traces of requests")
 class Traces:
     """The traced requests of an engine, and the thread that makes their spans. ``dropped`` counts
     batches of spans that the thread did not take in time."""

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvrecall.engines.vllm.compat.config import ALONE, GroupKind, KvGroup, Sharing
 from kvrecall.engines.vllm.connector.pages import Copy
+from kvrecall.engines.vllm.identity.changes import LoadedAdapter, adapters_of
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.pool.base import ArenaHandle
 
@@ -164,7 +165,9 @@ class StepReport(KVConnectorWorkerMetadata):
     they are reported as failed if they end. ``timed``:
     the device's seconds for steps, by the orders' numbers. ``load_rank_seconds``: of all ranks
     that loaded, which do so at the same time. ``copied``: the device's seconds for the loads of
-    requests, where requests are traced."""
+    requests, where requests are traced. ``reloaded``: the model has loaded weights by itself since
+    the last report; ``adapters``: those that were loaded, ``swapped``: of them those whose content
+    is another than before."""
 
     stored: dict[int, int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
@@ -178,10 +181,18 @@ class StepReport(KVConnectorWorkerMetadata):
     stored_bytes: int = 0
     store_seconds: float = 0.0
     copied: dict[str, float] = field(default_factory=dict)
+    reloaded: bool = False
+    adapters: dict[int, LoadedAdapter] = field(default_factory=dict)
+    swapped: set[int] = field(default_factory=set)
     stuck: set[str] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _report_of, (_pack(self),)
+
+    @property
+    def starts_over(self) -> bool:
+        """Whether running requests may have used KV that this engine would not have computed."""
+        return bool(self.refuted or self.reloaded or self.swapped)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         """Sums the reports of two ranks."""
@@ -208,6 +219,9 @@ class StepReport(KVConnectorWorkerMetadata):
             self.stored_bytes + other.stored_bytes,
             max(self.store_seconds, other.store_seconds),
             {n: max(self.copied.get(n, 0.0), other.copied.get(n, 0.0)) for n in copies},
+            self.reloaded or other.reloaded,
+            adapters_of([self.adapters, other.adapters]),
+            self.swapped | other.swapped,
             self.stuck | other.stuck,
         )
 

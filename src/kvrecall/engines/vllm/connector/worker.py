@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvrecall.engines.fingerprint import default_memory
 from kvrecall.engines.vllm.attention.activity import totals_of
 from kvrecall.engines.vllm.attention.backend import retrieval_groups
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
@@ -21,6 +22,7 @@ from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.offloaded import Records
 from kvrecall.engines.vllm.compat import config
 from kvrecall.engines.vllm.compat.scales import settle_scales
+from kvrecall.engines.vllm.compat.weights import note_model
 from kvrecall.engines.vllm.connector.compare import deviation
 from kvrecall.engines.vllm.connector.copier import ArenaMapping
 from kvrecall.engines.vllm.connector.pages import GroupPages, Pages, pages_of
@@ -36,8 +38,10 @@ from kvrecall.engines.vllm.connector.wire import (
 )
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.device.base import Event
+from kvrecall.engines.vllm.identity.changes import RankWeights
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.errors import EngineError
+from kvrecall.nicety import nicety
 from kvrecall.pool.base import ArenaHandle
 
 _ROWS, _COLUMNS, _TIMES = 512, 2048, 4  # of products that tell what a token of a prefill costs
@@ -72,6 +76,7 @@ class RecallWorker:
         self._step_began: Event | None = None
         self._timed: deque[tuple[int, Event, Event]] = deque()  # steps under way: begin and end
         self._shard: Shard | None = None
+        self.weights = RankWeights(default_memory())
         self._is_traced = config.traces_endpoint(vllm_config) is not None
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -105,9 +110,10 @@ class RecallWorker:
 
     def unregister(self) -> None:
         """vLLM takes the KV cache's memory away (sleep mode): loads and stores fail until
-        ``restore``."""
+        ``restore``. Waits for copies in flight; raises EngineError if they do not end."""
         if self._mapping is not None:
             self._mapping.suspend()
+            self._failed_loads.update(self._loading)  # what they have loaded goes, too
 
     def restore(self) -> None:
         """The memory is back, at the same addresses."""
@@ -171,6 +177,7 @@ class RecallWorker:
     def see_model(self, model: torch.nn.Module) -> None:
         """Registers the model that this rank has loaded. Called before ``shard``."""
         self._model = model
+        note_model(model, self.weights)
 
     @property
     def _arena(self) -> ArenaMapping:
@@ -297,9 +304,7 @@ class RecallWorker:
         failed."""
         if self._mapping is None:
             return set(), set(), set()
-        while self._timed and self._timed[0][2].is_reached():
-            step, began, ended = self._timed.popleft()
-            self._report.timed[step] = ended.seconds_since(began)
+        self._take_times()
         loads, stores = self._mapping.completed()
         over = {self._loading.popleft(): moved for moved in loads}
         loaded = set(over)
@@ -330,8 +335,17 @@ class RecallWorker:
         self._report.store_seconds += sum(moved.seconds for moved in stores)
         return released, loaded | failed, failed
 
+    @nicety("the timing of steps")
+    def _take_times(self) -> None:
+        while self._timed and self._timed[0][2].is_reached():
+            step, began, ended = self._timed.popleft()
+            self._report.timed[step] = ended.seconds_since(began)
+
     def report(self) -> StepReport | None:
         """Events since the last report; None without any."""
+        news = self.weights.news()
+        self._report.reloaded, self._report.adapters = news.is_reloaded, news.adapters
+        self._report.swapped = set(news.swapped)
         report, self._report = self._report, StepReport()
         return None if report == StepReport() else report
 
@@ -392,6 +406,7 @@ def _placed(group: GroupPages) -> GroupPages:
     return replace(group, starts=tuple(config.record_places(sizes, pieces, group.sharing)))
 
 
+@nicety("the measurement of this device's speed", 0.0)
 def least_token_seconds(
     flops: float, hidden: int, dtype: torch.dtype, where: torch.device
 ) -> float:

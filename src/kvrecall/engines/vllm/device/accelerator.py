@@ -16,6 +16,7 @@ from kvrecall.attention.kernels.device import Piece
 from kvrecall.engines.vllm.device import driver
 from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event, Stream
 from kvrecall.engines.vllm.device.pagelock import CHUNK_BYTES, PageLock, numa_node_at
+from kvrecall.nicety import nicety
 
 ITEMS_A_CALL = 256
 """Of the driver, which begins to copy when it has taken all items of a call, each in half a
@@ -179,6 +180,7 @@ class AcceleratorDevice(Device):
         here.copy_(values, non_blocking=True)
         return here, self.current().record()
 
+    @nicety("the search for the memory near a device")
     def numa_node(self) -> int | None:
         is_cuda = self._device.type == "cuda"
         address = driver.pci_address(self._device.index or 0) if is_cuda else None

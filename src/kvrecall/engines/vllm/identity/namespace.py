@@ -8,15 +8,14 @@ import platform
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from kvrecall.block import Namespace
-from kvrecall.engines.fingerprint import Fingerprint, Memory
 from kvrecall.engines.vllm.compat import config
 from kvrecall.engines.vllm.compat.versions import engine_version
 from kvrecall.engines.vllm.connector.wire import Shard
 from kvrecall.engines.vllm.identity import fields
+from kvrecall.engines.vllm.identity.changes import LoadedAdapter, adapters_of
 from kvrecall.engines.vllm.identity.loaded import together
 from kvrecall.errors import ConfigError
 from kvrecall.pool.base import PoolClient
@@ -124,61 +123,42 @@ def config_text(hf_config: Any) -> str:
     fields = {
         name: value for name, value in hf_config.to_dict().items() if name not in _IRRELEVANT_CONFIG
     }
-    return json.dumps(fields, sort_keys=True, default=str)
+    try:
+        return json.dumps(fields, sort_keys=True, default=str)
+    except TypeError:  # of a mapping whose keys have no order, or are no text
+        return json.dumps(_with_texts(fields), sort_keys=True, default=str)
+
+
+def _with_texts(value: Any) -> Any:
+    """``value`` with all keys of its mappings as text."""
+    if isinstance(value, dict):
+        return {str(key): _with_texts(inner) for key, inner in value.items()}
+    return [*map(_with_texts, value)] if isinstance(value, list | tuple) else value
 
 
 class Adapters:
-    """Fingerprints of LoRA adapters, taken in the background when an adapter is first used.
+    """The LoRA adapters that the workers have loaded, by the numbers that vLLM gives them.
 
     vLLM's block hash carries an adapter's name and path, not its weights.
     """
 
-    def __init__(self, settings: Mapping[str, str], memory: Memory) -> None:
+    def __init__(self, settings: Mapping[str, str]) -> None:
         """``settings``: how the engine treats any adapter, such as its dtype."""
         self._settings = _text(settings)
-        self._memory = memory
-        self._jobs: dict[tuple[int, str], Fingerprint] = {}
-        self._unknown: set[tuple[int, str]] = set()  # which content is loaded cannot be known
+        self._loaded: dict[int, LoadedAdapter] = {}
+
+    def loaded(self, adapters: Mapping[int, LoadedAdapter]) -> None:
+        """Ranks have loaded these."""
+        self._loaded = adapters_of([self._loaded, dict(adapters)])
 
     def is_known(self, lora_request: Any) -> bool:
-        """Whether ``identity`` is known by now. Starts reading a new adapter."""
-        return self._job(lora_request).is_over
+        """Whether the workers have loaded the adapter by now."""
+        return lora_request.lora_int_id in self._loaded
 
     def identity(self, lora_request: Any) -> str | None:
-        """Identifies the adapter's blocks; None if its content cannot be known.
-
-        The files of an adapter in use may be replaced while the engine keeps the old weights, or
-        reloads it; from then on this adapter is not pooled, until it is loaded under a new id.
-        """
-        name = _name(lora_request)
-        job = self._job(lora_request)
-        if name in self._unknown:
-            return None
-        if job.digest is None:
-            self._distrust(name, job.failure)
-            return None
-        if not job.still_holds():
-            self._distrust(name, "it changed on disk while in use")
-            return None
-        return f"{job.digest} {self._settings}"
-
-    def _job(self, lora_request: Any) -> Fingerprint:
-        name = _name(lora_request)
-        if name not in self._jobs:
-            self._jobs[name] = Fingerprint(Path(lora_request.lora_path), memory=self._memory)
-        return self._jobs[name]
-
-    def _distrust(self, name: tuple[int, str], reason: str) -> None:
-        self._unknown.add(name)
-        logger.warning(
-            "kvrecall: adapter %s is not pooled until it is loaded under a new id: %s",
-            name[1],
-            reason,
-        )
-
-
-def _name(lora_request: Any) -> tuple[int, str]:
-    return lora_request.lora_int_id, lora_request.lora_path
+        """Identifies a known adapter's blocks by what was loaded; None if that is not known."""
+        _, digest = self._loaded[lora_request.lora_int_id]
+        return f"{digest} {self._settings}" if digest else None
 
 
 class NamespaceRegistry:
@@ -199,7 +179,7 @@ class NamespaceRegistry:
         self._pool = pool
         self._groups = groups
         self._make_base = base
-        self._adapters = adapters
+        self.adapters = adapters
         self._base: Namespace | None = None
         self._is_private = False
         self._distrusted: set[bytes] = set()  # of adapters, before their epoch
@@ -214,9 +194,9 @@ class NamespaceRegistry:
         if self._base is None:
             self._base = self._next_base()
         known = self._base is not None and (
-            request.lora_request is None or self._adapters.is_known(request.lora_request)
+            request.lora_request is None or self.adapters.is_known(request.lora_request)
         )
-        if not known and not self._warned:
+        if self._base is None and not self._warned:
             self._warned = True
             logger.warning(
                 "kvrecall: requests are computed without the pool until the fingerprint of the "
@@ -230,7 +210,7 @@ class NamespaceRegistry:
         assert self._base is not None
         namespace = self._base
         if request.lora_request is not None:
-            identity = self._adapters.identity(request.lora_request)
+            identity = self.adapters.identity(request.lora_request)
             if identity is None:
                 return None
             namespace = namespace.derive(adapter=identity)
@@ -243,6 +223,12 @@ class NamespaceRegistry:
     def groups_of(self, namespace: Namespace) -> tuple[Namespace, ...]:
         """The namespaces of a namespace's blocks, by KV group."""
         return self._registered[namespace.digest]
+
+    def renew(self) -> None:
+        """The weights have changed: the namespace is determined anew."""
+        self.live.clear()
+        self._registered.clear()
+        self._base = None
 
     def turn_private(self) -> None:
         """From now on blocks have a namespace that no other engine has had or will have."""

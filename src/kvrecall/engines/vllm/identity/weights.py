@@ -1,4 +1,5 @@
-"""Identifies an engine's weights: fingerprints of its model folders, taken while it loads."""
+"""Identifies an engine's weights: fingerprints of its model folders, taken while it loads, and of
+what it is given while it runs."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import os
 import secrets
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import psutil
 from kvrecall.engines.fingerprint import FileState, Fingerprint, Memory, default_memory
 from kvrecall.engines.vllm.compat.scheduler import before_loading
 from kvrecall.engines.vllm.compat.versions import end_if_named, is_refused
+from kvrecall.engines.vllm.identity.changes import LoadedAdapter, Look
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -29,6 +33,11 @@ _FROM_THE_FOLDER = frozenset(
 
 DRAFTLESS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculation that draft without a model."""
+FINGERPRINT_S = 0.5
+"""How long a start, or a load, waits for the fingerprint of files. A remembered one, or that of a
+small model, is known by then, and the first request is pooled; otherwise requests run without the
+pool until it is."""
+
 _CLOCK_S = 1.5  # the kernel counts a process's start in whole seconds since boot
 
 _early: dict[int, Weights] = {}  # by the id of the engine's configuration, until it is asked for
@@ -61,6 +70,16 @@ class Weights:
         self._found: dict[int, _Model] = {}
         self._text: str | None = None
         self._begin()
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the only model; None if there are others, or no folder."""
+        models = self._models()
+        return models[0].folder if len(models) == 1 else None
+
+    def files(self, folder: Path) -> Fingerprint:
+        """Begins to read a folder that is loaded in place of the first model's."""
+        return Fingerprint(folder, bool(self._config.model_config.trust_remote_code), self._memory)
 
     @property
     def is_known(self) -> bool:
@@ -118,6 +137,160 @@ class Weights:
                     "loaded",
                 )
         return job.digest
+
+
+@dataclass(slots=True)
+class Replaced:
+    """Weights that a running engine was given. ``tensors``: digest of the loaded parameters; None
+    if it does not tell what they are. ``files``: of the folder they came from, if all did."""
+
+    tensors: str | None
+    files: Fingerprint | None
+    _text: str | None = None
+
+    @property
+    def is_known(self) -> bool:
+        return self.files is None or self.files.is_over
+
+    def text(self) -> str:
+        if self._text is None:
+            if self.files is not None and self.files.digest and self.files.still_holds():
+                self._text = self.files.digest
+            elif self.tensors is not None:
+                self._text = f"tensors {self.tensors}"
+            else:
+                self._text = f"private {secrets.token_hex(16)}"
+        return self._text
+
+
+_LOADS = frozenset(
+    "reload_weights update_weights finish_weight_update reset_weights load_model".split()
+)
+"""Methods of workers that are there to write weights."""
+
+
+class RunningWeights:
+    """The weights that the workers of a running engine have: those it was started with, until a
+    call to the workers changes them. Owned by the engine's process.
+
+    A call that may write weights is judged by a digest of all parameters before and after it. Where
+    kernels keep weights in forms of their own the digest does not cover them: there, any load
+    counts as a change, and what did not come from a folder is private to this process.
+    """
+
+    def __init__(
+        self,
+        started: Weights,
+        changed: Callable[[], None],
+        adapters: Callable[[Mapping[int, LoadedAdapter], frozenset[int]], None],
+    ) -> None:
+        """``changed``: called when the workers have other weights. ``adapters``: called with those
+        that were loaded, and which of them have another content than before."""
+        self._started = started
+        self._now: Weights | Replaced | None = started  # None: not known
+        self._folder = started.folder
+        self._tensors: str | None = None  # of the present weights, once they were read
+        self._loads = 0  # where a digest does not cover all weights, of which it has to be known
+        self._known: dict[tuple[int, str], Weights | Replaced] = {}  # by loads and digest
+        self._changed = changed
+        self._adapters = adapters
+
+    @property
+    def is_known(self) -> bool:
+        """Whether ``text`` is known by now. Does not wait."""
+        return self._now is not None and self._now.is_known
+
+    def text(self) -> str:
+        """Fingerprint of the weights; see ``Weights.text``."""
+        assert self._now is not None
+        return self._now.text()
+
+    @contextmanager
+    def call(
+        self,
+        look: Callable[[bool], Look],
+        method: object,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Iterator[None]:
+        """Around a call of the workers. ``look(weigh)``: as of ``RankWeights``, of all ranks."""
+        if self._tensors is None and self._now is not None:
+            before = look(True)
+            self._tensors = before.tensors
+            if before.tensors is not None:
+                self._known[self._key(before)] = self._now
+        folder = self._folder_of(method, args, kwargs)
+        files = None if folder is None else self._started.files(folder)
+        name = method if isinstance(method, str) else "a function"
+        try:
+            yield
+        finally:
+            self._settle(look(True), name in _LOADS, files, name)
+            if files is not None:
+                files.wait(FINGERPRINT_S)
+
+    def loaded(self, look: Callable[[bool], Look]) -> None:
+        """The workers say that their model has loaded weights by itself."""
+        self._settle(look(True), True, None, "load_weights")
+
+    def woke(self, look: Callable[[bool], Look]) -> None:
+        """The workers woke up: weights are what they were if sleep kept them."""
+        seen = look(False)
+        if seen.is_reloaded or self._now is None:
+            self._settle(look(True), True, None, "sleep")
+
+    def adapter_loaded(self, look: Callable[[bool], Look]) -> None:
+        """The workers were told to load an adapter."""
+        seen = look(False)
+        self._adapters(seen.adapters, seen.swapped)
+
+    def _settle(self, seen: Look, loads: bool, files: Fingerprint | None, cause: str) -> None:
+        self._adapters(seen.adapters, seen.swapped)
+        before, self._tensors = self._tensors, seen.tensors
+        has_loaded = seen.is_opaque and (loads or seen.is_reloaded)
+        self._loads += has_loaded
+        if seen.tensors is not None and seen.tensors == before and not has_loaded:
+            return
+        if seen.sleeps and not loads:  # weights that are away cannot be written
+            self._tensors = before
+            return
+        was_known = self._now is not None
+        if seen.tensors is None:
+            self._now = None
+        else:
+            told = None if seen.is_opaque else seen.tensors
+            new = Replaced(told, files if seen.is_whole else None)
+            self._now = self._known.setdefault(self._key(seen), new)
+        if self._now is not None or was_known:
+            self._changed()
+        if self._now is None:
+            logger.warning(
+                "kvrecall: %s takes or changes the weights: nothing is recalled or saved until "
+                "they are known again",
+                cause,
+            )
+        else:
+            logger.warning(
+                "kvrecall: %s changed the weights: blocks of other weights are not recalled, and "
+                "requests in the engine are not pooled",
+                cause,
+            )
+
+    def _key(self, seen: Look) -> tuple[int, str]:
+        return self._loads if seen.is_opaque else 0, seen.tensors or ""
+
+    def _folder_of(
+        self, method: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Path | None:
+        """The folder that this call loads the model from; None if it is none, or unclear."""
+        if method != "reload_weights" or self._folder is None:
+            return None
+        given = dict(zip(("weights_iterator", "weights_path"), args, strict=False)) | dict(kwargs)
+        if given.get("weights_iterator") is not None:
+            return None
+        if (path := given.get("weights_path")) is not None:
+            self._folder = Path(path)
+        return self._folder if self._folder.is_dir() else None
 
 
 def _private(name: str, reason: str) -> str:

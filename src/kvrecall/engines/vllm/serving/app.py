@@ -48,10 +48,14 @@ from vllm.v1.executor import Executor
 from kvrecall.config import RecallSettings, default_socket, split_for_service
 from kvrecall.engines.base import Engine, Limits, Listener, Role, ServeSpec
 from kvrecall.engines.vllm.attention import plugin
-from kvrecall.engines.vllm.compat import waits
+from kvrecall.engines.vllm.compat import events, waits
 from kvrecall.engines.vllm.compat.plugins import name_own_plugins
 from kvrecall.engines.vllm.compat.runner import ask_for_seeds
-from kvrecall.engines.vllm.compat.serving import end_engine_cores_with_parent, handler_as
+from kvrecall.engines.vllm.compat.serving import (
+    end_engine_cores_with_parent,
+    handler_as,
+    stop_at_first_error,
+)
 from kvrecall.engines.vllm.compat.shims import command_line as vllm_command_line
 from kvrecall.engines.vllm.serving.engine import VllmEngine
 from kvrecall.engines.vllm.serving.openai_handlers import (
@@ -60,14 +64,17 @@ from kvrecall.engines.vllm.serving.openai_handlers import (
     RecallMessages,
 )
 from kvrecall.engines.vllm.serving.served_llm import ServedLLM
-from kvrecall.environment import CPU_KV_SPACE, CPU_RESERVED, NO_COMPILING
-from kvrecall.errors import ConfigError, EngineError
+from kvrecall.environment import CPU_KV_SPACE, CPU_RESERVED, NO_COMPILING, VLLM_KEY
+from kvrecall.errors import ConfigError, EngineError, hide
 from kvrecall.pool.service.child import ChildService
 
 log = logging.getLogger("kvrecall.server")
 
-Attach = Callable[[FastAPI, Engine], Mapping[str, FastAPI]]
-"""Completes vLLM's application and gives those of the further listeners, by their names."""
+Attach = Callable[[FastAPI, Engine, Sequence[str], Sequence[str]], Mapping[str, FastAPI]]
+"""Completes vLLM's application with the API keys and the origins of pages that may use it, and
+gives those of the further listeners, by their names."""
+Protocol = type[asyncio.Protocol]
+"""Of HTTP connections."""
 
 make_arg_parser, validate_parsed_serve_args, cli_env_setup = vllm_command_line()
 
@@ -75,6 +82,7 @@ _GIB = 1 << 30
 _MAX_DEFAULT_CPU_KV = 4 * _GIB
 _LAST_BYTES_S = 5  # for connections to take what was sent before the engine ended
 _LAST_BYTES_OF_OTHERS_S = 2  # the same of further listeners
+_HANDSHAKE_S = 10.0  # of TLS
 
 
 _RANKS = (
@@ -84,6 +92,15 @@ _RANKS = (
 )
 
 
+class _Loop(uvloop.Loop):
+    """Ends TLS handshakes that a client does not finish in time."""
+
+    async def create_server(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("ssl") is not None:
+            kwargs.setdefault("ssl_handshake_timeout", _HANDSHAKE_S)
+        return await super().create_server(*args, **kwargs)
+
+
 class _Parser(FlexibleArgumentParser):
     """vLLM's parser, without its 400 lines of usage before each error."""
 
@@ -91,10 +108,11 @@ class _Parser(FlexibleArgumentParser):
         raise ConfigError(f"vLLM options: {message}")
 
 
-def serve(spec: ServeSpec, attach: Attach) -> int:
+def serve(spec: ServeSpec, attach: Attach, protocol: Protocol) -> int:
     """Serves ``spec`` until told to stop; returns the exit status.
 
-    ``attach`` gets the application and the engine before the first request is accepted. SIGINT
+    ``attach`` gets the application and the engine before the first request is accepted;
+    ``protocol`` is that of all connections. SIGINT
     and SIGTERM finish running requests (``shutdown-timeout`` seconds) and give 0; a dead engine
     gives 1. Raises EngineError when vLLM does not accept the settings or does not start.
     """
@@ -107,12 +125,13 @@ def serve(spec: ServeSpec, attach: Attach) -> int:
     args = parse_args(spec)
     _cpu_environment(args.tensor_parallel_size * args.pipeline_parallel_size)
     if spec.recall is None or not _is_embedded(spec.recall) or _local_replicas(args) == 1:
-        return uvloop.run(_serve(args, spec, attach))
+        return uvloop.run(_serve(args, spec, attach, protocol), loop_factory=_Loop)
     pool, engines = split_for_service(spec.recall)
     with contextlib.closing(ChildService(pool)):
         log.info("%d replicas share the pool at %s", _local_replicas(args), pool["socket"])
         spec = replace(spec, recall=engines)
-        return uvloop.run(_serve(parse_args(spec), spec, attach))
+        serving = _serve(parse_args(spec), spec, attach, protocol)
+        return uvloop.run(serving, loop_factory=_Loop)
 
 
 def _local_replicas(args: Namespace) -> int:
@@ -150,7 +169,18 @@ def parse_args(spec: ServeSpec) -> Namespace:
         validate_parsed_serve_args(args)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"vLLM does not accept these settings: {_reason(error)}") from error
+    args.api_key = _keys(args, spec)
+    if args.kv_events_config is not None:
+        events.listen_at(args.kv_events_config, spec.host)
     return cast(Namespace, args)
+
+
+def _keys(args: Namespace, spec: ServeSpec) -> list[str]:
+    """API keys; those of options take precedence over vLLM's variable, as in vLLM."""
+    keys = [*spec.keys, *(args.api_key or ())] or [os.environ.get(VLLM_KEY, "")]
+    for key in keys:
+        hide(key)
+    return [key for key in keys if key]
 
 
 _KV_ROLES = {Role.BOTH: "kv_both", Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
@@ -216,7 +246,7 @@ def _cpu_environment(ranks: int) -> None:
     waits.ask(os.environ)
 
 
-async def _serve(args: Namespace, spec: ServeSpec, attach: Attach) -> int:
+async def _serve(args: Namespace, spec: ServeSpec, attach: Attach, protocol: Protocol) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):  # until serve_http handles them
         signal.signal(number, _end_at_once)
     try:
@@ -229,9 +259,13 @@ async def _serve(args: Namespace, spec: ServeSpec, attach: Attach) -> int:
         async with _engine(args, spec.limits) as engine:
             app, others = await _application(engine, args, spec, attach)
             _tell_addresses(args, spec)
-            async with _serving(spec.listeners, sockets, others, args):
+            async with _serving(spec.listeners, sockets, others, args, protocol):
                 shutdown = await serve_http(
-                    app, sock=sock, enable_ssl_refresh=False, **_uvicorn(args, spec)
+                    app,
+                    sock=sock,
+                    enable_ssl_refresh=False,
+                    http=protocol,
+                    **_uvicorn(args, spec),
                 )
         await shutdown
     finally:
@@ -302,6 +336,7 @@ async def _application(
     if "generate" not in tasks:
         raise EngineError(f"{spec.model} generates no text (it supports: {', '.join(tasks)})")
     app = cast(FastAPI, build_app(args, tasks, engine.model_config))
+    stop_at_first_error(app)
     await init_app_state(engine, app.state, args, tasks)
     pooled = engine.vllm_config.kv_transfer_config is not None
     state = app.state
@@ -312,7 +347,9 @@ async def _application(
     messages = handler_as(state.anthropic_serving_messages, RecallMessages, **ours)
     state.anthropic_serving_messages = messages
     app.middleware_stack = None  # vLLM has built it already; it is built anew when serving starts
-    return app, attach(app, VllmEngine(engine, completion, spec.limits, _pool_socket(spec)))
+    ours_too = VllmEngine(engine, completion, spec.limits, _pool_socket(spec))
+    origins = [origin for origin in args.allowed_origins if origin != "*"]
+    return app, attach(app, ours_too, args.api_key, origins)
 
 
 def _pool_socket(spec: ServeSpec) -> Path | None:
@@ -373,13 +410,15 @@ async def _serving(
     sockets: Mapping[str, socket.socket],
     apps: Mapping[str, FastAPI],
     args: Namespace,
+    protocol: Protocol,
 ) -> AsyncIterator[None]:
     """Serves ``apps`` on their listeners; stops them on exit."""
-    servers = [NoSignalServer(_uvicorn_config(each, apps[each.name], args)) for each in listeners]
-    tasks = []
-    for listener, server in zip(listeners, servers, strict=True):
-        apps[listener.name].state.server = server
-        tasks.append(asyncio.create_task(server.serve(sockets=[sockets[listener.name]])))
+    configs = [_uvicorn_config(each, apps[each.name], args, protocol) for each in listeners]
+    servers = [NoSignalServer(config) for config in configs]
+    tasks = [
+        asyncio.create_task(server.serve(sockets=[sockets[listener.name]]))
+        for listener, server in zip(listeners, servers, strict=True)
+    ]
     try:
         yield
     finally:
@@ -388,11 +427,19 @@ async def _serving(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _uvicorn_config(listener: Listener, app: FastAPI, args: Namespace) -> uvicorn.Config:
-    """Loaded, so that it fails here and not in a task."""
+def _uvicorn_config(
+    listener: Listener, app: FastAPI, args: Namespace, protocol: Protocol
+) -> uvicorn.Config:
+    """Loaded, so that it fails here and not in a task. Without certificates of its own, a listener
+    has those of vLLM's options."""
     tls = listener.tls
     config = uvicorn.Config(
         app,
+        http=protocol,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
         host=listener.host,
         port=listener.port,
         lifespan="off",

@@ -29,6 +29,7 @@ from kvrecall.engines.base import (
     RequestView,
 )
 from kvrecall.engines.vllm.attention.heat import HeatTotals
+from kvrecall.nicety import nicety
 
 _REMEMBERED = 16_384
 _CHILD = re.compile(r"^\d+_")  # one of several samples of a request
@@ -83,6 +84,7 @@ class _Reader(StatLoggerBase):
     def __init__(self, reports: ConnectorReports) -> None:
         self._reports = reports
 
+    @nicety("the reading of statistics")
     def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
         payload = getattr(scheduler_stats, "kv_connector_stats", None)
         if payload:
@@ -102,6 +104,7 @@ class Steps:
         self._sizes: dict[int, deque[tuple[float, int]]] = {}  # by engine; time and sequences
         self._tokens: deque[tuple[float, int, int]] = deque()  # time, of prompts, of answers
 
+    @nicety("the count of steps")
     def note(self, outputs: Any) -> None:
         """Takes the outputs of one step of one engine (vLLM's EngineCoreOutputs)."""
         given = [output for output in outputs.outputs if output.new_token_ids]
@@ -181,13 +184,18 @@ class RequestLog:
             raise
         finally:
             name = name or engine_id()
-            view = self._ended_view(request_id, name, phase, began, last)
-            self._ended.append(view)
-            self._by_id[name or request_id] = view
-            if len(self._by_id) > _EXPLAINED:
-                self.forgotten_until = self._by_id.popitem(last=False)[1].ended
+            self._note_ended(request_id, name, phase, began, last)
             await outputs.aclose()
 
+    @nicety("the record of a request")
+    def _note_ended(self, request_id: str, name: str, *how: Any) -> None:
+        view = self._ended_view(request_id, name, *how)
+        self._ended.append(view)
+        self._by_id[name or request_id] = view
+        if len(self._by_id) > _EXPLAINED:
+            self.forgotten_until = self._by_id.popitem(last=False)[1].ended
+
+    @nicety("the report of a request")
     def _complete(self, output: RequestOutput, engine_id: str) -> None:
         """Adds the report to an output that has none, or that of another sample than the first,
         which hit what the first computed."""

@@ -36,6 +36,7 @@ from kvrecall.engines.base import (
     recalled,
 )
 from kvrecall.engines.vllm.serving.sampling import BEST_OF, long_id
+from kvrecall.nicety import nicety
 from kvrecall.pool.hints import Hint, hint_of, shown
 
 _AROUND = 8  # tokens before and behind the one at which a prompt leaves a known one
@@ -58,6 +59,7 @@ class Ledger:
         self._cached: dict[str, int] = {}
         self._told: dict[str, dict[str, object]] = {}
 
+    @nicety("the report of a request")
     def note(self, output: RequestOutput) -> None:
         """Processes an output. For several sequences of a prompt the first one counts; of one
         sequence the latest report."""
@@ -81,6 +83,7 @@ class Ledger:
             self.note(item[-1] if isinstance(item, tuple) else item)
             yield item
 
+    @nicety("the report of a request")
     def split(self) -> RecallSplit | None:
         """The sum over the prompts; None if nothing is known (beam search reports nothing)."""
         known = self._told.keys() | self._cached.keys()

@@ -3,25 +3,26 @@
 ``python -m kvrecall.pool.remote.mooncake.client_process SETUP``. It is a separate process because
 some of Mooncake's calls (setting up, closing) hold Python's lock for as long as the network is
 silent, and because a call that never returns can be ended by ending the process, after which no
-other process writes into the arena any more. It ends with the process that started it.
+other process writes into its memory any more. It ends with the process that started it.
 
-Both processes map the arena (and what holds compressed or encrypted values), so no KV bytes travel
-between them. Each concurrent call uses its own pair of sockets, over which a length and a
-MessagePack array go: one request, then one reply.
+Both processes map the sections of ``StagedStore``, so no KV bytes travel between them; this one
+knows no other memory of the pool. Each concurrent call uses its own pair of sockets, over which a
+length and a MessagePack array go: one request, then one reply.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import socket
+import stat
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -36,42 +37,36 @@ _FORGET = 1.1  # how fast a speed that was seen once is forgotten
 _FIRST_ORDINARY, _MAX_ORDINARY = 4, 64  # calls
 _LENGTH = struct.Struct("<I")
 
-SMALL_BYTES = 64
-"""Pieces of a value up to this size travel with the request; larger ones are in the arena."""
-BUFFER_BYTES = 1 << 20
-"""Bytes of small pieces in one request: they are in memory of the client that Mooncake knows."""
-
-Piece = tuple[int, int] | bytes | int
-"""A piece of a value: offset and length in the memory files, one after the other, the arena first;
-or bytes to put; or the number of bytes to get."""
-
 
 class ClientSetup(msgspec.Struct, frozen=True):
-    """Arguments of the process. ``parent``: the process it ends with. ``memory``: file descriptor,
-    offset and size of each memory file. ``sockets``: file descriptors, one per thread. ``calls``:
-    concurrent calls of Mooncake per direction; further ones wait in that process, ready to begin.
+    """Arguments of the process. ``parent``: the process it ends with. ``memory``: file descriptor
+    and size of the memory file, size 0 for none. ``device``: the network interface that the ports
+    are for; "" for all. ``sockets``: file descriptors, one per thread. ``calls``: concurrent calls
+    of Mooncake per direction; further ones wait in that process, ready to begin.
     """
 
     parent: int
-    memory: list[tuple[int, int, int]]
+    memory: tuple[int, int]
+    device: str
     sockets: list[int]
     setup: dict[str, str]
     calls: int
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """``op``: exists, put, get, get up to, remove or close. ``values``: the pieces of each name."""
+    """``op``: exists, put, get, remove or close. ``offsets``, ``sizes``: where the value of each
+    name is in the memory, or goes to, and its size, for a get the most."""
 
     op: str
     names: list[str]
-    values: list[list[Piece]] = []
+    offsets: list[int] = []
+    sizes: list[int] = []
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """Mooncake's code for each name, the small pieces that were read, or the error."""
+    """Mooncake's code for each name, or the error."""
 
     codes: list[int]
-    smalls: list[list[bytes]] = []
     error: str = ""
 
 
@@ -126,31 +121,57 @@ def main(text: str) -> None:
     os._exit(0)
 
 
-def _client(setup: ClientSetup) -> tuple[Any, list[Memory]]:
-    """The client, and the memory that it knows."""
+def _client(setup: ClientSetup) -> tuple[Any, ctypes.c_char | None]:
+    """The client, and the first byte of the memory that it knows, which keeps all of it mapped.
+    Raises ImportError, OSError, RuntimeError."""
     from mooncake.store import MooncakeDistributedStore
 
-    memory = [Memory(*file) for file in setup.memory]
     client = MooncakeDistributedStore()
     code = client.setup(setup.setup)
     if code != 0:
         raise RuntimeError(f"Mooncake's client cannot be set up (code {code})")
-    for some in memory:
-        code = client.register_buffer(some.address, some.nbytes)
-        if code != 0:
-            raise RuntimeError(f"Mooncake cannot register {some.nbytes} bytes of memory ({code})")
+    if setup.device:
+        _confine(setup.device)
+    fd, nbytes = setup.memory
+    if not nbytes:
+        return client, None
+    memory = ctypes.c_char.from_buffer(mmap.mmap(fd, nbytes))
+    code = client.register_buffer(ctypes.addressof(memory), nbytes)
+    if code != 0:
+        raise RuntimeError(f"Mooncake cannot register {nbytes} bytes of memory ({code})")
     return client, memory
 
 
-class Memory:
-    """A mapped memory file, as long as this object lives."""
+def _confine(device: str) -> None:
+    """Has the ports that Mooncake opened, on all interfaces whatever it is told, take connections
+    over one interface only, and ends those there are. Raises RuntimeError if the system forbids
+    it."""
+    fds = [int(name) for name in os.listdir("/proc/self/fd")]
+    sockets = [socket.socket(fileno=os.dup(fd)) for fd in fds if _is_socket(fd)]
+    ours = [sock for sock in sockets if sock.family in (socket.AF_INET, socket.AF_INET6)]
+    listening = [s for s in ours if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
+    try:
+        for sock in listening:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device.encode())
+    except OSError as error:
+        raise RuntimeError(
+            f"local_hostname is this machine's loopback, but the ports of Mooncake's client cannot "
+            f"be bound to {device} ({error.strerror}); that takes Linux 5.7 or CAP_NET_RAW"
+        ) from error
+    ports = {sock.getsockname()[1] for sock in listening}
+    for sock in ours:
+        if sock not in listening and sock.getsockname()[1] in ports:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+    for sock in sockets:
+        sock.close()
 
-    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
-        page = offset % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(fd, nbytes + page, offset=offset - page)
-        self._first = ctypes.c_char.from_buffer(mapped, page)
-        self.address = ctypes.addressof(self._first)
-        self.nbytes = nbytes
+
+def _is_socket(fd: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:  # the one that listed them
+        return False
 
 
 def _end_with(parent: int) -> None:
@@ -165,26 +186,22 @@ class _Worker:
     def __init__(
         self,
         client: Any,
-        memory: Sequence[Memory],
+        memory: ctypes.c_char | None,
         sock: socket.socket,
         putting: threading.Semaphore,
         getting: threading.Semaphore,
         priority: SpinPriority,
     ) -> None:
         self._client = client
+        self._memory = memory
         self._putting = putting
         self._getting = getting
         self._priority = priority
-        self._memory = memory
         self._sock = sock
-        self._buffer = mmap.mmap(-1, BUFFER_BYTES)
-        self._buffer_address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
-        client.register_buffer(self._buffer_address, BUFFER_BYTES)
         self._answers: dict[str, Callable[[Request], Reply]] = {
             "exists": lambda request: Reply(self._client.batch_is_exist(request.names)),
             "put": self._put,
             "get": self._get,
-            "get up to": self._get_up_to,
             "remove": lambda request: Reply(self._client.batch_remove(request.names, True)),
             "close": lambda request: Reply([self._client.close()]),
         }
@@ -198,68 +215,25 @@ class _Worker:
             send(self._sock, reply)
 
     def _put(self, request: Request) -> Reply:
-        pointers, sizes, _ = self._places(request.values)
-        with self._putting, self._priority.call("put", _total(sizes)) as call:
-            codes = self._client.batch_put_from_multi_buffers(request.names, pointers, sizes)
+        with self._putting, self._priority.call("put", sum(request.sizes)) as call:
+            codes = self._client.batch_put_from(
+                request.names, self._addresses(request), request.sizes
+            )
             call.moved = not any(codes)
         return Reply(codes)
 
     def _get(self, request: Request) -> Reply:
-        pointers, sizes, small = self._places(request.values)
-        with self._getting, self._priority.call("get", _total(sizes)) as call:
-            codes = self._client.batch_get_into_multi_buffers(request.names, pointers, sizes)
-            call.moved = min(codes, default=0) > 0
-        smalls = [[self._buffer[begin:end] for begin, end in places] for places in small]
-        return Reply(codes, smalls)
-
-    def _get_up_to(self, request: Request) -> Reply:
-        """Not with several pieces: Mooncake fails calls whose pieces are larger than the value."""
-        pointers, sizes, _ = self._places(request.values)
-        most = [size for (size,) in sizes]
-        with self._getting, self._priority.call("get", sum(most)) as call:
+        with self._getting, self._priority.call("get", sum(request.sizes)) as call:
             codes = self._client.batch_get_into(
-                request.names, [address for (address,) in pointers], most
+                request.names, self._addresses(request), request.sizes
             )
             call.moved = min(codes, default=0) > 0
         return Reply(codes)
 
-    def _places(
-        self, values: Sequence[Sequence[Piece]]
-    ) -> tuple[list[list[int]], list[list[int]], list[list[tuple[int, int]]]]:
-        """Addresses and sizes of all pieces; and of the small ones, the places in ``_buffer``."""
-        pointers: list[list[int]] = []
-        sizes: list[list[int]] = []
-        small: list[list[tuple[int, int]]] = []
-        at = 0
-        for pieces in values:
-            mine: list[tuple[int, int]] = []
-            small.append(mine)
-            pointers.append([])
-            sizes.append([])
-            for piece in pieces:
-                if isinstance(piece, tuple):
-                    address, size = self._address_of(piece[0]), piece[1]
-                else:
-                    size = piece if isinstance(piece, int) else len(piece)
-                    if isinstance(piece, bytes):
-                        self._buffer[at : at + size] = piece
-                    mine.append((at, at + size))
-                    address = self._buffer_address + at
-                    at += size
-                pointers[-1].append(address)
-                sizes[-1].append(size)
-        return pointers, sizes, small
-
-    def _address_of(self, offset: int) -> int:
-        for memory in self._memory:
-            if offset < memory.nbytes:
-                return memory.address + offset
-            offset -= memory.nbytes
-        raise ValueError("outside the memory files")
-
-
-def _total(sizes: Sequence[Sequence[int]]) -> int:
-    return sum(map(sum, sizes))
+    def _addresses(self, request: Request) -> list[int]:
+        assert self._memory is not None
+        base = ctypes.addressof(self._memory)
+        return [base + offset for offset in request.offsets]
 
 
 class CallTimes:
@@ -325,7 +299,7 @@ class SpinPriority:
         else:
             self._lowers = False
 
-    @contextmanager
+    @contextlib.contextmanager
     def call(self, way: str, nbytes: int) -> Iterator[Call]:
         """Wraps a call in direction ``way`` of ``nbytes``, in the calling thread."""
         call = Call()

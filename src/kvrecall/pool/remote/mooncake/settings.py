@@ -11,6 +11,7 @@ from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import read_json
 from kvrecall.pool.remote.backends import is_loopback
 from kvrecall.pool.remote.mooncake.wheel import why_unfit
+from kvrecall.secret import refuse_open
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,6 @@ _SIZES = {"global_segment_size": 3355443200, "local_buffer_size": 64 << 20}
 _TEXTS = ("protocol", "device_name")
 OPTIONS = {
     "config": Option("path of a mooncake.json; the settings beside it take precedence"),
-    "allow_plaintext": Option(
-        "accept addresses beyond loopback, to which Mooncake sends blocks in the clear", "false"
-    ),
     "local_hostname": Option("address at which Mooncake reaches this host", "required"),
     "metadata_server": Option("Mooncake's metadata service, `P2PHANDSHAKE` for none", "required"),
     "master_server_address": Option("HOST:PORT of Mooncake's master", "required"),
@@ -42,7 +40,8 @@ OPTIONS = {
         "memory for Mooncake's own transfers, in the same form", "67108864"
     ),
 }
-"""What kvrecall knows of mooncake.json, and its own two."""
+"""What kvrecall knows of mooncake.json, and its own ``config``."""
+_LOOPBACK = "lo"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
 _SET_UP_AS = {"device_name": "rdma_devices", "master_server_address": "master_server_addr"}
 
@@ -51,10 +50,12 @@ _SET_UP_AS = {"device_name": "rdma_devices", "master_server_address": "master_se
 class MooncakeSettings:
     """The setup of Mooncake's client. ``setup``: keys and values as
     ``MooncakeDistributedStore.setup`` takes them; keys unknown to kvrecall pass through unchanged.
-    ``master``: host and port of the master."""
+    ``master``: host and port of the master. ``device``: the network interface that the client's
+    ports are for: loopback, if ``local_hostname`` is; otherwise "", all."""
 
     setup: Mapping[str, str]
     master: tuple[str, int]
+    device: str
 
     @property
     def doubt(self) -> str:
@@ -66,23 +67,20 @@ class MooncakeSettings:
     def of(cls, options: Mapping[str, object]) -> MooncakeSettings:
         """Reads ``options["config"]``, a mooncake.json, and the other options, which override it.
 
-        Raises ConfigError: also where a key is missing or of a wrong type, and where the traffic,
-        which is in the clear, would leave this host without ``allow_plaintext``.
+        Raises ConfigError: also where a key is missing or of a wrong type.
         """
         values = dict(options)
-        allowed = values.pop("allow_plaintext", False)
-        if not isinstance(allowed, bool):
-            raise ConfigError(f"remote: allow_plaintext is {allowed!r}; allowed: true, false")
+        values.pop("allow_plaintext", None)  # every store's
         source, file = "remote", values.pop("config", None)
         if file is not None:
             if not isinstance(file, str):
                 raise ConfigError(f"remote: config is {file!r}; it must be the path of a file")
             source, read = file, _read(Path(file))
             values = {**read, **values}
+        refuse_open(values, source)  # Mooncake itself prints them, and its process has them in argv
         _check(values, source)
-        if not allowed:
-            _refuse_plaintext(values, source)
-        return cls(_as_setup(values, source), _address(values, source))
+        device = _LOOPBACK if is_loopback(_host(values)) else ""
+        return cls(_as_setup(values, source), _address(values, source), device)
 
 
 def split_address(text: str) -> tuple[str, int] | None:
@@ -113,19 +111,6 @@ def _check(values: Mapping[str, object], source: str) -> None:
     for name, value in values.items():
         if not isinstance(value, str | int | float | bool):
             raise ConfigError(f"{source}: {name} is {value!r}; it must be a string or a number")
-
-
-def _refuse_plaintext(values: Mapping[str, object], source: str) -> None:
-    master, _ = _address(values, source)
-    for name, host in (("master_server_address", master), ("local_hostname", _host(values))):
-        if not is_loopback(host):
-            raise ConfigError(
-                f"{source}: {name} is {values[name]!r}, which is not this machine's loopback: "
-                "Mooncake sends KV blocks in the clear and without authentication. Isolate its "
-                "ports (docs/remote.md), then start kvrecall serve with --allow-plaintext, or set "
-                "allowPlaintext true beside kvPoolConfig.backend, or allow_plaintext true in the "
-                "pool's remote settings"
-            )
 
 
 def _host(values: Mapping[str, object]) -> str:

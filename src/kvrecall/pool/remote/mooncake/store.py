@@ -14,18 +14,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from kvrecall.errors import TierError
 from kvrecall.pool.remote.mooncake.client_process import (
-    BUFFER_BYTES,
     REPLIES,
-    SMALL_BYTES,
     ClientSetup,
-    Piece,
     Reply,
     Request,
     receive,
@@ -48,14 +44,14 @@ ENVIRONMENT = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",
     "MC_SLICE_TIMEOUT": "5",
-    "MC_TCP_LANES_PER_PEER": "2",
+    "MC_TCP_ENABLE_CONNECTION_POOL": "1",
+    "MC_TCP_LANES_PER_PEER": "3",
 }
-"""Defaults unless the operator's environment sets them: quiet, and short time limits. Values of
-several pieces, as kvrecall's are, use persistent connections: two are 5 % faster than four."""
+"""Defaults unless the operator's environment sets them: quiet, short time limits, and persistent
+connections, of which three are faster than two or four for values of one piece."""
 _AT_ONCE = 512
 """Objects in one call. Mooncake's client queues some 1,000 transfers to a host, of all calls
 together; it fails those beyond, and may not answer at all."""
-assert 4 * _AT_ONCE * SMALL_BYTES <= BUFFER_BYTES
 _SETUP_S = 30.0
 _CALL_S = 40.0  # beyond all of Mooncake's own time limits
 _PROBE_S = 1.0
@@ -87,8 +83,8 @@ class MooncakeStore:
 
     def __init__(self, settings: MooncakeSettings) -> None:
         self._settings = settings
-        self._memory: tuple[memoryview, ...] = ()
-        self._addresses: list[int] = []
+        self._memory = memoryview(b"")
+        self._fd = -1
         self._lock = threading.Lock()  # over starting and ending the client
         self._calls = _CALLS.get(settings.setup["protocol"], _OTHERWISE)
         self._putting = threading.Semaphore(self._calls + _READY)
@@ -98,9 +94,16 @@ class MooncakeStore:
         self._silent_until: dict[int, float] = {}
         self._closed = False
 
-    def attach(self, memory: memoryview, *more: memoryview) -> None:
-        self._memory = (memory, *more)
-        self._addresses = [_address_of(some) for some in self._memory]
+    @property
+    def exposed(self) -> str:
+        where = self._settings.setup["local_hostname"]
+        return (
+            f"local_hostname is {where!r}: Mooncake sends KV blocks in the clear, and whoever "
+            "reaches its ports, other users of this host too, can read and change blocks"
+        )
+
+    def attach(self, memory: memoryview, fd: int) -> None:
+        self._memory, self._fd = memory, fd
         threading.Thread(target=self._begin, name="kvrecall-mooncake", daemon=True).start()
 
     def _begin(self) -> None:
@@ -112,42 +115,26 @@ class MooncakeStore:
         return [code == 1 for code in self._call(Request("exists", list(names))).codes]
 
     def put(self, objects: Sequence[Object]) -> list[bool]:
-        there: list[bool] = []
-        for some in _parts(objects):
-            values: list[list[Piece]] = [
-                [bytes(part) if _is_small(part) else self._place(part) for part in item.parts]
-                for item in some
-            ]
-            request = Request("put", [item.name for item in some], values)
-            with self._putting:
-                reply = self._call(request)
-            there += [code == 0 for code in reply.codes]
-        return there
+        return [code == 0 for code in self._move("put", objects, self._putting)]
 
     def get(self, objects: Sequence[Object]) -> list[bool]:
-        there: list[bool] = []
-        for some in _parts(objects):
-            values: list[list[Piece]] = [
-                [part.nbytes if _is_small(part) else self._place(part) for part in item.parts]
-                for item in some
-            ]
-            request = Request("get", [item.name for item in some], values)
-            with self._getting:
-                reply = self._call(request)
-            for item, code, smalls in zip(some, reply.codes, reply.smalls, strict=True):
-                there.append(code == item.nbytes)
-                for part, data in zip(filter(_is_small, item.parts), smalls, strict=True):
-                    part[:] = data
-        return there
+        sizes = self.get_up_to(objects)
+        return [size == item.nbytes for size, item in zip(sizes, objects, strict=True)]
 
     def get_up_to(self, objects: Sequence[Object]) -> list[int]:
-        sizes: list[int] = []
-        for some in _parts(objects):
-            values: list[list[Piece]] = [[self._place(item.parts[0])] for item in some]
-            with self._getting:
-                reply = self._call(Request("get up to", [item.name for item in some], values))
-            sizes += [code if code >= 0 else -1 for code in reply.codes]
-        return sizes
+        return [max(-1, code) for code in self._move("get", objects, self._getting)]
+
+    def _move(
+        self, way: str, objects: Sequence[Object], turn: threading.Semaphore
+    ) -> Iterator[int]:
+        """Mooncake's codes."""
+        for start in range(0, len(objects), _AT_ONCE):
+            some = objects[start : start + _AT_ONCE]
+            names = [item.name for item in some]
+            offsets = [self._offset(item) for item in some]
+            request = Request(way, names, offsets, [item.nbytes for item in some])
+            with turn:
+                yield from self._call(request).codes
 
     def remove(self, names: Sequence[str]) -> None:
         self._call(Request("remove", list(names)))
@@ -156,7 +143,6 @@ class MooncakeStore:
         self._closed = True
         with self._lock:
             client, self._client = self._client, None
-            self._memory = ()
         if client is not None:
             client.close()
 
@@ -206,7 +192,8 @@ class MooncakeStore:
             host, port = self._settings.master
             if not self._is_master_there():
                 raise TierError(f"there is no Mooncake master at {host}:{port}")
-            self._client = Client(self._settings.setup, self._memory, self._calls, _SETUP_S)
+            memory = self._fd, self._memory.nbytes
+            self._client = Client(self._settings, memory, self._calls, _SETUP_S)
             return self._client
 
     def _is_master_there(self) -> bool:
@@ -216,59 +203,20 @@ class MooncakeStore:
             return False
         return True
 
-    def _place(self, part: memoryview) -> tuple[int, int]:
-        """Offset and length in the memory that was attached, all of it one after the other."""
-        address = _address_of(part)
-        before = 0
-        for memory, first in zip(self._memory, self._addresses, strict=False):
-            offset = address - first
-            if 0 <= offset <= memory.nbytes - part.nbytes:
-                return before + offset, part.nbytes
-            before += memory.nbytes
-        raise ValueError("a part lies outside the memory that was attached")
+    def _offset(self, item: Object) -> int:
+        [part] = item.parts
+        offset = _address_of(part) - _address_of(self._memory)
+        if not 0 <= offset <= self._memory.nbytes - part.nbytes:
+            raise ValueError("a value lies outside the memory that was attached")
+        return offset
 
 
 def _address_of(memory: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def _is_small(part: memoryview) -> bool:
-    return part.nbytes <= SMALL_BYTES
-
-
-def _parts(objects: Sequence[Object]) -> Iterator[Sequence[Object]]:
-    for start in range(0, len(objects), _AT_ONCE):
-        yield objects[start : start + _AT_ONCE]
-
-
 class ClientLost(TierError):
     """Mooncake's client does not answer, or its process is gone."""
-
-
-def shared_file_of(memory: memoryview) -> tuple[int, int]:
-    """File descriptor and offset of the shared memory file that ``memory`` (whole pages) maps.
-
-    Raises TierError if it is memory that no other process can map.
-    """
-    address = _address_of(memory)
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, _, offset, device, inode = line.split()[:5]
-        first, last = (int(part, 16) for part in span.split("-"))
-        if first <= address < last and inode != "0":
-            major, minor = (int(part, 16) for part in device.split(":"))
-            fd = _descriptor(os.makedev(major, minor), int(inode))
-            if fd is not None:
-                return fd, int(offset, 16) + address - first
-    raise TierError("Mooncake needs memory in a shared file, such as the pool's arena")
-
-
-def _descriptor(device: int, inode: int) -> int | None:
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            status = os.stat(int(name))
-            if (status.st_dev, status.st_ino) == (device, inode):
-                return int(name)
-    return None
 
 
 class Client:
@@ -277,29 +225,30 @@ class Client:
 
     def __init__(
         self,
-        setup: Mapping[str, str],
-        memory: Sequence[memoryview],
+        settings: MooncakeSettings,
+        memory: tuple[int, int],
         calls: int,
         limit_s: float,
     ) -> None:
-        """Starts the process and waits at most ``limit_s`` until it is set up. It makes ``calls``
-        concurrent calls per direction. Raises ClientLost, TierError."""
+        """Starts the process and waits at most ``limit_s`` until it is set up. ``memory``: file
+        descriptor and size of all that it registers. It makes ``calls`` concurrent calls per
+        direction. Raises ClientLost, TierError."""
         if importlib.util.find_spec("mooncake") is None:
             raise TierError("Mooncake is not installed; pip install 'kvrecall[mooncake]'")
-        files = [(*shared_file_of(some), some.nbytes) for some in memory]
         pairs = [socket.socketpair() for _ in range(_SOCKETS)]
         their = [there for _, there in pairs]
         start = ClientSetup(
             os.getpid(),
-            files,
+            memory,
+            settings.device,
             [sock.fileno() for sock in their],
-            dict(setup),
+            dict(settings.setup),
             calls,
         )
         self._said: deque[str] = deque(maxlen=20)
         self._process = subprocess.Popen(
             [sys.executable, "-m", _MODULE, msgspec.json.encode(start).decode()],
-            pass_fds=[*(fd for fd, _, _ in files), *start.sockets],
+            pass_fds=[*(fd for fd, nbytes in [memory] if nbytes), *start.sockets],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -319,7 +268,7 @@ class Client:
         reply = self._receive(first, limit_s)
         if reply.error:
             self._kill()
-            why = why_unfit(setup["protocol"])
+            why = why_unfit(settings.setup["protocol"])
             raise ClientLost(reply.error + (f"; {why}" if why else "") + self._last_words())
         for sock in self._all:
             self._idle.put(sock)

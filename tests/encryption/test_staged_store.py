@@ -1,18 +1,20 @@
-"""Encrypted values in a remote store: the contracts, other keys, what the store sees."""
+"""Staged values, plain and encrypted: the contracts, other keys, what the store sees."""
 
 from __future__ import annotations
 
+import os
 import secrets
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.stores import SHARED, MemoryStore
 
 from kvrecall.config import PoolConfig, RemoteConfig
 from kvrecall.pool import Pool
-from kvrecall.pool.cipher import Cipher, make_key_file
-from kvrecall.pool.remote.encrypted import EncryptedStore
+from kvrecall.pool.cipher import TAG_BYTES, Cipher, make_key_file
 from kvrecall.pool.remote.objects import make_store
+from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Store
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.tier import Tier
@@ -27,7 +29,7 @@ OLD, NEW = secrets.token_bytes(32), secrets.token_bytes(32)
 
 class TestSealedDirectory(StoreContract):
     def make(self, path: Path) -> Store:
-        return EncryptedStore(make_store({"url": f"file://{path}/store"}), Cipher([OLD]))
+        return StagedStore(make_store({"url": f"file://{path}/store"}), Cipher([OLD]))
 
 
 class TestSealedWithSmallSections(StoreContract):
@@ -35,18 +37,17 @@ class TestSealedWithSmallSections(StoreContract):
 
     def make(self, path: Path) -> Store:
         inner = make_store({"url": f"file://{path}/store"})
-        return EncryptedStore(inner, Cipher([NEW, OLD]), section_bytes=3_100_000)
+        return StagedStore(inner, Cipher([NEW, OLD]), section_bytes=3_100_000)
 
 
 class TestSealedRemoteTier(TierContract):
     def make(self, path: Path) -> Tier:
-        store = EncryptedStore(MemoryStore(), Cipher([OLD]))
-        store.attach(memoryview(bytearray(4096)))
+        store = StagedStore(MemoryStore(), Cipher([OLD]))
         return RemoteTier(store, RemoteConfig("test"))
 
 
 def encrypted(inner: Store, *keys: bytes, section_bytes: int = MIB) -> Counter:
-    return Counter(EncryptedStore(inner, Cipher(keys), section_bytes))
+    return Counter(StagedStore(inner, Cipher(keys), section_bytes))
 
 
 def test_the_store_sees_no_plain_byte_and_no_plain_header() -> None:
@@ -85,6 +86,76 @@ def test_rotation_keeps_what_the_old_key_encrypted() -> None:
     assert inner.values == {}
 
 
+class Registered(MemoryStore):
+    """A store with memory that a stranger reaches: who overwrites it all when told to."""
+
+    def attach(self, memory: memoryview, fd: int) -> None:
+        self.memory, self.inode = memory, os.fstat(fd).st_ino
+
+    def overwrite(self) -> None:
+        self.memory[:] = b"\xff" * self.memory.nbytes
+
+
+class Meddled(Cipher):
+    """A cipher; before and after it works, the memory of ``stranger`` is overwritten."""
+
+    stranger: Registered
+
+    def encrypt(self, *arguments: Any) -> bytes:
+        tag = super().encrypt(*arguments)
+        self.stranger.overwrite()
+        return tag
+
+    def decrypt(self, *arguments: Any) -> bool:
+        self.stranger.overwrite()
+        return super().decrypt(*arguments)
+
+
+def test_ciphers_work_where_a_stranger_does_not_reach() -> None:
+    cipher = Meddled([OLD])
+    cipher.stranger = Registered()
+    counter = Counter(StagedStore(cipher.stranger, cipher, MIB))
+    some = names(1)
+    assert counter.put(some) == [True]
+    assert counter.get(some) == [True]
+    assert encrypted(cipher.stranger, OLD).get(some) == [True]
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize("key", [True, False], ids=["key", "no key"])
+def test_the_arena_is_never_registered(tmp_path: Path, key: bool, compression: Any) -> None:
+    if key:
+        make_key_file(tmp_path / "key")
+    store = SHARED["registered"] = Registered()
+    remote = RemoteConfig(
+        "support.stores:make_store", {"name": "registered"}, compression=compression
+    )
+    config = PoolConfig(
+        4 * MIB, remote=remote, encryption_key_file=tmp_path / "key" if key else None
+    )
+    keys = chain(NAMESPACE, 12)
+    with Pool.open(config) as pool:
+        pool.register(NAMESPACE, BLOCK_BYTES)
+        engine = Engine(pool, BLOCK_BYTES)
+        engine.save(keys)
+        assert pool.flush(keys, 60.0)
+        assert store.inode != os.fstat(pool.arena_handle().fd).st_ino
+        store.overwrite()
+        assert len(engine.recall(keys)) == 12
+        engine.close()
+    del SHARED["registered"]
+
+
+def test_no_two_blocks_are_encrypted_with_the_same_key() -> None:
+    cipher = Cipher([OLD])
+    salts = set()
+    for _ in range(100):
+        tag = cipher.encrypt(b"label", [memoryview(b"data")], [memoryview(bytearray(4))])
+        salts.add(tag[4:20])
+    assert len(tag) == TAG_BYTES
+    assert len(salts) == 100
+
+
 @pytest.mark.parametrize("at", [0, 4, 20, 40, 5000, -1])
 def test_a_flipped_bit_is_not_there(at: int) -> None:
     inner = MemoryStore()
@@ -115,7 +186,7 @@ def test_a_value_too_large_for_the_memory_is_shed_and_said(
     assert counter.put(some) == [False] * 3
     assert counter.get(some) == [False] * 3
     assert counter.put(some, nbytes=9000) == [True] * 3
-    assert caplog.text.count("are too large to be stored with encryption") == 1
+    assert caplog.text.count("are too large to be stored with transfer") == 1
 
 
 def test_a_pool_by_its_settings(tmp_path: Path) -> None:

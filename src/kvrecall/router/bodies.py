@@ -1,0 +1,101 @@
+"""Bodies of requests and replies, read only as far as routing needs it.
+
+A field stays the bytes that the client sent until it is asked for: no objects are built of what is
+passed on, and 40 MB are taken apart in some 20 ms. What takes longer runs in one thread, aside from
+the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from kvrecall.server.replies import ReplyError
+
+T = TypeVar("T")
+
+MOST_PROMPT = 8 << 20
+"""Bytes of JSON up to which a prompt's tokens are read; longer ones go by guess."""
+
+_MOST_FIELD = 64 << 10  # bytes of JSON of any other field that is read
+_FIELDS = msgspec.json.Decoder(dict[str, Raw])
+_BAD = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+_thread = ThreadPoolExecutor(1, thread_name_prefix="kvrecall-bodies")
+
+
+async def aside(function: Callable[..., T], *arguments: object) -> T:
+    """``function(*arguments)``, in the one thread that reads bodies."""
+    return await asyncio.get_running_loop().run_in_executor(_thread, function, *arguments)
+
+
+def fields_of(content: bytes | Raw) -> dict[str, Raw]:
+    """The fields of a JSON object, each as its bytes; empty if it is none."""
+    try:
+        return _FIELDS.decode(content)
+    except _BAD:
+        return {}
+
+
+def value_of(raw: Raw | None, kind: Any = Any) -> Any:
+    """A small value of the type ``kind``; None if it is absent, another one, or larger than
+    64 KiB."""
+    if raw is None or len(memoryview(raw)) > _MOST_FIELD:
+        return None
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except _BAD:
+        return None
+
+
+def begin_of(raw: memoryview, count: int = 1) -> bytes:
+    """The first bytes of a value: ``[`` of a list, ``"`` of a text."""
+    return bytes(raw[:count])
+
+
+class Body:
+    """The body of an OpenAI request. Immutable."""
+
+    def __init__(self, fields: Mapping[str, Any], content: bytes | None = None) -> None:
+        """``fields``: values that can be written as JSON. ``content``: the same as it arrived."""
+        self.fields = fields
+        self._content = content
+
+    @classmethod
+    def read(cls, content: bytes) -> Body:
+        """Raises ReplyError if it is not a JSON object."""
+        try:
+            return cls(_FIELDS.decode(content), content)
+        except msgspec.ValidationError:
+            raise ReplyError(400, "the body must be a JSON object") from None
+        except _BAD as error:
+            raise ReplyError(400, f"the body is not JSON: {error}") from None
+
+    def raw(self, name: str) -> memoryview:
+        """The JSON of a field; empty if it is absent or null."""
+        value = self.fields.get(name)
+        found = memoryview(value if isinstance(value, Raw) else msgspec.json.encode(value))
+        return found if begin_of(found, 4) != b"null" else found[:0]
+
+    def get(self, name: str) -> Any:
+        """The value of a small field, None if it is absent or null. Raises ReplyError if it is
+        larger than 64 KiB or not readable."""
+        raw = self.raw(name)
+        if len(raw) > _MOST_FIELD:
+            raise ReplyError(400, f"{name} is larger than {_MOST_FIELD} bytes")
+        try:
+            return msgspec.json.decode(raw) if raw else None
+        except _BAD as error:
+            raise ReplyError(400, f"{name} is not readable as JSON: {error}") from None
+
+    def but(self, **changed: Any) -> Body:
+        """This body with other fields."""
+        return Body({**self.fields, **changed})
+
+    def encoded(self) -> bytes:
+        """As an instance is sent it: the client's own bytes where nothing has changed."""
+        return self._content if self._content is not None else msgspec.json.encode(self.fields)

@@ -1,0 +1,163 @@
+"""Secrets: no setting holds one. A setting names the file that does, ``{"file": "/path"}``.
+
+vLLM prints its options, a connector's settings among them, hands them to all its processes and
+repeats them when it dies. So a secret in a setting is refused at the edge (``refuse_open``), and
+``opened`` puts the files' contents in where the settings are handed to the library that needs them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvrecall.errors import ConfigError, hidden, hide
+
+_MAX_BYTES = 64 << 10
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_WORDS = frozenset(
+    "apikey auth authorization bearer cookie credential credentials dsn key keys pass passphrase "
+    "passwd password passwords pw pwd sas secret secrets sig signature token".split()
+)
+_HARMLESS = frozenset(
+    "algorithm count dir enabled endpoint file id length len md5 name path prefix size timeout ttl "
+    "type uri url".split()
+)
+"""A name that ends with one of these says something about a secret, and is none."""
+_EXCEPTIONS = {"access_key_id": True, "application_credentials": False}  # the latter is a path
+_USER = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]*@", re.IGNORECASE)
+_QUERY = re.compile(r"[?&;]([\w.-]+)=")
+_MEMBER = re.compile(r"""(["'])([\w.-]+)\1\s*:\s*(["']).*?\3""")  # of JSON, or of a mapping's repr
+
+
+def is_secret(name: str) -> bool:
+    """Whether an option of this name holds a secret, in snake, kebab or camel case."""
+    words = [word.lower() for word in _WORD.findall(name)]
+    for ending, answer in _EXCEPTIONS.items():
+        if "_".join(words).endswith(ending):
+            return answer
+    return bool(_WORDS & set(words)) and words[-1] not in _HARMLESS
+
+
+def refuse_open(value: object, name: str) -> None:
+    """Raises ConfigError, which shows no value, if the setting ``name`` holds a secret itself: by
+    the name of an option in it, or as a user or token in a URL."""
+    cure = 'a file of this user (mode 0600): {"file": "/path"}'
+    if _file_of(value) is not None:
+        return
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            inside = f"{name}.{key}"
+            if is_secret(str(key)) and not (isinstance(inner, Mapping) or _is_flag(inner)):
+                raise ConfigError(
+                    f"{inside} is a secret, and settings are printed; write it to {cure}. If this "
+                    "one was used, replace it"
+                )
+            refuse_open(inner, inside)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            refuse_open(inner, name)
+    elif isinstance(value, str) and _has_secret(value):
+        raise ConfigError(
+            f"{name} is a URL with a user, a password or a token in it, and settings are printed; "
+            f"give these in options of their own or by the environment, or write the URL to {cure}"
+        )
+
+
+def opened(options: Mapping[str, object], name: str) -> dict[str, Any]:
+    """``options`` with the content of the file for each ``{"file": "/path"}``, which no error
+    shows from now on. Raises ConfigError if a file cannot be read, or others can read it."""
+    return {key: _opened(value, f"{name}.{key}") for key, value in options.items()}
+
+
+def _opened(value: object, name: str) -> object:
+    path = _file_of(value)
+    if path is None:
+        return opened(value, name) if isinstance(value, Mapping) else value
+    file = Path(path).expanduser()
+    try:
+        secret = read_private(file, name, "write the secret to it").decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name}: {file} holds bytes that are not text") from None
+    if not secret:
+        raise ConfigError(f"{name}: {file} is empty; write the secret to it")
+    hide(secret)
+    return secret
+
+
+def words_shown(words: Iterable[str]) -> list[str]:
+    """The words of a command line, for a log: without the values of secret options."""
+    shown: list[str] = []
+    follows = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        is_option = word.startswith("-")
+        if follows and not is_option:
+            shown.append("***")
+        else:
+            text = f"{name}=***" if equals and is_secret(name) else hidden(word)
+            shown.append(_MEMBER.sub(_member_shown, text))
+        follows = is_option and not equals and is_secret(name)
+    return shown
+
+
+def _member_shown(found: re.Match[str]) -> str:
+    return f'"{found[2]}": "***"' if is_secret(found[2]) else found[0]
+
+
+def read_private(path: Path, name: str, cure: str) -> bytes:
+    """The content of a file that only its owner, this user or root, can read. Raises ConfigError,
+    which never shows it. ``name``: of the setting; ``cure``: if there is no file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise ConfigError(f"{name}: there is no file {path}; {cure}") from None
+    except OSError as error:
+        raise ConfigError(f"{name}: {path}: {error.strerror}") from error
+    try:
+        _check_private(os.fstat(fd), path, name)
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            raw = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        why = os.strerror(error.errno or errno.EIO)
+        raise ConfigError(f"{name}: {path} cannot be read: {why}") from error
+    finally:
+        os.close(fd)
+    if len(raw) > _MAX_BYTES:
+        raise ConfigError(f"{name}: {path} is larger than {_MAX_BYTES >> 10} KiB")
+    return raw
+
+
+def _check_private(status: os.stat_result, path: Path, name: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{name}: {path} is not a file")
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077:
+        raise ConfigError(
+            f"{name}: {path} has mode {mode:04o}, so others may read it; run: chmod 600 {path}"
+        )
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(
+            f"{name}: {path} belongs to user {status.st_uid}, who could change it; it must "
+            f"belong to user {os.geteuid()} or to root"
+        )
+
+
+def _file_of(value: object) -> str | None:
+    """The path in ``{"file": "/path"}``; None for another value."""
+    if isinstance(value, Mapping) and value.keys() == {"file"}:
+        path = value["file"]
+        return path if isinstance(path, str) and path else None
+    return None
+
+
+def _is_flag(value: object) -> bool:
+    return value is None or isinstance(value, bool) or value in ("", "true", "false")
+
+
+def _has_secret(text: str) -> bool:
+    return bool(_USER.match(text)) or ("://" in text and any(map(is_secret, _QUERY.findall(text))))

@@ -1,0 +1,378 @@
+"""What stands before every route of a server and of the router: who is let in, and how much of a
+request is read before it is."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import ipaddress
+import re
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from starlette._utils import get_route_path
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvrecall.engines.base import LONGEST_ID
+from kvrecall.errors import ConfigError, hide
+from kvrecall.pool.remote.backends import is_loopback
+from kvrecall.secret import read_private
+
+OWN_HEADER = "x-kvrecall"
+"""A request header that no page in a browser can send to another origin without being allowed to;
+any value."""
+DASHBOARD = "/dashboard"
+HEALTH = ("/health", "/v2/health/live", "/v2/health/ready", "/ping")
+
+_SILENCE_S = 10.0  # until a body begins, and added to the time that its bytes may take
+_SLOWEST = 64 << 10  # bytes of a body a second
+_BODIES = 8
+"""Bodies of the largest size that may be on their way together; smaller ones may be more."""
+_LARGEST_IDS = 1 << 20
+_MOST_VALUES = 10_000
+_IDS = re.compile(rb"\s*:\s*\[(?:[\d\s,]*|(?:[\s,]*\[[\d\s,]*\])*\s*)\]")
+_ID_KEYS = tuple(
+    f'"{name}"'.encode()
+    for name in "prompt prompt_token_ids token_ids tokens input_id data allowed_token_ids".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may use the routes of a listener.
+
+    ``keys``: API keys, each of which opens all routes; none: no key is needed. ``hosts``: names of
+    this server in URLs, besides ``localhost`` and addresses. ``origins``: pages' origins
+    (``https://chat.example``) whose scripts may use it. ``open_paths``: for these GET needs
+    neither key nor a known host. ``public``: matches the paths that clients of other hosts may
+    use while there is no key; None: all.
+    """
+
+    keys: tuple[str, ...] = field(default=(), repr=False)
+    hosts: frozenset[str] = frozenset()
+    origins: frozenset[str] = frozenset()
+    open_paths: tuple[str, ...] = HEALTH
+    public: re.Pattern[str] | None = None
+
+
+def read_keys(path: Path, name: str) -> tuple[str, ...]:
+    """The API keys in a file, one a line. Raises ConfigError."""
+    try:
+        lines = read_private(path, name, "write the key to it").decode().split("\n")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name}: {path} holds bytes that are not text") from None
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise ConfigError(f"{name}: {path} is empty; write the key to it")
+    for key in keys:
+        hide(key)
+    return keys
+
+
+class _TurnedAway(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+class Guard:
+    """ASGI middleware: answers 401 to requests without a key, 403 to those of foreign pages, 415 to
+    what a page could send unasked, 408, 413 and 503 to bodies that come too slowly, are too large
+    or too many.
+
+    A request with a key is let in whatever its Host and Origin are: pages cannot send one that they
+    do not know. ``refuse`` makes a reply of a status and a message. The application gets a body in
+    one piece. ``max_requests``: complete requests in progress; those of open paths do not count.
+    ``counts_values``: whether it parses a JSON body into objects, so that their number is bounded.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        access: Access,
+        refuse: Callable[[int, str], Response],
+        max_body_bytes: int,
+        max_requests: int,
+        limit_name: str,
+        counts_values: bool = True,
+    ) -> None:
+        self._app = app
+        self._access = access
+        self._digests = [_digest(key.encode()) for key in access.keys]
+        self._refuse = refuse
+        self._max_body = max_body_bytes
+        self._max_requests = max_requests
+        self._limit_name = limit_name
+        self._counts_values = counts_values
+        self._arriving = 0  # bytes of unfinished bodies
+        self.running = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        headers, path = Headers(scope=scope), get_route_path(scope)
+        method = scope.get("method", "GET")
+        if method in ("GET", "HEAD") and path in self._access.open_paths:
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check(scope, headers, path, method)
+            if scope["type"] == "http":
+                body = await self._body(headers, receive)
+                if body is None:
+                    return
+                receive = _repeating(body, receive)
+                del body  # the application may be done with it long before its reply ends
+            if self.running >= self._max_requests:
+                raise _TurnedAway(
+                    503, f"{self._max_requests} requests are in progress ({self._limit_name})"
+                )
+        except _TurnedAway as error:
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008, "reason": error.message[:120]})
+                return
+            reply = self._refuse(error.status, error.message)
+            if error.status == 401:
+                basic = path.startswith(DASHBOARD)
+                reply.headers["www-authenticate"] = 'Basic realm="kvrecall"' if basic else "Bearer"
+            elif error.status in (408, 413):
+                reply.headers["connection"] = "close"  # the rest of the body is not waited for
+            await reply(scope, receive, send)
+            return
+        self.running += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self.running -= 1
+
+    def _check(self, scope: Scope, headers: Headers, path: str, method: str) -> None:
+        """Raises _TurnedAway unless the request may reach its route."""
+        if len(headers.get("x-request-id", "")) > LONGEST_ID:
+            told = f"X-Request-Id: {len(headers['x-request-id'])} characters; allowed: {LONGEST_ID}"
+            raise _TurnedAway(431, told)
+        scheme, _, value = headers.get("authorization", "").partition(" ")
+        if self._digests and scheme.lower() == "bearer" and self._is_key(value.encode()):
+            return
+        origin = headers.get("origin")
+        self._check_page(headers, origin, method)
+        if method == "OPTIONS" and origin in self._access.origins:
+            return  # asks what the page may send; CORS answers
+        if self._digests:
+            shown = path.startswith(DASHBOARD) and method == "GET" and scheme.lower() == "basic"
+            if not (shown and self._is_key(_password(value))):
+                raise _TurnedAway(401, "no API key, or a wrong one; send Authorization: Bearer KEY")
+        elif not (self._is_public(path) or _is_local(scope)):
+            raise _TurnedAway(
+                403, f"{path} needs an API key from other hosts, and this server has none"
+            )
+        if method == "POST" and not (
+            OWN_HEADER in headers or _is_json(headers.get("content-type", ""))
+        ):
+            raise _TurnedAway(
+                415,
+                "any page in a browser could send this; add the header Content-Type: "
+                "application/json or X-Kvrecall: 1",
+            )
+
+    def _is_public(self, path: str) -> bool:
+        return self._access.public is None or bool(self._access.public.fullmatch(path))
+
+    def _check_page(self, headers: Headers, origin: str | None, method: str) -> None:
+        """Raises _TurnedAway if a page of another origin sent the request, or one that reached
+        this server under a name of its own."""
+        hosts = headers.getlist("host")
+        host = hosts[0].lower() if len(hosts) == 1 else ""
+        if not self._is_ours(host):
+            raise _TurnedAway(
+                403, f"Host {host[:80]!r} is no name of this server; allow it with --allowed-host"
+            )
+        if origin is not None and origin in self._access.origins:
+            return
+        if origin is not None and _authority(origin) != host:
+            raise _TurnedAway(
+                403, f"pages of {origin[:80]!r} may not use this server (--allowed-origins)"
+            )
+        opened = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
+        if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not opened:
+            raise _TurnedAway(403, "pages of other origins may not use this server")
+
+    def _is_ours(self, host: str) -> bool:
+        """An attacker can point a name of his own at this server, but cannot make a browser take
+        his page for one of an address that is not his."""
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+        except ValueError:
+            return False
+        if name == "localhost" or name in self._access.hosts:
+            return True
+        try:
+            return bool(ipaddress.ip_address(name))
+        except ValueError:
+            return False
+
+    def _is_key(self, given: bytes) -> bool:
+        digest, found = _digest(given.strip()), False
+        for each in self._digests:
+            found |= secrets.compare_digest(digest, each)
+        return found
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes | None:
+        """The whole body; None if the client disconnects. Raises _TurnedAway if it is too large or
+        too slow, or if parsing it would take the event loop too long."""
+        length = headers.get("content-length", "")
+        if length in ("", "0") and "transfer-encoding" not in headers:
+            return b""
+        too_large = _TurnedAway(413, f"the body is larger than {self._max_body / 2**20:g} MB")
+        if length.isdecimal() and int(length) > self._max_body:
+            raise too_large
+        uncounted = not self._counts_values or "multipart/" in headers.get("content-type", "")
+        counted = None if uncounted else _Values()
+        chunks: list[bytes] = []
+        size, more = 0, True
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            while more:
+                try:
+                    async with asyncio.timeout(began - clock() + _SILENCE_S + size / _SLOWEST):
+                        message = await receive()
+                except TimeoutError:
+                    raise _TurnedAway(408, f"the body came too slowly: {size} bytes") from None
+                if message["type"] == "http.disconnect":
+                    return None
+                chunk, more = message.get("body", b""), message.get("more_body", False)
+                chunks.append(chunk)
+                size += len(chunk)
+                self._arriving += len(chunk)
+                if size > self._max_body:
+                    raise too_large
+                if self._arriving > _BODIES * self._max_body:
+                    raise _TurnedAway(503, "too many large bodies are on their way")
+                if counted is not None:
+                    counted.add(chunk)
+            body = b"".join(chunks)
+            if counted is not None:
+                counted.check(body)
+            return body
+        finally:
+            self._arriving -= size
+
+
+class _Values:
+    """Counts the values of a JSON text as it arrives. A parser that validates them takes 10 us for
+    each, on the event loop; token ids in their own arrays take a hundredth."""
+
+    def __init__(self) -> None:
+        self._commas = self._opened = 0
+        self._inside = False  # of a string
+        self._escaped = False  # the next byte
+
+    def add(self, chunk: bytes) -> None:
+        if b"\0" in chunk:
+            raise _TurnedAway(415, "the body is not UTF-8")
+        if chunk:
+            bare = chunk[self._escaped :].replace(b"\\\\", b"").replace(b'\\"', b"")
+            self._escaped = bare.endswith(b"\\")
+            parts = bare.split(b'"')
+            outside = b"".join(parts[self._inside :: 2])
+            self._inside ^= len(parts) % 2 == 0
+            self._commas += outside.count(b",")
+            self._opened += outside.count(b"[") + outside.count(b"{")
+        if self._opened > _MOST_VALUES or self._commas > _MOST_VALUES + _LARGEST_IDS:
+            raise self._too_many()
+
+    def check(self, body: bytes) -> None:
+        """Raises _TurnedAway if there are too many values in ``body``, which has all been added.
+        A quote without a backslash begins or ends a string, so keys are found by their text."""
+        values = self._opened + self._commas
+        if values <= _MOST_VALUES:
+            return
+        ids = 0
+        for key in _ID_KEYS:
+            at = body.find(key)
+            while at >= 0 and ids <= _LARGEST_IDS:
+                at += len(key)
+                if found := _IDS.match(body, at):
+                    at = found.end()
+                    ids += body.count(b",", *found.span())
+                at = body.find(key, at)
+        if ids > _LARGEST_IDS or values - ids > _MOST_VALUES:
+            raise self._too_many()
+
+    @staticmethod
+    def _too_many() -> _TurnedAway:
+        return _TurnedAway(
+            413,
+            f"the body has more than {_MOST_VALUES} values (members, items) besides token ids, or "
+            f"more than {_LARGEST_IDS} of these",
+        )
+
+
+def _repeating(body: bytes, receive: Receive) -> Receive:
+    """``receive`` after a first message with the whole body."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def received() -> Message:
+        return first.pop() if first else await receive()
+
+    return received
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _password(basic: str) -> bytes:
+    """Of HTTP's Basic scheme, under any user name."""
+    try:
+        return base64.b64decode(basic).partition(b":")[2]
+    except (binascii.Error, ValueError):
+        return b""
+
+
+def _authority(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (
+        kind.startswith("application/") and kind.endswith("+json")
+    )
+
+
+def _is_local(scope: Scope) -> bool:
+    client = scope.get("client")
+    try:
+        return client is not None and ipaddress.ip_address(client[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def known_hosts(names: Iterable[str], bound: str) -> frozenset[str]:
+    """``Access.hosts`` of a listener that is bound to ``bound``, an address or a name."""
+    return frozenset(name.lower() for name in (*names, bound))
+
+
+def check_reach(setting: str, host: str, protected: bool, allowed: bool) -> None:
+    """Raises ConfigError for a listener on ``host``, which ``setting`` names, that other hosts
+    reach without being asked for a key or a certificate, unless that is ``allowed``."""
+    if protected or allowed or is_loopback(host):
+        return
+    raise ConfigError(
+        f"{setting} is {host}, which other hosts reach, and no API key is set, so anyone there "
+        "could use this server; give a key with --api-key-file FILE, or a loopback address, or "
+        "allow it with --allow-unauthenticated"
+    )

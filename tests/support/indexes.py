@@ -1,0 +1,27 @@
+"""Changes of a disk tier's index that are not found by the sums of its rows."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvrecall.pool.disk.index import INDEX_NAME, _plain, _sum
+
+
+@contextlib.contextmanager
+def forging(folder: Path) -> Iterator[sqlite3.Connection]:
+    """The index of a folder that no tier uses; its rows get right sums in the end."""
+    with contextlib.closing(_plain(folder / INDEX_NAME)) as db:
+        db.execute("BEGIN")
+        yield db
+        digests = dict(db.execute("SELECT id, digest FROM namespaces"))
+        rows = db.execute(
+            "SELECT address, namespace, hash, parent, depth, nbytes, checksum, tenant,"
+            " address + used + pinned FROM blocks"
+        ).fetchall()
+        for address, number, *columns, added in rows:
+            total = _sum(digests.get(number), *columns) + added
+            db.execute("UPDATE blocks SET sum = ? WHERE address = ?", (total, address))
+        db.execute("COMMIT")

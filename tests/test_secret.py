@@ -1,0 +1,104 @@
+"""Settings hold no secrets: where they stand in the open they are refused, and nothing prints
+what a file of one says. End to end: kvrecall.lab.hostile.keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvrecall.config import RecallSettings
+from kvrecall.engines.base import ServeSpec
+from kvrecall.errors import ConfigError, TierError, hidden, hide
+from kvrecall.pool.remote.backends import make_store
+from kvrecall.secret import is_secret, opened, refuse_open
+from kvrecall.server.plan import Plan
+
+MARK = "zq9'\\secret-of-mine"
+
+
+@pytest.mark.parametrize(
+    "name",
+    "secret_access_key access_key_id accessKeyId aws_session_token sasKey service_account_key "
+    "password redis-password --api-key X-Api-Key Authorization sse_customer_key_base64".split(),
+)
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    "url region endpoint web_identity_token_file google_application_credentials sse_kms_key_id "
+    "client_id max-num-batched-tokens tokenizer monkey key_prefix keyspace metadata_server".split(),
+)
+def test_other_names(name: str) -> None:
+    assert not is_secret(name)
+
+
+@pytest.mark.parametrize(
+    "remote",
+    [
+        {"options": {"secret_access_key": MARK}},
+        {"password": 71234567},
+        {"passwords": [MARK]},
+        {"each": [{"token": MARK}]},
+        {"url": f"redis://me:{MARK}@host"},
+        {"urls": ["redis://me@host"]},
+        {"endpoint": f"https://host/x?a=b&X-Amz-Signature={MARK}"},
+    ],
+)
+def test_a_secret_in_the_settings_is_refused_unseen(remote: dict[str, object]) -> None:
+    for kind in ("objects", "mooncake", "some_module:Factory"):
+        with pytest.raises(
+            ConfigError, match=r'settings are printed; .*\{"file": "/path"\}'
+        ) as told:
+            RecallSettings.from_mapping({"remote": {"kind": kind, **remote}}, "pool.json")
+        assert str(told.value).startswith("pool.json: remote.")
+        assert "secret-of-mine" not in repr(told.value)
+        assert "7123" not in repr(told.value)
+
+
+def test_what_is_none_is_not_refused() -> None:
+    plain = {"url": "s3://b/p@1", "skip_signature": "true", "token": "", "at": "https://h/a?b=c@d"}
+    refuse_open({**plain, "key": {"file": "/x"}, "email": "me@host", "encryption_key_id": "k"}, "x")
+
+
+def test_a_file_of_a_secret(tmp_path: Path) -> None:
+    file = tmp_path / "it"
+    options = {"inner": {"password": {"file": str(file)}}, "port": 1}
+    with pytest.raises(ConfigError, match=r"remote\.inner\.password: there is no file .*write"):
+        opened(options, "remote")
+    file.write_text(f"{MARK}\n")
+    file.chmod(0o640)
+    with pytest.raises(ConfigError, match="mode 0640, so others may read it"):
+        opened(options, "remote")
+    file.chmod(0o600)
+    assert opened(options, "remote") == {"inner": {"password": MARK}, "port": 1}
+    for said in (f"no {MARK} here", f"got {[MARK]!r}", "at redis://me:pw@host/0?sig=5"):
+        for error in (TierError(said), ConfigError(said)):
+            assert not any(part in repr(error) for part in ("secret-of-mine", "pw", "sig=5"))
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        opened(options, "remote")
+
+
+def test_a_factory_gets_what_the_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "it"
+    file.touch(0o600)
+    file.write_text("hunter22")
+    module = "def make(options):\n    raise ValueError(f'cannot log in with {options}')\n"
+    (tmp_path / "picky_store.py").write_text(module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"cannot log in with \{'pw': '\*\*\*'\}"):
+        make_store("picky_store:make", {"pw": {"file": str(file)}})
+
+
+def test_the_start_log_shows_no_option_that_is_a_secret() -> None:
+    hide("in-a-file")
+    words = ("--api-key", MARK, "--hf-token=abcd", "--x", f'{{"s3_secret_key": "{MARK[6:]}"}}')
+    words += ("--kv", "{'token': 'abcd'}", "in-a-file", "http://me:abcd@h")
+    options = {"hf-token": "abcd", "max-model-len": 64}
+    told = Plan(ServeSpec("m", "h", 1, options=options, extra_args=words)).summary()
+    assert not any(part in told for part in ("of-mine", "abcd", "in-a-file"))
+    assert "max-model-len=64" in told
+    assert hidden("nothing to hide: {'a': 'b'}") == "nothing to hide: {'a': 'b'}"
