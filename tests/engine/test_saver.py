@@ -6,8 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request, RequestStatus, StreamingUpdate
+from vllm.v1.request import Request, RequestStatus
 
 from kvrecall.engines.vllm.connector.wire import StepOrders
 from kvrecall.pool import Pool
@@ -127,15 +126,10 @@ def test_blocks_of_a_session_whose_tokens_are_replaced_have_the_new_tokens_keys(
     request = bench.request("r", 40)
     assert bench.matched(request) == 0, "it knows the keys of the whole prompt"
     bench.report(bench.step(request, 20), ranks=1)
-    more = StreamingUpdate(
-        mm_features=None,
-        prompt_token_ids=list(range(900, 940)),
-        max_tokens=100,
-        arrival_time=0.0,
-        sampling_params=request.sampling_params,
-    )
-    vllm = SimpleNamespace(hash_block_size=BLOCK, log_stats=False)
-    Scheduler._update_request_as_session(vllm, request, more)  # type: ignore[arg-type]
+    del request._all_token_ids[20:]  # as vLLM's Scheduler._update_request_as_session
+    del request.block_hashes[20 // BLOCK :]
+    request._all_token_ids.extend(range(900, 940))
+    request.update_block_hashes()
     assert request.num_tokens == 60
     bench.report(bench.step(request, 40), ranks=1)
     assert bench.matched(bench.request("as before", 40)) == BLOCK
