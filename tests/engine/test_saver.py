@@ -116,3 +116,23 @@ def test_drafts_are_saved_once_they_are_tokens(pool: Pool) -> None:
     request.num_computed_tokens -= 2  # one was accepted
     request.append_output_token_ids([1, 8])
     assert stored(bench.step(request, 1)) == [1]
+
+
+def test_blocks_of_a_session_whose_tokens_are_replaced_have_the_new_tokens_keys(
+    pool: Pool,
+) -> None:
+    """vLLM drops what a session has not computed when more of its prompt arrives."""
+    bench = Bench(pool, ONE)
+    request = bench.request("r", 40)
+    assert bench.matched(request) == 0, "it knows the keys of the whole prompt"
+    bench.report(bench.step(request, 20), ranks=1)
+    del request._all_token_ids[20:]  # as vLLM's Scheduler._update_request_as_session
+    del request.block_hashes[20 // BLOCK :]
+    request._all_token_ids.extend(range(900, 940))
+    request.update_block_hashes()
+    assert request.num_tokens == 60
+    bench.report(bench.step(request, 40), ranks=1)
+    assert bench.matched(bench.request("as before", 40)) == BLOCK
+    tokens = [*request.all_token_ids, 1]
+    twin = Request("twin", tokens, request.sampling_params, None, block_hasher=bench.hasher)
+    assert bench.matched(twin) == 3 * BLOCK

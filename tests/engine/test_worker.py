@@ -381,13 +381,12 @@ def test_an_order_that_names_what_is_not_there_fails_alone(machine: Machine) -> 
     machine.side.reported(report, set(), set())  # numbers that were never ordered
 
 
+@pytest.mark.parametrize("machine", ["late"], indirect=True)
 def test_device_blocks_and_slots_of_a_stuck_store(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The blocks are free after the longest wait, as what is read from them is never committed; the
     slots when it has ended. Meanwhile nothing is saved, and nothing waits for it."""
-    if not machine.late:
-        pytest.skip("copies are made in the step")
     machine.worker.map_arena(machine.pool.arena_handle())
     queue, now = machine.copier.stores, 0.0
     queue._clock = lambda: now
@@ -420,11 +419,12 @@ def test_device_blocks_and_slots_of_a_stuck_store(
     assert machine.matched(machine.request("found", 2 * BLOCK + 1, first=900)) == 2 * BLOCK
 
 
+@pytest.mark.parametrize("machine", ["late"], indirect=True)
 def test_an_arena_is_unmapped_only_when_no_copy_can_write_it(machine: Machine) -> None:
     """Its owner has died while a copy was stuck."""
-    if not machine.late:
-        pytest.skip("copies are made in the step")
     machine.compute("first", [11, 12])
+    machine.idle()
+    machine.compute("second", [21, 22], first=500)
     mapping, copier, ticks = machine.worker._arena, machine.copier, itertools.count()
     copier.stores._clock = lambda: LONGEST_S * next(ticks)
     copier.stores._stream.is_stuck = True  # type: ignore[attr-defined]
@@ -435,9 +435,11 @@ def test_an_arena_is_unmapped_only_when_no_copy_can_write_it(machine: Machine) -
     assert not mapping.store(machine.pool.arena_handle(), Copy((1,), (0,)))
     assert mapping.is_stuck == (False, True)
     copier.stores._stream.is_stuck = False  # type: ignore[attr-defined]
-    for _ in range(2 * PATIENCE):
+    seen = []
+    for _ in range(3 * PATIENCE):
         machine.idle()
-    assert locked == {}
+        seen.append((len(copier.stores._under_way), len(locked)))
+    assert list(dict.fromkeys(seen)) == [(1, 1), (0, 0)]
     assert mapping.store(machine.pool.arena_handle(), Copy((1,), (0,)))
 
 

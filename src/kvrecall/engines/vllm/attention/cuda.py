@@ -59,7 +59,7 @@ class DeviceBuilder(RetrievalBuilder):
         settings = active_settings(self.vllm_config)
         if settings.gate and self.device.type != "cpu":  # one that interprets is no measure
             speed = kernel.measure(settings)
-            kernel.overhead_bytes = most_of_ranks(kernel.overhead_bytes)
+            kernel.overhead_bytes = most_of_ranks(kernel.overhead_bytes, stages=False)
             logger.info(
                 "kvrecall: retrieval: a kernel takes %.1f microseconds beside what it reads, and "
                 "reads %.2f TB/s",

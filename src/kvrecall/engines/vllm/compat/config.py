@@ -247,14 +247,16 @@ def is_deterministic() -> bool:
     return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
 
 
-def most_of_ranks(number: int) -> int:
-    """The largest of the numbers that all ranks of this engine call this with, at one time."""
-    from vllm.distributed import get_world_group
+def most_of_ranks(number: int, stages: bool = True) -> int:
+    """The largest of the numbers that all ranks of this engine call this with, at one time; without
+    ``stages``, those of this rank's pipeline stage."""
+    from vllm.distributed import get_pp_group, get_tp_group
 
-    world = get_world_group()
     most = torch.tensor([number], dtype=torch.int64)
-    if world.world_size > 1:
-        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=world.cpu_group)
+    for group in (get_tp_group(), get_pp_group()) if stages else (get_tp_group(),):
+        if group.world_size > 1:
+            largest = torch.distributed.ReduceOp.MAX
+            torch.distributed.all_reduce(most, largest, group=group.cpu_group)
     return int(most[0])
 
 

@@ -31,9 +31,10 @@ TABLE = (
         "reschedule",
         "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
         "Preempts requests whose blocks the workers report as lost or wrong, before the step's "
-        "output for them is used; they are computed again.",
+        "output for them is used; they are computed again. Keeps the device blocks of a failed "
+        "load out of use while it may still write them.",
         "A connector can fail a load, but cannot take back blocks that a running request already "
-        "reads.",
+        "reads, and vLLM frees those of a failed load at once.",
         "vLLM lets a connector invalidate blocks of running requests.",
     ),
     Patch(

@@ -91,6 +91,11 @@ class CopyQueue:
         self._progress_at = 0.0  # when a batch ended, or the first of those under way began
         self.is_stuck = False
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether batches are under way, as of the last call."""
+        return bool(self._under_way)
+
     def submit(self, nbytes: int, batches: Iterator[Batch]) -> None:
         """Copies ``batches``, of so many bytes together, after all work that the engine has queued
         on the device so far."""
@@ -296,6 +301,11 @@ class Copier:
         """Whether copies are under way that may never end."""
         return self.loads.is_stuck or self.stores.is_stuck
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether copies are under way, as of the last call that looked."""
+        return self.loads.is_busy or self.stores.is_busy
+
     def completed(self) -> tuple[list[Moved], list[Moved]]:
         """The loads and the stores that were completed since the last call."""
         return self.loads.completed(), self.stores.completed()
@@ -306,7 +316,7 @@ class Copier:
         return self.loads.drain(), self.stores.drain()
 
     def close(self) -> tuple[list[Moved], list[Moved]]:
-        """As ``drain``, and unlocks the arena, which may be unmapped then."""
+        """As ``drain``, and unlocks the arena, which may be unmapped then: no copy is stuck."""
         drained = self.drain()
         self.loads.close()
         self.stores.close()
@@ -397,7 +407,7 @@ class ArenaMapping:
         with self._lock:
             if self._left is not None:
                 self._note(self._left[1].completed())
-                if not self._left[1].is_stuck:
+                if not self._left[1].is_busy:
                     left, self._left = self._left, None
                     self._end(*left)
             if self._copier is not None:
@@ -430,8 +440,8 @@ class ArenaMapping:
         with self._lock:
             if self._copier is not None:
                 self._note(self._copier.drain())
-            stuck = self._left is not None or (self._copier is not None and self._copier.is_stuck)
-            if stuck:
+            busy = self._copier is not None and self._copier.is_busy
+            if busy or self._left is not None:
                 raise EngineError(
                     f"a copy of blocks has not ended for {LONGEST_S:.0f} s, so the KV cache's "
                     "memory cannot be given back: restart the engine"
@@ -481,7 +491,7 @@ class ArenaMapping:
     def _detach(self) -> None:
         if self._copier is not None and self._arena is not None and self._handle is not None:
             self._note(self._copier.drain())
-            if self._copier.is_stuck:
+            if self._copier.is_busy:
                 self._left = self._handle, self._copier, self._arena
             else:
                 self._end(self._handle, self._copier, self._arena)

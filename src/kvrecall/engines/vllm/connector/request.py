@@ -438,9 +438,12 @@ class RequestState:
             return []
         group = self.chain if group is None else group
         known = self._keys.setdefault(group, [])
+        step, namespace = self.hashes_per_block[group], self.group_namespaces[group]
+        hashes = self.request.block_hashes
+        last = len(known) * step
+        if known and (last > len(hashes) or known[-1] != namespace.key(hashes[last - 1])):
+            known.clear()  # vLLM has replaced tokens of a session
         if len(known) < count:
-            step, namespace = self.hashes_per_block[group], self.group_namespaces[group]
-            hashes = self.request.block_hashes
             for end in range((len(known) + 1) * step, min(count * step, len(hashes)) + 1, step):
                 known.append(namespace.key(hashes[end - 1]))
         return known[first:count]
