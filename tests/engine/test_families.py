@@ -155,7 +155,7 @@ def test_what_a_stranger_may_write_is_answered(
     families: dict[str, PretrainedConfig], tmp_path: Path
 ) -> None:
     """By a fixed seed: up to six values that do not belong where they are, or are missing."""
-    dice = random.Random(7)
+    dice = random.Random(3)
     names = sorted(families)
     for _ in range(CASES):
         name = dice.choice(names)
