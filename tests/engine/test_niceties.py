@@ -12,15 +12,20 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from support.collector import by_grpc
+from vllm.v1.request import RequestStatus
 
+from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.connector.metrics import RecallStats
+from kvrecall.engines.vllm.connector.wire import StepReport
 from kvrecall.engines.vllm.serving.insight import ConnectorReports, RequestLog, Steps
 from kvrecall.nicety import niceties, nicety
+from kvrecall.pool import Pool
 from kvrecall.server.dashboard.history import History
 from kvrecall.server.metrics import MindieMetrics
 
 from .clumsy import clumsy
 from .engine import Engine, prompt_of
+from .test_scheduler import Bench
 
 BLOCK = 128
 
@@ -83,6 +88,23 @@ def test_a_server_whose_niceties_all_fail_answers_its_requests() -> None:
         assert first.reduce() == {}
 
 
+def test_a_scheduler_side_whose_niceties_all_fail_saves_and_recalls() -> None:
+    settings = RecallSettings.from_mapping({"host_size": "1MiB"})
+    with Pool.open(settings.pool) as pool, clumsy():
+        bench = Bench(pool)
+        first = bench.request("first", 40)
+        orders = bench.step(first, 40)
+        bench.report(orders)
+        first.status = RequestStatus.FINISHED_STOPPED
+        bench.side.finished(first, (bench.blocks["first"],))
+        again = bench.request("again", 40)
+        assert bench.side.match(again, 0) == (32, True), "all that was found, at no known cost"
+        bench.side.allocated(again, (bench.blocks["again"],), 32)
+        (load,) = bench.step(again, 8).loads
+        bench.side.reported(StepReport(timed={1: 0.1}), {load.request_id}, set())
+        assert pool.stats().leases == 0
+
+
 @pytest.mark.engine
 def test_an_engine_whose_niceties_all_fail_computes_and_recalls_as_before(
     start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
@@ -103,7 +125,7 @@ def test_an_engine_whose_niceties_all_fail_computes_and_recalls_as_before(
     assert computed["tokens"] == device["tokens"] == recalled["tokens"]
     assert recalled["from"]["host"] == 5 * BLOCK
     log = engine.log.read_text()
-    failed = [line for line in log.splitlines() if "failed, and does without" in line]
+    failed = [line for line in log.splitlines() if "failed and is left out" in line]
     assert len(failed) == len(set(failed)) > 8
     assert "is clumsy" in log
     plain = start(**common)
