@@ -286,8 +286,8 @@ class _Upload:
         """Drops the rest of it: many clients read no reply before they have sent all. Returns
         whether that was so in time."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.0 if self._is_asked_for else _DROPPING_S):
-                while self.more:
+            async with asyncio.timeout(_DROPPING_S):
+                while self.more and not self._is_asked_for:
                     await self.receive()
         return not self.more
 
