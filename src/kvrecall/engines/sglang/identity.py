@@ -40,7 +40,8 @@ _NO_INFLUENCE = re.compile(
     # which requests it takes when, and what it keeps
     r"|max_running_requests|max_queued_requests|max_total_tokens|mem_fraction_static|schedule_\w+"
     r"|\w*priority\w*|prefill_delayer\w*|radix_eviction_\w+|load_balance_method|warmups"
-    r"|skip_server_warmup|enable_cache_report|hicache_(?!mem_layout)\w+"
+    r"|skip_server_warmup|enable_cache_report|max_mamba_cache_size|int8_mamba_ckpt_size"
+    r"|hicache_(?!mem_layout)\w+"
 )
 """Settings of SGLang that shape no byte of KV. All others are part of a page's identity."""
 

@@ -233,29 +233,34 @@ def _bytes_of(pid: int) -> int:
 
 
 def _fill(place: Path, which: int, kind: bytes, parts: Iterator[bytes]) -> str:
-    """Sends ``parts`` to an event port (0: subscriptions, 1: replay), from several connections one
-    after the other; the service must not keep them, and must answer afterwards."""
+    """``_fill_memory`` of a service."""
     port = two_ports()
     with _service(place / "pool", "--host-size=16MiB", f"--events={port}") as service:
-        before = _bytes_of(service.process.pid)
-        held = [_peer_of_zeromq(port + which, kind) for _ in range(3)]
-        refused = 0
-        for part in parts:
-            for peer in held:
-                try:
-                    peer.sendall(part)
-                except OSError:
-                    refused += 1
-            if refused > 10:
-                break
-        time.sleep(0.5)
-        kept = _bytes_of(service.process.pid) - before
-        if kept > _KEPT:
-            raise GotIn(f"the service kept {kept >> 20} MiB of a stranger's")
-        late = _peer_of_zeromq(port, b"SUB")
-        late.sendall(b"\x00\x01\x01")  # a subscription to everything
-        if not late.recv(64).startswith(b"\xff"):
-            raise Stalled("a reader that comes afterwards is not answered")
+        return _fill_memory(service.process.pid, port, which, kind, parts)
+
+
+def _fill_memory(pid: int, port: int, which: int, kind: bytes, parts: Iterator[bytes]) -> str:
+    """Sends ``parts`` to an event port of a process (0: subscriptions, 1: replay) over several
+    connections; it must not keep them, and must answer afterwards."""
+    before = _bytes_of(pid)
+    held = [_peer_of_zeromq(port + which, kind) for _ in range(3)]
+    refused = 0
+    for part in parts:
+        for peer in held:
+            try:
+                peer.sendall(part)
+            except OSError:
+                refused += 1
+        if refused > 10:
+            break
+    time.sleep(0.5)
+    kept = _bytes_of(pid) - before
+    if kept > _KEPT:
+        raise GotIn(f"the process kept {kept >> 20} MiB of a stranger's")
+    late = _peer_of_zeromq(port, b"SUB")
+    late.sendall(b"\x00\x01\x01")  # a subscription to everything
+    if not late.recv(64).startswith(b"\xff"):
+        raise Stalled("a reader that comes afterwards is not answered")
     return f"the connection ends; {kept >> 20} MiB kept"
 
 
@@ -271,6 +276,31 @@ def unfinished_message(place: Path) -> str:
     """A reader asks for a replay in a message of ever more small parts."""
     part = b"\x03" + struct.pack(">Q", 1000) + bytes(1000)
     return _fill(place, 1, b"DEALER", repeat(part * 1000, 130))
+
+
+@attack()
+def unfinished_message_to_an_engine(place: Path) -> str:
+    """The same, to vLLM's publisher as an engine with the connector makes it."""
+    from vllm.config.kv_events import KVEventsConfig
+    from vllm.distributed.kv_events import EventPublisherFactory
+
+    from kvrecall.engines.vllm.compat.events import replay_everything
+
+    port = two_ports()
+    replay_everything()
+    publisher = EventPublisherFactory.create(
+        KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=f"tcp://*:{port}",
+            replay_endpoint=f"tcp://*:{port + 1}",
+        )
+    )
+    part = b"\x03" + struct.pack(">Q", 1000) + bytes(1000)
+    try:
+        return _fill_memory(os.getpid(), port, 1, b"DEALER", repeat(part * 1000, 130))
+    finally:
+        publisher.shutdown()
 
 
 @attack()
