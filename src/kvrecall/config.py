@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 
 from kvrecall.block import Tenant, is_tenant, tenant_of
 from kvrecall.errors import ConfigError
-from kvrecall.secret import refuse_open
+from kvrecall.secret import MOONCAKE, TO_A_FILE, refuse_open
 
 DEFAULT_POLICY = "hazard"  # of eviction
 DEFAULT_AUDIT_EVERY = 4096  # hits
@@ -364,7 +364,7 @@ def _remote(value: Any, name: str) -> Mapping[str, object] | None:
         return None
     if not (isinstance(value, Mapping) and isinstance(value.get("kind"), str)):
         raise ConfigError(f'{name} must be an object such as {{"kind": "mooncake"}}')
-    refuse_open(value, name)
+    refuse_open(value, name, MOONCAKE if value["kind"] == "mooncake" else TO_A_FILE)
     return value
 
 

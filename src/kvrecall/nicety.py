@@ -54,7 +54,7 @@ def _tell(what: str, function: Callable[..., Any]) -> None:
         return
     _told.add(what)
     logging.getLogger(function.__module__).exception(
-        "kvrecall: %s failed, and does without from here on where it fails again; requests are "
-        "served as before. This is a bug in kvrecall: please report it",
+        "kvrecall: %s failed and is left out; requests are served as before, and its further "
+        "failures are not logged. This is a bug in kvrecall: please report it",
         what,
     )

@@ -43,10 +43,14 @@ def is_secret(name: str) -> bool:
     return bool(_WORDS & set(words)) and words[-1] not in _HARMLESS
 
 
-def refuse_open(value: object, name: str) -> None:
+TO_A_FILE = 'write it to a file of this user (mode 0600) and here {"file": "/path"}'
+MOONCAKE = "Mooncake takes Redis's password from MC_REDIS_PASSWORD; leave it out here"
+"""The cures of a secret in settings."""
+
+
+def refuse_open(value: object, name: str, cure: str = TO_A_FILE) -> None:
     """Raises ConfigError, which shows no value, if the setting ``name`` holds a secret itself: by
     the name of an option in it, or as a user or token in a URL."""
-    cure = 'a file of this user (mode 0600): {"file": "/path"}'
     if _file_of(value) is not None:
         return
     if isinstance(value, Mapping):
@@ -54,17 +58,17 @@ def refuse_open(value: object, name: str) -> None:
             inside = f"{name}.{key}"
             if is_secret(str(key)) and not (isinstance(inner, Mapping) or _is_flag(inner)):
                 raise ConfigError(
-                    f"{inside} is a secret, and settings are printed; write it to {cure}. If this "
-                    "one was used, replace it"
+                    f"{inside} is a secret, and settings are printed; {cure}. If this one was in "
+                    "use, replace it"
                 )
-            refuse_open(inner, inside)
+            refuse_open(inner, inside, cure)
     elif isinstance(value, list | tuple):
         for inner in value:
-            refuse_open(inner, name)
+            refuse_open(inner, name, cure)
     elif isinstance(value, str) and _has_secret(value):
         raise ConfigError(
             f"{name} is a URL with a user, a password or a token in it, and settings are printed; "
-            f"give these in options of their own or by the environment, or write the URL to {cure}"
+            f"{cure}"
         )
 
 

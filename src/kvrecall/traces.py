@@ -59,7 +59,7 @@ def check_endpoint(endpoint: str) -> None:
             f"{OPTION} is {endpoint!r}, and {missing} is not installed here; "
             "pip install 'kvrecall[traces]'"
         )
-    refuse_open(endpoint, OPTION)
+    refuse_open(endpoint, OPTION, "set OTEL_EXPORTER_OTLP_HEADERS, and leave it out here")
     given = endpoint if "://" in endpoint or protocol != "grpc" else f"http://{endpoint}"
     try:
         parts = urlsplit(given)

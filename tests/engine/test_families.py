@@ -26,7 +26,7 @@ from kvrecall.engines.vllm.attention.checks import offload_hindrance, require_en
 from kvrecall.engines.vllm.compat.config import prompt_token_work
 from kvrecall.engines.vllm.identity.namespace import config_text
 from kvrecall.errors import KvrecallError
-from kvrecall.modelconfig import Fields
+from kvrecall.modelconfig import Fields, read_fields
 from kvrecall.plan.cli import _summary
 from kvrecall.plan.layers import read_layers
 from kvrecall.plan.model import read_shape
@@ -148,14 +148,14 @@ def test_every_family_is_answered(
         for check in (plan, judged, doctor):
             answers(name, check, tmp_path)
         answers(name, started, config)
-    assert "does without" not in caplog.text, "no nicety had to be left out"
+    assert "is left out" not in caplog.text, "no nicety had to be left out"
 
 
 def test_what_a_stranger_may_write_is_answered(
     families: dict[str, PretrainedConfig], tmp_path: Path
 ) -> None:
     """By a fixed seed: up to six values that do not belong where they are, or are missing."""
-    dice = random.Random(7)
+    dice = random.Random(3)
     names = sorted(families)
     for _ in range(CASES):
         name = dice.choice(names)
@@ -183,6 +183,12 @@ def test_fields_by_layer() -> None:
     assert [fields.of_layer(at).number("intermediate_size") for at in range(3)] == [7, 7, 5]
     omni = {"thinker_config": {"text_config": {"hidden_size": 8}}, "hidden_size": 4}
     assert Fields(omni, "x").number("hidden_size") == 8
+
+
+def test_numbers_that_json_does_not_have_are_read(tmp_path: Path) -> None:
+    """As transformers writes them, into ``time_step_limit`` of Mamba-2, for example."""
+    (tmp_path / "config.json").write_text('{"hidden_size": 8, "limit": [0.0, Infinity]}')
+    assert read_fields(tmp_path)[0].number("hidden_size") == 8
 
 
 def test_the_largest_families_with_values_by_layer(families: dict[str, PretrainedConfig]) -> None:

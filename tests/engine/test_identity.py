@@ -545,7 +545,10 @@ class Running:
         started = Weights(config_of(model), NOTHING, early=True)
         assert started.wait(30)
         self.ranks, self.changes = ranks, 0
-        self.weights = RunningWeights(started, self._count, lambda loaded, swapped: None)
+        self.adapters: list[int] = []
+        self.weights = RunningWeights(
+            started, self._count, lambda new, _: self.adapters.extend(new)
+        )
 
     def _count(self) -> None:
         self.changes += 1
@@ -577,6 +580,26 @@ def test_the_weights_are_what_the_workers_have(model: Path) -> None:
     assert one.call("finish_weight_update", "one") == plain, "found again"
     assert one.call("reset_weights", "one") == plain
     assert one.changes == 4
+
+
+def test_no_news_is_lost_in_a_look(model: Path) -> None:
+    """What the workers have loaded since their last report is told once."""
+    one = Running(model, Ranks())
+    plain = one.text
+    one.ranks.gets("one", adapters={3: (1, "a")})
+    one.call("their_own_method", "one", adapters={})
+    one.ranks.gets("one", adapters={4: (1, "b")})
+    one.weights.woke(one.ranks.look)
+    one.weights.adapter_loaded(one.ranks.look)
+    assert one.adapters == [3, 4, 4]
+    assert (one.text, one.changes) == (plain, 0)
+    one.ranks.gets("two", is_reloaded=True)
+    one.weights.adapter_loaded(one.ranks.look)
+    assert (one.text, one.changes) == ("tensors two", 1)
+    other = Running(model, Ranks())
+    other.ranks.gets("two", is_reloaded=True)
+    other.call("their_own_method", "two", is_reloaded=False)
+    assert (other.text, other.changes) == ("tensors two", 1)
 
 
 def test_a_folder_that_is_loaded_whole_names_the_weights(model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -24,6 +25,7 @@ from kvrecall.router import upstream
 from kvrecall.router.addresses import Roster
 from kvrecall.router.application import application
 from kvrecall.router.bodies import Body
+from kvrecall.router.fleet import Address, Fleet
 from kvrecall.router.router import RouterSettings
 
 from .cluster import Router, until
@@ -399,6 +401,31 @@ def test_what_the_router_reads_of_a_body_is_small(tmp_path: Path) -> None:
         assert reply.status_code == 431
         assert before.complete(prompt=large, kv_transfer_params={"a": large}).status_code == 200
         assert before.inflight() == 0
+
+
+def test_an_instance_that_answers_others_is_not_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it is too busy for its probes."""
+    monkeypatch.setattr(upstream, "_PROBE_S", 0.2)
+
+    async def story() -> None:
+        asked = asyncio.Event()
+
+        async def silent(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+            await reader.readline()
+            asked.set()
+
+        listener = await asyncio.start_server(silent, "127.0.0.1", 0)
+        port = listener.sockets[0].getsockname()[1]
+        (one,) = Fleet((), [Address(f"http://127.0.0.1:{port}")], 4).all
+        async with listener, upstream.Upstream(60) as client:
+            assert not await client.probe(one)
+            asked.clear()
+            probe = asyncio.create_task(client.probe(one))
+            await asked.wait()
+            one.heard += 1
+            assert await probe
+
+    asyncio.run(story())
 
 
 def refused(*words: str) -> str:

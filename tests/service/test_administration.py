@@ -192,7 +192,7 @@ def test_resize(at: tuple[object, ...], service: ServiceThread) -> None:
     assert as_json("verify", *at) == {"checked": 25, "damaged": 0}
     for wrong, text in (
         (("--host", "1TiB"), "this pool can grow to"),
-        (("--disk", "1000000TiB"), "free on the file system"),
+        (("--disk", "1000000TiB"), "of the file system of"),
         (("--disk", "1MiB"), "the minimum is 8MiB"),
         (("--host", "much"), "is not a size"),
         ((), "specify the tier to resize"),

@@ -319,7 +319,7 @@ class TermsContract:
         assert disk.stats().blocks > 150
         checked = dict(disk.check(hot + pinned[:50]))
         assert {str(outcome) for outcome in checked.values()} == {"Outcome.LOADED"}
-        with pytest.raises(ConfigError, match="free on the file system"):
+        with pytest.raises(ConfigError, match="of the file system of"):
             disk.resize(1 << 60)
         with pytest.raises(ConfigError, match="pinned"):
             disk.resize(8 * MIB)

@@ -115,7 +115,14 @@ def check_disk(disk: DiskConfig) -> Iterator[Finding]:
         found += f"; in use by process {holder}"
         figures["holder"] = holder
     if doubt:
-        yield Finding(_AREA, "disk", State.WARNING, doubt, "free some room", figures)
+        yield Finding(
+            _AREA,
+            "disk",
+            State.WARNING,
+            doubt,
+            "free some room, or set a smaller disk_size",
+            figures,
+        )
     else:
         yield Finding(_AREA, "disk", State.OK, found, figures=figures)
     yield _file_system(standing)

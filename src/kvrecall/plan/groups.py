@@ -50,7 +50,7 @@ class Group:
         every = -(-context // self.block_tokens)
         match self.kind:
             case Kind.WINDOW:
-                return min(every, 2 * -(-(self.reach - 1) // self.block_tokens))
+                return max(1, min(every, 2 * -(-(self.reach - 1) // self.block_tokens)))
             case Kind.STATE:
                 return min(1, every)
         return every

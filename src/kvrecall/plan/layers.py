@@ -159,7 +159,7 @@ def _kinds(fields: Fields) -> list[str]:
     if fields.model_type == "llama4_text" and not fields.number("attention_chunk_size", default=0):
         return ["full_attention"] * count
     if fields.model_type == "llama4_text":
-        interval = fields.number("no_rope_layer_interval")
+        interval = max(1, fields.number("no_rope_layer_interval"))
         turned = fields.list("no_rope_layers") or [(place + 1) % interval for place in places]
         return ["chunked_attention" if place else "full_attention" for place in turned[:count]]
     if linear := fields.part("linear_attn_config").list("kda_layers"):
@@ -230,7 +230,7 @@ def _attention(fields: Fields, kind: str, dtype: str) -> list[Cache]:
         reach = fields.number("sliding_window", default=0)
         made = Kind.WINDOW if reach else Kind.FULL
     elif kind in _CHUNK:
-        made, reach = Kind.CHUNK, fields.number("attention_chunk_size")
+        made, reach = Kind.CHUNK, max(1, fields.number("attention_chunk_size"))
     else:
         made, reach = Kind.FULL, 0
         size = fields.number("global_head_dim", default=0) or size
@@ -293,7 +293,7 @@ def _mamba2(fields: Fields, hidden: int, each: int) -> tuple[State, int]:
     expanded = fields.number("mamba_expand", "expand", default=2) * hidden
     wide = fields.number("mamba_d_ssm", default=0) or expanded
     size = fields.number("mamba_d_head", "mamba_head_dim", "mamba_headdim", default=0)
-    size = size or wide // heads
+    size = size or wide // max(1, heads)
     wide = heads * size
     groups = fields.number("mamba_n_groups", "n_groups", "mamba_ngroups")
     states = fields.number("mamba_d_state", "ssm_state_size")

@@ -74,6 +74,8 @@ def read_shape(path: Path, kv_dtype: str = "auto", name: str = "") -> ModelShape
     heads = fields.number("num_attention_heads", "n_head")
     if not (hidden and layers and heads):
         raise ConfigError(f"{fields.source}: hidden_size, layers and heads must be more than 0")
+    if not any(layer.caches for layer in layers):
+        raise ConfigError(f"{fields.source}: no layer of this model keeps KV, so nothing is pooled")
     is_latent = bool(fields.number("kv_lora_rank", default=0))
     params, active = _params(fields, layers, hidden)
     weights = sum(f.stat().st_size for f in file.parent.glob("*.safetensors"))

@@ -52,7 +52,7 @@ class Address:
 @dataclass(slots=True, eq=False)
 class Instance:
     """One server. ``bit`` is its place in the masks of the prefix map; ``failed_probes`` counts
-    those in a row.
+    those in a row, ``heard`` its replies to requests.
 
     ``waiting``: the cost, in tokens computed, of the prompts that it was sent and has not answered.
     ``engine``, ``pool``: what its publishers and those of its pool service say. ``serves``: names
@@ -70,6 +70,7 @@ class Instance:
     inflight: int = 0
     waiting: float = 0.0
     failed_probes: int = 0
+    heard: int = 0
     serves: frozenset[str] = frozenset()
     models: frozenset[str] = frozenset()
     leaves: bool = False

@@ -124,11 +124,12 @@ class Upstream:
         await self._client.aclose()
 
     async def probe(self, instance: Instance) -> bool:
-        """Whether the instance reports that it is healthy."""
+        """Whether the instance reports that it is healthy, or is too busy to and answers others."""
+        before = instance.heard
         try:
             return (await self._get(instance, "/health", {}, _PROBE_S)).status == 200
         except InstanceFailedError:
-            return False
+            return instance.heard > before
 
     async def models(
         self, instance: Instance, api_key: str | None
@@ -172,6 +173,7 @@ class Upstream:
         ``limit_s``: for its head, and again for the rest; None: the client's timeout."""
         limit_s = limit_s or self._timeout_s
         response = await self._send(instance, self._post(instance, path, content, headers), limit_s)
+        instance.heard += 1
         return _usable(instance, await _whole(instance, response, limit_s))
 
     async def stream(
@@ -181,6 +183,7 @@ class Upstream:
         refuses, or answers with one. Raises InstanceFailedError."""
         limit_s = self._timeout_s
         response = await self._send(instance, self._post(instance, path, content, headers), limit_s)
+        instance.heard += 1
         if response.status_code != 200 or not _is_stream(response):
             # also to ``"stream": "false"``, which vLLM takes for false
             return _usable(instance, await _whole(instance, response, limit_s))

@@ -93,8 +93,7 @@ def check_room(path: Path, capacity_bytes: int) -> str:
         return ""
     return (
         f"disk_size: {capacity_bytes / _GIB:.2f} GiB is more than the {free / _GIB:.2f} GiB "
-        f"free on the file system of {path}; the tier grows as far as there is room. Set a "
-        "smaller disk_size, or free some"
+        f"free on the file system of {path}"
     )
 
 

@@ -93,7 +93,7 @@ class DiskTier(Tier):
         ``_admit`` for folders that were written with another."""
         make_policy(policy, 1)  # before anything is touched
         if doubt := check_room(config.path, config.capacity_bytes):
-            _LOG.warning("disk tier: %s", doubt)
+            _LOG.warning("disk tier: %s; the tier grows as far as there is room", doubt)
         self._config = config
         self._capacity_bytes = config.capacity_bytes
         self._terms = terms or PoolTerms()
@@ -414,7 +414,7 @@ class DiskTier(Tier):
             except TierError as error:
                 raise ConfigError(str(error)) from error
             if doubt:
-                raise ConfigError(doubt)
+                raise ConfigError(f"{doubt}; free some room, or resize to less")
         pinned, share = self.pinned_bytes, self._terms.pin_limit
         if pinned > share * capacity_bytes:
             raise ConfigError(

@@ -216,9 +216,13 @@ class RunningWeights:
         """Around a call of the workers. ``look(weigh)``: as of ``RankWeights``, of all ranks."""
         if self._tensors is None and self._now is not None:
             before = look(True)
-            self._tensors = before.tensors
-            if before.tensors is not None:
-                self._known[self._key(before)] = self._now
+            if before.is_reloaded:
+                self._settle(before, True, None, "load_weights")
+            else:
+                self._adapters(before.adapters, before.swapped)
+                self._tensors = before.tensors
+                if before.tensors is not None:
+                    self._known[self._key(before)] = self._now
         folder = self._folder_of(method, args, kwargs)
         files = None if folder is None else self._started.files(folder)
         name = method if isinstance(method, str) else "a function"
@@ -235,14 +239,19 @@ class RunningWeights:
 
     def woke(self, look: Callable[[bool], Look]) -> None:
         """The workers woke up: weights are what they were if sleep kept them."""
-        seen = look(False)
-        if seen.is_reloaded or self._now is None:
+        if self._has_news(look) or self._now is None:
             self._settle(look(True), True, None, "sleep")
 
     def adapter_loaded(self, look: Callable[[bool], Look]) -> None:
         """The workers were told to load an adapter."""
+        if self._has_news(look):
+            self.loaded(look)
+
+    def _has_news(self, look: Callable[[bool], Look]) -> bool:
+        """Takes note of adapters; whether weights were loaded, too."""
         seen = look(False)
         self._adapters(seen.adapters, seen.swapped)
+        return seen.is_reloaded
 
     def _settle(self, seen: Look, loads: bool, files: Fingerprint | None, cause: str) -> None:
         self._adapters(seen.adapters, seen.swapped)

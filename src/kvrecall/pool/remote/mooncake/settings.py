@@ -11,7 +11,7 @@ from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import read_json
 from kvrecall.pool.remote.backends import is_loopback
 from kvrecall.pool.remote.mooncake.wheel import why_unfit
-from kvrecall.secret import refuse_open
+from kvrecall.secret import MOONCAKE, refuse_open
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class MooncakeSettings:
                 raise ConfigError(f"remote: config is {file!r}; it must be the path of a file")
             source, read = file, _read(Path(file))
             values = {**read, **values}
-        refuse_open(values, source)  # Mooncake itself prints them, and its process has them in argv
+        refuse_open(values, source, MOONCAKE)  # which would print it, and has it in argv
         _check(values, source)
         device = _LOOPBACK if is_loopback(_host(values)) else ""
         return cls(_as_setup(values, source), _address(values, source), device)
