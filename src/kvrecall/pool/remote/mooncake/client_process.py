@@ -31,7 +31,7 @@ import msgspec
 M = TypeVar("M")
 
 _LOOK_S = 1.0
-_PATIENCE = 1.5  # times what a call is expected to take
+_PATIENCE = 2.5  # times what a call is expected to take
 _GRACE_S = 0.01
 _FORGET = 1.1  # how fast a speed that was seen once is forgotten
 _FIRST_ORDINARY, _MAX_ORDINARY = 4, 64  # calls
