@@ -239,6 +239,43 @@ class Failing(RuntimeError):
     """Of a forward pass."""
 
 
+def connector_of(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> RecallConnector:
+    """The connector of the machine's worker, as Model Runner V1 finds it."""
+    connector = RecallConnector.__new__(RecallConnector)
+    connector._worker = machine.worker
+    connector._connector_metadata = None
+    monkeypatch.setattr(mixin, "get_kv_transfer_group", lambda: connector)
+    monkeypatch.setattr(mixin, "get_forward_context", lambda: None)
+    return connector
+
+
+def told_of(orders: StepOrders) -> Any:
+    """What Model Runner V1 tells after a step, within which it computes."""
+    step: Any = SimpleNamespace(
+        kv_connector_metadata=orders, has_sync_kv_loads=False, finished_req_ids=set()
+    )
+    return mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(step)
+
+
+def test_a_step_within_a_handler_has_not_failed(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a script generates after it has caught something."""
+    connector = connector_of(machine, monkeypatch)
+    request = machine.request("r", 2 * BLOCK + 4)
+    orders = machine.step(request, request.num_tokens)
+    try:
+        raise Failing
+    except Failing:
+        connector.handle_preemptions(orders)
+        with told_of(orders) as output:
+            pass
+    machine.side.reported(output.kv_connector_worker_meta, set(), set())
+    for _ in range(PATIENCE):
+        machine.idle()
+    assert machine.matched(machine.request("again", 2 * BLOCK + 4)) == 2 * BLOCK
+
+
 @pytest.mark.parametrize("runner", ["V1", "V2"])
 def test_nothing_of_a_step_that_failed_is_saved(
     machine: Machine, runner: str, monkeypatch: pytest.MonkeyPatch
@@ -248,22 +285,14 @@ def test_nothing_of_a_step_that_failed_is_saved(
     machine.compute("first", [11, 12])
     for _ in range(PATIENCE):
         machine.idle()
-    connector = RecallConnector.__new__(RecallConnector)
-    connector._worker = machine.worker
-    connector._connector_metadata = None
-    monkeypatch.setattr(mixin, "get_kv_transfer_group", lambda: connector)
-    monkeypatch.setattr(mixin, "get_forward_context", lambda: None)
+    connector = connector_of(machine, monkeypatch)
     machine.load("again", 2 * BLOCK + 1, [50, 51])
     doomed = machine.request("doomed", 2 * BLOCK + 4, first=500)
     orders = machine.step(doomed, doomed.num_tokens)
     assert [store.copy.block_ids for store in orders.stores] == [(1, 2)]
-    machine.worker.before_overwrite(orders)
+    connector.handle_preemptions(orders)
     if runner == "V1":
-        step = SimpleNamespace(
-            kv_connector_metadata=orders, has_sync_kv_loads=False, finished_req_ids=set()
-        )
-        told = mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(step)  # type: ignore[arg-type]
-        with pytest.raises(Failing), told as output:
+        with pytest.raises(Failing), told_of(orders) as output:
             raise Failing
         assert output.kv_connector_worker_meta is None
         assert not output.finished_recving

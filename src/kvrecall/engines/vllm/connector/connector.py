@@ -81,6 +81,8 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
     _endpoint: AdminEndpoint | None = None
     _events: PoolEvents | None = None
     _traces: Traces | None = None
+    _handled: BaseException | None = None
+    """What the caller of a step may be handling: the step has not raised it."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -143,6 +145,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepOrders)
+        self._handled = sys.exc_info()[1]
         self._w.before_overwrite(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -161,7 +164,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         orders = self._get_connector_metadata()
         assert isinstance(orders, StepOrders)
-        if _is_failing():
+        if self._is_failing():
             self._w.step_failed(orders)
         else:
             self._w.start_stores(orders)
@@ -169,7 +172,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         orders = self._get_connector_metadata()
         assert isinstance(orders, StepOrders)
-        if _is_failing():
+        if self._is_failing():
             return KVConnectorTransferResults()
         if not orders.computes and not shims.saves_without_computing():
             self._w.start_stores(orders)
@@ -179,7 +182,13 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        return None if _is_failing() else self._w.report()
+        return None if self._is_failing() else self._w.report()
+
+    def _is_failing(self) -> bool:
+        """Whether the step's forward pass has raised: Model Runner V1 ends the step all the same,
+        and drops what it is told. What is not told now is told after the next step."""
+        raised = sys.exc_info()[1]
+        return raised is not None and raised is not self._handled
 
     # ---- scheduler side -----------------------------------------------------------------
 
@@ -501,12 +510,6 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             self._pool.close()
         if self._endpoint is not None:
             self._endpoint.close()
-
-
-def _is_failing() -> bool:
-    """Whether a step's forward pass has raised: Model Runner V1 ends the step all the same, and
-    drops what it is told. What is not told now is told after the next step."""
-    return sys.exc_info()[0] is not None
 
 
 def _map_arena(_: object, handle: ArenaHandle) -> None:
