@@ -10,6 +10,7 @@ import pytest
 from kvrecall.config import RecallSettings
 from kvrecall.engines.base import ServeSpec
 from kvrecall.errors import ConfigError, TierError, hidden, hide
+from kvrecall.jsonfile import parse_json
 from kvrecall.pool.remote.backends import make_store
 from kvrecall.secret import is_secret, opened, refuse_open
 from kvrecall.server.plan import Plan
@@ -91,6 +92,13 @@ def test_a_factory_gets_what_the_file_says(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=r"cannot log in with \{'pw': '\*\*\*'\}"):
         make_store("picky_store:make", {"pw": {"file": str(file)}})
+
+
+def test_a_secret_without_quotes_is_not_shown() -> None:
+    with pytest.raises(ConfigError, match=r"x:1:14: \*\*\* is not a JSON value"):
+        parse_json('{"password": hunter2}', "x")
+    with pytest.raises(ConfigError, match="hunter2 is not a JSON value"):
+        parse_json('{"policy": hunter2}', "x")
 
 
 def test_the_start_log_shows_no_option_that_is_a_secret() -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.errors import ConfigError
+from kvrecall.secret import is_secret
 
 JsonPath = tuple[str | int, ...]
 
@@ -324,7 +325,9 @@ def _explained(error: json.JSONDecodeError, origin: _Origin) -> tuple[str, str]:
     elif word and word[0] in _MISTAKEN_WORDS:
         said = f"{word[0]} is not JSON; write {_MISTAKEN_WORDS[word[0]]}"
     elif word and error.msg == "Expecting value":
-        said = f'{word[0]} is not a JSON value; a text must be in double quotes: "{word[0]}"'
+        label = re.search(r'"([^"\n]*)"\s*:$', before)
+        shown = "***" if label and is_secret(label[1]) else word[0]
+        said = f'{shown} is not a JSON value; a text must be in double quotes: "{shown}"'
     else:
         cure = ""
         if found in _FULL_WIDTH:
