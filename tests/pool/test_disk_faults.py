@@ -17,7 +17,7 @@ from support.disks import FaultyIo
 from support.indexes import forging
 
 from kvrecall.config import DiskConfig
-from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.disk import DiskTier, index
 from kvrecall.pool.disk.flusher import Flusher
 from kvrecall.pool.disk.index import Index
 from kvrecall.pool.tier import Outcome, PutVerdict
@@ -285,6 +285,27 @@ def test_index_deleted_while_running(start: Start, folder: Path, name: str) -> N
     bench = start()
     assert bench.get(KEYS) == [Outcome.LOADED] * 32, "of those before, the rows were written again"
     assert bench.holds(KEYS)
+
+
+def test_an_index_is_renewed_as_soon_as_the_medium_allows_it(
+    start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    bench = start()
+    bench.put(KEYS[:8])
+    (folder / "index.sqlite").unlink()
+    monkeypatch.setattr(index, "_set_up", full)
+    for _ in range(2):
+        assert bench.put(KEYS[8:16]) == [Outcome.SHED] * 8
+    assert bench.get(KEYS[:8]) == [Outcome.LOADED] * 8
+    monkeypatch.undo()
+    assert bench.put(KEYS[8:]) == [Outcome.STORED] * 24
+    bench.tier.close()
+    assert start().get(KEYS) == [Outcome.LOADED] * 32
 
 
 def test_a_slab_that_is_emptied_stays_while_its_blocks_are_read(start: Start, io: FaultyIo) -> None:

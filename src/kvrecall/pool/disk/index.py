@@ -245,14 +245,18 @@ class Index:
 
     def begin_anew(self, why: str) -> int:
         """Moves the file aside and begins an empty one for the same slabs; returns the bytes on the
-        medium that this takes."""
-        before = aside_bytes(self._path.parent)
-        known = list(self._spaces.values())
+        medium that this takes. If the medium refuses, every call fails until it is called again."""
+        before, meta, spaces = aside_bytes(self._path.parent), self._meta, self._spaces
         self._connection.close()
-        _move_aside(self._path, why)
-        self._begin(self._meta)
-        for namespace, block_bytes in known:
-            self.register(namespace, block_bytes)
+        try:
+            _move_aside(self._path, why)
+            self._begin(meta)
+            for namespace, block_bytes in spaces.values():
+                self.register(namespace, block_bytes)
+        except BaseException:
+            self._connection.close()
+            self._meta, self._spaces = meta, spaces
+            raise
         return aside_bytes(self._path.parent) - before
 
     def rows(self) -> Iterator[tuple[Rows, list[int]]]:

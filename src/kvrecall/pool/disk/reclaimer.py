@@ -96,8 +96,10 @@ class Reclaimer:
         if self._failing:
             try:
                 self._index.note_time()
-            except sqlite3.Error:
-                return False
+            except sqlite3.Error as error:
+                if is_damage(error):
+                    self.renew_index(str(error))
+                return not self._failing
             self._failing = False
         return True
 
