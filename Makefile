@@ -9,7 +9,7 @@
 #   make test-all        all tests, those too that start many engines: most of an hour
 #   make check           lint, format, strict types, import directions, then make test's tests
 #   make chaos           a server under faults: SECONDS=120 SEED=n
-#   make identity        pairs of engines that differ in one thing, on one pool: half an hour
+#   make identity        pairs of engines that differ in one thing, on one pool: 45 minutes
 #   make hostile         attacks on all that listens, reads or prints: HOSTILE=--no-engines a part
 #   make models          models of every shape, recalled from every tier: twenty minutes
 #   make compat          connector, servers and retrieval with each supported version of vLLM
