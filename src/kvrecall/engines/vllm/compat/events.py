@@ -157,7 +157,7 @@ def _port_of(endpoint: str | None, connects: bool) -> tuple[str, int] | None:
     is_told = (endpoint or "").startswith("tcp://") and colon and port.isdecimal() and int(port)
     if not is_told or (connects and not ("*" in host or "::" in host)):
         return None
-    return host.strip("[]"), int(port)
+    return host.strip("[]").removeprefix("::ffff:"), int(port)  # as ``listen_at`` writes IPv4's
 
 
 def replay_everything() -> None:
