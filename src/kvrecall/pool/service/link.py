@@ -21,6 +21,7 @@ from kvrecall.pool.service.peers import credentials
 Ts = TypeVarTuple("Ts")
 
 _CHUNK = 1 << 18
+_BUSY_S = 0.01
 _LATE_LIMIT_S = 3.0
 """Time after which a service that owes a reply counts as lost."""
 
@@ -66,9 +67,16 @@ class Link:
         LinkLost if that does not succeed in time."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(timeout_s)
+        until = time.monotonic() + timeout_s
         try:
-            sock.connect(str(path))
+            while not _connected(sock, path):  # too many others wait
+                if time.monotonic() > until:
+                    raise LinkLost(f"the service at {path} does not accept connections")
+                time.sleep(_BUSY_S)
             _, uid = credentials(sock)
+        except LinkLost:
+            sock.close()
+            raise
         except OSError as error:
             sock.close()
             raise LinkLost(_why_not(path, error)) from error
@@ -302,6 +310,15 @@ class Link:
                 self._owed = None
             if number in self._expected:
                 self._replies[number] = reply
+
+
+def _connected(sock: socket.socket, path: Path) -> bool:
+    """False if the service has not accepted earlier connections yet."""
+    try:
+        sock.connect(str(path))
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _why_not(path: Path, error: OSError) -> str:

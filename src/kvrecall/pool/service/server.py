@@ -83,6 +83,7 @@ class Server:
         self.patience = patience or Patience()
         self.loop = asyncio.SelectorEventLoop()
         self.rejected = 0
+        self._refused = 0, 0  # the last process, and its user
         self.inventory = Inventory(pool, self._overview)
         self._config = config
         self._listener = listener
@@ -183,7 +184,9 @@ class Server:
             reason = f"it has {_MAX_OF_PROCESS} connections open, which is the limit of one process"
         if reason:
             self.rejected += 1
-            _LOG.warning("pool service: process %d refused: %s", pid, reason)
+            if self._refused != (pid, uid):  # a crowd is said once
+                self._refused = pid, uid
+                _LOG.warning("pool service: process %d refused: %s", pid, reason)
             with sock, contextlib.suppress(OSError):
                 sock.send(p.frame_of(p.Refusal(reason)))
             return
