@@ -70,6 +70,7 @@ _SERVING: Mapping[str, Kind] = {
     ),
     "kubectl label nodes": Needs("a cluster", ("cluster",)),
     "kubectl apply": Needs("a cluster", ("cluster",)),
+    "kubectl create secret generic kvrecall-api-key": Needs("a cluster", ("cluster",)),
     "install": Needs("systemd", ("systemd",)),
     "systemd-sysusers": Needs("systemd", ("systemd",)),
     "systemctl daemon-reload": Needs("systemd", ("systemd",)),

@@ -451,3 +451,47 @@ def test_what_the_engine_cannot_pickle_is_refused(name: str) -> None:
             sampling.check(SamplingParams(extra_args={name: {"kvrecall_hint": deep}}))
     with pytest.raises(VLLMValidationError, match=f"{name} is nested deeper than 200 levels"):
         sampling.check(SamplingParams(extra_args={name: {"kvrecall_hint": deep}}))
+
+
+def test_a_body_is_refused_at_its_first_wrong_item() -> None:
+    """Pydantic would list each error of each item for each form that it might have."""
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+    from pydantic import BaseModel
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    from kvrecall.engines.vllm.compat.serving import stop_at_first_error
+
+    class Inner(BaseModel):
+        numbers: list[int]
+
+    class Asked(BaseModel):
+        items: list[Inner | list[int]]
+
+    def asked(body: Any) -> int:
+        return len(getattr(body, "items", ()))
+
+    def responses(body: Any) -> int:
+        return 0
+
+    app = FastAPI()
+    for path, route, form in (
+        ("/asked", asked, Asked),
+        ("/v1/responses", responses, ResponsesRequest),
+    ):
+        route.__annotations__ = {"body": form}
+        app.post(path)(route)
+    client = TestClient(app)
+
+    def errors(path: str, body: object) -> int:
+        return len(client.post(path, json=body).json()["detail"])
+
+    many: Any = {"items": ["x"] * 1000}
+    assert errors("/asked", many) == 2000
+    stop_at_first_error(app)
+    assert errors("/asked", many) == 2
+    assert errors("/asked", {"items": [{"numbers": ["x"] * 1000}]}) == 2
+    assert client.post("/asked", json={"items": [[1, 2], {"numbers": [3]}]}).json() == 2
+    one = errors("/v1/responses", {"input": [{}]})
+    assert errors("/v1/responses", {"input": [{}] * 1000}) == one
+    assert client.post("/v1/responses", json={"model": "m", "input": "x"}).json() == 0

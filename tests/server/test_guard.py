@@ -245,6 +245,31 @@ def test_many_values_are_not_parsed(body: Any, status: int, size: int) -> None:
     assert reply.status_code == status, reply.text[:200]
 
 
+def test_health_comes_between_large_bodies() -> None:
+    """Each is parsed in one go, but not all of them in one."""
+    app = FastAPI()
+    attach_all(app, FakeEngine(), plan=PLAN)
+    large = json.dumps({"inputs": "x", "z": [1] * 5000})
+
+    async def run() -> list[str]:
+        ended: list[str] = []
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+
+            async def post() -> None:
+                await client.post("/generate", content=large, headers=JSON)
+                ended.append("large")
+
+            async def health() -> None:
+                await client.get("/health")
+                ended.append("health")
+
+            await asyncio.gather(*(post() for _ in range(20)), health())
+        return ended
+
+    assert asyncio.run(run()).index("health") < 5
+
+
 def test_texts_that_are_not_utf_8_are_not_parsed() -> None:
     """Python's parser reads UTF-16 and UTF-32, too, whose quotes are not found by counting."""
     for codec in ("utf-16", "utf-32"):

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvrecall.engines.base import ServeSpec
 from kvrecall.errors import ConfigError
+from kvrecall.server import launch
 from kvrecall.server.mindie.planner import plan_config
 from kvrecall.server.plan import Plan, Plane
 
@@ -131,6 +133,41 @@ def test_planes_without_certificates_use_those_of_the_one_before(
         plan_of(tmp_path, **base, **own)
     with pytest.raises(ConfigError, match="there is no file"):
         plan_of(tmp_path, **base, **(own | {"metricsTlsPk": "none.pem"}))
+
+
+def test_planes_of_the_command_line() -> None:
+    spec = ServeSpec("m", ONE, 8000, {})
+    at = {Plane.MANAGEMENT: "127.0.0.2:8100", Plane.METRICS: "[::1]:9100"}
+    plan = launch.plan_model(spec, planes=at)
+    assert where(plan) == {
+        Plane.BUSINESS: (ONE, 8000),
+        Plane.MANAGEMENT: ("127.0.0.2", 8100),
+        Plane.METRICS: ("::1", 9100),
+    }
+    shared = launch.plan_model(spec, planes=dict.fromkeys(at, "127.0.0.2:8100"))
+    assert [x.name for x in shared.spec.listeners] == ["management+metrics"]
+    for wrong in ("8100", "127.0.0.1", ":8100", "a@b:1", "x:0", "x:70000", "http://x:1", "x:1/"):
+        with pytest.raises(ConfigError, match="give HOST:PORT"):
+            launch.plan_model(spec, planes={Plane.MANAGEMENT: wrong})
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "has"),
+    [
+        ((), "", False),
+        ((), "one", True),
+        (("--api-key", "one"), "", True),
+        (("--max-num-seqs", "4", "--api_key=one"), "", True),
+        (("--api-key", ""), "", False),
+        (("--api-key=",), "", False),
+        (("--api-key-x", "one"), "", False),
+    ],
+)
+def test_keys_that_vllm_is_given_count(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], variable: str, has: bool
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", variable)
+    assert launch._has_key(ServeSpec("m", ONE, 1, {}, extra_args=words)) is has
 
 
 def test_requests_in_the_clear_are_warned_of(tmp_path: Path) -> None:

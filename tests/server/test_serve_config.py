@@ -119,7 +119,8 @@ def test_vllm_loads_kvrecalls_plugins_beside_those_named(live: LiveServer) -> No
 
 def test_planes_are_apart(live: LiveServer) -> None:
     """Each on its port, with its own certificates; a client of one is none of the other."""
-    for path in ("/health", "/v2/health/ready", "/v1/config", "/metrics", "/metrics-json"):
+    assert {each.get("/health").status_code for each in (live.client, live.management)} == {200}
+    for path in ("/v2/health/ready", "/v1/config", "/metrics", "/metrics-json"):
         assert live.management.get(path).status_code == 200, path
         reply = live.client.get(path)
         assert (reply.status_code, reply.json()["error_type"]) == (404, "NotFoundError"), path

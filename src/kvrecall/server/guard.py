@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import hashlib
 import ipaddress
 import re
@@ -32,9 +33,11 @@ DASHBOARD = "/dashboard"
 HEALTH = ("/health", "/v2/health/live", "/v2/health/ready", "/ping")
 
 _SILENCE_S = 10.0  # until a body begins, and added to the time that its bytes may take
+_DROPPING_S = 2.0  # for the rest of a body that is refused
 _SLOWEST = 64 << 10  # bytes of a body a second
 _BODIES = 8
 """Bodies of the largest size that may be on their way together; smaller ones may be more."""
+_LARGE = 4096  # bytes of a body that takes a while to parse
 _LARGEST_IDS = 1 << 20
 _MOST_VALUES = 10_000
 _IDS = re.compile(rb"\s*:\s*\[(?:[\d\s,]*|(?:[\s,]*\[[\d\s,]*\])*\s*)\]")
@@ -112,6 +115,7 @@ class Guard:
         self._max_requests = max_requests
         self._limit_name = limit_name
         self._counts_values = counts_values
+        self._turn = asyncio.Lock()
         self._arriving = 0  # bytes of unfinished bodies
         self.running = 0
 
@@ -124,10 +128,11 @@ class Guard:
         if method in ("GET", "HEAD") and path in self._access.open_paths:
             await self._app(scope, receive, send)
             return
+        upload = _Upload(headers, receive)
         try:
             self._check(scope, headers, path, method)
             if scope["type"] == "http":
-                body = await self._body(headers, receive)
+                body = await self._body(headers, upload)
                 if body is None:
                     return
                 receive = _repeating(body, receive)
@@ -144,8 +149,8 @@ class Guard:
             if error.status == 401:
                 basic = path.startswith(DASHBOARD)
                 reply.headers["www-authenticate"] = 'Basic realm="kvrecall"' if basic else "Bearer"
-            elif error.status in (408, 413):
-                reply.headers["connection"] = "close"  # the rest of the body is not waited for
+            if error.status == 408 or not await upload.ended():
+                reply.headers["connection"] = "close"
             await reply(scope, receive, send)
             return
         self.running += 1
@@ -225,31 +230,29 @@ class Guard:
             found |= secrets.compare_digest(digest, each)
         return found
 
-    async def _body(self, headers: Headers, receive: Receive) -> bytes | None:
+    async def _body(self, headers: Headers, upload: _Upload) -> bytes | None:
         """The whole body; None if the client disconnects. Raises _TurnedAway if it is too large or
         too slow, or if parsing it would take the event loop too long."""
         length = headers.get("content-length", "")
-        if length in ("", "0") and "transfer-encoding" not in headers:
-            return b""
         too_large = _TurnedAway(413, f"the body is larger than {self._max_body / 2**20:g} MB")
         if length.isdecimal() and int(length) > self._max_body:
             raise too_large
         uncounted = not self._counts_values or "multipart/" in headers.get("content-type", "")
         counted = None if uncounted else _Values()
         chunks: list[bytes] = []
-        size, more = 0, True
+        size = 0
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
-            while more:
+            while upload.more:
                 try:
                     async with asyncio.timeout(began - clock() + _SILENCE_S + size / _SLOWEST):
-                        message = await receive()
+                        message = await upload.receive()
                 except TimeoutError:
                     raise _TurnedAway(408, f"the body came too slowly: {size} bytes") from None
                 if message["type"] == "http.disconnect":
                     return None
-                chunk, more = message.get("body", b""), message.get("more_body", False)
+                chunk = message.get("body", b"")
                 chunks.append(chunk)
                 size += len(chunk)
                 self._arriving += len(chunk)
@@ -262,9 +265,36 @@ class Guard:
             body = b"".join(chunks)
             if counted is not None:
                 counted.check(body)
+            if size > _LARGE:
+                async with self._turn:  # other tasks run between two that are parsed
+                    await asyncio.sleep(0)
             return body
         finally:
             self._arriving -= size
+
+
+class _Upload:
+    """The body of a request as it arrives. ``more``: whether some of it is still to come."""
+
+    def __init__(self, headers: Headers, receive: Receive) -> None:
+        length = headers.get("content-length", "")
+        self.more = length not in ("", "0") or "transfer-encoding" in headers
+        self._is_asked_for = "expect" in headers
+        self._receive = receive
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self.more = message.get("more_body", False)
+        return message
+
+    async def ended(self) -> bool:
+        """Drops the rest of it: many clients read no reply before they have sent all. Returns
+        whether that was so in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DROPPING_S):
+                while self.more and not self._is_asked_for:
+                    await self.receive()
+        return not self.more
 
 
 class _Values:

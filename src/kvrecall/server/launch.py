@@ -188,9 +188,9 @@ def check(plan: Plan) -> tuple[str, ...]:
         if settings.service is None:  # the service owns memory and disk, and may start later
             preflight.check_pool(settings.pool)
             found = preflight.doubts(settings.pool)
-    plan.check_reach(_has_key(spec))
     for host, port in ((spec.host, spec.port), *((x.host, x.port) for x in spec.listeners)):
         preflight.check_port(host, port)
+    plan.check_reach(_has_key(spec))
     return found
 
 

@@ -17,9 +17,13 @@ T = TypeVar("T")
 Updates = AsyncGenerator[Update, None]
 
 ERROR_TYPES = {
+    401: "Unauthorized",
+    403: "Forbidden",
     404: "NotFoundError",
     405: "Method Not Allowed",
+    408: "Request Timeout",
     413: "Payload Too Large",
+    415: "Unsupported Media Type",
     422: "Input Validation Error",
     424: "Generation Error",
     431: "Request Header Fields Too Large",

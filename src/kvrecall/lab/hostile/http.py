@@ -7,11 +7,12 @@ import contextlib
 import itertools
 import json
 import re
+import resource
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from fastapi import FastAPI
 
 from kvrecall.engines.base import EngineInfo, Load, ServeSpec
 from kvrecall.lab.engines.server import ServerProcess
-from kvrecall.lab.hostile.attack import GotIn, Stalled, attack
+from kvrecall.lab.hostile.attack import GotIn, NotHere, Stalled, attack
 from kvrecall.lab.models import write_model
 from kvrecall.lab.ports import free_port
 from kvrecall.server.application import attach_all
@@ -32,6 +33,7 @@ from kvrecall.server.plan import Plan
 
 _KEY = "a-key-that-nobody-guesses"
 _QUIET_S = 15.0
+_FLOOD = 1500
 _SLOW_S = 1.0
 """What /health may take on a machine that does other things; alone it is a tenth."""
 
@@ -303,7 +305,7 @@ def silent_sockets(folder: Path) -> str:
     """Opens more connections than the server takes requests, sends nothing, half a head or half a
     body on each, or a byte a second, and asks for /health and a reply."""
     plan = Plan(ServeSpec("m", "127.0.0.1", 1, {}), max_links=5)
-    with _application(plan) as port, contextlib.ExitStack() as kept:
+    with _application(plan) as port, ExitStack() as kept:
         links = []
         for sent in _SILENT.values():
             for _ in range(200):
@@ -327,12 +329,12 @@ def silent_sockets(folder: Path) -> str:
     return f"{len(links)} silent connections ended; /health and requests were answered meanwhile"
 
 
-def _is_closed(link: socket.socket) -> bool:
-    link.settimeout(0.5)
+def _is_closed(link: socket.socket, seconds: float = 0.5) -> bool:
+    link.settimeout(seconds)
     try:
         while link.recv(1 << 16):
             pass
-    except TimeoutError:
+    except (TimeoutError, BlockingIOError):
         return False
     except OSError:
         pass
@@ -340,26 +342,22 @@ def _is_closed(link: socket.socket) -> bool:
 
 
 @attack(limit_s=90)
-def more_sockets_than_a_process_may_have(_: Path) -> str:
-    """Opens silent connections as fast as it can, for a while, and asks for /health."""
-    with _application(Plan(ServeSpec("m", "127.0.0.1", 1, {}))) as port:
-        links: list[socket.socket] = []
-        end = time.monotonic() + 5
-
-        def flood() -> None:
-            while time.monotonic() < end:
-                with contextlib.suppress(OSError):
-                    links.append(socket.create_connection(("127.0.0.1", port), timeout=1))
-                for link in links[:-2000]:
-                    link.close()
-                del links[:-2000]
-
-        worst = _health_during(port, flood)
-        for link in links:
-            link.close()
-        if worst > 1:
-            raise Stalled(f"/health took {worst:.1f} s")
-    return "the longest waiting are closed first; /health is answered"
+def more_sockets_than_are_kept(folder: Path) -> str:
+    """Opens silent connections until the server would have no more files to open."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if most < 4 * _FLOOD:
+        raise NotHere(f"{4 * _FLOOD} open files (ulimit -Hn is {most})")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with _application(Plan(ServeSpec("m", "127.0.0.1", 1, {}))) as port, ExitStack() as kept:
+        links = [
+            kept.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(_FLOOD)
+        ]
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=5) as client:
+            client.get("/health").raise_for_status()
+            left = sum(not _is_closed(link, 0.0) for link in links)
+    if left > _FLOOD - 200:
+        raise Stalled(f"{left} of {_FLOOD} silent connections are kept")
+    return f"{left} of {_FLOOD} silent connections are kept, the youngest"
 
 
 @attack(limit_s=90)

@@ -455,7 +455,10 @@ class _Planner:
         self._check_apart((business, port), listeners)
         hosts = {business, *(listener.host for listener in listeners)}
         if not (server.httpsEnabled or all(map(is_loopback, hosts))):
-            self._warnings.append("httpsEnabled is false: requests travel in the clear")
+            self._warnings.append(
+                "httpsEnabled is false: requests travel in the clear, and serve wants an API key "
+                "(--api-key-file)"
+            )
         return listeners, homes
 
     def _check_apart(self, business: tuple[str, int], listeners: tuple[Listener, ...]) -> None:

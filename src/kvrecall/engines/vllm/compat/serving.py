@@ -57,7 +57,7 @@ def stop_at_first_error(app: FastAPI) -> None:
         adapter = getattr(field, "_type_adapter", None)
         if adapter is not None:
             _stop_early(adapter.core_schema, set())
-            adapter.validator = SchemaValidator(adapter.core_schema)
+            adapter.validator = SchemaValidator(adapter.core_schema, _use_prebuilt=False)
 
 
 def _stop_early(schema: object, seen: set[int]) -> None:
