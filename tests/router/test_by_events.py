@@ -375,6 +375,6 @@ def test_five_hundred_clients_and_an_engine_that_dies(two: Two, alone: list[str]
     replies = all_clients(two.router, at_reply)
     assert are_right(replies, alone)
     assert two.router.count("retries_total") > before
-    assert two.router.up()[dying.url] is False
+    assert until(lambda: two.router.up()[dying.url] is False)
     assert until(lambda: two.router.inflight() == 0)
     assert "Traceback" not in two.router.log

@@ -331,7 +331,7 @@ def without_a_key(folder: Path) -> str:
                 raise GotIn(f"{method} {path} with {key!r}: {reply.status_code}")
         with r.connection() as link:
             link.sendall(_POST + b"content-length: 9999999\r\n\r\n")
-            link.settimeout(2)
+            link.settimeout(8)
             if b"401" not in _first_line(link):
                 raise Stalled("a body is waited for before the key is looked at")
         if heard:
