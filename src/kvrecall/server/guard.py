@@ -43,7 +43,7 @@ _MOST_VALUES = 10_000
 _IDS = re.compile(rb"\s*:\s*\[(?:[\d\s,]*|(?:[\s,]*\[[\d\s,]*\])*\s*)\]")
 _ID_KEYS = tuple(
     f'"{name}"'.encode()
-    for name in "prompt prompt_token_ids token_ids tokens input_id data allowed_token_ids".split()
+    for name in "prompt prompt_token_ids token_ids tokens input input_id data allowed_token_ids".split()
 )
 
 
