@@ -41,10 +41,8 @@ _LARGE = 4096  # bytes of a body that takes a while to parse
 _LARGEST_IDS = 1 << 20
 _MOST_VALUES = 10_000
 _IDS = re.compile(rb"\s*:\s*\[(?:[\d\s,]*|(?:[\s,]*\[[\d\s,]*\])*\s*)\]")
-_ID_KEYS = tuple(
-    f'"{name}"'.encode()
-    for name in "prompt prompt_token_ids token_ids tokens input input_id data allowed_token_ids".split()
-)
+_ID_NAMES = "prompt prompt_token_ids token_ids tokens input input_id data allowed_token_ids"
+_ID_KEYS = tuple(f'"{name}"'.encode() for name in _ID_NAMES.split())
 
 
 @dataclass(frozen=True, slots=True)
