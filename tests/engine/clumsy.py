@@ -31,8 +31,10 @@ def raising(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def clumsy() -> Iterator[list[str]]:
-    """All of them raise; gives their names."""
-    found = [(name, cell, cell.cell_contents) for name, cell in spared()]
+    """All of them raise, but for the naming of blocks, without which none are pooled; gives their
+    names."""
+    some = ((name, cell) for name, cell in spared() if not name.endswith("._namespace"))
+    found = [(name, cell, cell.cell_contents) for name, cell in some]
     for _, cell, function in found:
         cell.cell_contents = raising(function)
     try:
@@ -43,4 +45,5 @@ def clumsy() -> Iterator[list[str]]:
 
 
 if __name__ == "clumsy":  # as the prelude
-    clumsy().__enter__()
+    _for_good = clumsy()
+    _for_good.__enter__()
