@@ -111,7 +111,8 @@ class Engines:
                     continue
                 for name in PAST:  # of other weights: on the device, and in the pool
                     _ask(engine, setup, prompts, name)
-                _change(engine, change, _long(setup, prompts))
+                running = None if "sleep" in change else _long(setup, prompts)  # sleep waits
+                _change(engine, change, running)
             for name in plan:
                 own = prompts.shared_tokens(name, life.prompts, setup.block_size)
                 engine.forget_device()
