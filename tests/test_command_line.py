@@ -152,7 +152,12 @@ ONE_LINE: list[tuple[str, int, str]] = [
     ("router --decode foo", 2, "--decode: 'foo' is not an address of an instance"),
     ("router --decode http://127.0.0.1:99999", 2, "not an address of an instance"),
     ("router --decode 127.0.0.1:8000 --port {taken}", 2, "is in use"),
-    ("router --decode 127.0.0.1:8000 --host 192.0.2.1", 2, "not an address of this machine"),
+    ("router --decode 127.0.0.1:8000 --host 192.0.2.1", 2, "no API key is set"),
+    (
+        "router --decode 127.0.0.1:8000 --host 192.0.2.1 --allow-unauthenticated",
+        2,
+        "not an address of this machine",
+    ),
     ("router --decode http://127.0.0.1:8100", 2, "the router's own address"),
 ]  # fmt: skip
 

@@ -30,6 +30,7 @@ _MAKE: Mapping[str, Kind] = {
     "make test": ByItself(".ci/run", "make test"),
     "make test-all": ByItself("Makefile", "$(WORKERS) -m ''"),
     "make check": ByItself(".ci/run", "scripts/check static"),
+    "make hostile": ByItself(".ci/run", "make hostile"),
     "make chaos": Elsewhere("tests/chaos/test_chaos.py", "ChaosRun(settings, "),
     "make identity": Elsewhere(
         "tests/lab/test_identity.py", '"-m", "kvrecall.lab.identity", *words'

@@ -15,7 +15,7 @@ import httpx
 import psutil
 from support.warm import WarmServer
 
-from kvrecall.server.guard import OWN_HEADER
+from kvrecall.server.access import OWN_HEADER
 
 KVRECALL = Path(sys.executable).parent / "kvrecall"
 START_LIMIT_S = 600

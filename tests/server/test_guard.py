@@ -17,8 +17,8 @@ from fastapi import FastAPI
 from kvrecall.engines.base import Listener, ServeSpec
 from kvrecall.errors import ConfigError
 from kvrecall.server import guard
+from kvrecall.server.access import read_keys
 from kvrecall.server.application import attach_all
-from kvrecall.server.guard import read_keys
 from kvrecall.server.plan import Plan, Plane
 
 from .fake import FakeEngine

@@ -107,8 +107,8 @@ def route(
             from kvrecall.router.addresses import Roster
             from kvrecall.router.application import application
             from kvrecall.router.router import RouterSettings
+            from kvrecall.server.access import Access, check_reach, known_hosts, read_keys
             from kvrecall.server.connections import PromptProtocol
-            from kvrecall.server.guard import Access, check_reach, known_hosts, read_keys
             from kvrecall.server.preflight import check_port
         except ModuleNotFoundError as error:
             raise ConfigError(

@@ -29,7 +29,7 @@ from kvrecall.router.prefixes import Prompt
 from kvrecall.router.tokens import Tokens
 from kvrecall.router.traces import CompletionSpan, RouterTraces, calling
 from kvrecall.router.upstream import Answer, Headers, InstanceFailedError, Stream, Upstream
-from kvrecall.server.guard import Access
+from kvrecall.server.access import Access
 
 log = logging.getLogger("kvrecall.router")
 

@@ -16,8 +16,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvrecall.engines.base import Engine
+from kvrecall.server.access import HEALTH, Access, known_hosts
 from kvrecall.server.dashboard.routes import dashboard_router
-from kvrecall.server.guard import HEALTH, Access, Guard, known_hosts
+from kvrecall.server.guard import Guard
 from kvrecall.server.management import health_router, management_router
 from kvrecall.server.metrics import MindieMetrics
 from kvrecall.server.plan import Plan, Plane

@@ -179,7 +179,7 @@ def serve(
     )
     with errors_shown():
         from kvrecall.server import launch  # imports the pool
-        from kvrecall.server.guard import read_keys
+        from kvrecall.server.access import read_keys
         from kvrecall.server.plan import Plane
 
         _refuse_odd(model, words, recall, pool)

@@ -11,9 +11,7 @@ import hashlib
 import ipaddress
 import re
 import secrets
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from starlette._utils import get_route_path
@@ -22,15 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrecall.engines.base import LONGEST_ID
-from kvrecall.errors import ConfigError, hide
-from kvrecall.pool.remote.backends import is_loopback
-from kvrecall.secret import read_private
-
-OWN_HEADER = "x-kvrecall"
-"""A request header that no page in a browser can send to another origin without being allowed to;
-any value."""
-DASHBOARD = "/dashboard"
-HEALTH = ("/health", "/v2/health/live", "/v2/health/ready", "/ping")
+from kvrecall.server.access import DASHBOARD, OWN_HEADER, Access
 
 _SILENCE_S = 10.0  # until a body begins, and added to the time that its bytes may take
 _DROPPING_S = 2.0  # for the rest of a body that is refused
@@ -43,38 +33,6 @@ _MOST_VALUES = 10_000
 _IDS = re.compile(rb"\s*:\s*\[(?:[\d\s,]*|(?:[\s,]*\[[\d\s,]*\])*\s*)\]")
 _ID_NAMES = "prompt prompt_token_ids token_ids tokens input input_id data allowed_token_ids"
 _ID_KEYS = tuple(f'"{name}"'.encode() for name in _ID_NAMES.split())
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Who may use the routes of a listener.
-
-    ``keys``: API keys, each of which opens all routes; none: no key is needed. ``hosts``: names of
-    this server in URLs, besides ``localhost`` and addresses. ``origins``: pages' origins
-    (``https://chat.example``) whose scripts may use it. ``open_paths``: for these GET needs
-    neither key nor a known host. ``public``: matches the paths that clients of other hosts may
-    use while there is no key; None: all.
-    """
-
-    keys: tuple[str, ...] = field(default=(), repr=False)
-    hosts: frozenset[str] = frozenset()
-    origins: frozenset[str] = frozenset()
-    open_paths: tuple[str, ...] = HEALTH
-    public: re.Pattern[str] | None = None
-
-
-def read_keys(path: Path, name: str) -> tuple[str, ...]:
-    """The API keys in a file, one a line. Raises ConfigError."""
-    try:
-        lines = read_private(path, name, "write the key to it").decode().split("\n")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{name}: {path} holds bytes that are not text") from None
-    keys = tuple(line.strip() for line in lines if line.strip())
-    if not keys:
-        raise ConfigError(f"{name}: {path} is empty; write the key to it")
-    for key in keys:
-        hide(key)
-    return keys
 
 
 class _TurnedAway(Exception):
@@ -387,20 +345,3 @@ def _is_local(scope: Scope) -> bool:
         return client is not None and ipaddress.ip_address(client[0]).is_loopback
     except ValueError:
         return False
-
-
-def known_hosts(names: Iterable[str], bound: str) -> frozenset[str]:
-    """``Access.hosts`` of a listener that is bound to ``bound``, an address or a name."""
-    return frozenset(name.lower() for name in (*names, bound))
-
-
-def check_reach(setting: str, host: str, protected: bool, allowed: bool) -> None:
-    """Raises ConfigError for a listener on ``host``, which ``setting`` names, that other hosts
-    reach without being asked for a key or a certificate, unless that is ``allowed``."""
-    if protected or allowed or is_loopback(host):
-        return
-    raise ConfigError(
-        f"{setting} is {host}, which other hosts reach, and no API key is set, so anyone there "
-        "could use this server; give a key with --api-key-file FILE, or a loopback address, or "
-        "allow it with --allow-unauthenticated"
-    )

@@ -9,7 +9,7 @@ from enum import StrEnum
 from kvrecall.engines.base import Listener, ServeSpec, Tls
 from kvrecall.nicety import nicety
 from kvrecall.secret import words_shown
-from kvrecall.server.guard import check_reach
+from kvrecall.server.access import check_reach
 
 BLOCK_SIZE = 128
 SHUTDOWN_TIMEOUT_S = 30

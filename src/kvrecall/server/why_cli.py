@@ -44,7 +44,7 @@ def why(
     """
     import httpx
 
-    from kvrecall.server.guard import read_keys
+    from kvrecall.server.access import read_keys
 
     name = quote(request_id, safe="", errors="surrogateescape").replace(".", "%2E")  # ".." is one
     if len(name) > _LONGEST:

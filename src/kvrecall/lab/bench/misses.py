@@ -59,7 +59,7 @@ from kvrecall.pool.service.admin import Drop, List, ServiceAdmin
 from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.pool.service.inventory import By, Query
 from kvrecall.pool.tier import NullTier
-from kvrecall.server.guard import OWN_HEADER
+from kvrecall.server.access import OWN_HEADER
 
 GOAL_OVERHEAD = 0.01
 

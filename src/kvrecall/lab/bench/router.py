@@ -31,7 +31,7 @@ from kvrecall.router.application import application
 from kvrecall.router.fleet import Fleet, Instance
 from kvrecall.router.prefixes import Prompt
 from kvrecall.router.router import RouterSettings, split_of
-from kvrecall.server.guard import OWN_HEADER
+from kvrecall.server.access import OWN_HEADER
 
 BLOCK = 64
 ANSWER_TOKENS = 16

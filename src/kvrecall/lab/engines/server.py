@@ -15,7 +15,7 @@ from kvrecall.errors import EngineError
 from kvrecall.lab.engines.child import ChildProcess, server_environment
 from kvrecall.lab.ports import free_port
 from kvrecall.lab.processes import kvrecall
-from kvrecall.server.guard import OWN_HEADER
+from kvrecall.server.access import OWN_HEADER
 
 START_TIMEOUT_S = 600.0
 SETTLE_TIMEOUT_S = 60.0

@@ -1,0 +1,68 @@
+"""Who may use the routes of a listener, and where it may listen without asking. Needs no library of
+the server's, so that the command line can use it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvrecall.errors import ConfigError, hide
+from kvrecall.pool.remote.backends import is_loopback
+from kvrecall.secret import read_private
+
+OWN_HEADER = "x-kvrecall"
+"""A request header that no page in a browser can send to another origin without being allowed to;
+any value."""
+DASHBOARD = "/dashboard"
+HEALTH = ("/health", "/v2/health/live", "/v2/health/ready", "/ping")
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may use the routes of a listener.
+
+    ``keys``: API keys, each of which opens all routes; none: no key is needed. ``hosts``: names of
+    this server in URLs, besides ``localhost`` and addresses. ``origins``: pages' origins
+    (``https://chat.example``) whose scripts may use it. ``open_paths``: for these GET needs
+    neither key nor a known host. ``public``: matches the paths that clients of other hosts may
+    use while there is no key; None: all.
+    """
+
+    keys: tuple[str, ...] = field(default=(), repr=False)
+    hosts: frozenset[str] = frozenset()
+    origins: frozenset[str] = frozenset()
+    open_paths: tuple[str, ...] = HEALTH
+    public: re.Pattern[str] | None = None
+
+
+def read_keys(path: Path, name: str) -> tuple[str, ...]:
+    """The API keys in a file, one a line. Raises ConfigError."""
+    try:
+        lines = read_private(path, name, "write the key to it").decode().split("\n")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name}: {path} holds bytes that are not text") from None
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise ConfigError(f"{name}: {path} is empty; write the key to it")
+    for key in keys:
+        hide(key)
+    return keys
+
+
+def known_hosts(names: Iterable[str], bound: str) -> frozenset[str]:
+    """``Access.hosts`` of a listener that is bound to ``bound``, an address or a name."""
+    return frozenset(name.lower() for name in (*names, bound))
+
+
+def check_reach(setting: str, host: str, protected: bool, allowed: bool) -> None:
+    """Raises ConfigError for a listener on ``host``, which ``setting`` names, that other hosts
+    reach without being asked for a key or a certificate, unless that is ``allowed``."""
+    if protected or allowed or is_loopback(host):
+        return
+    raise ConfigError(
+        f"{setting} is {host}, which other hosts reach, and no API key is set, so anyone there "
+        "could use this server; give a key with --api-key-file FILE, or a loopback address, or "
+        "allow it with --allow-unauthenticated"
+    )
