@@ -24,6 +24,8 @@ class Patch:
     until: str
     on_objects: bool = False
     """Whether the patch changes single objects only and leaves vLLM's class unchanged."""
+    since: str = ""
+    """The oldest minor version that has the target, if it is not the oldest supported one."""
 
 
 TABLE = (
@@ -152,6 +154,7 @@ TABLE = (
         "Likewise, when only the KV cache is given back.",
         "As `note-sleep`.",
         "As `note-sleep`.",
+        since="0.31",
     ),
     Patch(
         "note-waking",

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from kvrecall.engines.vllm.compat.patches import PATCHES, install, owner_of
+from kvrecall.engines.vllm.compat.patches import install
 from kvrecall.engines.vllm.identity.changes import Look, RankWeights, together
 
 _HARMLESS = frozenset(
@@ -48,8 +48,7 @@ def watch_weights(kv_cache_manager: Any, watch: Watch) -> None:
     install("see-calls", _seeing_calls)
     install("see-adapters", _seeing_adapters)
     install("see-waking", _seeing_waking)
-    if hasattr(owner_of(PATCHES["keep-pool"]), "_reset_caches"):  # not in vLLM 0.30
-        install("keep-pool", _keeping)
+    install("keep-pool", _keeping)
 
 
 def keeps_pool(kv_cache_manager: Any) -> bool:
@@ -180,7 +179,7 @@ def note_loads(
     if hasattr(worker_class, "sleep"):
         install("note-sleep", sleeping, worker_class, renew=True)
         install("note-waking", waking, worker_class, renew=True)
-    if hasattr(worker_class, "discard"):  # not in vLLM 0.30
+    if hasattr(worker_class, "discard"):
         install("note-discard", discarding, worker_class, renew=True)
 
 
