@@ -182,7 +182,7 @@ class Host:
 
     def log_changes(self, most: int) -> None:
         """From now on the log of the pool's changes holds so many."""
-        self.connector()._events._log._most = most
+        self.connector()._events._log._log._most = most
 
     def service(self) -> str | None:
         """Which life of the pool service the engine is joined to; None if to none."""

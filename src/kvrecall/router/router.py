@@ -20,9 +20,9 @@ from starlette.types import Receive, Scope, Send
 
 from kvrecall.engines.base import HANDOVER, RECALL_HEADER, REPORT
 from kvrecall.errors import ConfigError
+from kvrecall.events.subscriber import Subscriptions
 from kvrecall.router.addresses import Roster
 from kvrecall.router.bodies import Body, aside, fields_of, value_of
-from kvrecall.router.events import Subscriptions
 from kvrecall.router.fleet import Expected, Fleet, Instance
 from kvrecall.router.metrics import RouterMetrics
 from kvrecall.router.prefixes import Prompt

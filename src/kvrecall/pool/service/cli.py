@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,8 +16,10 @@ from rich.live import Live
 
 from kvrecall.config import PoolConfig, format_size, help_of, option_of, service_settings
 from kvrecall.errors import ConfigError, errors_shown
+from kvrecall.events.publisher import EventPublisher, endpoint_of
 from kvrecall.jsonfile import read_object
 from kvrecall.pool.cipher import make_key_file, rotate_key_file
+from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.mooncake.master import MasterFlags, check_master, run_master
 from kvrecall.pool.remote.mooncake.settings import split_address
 from kvrecall.pool.service import tables
@@ -29,7 +32,6 @@ from kvrecall.pool.service.admin import (
     commands,
 )
 from kvrecall.pool.service.endpoint import serve as run_service
-from kvrecall.pool.service.publisher import endpoint_of
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -80,7 +82,13 @@ def serve(
         given.pop("events_topic", None)
         if events is None and events_topic:
             raise ConfigError("--events-topic: no events are published; give --events as well")
-        publish_at = None if events is None else (*endpoint_of(events), events_topic)
+        publish = None
+        if events is not None:
+            host, port = endpoint_of(events)
+
+            def publish(pool: Pool) -> Callable[[], None]:
+                return EventPublisher(pool, host, port, events_topic).close
+
         if config is None:
             pool, path = service_settings(given, option_of)
         else:
@@ -90,7 +98,7 @@ def serve(
                 lambda key: option_of(key) if key in given else document.where_key(key),
             )
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-        run_service(pool, path, lambda: _announce(pool, path), publish_at)
+        run_service(pool, path, lambda: _announce(pool, path), publish)
 
 
 def _announce(config: PoolConfig, path: Path) -> None:

@@ -10,28 +10,34 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrecall.block import TierName
-from kvrecall.pool.changes import Restart
-from kvrecall.pool.history import EventHistory
-from kvrecall.pool.runs import Run
-from kvrecall.pool.service.publisher import event_of
+from kvrecall.block import BlockKey, TierName
+from kvrecall.events.history import EventHistory
+from kvrecall.events.wire import events_of
+from kvrecall.pool.changes import Cause, Change, Removed, Restart, Stored
 
-NAMESPACE = bytes(range(16))
+NAMESPACE, OTHER = bytes(range(16)), bytes(range(16, 32))
 HASHES = [bytes([one]) * 24 + bytes([255 - one]) * 8 for one in range(3)]
 SHORT = [int.from_bytes(one[-8:], "big") for one in HASHES]
-RUNS: list[Run | Restart] = [
-    Run(True, TierName.HOST, NAMESPACE, 0, None, HASHES[:2]),
-    Run(True, TierName.DISK, NAMESPACE, 1, HASHES[0], HASHES[1:]),
-    Run(True, TierName.REMOTE, NAMESPACE, 0, None, HASHES[:1]),
-    Run(False, TierName.HOST, NAMESPACE, 0, None, HASHES[:2]),
-    Run(False, TierName.REMOTE, NAMESPACE, 0, None, HASHES[:1]),
+KEYS = [BlockKey(NAMESPACE + one) for one in HASHES]
+THEIRS = [BlockKey(OTHER + one) for one in HASHES]
+HOST, DISK, REMOTE = TierName.HOST, TierName.DISK, TierName.REMOTE
+CHANGES: list[Change] = [
+    Stored(HOST, KEYS[0], None),
+    Stored(HOST, KEYS[1], KEYS[0]),
+    Stored(DISK, THEIRS[1], THEIRS[0]),
+    Stored(DISK, THEIRS[2], THEIRS[1]),
+    Stored(REMOTE, KEYS[0], None),
+    Removed(HOST, KEYS[0], Cause.CAPACITY),
+    Removed(HOST, KEYS[1], Cause.DROPPED),
+    Removed(REMOTE, KEYS[0], Cause.LOST),
     Restart.RESTART,
 ]
+GROUPS = {NAMESPACE: 0, OTHER: 1}
 STORE = "0123456789abcdef"
 
 
 def by_the_service() -> bytes:
-    return msgspec.msgpack.encode([1.5, [event_of(run, STORE) for run in RUNS], 0])
+    return msgspec.msgpack.encode([1.5, events_of(CHANGES, GROUPS, store=STORE), 0])
 
 
 def by_an_engine() -> bytes:
@@ -40,13 +46,7 @@ def by_an_engine() -> bytes:
 
     from kvrecall.engines.vllm.compat import events
 
-    made: list[Any] = []
-    for run in RUNS:
-        if isinstance(run, Restart):
-            made.append(events.cleared())
-        else:
-            build = events.stored if run.stored else events.removed
-            made.append(build(run, run.ownership(STORE)))
+    made = [events.of_vllm(**one) for one in events_of(CHANGES, GROUPS, store=STORE)]
     return msgspec.msgpack.encode(KVEventBatch(ts=1.5, events=made, data_parallel_rank=0))
 
 
@@ -168,7 +168,7 @@ def test_a_replay_of_what_is_no_longer_kept_is_read_as_the_events_were() -> None
     )
     history = EventHistory(1)
     payloads = [
-        msgspec.msgpack.encode([1.0, [event_of(RUNS[0], STORE)], 0]),
+        msgspec.msgpack.encode([1.0, [*events_of(CHANGES[:2], GROUPS)], 0]),
         msgspec.msgpack.encode(KVEventBatch(ts=2.0, events=[device], data_parallel_rank=0)),
         msgspec.msgpack.encode([3.0, [], 0]),
     ]

@@ -15,11 +15,11 @@ import pytest
 from kvrecall.block import TierName
 from kvrecall.engines.base import ServeSpec
 from kvrecall.errors import ConfigError
+from kvrecall.events import subscriber
+from kvrecall.events.hashes import HashRule
+from kvrecall.events.history import EventHistory
+from kvrecall.events.subscriber import Publisher, Subscription
 from kvrecall.lab.ports import free_port
-from kvrecall.pool.history import EventHistory
-from kvrecall.router import events
-from kvrecall.router.events import Publisher, Subscription
-from kvrecall.router.holdings import HashRule
 from kvrecall.server.preflight import check_port
 from kvrecall.testing.blocks import wait_until
 
@@ -199,7 +199,7 @@ def test_a_publisher_that_needs_long_for_a_replay_is_waited_for(
     ports: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is there. Without an answer all that it held before would stay unknown."""
-    monkeypatch.setattr(events, "_REPLAY_S", 0.2)
+    monkeypatch.setattr(subscriber, "_REPLAY_S", 0.2)
     since = EventHistory.since
 
     def slow(self: EventHistory, start: int) -> Iterator[tuple[int, bytes]]:

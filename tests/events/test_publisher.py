@@ -19,14 +19,14 @@ import zmq
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError
+from kvrecall.events import publisher as room
+from kvrecall.events.publisher import EventPublisher, endpoint_of
+from kvrecall.events.subscriber import Publisher, Subscription
+from kvrecall.events.wire import short_hash
 from kvrecall.lab.ports import two_ports
 from kvrecall.lab.processes import kvrecall
 from kvrecall.pool.pool import Pool
-from kvrecall.pool.service import publisher as room
 from kvrecall.pool.service.client import ServiceClient
-from kvrecall.pool.service.publisher import EventPublisher, endpoint_of
-from kvrecall.router.events import Publisher, Subscription
-from kvrecall.router.holdings import short_hash
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine
 
@@ -230,7 +230,7 @@ def test_a_further_namespace_publishes_its_own_blocks(tmp_path: Path, port: int)
         def settle(name: str) -> list[BlockKey]:
             """Until all that was taken from the log is published: a further block is told after
             it, of which some may not be counted yet."""
-            wait_until(lambda: publisher._log.is_complete)
+            wait_until(lambda: publisher._events.is_complete)
             keys = save(pool, name, 1)
             wait_until(lambda: hashes(keys) <= follower.held(TierName.HOST))
             wait_until(lambda: hashes(keys) <= follower.held(TierName.DISK))
