@@ -97,7 +97,7 @@ def run(stage: Stage, command: Command, how: Runs) -> None:
 
 def test_every_command_has_an_entry_in_the_register() -> None:
     unknown = [f"{c.where}: {c.shape}" for c in COMMANDS if c.shape not in REGISTER]
-    assert not unknown, "say in tests/docs/register.py what runs it"
+    assert not unknown, "say in lab/tests/docs/register.py what runs it"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
