@@ -23,10 +23,10 @@ from kvrecall.events import publisher as room
 from kvrecall.events.publisher import EventPublisher, endpoint_of
 from kvrecall.events.subscriber import Publisher, Subscription
 from kvrecall.events.wire import short_hash
-from kvrecall.lab.ports import two_ports
-from kvrecall.lab.processes import kvrecall
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.client import ServiceClient
+from kvrecall.processes.command import kvrecall
+from kvrecall.processes.ports import two_ports
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine
 

@@ -19,7 +19,7 @@ from kvrecall.events import subscriber
 from kvrecall.events.hashes import HashRule
 from kvrecall.events.history import EventHistory
 from kvrecall.events.subscriber import Publisher, Subscription
-from kvrecall.lab.ports import free_port
+from kvrecall.processes.ports import free_port
 from kvrecall.server.preflight import check_port
 from kvrecall.testing.blocks import wait_until
 
