@@ -41,7 +41,7 @@ _ROOMS = {
         "Check this machine: what is installed, what fits, what is missing, what would hit.",
     ),
     "pool": (
-        "kvrecall.pool.service.cli",
+        "kvrecall.pool_cli",
         "Run and administer a pool: serve, stat, ls, verify, drop, pin, resize, key.",
     ),
     "why": (

@@ -31,10 +31,9 @@ from kvrecall.pool.base import ArenaHandle, Verdict
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.service import endpoint, server
 from kvrecall.pool.service import protocol as p
-from kvrecall.pool.service.admin import Drop
+from kvrecall.pool.service.admin import Drop, Query
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread, SocketLock, wait_for_memory
-from kvrecall.pool.service.inventory import Query
 from kvrecall.pool.service.link import Link, LinkLost
 from kvrecall.pool.service.server import Patience
 from kvrecall.testing.blocks import chain, namespace, wait_until

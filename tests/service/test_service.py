@@ -100,7 +100,7 @@ def test_serve_reads_pool_json(tmp_path: Path) -> None:
     config.write_text(
         json.dumps({"backend": "service", "socket": str(tmp_path / "s"), "host_size": "16MiB"})
     )
-    code = "from kvrecall.pool.service.cli import app; app()"
+    code = "from kvrecall.pool_cli import app; app()"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "serve", "--config", str(config)],
         stdout=subprocess.PIPE,

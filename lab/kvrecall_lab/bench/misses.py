@@ -52,9 +52,8 @@ from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.store import Object
 from kvrecall.pool.remote.tier import RemoteTier
-from kvrecall.pool.service.admin import Drop, List, ServiceAdmin
+from kvrecall.pool.service.admin import By, Drop, List, Query, ServiceAdmin
 from kvrecall.pool.service.endpoint import ServiceThread
-from kvrecall.pool.service.inventory import By, Query
 from kvrecall.pool.tier import NullTier
 from kvrecall.processes.server import ServerProcess
 from kvrecall.server.access import OWN_HEADER

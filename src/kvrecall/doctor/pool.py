@@ -23,8 +23,7 @@ from kvrecall.pool.disk.index import INDEX_NAME, counts_in
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.remote.backends import check_store
 from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
-from kvrecall.pool.service.admin import ServiceAdmin, Stat
-from kvrecall.pool.service.inventory import model_of
+from kvrecall.pool.service.admin import ServiceAdmin, Stat, model_of
 from kvrecall.pool.service.peers import credentials
 from kvrecall.server.preflight import holder_of
 

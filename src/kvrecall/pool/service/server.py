@@ -28,8 +28,7 @@ from kvrecall.errors import ConfigError
 from kvrecall.pool.arena import take_seat
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
-from kvrecall.pool.service.admin import Drop, command_of
-from kvrecall.pool.service.inventory import ClientView, Inventory, Overview, Query
+from kvrecall.pool.service.admin import ClientView, Drop, Inventory, Overview, Query, command_of
 from kvrecall.pool.service.peers import Peer, credentials
 from kvrecall.pool.service.sessions import Reaper, Registered, Session
 
