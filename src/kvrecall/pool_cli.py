@@ -32,6 +32,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from kvrecall.addresses import split_address
 from kvrecall.block import NAMESPACE_BYTES
 from kvrecall.config import (
     PoolConfig,
@@ -52,7 +53,6 @@ from kvrecall.pool.base import TierStats
 from kvrecall.pool.cipher import make_key_file, rotate_key_file
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.mooncake.master import MasterFlags, check_master, run_master
-from kvrecall.pool.remote.mooncake.settings import split_address
 from kvrecall.pool.service.admin import (
     SORTS,
     By,

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator
 
+from kvrecall.addresses import split_address
 from kvrecall.block import Namespace
 from kvrecall.errors import ConfigError
 from kvrecall.events.gate import EventGate
@@ -17,7 +18,6 @@ from kvrecall.events.history import EventHistory
 from kvrecall.events.log import PoolEvents
 from kvrecall.events.wire import Event, encode
 from kvrecall.pool.pool import Pool
-from kvrecall.pool.remote.mooncake.settings import split_address
 
 _LOG = logging.getLogger(__name__)
 _EVERY_MS = 50

@@ -22,9 +22,9 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
+from kvrecall.addresses import is_loopback
 from kvrecall.config import allowed_by
 from kvrecall.errors import ConfigError, TierError
-from kvrecall.pool.remote.backends import is_loopback
 from kvrecall.pool.remote.store import Object
 
 T = TypeVar("T")
