@@ -52,7 +52,12 @@ class Follower:
         self._loop.run_until_complete(asyncio.gather(self._task, return_exceptions=True))
 
     def held(self, tier: TierName) -> set[int]:
-        return self.known.holdings.hashes(tier)
+        """Asked in its thread: it may be changing."""
+
+        async def ask() -> set[int]:
+            return self.known.holdings.hashes(tier)
+
+        return asyncio.run_coroutine_threadsafe(ask(), self._loop).result(60)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._task.cancel)

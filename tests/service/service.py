@@ -25,11 +25,17 @@ def run(folder, host_bytes, max_files, events):
     if max_files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
     folder = Path(folder)
+
+    def publish(pool):
+        from kvrecall.events.publisher import EventPublisher
+
+        return EventPublisher(pool, "127.0.0.1", events).close
+
     serve(
         PoolConfig(host_bytes, DiskConfig(folder / "disk", 256 << 20)),
         folder / "pool.sock",
         lambda: print("ready", flush=True),
-        ("127.0.0.1", events, "") if events else None,
+        publish if events else None,
     )
 
 children = set()
