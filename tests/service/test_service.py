@@ -248,6 +248,7 @@ def test_blocks_that_are_not_used_expire(tmp_path: Path) -> None:
     client.register(ONE, SIZES[ONE])
     engine = Engine(client, SIZES[ONE])
     assert engine.save(chain(ONE, 10)) == {Verdict.RESERVED: 10}
+    assert client.flush(chain(ONE, 10), 60.0)
     host.advance(1001.0)
     wait_until(lambda: not list(service.pool.admin.blocks()))  # a look-up would be a use
     assert client.find(chain(ONE, 10)).blocks == 0
