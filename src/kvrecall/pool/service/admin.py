@@ -12,7 +12,6 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,8 +87,7 @@ class By(enum.StrEnum):
 class Row:
     """Blocks of one kind. ``name`` is a namespace's digest, a model, a tenant, or the hex name of a
     block. ``group``: the KV group, of a model with several. Empty fields (-1): the blocks differ in
-    it. Ages are seconds since the youngest and the
-    oldest last use."""
+    it. Ages are seconds since the youngest and the oldest last use."""
 
     name: str
     namespace: str
@@ -295,13 +293,12 @@ class Inventory:
         views = []
         for tenant in {**host, **disk}:
             uses = [tier.get(tenant, TenantUse(tenant, 0, None, 0, 0)) for tier in (host, disk)]
-            sizes = [
-                size
-                for use in uses
-                for size in (use.used_bytes, -1 if use.limit_bytes is None else use.limit_bytes)
-            ]
+            limits = [-1 if use.limit_bytes is None else use.limit_bytes for use in uses]
             refused, evicted = sum(use.refused for use in uses), sum(use.evicted for use in uses)
-            views.append(TenantView(tenant, *sizes, refused, evicted))
+            used = [use.used_bytes for use in uses]
+            views.append(
+                TenantView(tenant, used[0], limits[0], used[1], limits[1], refused, evicted)
+            )
         views.sort(key=lambda view: (-(view.host_bytes + view.disk_bytes), view.tenant))
         return tuple(views[:_TENANTS_SHOWN]), len(views)
 
@@ -366,8 +363,10 @@ class _Group:
     """The blocks of one row, added up. Of digests and tenants two are enough: they differ."""
 
     depth: int = -1
-    blocks: Counter[TierName] = field(default_factory=Counter)
-    nbytes: Counter[TierName] = field(default_factory=Counter)
+    host_blocks: int = 0
+    host_bytes: int = 0
+    disk_blocks: int = 0
+    disk_bytes: int = 0
     youngest: float = float("-inf")
     oldest: float = float("inf")
     pinned: set[BlockKey] = field(default_factory=set)
@@ -375,10 +374,14 @@ class _Group:
     tenants: set[str] = field(default_factory=set)
 
     def add(self, block: BlockInfo) -> None:
-        if not self.blocks:
+        if not (self.host_blocks or self.disk_blocks):
             self.depth = block.depth
-        self.blocks[block.tier] += 1
-        self.nbytes[block.tier] += block.slot_bytes
+        if block.tier is TierName.HOST:
+            self.host_blocks += 1
+            self.host_bytes += block.slot_bytes
+        else:
+            self.disk_blocks += 1
+            self.disk_bytes += block.slot_bytes
         self.youngest = max(self.youngest, block.used)
         self.oldest = min(self.oldest, block.used)
         if block.pinned:
@@ -400,13 +403,13 @@ class _Group:
             tenant=next(iter(self.tenants)) if len(self.tenants) == 1 else "",
             block_bytes=namespace.block_bytes,
             depth=self.depth if by in (By.BLOCK, By.CHAIN) else -1,
-            host_blocks=self.blocks[TierName.HOST],
-            host_bytes=self.nbytes[TierName.HOST],
-            disk_blocks=self.blocks[TierName.DISK],
-            disk_bytes=self.nbytes[TierName.DISK],
+            host_blocks=self.host_blocks,
+            host_bytes=self.host_bytes,
+            disk_blocks=self.disk_blocks,
+            disk_bytes=self.disk_bytes,
             pinned_blocks=len(self.pinned),
-            youngest_s=max(0.0, now - self.youngest) if self.blocks else -1.0,
-            oldest_s=max(0.0, now - self.oldest) if self.blocks else -1.0,
+            youngest_s=max(0.0, now - self.youngest) if self.digests else -1.0,
+            oldest_s=max(0.0, now - self.oldest) if self.digests else -1.0,
             parts=namespace.parts if by is By.NAMESPACE else {},
         )
 
