@@ -183,9 +183,8 @@ TABLE = (
     Patch(
         "whole-replay",
         "vllm.distributed.kv_events:EventPublisherFactory._registry",
-        "Makes the `zmq` publisher of KV events a subclass of vLLM's, which replays all that is "
-        "stored, and which readers cannot make use memory without bound. Only if the engine "
-        "publishes events.",
+        "Replaces the `zmq` publisher of KV events by a subclass, which replays all that is stored "
+        "and bounds what readers may send. Only if the engine publishes events.",
         "vLLM repeats the last batches alone, and binds ZeroMQ's sockets to the network; a "
         "publisher of another name is not allowed in `kv_events_config`.",
         "vLLM's publisher can repeat what is stored, and bounds what readers send.",
