@@ -61,7 +61,6 @@ INNER_FLOORS: dict[str, tuple[frozenset[str], ...]] = {
 
 STANDING: frozenset[tuple[str, str]] = frozenset(
     {
-        ("pool.admin", "pool.pool"),
         ("pool.host", "pool.writer"),
         ("engines.vllm.attention.activity", "engines.vllm.attention.backend"),
         ("engines.vllm.attention.group", "engines.vllm.connector.wire"),

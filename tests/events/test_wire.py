@@ -1,6 +1,6 @@
-"""The bytes of our events, read by the rules of other routers, which were taken from their sources
-(2026-11): llm-d-router's pkg/kvevents/engineadapter/vllm_msgpack.go, and Dynamo's
-lib/kv-router/src/zmq_wire. Neither of them runs here."""
+"""The wire format, as a pool service and an engine write it. What other routers read was taken from
+their sources (2026-11): llm-d-router's pkg/kvevents/engineadapter/vllm_msgpack.go, and
+Dynamo's lib/kv-router/src/zmq_wire."""
 
 from __future__ import annotations
 
@@ -50,104 +50,36 @@ def by_an_engine() -> bytes:
     return msgspec.msgpack.encode(KVEventBatch(ts=1.5, events=made, data_parallel_rank=0))
 
 
-PAYLOADS = pytest.mark.parametrize("payload", [by_the_service, by_an_engine])
-
-
-def _is_uint(value: object, bits: int) -> bool:
-    return type(value) is int and 0 <= value < 1 << bits
-
-
-def llm_d(payload: bytes) -> list[tuple[Any, ...]]:
-    """A batch is an array of at least time and events, then a rank. An event is a map with ``type``
-    and, by name: hashes (uint64, or at most 64 bytes, of which the last eight count); of
-    ``BlockStored`` also ``token_ids`` and ``block_size``, without which the batch fails. Unknown
-    fields are skipped; a null parent is 0. ``medium`` is the device tier, as it is."""
-    ts, events, rank, *_ = msgspec.msgpack.decode(payload)
-    assert type(ts) is float
-    assert rank is None or type(rank) is int
-    read: list[tuple[Any, ...]] = []
-    for event in events:
-        kind = event["type"]
-        assert kind in ("BlockStored", "BlockRemoved", "AllBlocksCleared")
-        if kind == "AllBlocksCleared":
-            read.append((kind,))
-            continue
-        hashes = event["block_hashes"]
-        assert all(_is_uint(one, 64) for one in hashes)
-        group = event.get("group_idx")
-        assert group is None or type(group) is int
-        if kind == "BlockRemoved":
-            read.append((kind, event.get("medium", ""), hashes, group))
-            continue
-        assert all(_is_uint(one, 32) for one in event["token_ids"])
-        assert type(event["block_size"]) is int
-        parent = event.get("parent_block_hash")
-        assert parent is None or _is_uint(parent, 64)
-        read.append((kind, event.get("medium", ""), hashes, parent or 0, group))
-    return read
-
-
-MEDIA = {
-    "GPU": "device",
-    "CPU": "host",
-    "STORAGE": "disk",
-    "DISK": "disk",
-    "REMOTE": "external",
-}
-
-
-def dynamo(payload: bytes) -> list[tuple[Any, ...]]:
-    """A batch is an array of three: time, events, rank. Hashes are 64-bit integers, not bytes;
-    ``BlockStored`` needs ``block_hashes``, ``token_ids``, ``block_size``. Events whose locality is
-    not LOCAL are dropped; so is a ``BlockStored`` in which a hash comes twice, its parent among
-    them. Blocks without tokens are not indexed."""
+def plain(payload: bytes) -> list[dict[str, Any]]:
+    """The events of a batch, without fields that say nothing."""
     ts, events, rank = msgspec.msgpack.decode(payload)
-    assert type(ts) is float
-    assert rank is None or type(rank) is int
-    read: list[tuple[Any, ...]] = []
-    for event in events:
-        kind = event["type"]
-        if kind == "AllBlocksCleared":
-            read.append((kind,))
-            continue
-        hashes = event["block_hashes"]
-        assert all(_is_uint(one, 64) for one in hashes)
-        assert event.get("locality") in (None, "LOCAL", "REMOTE")
-        if event.get("locality") == "REMOTE":
-            continue
-        tier = MEDIA[event.get("medium", "GPU")]
-        if kind == "BlockRemoved":
-            read.append((kind, tier, hashes))
-            continue
-        parent = event.get("parent_block_hash")
-        chain = [*hashes] if parent is None else [parent, *hashes]
-        assert len(set(chain)) == len(chain)
-        size, tokens = event["block_size"], event["token_ids"]
-        indexed = hashes if size and len(tokens) >= size * len(hashes) else []
-        read.append((kind, tier, indexed))
-    return read
+    assert (ts, rank) == (1.5, 0)
+    return [{k: v for k, v in one.items() if v is not None} for one in events]
 
 
-@PAYLOADS
-def test_llm_d_reads_them(payload: Callable[[], bytes]) -> None:
-    assert llm_d(payload()) == [
-        ("BlockStored", "CPU", SHORT[:2], 0, 0),
-        ("BlockStored", "STORAGE", SHORT[1:], SHORT[0], 1),
-        ("BlockStored", "STORAGE", SHORT[:1], 0, 0),
-        ("BlockRemoved", "CPU", SHORT[:2], 0),
-        ("BlockRemoved", "STORAGE", SHORT[:1], 0),
-        ("AllBlocksCleared",),
+@pytest.mark.parametrize("payload", [by_the_service, by_an_engine])
+def test_what_is_published(payload: Callable[[], bytes]) -> None:
+    """llm-d-router drops a batch with a ``BlockStored`` without tokens and block size; Dynamo reads
+    hashes only as integers of 64 bits, and no events of another locality."""
+    stored = {"type": "BlockStored", "token_ids": [], "block_size": 0}
+    gone = {"type": "BlockRemoved"}
+    host = {"medium": "CPU", "locality": "LOCAL", "group_idx": 0}
+    disk = {"medium": "STORAGE", "locality": "LOCAL", "group_idx": 1}
+    remote = {"medium": "STORAGE", "locality": "REMOTE", "group_idx": 0}
+    remote |= {"ownership": f"{STORE}/{NAMESPACE.hex()[:8]}"}
+    assert plain(payload()) == [
+        stored | host | {"block_hashes": SHORT[:2]},
+        stored | disk | {"block_hashes": SHORT[1:], "parent_block_hash": SHORT[0]},
+        stored | remote | {"block_hashes": SHORT[:1]},
+        gone | host | {"block_hashes": SHORT[:2]},
+        gone | remote | {"block_hashes": SHORT[:1]},
+        {"type": "AllBlocksCleared"},
     ]
 
 
-@PAYLOADS
-def test_dynamo_reads_them_and_indexes_none_without_tokens(payload: Callable[[], bytes]) -> None:
-    assert dynamo(payload()) == [
-        ("BlockStored", "host", []),
-        ("BlockStored", "disk", []),
-        ("BlockRemoved", "host", SHORT[:2]),
-        ("AllBlocksCleared",),
-    ]
+def test_hashes_may_be_published_whole() -> None:
+    first, *_ = events_of(CHANGES[2:4], GROUPS, hash_of=bytes)
+    assert (first["parent_block_hash"], first["block_hashes"]) == (HASHES[0], HASHES[1:])
 
 
 def test_a_replay_of_what_is_no_longer_kept_is_read_as_the_events_were() -> None:
@@ -175,22 +107,7 @@ def test_a_replay_of_what_is_no_longer_kept_is_read_as_the_events_were() -> None
     for number, payload in enumerate(payloads):
         history.append((number, payload))
     ((_, replayed), _) = history.since(0)
-    assert llm_d(replayed) == [
-        ("AllBlocksCleared",),
-        ("BlockStored", "GPU", SHORT, 0, 0),
-        ("BlockStored", "CPU", SHORT[:2], 0, 0),
-    ]
-    assert dynamo(replayed) == [
-        ("AllBlocksCleared",),
-        ("BlockStored", "device", SHORT),
-        ("BlockStored", "host", []),
-    ]
-    assert msgspec.msgpack.decode(replayed, type=KVEventBatch).events[1].token_ids == [*range(12)]
-
-
-def test_both_publishers_say_the_same() -> None:
-    def plain(payload: bytes) -> Any:
-        ts, events, rank = msgspec.msgpack.decode(payload)
-        return ts, [{k: v for k, v in one.items() if v is not None} for one in events], rank
-
-    assert plain(by_the_service()) == plain(by_an_engine())
+    cleared, first, second = msgspec.msgpack.decode(replayed, type=KVEventBatch).events
+    assert type(cleared).__name__ == "AllBlocksCleared"
+    assert (first.medium, first.block_hashes, first.token_ids) == ("GPU", SHORT, [*range(12)])
+    assert (second.medium, second.block_hashes) == ("CPU", SHORT[:2])
