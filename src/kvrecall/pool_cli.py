@@ -258,47 +258,40 @@ def key(
 Socket = Annotated[Path, typer.Option(help="The service's socket.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Size = Annotated[str | None, typer.Option(help="A size such as 50GiB.")]
+
+
+def _option(kind: Any, text: str, *names: str) -> Any:
+    """An option that may be left out."""
+    return Annotated[kind, typer.Option(*names, help=text)], None
+
+
 _FOLDER = {
-    "disk_path": Annotated[
-        Path | None, typer.Option(help="A disk folder that no pool uses, instead of a service.")
-    ],
-    "encryption_key_file": Annotated[
-        Path | None, typer.Option(help="Key file of a folder with encrypted blocks.")
-    ],
+    "disk_path": _option(Path | None, "A disk folder that no pool uses, instead of a service."),
+    "encryption_key_file": _option(Path | None, "Key file of a folder with encrypted blocks."),
 }
 _QUERY = {
-    "namespace": Annotated[
+    "namespace": _option(
         list[str] | None,
-        typer.Option(
-            "--namespace", "-n", help="Only this namespace: its digest, or a prefix of it."
-        ),
-    ],
-    "model": Annotated[
+        "Only this namespace: its digest, or a prefix of it.",
+        *("--namespace", "-n"),
+    ),
+    "model": _option(
         list[str] | None,
-        typer.Option("--model", "-m", help="Only models whose description contains this text."),
-    ],
-    "tenant": Annotated[
+        "Only models whose description contains this text.",
+        *("--model", "-m"),
+    ),
+    "tenant": _option(
         list[str] | None,
-        typer.Option(
-            "--tenant", "-t", help="Only this tenant: as `ls --by tenant` prints it, or salt:SALT."
-        ),
-    ],
-    "block": Annotated[
-        str | None, typer.Option(help="Only the prefix that ends with this block (ls --by chain).")
-    ],
-    "tier": Annotated[str | None, typer.Option(help="Only blocks in this tier: host or disk.")],
-    "older_than": Annotated[
-        str | None, typer.Option(help="Only blocks not used for this long, e.g. 90m, 12h, 7d.")
-    ],
-    "younger_than": Annotated[
-        str | None, typer.Option(help="Only blocks used within this time, e.g. 90m, 12h, 7d.")
-    ],
-    "pinned": Annotated[
-        bool | None,
-        typer.Option("--pinned/--not-pinned", help="Only pinned blocks, or only others."),
-    ],
+        "Only this tenant: as `ls --by tenant` prints it, or salt:SALT.",
+        *("--tenant", "-t"),
+    ),
+    "block": _option(str | None, "Only the prefix that ends with this block (ls --by chain)."),
+    "tier": _option(str | None, "Only blocks in this tier: host or disk."),
+    "older_than": _option(str | None, "Only blocks not used for this long, e.g. 90m, 12h, 7d."),
+    "younger_than": _option(str | None, "Only blocks used within this time, e.g. 90m, 12h, 7d."),
+    "pinned": _option(bool | None, "Only pinned blocks, or only others.", "--pinned/--not-pinned"),
 }
-"""Options that select blocks; all default to None."""
+"""Options that select blocks."""
 _WHOSE = ("namespace", "model", "tenant")
 
 
@@ -308,12 +301,15 @@ def command(*which: str) -> Callable[[Callable[..., Command[Any]]], None]:
 
     def add(make: Callable[..., Command[Any]]) -> None:
         own = inspect.signature(make, eval_str=True)
-        kind: type[Command[Any]] = own.return_annotation
-        given: list[tuple[str, Any, Any]] = [("socket", Socket, DEFAULT_SOCKET)]
-        given += [(name, _FOLDER[name], None) for name in _FOLDER if kind.on_folder]
-        given += [(name, _QUERY[name], None) for name in which]
-        given += [(one.name, one.annotation, one.default) for one in own.parameters.values()]
-        given += [("json", Json, False)]
+        taken: dict[str, tuple[Any, Any]] = {"socket": (Socket, DEFAULT_SOCKET)}
+        taken |= _FOLDER if own.return_annotation.on_folder else {}
+        taken |= {name: _QUERY[name] for name in which}
+        taken |= {
+            one.name: (one.annotation, one.default)
+            for one in own.parameters.values()
+            if one.name != "query"
+        }
+        taken["json"] = Json, False
 
         def run(socket: Path, json: bool, **options: Any) -> None:
             with errors_shown():
@@ -333,15 +329,15 @@ def command(*which: str) -> Callable[[Callable[..., Command[Any]]], None]:
             if status:
                 raise typer.Exit(status)
 
-        taken = [one for one in given if one[0] != "query"]
-        keyword = inspect.Parameter.KEYWORD_ONLY
         run.__signature__ = own.replace(  # type: ignore[attr-defined]
             parameters=[
-                inspect.Parameter(name, keyword, default=default, annotation=annotation)
-                for name, annotation, default in taken
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
+                )
+                for name, (kind, default) in taken.items()
             ]
         )
-        run.__annotations__ = {name: annotation for name, annotation, _ in taken}
+        run.__annotations__ = {name: kind for name, (kind, _) in taken.items()}
         app.command(make.__name__, help=inspect.getdoc(make))(run)
 
     return add
@@ -428,24 +424,20 @@ def _size(text: str | None, name: str) -> int | None:
 
 
 def _query(
-    namespace: list[str] | None = None,
-    model: list[str] | None = None,
     tenant: list[str] | None = None,
-    block: str | None = None,
-    tier: str | None = None,
     older_than: str | None = None,
     younger_than: str | None = None,
-    pinned: bool | None = None,
+    **given: Any,
 ) -> Query:
     return Query(
-        namespaces=tuple(namespace or ()),
-        models=tuple(model or ()),
+        namespaces=tuple(given.get("namespace") or ()),
+        models=tuple(given.get("model") or ()),
         tenants=tuple(parse_tenant(name, "--tenant") for name in tenant or ()),
-        block=block or "",
-        tier=tier or "",
+        block=given.get("block") or "",
+        tier=given.get("tier") or "",
         older_than_s=None if older_than is None else parse_age(older_than, "--older-than"),
         younger_than_s=None if younger_than is None else parse_age(younger_than, "--younger-than"),
-        pinned=pinned,
+        pinned=given.get("pinned"),
     )
 
 
