@@ -268,7 +268,7 @@ def test_another_protocol_is_refused_in_words(at: tuple[object, ...]) -> None:
         sock.connect(str(at[1]))
         sock.sendall(p.frame_of(p.Hello(p.PROTOCOL - 1, "0.0.9")))
         refusal = p.read_reply(sock.recv(4096)[4:])
-    assert isinstance(refusal, p.Refusal)
+    assert isinstance(refusal, p.Rejection)
     assert f"the client kvrecall 0.0.9 (protocol {p.PROTOCOL - 1}); run the same" in refusal.reason
 
 

@@ -221,7 +221,7 @@ def test_another_version_is_refused_by_name(path: Path, tmp_path: Path) -> None:
         framer.feed(sock.recv(1 << 16))
         (body,) = framer.take()
         refusal = p.read_reply(body)
-    assert isinstance(refusal, p.Refusal)
+    assert isinstance(refusal, p.Rejection)
     assert "kvrecall 9.9" in refusal.reason
     assert "run the same version" in refusal.reason
 
@@ -342,7 +342,7 @@ def test_messages_that_are_right_but_out_of_order(
         while 50 not in numbers:
             framer.feed(sock.recv(1 << 16))
             replies = [p.read_reply(body) for body in framer.take()]
-            numbers += [r.number for r in replies if not isinstance(r, p.Welcome | p.Refusal)]
+            numbers += [r.number for r in replies if not isinstance(r, p.Welcome | p.Rejection)]
     healthy.commit(OWN)
     assert healthy.find(OWN).blocks == 3
     healthy.clear()
@@ -469,7 +469,7 @@ def test_a_service_that_names_bytes_outside_of_its_arena(tmp_path: Path, offset:
 
     def replies(request: p.Message) -> p.Message | None:
         if isinstance(request, p.Register):
-            return p.Done(request.number)
+            return p.Acknowledged(request.number)
         if isinstance(request, p.Poll):
             return p.RecallReply(request.number, True, (offset,), p.TIERS.pack([TierName.HOST]))
         if isinstance(request, p.Reserve):

@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 
 from kvrecall import pool_cli
 from kvrecall.pool.base import PoolStats, TierStats
-from kvrecall.pool.service.admin import By, ClientView, Listing, Overview, Row, TenantView
+from kvrecall.pool.service.admin import By, ClientView, Listing, ListingRow, Overview, TenantView
 
 TIB = 1 << 40
 COUNT = 987_654_321_098
@@ -49,7 +49,7 @@ def printed(shown: RenderableType, columns: int) -> str:
 
 
 def listed(by: By, name: str) -> Listing:
-    row = Row(
+    row = ListingRow(
         name, DIGEST[:64], MODEL, "1: sliding window of 1024", TENANT, 1 << 20, 1_048_575, COUNT,
         999 * TIB, COUNT, 999 * TIB, COUNT, 3e6, 9e9, {},
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The KV events of a pool's changes, for whoever publishes them."""
+"""The KV events of a pool's changes, for a publisher."""
 
 from __future__ import annotations
 

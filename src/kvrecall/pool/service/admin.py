@@ -84,7 +84,7 @@ class By(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ListingRow:
     """Blocks of one kind. ``name`` is a namespace's digest, a model, a tenant, or the hex name of a
     block. ``group``: the KV group, of a model with several. Empty fields (-1): the blocks differ in
     it. Ages are seconds since the youngest and the oldest last use."""
@@ -106,7 +106,7 @@ class Row:
     parts: dict[str, str]
 
 
-SORTS: dict[str, Callable[[Row], tuple[float, str]]] = {
+SORTS: dict[str, Callable[[ListingRow], tuple[float, str]]] = {
     "size": lambda row: (-(row.host_bytes + row.disk_bytes), row.name),
     "blocks": lambda row: (-(row.host_blocks + row.disk_blocks), row.name),
     "age": lambda row: (row.youngest_s, row.name),
@@ -122,7 +122,7 @@ class Listing:
     """``total``: number of rows; those beyond the requested limit are omitted."""
 
     by: By
-    rows: tuple[Row, ...]
+    rows: tuple[ListingRow, ...]
     total: int
 
 
@@ -391,11 +391,11 @@ class _Group:
         if len(self.tenants) < 2:
             self.tenants.add(block.tenant)
 
-    def row(self, by: By, name: str, known: Mapping[bytes, _Known], now: float) -> Row:
+    def row(self, by: By, name: str, known: Mapping[bytes, _Known], now: float) -> ListingRow:
         digests = {bytes.fromhex(name)} if by is By.NAMESPACE else self.digests
         digest = next(iter(digests)) if len(digests) == 1 else b""
         namespace = known.get(digest, _UNKNOWN)
-        return Row(
+        return ListingRow(
             name=name,
             namespace=digest.hex(),
             model=namespace.model if digest else "",
