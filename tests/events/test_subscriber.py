@@ -144,8 +144,8 @@ def whole_publisher(ports: Publisher, keeps: int) -> Any:
     from kvrecall.engines.vllm.compat import events as of_vllm
 
     wait_until(lambda: all(map(is_free, (ports.port, ports.replay_port))))
-    registry = kv_events.EventPublisherFactory._registry
-    before = dict(registry)
+    factory = kv_events.EventPublisherFactory
+    before = factory._registry
     try:
         of_vllm.replay_everything()
         config = kv_events.KVEventsConfig(
@@ -158,7 +158,7 @@ def whole_publisher(ports: Publisher, keeps: int) -> Any:
         )
         return kv_events.EventPublisherFactory.create(config)
     finally:
-        registry.update(before)
+        factory._registry = before
 
 
 def test_late_readers_and_lost_batches_with_our_replay(ports: Publisher) -> None:
