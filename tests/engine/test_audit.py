@@ -283,7 +283,7 @@ class Changing(Audited):
     did so unseen. ``believed``: the blocks it has loaded."""
 
     def __init__(self, pool: Pool, clock: Hours, blocks: dict[int, Written]) -> None:
-        super().__init__(pool, clock=clock)  # type: ignore[arg-type]
+        super().__init__(pool, clock=clock)
         self.clock, self.written = clock, blocks
         self.weights, self.changed, self.began = 0, -1, clock.now
         self.believed: list[Written] = []
