@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import kvrecall
@@ -30,10 +30,15 @@ def _function(value: Any) -> Any:
 def _is_ours(value: Any) -> bool:
     """Whether a function or a class is kvrecall's. ``functools.wraps`` hides neither."""
     value = _function(value)
-    code = getattr(value, "__code__", None)
-    if code is not None:
-        return str(code.co_filename).startswith(_SOURCE)
+    if isinstance(value, FunctionType):
+        return value.__code__.co_filename.startswith(_SOURCE)
     return isinstance(value, type) and value.__module__.split(".")[0] == "kvrecall"
+
+
+def _patch(value: Any) -> str | None:
+    """Not by ``getattr``: what a module holds may make attributes of any name."""
+    mark = getattr(_function(value), "__dict__", {}).get("kvrecall_patch")
+    return mark if isinstance(mark, str) else None
 
 
 def replaced() -> dict[str, str | None]:
@@ -44,7 +49,7 @@ def replaced() -> dict[str, str | None]:
         if not isinstance(module, ModuleType) or module.__name__.split(".")[0] != "vllm":
             continue
         for place, name, value in _attributes(module):
-            patch = getattr(_function(value), "kvrecall_patch", None)
+            patch = _patch(value)
             held = value.values() if isinstance(value, dict) else ()
             held = value if isinstance(value, list | tuple | set) else held
             if patch or _is_ours(value) or any(map(_is_ours, list(held))):
