@@ -27,7 +27,6 @@ _BATCH_BLOCKS = 4096  # an event without any counts as ``_EVENT_BLOCKS``: a batc
 _EVENT_BLOCKS = 16
 _QUEUED = 1000  # batches for a subscriber that does not read; it asks for more than that again
 _QUEUED_REPLAY = 16
-_LOW = (1 << 64) - 1
 
 
 def group_of(namespace: Namespace) -> int:
