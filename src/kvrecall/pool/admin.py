@@ -12,7 +12,7 @@ from kvrecall.config import PoolTerms
 from kvrecall.errors import ConfigError
 from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.residents import BlockInfo
+from kvrecall.pool.entries import BlockInfo
 
 if TYPE_CHECKING:
     from kvrecall.pool.pool import Pool

@@ -10,7 +10,8 @@ from kvrecall.block import SHARED, BlockKey, Tenant, TierName, is_tail
 from kvrecall.config import PoolTerms
 from kvrecall.pool.changes import Cause
 from kvrecall.pool.departures import Refusal
-from kvrecall.pool.residents import Extent, Resident, Residents
+from kvrecall.pool.entries import PINNED, BlockInfo, EntryTable, Extent, Use
+from kvrecall.pool.hints import Advice
 from kvrecall.pool.slots import ArenaSlots, slot_bytes_of
 
 if TYPE_CHECKING:
@@ -19,10 +20,13 @@ if TYPE_CHECKING:
 _LEEWAY = 16  # blocks passed over, at least, to find one that is clean
 
 
-class Block(Resident):
+class Block:
     """A slot of the arena and the block in it. Only the host store changes it."""
 
-    __slots__ = ("checksum", "offset", "stored", "tries")
+    __slots__ = (
+        "base", "checksum", "depth", "io_refs", "key", "leases", "nbytes", "number", "offset",
+        "parent", "slot_bytes", "stored", "tenant", "tries",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -33,15 +37,25 @@ class Block(Resident):
         nbytes: int,
         tenant: Tenant = SHARED,
     ) -> None:
-        super().__init__(key, parent, depth, nbytes, tenant)
+        self.key = key
+        self.parent = parent
+        self.depth = depth
         self.offset = offset
+        self.nbytes = nbytes
+        self.slot_bytes = slot_bytes_of(nbytes)
+        self.tenant = tenant
+        self.number = -1  # its entry in the host; -1: it is not visible
+        self.base = -1  # of its extent
+        self.leases = 0  # recalls that use the slot
+        self.io_refs = 0  # reads or writes of the slot under way
         self.stored = False  # the tier below that counts has it too
         self.tries = 0  # failed attempts to store it there
         self.checksum: bytes | None = None  # while it may be needed, if it is known
 
 
-class HostStore(Residents[Block]):
-    """The committed blocks of an arena. Not thread-safe; never waits.
+class HostStore(EntryTable):
+    """The committed blocks of an arena. Not thread-safe: whoever has its pool's lock owns it; never
+    waits.
 
     The caller owns a slot from ``take`` until it returns it with ``free`` or turns it into a
     visible block with ``publish``.
@@ -50,10 +64,20 @@ class HostStore(Residents[Block]):
     def __init__(
         self, slots: ArenaSlots, policy: str, clock: Callable[[], float], terms: PoolTerms
     ) -> None:
-        blocks = max(1, slots.limit_bytes >> 20)
-        super().__init__(TierName.HOST, policy, blocks, lambda: slots.limit_bytes, clock, terms)
+        capacity = slots.limit_bytes >> 20
+        super().__init__(TierName.HOST, policy, capacity, lambda: slots.limit_bytes, clock, terms)
         self.slots = slots
+        self.blocks: dict[BlockKey, Block] = {}
+        self.leases = 0
         self.stored: Counter[int] = Counter()  # visible blocks that are below, by slot size
+        self._numbered: dict[int, Block] = {}
+
+    def _is_busy(self, number: int) -> bool:
+        block = self._numbered[number]
+        return bool(block.leases or block.io_refs)
+
+    def _place_of(self, number: int) -> int:
+        return self._numbered[number].base
 
     def take(self, slot_bytes: int, count: int, tenant: Tenant) -> list[int]:
         """Offsets of up to ``count`` slots that are free now, charged to a tenant."""
@@ -71,21 +95,39 @@ class HostStore(Residents[Block]):
         """Makes filled blocks visible."""
         now = self.now()
         for block in blocks:
-            base = self.slots.extent_of(block.slot_bytes, block.offset)
-            pinned = block.key in self.pins and self.may_pin(block)
-            self.insert(block, base, now, pinned)
+            number = block.number = self._enter(
+                block.key, block.parent, block.depth, block.nbytes, block.tenant, now
+            )
+            self.blocks[block.key] = self._numbered[number] = block
+            block.base = self.slots.extent_of(block.slot_bytes, block.offset)
+            self._place(number)
+            if block.key in self.pins and self._may_pin(number):
+                self._set_pinned(number, True)
+            self._settle((number,))
             if block.stored:
                 self.stored[block.slot_bytes] += 1
 
     def withdraw(self, block: Block, cause: Cause) -> None:
         """Makes a block invisible; the caller frees its slot, after a write in flight."""
-        self.remove(block.key, cause)
+        self._leave(block.number, cause)
+        del self.blocks[block.key], self._numbered[block.number]
+        block.number = -1
         if block.stored:
             self.stored[block.slot_bytes] -= 1
 
+    def use(
+        self,
+        chain: Sequence[BlockKey],
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
+        advice: Advice | None = None,
+    ) -> None:
+        """A request used these blocks, see ``Use``."""
+        self._apply(Use(chain, self.now(), hanging, ending, advice))
+
     def set_stored(self, block: Block, stored: bool) -> None:
         """Records whether the tier below has the block."""
-        if block.extent is not None:
+        if block.number >= 0:
             self.stored[block.slot_bytes] += stored - block.stored
         block.stored = stored
 
@@ -97,6 +139,92 @@ class HostStore(Residents[Block]):
         """Records that storing the block below failed."""
         block.tries += 1
 
+    def infos(self, blocks: Iterable[Block], unused_since: float) -> list[BlockInfo]:
+        """Those of these blocks that are visible, and unused since that second."""
+        used = self._used.cells
+        return [
+            self._info(block.number)
+            for block in blocks
+            if block.number >= 0 and used[block.number] < unused_since
+        ]
+
+    # -- in use ----------------------------------------------------------------------------
+
+    def lease(self, blocks: Sequence[Block]) -> None:
+        """Visible blocks are in use."""
+        self.leases += len(blocks)
+        state, extents = self._state.cells, self._extents
+        for block in blocks:
+            if not (block.leases or block.io_refs or state[block.number] & PINNED):
+                extents[block.base].fixed += 1
+            block.leases += 1
+
+    def unlease(self, blocks: Sequence[Block]) -> None:
+        """Releases leases."""
+        self.leases -= len(blocks)
+        for block in blocks:
+            block.leases -= 1
+            self._is_used_less(block)
+
+    def begin_io(self, block: Block) -> None:
+        """The slot is being read or written; it is not reused before ``end_io``."""
+        if block.number >= 0 and not (
+            block.leases or block.io_refs or self._state.cells[block.number] & PINNED
+        ):
+            self._extents[block.base].fixed += 1
+        block.io_refs += 1
+
+    def end_io(self, block: Block) -> None:
+        block.io_refs -= 1
+        self._is_used_less(block)
+
+    def _is_used_less(self, block: Block) -> None:
+        number = block.number
+        if number < 0 or block.leases or block.io_refs:
+            return
+        if not self._state.cells[number] & PINNED:
+            self._extents[block.base].fixed -= 1
+        if number in self._held:
+            self._changed(number)
+
+    def pin(self, keys: Iterable[BlockKey]) -> None:
+        """Pins blocks of these keys, present or future, as far as ``pin_limit`` allows."""
+        self._pin(keys)
+
+    def unpin(self, keys: Iterable[BlockKey]) -> None:
+        """Undoes ``pin``."""
+        self._unpin(keys)
+
+    # -- which go --------------------------------------------------------------------------
+
+    def victims(
+        self,
+        count: int,
+        slot_bytes: int | None = None,
+        wanted: Callable[[Block], bool] | None = None,
+    ) -> list[Block]:
+        """Up to ``count`` idle blocks (of a slot size, that are ``wanted``), the least valuable
+        first. Removes none."""
+        block_of = self._numbered
+        is_wanted = None if wanted is None else lambda number: wanted(block_of[number])
+        return [block_of[number] for number in self._search(count, slot_bytes, is_wanted)]
+
+    def victims_of(
+        self, tenant: Tenant, nbytes: int, wanted: Callable[[Block], bool] | None = None
+    ) -> list[Block]:
+        """A limited tenant's idle blocks, coldest first, up to ``nbytes`` bytes."""
+        block_of = self._numbered
+        is_wanted = None if wanted is None else lambda number: wanted(block_of[number])
+        return [block_of[number] for number in self._search_of(tenant, nbytes, is_wanted)]
+
+    def has_idle(self, slot_bytes: int, others: bool = False) -> bool:
+        """Whether there is an idle block of that slot size, or of any other. Checks the extents,
+        not the blocks."""
+        return any(
+            extent.fixed < extent.blocks and (extent.slot_bytes == slot_bytes) is not others
+            for extent in self._extents.values()
+        )
+
     def extents_to_empty(self, slot_bytes: int) -> dict[int, Extent]:
         """Extents of other size classes, by base, whose slots all hold idle blocks."""
         return {
@@ -104,8 +232,12 @@ class HostStore(Residents[Block]):
             for base, extent in self._extents.items()
             if extent.slot_bytes != slot_bytes
             and not extent.fixed
-            and self.slots.used_in(extent.slot_bytes, base) == len(extent.blocks)
+            and self.slots.used_in(extent.slot_bytes, base) == extent.blocks
         }
+
+    def blocks_in(self, bases: Collection[int]) -> list[Block]:
+        """The blocks in these extents. A pass over all blocks."""
+        return [block for block in self.blocks.values() if block.base in bases]
 
     @property
     def least_limit(self) -> int:
@@ -289,14 +421,14 @@ class Evictor:
         the coldest blocks of all sizes."""
         host = self._host
         extents = host.extents_to_empty(slot_bytes)
-        cost = {base: float(len(extent.blocks)) for base, extent in extents.items()}
+        cost = {base: float(extent.blocks) for base, extent in extents.items()}
         for rank, block in enumerate(cold):  # the coldest cost nothing
-            if block.extent is not None and block.extent.base in cost:
-                cost[block.extent.base] -= 1.0 - rank / len(cold)
+            if block.base in cost:
+                cost[block.base] -= 1.0 - rank / len(cold)
         window = host.slots.window(slot_bytes, cost)
         if window is None:
             return False
-        going = [host.blocks[key] for base in window for key in extents[base].blocks]
+        going = host.blocks_in(frozenset(window))
         if self._evict(going) < len(going):
             return False  # some are stored first
         host.slots.take_back(window)

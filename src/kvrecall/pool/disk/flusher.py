@@ -238,11 +238,13 @@ class Flusher:
         return self._is_late() or (self._closing_at is not None and self._catalog.is_empty)
 
     def _tend(self) -> None:
-        """Small duties: namespaces, lost slabs, memory for new names, deleted rows, last uses."""
+        """Small duties: namespaces, lost slabs, memory for new names, the eviction orders, deleted
+        rows, last uses."""
         with self._wake:
             namespaces, self._namespaces = self._namespaces, []
             lost, self._lost = self._lost, set()
         for namespace, block_bytes in namespaces:
+            self._catalog.fit(block_bytes)
             try:
                 self._index.register(namespace, block_bytes)
             except sqlite3.Error as error:
@@ -257,6 +259,7 @@ class Flusher:
                     "a slab was deleted or truncated", SlabLost(errno.EIO, str(number))
                 )
         self._catalog.prepare()
+        self._catalog.settle()
         self._reclaimer.reap(self._is_late_or_cleared)
         self._note_pins()
         self._reclaimer.shrink()
@@ -397,6 +400,7 @@ class Flusher:
     def _commit(self, durable: list[tuple[int, Put]], tags: dict[BlockKey, bytes]) -> list[Put]:
         """Writes the rows and makes the blocks visible; returns the puts that are stored."""
         now = int(self._catalog.now())
+        pinned = self._catalog.pinned_of([put.key for _, put in durable])
         rows = [
             Row(
                 address,
@@ -407,9 +411,9 @@ class Flusher:
                 tags[put.key],
                 now,
                 put.tenant,
-                put.key in self._catalog.pins,
+                is_pinned,
             )
-            for address, put in durable
+            for (address, put), is_pinned in zip(durable, pinned, strict=True)
         ]
         if not rows:
             return []
@@ -420,9 +424,11 @@ class Flusher:
             self._reclaimer.give_back([row.address for row in rows])
             self._reclaimer.renew_index("it was deleted or replaced")
             return []
+        self._catalog.settle()  # here, and not while ``submit`` waits
         with self._wake:
             wanted = [row for row in rows if self._pending[row.key]]
             self._catalog.publish(wanted)
+        self._catalog.settle()
         kept = {row.key for row in wanted}
         self._catalog.add_pending_free(row.address for row in rows if row.key not in kept)
         return [put for _, put in durable if put.key in kept]

@@ -14,16 +14,17 @@ from itertools import groupby
 from kvrecall.block import BlockKey, Tenant
 from kvrecall.config import Watermarks
 from kvrecall.pool.changes import Cause
-from kvrecall.pool.disk.catalog import Catalog, DiskCounters, Entry, SlabUse
+from kvrecall.pool.disk.catalog import Catalog, DiskCounters, Entry
 from kvrecall.pool.disk.index import MAX_ROWS, ROW_BYTES, WAL_BYTES, Index, is_damage
 from kvrecall.pool.disk.recovery import renew_index
 from kvrecall.pool.disk.slabs import Slab, SlabStore, address_of, slab_of
+from kvrecall.pool.entries import Extent
 from kvrecall.pool.tier import Put
 
 _EVICTED_BYTES = 1 << 20  # the least, each time no slab can be emptied without a loss
 _MOVED_AT_ONCE = 64  # blocks of a transaction
 _GROW_RETRY_S = 10.0  # after the medium refused to grow
-_UNUSED = SlabUse()
+_UNUSED = Extent()
 
 
 class Reclaimer:

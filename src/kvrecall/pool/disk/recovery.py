@@ -48,7 +48,6 @@ class Recovery:
         """Whether it has ended, well or not."""
         self.is_damaged = False
         """Whether the index could not be read to its end."""
-        catalog.begin_recovery()
 
     def run(self, is_closing: Callable[[], bool]) -> bool:
         """False if the tier is closing, or the medium allows no index."""
@@ -92,7 +91,6 @@ class Recovery:
         for rows, broken in self._index.rows():
             if is_closing():
                 return False
-            time.sleep(0)  # whoever waits for the interpreter goes first
             right = self._right(rows) if rows.keys else []
             wrong = set(self._catalog.recover(rows if all(right) else _only(rows, right)))
             good = list(compress(rows.addresses, right))

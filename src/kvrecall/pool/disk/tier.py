@@ -19,6 +19,7 @@ from pathlib import Path
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import DEFAULT_POLICY, DiskConfig, PoolTerms, Watermarks
 from kvrecall.errors import ConfigError, TierError
+from kvrecall.pool.accounts import TenantUse
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.clock import Clock
@@ -44,10 +45,10 @@ from kvrecall.pool.disk.slabs import (
     SlabStore,
     slab_of,
 )
+from kvrecall.pool.entries import BlockInfo
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.lockfile import leads_to
-from kvrecall.pool.residents import BlockInfo, TenantUse
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
 
@@ -139,9 +140,7 @@ class DiskTier(Tier):
         if known == block_bytes:
             return
         self._sizes[namespace.digest] = block_bytes
-        if known is None:
-            self._catalog.resize_policy(self._capacity_bytes // slot_bytes_of(block_bytes))
-        else:
+        if known is not None:
             kept = 0 if self._index.is_compressed else block_bytes
             self._catalog.forget_namespace(namespace.digest, but_of=kept)
         self._flusher.register(namespace, block_bytes)
@@ -175,7 +174,8 @@ class DiskTier(Tier):
         ending: Sequence[BlockKey] = (),
         advice: Advice | None = None,
     ) -> None:
-        self._catalog.touch(chain, hanging, ending, advice)
+        if not self._catalog.touch(chain, hanging, ending, advice):
+            self._flusher.hurry()
 
     def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
         self._flusher.cancel(keys)
@@ -488,7 +488,7 @@ class DiskTier(Tier):
             self._codec.tag_bytes,
             sum(used.values()),
         )
-        self._catalog.expect_pins(self._index.pinned_keys())
+        self._catalog.begin_recovery(self._index.pinned_keys())
         self._recovery = Recovery(
             path, self._catalog, self._store, self._index, self._codec, self._counters
         )
