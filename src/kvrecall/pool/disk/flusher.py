@@ -15,12 +15,11 @@ from functools import partial
 from kvrecall.block import BlockKey, Namespace
 from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk.beside import SecondThread
-from kvrecall.pool.disk.catalog import Catalog, DiskCounters
-from kvrecall.pool.disk.codec import BlockCodec, Packer
-from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, Row
+from kvrecall.pool.disk.codec import Packer
+from kvrecall.pool.disk.engine import DiskEngine
+from kvrecall.pool.disk.index import MAX_ROWS, Row
 from kvrecall.pool.disk.reclaimer import Reclaimer
-from kvrecall.pool.disk.recovery import Recovery
-from kvrecall.pool.disk.slabs import SlabLost, SlabStore, slab_of
+from kvrecall.pool.disk.slabs import SlabLost, slab_of
 from kvrecall.pool.tier import Done, Outcome, Put, PutVerdict
 
 _LOG = logging.getLogger(__name__)
@@ -60,27 +59,16 @@ class Flusher:
     the flusher's thread, which alone uses the index and the slot maps.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        store: SlabStore,
-        index: Index,
-        counters: DiskCounters,
-        reclaimer: Reclaimer,
-        max_queued_bytes: int,
-        on_done: Callable[[Done], None],
-        codec: BlockCodec,
-        recovery: Recovery,
-    ) -> None:
-        self._catalog = catalog
-        self._store = store
-        self._index = index
-        self._counters = counters
-        self._reclaimer = reclaimer
-        self._max_queued_bytes = max_queued_bytes
+    def __init__(self, engine: DiskEngine, on_done: Callable[[Done], None]) -> None:
+        self._engine = engine
+        self._catalog = engine.catalog
+        self._store = engine.store
+        self._index = engine.index
+        self._counters = engine.counters
+        self._codec = engine.codec
+        self._max_queued_bytes = engine.config.max_queued_bytes
+        self._reclaimer = Reclaimer(engine)
         self._on_done = on_done
-        self._codec = codec
-        self._recovery = recovery
         self._wake = threading.Condition()
         self._queue: deque[_Queued] = deque()
         self._pending: dict[BlockKey, bool] = {}  # queued or being written -> still wanted
@@ -103,6 +91,11 @@ class Flusher:
     @property
     def pending(self) -> int:
         return len(self._pending)
+
+    @property
+    def surplus_bytes(self) -> int:
+        """Bytes on the medium above the limit, since that was lowered."""
+        return self._reclaimer.surplus_bytes
 
     def register(self, namespace: Namespace, block_bytes: int) -> None:
         with self._wake:
@@ -179,7 +172,7 @@ class Flusher:
     def _run(self) -> None:
         batch: list[_Queued] = []
         try:
-            if not self._recovery.run(lambda: self._closing_at is not None):
+            if not self._engine.recover(lambda: self._closing_at is not None):
                 return
             while True:
                 batch = self._next_batch()
@@ -248,7 +241,7 @@ class Flusher:
             try:
                 self._index.register(namespace, block_bytes)
             except sqlite3.Error as error:
-                self._reclaimer.index_failed(error)
+                self._engine.index_failed(error)
                 with self._wake:
                     self._namespaces.append((namespace, block_bytes))
         for number in lost:
@@ -275,7 +268,7 @@ class Flusher:
                 self._index.mark_used(uses)
                 self._index.note_time()
             except sqlite3.Error as error:
-                self._reclaimer.index_failed(error)
+                self._engine.index_failed(error)
                 return
 
     def _note_pins(self) -> None:
@@ -285,7 +278,7 @@ class Flusher:
                 self._index.mark_pinned(pins)
             except sqlite3.Error as error:
                 self._catalog.return_unnoted_pins(pins)
-                self._reclaimer.index_failed(error)
+                self._engine.index_failed(error)
                 break
         if not pins:
             with self._wake:
@@ -331,7 +324,7 @@ class Flusher:
     def _place(self, puts: Sequence[Put]) -> list[tuple[int, Put]]:
         """Slots for puts, by ascending address; puts without one are left out."""
         placed: list[tuple[int, Put]] = []
-        if not self._reclaimer.index_works():
+        if not self._engine.index_works():
             return placed
         by_size: dict[int, list[Put]] = {}
         for put in puts:
@@ -417,12 +410,12 @@ class Flusher:
         ]
         if not rows:
             return []
-        if not self._insert(rows) and (self._reclaimer.is_failing or not self._insert(rows)):
+        if not self._insert(rows) and (self._engine.is_index_failing or not self._insert(rows)):
             self._reclaimer.give_back([row.address for row in rows])
             return []
         if not self._index.is_in_place():
             self._reclaimer.give_back([row.address for row in rows])
-            self._reclaimer.renew_index("it was deleted or replaced")
+            self._engine.renew_index("it was deleted or replaced")
             return []
         self._catalog.settle()  # here, and not while ``submit`` waits
         with self._wake:
@@ -436,10 +429,10 @@ class Flusher:
     def _insert(self, rows: Sequence[Row]) -> bool:
         """Writes rows. False if that failed; the index may have been renewed since."""
         try:
-            self._index.limit(self._store.limit_bytes - self._store.file_bytes - WAL_BYTES)
+            self._engine.limit_index()
             self._index.insert(rows)
         except sqlite3.Error as error:
-            self._reclaimer.index_failed(error)
+            self._engine.index_failed(error)
             return False
         return True
 
