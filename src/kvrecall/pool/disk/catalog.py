@@ -700,9 +700,7 @@ class Catalog(EntryTable):
     def coldest(self, count: int) -> list[Entry]:
         """The ``count`` least valuable blocks of any size. For the owner."""
         self.settle()
-        numbers = self._search(count)
-        with self._lock:
-            return list(map(self._entry, numbers))
+        return list(map(self._entry, self._search(count)))
 
     def slab_uses(self) -> dict[int, Extent]:
         """The use of each slab that holds a block, by its number."""

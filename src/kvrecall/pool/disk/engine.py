@@ -84,7 +84,6 @@ class DiskEngine:
             except (OSError, sqlite3.Error) as error:
                 raise refusal(config.path, error) from error
             undo.pop_all()
-        self.catalog.begin_recovery(self.index.pinned_keys())
         self.state = DiskState.RECOVERING
 
     def _open(
@@ -128,6 +127,7 @@ class DiskEngine:
             self.codec.tag_bytes,
             sum(used.values()),
         )
+        self.catalog.begin_recovery(self.index.pinned_keys())
         self.index.reserve(self.store.index_bytes - WAL_BYTES)
 
     def _admit_content(self) -> None:

@@ -22,6 +22,7 @@ from kvrecall.pool.entries import Extent
 from kvrecall.pool.tier import Put
 
 _EVICTED_BYTES = 1 << 20  # the least, each time no slab can be emptied without a loss
+_JUDGED = 1024  # blocks that show which sizes are cold
 _MOVED_AT_ONCE = 64  # blocks of a transaction
 _GROW_RETRY_S = 10.0  # after the medium refused to grow
 _UNUSED = Extent()
@@ -88,7 +89,9 @@ class Reclaimer:
 
     def _cold_elsewhere(self, slot_bytes: int, count: int) -> bool:
         """Whether most of the least valuable blocks are of other sizes."""
-        coldest = self._catalog.coldest(max(1, count))
+        if len(self._store.classes()) < 2:
+            return False
+        coldest = self._catalog.coldest(min(max(1, count), _JUDGED))
         return sum(entry.slot_bytes != slot_bytes for entry in coldest) * 2 > len(coldest)
 
     def _take_over(self, slot_bytes: int, count: int) -> None:

@@ -42,11 +42,6 @@ class Queue:
     def __contains__(self, number: int) -> bool:
         return bool(self._links.queue.cells[number] == self.mark)
 
-    @property
-    def last(self) -> int:
-        """The youngest; -1: none."""
-        return self._last - 1
-
     def append(self, number: int) -> None:
         """A block that is in no queue becomes the youngest."""
         links, name = self._links, number + 1
