@@ -270,7 +270,8 @@ class EntryTable(ABC):
         return number
 
     def _leave(self, number: int, cause: Cause) -> None:
-        """Makes a block invisible. From any thread; what is known of it stays until ``_settle``."""
+        """Makes a block invisible; the caller reports that by ``_changed``. From any thread; what is
+        known of it stays until ``_settle``."""
         for watcher in self.watchers:
             watcher.removed(self._tier, self._names.key(number), cause)
         self.departures.note_n(number, cause)
@@ -280,7 +281,6 @@ class EntryTable(ABC):
             self.pinned_bytes -= self._slot_bytes(number)
         state[number] &= ~(HERE | PINNED)
         self._blocks -= 1
-        self._changed(number)
 
     # -- the orders ------------------------------------------------------------------------
 
@@ -367,7 +367,7 @@ class EntryTable(ABC):
         for number in numbers:
             if number >= 0 and state[number] & HERE:
                 last = number
-                used[number] = max(now, used[number])
+                used[number] = now
         return last
 
     def admits(self, key: BlockKey, parent: BlockKey | None, depth: int) -> bool:

@@ -49,8 +49,9 @@ from kvrecall.pool.disk.codec import make_codec
 from kvrecall.pool.disk.folder import MediumFails
 from kvrecall.pool.entries import BlockInfo, hangs
 from kvrecall.pool.eviction import make_policy
+from kvrecall.pool.evictor import Evictor
 from kvrecall.pool.hints import Hint, HintRecord
-from kvrecall.pool.host import Block, Evictor, HostStore
+from kvrecall.pool.host import Block, HostStore
 from kvrecall.pool.names import DictNames
 from kvrecall.pool.remote.backends import store_name, with_remote
 from kvrecall.pool.slots import ArenaSlots, slot_bytes_of

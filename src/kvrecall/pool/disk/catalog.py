@@ -604,6 +604,7 @@ class Catalog(EntryTable):
     def _forget(self, number: int, cause: Cause) -> None:
         address, slot_bytes = self._address.cells[number], self._slot_bytes(number)
         self._leave(number, cause)
+        self._changed(number)
         self.accounts.refund(self._tenant_of(number), slot_bytes)
         self._unnoted_pins.pop(address, None)
         self.used_bytes -= slot_bytes
