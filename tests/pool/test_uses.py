@@ -232,6 +232,31 @@ def test_pinned_and_unpinned_at_once_it_is_where_the_owner_looks() -> None:
     bench.check()
 
 
+def test_an_empty_tier_is_sized_anew_once_the_owner_knows_that_it_is_empty() -> None:
+    bench, keys = Bench(), chain(NAMESPACE, 9)
+    bench.publish(keys)
+    bench.check()
+    bench.catalog.forget_all()
+    bench.catalog.touch(keys)
+    bench.catalog.fit(2 * SIZE)
+    bench.publish(keys[:5])
+    bench.check()
+
+
+def test_a_use_that_waits_counts() -> None:
+    bench, keys = Bench("lru"), chain(NAMESPACE, 6)
+    bench.publish(keys)
+    bench.clock.advance(100.0)
+    used = keys[:2]
+    bench.catalog.touch(used)
+    used.append(keys[3])
+    old = [block.key for block in bench.catalog.infos(bench.clock.now - 50.0)]
+    assert sorted(old) == sorted(keys[2:])
+    bench.catalog.settle()
+    again = [block.key for block in bench.catalog.infos(bench.clock.now - 50.0)]
+    assert sorted(again) == sorted(keys[2:])
+
+
 def rows_of(keys: Sequence[BlockKey]) -> Rows:
     count = len(keys)
     addresses = [place * SIZE for place in range(count)]

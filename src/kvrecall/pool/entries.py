@@ -165,11 +165,16 @@ class EntryTable(ABC):
         """Whether there is no visible block."""
         return not self._blocks
 
+    @property
+    def _is_settled(self) -> bool:
+        """Whether the orders know of all changes."""
+        return True
+
     def fit(self, block_bytes: int) -> None:
         """Sizes the policy for blocks of that size, if the tier is empty."""
         capacity = max(1, self._capacity_bytes() // slot_bytes_of(block_bytes))
         with self._lock:
-            if self.is_empty and capacity != self._capacity_blocks:
+            if self.is_empty and self._is_settled and capacity != self._capacity_blocks:
                 self._begin(capacity)
 
     def limit_of(self, tenant: Tenant) -> int | None:
@@ -270,8 +275,8 @@ class EntryTable(ABC):
         return number
 
     def _leave(self, number: int, cause: Cause) -> None:
-        """Makes a block invisible; the caller reports that by ``_changed``. From any thread; what is
-        known of it stays until ``_settle``."""
+        """Makes a block invisible; the caller reports that by ``_changed``. From any thread; what
+        is known of it stays until ``_settle``."""
         for watcher in self.watchers:
             watcher.removed(self._tier, self._names.key(number), cause)
         self.departures.note_n(number, cause)
@@ -290,16 +295,14 @@ class EntryTable(ABC):
 
     def _settle(self, numbers: Iterable[int]) -> None:
         """Tells the orders of blocks that changed, and forgets those that left."""
-        state, marks, held = self._state.cells, self._marks.cells, self._held
+        state, marks = self._state.cells, self._marks.cells
         gone: list[int] = []
         for number in numbers:
             known = state[number]
             is_due, orders = known & (HERE | PINNED) == HERE, self._orders(number)
             if marks[number] & RANKED:
-                if number in held:
-                    held.discard(number)
-                    for order in orders:
-                        order.release(number)
+                if number in self._held:
+                    self._release(number)
                     if is_due:
                         continue
                 for order in orders:
@@ -316,6 +319,8 @@ class EntryTable(ABC):
         if gone:
             with self._lock:
                 for number in gone:
+                    if state[number] & CHANGED:  # it left just now, and is in the next changes
+                        continue
                     state[number] = marks[number] = 0
                     self.accounts.leave(self._tenant.cells[number])
                     above = self._parent.cells[number]
@@ -448,8 +453,16 @@ class EntryTable(ABC):
             self._held.add(number)
             for order in self._orders(number):
                 order.hold(number)
-        # Those that became idle just now were not reported.
-        self._settle([number for number in busy[:_HELD_AT_ONCE] if not self._is_busy(number)])
+        for number in busy[:_HELD_AT_ONCE]:  # those that became idle just now were not reported
+            if not self._is_busy(number):
+                self._release(number)
+
+    def _release(self, number: int) -> None:
+        """The orders need not skip the block any more."""
+        if number in self._held:
+            self._held.discard(number)
+            for order in self._orders(number):
+                order.release(number)
 
     # -- pinned by an operator; from any thread, under the lock ----------------------------
 

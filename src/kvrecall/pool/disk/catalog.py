@@ -212,11 +212,18 @@ class Catalog(EntryTable):
             start = part.stop
 
     def infos(self, unused_since: float | None = None) -> Iterator[BlockInfo]:
-        """Every block, or those unused since that second; as they are when their turn
-        comes."""
-        before = float("inf") if unused_since is None else unused_since
-        for infos in self._each(self._info, lambda part: self._used.array()[part] < before):
-            yield from (info for info in infos if info.used < before)
+        """Every block, or those unused since that second, also by what the owner does not know
+        yet; as they are when their turn comes."""
+        if unused_since is None:
+            yield from itertools.chain.from_iterable(self._each(self._info))
+            return
+        with self._lock:
+            uses = list(self._uses)
+        used = {key for use in uses for key in (*use.chain, *use.hanging)}
+        for infos in self._each(self._info, lambda part: self._used.array()[part] < unused_since):
+            for info in infos:
+                if info.used < unused_since and info.key not in used:
+                    yield info
 
     def rows(self) -> Iterator[Sequence[Row]]:
         """Every block, as it is in the index, in parts of at most ``MAX_ROWS``."""
@@ -270,11 +277,21 @@ class Catalog(EntryTable):
             if len(self._uses) >= _MOST_USES or self._used_blocks >= _MOST_USED:
                 self.uses_lost += 1
                 return False
-            self._uses.append(Use(chain, self.now(), hanging, ending, advice))
+            # Copies: the caller's may grow before they are looked at.
+            use = Use(tuple(chain), self.now(), tuple(hanging), tuple(ending), advice)
+            self._uses.append(use)
             self._used_blocks += len(chain) + len(hanging)
             return 2 * max(len(self._uses) * (_MOST_USED // _MOST_USES), self._used_blocks) < (
                 _MOST_USED
             )
+
+    @property
+    def _is_settled(self) -> bool:
+        return not len(self._changes)
+
+    def fit(self, block_bytes: int) -> None:
+        self.settle()
+        super().fit(block_bytes)
 
     def settle(self) -> None:
         """Tells the orders what happened since. For the owner."""
@@ -423,11 +440,13 @@ class Catalog(EntryTable):
         with self._lock:
             self._late = None
         self.settle()
-        here, marks = self._state.array() & HERE, self._marks.array()
-        numbers = np.flatnonzero((here > 0) & (marks & RANKED == 0)).astype(np.int32)
+        known = slice(self._table.size)
+        is_here = self._state.array()[known] & HERE > 0
+        is_due = is_here & (self._marks.array()[known] & RANKED == 0)
+        numbers = np.flatnonzero(is_due).astype(np.int32)
         used, depth = self._used.array()[numbers], self._depth.array()[numbers]
         order = numbers[np.lexsort((-depth, used))]
-        del here, marks, numbers, used, depth
+        del is_here, is_due, numbers, used, depth
         for start in range(0, len(order), _RECOVERED):
             if is_closing():
                 return False
@@ -744,8 +763,7 @@ class Catalog(EntryTable):
             self._place(number)
             if old.address in self._unnoted_pins:
                 self._unnoted_pins[address] = self._unnoted_pins.pop(old.address)
-        if number in self._held:
-            self._settle((number,))
+        self._release(number)
         return True
 
 
