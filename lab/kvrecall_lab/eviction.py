@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from kvrecall.pool.eviction import POLICY_NAMES, EvictionPolicy, KeyedPolicy
 from kvrecall.pool.eviction.base import NumberRefs
-from kvrecall.pool.eviction.queues import Links, Queue
+from kvrecall.pool.eviction.queues import Queue, QueueLinks
 from kvrecall.pool.hints import Advice
 from kvrecall.simulate.replay import PolicyMaker, TierSpec, clairvoyant_hits, replay
 from kvrecall.simulate.trace import Trace, read_trace
@@ -25,7 +25,7 @@ class FifoPolicy(EvictionPolicy):
 
     def __init__(self, names: NumberRefs) -> None:
         self._names = names
-        self._queue = Queue(Links(names))
+        self._queue = Queue(QueueLinks(names))
 
     def insert(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> None:
         if number in self._queue:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvrecall.block import BlockKey, Tenant
 from kvrecall.pool.eviction import KeyedPolicy, make_policy
-from kvrecall.pool.eviction.queues import Links
+from kvrecall.pool.eviction.queues import QueueLinks
 from kvrecall.pool.eviction.warmup import HintPins, WarmUp
 from kvrecall.pool.hints import (
     KINDS,
@@ -149,7 +149,7 @@ def test_kinds_are_classes() -> None:
 
 
 def hazard(capacity_blocks: int, remember: int | None = None) -> KeyedPolicy:
-    return KeyedPolicy(lambda names: WarmUp(capacity_blocks, Links(names), remember))
+    return KeyedPolicy(lambda names: WarmUp(capacity_blocks, QueueLinks(names), remember))
 
 
 def pins_of(policy: KeyedPolicy) -> HintPins:

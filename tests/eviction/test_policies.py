@@ -11,7 +11,7 @@ from kvrecall.errors import ConfigError
 from kvrecall.pool.eviction import POLICY_NAMES, KeyedPolicy, make_policy
 from kvrecall.pool.eviction.classes import CLASSES, levels
 from kvrecall.pool.eviction.lifetable import _Level
-from kvrecall.pool.eviction.queues import Links
+from kvrecall.pool.eviction.queues import QueueLinks
 from kvrecall.pool.eviction.warmup import WarmUp
 from kvrecall.pool.hints import Advice
 from kvrecall.testing.policy_contract import PolicyContract, anything, keys_of, store
@@ -33,7 +33,7 @@ class TestHazard(PolicyContract):
 
 
 def hazard(capacity_blocks: int, remember: int | None = None) -> KeyedPolicy:
-    return KeyedPolicy(lambda names: WarmUp(capacity_blocks, Links(names), remember))
+    return KeyedPolicy(lambda names: WarmUp(capacity_blocks, QueueLinks(names), remember))
 
 
 def inner(policy: KeyedPolicy) -> WarmUp:
@@ -45,7 +45,7 @@ class TaughtPolicy(KeyedPolicy):
     """Has seen a thousand seconds of requests before its time begins."""
 
     def __init__(self, capacity_blocks: int, remember: int | None = None) -> None:
-        super().__init__(lambda names: WarmUp(capacity_blocks, Links(names), remember))
+        super().__init__(lambda names: WarmUp(capacity_blocks, QueueLinks(names), remember))
         for number in range(1000):
             chain = keys_of(f"teacher {number % 2}", 3)
             super().access(chain, float(number))

@@ -12,7 +12,7 @@ import pytest
 from kvrecall.config import DiskConfig
 from kvrecall.pool.clock import Clock
 from kvrecall.pool.disk import DiskTier, catalog, index, tier
-from kvrecall.pool.disk.index import Index, Rows
+from kvrecall.pool.disk.index import Index, IndexRows
 from kvrecall.pool.tier import Outcome
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
@@ -37,7 +37,7 @@ class Folder:
         self._gate = threading.Event()
         rows = Index.rows
 
-        def slowly(this: Index) -> Iterator[tuple[Rows, list[int]]]:
+        def slowly(this: Index) -> Iterator[tuple[IndexRows, list[int]]]:
             for number, part in enumerate(rows(this)):
                 if number:
                     self._gate.wait(30.0)

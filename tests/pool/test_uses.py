@@ -17,7 +17,7 @@ from kvrecall.config import Amount, PoolTerms, TenantRules, TenantTerms
 from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk import catalog as catalog_module
 from kvrecall.pool.disk.catalog import Catalog
-from kvrecall.pool.disk.index import Row, Rows
+from kvrecall.pool.disk.index import IndexRow, IndexRows
 from kvrecall.pool.eviction import POLICY_NAMES
 from kvrecall.pool.hints import RETURNS, Advice
 from kvrecall.testing.blocks import chain, namespace
@@ -53,7 +53,7 @@ class Bench:
             parent = of[depth] if of else keys[depth - 1] if depth else None
             if key not in self.here:
                 at = next(self.places) * SIZE
-                rows.append(Row(at, key, parent, depth, SIZE, bytes(16), 0, ANN))
+                rows.append(IndexRow(at, key, parent, depth, SIZE, bytes(16), 0, ANN))
         self.catalog.publish(rows)
 
     def order(self) -> list[BlockKey]:
@@ -257,14 +257,16 @@ def test_a_use_that_waits_counts() -> None:
     assert sorted(again) == sorted(keys[2:])
 
 
-def rows_of(keys: Sequence[BlockKey]) -> Rows:
+def rows_of(keys: Sequence[BlockKey]) -> IndexRows:
     count = len(keys)
     addresses = [place * SIZE for place in range(count)]
     parents = [None, *keys[:-1]]
     tags, used = [bytes(16)] * count, [1000] * count
     depths = list(range(count))
     sizes = [SIZE] * count
-    return Rows(addresses, keys, parents, depths, sizes, tags, used, [ANN] * count, [0] * count)
+    return IndexRows(
+        addresses, keys, parents, depths, sizes, tags, used, [ANN] * count, [0] * count
+    )
 
 
 @pytest.mark.parametrize("kind", ["drop", "pin", "clear", "twice"])

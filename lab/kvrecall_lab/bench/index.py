@@ -37,7 +37,7 @@ from kvrecall.pool.admin import PoolAdmin
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.disk.index import Row
+from kvrecall.pool.disk.index import IndexRow
 from kvrecall.pool.names import MemoryColumn
 from kvrecall.pool.pool import Pool
 
@@ -430,7 +430,9 @@ def _pauses(
     few = often[: max(1, blocks // 40_000)]  # some of the blocks only
     fresh = [key_of(blocks + number) for number in range(512)]
     now = int(catalog.now())
-    rows = [Row(at << 12, key, None, 0, _BLOCK, bytes(16), now) for at, key in enumerate(fresh)]
+    rows = [
+        IndexRow(at << 12, key, None, 0, _BLOCK, bytes(16), now) for at, key in enumerate(fresh)
+    ]
     with _collections() as collected:
         watch.calls("touch of 1,000", tier.touch, often)
         watch.calls("acquire, release", lambda keys: _acquire(tier, keys), once)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvrecall.block import Tenant
 from kvrecall.pool.eviction.base import NumberRefs
-from kvrecall.pool.eviction.queues import Links, LruPolicy
+from kvrecall.pool.eviction.queues import LruPolicy, QueueLinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,14 @@ class Accounts:
         self._accounts: dict[Tenant, Account] = {}
         self._by_number: list[Account] = []
         self._unused: list[int] = []  # numbers of accounts that ended
-        self._links: Links | None = None
+        self._links: QueueLinks | None = None
         self.refused = 0
         self.evicted = 0
 
     def begin(self, names: NumberRefs) -> None:
         """Begins new orders, without a block."""
-        # Links of their own: a block is in the order of its tenant and in the policy's.
-        self._links = Links(names) if self.is_bounded else None
+        # QueueLinks of their own: a block is in the order of its tenant and in the policy's.
+        self._links = QueueLinks(names) if self.is_bounded else None
         for account in self._accounts.values():
             account.orders = self._new_orders()
 

@@ -132,4 +132,4 @@ def _parts(keys: Iterable[BlockKey]) -> Iterable[list[BlockKey]]:
     rest = iter(keys)
     while part := list(itertools.islice(rest, _AT_ONCE)):
         yield part
-        time.sleep(0)  # whoever waits for the pool's lock, or the interpreter, goes first
+        time.sleep(0)  # a turn for threads that wait for the lock, or the interpreter

@@ -19,7 +19,7 @@ from kvrecall.pool.changes import Cause, Watchers
 from kvrecall.pool.departures import Departures
 from kvrecall.pool.eviction import EvictionPolicy, policy_over
 from kvrecall.pool.eviction.base import NumberRefs
-from kvrecall.pool.eviction.queues import Links, LruPolicy
+from kvrecall.pool.eviction.queues import LruPolicy, QueueLinks
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.names import DictNames, Names
 from kvrecall.pool.slots import slot_bytes_of
@@ -78,7 +78,7 @@ class Extent:
     pinned: int = 0
 
 
-class Use(NamedTuple):
+class RequestUse(NamedTuple):
     """A request used ``chain`` (prefix first) and ``hanging`` blocks beside it, and leaves
     ``ending`` ones at its end."""
 
@@ -152,7 +152,7 @@ class EntryTable(ABC):
         self._held: set[int] = set()  # blocks that the orders hold
         self.departures = Departures(names, self.now)
         refs: NumberRefs = _LockedRefs(names, self._lock) if self._has_lock else names
-        links = Links(refs)
+        links = QueueLinks(refs)
         self._policy: EvictionPolicy = policy_over(links, self._policy_name, capacity_blocks)
         self._tails = LruPolicy(links)
         self.accounts.begin(refs)
@@ -337,7 +337,7 @@ class EntryTable(ABC):
         tails, others = self.accounts.numbered(self._tenant.cells[number]).orders
         return (order, tails if is_tail else others)
 
-    def _apply(self, use: Use) -> None:
+    def _apply(self, use: RequestUse) -> None:
         """Records a use: in the policy, of the blocks themselves, and in the orders of their
         tenant."""
         learns = self._policy.learns

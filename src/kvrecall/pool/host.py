@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from kvrecall.block import SHARED, BlockKey, Tenant, TierName
 from kvrecall.config import PoolTerms
 from kvrecall.pool.changes import Cause
-from kvrecall.pool.entries import PINNED, BlockInfo, EntryTable, Extent, Use
+from kvrecall.pool.entries import PINNED, BlockInfo, EntryTable, Extent, RequestUse
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.slots import ArenaSlots, slot_bytes_of
 
@@ -47,8 +47,8 @@ class Block:
 
 
 class HostStore(EntryTable):
-    """The committed blocks of an arena. Not thread-safe: whoever has its pool's lock owns it; never
-    waits.
+    """The committed blocks of an arena. Not thread-safe: the holder of its pool's lock owns it;
+    never waits.
 
     The caller owns a slot from ``take`` until it returns it with ``free`` or turns it into a
     visible block with ``publish``.
@@ -119,8 +119,8 @@ class HostStore(EntryTable):
         ending: Sequence[BlockKey] = (),
         advice: Advice | None = None,
     ) -> None:
-        """A request used these blocks, see ``Use``."""
-        self._apply(Use(chain, self.now(), hanging, ending, advice))
+        """A request used these blocks, see ``RequestUse``."""
+        self._apply(RequestUse(chain, self.now(), hanging, ending, advice))
 
     def set_stored(self, block: Block, stored: bool) -> None:
         """Records whether the tier below has the block."""

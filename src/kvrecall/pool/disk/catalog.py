@@ -23,7 +23,7 @@ from kvrecall.pool.accounts import TenantUse
 from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.counters import TierCounters
 from kvrecall.pool.departures import Departure
-from kvrecall.pool.disk.index import MAX_ROWS, Row, Rows
+from kvrecall.pool.disk.index import MAX_ROWS, IndexRow, IndexRows
 from kvrecall.pool.disk.slabs import SLAB_BITS, slab_of
 from kvrecall.pool.entries import (
     CHANGED,
@@ -34,7 +34,7 @@ from kvrecall.pool.entries import (
     BlockInfo,
     EntryTable,
     Extent,
-    Use,
+    RequestUse,
     flags_of,
 )
 from kvrecall.pool.hints import Advice
@@ -59,7 +59,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DiskEntry:
     """A durable block as it was when it was looked up."""
 
     number: int
@@ -124,7 +124,7 @@ class Catalog(EntryTable):
         self._doomed: set[int] = set()  # addresses of forgotten blocks that are still read
         self._late: _Late | None = None  # while blocks are still being recovered
         self._changes = _Numbers()  # of blocks that the orders should know of
-        self._uses: deque[Use] = deque()
+        self._uses: deque[RequestUse] = deque()
         self._used_blocks = 0  # in these
         self.uses_lost = 0
         """Requests whose uses are not recorded, as too many waited for the owner."""
@@ -181,9 +181,9 @@ class Catalog(EntryTable):
                 return False, None
             return bool(self._state.cells[number] & HERE), self.departures.of_n(number)
 
-    def _entry(self, number: int) -> Entry:
+    def _entry(self, number: int) -> DiskEntry:
         begin = number * self._tag_bytes
-        return Entry(
+        return DiskEntry(
             number,
             self._table.key(number),
             self._address.cells[number],
@@ -225,13 +225,13 @@ class Catalog(EntryTable):
                 if info.used < unused_since and info.key not in used:
                     yield info
 
-    def rows(self) -> Iterator[Sequence[Row]]:
+    def rows(self) -> Iterator[Sequence[IndexRow]]:
         """Every block, as it is in the index, in parts of at most ``MAX_ROWS``."""
         return _parts(itertools.chain.from_iterable(self._each(self._row)), MAX_ROWS)
 
-    def _row(self, number: int) -> Row:
+    def _row(self, number: int) -> IndexRow:
         entry = self._entry(number)
-        return Row(
+        return IndexRow(
             entry.address,
             entry.key,
             self._parent_of(number),
@@ -271,14 +271,14 @@ class Catalog(EntryTable):
         ending: Sequence[BlockKey] = (),
         advice: Advice | None = None,
     ) -> bool:
-        """A request used these blocks, see ``Use``. From any thread. False if the owner should
-        ``settle`` soon, before uses are lost."""
+        """A request used these blocks, see ``RequestUse``. From any thread. False if the owner
+        should ``settle`` soon, before uses are lost."""
         with self._lock:
             if len(self._uses) >= _MOST_USES or self._used_blocks >= _MOST_USED:
                 self.uses_lost += 1
                 return False
             # Copies: the caller's may grow before they are looked at.
-            use = Use(tuple(chain), self.now(), tuple(hanging), tuple(ending), advice)
+            use = RequestUse(tuple(chain), self.now(), tuple(hanging), tuple(ending), advice)
             self._uses.append(use)
             self._used_blocks += len(chain) + len(hanging)
             return 2 * max(len(self._uses) * (_MOST_USED // _MOST_USES), self._used_blocks) < (
@@ -342,7 +342,7 @@ class Catalog(EntryTable):
         self._late = _Late()
         self.pins.update(pinned)
 
-    def recover(self, rows: Rows) -> list[int]:
+    def recover(self, rows: IndexRows) -> list[int]:
         """Takes over blocks of an earlier process, not yet ranked. Returns the places of those that
         it does not: dropped since the recovery began, or here already."""
         refused: list[int] = []
@@ -353,7 +353,7 @@ class Catalog(EntryTable):
                 refused += self._take_each(rows, places)
         return refused
 
-    def _take_each(self, rows: Rows, places: Sequence[int]) -> list[int]:
+    def _take_each(self, rows: IndexRows, places: Sequence[int]) -> list[int]:
         """``recover`` of the rows at these places, one by one."""
         refused: list[int] = []
         for part in _parts(places, _AT_ONCE):
@@ -370,7 +370,7 @@ class Catalog(EntryTable):
                     self._take_in(row, min(float(row.used), now), row.pinned)
         return refused
 
-    def _take_many(self, rows: Rows, part: slice) -> bool:
+    def _take_many(self, rows: IndexRows, part: slice) -> bool:
         """``_take_in`` of these rows. False, and takes none, unless their blocks are not pinned,
         each another, and none is here or was named since the recovery began."""
         keys, parents = rows.keys[part], rows.parents[part]
@@ -427,7 +427,7 @@ class Catalog(EntryTable):
                 self._extents.setdefault(slab, Extent(size)).blocks += count
         return True
 
-    def _is_outdated(self, row: Row) -> bool:
+    def _is_outdated(self, row: IndexRow) -> bool:
         late = self._late
         if late is None:
             return False
@@ -458,7 +458,7 @@ class Catalog(EntryTable):
         lock."""
         self._table.prepare(_PREPARED)
 
-    def publish(self, rows: Sequence[Row]) -> None:
+    def publish(self, rows: Sequence[IndexRow]) -> None:
         """Makes durable blocks visible. The orders know them after ``settle``."""
         self.settle()
         for part in _parts(rows, _AT_ONCE):
@@ -467,7 +467,7 @@ class Catalog(EntryTable):
                 for row in part:
                     self._changed(self._take_in(row, now, row.pinned))
 
-    def _take_in(self, row: Row, used: float, noted: bool) -> int:
+    def _take_in(self, row: IndexRow, used: float, noted: bool) -> int:
         """``noted``: whether it is pinned in the index."""
         number = self._enter(row.key, row.parent, row.depth, row.nbytes, row.tenant, used)
         self._address.cells[number] = row.address
@@ -486,7 +486,7 @@ class Catalog(EntryTable):
 
     # -- in use, from any thread -----------------------------------------------------------
 
-    def acquire(self, key: BlockKey) -> Entry | None:
+    def acquire(self, key: BlockKey) -> DiskEntry | None:
         """Protects the block's slot for a read, until ``release``. None if the block is not
         here."""
         with self._lock:
@@ -500,7 +500,7 @@ class Catalog(EntryTable):
                 self._extents[slab_of(entry.address)].fixed += 1
             return entry
 
-    def release(self, entry: Entry) -> None:
+    def release(self, entry: DiskEntry) -> None:
         with self._lock:
             address, number = entry.address, entry.number
             left = self._reading[address] - 1
@@ -717,7 +717,7 @@ class Catalog(EntryTable):
         with self._lock:
             return self.accounts.uses()
 
-    def coldest(self, count: int) -> list[Entry]:
+    def coldest(self, count: int) -> list[DiskEntry]:
         """The ``count`` least valuable blocks of any size. For the owner."""
         self.settle()
         return list(map(self._entry, self._search(count)))
@@ -737,10 +737,10 @@ class Catalog(EntryTable):
                 placed += [(cells[n], k) for n, k in zip(numbers, part, strict=True) if n >= 0]
         return [key for _, key in sorted(placed)]
 
-    def in_slab(self, number: int) -> list[Entry]:
+    def in_slab(self, number: int) -> list[DiskEntry]:
         """The blocks of a slab: the pinned first, then the latest used. For the owner."""
 
-        def ranked(n: int) -> tuple[bool, float, Entry]:
+        def ranked(n: int) -> tuple[bool, float, DiskEntry]:
             return not self._state.cells[n] & PINNED, -self._used.cells[n], self._entry(n)
 
         def select(part: slice) -> Bools:
@@ -750,7 +750,7 @@ class Catalog(EntryTable):
         found = itertools.chain.from_iterable(self._each(ranked, select))
         return [entry for *_, entry in sorted(found, key=lambda item: item[:2])]
 
-    def relocate(self, old: Entry, address: int) -> bool:
+    def relocate(self, old: DiskEntry, address: int) -> bool:
         """Records that the block of ``old`` was copied to ``address`` and its row updated. False if
         it is gone meanwhile: the caller then owns the new slot. Reads of the old slot may still be
         in flight. For the owner."""

@@ -20,7 +20,7 @@ from kvrecall.pool.compression import check_compression
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters
 from kvrecall.pool.disk.codec import BlockCodec
 from kvrecall.pool.disk.folder import FolderLock, check_room, refusal
-from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, Rows, aside_bytes, is_damage
+from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, IndexRows, aside_bytes, is_damage
 from kvrecall.pool.disk.slabs import INDEX_BASE_BYTES, SLAB_BITS, FileIo, SlabStore, slab_of
 from kvrecall.pool.lockfile import leads_to
 
@@ -305,7 +305,7 @@ class DiskEngine:
             self.index.insert(rows)
 
 
-def _only(rows: Rows, chosen: Sequence[bool]) -> Rows:
+def _only(rows: IndexRows, chosen: Sequence[bool]) -> IndexRows:
     """Those of the rows."""
     columns = (getattr(rows, column.name) for column in fields(rows))
-    return Rows(*(list(compress(column, chosen)) for column in columns))
+    return IndexRows(*(list(compress(column, chosen)) for column in columns))

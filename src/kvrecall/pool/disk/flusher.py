@@ -17,7 +17,7 @@ from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk.beside import SecondThread
 from kvrecall.pool.disk.codec import Packer
 from kvrecall.pool.disk.engine import DiskEngine
-from kvrecall.pool.disk.index import MAX_ROWS, Row
+from kvrecall.pool.disk.index import MAX_ROWS, IndexRow
 from kvrecall.pool.disk.reclaimer import Reclaimer
 from kvrecall.pool.disk.slabs import SlabLost, slab_of
 from kvrecall.pool.tier import Done, Outcome, Put, PutVerdict
@@ -395,7 +395,7 @@ class Flusher:
         now = int(self._catalog.now())
         pinned = self._catalog.pinned_of([put.key for _, put in durable])
         rows = [
-            Row(
+            IndexRow(
                 address,
                 put.key,
                 put.parent,
@@ -426,7 +426,7 @@ class Flusher:
         self._catalog.add_pending_free(row.address for row in rows if row.key not in kept)
         return [put for _, put in durable if put.key in kept]
 
-    def _insert(self, rows: Sequence[Row]) -> bool:
+    def _insert(self, rows: Sequence[IndexRow]) -> bool:
         """Writes rows. False if that failed; the index may have been renewed since."""
         try:
             self._engine.limit_index()

@@ -14,7 +14,7 @@ from itertools import groupby
 from kvrecall.block import BlockKey, Tenant
 from kvrecall.config import Watermarks
 from kvrecall.pool.changes import Cause
-from kvrecall.pool.disk.catalog import Entry
+from kvrecall.pool.disk.catalog import DiskEntry
 from kvrecall.pool.disk.engine import DiskEngine
 from kvrecall.pool.disk.index import MAX_ROWS, ROW_BYTES, WAL_BYTES
 from kvrecall.pool.disk.slabs import Slab, address_of, slab_of
@@ -44,7 +44,7 @@ class Reclaimer:
         self._counters = engine.counters
         config = engine.config
         self._watermarks = Watermarks(config.high_watermark, config.low_watermark)
-        self._emptied: dict[int, list[Entry]] = {}  # by slab: entries that may still be read
+        self._emptied: dict[int, list[DiskEntry]] = {}  # by slab: entries that may still be read
         self.surplus_bytes = 0  # that the tier is above its limit, since that was lowered
         self._grow_at = 0.0
 
@@ -231,10 +231,10 @@ class Reclaimer:
             self._emptied[slab.number] = entries
             self._remove_emptied()
 
-    def _move(self, slab: Slab, entries: Sequence[Entry]) -> None:
+    def _move(self, slab: Slab, entries: Sequence[DiskEntry]) -> None:
         slots = self._store.slot_class(slab.slot_bytes)
         places = slots.take(len(entries))
-        moves: list[tuple[Entry, int]] = list(zip(entries, places, strict=False))
+        moves: list[tuple[DiskEntry, int]] = list(zip(entries, places, strict=False))
         done = False
         try:
             with memoryview(mmap.mmap(-1, slab.slot_bytes)) as page:

@@ -21,7 +21,7 @@ from kvrecall.pool.base import TierStats
 from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.clock import Clock
 from kvrecall.pool.departures import Departure
-from kvrecall.pool.disk.catalog import Entry
+from kvrecall.pool.disk.catalog import DiskEntry
 from kvrecall.pool.disk.codec import BlockCodec, Plain
 from kvrecall.pool.disk.engine import DiskEngine
 from kvrecall.pool.disk.flusher import Flusher
@@ -49,7 +49,7 @@ class _Read:
     """One system call: blocks in adjacent slots."""
 
     gets: tuple[Get, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[DiskEntry, ...]
     queued_at: float
     is_check: bool = False
 
@@ -203,7 +203,7 @@ class DiskTier(Tier):
     def submit_get(self, gets: Sequence[Get]) -> None:
         """See ``Tier``. Neighbours on disk are read together."""
         now = time.monotonic()
-        run: list[tuple[Get, Entry]] = []
+        run: list[tuple[Get, DiskEntry]] = []
         size = 0
         for get in gets:
             entry = None if self._reads_end else self._catalog.acquire(get.key)
@@ -224,7 +224,7 @@ class DiskTier(Tier):
         if run:
             self._queue_read(run, now)
 
-    def _fits(self, get: Get, entry: Entry) -> bool:
+    def _fits(self, get: Get, entry: DiskEntry) -> bool:
         """Whether the block may be one of its namespace's size, whole or compressed."""
         if entry.slot_bytes == len(get.into):
             return True
@@ -232,7 +232,7 @@ class DiskTier(Tier):
         is_size = slot_bytes_of(block_bytes) == len(get.into)
         return self._is_compressed and is_size and entry.nbytes < block_bytes
 
-    def _queue_read(self, run: Sequence[tuple[Get, Entry]], now: float) -> None:
+    def _queue_read(self, run: Sequence[tuple[Get, DiskEntry]], now: float) -> None:
         self._counters.reads_began(len(run))
         gets, entries = zip(*run, strict=True)
         self._reads.put(_Read(gets, entries, now))

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from kvrecall.errors import ConfigError
 from kvrecall.pool.eviction.base import EvictionPolicy
 from kvrecall.pool.eviction.keyed import KeyedPolicy
-from kvrecall.pool.eviction.queues import Links, LruPolicy, S3FifoPolicy
+from kvrecall.pool.eviction.queues import LruPolicy, QueueLinks, S3FifoPolicy
 from kvrecall.pool.eviction.warmup import WarmUp
 
-_MAKERS: dict[str, Callable[[int, Links], EvictionPolicy]] = {
+_MAKERS: dict[str, Callable[[int, QueueLinks], EvictionPolicy]] = {
     "lru": lambda capacity, links: LruPolicy(links),
     "s3fifo": S3FifoPolicy,
     "hazard": WarmUp,
@@ -20,7 +20,7 @@ _MAKERS: dict[str, Callable[[int, Links], EvictionPolicy]] = {
 POLICY_NAMES: tuple[str, ...] = tuple(_MAKERS)
 
 
-def policy_over(links: Links, name: str, capacity_blocks: int) -> EvictionPolicy:
+def policy_over(links: QueueLinks, name: str, capacity_blocks: int) -> EvictionPolicy:
     """A new policy for a tier of ``capacity_blocks``, over the tier's names and links. Raises
     ConfigError for an unknown name or no capacity."""
     if name not in _MAKERS:
@@ -34,7 +34,7 @@ def policy_over(links: Links, name: str, capacity_blocks: int) -> EvictionPolicy
 
 def make_policy(name: str, capacity_blocks: int) -> KeyedPolicy:
     """``policy_over`` names of its own, by the keys of blocks."""
-    return KeyedPolicy(lambda names: policy_over(Links(names), name, capacity_blocks))
+    return KeyedPolicy(lambda names: policy_over(QueueLinks(names), name, capacity_blocks))
 
 
 __all__ = ["POLICY_NAMES", "EvictionPolicy", "KeyedPolicy", "make_policy", "policy_over"]

@@ -12,7 +12,7 @@ from kvrecall.pool.hints import Advice
 _SWEPT = 4096  # blocks that one search sends round again, at most
 
 
-class Links:
+class QueueLinks:
     """Columns for queues that share them: a block is in one of them at most."""
 
     def __init__(self, names: NumberRefs) -> None:
@@ -30,10 +30,10 @@ class Queue:
 
     __slots__ = ("_last", "_latest", "_links", "first", "mark", "size")
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: QueueLinks) -> None:
         links.queues += 1
         self.mark = links.queues
-        """What ``Links.queue`` says of its blocks."""
+        """What ``QueueLinks.queue`` says of its blocks."""
         self._links = links
         self.first = self._last = 0  # oldest and youngest, plus one; 0: none
         self._latest = -1  # last one put in
@@ -124,7 +124,7 @@ class LruPolicy(EvictionPolicy):
 
     name: ClassVar[str] = "lru"
 
-    def __init__(self, links: Links, keeps: bool = True) -> None:
+    def __init__(self, links: QueueLinks, keeps: bool = True) -> None:
         """``links``: shared with policies that know none of its blocks. Not ``keeps``: the names of
         its blocks, and of what these hang on, are kept by others."""
         self._names, self._links, self._keeps = links.names, links, keeps
@@ -223,7 +223,7 @@ class S3FifoPolicy(EvictionPolicy):
 
     name: ClassVar[str] = "s3fifo"
 
-    def __init__(self, capacity_blocks: int, links: Links) -> None:
+    def __init__(self, capacity_blocks: int, links: QueueLinks) -> None:
         self._names = links.names
         self._marks = links.queue
         self._small_room = max(1, capacity_blocks // 10)

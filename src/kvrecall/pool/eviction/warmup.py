@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from kvrecall.pool.eviction.base import EvictionPolicy
 from kvrecall.pool.eviction.hazard import HazardPolicy
-from kvrecall.pool.eviction.queues import Links, LruPolicy
+from kvrecall.pool.eviction.queues import LruPolicy, QueueLinks
 from kvrecall.pool.eviction.shadow import ShadowCache
 from kvrecall.pool.hints import Advice
 
@@ -24,7 +24,9 @@ class WarmUp(EvictionPolicy):
     name: ClassVar[str] = "hazard"
     learns: ClassVar[bool] = True
 
-    def __init__(self, capacity_blocks: int, links: Links, remember: int | None = None) -> None:
+    def __init__(
+        self, capacity_blocks: int, links: QueueLinks, remember: int | None = None
+    ) -> None:
         self._shadow = ShadowCache(capacity_blocks)
         self._pins = HintPins(capacity_blocks)
         self._ranked = HazardPolicy(
