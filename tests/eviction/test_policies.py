@@ -104,18 +104,14 @@ class TestHazardWithoutMemory(PolicyContract):
         return TaughtPolicy(self.CAPACITY, remember=0)
 
 
-class TestHazardWithLittleMemory(PolicyContract):
-    def make(self) -> KeyedPolicy:
-        return TaughtPolicy(self.CAPACITY, remember=30)
-
-
-def test_every_policy_has_its_name() -> None:
-    assert [make_policy(name, 5).name for name in POLICY_NAMES] == list(POLICY_NAMES)
-
-
 @pytest.mark.parametrize(
     ("name", "capacity", "text"),
-    [("lur", 5, "did you mean 'lru'"), ("x", 5, "known: lru"), ("lru", 0, "more than 0")],
+    [
+        ("lur", 5, "did you mean 'lru'"),
+        ("x", 5, "known: lru"),
+        ("lfu", 5, "known: lru, s3fifo, hazard"),
+        ("lru", 0, "more than 0"),
+    ],
 )
 def test_wrong_settings(name: str, capacity: int, text: str) -> None:
     with pytest.raises(ConfigError, match=text):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
@@ -119,7 +118,11 @@ class HazardPolicy(EvictionPolicy):
         state = self._state.cells
         for number in hanging:
             if number >= 0 and state[number] & _KNOWN:
-                self._use(number)
+                bucket, used = self._bucket_of(number), self._used.cells
+                self._table.used[bucket.kind][bucket.bin] += 1.0
+                self._note_return()
+                used[number] = min(255, used[number] + 1)
+                self._move(number, class_of(used[number], 1, bool(state[number] & _HANGS)))
         for number in ending:
             if not state[number] & _KNOWN:
                 self._meet(number, -1, 1, 0.0, True)
@@ -233,26 +236,49 @@ class HazardPolicy(EvictionPolicy):
 
     def victims(self, count: int, evictable: Callable[[int], bool], now: float) -> list[int]:
         self._advance(now)
-        search = _Search(count, evictable, self._parent.cells, self._children.cells)
-        spent = []
+        state, parents, children = self._state.cells, self._parent.cells, self._children.cells
+        found: dict[int, None] = {}
+        going: dict[int, int] = {}  # children among the found, by parent
+
+        def is_leaf(number: int) -> bool:
+            if state[number] & (_RESIDENT | _HELD) != _RESIDENT:
+                return False
+            left: int = children[number] - going.get(number, 0)
+            return left <= 0
+
+        def take(number: int) -> bool:
+            """True if those are enough."""
+            if number not in found and evictable(number):
+                found[number] = None
+                above = parents[number] - 1
+                if above >= 0:
+                    going[above] = going.get(above, 0) + 1
+            return len(found) >= count
+
+        spent = []  # until a child of one of their blocks is removed, or one of them is released
         for bucket in self._ranking.candidates():
-            if search.is_done:
+            if len(found) >= count:
                 break
-            if not self._strip(bucket, search):
+            self._trim(bucket)
+            of, own, able = self._bucket.cells, bucket.number, False
+            for number in bucket.members():
+                if of[number] == own and is_leaf(number):
+                    able = True
+                    if take(number):
+                        break
+            if not able:
                 spent.append(bucket)
         for bucket in spent:
             self._ranking.make_unready(bucket)
-        state = self._state.cells
-        # If those are not enough: the blocks that became leaves.
-        for number in (pending := [] if search.is_done else list(search.found)):
-            above = self._parent.cells[number] - 1
-            if above < 0 or state[above] & (_RESIDENT | _HELD) != _RESIDENT:
-                continue
-            if search.is_leaf(above) and search.take(above):
-                pending.append(above)
-                if search.is_done:
-                    break
-        return list(search.found)
+        pending = list(found)  # if those are not enough: the blocks that became leaves
+        for number in pending:
+            if len(found) >= count:
+                break
+            above = parents[number] - 1
+            if above >= 0 and above not in found and is_leaf(above):
+                take(above)
+                pending += [above] if above in found else []
+        return list(found)
 
     def _trim(self, bucket: AgeBucket) -> bool:
         """Drops blocks that left from the end of the first run. False if no block is left."""
@@ -265,22 +291,6 @@ class HazardPolicy(EvictionPolicy):
                 return True
             if not bucket.next_run():
                 return False
-
-    def _strip(self, bucket: AgeBucket, search: _Search) -> bool:
-        """Takes the bucket's evictable blocks, the oldest run first, from its end. False if it has
-        none until a child of one of its blocks is removed, or one of them is released."""
-        self._trim(bucket)
-        state, of, own = self._state.cells, self._bucket.cells, bucket.number
-        able = False
-        for number in bucket.members():
-            if of[number] != own or state[number] & (_RESIDENT | _HELD) != _RESIDENT:
-                continue
-            if not search.is_leaf(number):
-                continue
-            able = True
-            if search.take(number) and search.is_done:
-                break
-        return able
 
     # -- names -----------------------------------------------------------------------------
 
@@ -354,14 +364,6 @@ class HazardPolicy(EvictionPolicy):
         if self._state.cells[number] & _RESIDENT:
             bucket.add_resident(number, self._parent.cells[number] - 1)
             self._ranking.make_ready(bucket)
-
-    def _use(self, number: int) -> None:
-        """A request used a known block that hangs on a chain."""
-        old, uses = self._bucket_of(number), self._used.cells
-        self._table.used[old.kind][old.bin] += 1.0
-        self._note_return()
-        uses[number] = min(255, uses[number] + 1)
-        self._move(number, class_of(uses[number], 1, bool(self._state.cells[number] & _HANGS)))
 
     def _note_return(self) -> None:
         if self._returned_at != self._ranking.now:
@@ -482,36 +484,26 @@ class HazardPolicy(EvictionPolicy):
         if is_here:
             self._revive(above)
         if self._state.cells[number] & _HANGS:
-            self._hang(number, above)
+            self._hung_next.cells[number] = self._hung.cells[above]
+            self._hung.cells[above] = number + 1
             if not is_here:
                 self._move(number, ORPHANED)
 
     def _hung_on(self, number: int) -> Iterator[int]:
-        """Resident blocks that hang on it, in the order in which they came."""
+        """Resident blocks that hang on it, the latest first."""
         following = self._hung.cells[number]
         while following:
             child = following - 1
             following = self._hung_next.cells[child]
             yield child
 
-    def _hang(self, number: int, parent: int) -> None:
-        last = next(iter(deque(self._hung_on(parent), maxlen=1)), -1)
-        if last < 0:
-            self._hung.cells[parent] = number + 1
-        else:
-            self._hung_next.cells[last] = number + 1
-        self._hung_next.cells[number] = 0
-
     def _unhang(self, number: int, parent: int) -> None:
-        before = -1
-        for child in self._hung_on(parent):
-            if child == number:
-                break
-            before = child
-        if before < 0:
-            self._hung.cells[parent] = self._hung_next.cells[number]
-        else:
-            self._hung_next.cells[before] = self._hung_next.cells[number]
+        following, nexts = self._hung.cells, self._hung_next.cells
+        if following[parent] == number + 1:
+            following[parent] = nexts[number]
+            return
+        before = next(child for child in self._hung_on(parent) if nexts[child] == number + 1)
+        nexts[before] = nexts[number]
 
     def _revive(self, number: int) -> None:
         """The block may serve hits again."""
@@ -547,37 +539,3 @@ class HazardPolicy(EvictionPolicy):
         self._is_by_age = self._prefers_age(self._mean_chain)
         self._ranking.rank(self._table.worth(), self._is_by_age, ORPHANED)
         self._refresh_at = self._uses + int(_REFRESH * self._mean_chain) + 1
-
-
-class _Search:
-    """A search for victims: those ``found``, which count as gone."""
-
-    def __init__(
-        self,
-        count: int,
-        evictable: Callable[[int], bool],
-        parents: Sequence[int],
-        children: Sequence[int],
-    ) -> None:
-        self.found: dict[int, None] = {}
-        self.is_done = count <= 0
-        self._count = count
-        self._evictable = evictable
-        self._parents = parents
-        self._children = children
-        self._going: dict[int, int] = {}  # children among the found, by parent
-
-    def is_leaf(self, number: int) -> bool:
-        """Whether no child of the block stays."""
-        return self._children[number] <= self._going.get(number, 0)
-
-    def take(self, number: int) -> bool:
-        """Adds a block, if it is evictable. False if it is not, or was found before."""
-        if number in self.found or not self._evictable(number):
-            return False
-        self.found[number] = None
-        self.is_done = len(self.found) >= self._count
-        above = self._parents[number] - 1
-        if above >= 0:
-            self._going[above] = self._going.get(above, 0) + 1
-        return True
