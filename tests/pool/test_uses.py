@@ -243,6 +243,17 @@ def test_an_empty_tier_is_sized_anew_once_the_owner_knows_that_it_is_empty() -> 
     bench.check()
 
 
+def test_uses_that_wait_are_for_the_policy_that_fits() -> None:
+    bench, keys = Bench(), chain(NAMESPACE, 4)
+    bench.catalog.touch(keys, advice=Advice(RETURNS, 60.0, 0.5, "ann"))
+    bench.catalog.fit(2 * SIZE)
+    bench.publish(keys)
+    assert bench.order() == [], "a hint pins them"
+    bench.clock.advance(100.0)
+    bench.catalog.touch(keys)
+    assert bench.order() == keys[::-1]
+
+
 def test_a_use_that_waits_counts() -> None:
     bench, keys = Bench("lru"), chain(NAMESPACE, 6)
     bench.publish(keys)

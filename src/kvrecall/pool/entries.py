@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -196,15 +196,15 @@ class EntryTable(ABC):
         """Where the extent of a block's slot begins: its key in ``_extents``."""
 
     def _place(self, number: int) -> Extent:
-        """Counts a block in its extent."""
+        """Counts a block in its extent. Its slot is new, so nothing uses it yet."""
         at = self._place_of(number)
         extent = self._extents.get(at)
         if extent is None:
             extent = self._extents[at] = Extent(self._slot_bytes(number))
-        is_pinned = bool(self._state.cells[number] & PINNED)
         extent.blocks += 1
-        extent.fixed += is_pinned or self._is_busy(number)
-        extent.pinned += is_pinned
+        if self._state.cells[number] & PINNED:
+            extent.fixed += 1
+            extent.pinned += 1
         return extent
 
     def _displace(self, number: int) -> None:
@@ -475,27 +475,24 @@ class EntryTable(ABC):
         """Whether pinning the block stays within ``pin_limit``."""
         return self.pinned_bytes + self._slot_bytes(number) <= self.pin_limit
 
-    def _pin(self, keys: Iterable[BlockKey]) -> list[int]:
-        """Pins blocks of these keys, present or future, as far as ``pin_limit`` allows. Returns
-        those that are newly pinned."""
-        changed: list[int] = []
-        for key in keys:
-            self.pins.add(key)
-            number = self._find(key)
-            if number >= 0 and not self._state.cells[number] & PINNED and self._may_pin(number):
-                self._set_pinned(number, True)
-                self._changed(number)
-                changed.append(number)
-        return changed
+    def pin(self, keys: Collection[BlockKey]) -> None:
+        """Pins blocks of these keys, present or future, as far as ``pin_limit`` allows."""
+        self._set_pins(keys, True)
 
-    def _unpin(self, keys: Iterable[BlockKey]) -> list[int]:
-        """Undoes ``_pin``. Returns those blocks that were pinned."""
+    def unpin(self, keys: Collection[BlockKey]) -> None:
+        """Undoes ``pin``."""
+        self._set_pins(keys, False)
+
+    def _set_pins(self, keys: Collection[BlockKey], pinned: bool) -> list[int]:
+        """Pins or unpins; returns the visible blocks that this changed."""
         changed: list[int] = []
         for key in keys:
-            self.pins.discard(key)
+            (self.pins.add if pinned else self.pins.discard)(key)
             number = self._find(key)
-            if number >= 0 and self._state.cells[number] & PINNED:
-                self._set_pinned(number, False)
+            if number < 0 or bool(self._state.cells[number] & PINNED) is pinned:
+                continue
+            if not pinned or self._may_pin(number):
+                self._set_pinned(number, pinned)
                 self._changed(number)
                 changed.append(number)
         return changed

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from kvrecall.block import SHARED, BlockKey, Tenant, TierName
 from kvrecall.config import PoolTerms
 from kvrecall.pool.changes import Cause
-from kvrecall.pool.entries import PINNED, BlockInfo, EntryTable, Extent, RequestUse
+from kvrecall.pool.entries import BlockInfo, EntryTable, Extent, RequestUse
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.slots import ArenaSlots, slot_bytes_of
 
@@ -17,8 +17,8 @@ class Block:
     """A slot of the arena and the block in it. Only the host store changes it."""
 
     __slots__ = (
-        "base", "checksum", "depth", "io_refs", "key", "leases", "nbytes", "number", "offset",
-        "parent", "slot_bytes", "stored", "tenant", "tries",
+        "base", "checksum", "depth", "extent", "io_refs", "key", "leases", "nbytes", "number",
+        "offset", "parent", "pinned", "slot_bytes", "stored", "tenant", "tries",
     )  # fmt: skip
 
     def __init__(
@@ -39,6 +39,8 @@ class Block:
         self.tenant = tenant
         self.number = -1  # its entry in the host; -1: it is not visible
         self.base = -1  # of its extent
+        self.extent: Extent | None = None
+        self.pinned = False  # as its entry says
         self.leases = 0  # recalls that use the slot
         self.io_refs = 0  # reads or writes of the slot under way
         self.stored = False  # the tier below that counts has it too
@@ -93,7 +95,7 @@ class HostStore(EntryTable):
             )
             self.blocks[block.key] = self._numbered[number] = block
             block.base = self.slots.extent_of(block.slot_bytes, block.offset)
-            self._place(number)
+            block.extent = self._place(number)
             if block.key in self.pins and self._may_pin(number):
                 self._set_pinned(number, True)
             if block.stored:
@@ -110,7 +112,7 @@ class HostStore(EntryTable):
         self._settle([block.number for block in blocks])
         for block in blocks:
             del self._numbered[block.number]
-            block.number = -1
+            block.number, block.extent, block.pinned = -1, None, False
 
     def use(
         self,
@@ -150,47 +152,40 @@ class HostStore(EntryTable):
     def lease(self, blocks: Sequence[Block]) -> None:
         """Visible blocks are in use."""
         self.leases += len(blocks)
-        state, extents = self._state.cells, self._extents
         for block in blocks:
-            if not (block.leases or block.io_refs or state[block.number] & PINNED):
-                extents[block.base].fixed += 1
-            block.leases += 1
+            before = block.leases
+            block.leases = before + 1
+            if not (before or block.io_refs or block.pinned):
+                block.extent.fixed += 1  # type: ignore[union-attr]
 
     def unlease(self, blocks: Sequence[Block]) -> None:
         """Releases leases."""
         self.leases -= len(blocks)
-        state, extents, held = self._state.cells, self._extents, self._held
+        held = self._held
         for block in blocks:
-            left = block.leases = block.leases - 1
-            if not (left or block.io_refs or state[block.number] & PINNED):
-                extents[block.base].fixed -= 1
+            left = block.leases - 1
+            block.leases = left
+            if not (left or block.io_refs or block.pinned):
+                block.extent.fixed -= 1  # type: ignore[union-attr]
                 if held and block.number in held:
                     self._changed(block.number)
 
     def begin_io(self, block: Block) -> None:
         """The slot is being read or written; it is not reused before ``end_io``."""
-        if self._may_be_idle(block):
-            self._extents[block.base].fixed += 1
+        if block.extent is not None and not (block.leases or block.io_refs or block.pinned):
+            block.extent.fixed += 1
         block.io_refs += 1
 
     def end_io(self, block: Block) -> None:
         block.io_refs -= 1
-        if self._may_be_idle(block):
-            self._extents[block.base].fixed -= 1
+        if block.extent is not None and not (block.leases or block.io_refs or block.pinned):
+            block.extent.fixed -= 1
             if block.number in self._held:
                 self._changed(block.number)
 
-    def _may_be_idle(self, block: Block) -> bool:
-        is_used = block.number < 0 or block.leases or block.io_refs
-        return not (is_used or self._state.cells[block.number] & PINNED)
-
-    def pin(self, keys: Iterable[BlockKey]) -> None:
-        """Pins blocks of these keys, present or future, as far as ``pin_limit`` allows."""
-        self._pin(keys)
-
-    def unpin(self, keys: Iterable[BlockKey]) -> None:
-        """Undoes ``pin``."""
-        self._unpin(keys)
+    def _set_pinned(self, number: int, pinned: bool) -> None:
+        super()._set_pinned(number, pinned)
+        self._numbered[number].pinned = pinned
 
     # -- which go --------------------------------------------------------------------------
 

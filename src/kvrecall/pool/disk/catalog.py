@@ -290,19 +290,21 @@ class Catalog(EntryTable):
         return not len(self._changes)
 
     def fit(self, block_bytes: int) -> None:
-        self.settle()
+        self._settle_changes()  # uses are for the policy that is made now
         super().fit(block_bytes)
 
-    def settle(self) -> None:
-        """Tells the orders what happened since. For the owner."""
-        while True:
+    def _settle_changes(self) -> None:
+        changed: Sequence[int] = (-1,)
+        while changed:
             with self._lock:
                 changed = self._changes.take(_AT_ONCE)
                 for number in changed:
                     self._state.cells[number] &= ~CHANGED
             self._settle(changed)
-            if not changed:
-                break
+
+    def settle(self) -> None:
+        """Tells the orders what happened since. For the owner."""
+        self._settle_changes()
         while self._uses:
             with self._lock:
                 use = self._uses.popleft()
@@ -523,24 +525,20 @@ class Catalog(EntryTable):
 
     # -- pinned by an operator, from any thread --------------------------------------------
 
-    def pin(self, keys: Collection[BlockKey]) -> None:
-        """Pins blocks of these keys, present or future, as far as ``pin_limit`` allows."""
+    def _set_pins(self, keys: Collection[BlockKey], pinned: bool) -> list[int]:
+        changed: list[int] = []
         for part in _turns(keys):
             with self._lock:
-                if self._late is not None:
+                if self._late is not None and pinned:
                     self._late.pinned = True
                     self._late.unpinned.difference_update(part)
-                for number in self._pin(part):
-                    self._unnoted_pins[self._address.cells[number]] = 1
-
-    def unpin(self, keys: Collection[BlockKey]) -> None:
-        """Undoes ``pin``."""
-        for part in _turns(keys):
-            with self._lock:
-                if self._late is not None:
+                elif self._late is not None:
                     self._late.unpinned.update(part)
-                for number in self._unpin(part):
-                    self._unnoted_pins[self._address.cells[number]] = 0
+                some = super()._set_pins(part, pinned)
+                for number in some:
+                    self._unnoted_pins[self._address.cells[number]] = int(pinned)
+            changed += some
+        return changed
 
     def pinned_keys(self) -> frozenset[BlockKey]:
         """All pinned keys, of blocks here or not."""
