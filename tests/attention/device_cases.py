@@ -37,11 +37,12 @@ from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.attention.activity import Activity
-from kvrecall.engines.vllm.attention.copied import CopiedLayer, KeptCopies
+from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape
+from kvrecall.engines.vllm.attention.copied import CopiedDense, KeptCopies
+from kvrecall.engines.vllm.attention.device_selection import TritonKernel
 from kvrecall.engines.vllm.attention.layer import _blocks_of, damaged_among, sums_of
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
-from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape, OffloadedRow, Terms
-from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
+from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow
 
 __all__ = [
     "programs_in_any_order",
@@ -70,7 +71,7 @@ class DeviceBench(Bench):
         settings: RetrievalSettings,
         blocks: int,
         tokens_first: bool = False,
-        terms: Terms | None = None,
+        terms: AttentionParameters | None = None,
     ) -> None:
         if shape.dtype is torch.bfloat16:
             shape = replace(shape, dtype=torch.float16)
@@ -174,13 +175,13 @@ def test_blocks_recalled_from_memory_give_the_same_bits(
         assert ("fetch_blocks" in launched) == (at < locked)
         assert ("move_words" in launched) == (at >= locked)
     assert noted[:2] == noted[3:5], "the blocks that were chosen, recorded a step later"
-    bench.layer.collect(wait=True)
+    bench.group.counted(wait=True)
     split, activity = split_of(tokens, BLOCK, SETTINGS), bench.activity
     assert activity.blocks_loaded >= split.chosen - stay
     assert activity.bytes_loaded == activity.blocks_loaded * bench.cache[0, 0].nbytes
     assert activity.blocks_hit + activity.blocks_loaded <= 3 * 2 * split.chosen
     row = OffloadedRow(offloaded, slice(0, 1), table[0], tokens, False)
-    copied = CopiedLayer("layer", Activity()).copy(bench.cache, row, 1)
+    copied = CopiedDense("layer", Activity()).copy(bench.cache, row, 1)
     assert torch.equal(copied, whole)
     assert copied.stride()[1:] == bench.cache.stride()[1:]
 
@@ -194,7 +195,7 @@ def test_dense_layers_copy_a_full_block_once(tokens_first: bool) -> None:
     page, total = bench.cache[0].nbytes, 1300
     memory = np.zeros(60 * (page + 512), dtype=np.uint8)
     activity, copies = Activity(), KeptCopies(len(bench.cache))
-    layers = [CopiedLayer(name, activity) for name in ("layer", "another")]
+    layers = [CopiedDense(name, activity) for name in ("layer", "another")]
     for key in ("one", "next"):
         sequence = bench.sequence(total)
         ids, gone = sequence.block_ids, split_of(total, BLOCK, SETTINGS).middle - 1

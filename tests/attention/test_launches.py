@@ -15,8 +15,8 @@ from kvrecall.attention import selection
 from kvrecall.attention.kernels import device as kernels
 from kvrecall.attention.selection import DeviceSpeed, Gate, split_of
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.engines.vllm.attention.step import KernelShape
-from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
+from kvrecall.engines.vllm.attention.base import KernelShape
+from kvrecall.engines.vllm.attention.device_selection import DeviceSelection, TritonKernel
 from kvrecall.engines.vllm.device import meta
 from kvrecall.engines.vllm.device.meta import META, Operations, counting
 from kvrecall.lab.bench.launches import measure_launches
@@ -123,8 +123,8 @@ def asked(kernel: Any, real: Callable[..., None], query: Any, step: Any, *more: 
     ],
 )
 def test_a_wait_is_seen(change: Any, wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = TritonKernel.choose
-    monkeypatch.setattr(TritonKernel, "choose", lambda *args: change(args[0], real, *args[1:]))
+    real = DeviceSelection.select
+    monkeypatch.setattr(DeviceSelection, "select", lambda *args: change(args[0], real, *args[1:]))
     kept: list[Operations] = []
 
     def counts() -> Operations:

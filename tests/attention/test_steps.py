@@ -16,6 +16,7 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention import cuda
 from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog
 from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
+from kvrecall.engines.vllm.attention.base import KernelShape
 from kvrecall.engines.vllm.attention.checks import (
     require_block_size,
     require_engine,
@@ -23,9 +24,9 @@ from kvrecall.engines.vllm.attention.checks import (
     require_retrieval,
 )
 from kvrecall.engines.vllm.attention.cpu import CpuKernel, KeyReader, RetrievalBackend
+from kvrecall.engines.vllm.attention.device_selection import TritonKernel
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer, share_beside
-from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, KernelShape, StepPlanner
-from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
+from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, StepPlanner
 from kvrecall.engines.vllm.compat import runner
 from kvrecall.errors import EngineError
 
@@ -330,9 +331,10 @@ def test_blocks_that_the_device_kernel_cannot_read_are_refused() -> None:
         with pytest.raises(EngineError, match="power of two"):
             TritonKernel(shape, torch.device("cuda"))
     kernel = TritonKernel(KernelShape(4, 2, 64, 32, torch.float32, ""), torch.device("cpu"))
-    kernel.check(torch.zeros(3, 2, 32, 128))
+    layer = RetrievalLayer("layer", FEW, kernel, Activity())
     with pytest.raises(EngineError, match=r"torch.float32 and shape \[blocks, 2, 32, 128\]"):
-        kernel.check(torch.zeros(3, 2, 32, 128, dtype=torch.float16))
+        layer.digest_rows(torch.zeros(3, 2, 32, 128, dtype=torch.float16))
+    layer.digest_rows(torch.zeros(3, 2, 32, 128))
 
 
 class Flex:

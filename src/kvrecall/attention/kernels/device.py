@@ -55,15 +55,6 @@ _observers: list[list[str]] = []
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Attention over some tokens: float32 ``output [rows, group, dim]`` and ``lse [rows, group]``,
-    the natural logarithm of the sum of exponents. A row is a (sequence, KV head)."""
-
-    output: torch.Tensor
-    lse: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Facts:
     """One sequence of a step. ``token``: its place in the batch. Of its ``blocks`` it attends to
     the first ``init``, to ``chosen`` of the ``middle`` ones after these, and to the rest: to
@@ -152,18 +143,23 @@ _SIZES = ("blocks", "middle", "attended")
 
 
 class DeviceStep:
-    """A step's sequences on the device, and room for what the kernels tell each other. All layers
-    use it in turn."""
+    """A step's sequences on the device, and buffers for what the kernels tell each other. All
+    layers use it in turn."""
 
-    def __init__(self, packed: torch.Tensor, bucket: Bucket, group: int) -> None:
-        """``packed``: of ``Bucket.pack``, on the device."""
+    def __init__(
+        self, packed: torch.Tensor, bucket: Bucket, group: int, last: DeviceStep | None = None
+    ) -> None:
+        """``packed``: of ``Bucket.pack``, on the device. ``last``: a step whose kernels are
+        launched; one of the same bucket gives its buffers."""
+        self.bucket = bucket
         self.facts, self.blocks, self.slots, self.arrived, self.stale = bucket.parts(packed)
         self.kv_heads, self.group = bucket.kv_heads, group
-        rows, device = bucket.rows, packed.device
-        self.logits = torch.empty(rows, group, bucket.middle, device=device)
-        self.scores = torch.empty(rows, bucket.middle, device=device)
-        self.table = torch.empty(rows, bucket.attended, dtype=torch.int32, device=device)
-        self.missed = torch.empty(rows, bucket.slots + 1, dtype=torch.int32, device=device)
+        is_alike = last is not None and last.bucket == bucket and last.group == group
+        buffers = last.buffers if last is not None and is_alike else None
+        self.buffers: StepBuffers = buffers or StepBuffers(bucket, group, packed.device)
+        self.logits, self.scores = self.buffers.logits, self.buffers.scores
+        self.table, self.missed = self.buffers.table, self.buffers.missed
+        self.partials = self.buffers.partials
 
     @property
     def rows(self) -> int:
@@ -173,6 +169,28 @@ class DeviceStep:
     def recalls(self) -> bool:
         """Whether blocks are recalled into slots by the device."""
         return bool(self.slots.shape[1])
+
+
+class StepBuffers:
+    """What the kernels of a step write for each other."""
+
+    def __init__(self, bucket: Bucket, group: int, device: torch.device) -> None:
+        rows = bucket.rows
+        self.logits = torch.empty(rows, group, bucket.middle, device=device)
+        self.scores = torch.empty(rows, bucket.middle, device=device)
+        self.table = torch.empty(rows, bucket.attended, dtype=torch.int32, device=device)
+        self.missed = torch.empty(rows, bucket.slots + 1, dtype=torch.int32, device=device)
+        self._partials = torch.empty(0, device=device)
+
+    def partials(self, splits: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the splits of each row find: sums ``[rows, splits, group, dim]``, and the logarithms
+        of their weights ``[rows, splits, group]``."""
+        size = *self.logits.shape[:1], splits, self.logits.shape[1]
+        heads = size[0] * splits * size[2]
+        if len(self._partials) < heads * (dim + 1):
+            self._partials = self._partials.new_empty(heads * (dim + 1))
+        sums, weights = self._partials[: heads * dim], self._partials[heads * dim :][:heads]
+        return sums.view(*size, dim), weights.view(size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,8 +336,7 @@ def attend_by_triton(
     size, dim, group = keys.shape[1], query.shape[2], step.group
     share = share or max(1, _TOKENS_A_PROGRAM // size)
     splits = min(-(-step.table.shape[1] // share), _MOST_SPLITS)
-    parts = torch.empty(step.rows, splits, group, dim, device=query.device)
-    lse = torch.empty(step.rows, splits, group, device=query.device)
+    parts, lse = step.partials(splits, dim)
     wide, heads = max(16, _next_power(dim)), _next_power(group)
     _launch(
         "attend_rows", (step.rows, splits),

@@ -8,6 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
+from kvrecall.engines.vllm.device import device_of
+from kvrecall.engines.vllm.device.base import Event
+
 logger = logging.getLogger("vllm.kvrecall")
 
 
@@ -73,6 +78,44 @@ def totals_of(activities: Iterable[Activity]) -> dict[str, int]:
     return totals
 
 
+class RecallCounts:
+    """How many selected blocks off the device were in their slots, and how many it has recalled:
+    the device counts, and tells the host later."""
+
+    def __init__(self, device: torch.device, block_bytes: int) -> None:
+        """``block_bytes``: keys and values of a block, of one KV head."""
+        self.totals = torch.zeros(2, dtype=torch.int64, device=device)
+        """See ``DeviceResidency``."""
+        self.changed = False
+        """Whether the device has counted since the host last asked."""
+        self._block_bytes = block_bytes
+        self._asked: tuple[torch.Tensor, Event] | None = None
+        self._told = self._added = (0, 0)
+
+    def ask(self, wait: bool = False) -> None:
+        """Takes what the device has told, and asks for what it has counted since then. ``wait``:
+        until it has told all."""
+        while self._asked is not None or self.changed:
+            if self._asked is None:
+                self._asked, self.changed = device_of(self.totals.device).fetch(self.totals), False
+            totals, event = self._asked
+            if wait:
+                event.wait()
+            elif not event.is_reached():
+                return
+            hits, loaded = totals.tolist()
+            self._told, self._asked = (hits, loaded), None
+
+    def add_to(self, activity: Activity, wait: bool = False) -> None:
+        """Adds what the device has told since the last call."""
+        self.ask(wait)
+        hits, loaded = (now - before for now, before in zip(self._told, self._added, strict=True))
+        self._added = self._told
+        activity.blocks_hit += hits
+        activity.blocks_loaded += loaded
+        activity.bytes_loaded += loaded * self._block_bytes
+
+
 class ActivityLog:
     """Logs the activity since the last report, at most once in ``every`` seconds."""
 
@@ -104,15 +147,3 @@ class ActivityLog:
             "%(blocks_in_place)d read in place",
             new,
         )
-
-
-class ActivityExtension:
-    """A vLLM ``worker_extension_cls``: ``llm.collective_rpc("retrieval_activity")``."""
-
-    vllm_config: Any
-
-    def retrieval_activity(self) -> dict[str, int]:
-        """Totals of this worker."""
-        from kvrecall.engines.vllm.attention.backend import retrieval_groups
-
-        return totals_of(group.counted(wait=True) for group in retrieval_groups(self.vllm_config))

@@ -12,7 +12,8 @@ import torch
 from kvrecall.attention.kernels.device import Piece
 from kvrecall.attention.residency import Ints
 from kvrecall.engines.vllm.attention.activity import Activity
-from kvrecall.engines.vllm.attention.step import KeptCopy, OffloadedRow, Terms
+from kvrecall.engines.vllm.attention.base import AttentionParameters
+from kvrecall.engines.vllm.attention.step import KeptCopy, OffloadedRow
 from kvrecall.engines.vllm.device import device_of
 
 
@@ -25,8 +26,8 @@ class KeptCopies:
         self._kept: dict[str, KeptCopy] = {}
 
     def of(self, key: str, blocks: int) -> KeptCopy | None:
-        """A page for each of the sequence's blocks; None, and it has none any more, if there are
-        not so many."""
+        """A page for each of the sequence's blocks; None if too few are free, and the sequence then
+        gives up those it had."""
         kept = self._kept.setdefault(key, KeptCopy())
         more = max(0, blocks - len(kept.pages))
         if more > len(self._free):
@@ -44,7 +45,7 @@ class KeptCopies:
             self._free.extend(kept.pages.tolist())
 
 
-class CopiedLayer:
+class CopiedDense:
     """One layer's dense attention over partially offloaded sequences. Owned by the worker's thread.
 
     It needs all of a sequence's keys, and vLLM's kernels for GPUs read one cache. So the sequence's
@@ -59,15 +60,12 @@ class CopiedLayer:
         self._activity = activity
         self._pages: torch.Tensor | None = None
 
-    def forget(self, key: str, memory: bool = True) -> None:
-        """What is kept is the group's to forget."""
-
     def attend(
         self,
         row: OffloadedRow,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
-        terms: Terms,
+        parameters: AttentionParameters,
         plainly: Callable[[torch.Tensor, Any], torch.Tensor],
     ) -> torch.Tensor:
         return plainly(self.copy(kv_cache, row, len(query)), row.metadata)

@@ -26,12 +26,13 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
+from kvrecall.engines.vllm.attention.base import KernelShape
 from kvrecall.engines.vllm.attention.checks import offload_hindrance
-from kvrecall.engines.vllm.attention.copied import CopiedLayer
+from kvrecall.engines.vllm.attention.copied import CopiedDense
+from kvrecall.engines.vllm.attention.device_selection import TritonKernel
 from kvrecall.engines.vllm.attention.layer import share_beside
 from kvrecall.engines.vllm.attention.plugin import active_settings
-from kvrecall.engines.vllm.attention.step import BatchRow, KeptCopy, KernelShape
-from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
+from kvrecall.engines.vllm.attention.step import BatchRow, KeptCopy
 from kvrecall.engines.vllm.compat import runner
 from kvrecall.engines.vllm.compat.config import most_of_ranks
 from kvrecall.engines.vllm.device import device_of
@@ -68,8 +69,8 @@ class DeviceBuilder(RetrievalBuilder):
             )
         return kernel
 
-    def make_whole(self, name: str) -> CopiedLayer:
-        return CopiedLayer(name, self._activity)
+    def make_dense(self, name: str) -> CopiedDense:
+        return CopiedDense(name, self._activity)
 
     def alone(self, common: Any, rows: Sequence[BatchRow], at: int, kept: KeptCopy | None) -> Any:
         blocks = -(-rows[at].tokens // self.block_size)
