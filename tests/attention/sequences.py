@@ -18,7 +18,7 @@ from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 from kvrecall.engines.vllm.attention.step import BatchRow, StepPlanner
-from kvrecall.lab.engines.decode import isa_of
+from kvrecall_lab.engines.decode import isa_of
 
 BLOCK = 128
 
