@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvrecall.attention.digest import Layout, coded_width
@@ -24,9 +25,6 @@ from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
 
 _SPARE = 64
 """Extra blocks to allocate when the memory for digests must grow."""
-
-Note = Callable[[Ints, Ints, int], None]
-"""Records where blocks are selected, as ``HeatTotals.note``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +66,22 @@ class AttentionParameters:
     sinks: torch.Tensor | None = None
     key_scale: float = 1.0
     value_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SparseLayer:
+    """``name``: vLLM's. ``note``: records where blocks are selected, as ``HeatTotals.note``; None:
+    nothing does."""
+
+    name: str
+    settings: RetrievalSettings
+    activity: Activity
+    note: Callable[[Ints, Ints, int], None] | None = None
+
+    def note_selected(self, split: Split, places: Ints) -> None:
+        """Which of a sequence's middle blocks are selected: ``[kv_heads, chosen]``."""
+        assert self.note is not None
+        self.note(np.arange(split.init, split.local), places + split.init, split.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,14 +237,7 @@ class AttentionKernel(ABC):
     """What its device counts."""
 
     @abstractmethod
-    def selection(
-        self,
-        name: str,
-        settings: RetrievalSettings,
-        activity: Activity,
-        note: Note | None,
-        kv_cache: torch.Tensor,
-    ) -> Selection:
+    def selection(self, layer: SparseLayer, kv_cache: torch.Tensor) -> Selection:
         """A new layer's. Raises EngineError for a cache that the kernel cannot attend to."""
 
     @abstractmethod

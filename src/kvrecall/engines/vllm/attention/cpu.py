@@ -25,14 +25,12 @@ from kvrecall.attention.digest import Layout, encode
 from kvrecall.attention.kernels.search import is_compiled
 from kvrecall.attention.residency import Ints
 from kvrecall.attention.selection import OVERHEAD_BYTES
-from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
 from kvrecall.engines.vllm.attention.base import (
     AttentionKernel,
     AttentionParameters,
     KernelShape,
-    Note,
+    SparseLayer,
     SparseSequence,
     SparseStep,
 )
@@ -208,21 +206,14 @@ class CpuKernel(AttentionKernel):
         fp8 = self.shape.fp8
         return keys if fp8 is None else keys.contiguous().view(fp8).to(self.shape.dtype)
 
-    def selection(
-        self,
-        name: str,
-        settings: RetrievalSettings,
-        activity: Activity,
-        note: Note | None,
-        kv_cache: torch.Tensor,
-    ) -> HostSelection:
+    def selection(self, layer: SparseLayer, kv_cache: torch.Tensor) -> HostSelection:
         if not kv_cache.is_contiguous():
             raise EngineError(
                 f"retrieval attention needs each layer's KV cache in one piece; this one has shape "
                 f"{tuple(kv_cache.shape)} and strides {kv_cache.stride()}. Remove `retrieval` "
                 "from VLLM_PLUGINS"
             )
-        return HostSelection(self.shape, name, settings, activity, note, len(kv_cache))
+        return HostSelection(self.shape, layer, len(kv_cache))
 
     def digest(
         self, kv_cache: torch.Tensor, block_ids: torch.Tensor, rows: torch.Tensor, layout: Layout

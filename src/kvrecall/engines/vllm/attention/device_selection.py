@@ -32,8 +32,8 @@ from kvrecall.engines.vllm.attention.base import (
     AttentionParameters,
     DigestStore,
     KernelShape,
-    Note,
     Selection,
+    SparseLayer,
     SparseSequence,
     SparseStep,
 )
@@ -92,7 +92,7 @@ class TritonKernel(AttentionKernel):
         cache = torch.zeros(sizes, dtype=shape.dtype, device=device)
         query = torch.zeros(1, shape.heads, shape.head_dim, dtype=shape.dtype, device=device)
         output = torch.empty_like(query)
-        selection = self.selection("", settings, Activity(), None, cache)
+        selection = self.selection(SparseLayer("", settings, Activity()), cache)
         rows = selection.store.rows.zero_()
 
         def layer() -> None:
@@ -105,14 +105,7 @@ class TritonKernel(AttentionKernel):
         self.overhead_bytes = speed.overhead_bytes(size)
         return speed
 
-    def selection(
-        self,
-        name: str,
-        settings: RetrievalSettings,
-        activity: Activity,
-        note: Note | None,
-        kv_cache: torch.Tensor,
-    ) -> DeviceSelection:
+    def selection(self, layer: SparseLayer, kv_cache: torch.Tensor) -> DeviceSelection:
         shape = self.shape
         want = (shape.kv_heads, shape.block_size, 2 * shape.head_dim)
         if tuple(kv_cache.shape[1:]) != want or kv_cache.dtype != shape.dtype:
@@ -121,7 +114,7 @@ class TritonKernel(AttentionKernel):
                 f"{', '.join(map(str, want))}]; this one is of {kv_cache.dtype} and "
                 f"{list(kv_cache.shape)}. Remove `retrieval` from VLLM_PLUGINS"
             )
-        return DeviceSelection(self, name, settings, activity, note, len(kv_cache))
+        return DeviceSelection(self, layer, len(kv_cache))
 
     def digest(
         self, kv_cache: torch.Tensor, block_ids: torch.Tensor, rows: torch.Tensor, layout: Layout
@@ -185,22 +178,12 @@ class DeviceSelection(Selection):
     """One layer's on a device, by its kernels, in buffers there: the digests of its blocks, those
     of blocks off it by their numbers, and the slots that these are recalled into."""
 
-    def __init__(
-        self,
-        kernel: TritonKernel,
-        name: str,
-        settings: RetrievalSettings,
-        activity: Activity,
-        note: Note | None,
-        blocks: int,
-    ) -> None:
+    def __init__(self, kernel: TritonKernel, layer: SparseLayer, blocks: int) -> None:
         shape, self._kernel, self._device = kernel.shape, kernel, device_of(kernel.device)
-        layout = settings.layout(shape.block_size, narrows=False)
+        layout = layer.settings.layout(shape.block_size, narrows=False)
         self.store = DigestStore(shape, layout, blocks, kernel.device, by_block=True)
-        self._name = name
+        self._layer = layer
         self._heads = shape.kv_heads
-        self._activity = activity
-        self._note = note
         self._bounds = layout.kind.name == "bounds"
         self._left: DigestStore | None = None
         self._residency: DeviceResidency | None = None
@@ -229,13 +212,13 @@ class DeviceSelection(Selection):
     def depart(
         self, sequence: OffloadedSequence, digests: torch.Tensor, kv_cache: torch.Tensor
     ) -> None:
-        sequence.require_inside(self._name, kv_cache)
+        sequence.require_inside(self._layer.name, kv_cache)
         if self._left is None or self._residency is None:
             shape, layout = self._kernel.shape, self.store.layout
             self._left = DigestStore(shape, layout, 0, self._kernel.device, by_block=True)
             counts = self._kernel.counts.totals
             self._residency = DeviceResidency(self._heads, len(kv_cache), counts)
-            self._cache, self._layer_at = kv_cache, sequence.records.layers[self._name]
+            self._cache, self._layer_at = kv_cache, sequence.records.layers[self._layer.name]
         recalled = self._recalled.setdefault(sequence.key, _Recalled(sequence))
         first, recalled.count = recalled.count, recalled.count + digests.shape[1]
         held, recalled.slots = recalled.slots, len(sequence.slots)
@@ -245,7 +228,7 @@ class DeviceSelection(Selection):
         self._left.reach(most)
         self._left.write(there, digests)
         self._residency.begin(there, send(sequence.slots[held:].to(torch.int64)), most)
-        pages = sequence.addresses(self._name)
+        pages = sequence.addresses(self._layer.name)
         sequence.is_readable &= self._device.can_read(pages, kv_cache[0].nbytes)
 
     def forget(self, key: str) -> None:
@@ -273,7 +256,7 @@ class DeviceSelection(Selection):
         """Recalls blocks to the device; returns places in the sequence's slots, valid until the
         next call. ``blocks``: ``[kv_heads, count]``, those of a head distinct; only where
         ``wanted``."""
-        sequence, cache, activity = recalled.sequence, self._cache, self._activity
+        sequence, cache, activity = recalled.sequence, self._cache, self._layer.activity
         if recalled.residency is None:
             recalled.residency = Residency(self._heads)
         recalled.residency.grow(len(sequence.slots), sequence.count)
@@ -281,7 +264,7 @@ class DeviceSelection(Selection):
         block, head, piece = pieces_of(cache)
         heads = admission.heads * head
         slots = sequence.slots.numpy()[admission.into].astype(np.int64)
-        sources = sequence.addresses(self._name)[admission.blocks] + heads
+        sources = sequence.addresses(self._layer.name)[admission.blocks] + heads
         self._device.move(sources, cache.data_ptr() + slots * block + heads, piece)
         activity.blocks_hit += admission.hits
         activity.blocks_loaded += len(slots)
@@ -290,12 +273,14 @@ class DeviceSelection(Selection):
 
     def _note_later(self, step: SparseStep) -> None:
         """Notes what the device has chosen once that is here; the host does not wait for it."""
-        assert self._note is not None
+        assert self._layer.note is not None
         while self._unseen and self._unseen[0][0].is_reached():
             _, table, seen = self._unseen.popleft()
             for at, split, blocks in seen:
                 found = _places_of(self._chosen(table, at, split).numpy(), blocks)
-                self._note(np.arange(split.init, split.local), found + split.init, split.blocks)
+                self._layer.note(
+                    np.arange(split.init, split.local), found + split.init, split.blocks
+                )
         if len(self._unseen) < _MOST_UNSEEN:
             table, event = self._device.fetch(step.plan.table)
             seen = tuple(

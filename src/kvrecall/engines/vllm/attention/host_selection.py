@@ -16,13 +16,11 @@ from kvrecall.attention.index.search import SequenceIndex
 from kvrecall.attention.kernels.search import Placed, Search, Sought, is_compiled
 from kvrecall.attention.residency import Ints
 from kvrecall.attention.selection import Split, selector_of
-from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.base import (
     DigestStore,
     KernelShape,
-    Note,
     Selection,
+    SparseLayer,
     SparseSequence,
     SparseStep,
 )
@@ -127,28 +125,18 @@ class HostSelection(Selection):
     """One layer's on the host: by compiled code for all sequences at once, else for one after
     another by PyTorch or vector indexes."""
 
-    def __init__(
-        self,
-        shape: KernelShape,
-        name: str,
-        settings: RetrievalSettings,
-        activity: Activity,
-        note: Note | None,
-        blocks: int,
-    ) -> None:
+    def __init__(self, shape: KernelShape, layer: SparseLayer, blocks: int) -> None:
         self._shape = shape
-        self._name = name
-        self._activity = activity
-        self._note = note
-        self._layout = settings.layout(shape.block_size)
+        self._layer = layer
+        self._layout = layer.settings.layout(shape.block_size)
         self._selector = selector_of(self._layout)
         self.store = DigestStore(shape, self._layout, blocks)
         self._placed = self._place()
         self._left: dict[str, _LeftBlocks] = {}
-        factory, self._indexes = index_factory(settings.index), None
+        factory, self._indexes = index_factory(layer.settings.index), None
         if factory is not None:
             sizes = self._layout, shape.kv_heads, shape.head_dim
-            self._indexes = SequenceIndexes(partial(SequenceIndex, factory, *sizes), activity)
+            self._indexes = SequenceIndexes(partial(SequenceIndex, factory, *sizes), layer.activity)
             self._written = torch.zeros(blocks, dtype=torch.int64)
 
     def wrote(self, block_ids: torch.Tensor) -> None:
@@ -168,7 +156,7 @@ class HostSelection(Selection):
         else:
             placed = [self._placed_for(one) for one in step.sequences if one.split.middle]
             search.run(query, placed, scale)
-            self._activity.blocks_in_place += search.left
+            self._layer.activity.blocks_in_place += search.left
         if noted:
             choosing = (one for one in step.sequences if one.split.middle)
             for sequence, places in zip(choosing, search.found, strict=True):
@@ -177,14 +165,14 @@ class HostSelection(Selection):
     def depart(
         self, sequence: OffloadedSequence, digests: torch.Tensor, kv_cache: torch.Tensor
     ) -> None:
-        sequence.require_inside(self._name, kv_cache)
+        sequence.require_inside(self._layer.name, kv_cache)
         left = self._left.get(sequence.key)
         store = DigestStore(self._shape, self._layout) if left is None else left.digests
         first = 0 if left is None else left.count
         count = first + digests.shape[1]
         store.reach(count)
         store.write(torch.arange(first, count), digests)
-        away = sequence.addresses(self._name)[:count] - kv_cache.data_ptr()
+        away = sequence.addresses(self._layer.name)[:count] - kv_cache.data_ptr()
         self._left[sequence.key] = _LeftBlocks(count, store, away, self._place(store, away))
 
     def forget(self, key: str) -> None:
@@ -206,7 +194,7 @@ class HostSelection(Selection):
             # In the sequence's order, so that the sum does not depend on where blocks lie.
             places = self._find(one, left, grouped, scale).sort(-1).values.numpy()
             step.plan.enter(at, one, places, none if left is None else left.away)
-            self._activity.blocks_in_place += int((places < one.left).sum())
+            self._layer.activity.blocks_in_place += int((places < one.left).sum())
             if noted:
                 self._tell(one.split, places)
 
@@ -240,8 +228,8 @@ class HostSelection(Selection):
 
     def _tell(self, split: Split, places: Ints) -> None:
         """Notes which of a sequence's middle blocks are selected: ``[kv_heads, chosen]``."""
-        assert self._note is not None
-        self._note(np.arange(split.init, split.local), places + split.init, split.blocks)
+        assert self._layer.note is not None
+        self._layer.note(np.arange(split.init, split.local), places + split.init, split.blocks)
 
     def _placed_for(self, one: SparseSequence) -> Placed:
         return self._placed if one.offloaded is None else self._left[one.offloaded.key].placed

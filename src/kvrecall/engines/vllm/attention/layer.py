@@ -8,7 +8,7 @@ from the block's keys.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,15 @@ import torch
 import xxhash
 
 from kvrecall.attention.digest import coded_width
+from kvrecall.attention.residency import Ints
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.base import (
     AttentionKernel,
     AttentionParameters,
     DigestStore,
-    Note,
     Selection,
+    SparseLayer,
     SparseStep,
 )
 from kvrecall.engines.vllm.attention.offloaded import (
@@ -56,14 +57,11 @@ class RetrievalLayer:
         settings: RetrievalSettings,
         kernel: AttentionKernel,
         activity: Activity,
-        note: Note | None = None,
+        note: Callable[[Ints, Ints, int], None] | None = None,
     ) -> None:
-        """``name``: vLLM's. ``note``: records where blocks are selected."""
-        self._name = name
-        self._settings = settings
+        """As of ``SparseLayer``."""
+        self._layer = SparseLayer(name, settings, activity, note)
         self._kernel = kernel
-        self._activity = activity
-        self._note = note
         self._selection: Selection | None = None
         self._checksums = torch.empty(0, CHECKSUM_BYTES, dtype=torch.uint8)
         self.digested = 0
@@ -94,7 +92,7 @@ class RetrievalLayer:
         assert self._selection is not None
         self._selection.wrote(ids)
         damaged = block_ids[damaged_among(self._digests(ids), self._checksums[ids]).cpu()]
-        self._activity.digests_mended += len(damaged)
+        self._layer.activity.digests_mended += len(damaged)
         return damaged
 
     def depart(
@@ -118,22 +116,22 @@ class RetrievalLayer:
         )
         heads, _, *size = selection.store.rows.shape
         nbytes = heads * size[0] * size[1]
-        pages = records.pages(offsets, digests_of_layer(self._name), nbytes)
-        signed = records.pages(offsets, checksums_of_layer(self._name), CHECKSUM_BYTES)
+        pages = records.pages(offsets, digests_of_layer(self._layer.name), nbytes)
+        signed = records.pages(offsets, checksums_of_layer(self._layer.name), CHECKSUM_BYTES)
         stored = torch.from_numpy(pages).view(torch.int8).view(len(pages), heads, *size)
         sums = checksums_of if self._kernel.device.type == "cpu" else sums_of
         damaged = (sums(stored) != torch.from_numpy(signed)).any(-1).nonzero().flatten()
         stored = self._sent(stored)  # verified on the host, which does not wait for the device
         if len(damaged):
-            kept = records.pages(offsets[damaged.numpy()], self._name, kv_cache[0].nbytes)
+            kept = records.pages(offsets[damaged.numpy()], self._layer.name, kv_cache[0].nbytes)
             blocks = _blocks_of(self._sent(torch.from_numpy(kept)), kv_cache)
             layout, ids = selection.store.layout, self._sent(torch.arange(len(blocks)))
             anew = DigestStore(self._kernel.shape, layout, len(blocks), self._kernel.device).rows
             self._kernel.digest(blocks, ids, anew, layout)
             stored[self._sent(damaged)] = anew.transpose(0, 1)
-            self._activity.digests_mended += len(damaged)
+            self._layer.activity.digests_mended += len(damaged)
         selection.depart(sequence, stored.transpose(0, 1), kv_cache)
-        self._activity.bytes_digests += pages.nbytes + signed.nbytes
+        self._layer.activity.bytes_digests += pages.nbytes + signed.nbytes
 
     def digest_rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """The digests' bytes, a row a block: uint8 ``[blocks, kv_heads, bytes]``, a view."""
@@ -168,9 +166,9 @@ class RetrievalLayer:
     def select(self, query: torch.Tensor, step: SparseStep, scale: float) -> None:
         """Selects every sequence's blocks, as ``attend`` does: as of ``Selection.select``."""
         assert self._selection is not None
-        activity = self._activity
+        activity = self._layer.activity
         activity.count_layer(step.counts, self._kernel.shape.kv_heads)
-        noted = self._note is not None and activity.steps_sparse % _SEEN_EVERY == 1
+        noted = self._layer.note is not None and activity.steps_sparse % _SEEN_EVERY == 1
         self._selection.select(query, step, scale, noted)
 
     def _sent(self, values: torch.Tensor) -> torch.Tensor:
@@ -185,8 +183,7 @@ class RetrievalLayer:
 
     def _selection_of(self, kv_cache: torch.Tensor) -> Selection:
         if self._selection is None:
-            told = self._name, self._settings, self._activity, self._note
-            self._selection = self._kernel.selection(*told, kv_cache)
+            self._selection = self._kernel.selection(self._layer, kv_cache)
             size = len(kv_cache), CHECKSUM_BYTES
             self._checksums = torch.empty(size, dtype=torch.uint8, device=kv_cache.device)
         return self._selection
