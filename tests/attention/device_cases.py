@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,10 +73,11 @@ class DeviceBench(Bench):
         blocks: int,
         tokens_first: bool = False,
         terms: AttentionParameters | None = None,
+        note: Any = None,
     ) -> None:
         if shape.dtype is torch.bfloat16:
             shape = replace(shape, dtype=torch.float16)
-        super().__init__(shape, settings, blocks, terms)
+        super().__init__(shape, settings, blocks, terms, note)
         if tokens_first:
             self.cache = self.cache.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -144,11 +146,16 @@ def test_blocks_recalled_from_memory_give_the_same_bits(
 ) -> None:
     """Of memory that kernels can read, and of memory that they cannot: from the first query on, or
     after ``locked`` of them."""
-    bench = DeviceBench(shape_of(dtype=dtype), SETTINGS, 60, tokens_first)
+    noted: list[list[list[int]]] = []
+    bench = DeviceBench(
+        shape_of(dtype=dtype),
+        SETTINGS,
+        60,
+        tokens_first,
+        note=lambda considered, selected, _: noted.append(selected.tolist()),
+    )
     sequence = bench.sequence(tokens)
     queries = [torch.randn_like(sequence.query) for _ in range(3)]
-    noted: list[list[list[int]]] = []
-    bench.layer._note = lambda considered, selected, _: noted.append(selected.tolist())
 
     def decode(query: torch.Tensor) -> torch.Tensor:
         bench.activity.steps_sparse = 16  # the next one's blocks are recorded

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -54,6 +56,7 @@ class Bench:
         settings: RetrievalSettings,
         blocks: int,
         terms: AttentionParameters | None = None,
+        note: Callable[[Any, Any, int], None] | None = None,
     ) -> None:
         self.shape = shape
         self.terms = terms or AttentionParameters(shape.head_dim**-0.5)
@@ -65,7 +68,7 @@ class Bench:
         self.group = RetrievalGroup(self.activity, HeatTotals(), self.kernel)
         self.freshness = self.group.freshness
         self.planner = StepPlanner(settings, self.kernel, self.freshness, self.activity)
-        self.layer = RetrievalLayer("layer", settings, self.kernel, self.activity)
+        self.layer = RetrievalLayer("layer", settings, self.kernel, self.activity, note)
         self.whole = InPlaceDense(shape, "layer")
         self.group.add("layer", self.layer)
         self._free = torch.randperm(blocks - 1) + 1

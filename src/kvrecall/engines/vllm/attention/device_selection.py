@@ -273,14 +273,11 @@ class DeviceSelection(Selection):
 
     def _note_later(self, step: SparseStep) -> None:
         """Notes what the device has chosen once that is here; the host does not wait for it."""
-        assert self._layer.note is not None
         while self._unseen and self._unseen[0][0].is_reached():
             _, table, seen = self._unseen.popleft()
             for at, split, blocks in seen:
                 found = _places_of(self._chosen(table, at, split).numpy(), blocks)
-                self._layer.note(
-                    np.arange(split.init, split.local), found + split.init, split.blocks
-                )
+                self._layer.note_selected(split, found)
         if len(self._unseen) < _MOST_UNSEEN:
             table, event = self._device.fetch(step.plan.table)
             seen = tuple(

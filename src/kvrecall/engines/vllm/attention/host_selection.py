@@ -15,7 +15,7 @@ from kvrecall.attention.index.base import index_factory
 from kvrecall.attention.index.search import SequenceIndex
 from kvrecall.attention.kernels.search import Placed, Search, Sought, is_compiled
 from kvrecall.attention.residency import Ints
-from kvrecall.attention.selection import Split, selector_of
+from kvrecall.attention.selection import selector_of
 from kvrecall.engines.vllm.attention.base import (
     DigestStore,
     KernelShape,
@@ -160,7 +160,7 @@ class HostSelection(Selection):
         if noted:
             choosing = (one for one in step.sequences if one.split.middle)
             for sequence, places in zip(choosing, search.found, strict=True):
-                self._tell(sequence.split, places.numpy())
+                self._layer.note_selected(sequence.split, places.numpy())
 
     def depart(
         self, sequence: OffloadedSequence, digests: torch.Tensor, kv_cache: torch.Tensor
@@ -196,7 +196,7 @@ class HostSelection(Selection):
             step.plan.enter(at, one, places, none if left is None else left.away)
             self._layer.activity.blocks_in_place += int((places < one.left).sum())
             if noted:
-                self._tell(one.split, places)
+                self._layer.note_selected(one.split, places)
 
     def _find(
         self, one: SparseSequence, left: _LeftBlocks | None, query: torch.Tensor, scale: float
@@ -225,11 +225,6 @@ class HostSelection(Selection):
             return self.store.rows[:, ids[first:]]
         there = left.digests.rows[:, first : left.count]
         return torch.cat([there, self.store.rows[:, ids[max(0, first - left.count) :]]], 1)
-
-    def _tell(self, split: Split, places: Ints) -> None:
-        """Notes which of a sequence's middle blocks are selected: ``[kv_heads, chosen]``."""
-        assert self._layer.note is not None
-        self._layer.note(np.arange(split.init, split.local), places + split.init, split.blocks)
 
     def _placed_for(self, one: SparseSequence) -> Placed:
         return self._placed if one.offloaded is None else self._left[one.offloaded.key].placed
