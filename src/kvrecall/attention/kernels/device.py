@@ -91,13 +91,17 @@ class Bucket:
     @classmethod
     def of(cls, kv_heads: int, facts: Sequence[Facts], stale: int) -> Bucket:
         """The smallest in which they have room. ``stale``: how many."""
-        most = [max((getattr(one, name) for one in facts), default=0) for name in _SIZES]
-        sizes = (_next_power(max(1, size)) for size in (len(facts), *most))
-        sequences, blocks, middle, attended = sizes
-        slots = max((one.slots for one in facts), default=0)
-        few = (_next_power(size) if size else 0 for size in (stale, slots))
-        stale, slots = few
-        return cls(kv_heads, sequences, stale, blocks, middle, attended, slots)
+        most = {
+            name: max((getattr(one, name) for one in facts), default=0)
+            for name in ("blocks", "middle", "attended", "slots")
+        }
+        sizes = {"sequences": len(facts), "stale": stale, **most}
+        optional = ("stale", "slots")
+        powers = {
+            name: _next_power(max(1, size)) if size or name not in optional else 0
+            for name, size in sizes.items()
+        }
+        return cls(kv_heads, **powers)
 
     @property
     def rows(self) -> int:
@@ -116,15 +120,15 @@ class Bucket:
         off the device."""
         size = self.sequences * (FACTS + self.blocks + self.slots) + self.stale + self.rows
         packed = np.zeros(size, dtype=np.int32)
-        told, table, room, _, late = self.parts(packed)
-        for row, ids, one, named in zip(told, table, facts, blocks, strict=False):
+        rows, table, slot_rows, _, padded = self.parts(packed)
+        for row, ids, one, named in zip(rows, table, facts, blocks, strict=False):
             row[:6] = one.token, one.init, one.middle, one.chosen, one.blocks, one.length
             row[6] = one.slots
             ids[: one.blocks] = np.asarray(named)[: one.blocks]
-        for into, one, given in zip(room, facts, slots, strict=False):
+        for into, one, given in zip(slot_rows, facts, slots, strict=False):
             into[: one.slots] = np.asarray(given)[: one.slots]
-        late[:] = -1
-        late[: np.size(stale)] = stale
+        padded[:] = -1
+        padded[: np.size(stale)] = stale
         return packed
 
     def parts(self, packed: Any) -> tuple[Any, Any, Any, Any, Any]:
@@ -135,11 +139,7 @@ class Bucket:
         for width in (FACTS, self.blocks, self.slots):
             views.append(packed[first : first + rows * width].reshape(rows, width))
             first += rows * width
-        told, named, slots = views
-        return told, named, slots, packed[first : first + self.rows], packed[first + self.rows :]
-
-
-_SIZES = ("blocks", "middle", "attended")
+        return (*views, packed[first : first + self.rows], packed[first + self.rows :])
 
 
 class DeviceStep:

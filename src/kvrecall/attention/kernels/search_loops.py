@@ -179,8 +179,8 @@ def _score(
         if block + _AHEAD < blocks:
             for line in range(_AHEAD * block_bytes, _AHEAD * block_bytes + nbytes, 8 * LINE):
                 _prefetch(at_rows + line)
-        told = at_rows, room + work.packed_at, sums.ctypes.data + block * rows * group * 4
-        _call8(work.dots, (*told, rows, group, row_bytes - 4, row_bytes, group * 4))
+        args = at_rows, room + work.packed_at, sums.ctypes.data + block * rows * group * 4
+        _call8(work.dots, (*args, rows, group, row_bytes - 4, row_bytes, group * 4))
     for block in range(blocks):
         scale = carray(_pointer(begin + block * block_bytes + row_bytes - 4), 1, np.float32)[0]
         best, left = sums[block * rows * group :], rows

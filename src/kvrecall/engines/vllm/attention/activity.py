@@ -79,8 +79,8 @@ def totals_of(activities: Iterable[Activity]) -> dict[str, int]:
 
 
 class RecallCounts:
-    """How many selected blocks off the device were in their slots, and how many it has recalled:
-    the device counts, and tells the host later."""
+    """How many selected blocks off the device were in their slots, and how many were recalled, as
+    the device counts them. The host reads copies of the counts when they have arrived."""
 
     def __init__(self, device: torch.device, block_bytes: int) -> None:
         """``block_bytes``: keys and values of a block, of one KV head."""
@@ -90,11 +90,11 @@ class RecallCounts:
         """Whether the device has counted since the host last asked."""
         self._block_bytes = block_bytes
         self._asked: tuple[torch.Tensor, Event] | None = None
-        self._told = self._added = (0, 0)
+        self._read = self._added = (0, 0)
 
     def ask(self, wait: bool = False) -> None:
-        """Takes what the device has told, and asks for what it has counted since then. ``wait``:
-        until it has told all."""
+        """Reads the last copy of the counts once it is there, and queues the next. ``wait``: until
+        all counts are read."""
         while self._asked is not None or self.changed:
             if self._asked is None:
                 self._asked, self.changed = device_of(self.totals.device).fetch(self.totals), False
@@ -104,13 +104,13 @@ class RecallCounts:
             elif not event.is_reached():
                 return
             hits, loaded = totals.tolist()
-            self._told, self._asked = (hits, loaded), None
+            self._read, self._asked = (hits, loaded), None
 
     def add_to(self, activity: Activity, wait: bool = False) -> None:
-        """Adds what the device has told since the last call."""
+        """Adds what was read since the last call."""
         self.ask(wait)
-        hits, loaded = (now - before for now, before in zip(self._told, self._added, strict=True))
-        self._added = self._told
+        hits, loaded = (now - before for now, before in zip(self._read, self._added, strict=True))
+        self._added = self._read
         activity.blocks_hit += hits
         activity.blocks_loaded += loaded
         activity.bytes_loaded += loaded * self._block_bytes

@@ -74,14 +74,14 @@ class RetrievalAttention:
     def approximation(self) -> str:
         """What KV of decoded tokens depends on besides the weights: the settings that decide what
         sparse decoding computes."""
-        told = [
+        names = [
             f"{field.name}={getattr(self._settings, field.name)}"
             for field in fields(self._settings)
             if field.name not in _RESIDENCE
         ]
         if self._settings.gate and self.measured:
-            told.append(f"measured={self.measured}")
-        return ", ".join(told)
+            names.append(f"measured={self.measured}")
+        return ", ".join(names)
 
     def forward(
         self,
@@ -191,8 +191,8 @@ class RetrievalBuilder(ABC):
         parts = settings.layout(self.block_size).kind.parts
         require_index(settings.index, parts * kernel.shape.head_dim)
         self._group = group = RetrievalGroup(activity, heat, kernel, self._settle_gate)
-        told = group.freshness, activity, self._token_bytes()
-        self._planner = StepPlanner(settings, kernel, *told)
+        token_bytes = self._token_bytes()
+        self._planner = StepPlanner(settings, kernel, group.freshness, activity, token_bytes)
         self._tell_boundary(settings)
         for name, impl in self._impls().items():
             number, sparse = config.layer_index(name), None
@@ -237,7 +237,7 @@ class RetrievalBuilder(ABC):
     def _tell_boundary(self, settings: RetrievalSettings) -> None:
         """Logs from which length on sequences decode sparsely."""
         most = self.vllm_config.model_config.max_model_len
-        if most <= settings.dense_boundary:  # which is told at start
+        if most <= settings.dense_boundary:  # the checks say so
             return
         gate = self._planner.gate
         longest = most - 1  # the last token of a sequence of max_model_len is not decoded further
@@ -334,8 +334,10 @@ class RetrievalBuilder(ABC):
             kept = None
             if row.decodes:
                 kept = self._group.kept(sequence.key, -(-row.tokens // self.block_size))
-            told = table[at], row.tokens, not row.decodes, self.alone(common, rows, at, kept), kept
-            offloaded_rows.append(OffloadedRow(sequence, here, *told))
+            alone = self.alone(common, rows, at, kept)
+            offloaded_rows.append(
+                OffloadedRow(sequence, here, table[at], row.tokens, not row.decodes, alone, kept)
+            )
         beside_offloaded = self._without(offloaded, common, rows)
         return StepWork(step, True, beside_sparse, tuple(offloaded_rows), beside_offloaded)
 

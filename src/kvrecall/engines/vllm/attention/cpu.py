@@ -256,8 +256,8 @@ class CpuKernel(AttentionKernel):
         else:
             if span is not None and output.is_contiguous():
                 into = output[span].view(rows.shape)
-            told = table, plan.seq_lens, plan.starts, plan.work
-            found = attend(shape, rows, caches, *told, parameters, into)
+            args = table, plan.seq_lens, plan.starts, plan.work
+            found = attend(shape, rows, caches, *args, parameters, into)
         if into is None:
             output[here] = found.view(-1, *output.shape[1:])
 
@@ -276,9 +276,9 @@ class CpuKernel(AttentionKernel):
         starts = plan.starts[: len(plan.tokens) + 1]
         for head, sinks in enumerate(parameters.sinks.view(heads, shape.group)):
             ours = slice(head, None, heads)
-            told = table[ours], plan.seq_lens[ours].contiguous(), starts, plan.work
+            args = table[ours], plan.seq_lens[ours].contiguous(), starts, plan.work
             of_head = replace(parameters, sinks=sinks)
-            found[ours] = attend(shape, rows[ours].contiguous(), caches, *told, of_head)
+            found[ours] = attend(shape, rows[ours].contiguous(), caches, *args, of_head)
         return found
 
 
