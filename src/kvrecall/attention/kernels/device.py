@@ -7,6 +7,7 @@ docs/gpu-check.md. Triton is imported on the first call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,17 +92,14 @@ class Bucket:
     @classmethod
     def of(cls, kv_heads: int, facts: Sequence[Facts], stale: int) -> Bucket:
         """The smallest in which they have room. ``stale``: how many."""
-        most = {
-            name: max((getattr(one, name) for one in facts), default=0)
-            for name in ("blocks", "middle", "attended", "slots")
-        }
-        sizes = {"sequences": len(facts), "stale": stale, **most}
-        optional = ("stale", "slots")
-        powers = {
-            name: _next_power(max(1, size)) if size or name not in optional else 0
-            for name, size in sizes.items()
-        }
-        return cls(kv_heads, **powers)
+
+        def most(name: str) -> int:
+            return max((getattr(one, name) for one in facts), default=0)
+
+        sizes = len(facts), most("blocks"), most("middle"), most("attended")
+        sequences, blocks, middle, attended = (_next_power(max(1, size)) for size in sizes)
+        stale, slots = (_next_power(size) if size else 0 for size in (stale, most("slots")))
+        return cls(kv_heads, sequences, stale, blocks, middle, attended, slots)
 
     @property
     def rows(self) -> int:
@@ -150,13 +148,13 @@ class DeviceStep:
         self, packed: torch.Tensor, bucket: Bucket, group: int, last: DeviceStep | None = None
     ) -> None:
         """``packed``: of ``Bucket.pack``, on the device. ``last``: a step whose kernels are
-        launched; one of the same bucket gives its buffers."""
-        self.bucket = bucket
+        launched; one of the same sizes gives its buffers."""
         self.facts, self.blocks, self.slots, self.arrived, self.stale = bucket.parts(packed)
         self.kv_heads, self.group = bucket.kv_heads, group
-        is_alike = last is not None and last.bucket == bucket and last.group == group
+        size = bucket.rows, group, bucket.middle, bucket.attended, bucket.slots
+        is_alike = last is not None and last.buffers.size == size
         buffers = last.buffers if last is not None and is_alike else None
-        self.buffers: StepBuffers = buffers or StepBuffers(bucket, group, packed.device)
+        self.buffers: StepBuffers = buffers or StepBuffers(size, packed.device)
         self.logits, self.scores = self.buffers.logits, self.buffers.scores
         self.table, self.missed = self.buffers.table, self.buffers.missed
         self.partials = self.buffers.partials
@@ -174,19 +172,21 @@ class DeviceStep:
 class StepBuffers:
     """What the kernels of a step write for each other."""
 
-    def __init__(self, bucket: Bucket, group: int, device: torch.device) -> None:
-        rows = bucket.rows
-        self.logits = torch.empty(rows, group, bucket.middle, device=device)
-        self.scores = torch.empty(rows, bucket.middle, device=device)
-        self.table = torch.empty(rows, bucket.attended, dtype=torch.int32, device=device)
-        self.missed = torch.empty(rows, bucket.slots + 1, dtype=torch.int32, device=device)
+    def __init__(self, size: tuple[int, int, int, int, int], device: torch.device) -> None:
+        """``size``: rows, query heads to a KV head, middle and attended blocks, slots."""
+        self.size = size
+        rows, group, middle, attended, slots = size
+        self.logits = torch.empty(rows, group, middle, device=device)
+        self.scores = torch.empty(rows, middle, device=device)
+        self.table = torch.empty(rows, attended, dtype=torch.int32, device=device)
+        self.missed = torch.empty(rows, slots + 1, dtype=torch.int32, device=device)
         self._partials = torch.empty(0, device=device)
 
     def partials(self, splits: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What the splits of each row find: sums ``[rows, splits, group, dim]``, and the logarithms
         of their weights ``[rows, splits, group]``."""
-        size = *self.logits.shape[:1], splits, self.logits.shape[1]
-        heads = size[0] * splits * size[2]
+        size = self.size[0], splits, self.size[1]
+        heads = math.prod(size)
         if len(self._partials) < heads * (dim + 1):
             self._partials = self._partials.new_empty(heads * (dim + 1))
         sums, weights = self._partials[: heads * dim], self._partials[heads * dim :][:heads]

@@ -127,13 +127,15 @@ class TritonKernel(AttentionKernel):
         """All that the kernels read is sent at once. Steps of one bucket share their buffers, so
         the kernels of a step that is launched have read them before the next one's write."""
         self.counts.ask()
+        send = device_of(self.device).send
+        if not sequences:
+            return SparseStep(send(stale.to(torch.int32)), len(stale), (), None)
         facts = [_facts_of(sequence) for sequence in sequences]
         bucket = Bucket.of(self.shape.kv_heads, facts, len(stale))
         tables = [sequence.table.numpy() for sequence in sequences]
         slots = [() if (one := s.offloaded) is None else one.slots.numpy() for s in sequences]
         packed = torch.from_numpy(bucket.pack(facts, tables, stale.numpy(), slots))
-        there = device_of(self.device).send(packed)
-        self._last = plan = DeviceStep(there, bucket, self.shape.group, self._last)
+        self._last = plan = DeviceStep(send(packed), bucket, self.shape.group, self._last)
         return SparseStep(plan.stale, len(stale), tuple(sequences), plan)
 
     def attend(

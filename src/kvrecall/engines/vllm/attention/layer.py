@@ -8,14 +8,12 @@ from the block's keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 import xxhash
 
-from kvrecall.attention.digest import coded_width
 from kvrecall.attention.residency import Ints
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
@@ -32,7 +30,6 @@ from kvrecall.engines.vllm.attention.offloaded import (
     checksums_of_layer,
     digests_of_layer,
 )
-from kvrecall.engines.vllm.compat.config import layer_index
 from kvrecall.engines.vllm.device import device_of
 
 CHECKSUM_BYTES = 8
@@ -187,22 +184,6 @@ class RetrievalLayer:
             size = len(kv_cache), CHECKSUM_BYTES
             self._checksums = torch.empty(size, dtype=torch.uint8, device=kv_cache.device)
         return self._selection
-
-
-def share_beside(specs: Mapping[str, Any], settings: RetrievalSettings, copies: bool) -> float:
-    """What the digests of all blocks, and with ``copies`` as many pages of dense layers, take of a
-    GPU's memory for them and the KV cache. ``specs``: the layers' KV cache specs of vLLM's, by
-    name."""
-    kv = beside = 0
-    for name, spec in specs.items():
-        kv += spec.page_size_bytes
-        if layer_index(name) >= settings.dense_layers:
-            layout = settings.layout(spec.block_size, narrows=False)
-            width = coded_width(layout.kind.parts * spec.head_size)
-            beside += spec.num_kv_heads * layout.rows * width + CHECKSUM_BYTES
-        elif copies:
-            beside += spec.page_size_bytes
-    return beside / (beside + kv)
 
 
 def checksums_of(rows: torch.Tensor) -> torch.Tensor:
