@@ -87,33 +87,26 @@ class RecallCounts:
         self.totals = torch.zeros(2, dtype=torch.int64, device=device)
         """See ``DeviceResidency``."""
         self.changed = False
-        """Whether the device has counted since the host last asked."""
+        """Whether the device has counted since the last copy."""
         self._block_bytes = block_bytes
-        self._asked: tuple[torch.Tensor, Event] | None = None
-        self._read = self._added = (0, 0)
+        self._copy: tuple[torch.Tensor, Event] | None = None
+        self._added = [0, 0]
 
-    def ask(self, wait: bool = False) -> None:
-        """Reads the last copy of the counts once it is there, and queues the next. ``wait``: until
-        all counts are read."""
-        while self._asked is not None or self.changed:
-            if self._asked is None:
-                self._asked, self.changed = device_of(self.totals.device).fetch(self.totals), False
-            totals, event = self._asked
+    def add_to(self, activity: Activity, wait: bool = False) -> None:
+        """Adds what has arrived, and queues the next copy. ``wait``: until all counts are added."""
+        while self._copy is not None or self.changed:
+            if self._copy is None:
+                self._copy, self.changed = device_of(self.totals.device).fetch(self.totals), False
+            totals, event = self._copy
             if wait:
                 event.wait()
             elif not event.is_reached():
                 return
-            hits, loaded = totals.tolist()
-            self._read, self._asked = (hits, loaded), None
-
-    def add_to(self, activity: Activity, wait: bool = False) -> None:
-        """Adds what was read since the last call."""
-        self.ask(wait)
-        hits, loaded = (now - before for now, before in zip(self._read, self._added, strict=True))
-        self._added = self._read
-        activity.blocks_hit += hits
-        activity.blocks_loaded += loaded
-        activity.bytes_loaded += loaded * self._block_bytes
+            before, self._added, self._copy = self._added, totals.tolist(), None
+            loaded = self._added[1] - before[1]
+            activity.blocks_hit += self._added[0] - before[0]
+            activity.blocks_loaded += loaded
+            activity.bytes_loaded += loaded * self._block_bytes
 
 
 class ActivityLog:

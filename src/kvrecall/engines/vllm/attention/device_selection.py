@@ -126,7 +126,6 @@ class TritonKernel(AttentionKernel):
     ) -> SparseStep:
         """All that the kernels read is sent at once. Steps of one bucket share their buffers, so
         the kernels of a step that is launched have read them before the next one's write."""
-        self.counts.ask()
         send = device_of(self.device).send
         if not sequences:
             return SparseStep(send(stale.to(torch.int32)), len(stale), (), None)
