@@ -243,35 +243,30 @@ class RetrievalBuilder(ABC):
         longest = most - 1  # the last token of a sequence of max_model_len is not decoded further
         least = gate.sparse_from(self.block_size, longest)
         ungated = replace(gate, settings=replace(settings, gate=False))
-        if least is None and ungated.sparse_from(self.block_size, longest) is None:
-            logger.warning(
-                "kvrecall: RETRIEVAL CAN NEVER ACT: a sequence of max_model_len=%d has no more "
-                "blocks between its first %d and last %d tokens than a step selects of them, at "
-                "least %d; lower VLLM_RETRIEVAL_INIT_TOKENS_NUM, VLLM_RETRIEVAL_LOCAL_TOKENS_NUM "
-                "or VLLM_RETRIEVAL_LEAST_BLOCKS",
-                most,
-                settings.init_tokens,
-                settings.local_tokens,
-                settings.fewest_blocks,
-            )
-            return
-        if least is None:
-            logger.warning(
-                "kvrecall: RETRIEVAL CAN NEVER ACT: dense attention is expected to be faster at "
-                "every length up to max_model_len=%d; VLLM_RETRIEVAL_GATE=0 decodes sparsely from "
-                "VLLM_RETRIEVAL_DENSE_BOUNDARY=%d on all the same",
-                most,
+        if least is not None:
+            logger.info(
+                "kvrecall: retrieval: with this model sequences decode sparsely from %d tokens on, "
+                "and densely below (VLLM_RETRIEVAL_DENSE_BOUNDARY=%d; a layer's launches cost as "
+                "much as reading %d MiB of KV)",
+                least,
                 settings.dense_boundary,
+                gate.overhead_bytes >> 20,
             )
             return
-        logger.info(
-            "kvrecall: retrieval: with this model sequences decode sparsely from %d tokens on, and "
-            "densely below (VLLM_RETRIEVAL_DENSE_BOUNDARY=%d; a layer's launches cost as much as "
-            "reading %d MiB of KV)",
-            least,
-            settings.dense_boundary,
-            gate.overhead_bytes >> 20,
+        why = (
+            "dense attention is expected to be faster at every length up to "
+            f"max_model_len={most}; VLLM_RETRIEVAL_GATE=0 decodes sparsely from "
+            f"VLLM_RETRIEVAL_DENSE_BOUNDARY={settings.dense_boundary} on all the same"
         )
+        if ungated.sparse_from(self.block_size, longest) is None:
+            why = (
+                f"a sequence of max_model_len={most} has no more blocks between its first "
+                f"{settings.init_tokens} and last {settings.local_tokens} tokens than a step "
+                f"selects of them, at least {settings.fewest_blocks}; lower "
+                "VLLM_RETRIEVAL_INIT_TOKENS_NUM, VLLM_RETRIEVAL_LOCAL_TOKENS_NUM or "
+                "VLLM_RETRIEVAL_LEAST_BLOCKS"
+            )
+        logger.warning("kvrecall: RETRIEVAL CAN NEVER ACT: %s", why)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False

@@ -38,7 +38,7 @@ def backends() -> dict[str, str]:
 
 def reads_in_place() -> bool:
     """Whether attention reads offloaded blocks in the arena, so that a sequence needs no slots: see
-    ``RowKernel.in_place``."""
+    ``AttentionKernel.on_host``."""
     return f"{_HERE}.cpu.RetrievalBackend" in backends().values()
 
 

@@ -355,13 +355,8 @@ class InPlaceDense:
 class RetrievalBackend(CPUAttentionBackend):
     """Registered in place of CPU_ATTN under its name: the KV bytes are the same."""
 
-    @staticmethod
-    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        return RetrievalImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
-        return RetrievalMetadataBuilder
+    get_impl_cls = staticmethod(lambda: RetrievalImpl)
+    get_builder_cls = staticmethod(lambda: RetrievalMetadataBuilder)
 
 
 class RetrievalMetadataBuilder(RetrievalBuilder, CPUAttentionMetadataBuilder):

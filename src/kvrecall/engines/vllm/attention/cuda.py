@@ -124,13 +124,8 @@ class FlashImpl(DeviceAttention, FlashAttentionImpl):
 class FlashBackend(FlashAttentionBackend):
     """Registered in place of FLASH_ATTN under its name: the KV bytes are the same."""
 
-    @staticmethod
-    def get_impl_cls() -> type[FlashAttentionImpl]:
-        return FlashImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
-        return FlashBuilder
+    get_impl_cls = staticmethod(lambda: FlashImpl)
+    get_builder_cls = staticmethod(lambda: FlashBuilder)
 
 
 class TritonBuilder(DeviceBuilder, TritonAttentionMetadataBuilder):
@@ -144,10 +139,5 @@ class TritonImpl(DeviceAttention, TritonAttentionImpl):
 class TritonBackend(TritonAttentionBackend):
     """Registered in place of TRITON_ATTN under its name."""
 
-    @staticmethod
-    def get_impl_cls() -> type[TritonAttentionImpl]:
-        return TritonImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
-        return TritonBuilder
+    get_impl_cls = staticmethod(lambda: TritonImpl)
+    get_builder_cls = staticmethod(lambda: TritonBuilder)

@@ -120,10 +120,5 @@ class LatentBuilder(RetrievalBuilder, MLACommonMetadataBuilder):
 class LatentBackend(CPUMLABackend):
     """Registered in place of CPU_MLA under its name: the KV bytes are the same."""
 
-    @staticmethod
-    def get_impl_cls() -> type[CPUMLAImpl]:
-        return LatentImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[MLACommonMetadataBuilder]:
-        return LatentBuilder
+    get_impl_cls = staticmethod(lambda: LatentImpl)
+    get_builder_cls = staticmethod(lambda: LatentBuilder)
