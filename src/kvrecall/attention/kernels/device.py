@@ -56,7 +56,7 @@ _observers: list[list[str]] = []
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class SequenceFacts:
     """One sequence of a step. ``token``: its place in the batch. Of its ``blocks`` it attends to
     the first ``init``, to ``chosen`` of the ``middle`` ones after these, and to the rest: to
     ``length`` tokens, at least 1. ``slots``: into how many it recalls; 0: into none."""
@@ -79,7 +79,7 @@ class Facts:
 class Bucket:
     """The sizes of a step's tensors and grids, each a power of two: steps of one bucket launch the
     same kernels on the same sizes. ``kv_heads``: the model's; ``stale``: blocks to digest; the
-    others as of ``Facts``. No blocks to digest, and no slots, stay none."""
+    others as of ``SequenceFacts``. No blocks to digest, and no slots, stay none."""
 
     kv_heads: int
     sequences: int
@@ -90,7 +90,7 @@ class Bucket:
     slots: int = 0
 
     @classmethod
-    def of(cls, kv_heads: int, facts: Sequence[Facts], stale: int) -> Bucket:
+    def of(cls, kv_heads: int, facts: Sequence[SequenceFacts], stale: int) -> Bucket:
         """The smallest in which they have room. ``stale``: how many."""
 
         def most(name: str) -> int:
@@ -108,7 +108,7 @@ class Bucket:
 
     def pack(
         self,
-        facts: Sequence[Facts],
+        facts: Sequence[SequenceFacts],
         blocks: Sequence[npt.ArrayLike],
         stale: npt.ArrayLike,
         slots: Sequence[npt.ArrayLike] = (),

@@ -146,7 +146,7 @@ class Search:
             "first": first,
             "fine": layout.fine,
             "row_bytes": row_bytes,
-            "room": scratch_bytes,
+            "scratch_bytes": scratch_bytes,
             **dict(zip(scratch, places, strict=True)),
             "counters": _aligned(self._counters.ctypes.data),
             "scratch": _aligned(self._scratch.ctypes.data),

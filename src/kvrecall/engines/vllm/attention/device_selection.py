@@ -16,7 +16,7 @@ from kvrecall.attention.digest import Layout
 from kvrecall.attention.kernels.device import (
     Bucket,
     DeviceStep,
-    Facts,
+    SequenceFacts,
     attend_by_triton,
     choose_by_triton,
     digest_by_triton,
@@ -321,7 +321,7 @@ def _bandwidth(device: torch.device, rounds: int) -> float:
     return room.nbytes / _seconds(device, lambda: room[0].copy_(room[1]), rounds)
 
 
-def _facts_of(sequence: SparseSequence) -> Facts:
+def _facts_of(sequence: SparseSequence) -> SequenceFacts:
     split, token = sequence.split, sequence.token
     length, offloaded, slots = split.attended_tokens, sequence.offloaded, 0
     if offloaded is not None and offloaded.is_readable:
@@ -331,4 +331,4 @@ def _facts_of(sequence: SparseSequence) -> Facts:
                 f"{offloaded.key} has {slots} slots for {split.chosen} chosen blocks of "
                 f"{offloaded.count} that are off the device"
             )
-    return Facts(token, split.init, split.middle, split.chosen, split.blocks, length, slots)
+    return SequenceFacts(token, split.init, split.middle, split.chosen, split.blocks, length, slots)
