@@ -15,6 +15,7 @@ import torch
 from kvrecall.attention.residency import Admission, Residency
 from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.engines.vllm.attention import host_selection
 from kvrecall.engines.vllm.attention.base import AttentionParameters
 from kvrecall.engines.vllm.attention.cpu import attend, halves, schedule
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
@@ -177,6 +178,27 @@ def test_blocks_read_in_place_give_the_same_bits(kind: str, tokens: int, stay: i
     row = OffloadedRow(offloaded, slice(0, 1), table[0], tokens, False)
     got = bench.whole.attend(row, sequence.query[None], bench.cache, terms)
     assert torch.equal(got, dense)
+    assert bench.activity.blocks_in_place > 0
+
+
+@pytest.mark.parametrize("share", [0.3, 0.02])
+def test_pytorch_selects_what_compiled_code_does(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of blocks on the device, and of some that have left it, by narrowing and without."""
+    torch.manual_seed(1)
+    settings = replace(SETTINGS, topk_share=share)
+    bench = Bench(shape_of(), settings, 100)
+    sequence = bench.sequence(6000)
+    want = bench.decode(sequence)
+    offloaded = offload(bench, sequence, 6000, 20, settings)
+    monkeypatch.setattr(host_selection, "is_compiled", lambda: False)
+    table = sequence.block_ids.to(torch.int32)[None]
+    planned = bench.planner.plan([BatchRow(1, 6000, False)], table, {0: offloaded})
+    assert planned is not None
+    assert planned.plan.search is None
+    got = bench.layer.attend(sequence.query[None], bench.cache, planned, bench.terms)
+    assert torch.equal(got, want)
     assert bench.activity.blocks_in_place > 0
 
 
