@@ -159,6 +159,8 @@ class DigestStore:
         """int8 ``[kv_heads, blocks, rows, width]``."""
         self.coarse = self._new(layout.coarse) if layout.coarse else None
         """A copy of the coarse ones among the rows, side by side; None if there are none."""
+        self.written: torch.Tensor | None = None
+        """int64 ``[blocks]``, how often each block's rows were written, if that is counted."""
 
     def write(self, block_ids: torch.Tensor, rows: torch.Tensor) -> None:
         """``rows``: ``[kv_heads, blocks, rows, width]``, coded."""
@@ -169,6 +171,8 @@ class DigestStore:
         """The rows of these blocks were written through a view."""
         if self.coarse is not None:
             self.coarse[:, block_ids] = self.rows[:, block_ids, self.layout.coarse_rows]
+        if self.written is not None:
+            self.written[block_ids] += 1
 
     def reach(self, blocks: int) -> None:
         """Grows to at least that many blocks; present ones stay."""
@@ -201,11 +205,6 @@ class Selection(ABC):
         those that the kernel must have on the device. ``query``: ``[tokens, heads, dim]``;
         ``scale``: of its products with keys as they are stored; ``noted``: whether to record what
         is selected."""
-
-    @abstractmethod
-    def wrote(self, block_ids: torch.Tensor) -> None:
-        """The digests of these blocks were written into the store's rows; negative numbers are
-        padding."""
 
     @abstractmethod
     def depart(
@@ -241,11 +240,9 @@ class AttentionKernel(ABC):
         """A new layer's. Raises EngineError for a cache that the kernel cannot attend to."""
 
     @abstractmethod
-    def digest(
-        self, kv_cache: torch.Tensor, block_ids: torch.Tensor, rows: torch.Tensor, layout: Layout
-    ) -> None:
-        """Writes the coded digests of these blocks into ``rows``: int8 ``[kv_heads, blocks, rows,
-        width]``. ``block_ids`` as of ``SparseStep.stale``."""
+    def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor, store: DigestStore) -> None:
+        """Writes the coded digests of these blocks into the store's rows. ``block_ids``: as of
+        ``SparseStep.stale``."""
 
     @abstractmethod
     def schedule(

@@ -29,6 +29,7 @@ from kvrecall.engines.vllm.attention.backend import RetrievalAttention, Retrieva
 from kvrecall.engines.vllm.attention.base import (
     AttentionKernel,
     AttentionParameters,
+    DigestStore,
     KernelShape,
     SparseLayer,
     SparseSequence,
@@ -215,11 +216,10 @@ class CpuKernel(AttentionKernel):
             )
         return HostSelection(self.shape, layer, len(kv_cache))
 
-    def digest(
-        self, kv_cache: torch.Tensor, block_ids: torch.Tensor, rows: torch.Tensor, layout: Layout
-    ) -> None:
+    def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor, store: DigestStore) -> None:
         for ids in torch.split(block_ids, _AT_ONCE):
-            rows[:, ids] = encode(layout.rows_of(self.read_keys(kv_cache, ids))).transpose(0, 1)
+            rows = encode(store.layout.rows_of(self.read_keys(kv_cache, ids)))
+            store.rows[:, ids] = rows.transpose(0, 1)
 
     def schedule(
         self, stale: torch.Tensor, sequences: Sequence[SparseSequence], layout: Layout | None

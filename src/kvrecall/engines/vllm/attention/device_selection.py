@@ -93,10 +93,10 @@ class TritonKernel(AttentionKernel):
         query = torch.zeros(1, shape.heads, shape.head_dim, dtype=shape.dtype, device=device)
         output = torch.empty_like(query)
         selection = self.selection(SparseLayer("", settings, Activity()), cache)
-        rows = selection.store.rows.zero_()
+        selection.store.rows.zero_()
 
         def layer() -> None:
-            self.digest(cache, step.stale, rows, layout)
+            self.digest(cache, step.stale, selection.store)
             selection.select(query, step, 1.0, False)
             self.attend(query, cache, step, output, AttentionParameters(1.0))
 
@@ -116,10 +116,9 @@ class TritonKernel(AttentionKernel):
             )
         return DeviceSelection(self, layer, len(kv_cache))
 
-    def digest(
-        self, kv_cache: torch.Tensor, block_ids: torch.Tensor, rows: torch.Tensor, layout: Layout
-    ) -> None:
-        digest_by_triton(self._halves(kv_cache)[0], rows, block_ids, layout.kind.name == "bounds")
+    def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor, store: DigestStore) -> None:
+        keys, bounds = self._halves(kv_cache)[0], store.layout.kind.name == "bounds"
+        digest_by_triton(keys, store.rows, block_ids, bounds)
 
     def schedule(
         self, stale: torch.Tensor, sequences: Sequence[SparseSequence], layout: Layout | None
@@ -191,9 +190,6 @@ class DeviceSelection(Selection):
         self._cache, self._layer_at = torch.empty(0), 0
         self._recalled: dict[str, _Recalled] = {}
         self._unseen: deque[tuple[Event, torch.Tensor, _Seen]] = deque()
-
-    def wrote(self, block_ids: torch.Tensor) -> None:
-        """Kernels read the rows themselves."""
 
     def select(self, query: torch.Tensor, step: SparseStep, scale: float, noted: bool) -> None:
         plan: DeviceStep = step.plan

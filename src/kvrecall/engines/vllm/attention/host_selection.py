@@ -137,12 +137,7 @@ class HostSelection(Selection):
         if factory is not None:
             sizes = self._layout, shape.kv_heads, shape.head_dim
             self._indexes = SequenceIndexes(partial(SequenceIndex, factory, *sizes), layer.activity)
-            self._written = torch.zeros(blocks, dtype=torch.int64)
-
-    def wrote(self, block_ids: torch.Tensor) -> None:
-        self.store.wrote(block_ids)
-        if self._indexes is not None:
-            self._written[block_ids] += 1
+            self.store.written = torch.zeros(blocks, dtype=torch.int64)
 
     def select(self, query: torch.Tensor, step: SparseStep, scale: float, noted: bool) -> None:
         plan: HostPlan = step.plan
@@ -207,7 +202,8 @@ class HostSelection(Selection):
         if self._indexes is not None:
             digests = partial(self._from, ids, left)
             if one.offloaded is None:
-                index = self._indexes.on_device(ids, self._written[ids], digests)
+                assert self.store.written is not None
+                index = self._indexes.on_device(ids, self.store.written[ids], digests)
             else:
                 index = self._indexes.off_device(one.offloaded.key, one.split.middle, digests)
             return index.choose(query, one.split.chosen, scale)

@@ -72,8 +72,8 @@ class RetrievalLayer:
         if not len(block_ids):
             return
         selection, ids = self._selection_of(kv_cache), self._sent(block_ids)
-        self._kernel.digest(kv_cache, ids, selection.store.rows, selection.store.layout)
-        selection.wrote(ids)
+        self._kernel.digest(kv_cache, ids, selection.store)
+        selection.store.wrote(ids)
         self.digested += len(block_ids) if count is None else count
 
     def sign(self, block_ids: torch.Tensor) -> None:
@@ -87,7 +87,7 @@ class RetrievalLayer:
         digests of the others."""
         ids = self._sent(block_ids)
         assert self._selection is not None
-        self._selection.wrote(ids)
+        self._selection.store.wrote(ids)
         damaged = block_ids[damaged_among(self._digests(ids), self._checksums[ids]).cpu()]
         self._layer.activity.digests_mended += len(damaged)
         return damaged
@@ -123,9 +123,9 @@ class RetrievalLayer:
             kept = records.pages(offsets[damaged.numpy()], self._layer.name, kv_cache[0].nbytes)
             blocks = _blocks_of(self._sent(torch.from_numpy(kept)), kv_cache)
             layout, ids = selection.store.layout, self._sent(torch.arange(len(blocks)))
-            anew = DigestStore(self._kernel.shape, layout, len(blocks), self._kernel.device).rows
-            self._kernel.digest(blocks, ids, anew, layout)
-            stored[self._sent(damaged)] = anew.transpose(0, 1)
+            anew = DigestStore(self._kernel.shape, layout, len(blocks), self._kernel.device)
+            self._kernel.digest(blocks, ids, anew)
+            stored[self._sent(damaged)] = anew.rows.transpose(0, 1)
             self._layer.activity.digests_mended += len(damaged)
         selection.depart(sequence, stored.transpose(0, 1), kv_cache)
         self._layer.activity.bytes_digests += pages.nbytes + signed.nbytes
