@@ -30,11 +30,9 @@ FLOORS: tuple[frozenset[str], ...] = (
 
 INNER_FLOORS: dict[str, tuple[frozenset[str], ...]] = {
     "pool": (
-        frozenset(
-            "changes checksum cipher clock compression hints holds lockfile names slots".split()
-        ),
+        frozenset("changes checksum cipher clock compression hints lockfile names slots".split()),
         frozenset({"base", "departures", "eviction"}),
-        frozenset({"accounts", "arena", "residents", "tier"}),
+        frozenset({"accounts", "arena", "tier"}),
         frozenset({"cascade", "counters", "entries"}),
         frozenset({"disk", "remote"}),
         frozenset({"host"}),
@@ -61,8 +59,6 @@ INNER_FLOORS: dict[str, tuple[frozenset[str], ...]] = {
 
 STANDING: frozenset[tuple[str, str]] = frozenset(
     {
-        ("pool.host", "pool.writer"),
-        ("engines.vllm.attention.activity", "engines.vllm.attention.backend"),
         ("engines.vllm.attention.group", "engines.vllm.connector.wire"),
         ("engines.vllm.attention.offload_scheduler", "engines.vllm.connector.request"),
         ("engines.vllm.attention.offload_scheduler", "engines.vllm.connector.wire"),

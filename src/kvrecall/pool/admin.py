@@ -12,7 +12,7 @@ from kvrecall.config import PoolTerms
 from kvrecall.errors import ConfigError
 from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.residents import BlockInfo
+from kvrecall.pool.entries import BlockInfo
 
 _AT_ONCE = 64  # blocks, in a millisecond or two, so that engines are answered in between
 _EXPIRY_S = 60.0
@@ -140,4 +140,4 @@ def _parts(keys: Iterable[BlockKey]) -> Iterable[list[BlockKey]]:
     rest = iter(keys)
     while part := list(itertools.islice(rest, _AT_ONCE)):
         yield part
-        time.sleep(0)  # a thread that waits for the pool's lock goes first
+        time.sleep(0)  # a turn for threads that wait for the lock, or the interpreter

@@ -22,6 +22,7 @@ import msgspec
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Tenant, TierName
 from kvrecall.config import DiskConfig, PoolTerms
 from kvrecall.errors import ConfigError, TierError
+from kvrecall.pool.accounts import TenantUse
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import PoolStats
 from kvrecall.pool.cipher import read_cipher
@@ -29,8 +30,8 @@ from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.codec import BlockCodec, Locked, Plain, make_codec
 from kvrecall.pool.disk.folder import FolderHeld, own_bytes
 from kvrecall.pool.disk.index import check_index
+from kvrecall.pool.entries import BlockInfo, hangs
 from kvrecall.pool.pool import Pool
-from kvrecall.pool.residents import BlockInfo, TenantUse, hangs
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.link import Link, LinkLate, LinkLost
 from kvrecall.pool.tier import Outcome
