@@ -203,7 +203,7 @@ def test_many_names_come_and_go_while_the_table_grows() -> None:
     assert {one: names.number(one) for one in here} == here
     assert {one: names.key(number) for one, number in here.items()} == {one: one for one in here}
     names.drop_all(list(here.values()))
-    assert not (len(names) or names._seatless or names._long)
+    assert len(names) == len(names._seatless) == len(names._long) == 0
     assert not names._codes.array().any()
 
 
