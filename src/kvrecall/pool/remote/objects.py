@@ -22,9 +22,10 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
+from kvrecall.addresses import is_loopback
 from kvrecall.config import allowed_by
 from kvrecall.errors import ConfigError, TierError
-from kvrecall.pool.remote.backends import is_loopback
+from kvrecall.ownership import WRITE, exposure
 from kvrecall.pool.remote.store import Object
 
 T = TypeVar("T")
@@ -414,18 +415,12 @@ def _own_folder(folder: Path) -> int:
         if folder.is_symlink():
             why = f"{folder} is a symbolic link; name the folder it leads to"
         raise ConfigError(f"remote: url is 'file://{folder}': {why}") from error
-    status = os.fstat(fd)
-    mode = stat.S_IMODE(status.st_mode)
-    why = ""
-    if status.st_uid != os.geteuid():
-        why = f"{folder} belongs to user {status.st_uid}, not to {os.geteuid()}; use a folder of "
-        why += "this user's"
-    elif mode & 0o022:
-        why = f"others can write to {folder} (mode {mode:04o}); run: chmod 700, or name a folder "
-        why += "below it, which kvrecall makes"
-    if why:
+    if why := exposure(folder, os.fstat(fd), WRITE):
         os.close(fd)
-        raise ConfigError(f"remote: url is 'file://{folder}': {why}")
+        raise ConfigError(
+            f"remote: url is 'file://{folder}': {why}, or name a folder below it, which kvrecall "
+            "makes"
+        )
     return fd
 
 
