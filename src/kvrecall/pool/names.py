@@ -469,7 +469,7 @@ class CompactNames(Names):
             numbers[new] = self._add_all(keys, codes[new], cells[new])
         return numbers
 
-    def _add_all(self, keys: Sequence[BlockKey], codes: Words, cells: Words) -> Sequence[int]:
+    def _add_all(self, keys: Sequence[BlockKey], codes: Words, cells: Words) -> Numbers:
         """New numbers for keys that have none: at once for the first key of each bucket with a free
         seat, then one by one."""
         buckets, first = np.unique(self._buckets_of(codes), return_index=True)
@@ -484,10 +484,11 @@ class CompactNames(Names):
         self._codes.array().ravel()[seats] = codes[first]
         self._seated.array().ravel()[seats] = added
         self._seat.array()[added] = seats
-        numbers = dict(zip(first.tolist(), added.tolist(), strict=True))
-        return [
-            numbers[place] if place in numbers else self.meet(key) for place, key in enumerate(keys)
-        ]
+        numbers = np.full(len(keys), -1, np.int64)
+        numbers[first] = added
+        for place in np.flatnonzero(numbers < 0).tolist():
+            numbers[place] = self.meet(keys[place])
+        return numbers
 
     def keep_all(self, numbers: Sequence[int] | Numbers) -> None:
         if len(numbers) < _FEW:
