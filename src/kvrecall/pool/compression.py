@@ -4,7 +4,7 @@ The bytes of one significance of all elements are stored side by side (a byte pl
 the exponents repeat, those with the mantissas hardly do. The width of an element is found out by
 trying.
 
-Whoever may write to the disk or the store forges frames with right checksums. So a value is one
+Who may write to the disk or the store can forge frames with right checksums. So a value is one
 call of a decoder that reads and writes within the bounds it is given, and no container, whose
 sizes and offsets would have to be believed.
 """

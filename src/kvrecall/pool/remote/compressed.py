@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from kvrecall.pool.compression import FRAME_BYTES, Codec, Compressor, unpack
-from kvrecall.pool.remote.sections import SECTION_BYTES, Sections, one_after_the_other
+from kvrecall.pool.remote.sections import SECTION_BYTES, Sections, first_found, one_after_the_other
 from kvrecall.pool.remote.store import Object, SizingStore, Store
 
 _SMALL_BYTES = 64
@@ -59,12 +59,7 @@ class CompressedStore:
         forms = [self._get_packed, self._get_plain]
         if not self._compressor.is_on:
             forms.reverse()
-        found = [False] * len(objects)
-        for form in forms:
-            missing = [place for place, is_there in enumerate(found) if not is_there]
-            for place, is_there in zip(missing, form([objects[p] for p in missing]), strict=True):
-                found[place] = is_there
-        return found
+        return [size >= 0 for size in first_found(objects, forms)]
 
     def remove(self, names: Sequence[str]) -> None:
         self._inner.remove([*map(_packed_name, names), *names])
@@ -111,16 +106,14 @@ class CompressedStore:
             begin += part.nbytes
         return begin + self._compressor.pack(large, into[begin:])
 
-    def _get_plain(self, objects: Sequence[Object]) -> list[bool]:
-        if not objects:
-            return []
+    def _get_plain(self, objects: Sequence[Object]) -> list[int]:
         began = time.perf_counter()
         answers = self._inner.get(objects)
         found = sum(item.nbytes for item, ok in zip(objects, answers, strict=True) if ok)
         self._moved(found, began, got=True)
-        return answers
+        return [0 if ok else -1 for ok in answers]
 
-    def _get_packed(self, objects: Sequence[Object]) -> list[bool]:
+    def _get_packed(self, objects: Sequence[Object]) -> list[int]:
         def get(some: Sequence[Object], section: memoryview) -> list[int]:
             pieces = list(one_after_the_other([i.nbytes + FRAME_BYTES for i in some], section))
             began = time.perf_counter()
@@ -133,7 +126,7 @@ class CompressedStore:
                 for item, piece, size in zip(some, pieces, sizes, strict=True)
             ]
 
-        return [size >= 0 for size in self._sections.answers(objects, FRAME_BYTES, get, False)]
+        return self._sections.answers(objects, FRAME_BYTES, get, False)
 
     def _unpack(self, value: memoryview, item: Object) -> bool:
         smalls, large = _split(item)
