@@ -32,7 +32,7 @@ _SAMPLE_BYTES = 128 << 10
 _TRY_EVERY = 256  # values of one size
 _LEAST_GAIN = 0.95  # of the plain bytes; values that stay larger are stored plain
 _SKIPPED = 16  # values of a size that are stored plain after one that did not shrink
-_SLOW_S = 2e-9  # for a byte, from which `auto` compresses
+_SLOW_S = 4e-9  # for a byte, from which `auto` compresses, also where processors are busy
 
 _FRAME = struct.Struct("<4sBBxxQQQ")
 """Magic, codec, width, plain and stored bytes, checksum of the stored."""
@@ -62,8 +62,8 @@ class Compressor:
 
     `auto` is Zstandard where the medium is slow, so that no value arrives much later than plain. A
     plain byte takes ``s`` seconds to get; compressed to ``1 / r`` it takes ``s / r``, and ``u`` to
-    unpack. With a model's KV (``r`` about 1.6, ``u`` 0.5 ns) that is less below 0.7 GB/s. ``s`` is
-    measured by gets, before any by puts.
+    unpack. With a model's KV (``r`` about 1.6, ``u`` 0.5 ns on a free core) that is less below 0.7
+    GB/s; the limit is 0.25. ``s`` is measured by gets, before any by puts.
     """
 
     def __init__(self, compression: Codec | Literal["auto"]) -> None:
