@@ -158,7 +158,7 @@ def test_keys_chosen_to_share_a_bucket_cost_neither_time_nor_memory(at_once: int
     crowd = [SPACES[0].key((2 * n + 1).to_bytes(32, "big")) for n in range(20_000)]
     for start in range(0, len(crowd), at_once):
         names.keep_all(names.meet_many(crowd[start : start + at_once]))
-    assert len(names._directory) <= 16 * names._buckets
+    assert len(names._directory.cells) <= 16 * names._buckets
     assert names._buckets < 100
     found = names.numbers_of(crowd).tolist()
     assert sorted(found) == list(range(len(crowd)))
@@ -243,7 +243,7 @@ def test_columns_and_table_use_no_huge_pages() -> None:
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("the kernel has none")
     names = CompactNames(most=1 << 24)
-    for column in (names.column("q"), names._codes):
+    for column in (names.column("q"), names._codes, names._directory):
         flags = flags_of(column.array().ctypes.data)
         assert "nh" in flags
         assert "hg" not in flags

@@ -179,10 +179,6 @@ class MemoryColumn(Column):
             self.pages.madvise(mmap.MADV_NOHUGEPAGE)
         super().__init__(memoryview(self.pages).cast(kind))
 
-    def take_all(self) -> None:
-        """Takes the memory of all cells, which are zero, from the system."""
-        np.frombuffer(self.pages, np.uint8)[:: mmap.PAGESIZE] = 0
-
     def grow(self, room: int) -> None:
         """Makes room for that many numbers. Without the address space for them the system moves
         the pages, which copies nothing, but takes a millisecond for 250 MiB and makes each page
@@ -242,8 +238,8 @@ class CompactNames(Names):
         self._long: dict[int, BlockKey] = {}  # keys that do not fit their cell
         self._bits = max(1, (room // _FILLED).bit_length())
         self._buckets = 1 << self._bits
-        self._directory = np.arange(self._buckets, dtype=np.int32)
-        self._bucket_of = self._directory.data
+        self._directory = MemoryColumn("i", 1, self._buckets)  # buckets by the upper bits of codes
+        self._directory.array()[:] = np.arange(self._buckets)
         self._bucket_room = 2 * self._buckets
         reserved = 4 * most // _SEATS
         self._codes = MemoryColumn("Q", _SEATS, self._bucket_room, reserved)  # 0: a free seat
@@ -291,7 +287,7 @@ class CompactNames(Names):
         return code ^ code >> 32 | 1
 
     def _find(self, key: BlockKey, code: int) -> int:
-        begin = self._bucket_of[code >> 64 - self._bits] * _SEATS
+        begin = self._directory.cells[code >> 64 - self._bits] * _SEATS
         codes = self._codes.cells[begin : begin + _SEATS].tolist()
         if code in codes:
             number: int = self._seated.cells[begin + codes.index(code)]
@@ -331,7 +327,7 @@ class CompactNames(Names):
         else:
             self._cells.cells[begin : begin + _CELL] = key + _ENDS[len(key)]
             while True:
-                bucket = self._bucket_of[code >> 64 - self._bits]
+                bucket = self._directory.cells[code >> 64 - self._bits]
                 begin = bucket * _SEATS
                 codes = self._codes.cells[begin : begin + _SEATS].tolist()
                 if code not in codes and 0 in codes:
@@ -352,11 +348,12 @@ class CompactNames(Names):
         directory would be too long for the number of buckets."""
         bits = self._bits_of.cells[bucket]
         if bits == self._bits:
-            if len(self._directory) >= _SPREAD * self._buckets:
+            if 1 << bits >= _SPREAD * self._buckets:
                 return False
-            self._directory = self._directory.repeat(2)
-            self._bucket_of = self._directory.data
             self._bits += 1
+            doubled = MemoryColumn("i", 1, 1 << self._bits)
+            doubled.array().reshape(-1, 2)[:] = self._directory.array()[:, None]
+            self._directory = doubled
         new = self._buckets
         if new == self._bucket_room:
             self._bucket_room *= 2
@@ -366,7 +363,7 @@ class CompactNames(Names):
         self._bits_of.cells[bucket] = self._bits_of.cells[new] = bits + 1
         half = 1 << self._bits - bits - 1
         upper = (code >> 64 - bits << self._bits - bits) + half
-        self._directory[upper : upper + half] = new
+        self._directory.array()[upper : upper + half] = new
         to = new * _SEATS
         for seat in range(bucket * _SEATS, (bucket + 1) * _SEATS):
             code = self._codes.cells[seat]
@@ -434,7 +431,7 @@ class CompactNames(Names):
 
     def _buckets_of(self, codes: Words) -> Numbers:
         entries = (codes >> np.uint64(64 - self._bits)).astype(np.int64)
-        return self._directory.take(entries).astype(np.int64)
+        return self._directory.array().take(entries).astype(np.int64)
 
     def _find_all(self, keys: Sequence[BlockKey], codes: Words, cells: Words | None) -> Numbers:
         """The number of each key that has one of these codes, and the cell unless None [keys]."""
