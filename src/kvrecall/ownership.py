@@ -21,10 +21,11 @@ def exposure(path: Path, status: os.stat_result, forbidden: int, root_too: bool 
             f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}; give it to this user "
             f"(chown), or use another {'folder' if is_folder else 'file'}"
         )
-    if mode & forbidden:
-        do = "can write to" if forbidden == WRITE else "may read"
-        return (
-            f"{path} has mode {mode:04o}, so others {do} it; run: chmod "
-            f"{700 if is_folder else 600} {path}"
-        )
-    return ""
+    if not mode & forbidden:
+        return ""
+    do, cure = "may read", f"run: chmod {700 if is_folder else 600} {path}"
+    if forbidden == WRITE:
+        do = "can write to"
+        if is_folder:
+            cure += ", or name a folder below it, which kvrecall makes"
+    return f"{path} has mode {mode:04o}, so others {do} it; {cure}"

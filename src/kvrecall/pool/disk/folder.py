@@ -106,7 +106,7 @@ def _check_own(folder: Path, status: os.stat_result) -> None:
             f"{os.path.realpath(folder)}"
         )
     if why := exposure(folder, status, WRITE):
-        raise TierError(f"disk_path: {why}, or name a folder below it, which kvrecall makes")
+        raise TierError(f"disk_path: {why}")
 
 
 def _keep_private(fd: int, folder: Path) -> None:

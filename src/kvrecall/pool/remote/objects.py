@@ -407,10 +407,7 @@ def _own_folder(folder: Path) -> int:
         raise ConfigError(f"remote: url is 'file://{folder}': {why}") from error
     if why := exposure(folder, os.fstat(fd), WRITE):
         os.close(fd)
-        raise ConfigError(
-            f"remote: url is 'file://{folder}': {why}, or name a folder below it, which kvrecall "
-            "makes"
-        )
+        raise ConfigError(f"remote: url is 'file://{folder}': {why}")
     return fd
 
 
