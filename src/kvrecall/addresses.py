@@ -1,4 +1,4 @@
-"""Network addresses in settings."""
+"""Network addresses."""
 
 from __future__ import annotations
 
