@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import random
 import statistics
 import tempfile
@@ -295,7 +296,7 @@ class Machine:
     def __init__(self, nbytes: int) -> None:
         """``nbytes``: of the memory that is read, which is taken from the system now."""
         column = MemoryColumn("q", 1, nbytes // 8)
-        column.take_all()
+        column.array()[:: mmap.PAGESIZE // 8] = 0  # takes the memory from the system now
         self._cells = column.cells
         self._random = random.Random(1)
         self.idle, self.memory = (WatchedLock(threading.Lock()) for _ in range(2))
