@@ -101,8 +101,8 @@ def test_many_names_are_met_at_once(expected: int, hash_of: Callable[[BlockKey],
         part = keys[start : start + 2000]
         numbers = names.meet_many(part)
         assert len(set(numbers.tolist())) == len(part)
-        names.keep_many(numbers)
-    names.keep_many(names.meet_many([key(7), key(7), keys[5]]))
+        names.keep_all(numbers)
+    names.keep_all(names.meet_many([key(7), key(7), keys[5]]))
     assert len(names) == len(keys) + 1
     found = names.numbers_of(keys).tolist()
     assert sorted([*found, names.number(key(7))]) == list(range(len(keys) + 1))
@@ -213,7 +213,7 @@ def test_columns_with_address_space_do_not_move() -> None:
     column = names.column("q")
     cells, before = column.cells, column.array().ctypes.data
     numbers = names.meet_many([SPACES[0].key(n.to_bytes(32)) for n in range(20_000)])
-    names.keep_many(numbers)
+    names.keep_all(numbers)
     assert len(numbers) == names.size > 1 << 12, "more than there was room for"
     column.cells[names.size - 1] = 7
     assert column.cells is cells

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.ma  # which unique() imports at its first call, in 6 ms: not under a lock
 import numpy.typing as npt
 
-from kvrecall.block import NAMESPACE_BYTES, BlockKey, is_tail
+from kvrecall.block import BlockKey
 
 Numbers = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -71,9 +71,8 @@ class Names(ABC):
         """Frees those of these numbers that are not kept."""
 
     @abstractmethod
-    def column(self, kind: Kind, width: int = 1, is_rare: bool = False) -> Column:
-        """A new column with ``width`` cells of a kind (of ``array``) for each number, all zero.
-        ``is_rare``: most may stay zero, so no memory is taken for them ahead."""
+    def column(self, kind: Kind, width: int = 1) -> Column:
+        """A new column with ``width`` cells of a kind (of ``array``) for each number, all zero."""
 
     def numbers(self, keys: Sequence[BlockKey]) -> Sequence[int]:
         """``number`` of each."""
@@ -151,7 +150,7 @@ class DictNames(Names):
                 del self._numbers[key]
                 self._free.append(number)
 
-    def column(self, kind: Kind, width: int = 1, is_rare: bool = False) -> Column:
+    def column(self, kind: Kind, width: int = 1) -> Column:
         assert width == 1, "wide columns are for compact names"
         self._columns.append([0] * len(self._keys))
         return Column(self._columns[-1])
@@ -255,12 +254,9 @@ class CompactNames(Names):
         """All numbers are below it."""
         return self._size
 
-    def column(self, kind: Kind, width: int = 1, is_rare: bool = False) -> MemoryColumn:
+    def column(self, kind: Kind, width: int = 1) -> MemoryColumn:
         self._columns.append(MemoryColumn(kind, width, self._room, self._most))
         return self._columns[-1]
-
-    def prepare(self, count: int) -> None:
-        """Does nothing."""
 
     def key(self, number: int) -> BlockKey:
         cells, begin = self._cells.cells, number * _CELL
@@ -268,14 +264,6 @@ class CompactNames(Names):
         if size == _TOO_LONG:
             return self._long[number]
         return BlockKey(bytes(cells[begin : begin + size]))
-
-    def is_tail(self, number: int) -> bool:
-        """``block.is_tail`` of the key."""
-        return is_tail(self.key(number))
-
-    def is_same_space(self, number: int, other: int) -> bool:
-        """Whether both keys are of one namespace."""
-        return self.key(number)[:NAMESPACE_BYTES] == self.key(other)[:NAMESPACE_BYTES]
 
     # -- one -------------------------------------------------------------------------------
 
@@ -492,8 +480,6 @@ class CompactNames(Names):
             super().keep_all(numbers)
         else:
             np.add.at(self._refs.array(), np.asarray(numbers, np.int64), 1)
-
-    keep_many = keep_all
 
     def drop_all(self, numbers: Sequence[int] | Numbers) -> None:
         if len(numbers) < _FEW:

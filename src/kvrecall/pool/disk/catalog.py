@@ -44,7 +44,6 @@ from kvrecall.pool.tier import Outcome
 
 _STALE_S = 10.0  # a last use is written to the index again when it is older than this
 _RECOVERED = 512  # rows taken over under one hold
-_PREPARED = 8 * _RECOVERED  # names for which there is memory before the lock is taken
 _AT_ONCE = 64  # blocks that change under one hold of the lock: half a millisecond, on slow memory
 _ADDED = 32  # new blocks, the same
 _SCANNED = 1 << 12  # numbers looked through under one hold
@@ -350,7 +349,6 @@ class Catalog(EntryTable):
         it does not: dropped since the recovery began, or here already."""
         refused: list[int] = []
         for places in _turns(range(len(rows.keys)), _RECOVERED):
-            self.prepare()
             self.settle()
             if not self._take_many(rows, slice(places[0], places[-1] + 1)):
                 refused += self._take_each(rows, places)
@@ -402,10 +400,10 @@ class Catalog(EntryTable):
                 return False
             names = self._table
             numbers = names.meet_many(keys)
-            names.keep_many(numbers)
+            names.keep_all(numbers)
         with self._lock:
             above = names.meet_many(over)
-            names.keep_many(above)
+            names.keep_all(above)
             late = self._late  # what was said, and came, meanwhile
             if late is None or late.has_any or self._state.array()[numbers].any():
                 names.drop_all([*numbers.tolist(), *above.tolist()])
@@ -455,11 +453,6 @@ class Catalog(EntryTable):
                 return False
             self._settle(order[start : start + _RECOVERED].tolist())
         return True
-
-    def prepare(self) -> None:
-        """Has memory for the next new names, so that it need not be taken from the system under the
-        lock."""
-        self._table.prepare(_PREPARED)
 
     def publish(self, rows: Sequence[IndexRow]) -> None:
         """Makes durable blocks visible. The orders know them after ``settle``."""
