@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ class HostPlan:
         first, end = places[0], places[-1] + 1
         self.tokens = torch.tensor(places)
         self.span = slice(first, end) if places == list(range(first, end)) else None
-        self.work = torch.empty(0)
+        self.work: Any = None
         self.search = None if layout is None else self._prepared(shape, sequences, layout)
 
     def enter(self, at: int, sequence: SparseSequence, places: Ints, away: Ints) -> None:
