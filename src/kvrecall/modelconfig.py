@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import enum
 import json
 import os
 import re
@@ -57,6 +58,28 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 _MOST = 1 << 53  # no number of a model is larger
 _PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
 """Where models of several kinds of input have the fields of their text model."""
+
+
+class Kind(enum.StrEnum):
+    """Which blocks of a prefix a layer needs to continue it."""
+
+    FULL = "full"  # all of them
+    WINDOW = "window"  # those that the last tokens attend to
+    CHUNK = "chunk"  # those since the last multiple of the chunk's size
+    STATE = "state"  # the one that ends with it
+
+    def needed(self, reach: int, tokens: int, block_tokens: int) -> range:
+        """The blocks that a hit of ``tokens`` needs; ``reach``: of a window or chunk, in tokens."""
+        end = -(-tokens // block_tokens)
+        match self:
+            case Kind.FULL:
+                return range(end)
+            case Kind.WINDOW:
+                return range(max(0, tokens - reach + 1) // block_tokens, end)
+            case Kind.CHUNK:
+                return range(tokens // reach * reach // block_tokens, end)
+            case Kind.STATE:
+                return range(max(0, end - 1), end)
 
 
 def hub_cache() -> Path:

@@ -49,7 +49,7 @@ from kvrecall.engines.vllm.connector.wire import (
     StepReport,
 )
 from kvrecall.plan.groups import Group
-from kvrecall.plan.layers import Kind
+from kvrecall.modelconfig import Kind
 from kvrecall.pool import Pool
 from kvrecall.testing.blocks import wait_until
 

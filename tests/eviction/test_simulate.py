@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvrecall.errors import ConfigError
+from kvrecall.pool.eviction import POLICY_NAMES
 from kvrecall.simulate.cli import app
 from kvrecall.simulate.replay import TierSpec, clairvoyant_hits, replay
 from kvrecall.simulate.trace import Trace, TraceError, read_trace, trace_of
@@ -45,23 +46,10 @@ def hits(trace: Trace, policy: str, *capacities: int) -> int:
 
 def nearest_hits(trace: Trace, policy: str, *capacities: int) -> int:
     tiers = [TierSpec(f"tier{n}", capacity) for n, capacity in enumerate(capacities)]
-    return replay(trace, tiers, policy).tiers[0].hits
+    return replay(trace, tiers, policy).tiers[0].read
 
 
 # -- golden counts ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("policy", "golden"),
-    [("lru", 0.1571), ("fifo", 0.1564), ("lfu", 0.1341), ("s3fifo", 0.1644)],
-)
-def test_golden_rates(mixed: Trace, policy: str, golden: float) -> None:
-    assert round(hits(mixed, policy, 1_000) / mixed.blocks, 4) == golden
-
-
-@pytest.mark.parametrize(("capacity", "golden"), [(500, 0.2881), (1_000, 0.3280), (5_000, 0.3308)])
-def test_golden_bounds(mixed: Trace, capacity: int, golden: float) -> None:
-    assert round(clairvoyant_hits(mixed, capacity) / mixed.blocks, 4) == golden
 
 
 @pytest.mark.parametrize("capacity", [500, 1_000])
@@ -79,8 +67,6 @@ def test_hazard_closes_part_of_the_gap(mixed: Trace, capacity: int) -> None:
         ("lru", 10_000, 0.2116),
         ("lru", 30_000, 0.3257),
         ("lru", 97_656, 0.3635),
-        ("fifo", 5_859, 0.1255),
-        ("lfu", 5_859, 0.0969),
         ("s3fifo", 5_859, 0.1520),
     ],
 )
@@ -161,15 +147,15 @@ def test_tiers_serve_from_the_nearest() -> None:
     trace = trace_of("t", [(0, [1, 2]), (1, [3, 4]), (2, [1, 2]), (3, [1, 2])])
     outcome = replay(trace, [TierSpec("host", 2), TierSpec("disk", 10)], "lru")
     host, disk = outcome.tiers
-    assert (disk.hits, host.hits) == (2, 2)
-    assert (host.writes, disk.writes) == (6, 4)
-    assert (host.evictions, disk.evictions) == (4, 0)
+    assert (disk.read, host.read) == (2, 2)
+    assert (host.written, disk.written) == (6, 4)
+    assert (host.evicted, disk.evicted) == (4, 0)
     assert outcome.hit_rate == 0.5
 
 
 def test_a_chain_longer_than_the_tier() -> None:
     trace = trace_of("t", [(0, range(10)), (1, range(10))])
-    for policy in ("lru", "fifo", "lfu", "s3fifo", "hazard"):
+    for policy in ("lru", "s3fifo", "hazard"):
         assert hits(trace, policy, 4) == 4
 
 
@@ -335,7 +321,7 @@ def test_command_compares_and_ends_with_json(small: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "clairvoyant" in result.stdout
     row = json.loads(result.stdout.splitlines()[-1])
-    assert [p["policy"] for p in row["policies"]] == ["lru", "fifo", "lfu", "s3fifo", "hazard"]
+    assert [p["policy"] for p in row["policies"]] == list(POLICY_NAMES)
     assert row["hit_rate"] == max(p["hit_rate"] for p in row["policies"])
     assert [tier["tier"] for tier in row["policies"][0]["tiers"]] == ["host", "disk"]
 

@@ -15,9 +15,9 @@ from support import configs
 from typer.testing import CliRunner
 
 from kvrecall.errors import ConfigError
+from kvrecall.modelconfig import Kind
 from kvrecall.plan.cli import app
 from kvrecall.plan.groups import Group, hit_unit
-from kvrecall.plan.layers import Kind
 from kvrecall.plan.model import ModelShape, read_shape
 from kvrecall.plan.sizing import hit_bytes
 from kvrecall.simulate.cli import app as simulate

@@ -14,9 +14,8 @@ from rich.text import Text
 from kvrecall.config import DEFAULT_POLICY, format_count, format_size, parse_size
 from kvrecall.environment import CPU_KV_SPACE
 from kvrecall.errors import ConfigError, errors_shown
-from kvrecall.modelconfig import find_config, hub_cache
+from kvrecall.modelconfig import Kind, find_config, hub_cache
 from kvrecall.plan.groups import Group, chain_of, hit_unit
-from kvrecall.plan.layers import Kind
 from kvrecall.plan.model import ModelShape, read_shape
 from kvrecall.plan.sizing import (
     BreakEven,

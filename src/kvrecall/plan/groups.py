@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, lcm
 
-from kvrecall.plan.layers import Cache, Kind
+from kvrecall.modelconfig import Kind
+from kvrecall.plan.layers import Cache
 
 _ALIGNMENT = 16  # tokens that divide a block of attention layers, in backends for GPUs
 _LATENT_ALIGNMENT = 128  # of blocks beside recurrent layers
@@ -61,16 +62,7 @@ class Group:
 
     def needed(self, hit: int) -> int:
         """Records that a hit of ``hit`` tokens, a multiple of all block sizes, loads."""
-        every = -(-hit // self.block_tokens)
-        match self.kind:
-            case Kind.FULL:
-                return every
-            case Kind.WINDOW:
-                return every - max(0, hit - self.reach + 1) // self.block_tokens
-            case Kind.CHUNK:
-                return every - hit // self.reach * self.reach // self.block_tokens
-            case Kind.STATE:
-                return min(1, every)
+        return len(self.kind.needed(self.reach, hit, self.block_tokens))
 
 
 @dataclass(frozen=True, slots=True)

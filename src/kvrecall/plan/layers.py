@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass
 
 from kvrecall.errors import ConfigError
-from kvrecall.modelconfig import Fields
+from kvrecall.modelconfig import Fields, Kind
 
 DTYPE_BYTES = {
     "float32": 4, "float": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2,
@@ -34,15 +34,6 @@ _STATE = ("linear_attention", "mamba", "mamba2", "M", "conv", "kda")
 _BOTH = ("hybrid",)
 _DENSE = ("mlp", "-")
 _EXPERTS = ("moe", "E")
-
-
-class Kind(enum.StrEnum):
-    """Which blocks of a prefix a layer needs to continue it."""
-
-    FULL = "full"  # all of them
-    WINDOW = "window"  # those that the last tokens attend to
-    CHUNK = "chunk"  # those since the last multiple of the chunk's size
-    STATE = "state"  # the one that ends with it
 
 
 @dataclass(frozen=True, slots=True)

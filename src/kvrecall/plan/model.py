@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrecall.errors import ConfigError
-from kvrecall.modelconfig import Fields, read_fields
+from kvrecall.modelconfig import Fields, Kind, read_fields
 from kvrecall.plan.groups import Group, groups_of
 from kvrecall.plan.layers import (
     DTYPE_BYTES,
     Cache,
     Ffn,
-    Kind,
     Layer,
     dtype_of,
     experts_of,

@@ -12,10 +12,10 @@ from pathlib import Path
 from kvrecall.engines.base import CONTEXT_PARALLEL, ServeSpec
 from kvrecall.engines.vllm.compat.versions import DISTRIBUTIONS, installed_version
 from kvrecall.errors import ConfigError
-from kvrecall.modelconfig import Fields, find_config, hub_cache, read_fields
+from kvrecall.modelconfig import Fields, Kind, find_config, hub_cache, read_fields
 from kvrecall.nicety import nicety
 from kvrecall.plan.groups import chain_of, groups_of
-from kvrecall.plan.layers import Cache, Kind, read_layers
+from kvrecall.plan.layers import Cache, read_layers
 from kvrecall.server.plan import BLOCK_SIZE
 
 _CPU_KV = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
