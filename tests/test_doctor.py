@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ from support import configs
 from support.commands import Commands
 from typer.testing import CliRunner
 
-from kvrecall.config import DiskConfig, PoolConfig
+from kvrecall.config import DiskConfig, PoolConfig, RecallSettings
 from kvrecall.doctor import cli, installed
-from kvrecall.doctor.finding import Finding, State
-from kvrecall.doctor.pool import check_disk, file_system_of, read_settings
+from kvrecall.doctor.pool import check_folder, check_pool, file_system_of, read_settings
 from kvrecall.engines.vllm.compat.versions import BUILT_ON, SUPPORTED
 from kvrecall.pool import Pool
 from kvrecall.pool.service.endpoint import ServiceThread
+from kvrecall.server.checks import Finding, State
 from kvrecall.testing.blocks import chain
 from kvrecall.testing.pool_contract import Engine
 from kvrecall.testing.tier_contract import NAMESPACE
@@ -45,8 +44,8 @@ def one(report: dict[str, Any], area: str, check: str) -> dict[str, Any]:
     return found
 
 
-def states(findings: Iterator[Finding]) -> dict[str, State]:
-    return {each.check: each.state for each in findings}
+def of_pool(config: PoolConfig) -> dict[str, Finding]:
+    return {each.check: each for each in check_pool(RecallSettings(config))}
 
 
 def test_the_shape_of_json() -> None:
@@ -217,10 +216,10 @@ def test_what_lies_on_disk_already(tmp_path: Path) -> None:
     config = PoolConfig(8 * MIB, DiskConfig(tmp_path, 16 * MIB))
     with Pool.open(config) as pool:
         fill(pool, 5)
-        found = {each.check: each for each in check_disk(DiskConfig(tmp_path, 16 * MIB))}
+        found = of_pool(config)
         assert found["disk"].figures["holder"] == str(os.getpid())
     before = {path.name for path in tmp_path.iterdir()}
-    for each in (found, {f.check: f for f in check_disk(DiskConfig(tmp_path, 16 * MIB))}):
+    for each in (found, of_pool(config)):
         (stored,) = each["stored"].figures["namespaces"]  # type: ignore[misc]
         assert stored["blocks"] == 5
     assert {path.name for path in tmp_path.iterdir()} == before
@@ -257,8 +256,8 @@ def test_file_systems(folder: str, kind: str) -> None:
 
 
 def test_a_folder_in_memory_is_a_warning() -> None:
-    found = check_disk(DiskConfig(Path("/dev/shm/kvrecall-doctor"), 8 * MIB))
-    assert states(found)["file system"] is State.WARNING
+    (found, *_) = check_folder(DiskConfig(Path("/dev/shm/kvrecall-doctor"), 8 * MIB))
+    assert (found.check, found.state) == ("file system", State.WARNING)
 
 
 def test_a_service(tmp_path: Path) -> None:

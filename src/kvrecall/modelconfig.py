@@ -16,7 +16,8 @@ from kvrecall.environment import CACHE_HOME, HUB_CACHE, HUB_HOME, OLD_HUB_CACHE
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import MAX_BYTES, read_json
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""Of a model of the Hugging Face hub."""
 
 _LINEAR = {
     "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
@@ -100,7 +101,7 @@ def find_config(model: str, cache: Path) -> Path:
         if not (path / "config.json").exists():
             raise ConfigError(f"{path}: is not a model folder: it has no config.json")
         return path / "config.json"
-    if path.exists() or not _HUB_ID.fullmatch(model):
+    if path.exists() or not HUB_ID.fullmatch(model):
         return path
     copy = cache / f"models--{model.replace('/', '--')}"
     with contextlib.suppress(OSError):

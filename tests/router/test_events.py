@@ -20,7 +20,7 @@ from kvrecall.pool.history import EventHistory
 from kvrecall.router import events
 from kvrecall.router.events import Publisher, Subscription
 from kvrecall.router.holdings import HashRule
-from kvrecall.server.preflight import check_port
+from kvrecall.server.checks import check_port
 from kvrecall.testing.blocks import wait_until
 
 kv_events = pytest.importorskip("vllm.distributed.kv_events")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import kvrecall
-from kvrecall.doctor.finding import Finding, State
 from kvrecall.engines.vllm.compat.versions import (
     BUILT_ON,
     DISTRIBUTIONS,
@@ -22,6 +21,7 @@ from kvrecall.engines.vllm.compat.versions import (
     installed_version,
 )
 from kvrecall.engines.vllm.probe import MARK
+from kvrecall.server.checks import Finding, State
 
 _AREA = "installed"
 _ENGINE = "engine"

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 
 from kvrecall.config import format_size
-from kvrecall.doctor.finding import Finding, State
 from kvrecall.pool.arena import available_memory
+from kvrecall.server.checks import Finding, State
 
 _AREA = "machine"
 _FEATURES = (

@@ -7,15 +7,14 @@ from collections import Counter
 from collections.abc import Iterator
 
 from kvrecall.config import DEFAULT_MATCH_UNIT, MatchUnit, RecallSettings, format_size
-from kvrecall.doctor.finding import Finding, State
 from kvrecall.errors import ConfigError
 from kvrecall.modelconfig import Fields, find_config, hub_cache
 from kvrecall.plan.groups import Group, chain_of, hit_unit
 from kvrecall.plan.model import ModelShape, read_shape
 from kvrecall.plan.sizing import Use, sequence_of
 from kvrecall.pool.slots import slot_bytes_of
+from kvrecall.server.checks import Finding, State, check_model
 from kvrecall.server.plan import BLOCK_SIZE
-from kvrecall.server.preflight import check_model
 from kvrecall.server.servable import Machine, fields_of, refusals
 
 _AREA = "model"

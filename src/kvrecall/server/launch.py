@@ -17,7 +17,7 @@ from kvrecall.engines.base import Role, ServeSpec
 from kvrecall.environment import VLLM_KEY
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.jsonfile import read_object
-from kvrecall.server import preflight
+from kvrecall.server.checks import check_model, check_pool, check_port
 from kvrecall.server.plan import ENGINE_DEFAULTS, Plan, Plane, shared_listeners
 from kvrecall.server.servable import check_served
 from kvrecall.traces import OPTION, check_endpoint
@@ -158,15 +158,12 @@ def check(plan: Plan) -> tuple[str, ...]:
 
     Raises ConfigError or TierError.
     """
-    found: tuple[str, ...] = ()
     from kvrecall.engines.vllm.compat.options import check_options, installed_options
     from kvrecall.engines.vllm.compat.versions import require_installed_version
 
     require_installed_version()
     spec = plan.spec
-    preflight.check_model(spec.model)
     check_options(spec.options, spec.extra_args, installed_options())
-    check_served(spec)
     endpoint = _traces_endpoint(spec)
     if endpoint is not None:
         check_endpoint(endpoint)
@@ -176,15 +173,24 @@ def check(plan: Plan) -> tuple[str, ...]:
         from kvrecall.attention.settings import RetrievalSettings  # imports torch
 
         RetrievalSettings.from_environ(os.environ)
-    if spec.recall is not None:
-        settings = RecallSettings.from_mapping(spec.recall)
-        if settings.service is None:  # the service owns memory and disk, and may start later
-            preflight.check_pool(settings.pool)
-            found = preflight.doubts(settings.pool)
+    found = check_settings(plan)
     for host, port in ((spec.host, spec.port), *((x.host, x.port) for x in spec.listeners)):
-        preflight.check_port(host, port)
+        check_port(host, port)
     plan.check_reach(_has_key(spec))
     return found
+
+
+def check_settings(plan: Plan, here: bool = True) -> tuple[str, ...]:
+    """Checks the model and the pool of a plan, as ``check`` does. ``here``: as in
+    ``pool_findings``."""
+    check_model(plan.spec.model)
+    check_served(plan.spec)
+    if plan.spec.recall is None:
+        return ()
+    settings = RecallSettings.from_mapping(plan.spec.recall)
+    if settings.service is not None:  # it owns memory and disk, and may start later
+        return ()
+    return check_pool(settings.pool, here)
 
 
 def _has_key(spec: ServeSpec) -> bool:

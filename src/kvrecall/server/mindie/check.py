@@ -12,15 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvrecall.config import RecallSettings
 from kvrecall.errors import ConfigError, ExitStatus, KvrecallError
 from kvrecall.jsonfile import JsonPath
+from kvrecall.server.launch import check_settings
 from kvrecall.server.mindie.planner import Beside, plan_config
 from kvrecall.server.mindie.reader import Problems, dotted, read_config
 from kvrecall.server.mindie.schema import Effect, effect_of, fields_of
 from kvrecall.server.plan import Plan
-from kvrecall.server.preflight import check_model, check_terms, doubts
-from kvrecall.server.servable import check_served
 
 EXAMPLE = r"""{
   "Version": "1.0.0",
@@ -120,14 +118,7 @@ def report(file: Path, every: bool, allow_plaintext: bool = False) -> dict[str, 
 def _planned(file: Path, allow_plaintext: bool) -> Plan:
     """The plan of a file, with its model and pool checked. Raises KvrecallError."""
     plan = plan_config(file, Beside(allow_plaintext=allow_plaintext))
-    check_model(plan.spec.model)
-    check_served(plan.spec)
-    if plan.spec.recall is not None:
-        settings = RecallSettings.from_mapping(plan.spec.recall)
-        if settings.service is None:
-            check_terms(settings.pool)
-            return replace(plan, warnings=(*plan.warnings, *doubts(settings.pool)))
-    return plan
+    return replace(plan, warnings=(*plan.warnings, *check_settings(plan, here=False)))
 
 
 def _console() -> Console:
