@@ -32,16 +32,6 @@ class TestLru(PolicyContract):
         return make_policy("lru", self.CAPACITY)
 
 
-class TestFifo(PolicyContract):
-    def make(self) -> EvictionPolicy:
-        return make_policy("fifo", self.CAPACITY)
-
-
-class TestLfu(PolicyContract):
-    def make(self) -> EvictionPolicy:
-        return make_policy("lfu", self.CAPACITY)
-
-
 class TestS3Fifo(PolicyContract):
     def make(self) -> EvictionPolicy:
         return make_policy("s3fifo", self.CAPACITY)
@@ -109,18 +99,9 @@ class TestTaughtHazard(PolicyContract):
         return TaughtPolicy(self.CAPACITY)
 
 
-class TestHazardWithoutMemory(PolicyContract):
-    def make(self) -> EvictionPolicy:
-        return TaughtPolicy(self.CAPACITY, remember=0)
-
-
 class TestHazardWithLittleMemory(PolicyContract):
     def make(self) -> EvictionPolicy:
         return TaughtPolicy(self.CAPACITY, remember=30)
-
-
-def test_every_policy_has_its_name() -> None:
-    assert [make_policy(name, 5).name for name in POLICY_NAMES] == list(POLICY_NAMES)
 
 
 @pytest.mark.parametrize(
