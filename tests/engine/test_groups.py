@@ -48,8 +48,8 @@ from kvrecall.engines.vllm.connector.wire import (
     Load,
     StepReport,
 )
-from kvrecall.plan.groups import Group
 from kvrecall.modelconfig import Kind
+from kvrecall.plan.groups import Group
 from kvrecall.pool import Pool
 from kvrecall.testing.blocks import wait_until
 

@@ -11,7 +11,7 @@ from support.collector import Span, Spans, by_grpc
 
 from kvrecall.engines.vllm.connector.traces import Traces
 from kvrecall.engines.vllm.connector.wire import EngineFacts
-from kvrecall.lab.ports import free_port
+from kvrecall.processes.ports import free_port
 
 from .engine import Engine, prompt_of
 from .exactness import BLOCK, hits, push_out_of_host
