@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvrecall.simulate.replay import clairvoyant_hits
 from kvrecall.simulate.workload import make_workload
 from kvrecall_lab.variants import doubled, part, thinned
 
