@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 from kvrecall.block import BlockKey
-from kvrecall.simulate.trace import Request, Trace, block_key
+from kvrecall.simulate.trace import Trace, TraceRequest, block_key
 
 
 def silent(trace: Trace) -> Trace:
@@ -28,7 +28,7 @@ def thinned(trace: Trace, every: int) -> Trace:
     uses = Counter(key for request in trace.requests for key in request.chain)
     common = len(trace.requests) / 50
 
-    def is_kept(request: Request) -> bool:
+    def is_kept(request: TraceRequest) -> bool:
         own = next((key for key in request.chain if uses[key] < common), request.chain[-1])
         return random.Random(own).randrange(1 << 30) % every == 0
 
@@ -41,11 +41,11 @@ def doubled(trace: Trace, later: float) -> Trace:
     the first block of each request."""
     twins: dict[BlockKey, BlockKey] = {}
 
-    def twin(request: Request) -> Request:
+    def twin(request: TraceRequest) -> TraceRequest:
         for key in request.chain[1:]:
             twins.setdefault(key, block_key(-1 - len(twins)))
         chain = request.chain[:1] + tuple(twins[key] for key in request.chain[1:])
-        return Request(request.now + later, chain, request.is_partial)
+        return TraceRequest(request.now + later, chain, request.is_partial)
 
     both = [*trace.requests, *map(twin, trace.requests)]
     return Trace(f"{trace.name}x2", tuple(sorted(both, key=lambda request: request.now)))

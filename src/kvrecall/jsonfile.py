@@ -1,9 +1,9 @@
 """Reads hand-written JSON files strictly; errors name line, column, cause and cure.
 
-The standard library says whether a text is JSON; ``_Reader`` then notes where each value stands, so
-that a wrong *value* can be pointed at too, and refuses what JSON does not have (NaN, repeated keys,
-unlimited nesting). ``_explained`` recognises common mistakes in pasted configuration: full-width
-punctuation, missing colons and braces, comments, trailing commas.
+The standard library says whether a text is JSON; ``_PlaceReader`` then notes where each value
+stands, so that a wrong *value* can be pointed at too, and refuses what JSON does not have (NaN,
+repeated keys, unlimited nesting). ``_explained`` recognises common mistakes in pasted
+configuration: full-width punctuation, missing colons and braces, comments, trailing commas.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _parsed(text: str, origin: _Origin) -> tuple[object, dict[JsonPath, int]]:
     if _FRAGMENT.match(text, start):
         raise json.JSONDecodeError(_without_braces(text, origin), text, start)
     _check_grammar(text)
-    reader = _Reader(text, origin)
+    reader = _PlaceReader(text, origin)
     value, _ = reader.value(start, ())
     return value, reader.offsets
 
@@ -224,7 +224,7 @@ def _place(text: str, offset: int) -> str:
     return f"{text.count(chr(10), 0, offset) + 1}:{offset - text.rfind(chr(10), 0, offset)}"
 
 
-class _Reader:
+class _PlaceReader:
     """Reads a text that is JSON, and notes in ``offsets`` where its values begin, those with a key
     at the key. Raises JSONDecodeError for what is refused."""
 

@@ -61,7 +61,7 @@ _PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
 """Where models of several kinds of input have the fields of their text model."""
 
 
-class Kind(enum.StrEnum):
+class CacheKind(enum.StrEnum):
     """Which blocks of a prefix a layer needs to continue it."""
 
     FULL = "full"  # all of them
@@ -73,13 +73,13 @@ class Kind(enum.StrEnum):
         """The blocks that a hit of ``tokens`` needs; ``reach``: of a window or chunk, in tokens."""
         end = -(-tokens // block_tokens)
         match self:
-            case Kind.FULL:
+            case CacheKind.FULL:
                 return range(end)
-            case Kind.WINDOW:
+            case CacheKind.WINDOW:
                 return range(max(0, tokens - reach + 1) // block_tokens, end)
-            case Kind.CHUNK:
+            case CacheKind.CHUNK:
                 return range(tokens // reach * reach // block_tokens, end)
-            case Kind.STATE:
+            case CacheKind.STATE:
                 return range(max(0, end - 1), end)
 
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvrecall.errors import ConfigError
-from kvrecall.modelconfig import Kind
+from kvrecall.modelconfig import CacheKind
 from kvrecall.simulate.cli import app
 from kvrecall.simulate.groups import GroupSpec, parse_groups
 from kvrecall.simulate.replay import TierSpec, replay
@@ -25,13 +25,13 @@ def test_what_a_hit_needs() -> None:
     full, window = parse_groups(WINDOWS)
     assert list(full.needed(3)) == [0, 1, 2]
     assert [list(window.needed(n)) for n in (0, 1, 2, 3)] == [[], [0], [0, 1], [1, 2]]
-    short = GroupSpec(Kind.WINDOW, 128, 4)
+    short = GroupSpec(CacheKind.WINDOW, 128, 4)
     assert list(short.needed(7)) == [6]
-    assert list(GroupSpec(Kind.WINDOW, 513, 4).needed(7)) == [6]
-    assert list(GroupSpec(Kind.WINDOW, 514, 4).needed(7)) == [5, 6]
-    chunk = GroupSpec(Kind.CHUNK, 2048, 4)
+    assert list(GroupSpec(CacheKind.WINDOW, 513, 4).needed(7)) == [6]
+    assert list(GroupSpec(CacheKind.WINDOW, 514, 4).needed(7)) == [5, 6]
+    chunk = GroupSpec(CacheKind.CHUNK, 2048, 4)
     assert [list(chunk.needed(n)) for n in (0, 3, 4, 6)] == [[], [0, 1, 2], [], [4, 5]]
-    assert list(GroupSpec(Kind.CHUNK, 1000, 4).needed(2)) == [1]
+    assert list(GroupSpec(CacheKind.CHUNK, 1000, 4).needed(2)) == [1]
     state = parse_groups(STATES)[1]
     assert [list(state.needed(n)) for n in (0, 1, 9)] == [[], [0], [8]]
     assert list(state.kept(0, 10)) == [3, 7, 9]

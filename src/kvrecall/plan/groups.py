@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, lcm
 
-from kvrecall.modelconfig import Kind
+from kvrecall.modelconfig import CacheKind
 from kvrecall.plan.layers import Cache
 
 _ALIGNMENT = 16  # tokens that divide a block of attention layers, in backends for GPUs
@@ -25,7 +25,7 @@ class Group:
     """``layers``: how many it has. ``reach``: of a window or chunk, in tokens. ``device_bytes``: of
     a block on one rank, with padding. ``record_bytes``: of a block in the pool, of all ranks."""
 
-    kind: Kind
+    kind: CacheKind
     reach: int
     layers: int
     block_tokens: int
@@ -36,13 +36,13 @@ class Group:
         """Blocks that a running sequence of ``context`` tokens holds."""
         every = -(-context // self.block_tokens)
         match self.kind:
-            case Kind.FULL:
+            case CacheKind.FULL:
                 return every
-            case Kind.WINDOW:
+            case CacheKind.WINDOW:
                 return min(every, -(-(self.reach - 1) // self.block_tokens) + 1)
-            case Kind.CHUNK:
+            case CacheKind.CHUNK:
                 return min(every, -(-self.reach // self.block_tokens))
-            case Kind.STATE:
+            case CacheKind.STATE:
                 return 2  # the one that runs, and the last boundary's
 
     def pool_blocks(self, context: int) -> int:
@@ -50,9 +50,9 @@ class Group:
         its prompt and its answer end, the state where its prompt ends."""
         every = -(-context // self.block_tokens)
         match self.kind:
-            case Kind.WINDOW:
+            case CacheKind.WINDOW:
                 return max(1, min(every, 2 * -(-(self.reach - 1) // self.block_tokens)))
-            case Kind.STATE:
+            case CacheKind.STATE:
                 return min(1, every)
         return every
 
@@ -66,7 +66,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class _Page:
+class _LayerPage:
     """A layer's cache and its block: ``real`` bytes on a rank, in ``padded`` ones."""
 
     cache: Cache
@@ -80,7 +80,7 @@ def groups_of(caches: Sequence[Cache], block_tokens: int, ranks: int = 1) -> tup
     pages = _pages(caches, _block_tokens(caches, block_tokens, ranks), ranks)
     if _is_uniform(caches):
         return (_group(pages, sum(page.padded for page in pages), ranks),) if pages else ()
-    buckets: dict[tuple[object, ...], list[_Page]] = {}
+    buckets: dict[tuple[object, ...], list[_LayerPage]] = {}
     for page in _unified(pages):
         key = (page.cache, page.tokens, page.padded)
         buckets.setdefault(key, []).append(page)
@@ -96,7 +96,7 @@ def groups_of(caches: Sequence[Cache], block_tokens: int, ranks: int = 1) -> tup
 
 def chain_of(groups: Sequence[Group]) -> Group:
     """The group whose blocks the others hang on: the first with full attention, else the first."""
-    return next((group for group in groups if group.kind is Kind.FULL), groups[0])
+    return next((group for group in groups if group.kind is CacheKind.FULL), groups[0])
 
 
 def hit_unit(groups: Iterable[Group]) -> int:
@@ -123,16 +123,16 @@ def _block_tokens(caches: Sequence[Cache], given: int, ranks: int) -> int:
     return max(given, -(-raised // _ALIGNMENT) * _ALIGNMENT)
 
 
-def _pages(caches: Sequence[Cache], tokens: int, ranks: int) -> list[_Page]:
+def _pages(caches: Sequence[Cache], tokens: int, ranks: int) -> list[_LayerPage]:
     pages = []
     for cache in caches:
         real = cache.state.rank_bytes(ranks) if cache.state else 0
         real = real or cache.rank_token_bytes(ranks) * tokens
-        pages.append(_Page(cache, tokens, real, real))
+        pages.append(_LayerPage(cache, tokens, real, real))
     return pages
 
 
-def _unified(pages: Sequence[_Page]) -> list[_Page]:
+def _unified(pages: Sequence[_LayerPage]) -> list[_LayerPage]:
     """With equal pages: more tokens in a block where that fits exactly, padding elsewhere."""
     largest = max(page.real for page in pages)
     unified = []
@@ -144,7 +144,7 @@ def _unified(pages: Sequence[_Page]) -> list[_Page]:
     return unified
 
 
-def _group(pages: Sequence[_Page], device_bytes: int, ranks: int) -> Group:
+def _group(pages: Sequence[_LayerPage], device_bytes: int, ranks: int) -> Group:
     first = pages[0]
     return Group(
         kind=first.cache.kind,
@@ -156,7 +156,7 @@ def _group(pages: Sequence[_Page], device_bytes: int, ranks: int) -> Group:
     )
 
 
-def _record_bytes(page: _Page, ranks: int) -> int:
+def _record_bytes(page: _LayerPage, ranks: int) -> int:
     if page.cache.state:
         return page.real * ranks
     return page.cache.token_bytes * page.tokens

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrecall.errors import ConfigError
-from kvrecall.modelconfig import Fields, Kind, read_fields
+from kvrecall.modelconfig import CacheKind, Fields, read_fields
 from kvrecall.plan.groups import Group, groups_of
 from kvrecall.plan.layers import (
     DTYPE_BYTES,
@@ -45,7 +45,7 @@ class ModelShape:
     @property
     def full_bytes_per_token(self) -> int:
         """Of the layers that keep all tokens: what each further token of a hit adds."""
-        return sum(cache.token_bytes for cache in self.caches if cache.kind is Kind.FULL)
+        return sum(cache.token_bytes for cache in self.caches if cache.kind is CacheKind.FULL)
 
     def groups(self, block_tokens: int, ranks: int = 1) -> tuple[Group, ...]:
         """vLLM's KV groups, for a ``--block-size`` of ``block_tokens``."""

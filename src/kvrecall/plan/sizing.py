@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from kvrecall.config import format_size, setting_of
 from kvrecall.errors import ConfigError
-from kvrecall.modelconfig import Kind
+from kvrecall.modelconfig import CacheKind
 from kvrecall.plan.groups import Group, hit_unit
 from kvrecall.plan.model import ModelShape
 from kvrecall.pool.disk.index import ROW_BYTES
@@ -58,7 +58,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class CardLinks:
     """Device memory that links between cards take, after Ascend's rules for pooled KV (HCCL), and
     how far to lower the memory factor for them."""
 
@@ -72,14 +72,14 @@ class Links:
         return round(now - self.lower_by, 4)
 
 
-def links_of(cards: int, will_grow: bool = False) -> Links:
+def links_of(cards: int, will_grow: bool = False) -> CardLinks:
     """For ``cards`` cards (dies) that pool together. ``will_grow``: more may join later,
     so memory for the maximum number of links is reserved."""
     wanted = max(0, cards - 1)
     links = min(wanted, MOST_LINKS)
     nbytes = links * LINK_BYTES
     steps = MOST_STEPS if will_grow else min(MOST_STEPS, -(-nbytes // STEP_BYTES))
-    return Links(cards, links, nbytes, round(steps * STEP, 4), wanted >= MOST_LINKS)
+    return CardLinks(cards, links, nbytes, round(steps * STEP, 4), wanted >= MOST_LINKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class BreakEven:
         return bandwidth > self.at_start
 
 
-def device_tier_bytes(shape: ModelShape, site: Site, links: Links) -> int:
+def device_tier_bytes(shape: ModelShape, site: Site, links: CardLinks) -> int:
     """Device memory left for KV on all hosts. ConfigError if the weights do not fit."""
     if site.device_bytes == 0:
         return 0
@@ -153,7 +153,7 @@ def hit_bytes(groups: tuple[Group, ...], tokens: int) -> int:
     return sum(group.record_bytes * group.needed(tokens) for group in groups)
 
 
-def tiers_of(shape: ModelShape, site: Site, use: Use, links: Links) -> list[TierPlan]:
+def tiers_of(shape: ModelShape, site: Site, use: Use, links: CardLinks) -> list[TierPlan]:
     """The tiers that have room, nearest first."""
     groups = shape.groups(use.block_tokens, site.tensor_parallel)
     one = sequence_of(groups, use, site.tensor_parallel)
@@ -184,18 +184,18 @@ def tiers_of(shape: ModelShape, site: Site, use: Use, links: Links) -> list[Tier
 def groups_of_trace(groups: tuple[Group, ...], step_tokens: int) -> tuple[GroupSpec, ...]:
     """What ``kvrecall simulate`` calls these groups: those that are alike as one, with the record
     of a trace's block. Empty if only states are kept."""
-    sizes: dict[tuple[Kind, int], int] = {}
+    sizes: dict[tuple[CacheKind, int], int] = {}
     for group in groups:
-        is_state = group.kind is Kind.STATE
+        is_state = group.kind is CacheKind.STATE
         reach = group.state_tokens(step_tokens) if is_state else group.reach
         nbytes = group.record_bytes
         nbytes = nbytes if is_state else nbytes // group.block_tokens * BLOCK_TOKENS
         key = group.kind, reach
         sizes[key] = sizes.get(key, 0) + nbytes
-    if all(kind is Kind.STATE for kind, _ in sizes):
+    if all(kind is CacheKind.STATE for kind, _ in sizes):
         return ()
     specs = [GroupSpec(*key, nbytes) for key, nbytes in sizes.items()]
-    return tuple(sorted(specs, key=lambda spec: list(Kind).index(spec.kind)))
+    return tuple(sorted(specs, key=lambda spec: list(CacheKind).index(spec.kind)))
 
 
 def with_trace(
@@ -215,7 +215,7 @@ def with_trace(
         )
     if not groups:
         raise ConfigError("--trace: a model that keeps only states is not simulated")
-    if [group.kind for group in groups] == [Kind.FULL]:
+    if [group.kind for group in groups] == [CacheKind.FULL]:
         specs = [TierSpec(tier.name, tier.tokens // BLOCK_TOKENS) for tier in tiers]
         outcome = replay(trace, specs, policy, advance)
         read = accumulate(count.read for count in outcome.tiers)

@@ -28,7 +28,7 @@ from kvrecall.router.metrics import RouterMetrics
 from kvrecall.router.prefixes import Prompt
 from kvrecall.router.tokens import Tokens
 from kvrecall.router.traces import CompletionSpan, RouterTraces, calling
-from kvrecall.router.upstream import Answer, Headers, InstanceFailedError, Stream, Upstream
+from kvrecall.router.upstream import Answer, Headers, InstanceFailedError, ReplyStream, Upstream
 from kvrecall.server.access import Access
 
 log = logging.getLogger("kvrecall.router")
@@ -343,7 +343,7 @@ class Router:
             request.forget()
             request.decode = instance
             self.metrics.first_byte_seconds.observe(time.monotonic() - began)
-            if isinstance(got, Stream):
+            if isinstance(got, ReplyStream):
                 return self._streamed(request, instance, got, held)
             return self._whole(request, got)
         self.metrics.requests.labels("failed").inc()
@@ -392,7 +392,7 @@ class Router:
         self,
         request: Completion,
         instance: Instance,
-        stream: Stream,
+        stream: ReplyStream,
         held: contextlib.ExitStack,
     ) -> Response:
         async def events() -> AsyncGenerator[bytes, None]:
@@ -421,7 +421,7 @@ class Router:
 class _StreamedReply(StreamingResponse):
     """A stream that releases its resources however it ends, even before it began."""
 
-    def __init__(self, events: AsyncIterator[bytes], stream: Stream, header: str) -> None:
+    def __init__(self, events: AsyncIterator[bytes], stream: ReplyStream, header: str) -> None:
         super().__init__(events)
         self.raw_headers = _headers(stream.headers, {RECALL_HEADER: header})
         self._stream = stream

@@ -24,15 +24,15 @@ _UNKNOWN = (
 """Fields with which a prompt has other tokens, or blocks, than /tokenize says."""
 
 
-class _Part(msgspec.Struct, gc=False):
+class _MessagePart(msgspec.Struct, gc=False):
     type: str | None = None
 
 
-class _Message(msgspec.Struct, gc=False):
-    content: str | list[_Part] | None = None
+class _ChatMessage(msgspec.Struct, gc=False):
+    content: str | list[_MessagePart] | None = None
 
 
-_messages = msgspec.json.Decoder(list[_Message])
+_messages = msgspec.json.Decoder(list[_ChatMessage])
 
 
 def is_text(body: Body) -> bool:
@@ -67,11 +67,11 @@ def _asked(body: Body) -> bytes | None:
     return msgspec.json.encode({**fields, "prompt": msgspec.Raw(prompt)})
 
 
-class _Answer(msgspec.Struct):
+class _TokenIds(msgspec.Struct):
     tokens: tuple[int, ...]
 
 
-_answer = msgspec.json.Decoder(_Answer)
+_answer = msgspec.json.Decoder(_TokenIds)
 
 
 def _tokens_in(content: bytes) -> tuple[int, ...] | None:

@@ -36,16 +36,16 @@ _OF_THE_CONNECTION = frozenset(
 Headers = list[tuple[bytes, bytes]]
 
 
-class _Model(msgspec.Struct):
+class _ListedModel(msgspec.Struct):
     id: str
     parent: str | None = None
 
 
-class _Models(msgspec.Struct):
-    data: list[_Model]
+class _ModelList(msgspec.Struct):
+    data: list[_ListedModel]
 
 
-_models = msgspec.json.Decoder(_Models)
+_models = msgspec.json.Decoder(_ModelList)
 
 
 class InstanceFailedError(Exception):
@@ -75,7 +75,7 @@ class Answer:
         return fields_of(self.content)
 
 
-class Stream:
+class ReplyStream:
     """A streamed reply whose first event has arrived. ``close`` aborts it at the instance."""
 
     def __init__(self, response: httpx.Response, events: AsyncGenerator[bytes, None]) -> None:
@@ -178,7 +178,7 @@ class Upstream:
 
     async def stream(
         self, instance: Instance, path: str, content: bytes, headers: Mapping[str, str]
-    ) -> Stream | Answer:
+    ) -> ReplyStream | Answer:
         """POST for a stream, whose first event has arrived, or a whole reply if the instance
         refuses, or answers with one. Raises InstanceFailedError."""
         limit_s = self._timeout_s
@@ -187,7 +187,7 @@ class Upstream:
         if response.status_code != 200 or not _is_stream(response):
             # also to ``"stream": "false"``, which vLLM takes for false
             return _usable(instance, await _whole(instance, response, limit_s))
-        stream = Stream(response, _events(instance, response))
+        stream = ReplyStream(response, _events(instance, response))
         try:
             with _failures(instance):
                 async with asyncio.timeout(limit_s):

@@ -27,7 +27,7 @@ from kvrecall.simulate.arguments import (
 )
 from kvrecall.simulate.fleet import WINDOW_S, FleetOutcome, Routing, replay_fleet
 from kvrecall.simulate.groups import BLOCKS, GroupSpec, parse_groups
-from kvrecall.simulate.replay import Outcome, TierSpec, clairvoyant_hits, replay
+from kvrecall.simulate.replay import ReplayOutcome, TierSpec, clairvoyant_hits, replay
 from kvrecall.simulate.trace import Trace
 from kvrecall.simulate.workload import HINTS, MIXED, WORKLOAD_HOURS, WORKLOADS
 
@@ -349,7 +349,7 @@ def _replay_blocks(
 
 
 def _row(
-    trace: Trace, policy: str, outcome: Outcome, bounds: Sequence[float], block_bytes: int
+    trace: Trace, policy: str, outcome: ReplayOutcome, bounds: Sequence[float], block_bytes: int
 ) -> Row:
     tiers = []
     read = accumulate(tier.read for tier in outcome.tiers)
@@ -386,7 +386,7 @@ def _row(
     }
 
 
-def hints_of(outcome: Outcome, bounds: Sequence[float]) -> list[str]:
+def hints_of(outcome: ReplayOutcome, bounds: Sequence[float]) -> list[str]:
     """Why a tier adds less than half a per cent to the tiers before it, and what to do. ``bounds``:
     the best possible hit rate of each tier together with those before it."""
     if not outcome.hits:

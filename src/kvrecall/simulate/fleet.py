@@ -18,7 +18,7 @@ from kvrecall.simulate.replay import (
     TierSpec,
     tiers_of,
 )
-from kvrecall.simulate.trace import Request, Trace
+from kvrecall.simulate.trace import Trace, TraceRequest
 
 Routing = Literal["sticky", "spread"]
 """``sticky``: all requests of a session go to one host; ``spread``: each goes to any."""
@@ -100,7 +100,7 @@ def replay_fleet(
     return outcome
 
 
-def sessions_of(requests: Sequence[Request]) -> Iterator[int]:
+def sessions_of(requests: Sequence[TraceRequest]) -> Iterator[int]:
     """The session of each request, numbered as they begin.
 
     Traces name none. A request continues the session whose last request it repeats to its last full

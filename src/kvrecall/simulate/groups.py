@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvrecall.block import BlockKey
 from kvrecall.config import parse_size
 from kvrecall.errors import ConfigError
-from kvrecall.modelconfig import Kind
+from kvrecall.modelconfig import CacheKind
 from kvrecall.simulate.trace import BLOCK_TOKENS
 
 _STEP_TOKENS = 8192
@@ -23,13 +23,13 @@ class GroupSpec:
     reaches; of a recurrent state, between two that are kept. ``nbytes``: of a block of the trace,
     or of one state."""
 
-    kind: Kind
+    kind: CacheKind
     tokens: int
     nbytes: int
 
     def __str__(self) -> str:
         """As in ``--groups``."""
-        reach = "" if self.kind is Kind.FULL else f":{self.tokens}"
+        reach = "" if self.kind is CacheKind.FULL else f":{self.tokens}"
         unit = next((u for u in _UNITS if self.nbytes % _UNITS[u] == 0), "B")
         return f"{self.kind}{reach}:{self.nbytes // _UNITS[unit]}{unit}"
 
@@ -40,7 +40,7 @@ class GroupSpec:
     def kept(self, start: int, length: int) -> range | list[int]:
         """The places whose records a request saves that computes blocks from ``start`` on. A state
         is kept at the end of each step, and of the prompt."""
-        if self.kind is not Kind.STATE:
+        if self.kind is not CacheKind.STATE:
             return range(start, length)
         step = max(1, self.tokens // BLOCK_TOKENS)
         places = list(range(start + step - 1, length, step))
@@ -49,7 +49,7 @@ class GroupSpec:
         return places
 
 
-BLOCKS = (GroupSpec(Kind.FULL, 0, 1),)
+BLOCKS = (GroupSpec(CacheKind.FULL, 0, 1),)
 """A model of one group, counted in blocks instead of bytes."""
 
 
@@ -66,7 +66,7 @@ def parse_groups(text: str) -> tuple[GroupSpec, ...]:
                 f"--groups: {item!r} is not full:SIZE, window:TOKENS:SIZE, chunk:TOKENS:SIZE or "
                 "state:TOKENS:SIZE"
             )
-        tokens = 0 if kind == Kind.FULL else _STEP_TOKENS
+        tokens = 0 if kind == CacheKind.FULL else _STEP_TOKENS
         if len(more) == 2:
             if not more[0].isdecimal() or not 0 < int(more[0]) < 1 << 40:
                 raise ConfigError(f"--groups: {item!r}: {more[0]!r} is not a number of tokens")
@@ -74,14 +74,14 @@ def parse_groups(text: str) -> tuple[GroupSpec, ...]:
         nbytes = parse_size(more[-1], f"--groups: {kind}", 1)
         if nbytes <= 0:
             raise ConfigError(f"--groups: {item!r}: the size must be more than 0")
-        groups.append(GroupSpec(Kind(kind), tokens, nbytes))
+        groups.append(GroupSpec(CacheKind(kind), tokens, nbytes))
     kinds = [group.kind for group in groups]
-    if kinds.count(Kind.FULL) > 1 or set(kinds) == {Kind.STATE}:
+    if kinds.count(CacheKind.FULL) > 1 or set(kinds) == {CacheKind.STATE}:
         raise ConfigError(
             f"--groups: {text!r} must name one full group, on which the others hang, or none and a "
             "window or chunk"
         )
-    return tuple(sorted(groups, key=lambda group: list(Kind).index(group.kind)))
+    return tuple(sorted(groups, key=lambda group: list(CacheKind).index(group.kind)))
 
 
 class GroupRecord(NamedTuple):
@@ -94,7 +94,7 @@ class GroupRecord(NamedTuple):
     hangs: bool
 
 
-class Layout:
+class GroupLayout:
     """The records of a model's groups, named by the keys of the trace: those of the chain, and of
     the other groups."""
 
@@ -118,11 +118,12 @@ class Layout:
     def missed(self, chain: Sequence[BlockKey], hit: int, reach: int) -> list[BlockKey]:
         """What would have let a request hit as far as the chain is present: the windows there, and
         any state that was there."""
-        return [
-            self._key(number, chain[place])
-            for number, (group, _) in enumerate(self._others)
-            for place in (range(hit, reach) if group.kind is Kind.STATE else group.needed(reach))
-        ]
+        found = []
+        for number, (group, _) in enumerate(self._others):
+            is_state = group.kind is CacheKind.STATE
+            places = range(hit, reach) if is_state else group.needed(reach)
+            found += [self._key(number, chain[place]) for place in places]
+        return found
 
     def records(self, chain: Sequence[BlockKey], hit: int) -> Iterator[GroupRecord]:
         """What a request leaves in the tiers, each after its parent: the chain, what its hit used,

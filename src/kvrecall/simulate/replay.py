@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvrecall.block import BlockKey, Tenant
-from kvrecall.modelconfig import Kind
+from kvrecall.modelconfig import CacheKind
 from kvrecall.pool.eviction import EvictionPolicy, make_policy
 from kvrecall.pool.hints import Advice, HintCounts, HintRecord
-from kvrecall.simulate.groups import BLOCKS, GroupRecord, GroupSpec, Layout
+from kvrecall.simulate.groups import BLOCKS, GroupLayout, GroupRecord, GroupSpec
 from kvrecall.simulate.trace import Trace
 
 
@@ -50,7 +50,7 @@ class BlockCount:
 
 
 @dataclass(slots=True)
-class Outcome(BlockCount):
+class ReplayOutcome(BlockCount):
     """Result of a replay. ``moved``: what hits read, by kind of group, in the units of the tiers.
     ``client_hints``: the hints of the clients, and what came of them; ``tenants``: their shares, by
     name."""
@@ -129,7 +129,7 @@ class SimulatedPool:
 
     def __init__(self, tiers: Sequence[SimulatedTier], groups: Sequence[GroupSpec]) -> None:
         self._tiers = tiers
-        self._layout = Layout(groups)
+        self._layout = GroupLayout(groups)
         self.counts = [tier.count for tier in tiers]
         self.moved = {str(group.kind): 0 for group in groups}
 
@@ -138,7 +138,7 @@ class SimulatedPool:
         the nearest tier that has it; then every tier sees the access and stores what it lacks of
         what the request leaves (write-through down, promotion up). Returns the blocks hit."""
         layout, holder = self._layout, self._holder
-        is_full = layout.chain.kind is Kind.FULL
+        is_full = layout.chain.kind is CacheKind.FULL
         reach = len(chain)
         if is_full:
             reach = next((n for n, key in enumerate(chain) if holder(key) is None), reach)
@@ -177,14 +177,14 @@ def replay(
     policy: str | PolicyMaker,
     advance: Callable[[int], None] = lambda _: None,
     groups: Sequence[GroupSpec] = BLOCKS,
-) -> Outcome:
+) -> ReplayOutcome:
     """Replays ``trace`` against tiers, nearest first, for a model whose layers form ``groups``, the
     chain first; with ``groups`` only full blocks count. As in the pool, only the last tier's policy
     may refuse blocks; the others pass blocks on and admit all. ``advance(1)`` is called for each
     request (progress). Raises ConfigError for an unknown policy or a capacity of 0.
     """
     pool = SimulatedPool(tiers_of(tiers, policy, groups[0].nbytes), groups)
-    outcome = Outcome(tiers=pool.counts, moved=pool.moved)
+    outcome = ReplayOutcome(tiers=pool.counts, moved=pool.moved)
     tenants: dict[Tenant, BlockCount] = {}
     hints = HintRecord()
     for request in trace.requests:

@@ -77,10 +77,10 @@ class ConnectorReports:
 
     def stat_logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
         """One of vLLM's stat loggers, which feeds this."""
-        return _Reader(self)
+        return _StatsReader(self)
 
 
-class _Reader(StatLoggerBase):
+class _StatsReader(StatLoggerBase):
     def __init__(self, reports: ConnectorReports) -> None:
         self._reports = reports
 
