@@ -93,6 +93,16 @@ def test_keys(method: str, path: str, headers: dict[str, str], status: int) -> N
         assert reply.headers["www-authenticate"].startswith(scheme)
 
 
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/metrics-json", 200), ("/metrics", 404), ("/metrics/", 404), ("/metricsx", 404)],
+)
+def test_metrics_on_another_address_close_no_path_of_management(path: str, status: int) -> None:
+    spec = ServeSpec("m", "127.0.0.1", 1, {}, listeners=(Listener("metrics", "127.0.0.1", 2),))
+    plan = Plan(spec, homes={Plane.METRICS: "metrics"})
+    assert ask("GET", path, {}, plan=plan).status_code == status
+
+
 def test_paths_are_those_that_routes_are_compared_with() -> None:
     """Also behind a prefix: what the guard opens and what the router serves is one path."""
     app = FastAPI(root_path="/api")

@@ -75,15 +75,12 @@ class VllmEngine:
         return self._engine.draining
 
     def drain(self) -> None:
-        """See Engine.drain."""
         self._engine.draining = True
 
     async def end_all(self) -> None:
-        """See Engine.end_all."""
         await self._engine.end_all()
 
     async def alive(self) -> bool:
-        """See Engine.alive."""
         try:
             await self._engine.check_health()
         except EngineDeadError:
@@ -91,7 +88,7 @@ class VllmEngine:
         return True
 
     def load(self) -> Load:
-        """See Engine.load. Running, waiting and used are as of the engine's last step."""
+        """Running, waiting and used are as of the engine's last step."""
         prompts, answers = self._engine.steps.throughputs()
         return Load(
             running=int(_gauge("vllm:num_requests_running")),
@@ -105,12 +102,11 @@ class VllmEngine:
         )
 
     async def models(self) -> Sequence[Mapping[str, object]]:
-        """See Engine.models."""
         found = await self._handler.models.show_available_models()
         return [card.model_dump() for card in found.data]
 
     async def tokens(self, text: str) -> Sequence[str]:
-        """See Engine.tokens. Bytes of a character that is split over tokens go with its last."""
+        """Bytes of a character that is split over tokens go with its last."""
         async with _faults():
             body = CompletionRequest(prompt=text, add_special_tokens=False)
             rendered = await self._rendered(body)
@@ -120,12 +116,10 @@ class VllmEngine:
         return _spread(text, decoded, [token in self._special for token in ids])
 
     async def stop(self, request_id: str) -> None:
-        """See Engine.stop."""
         self._stopped.add(request_id)
         await self._engine.abort(request_id)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
-        """See Generator.generate."""
         async with _faults():
             outputs = self._outputs(request, await self._render(request))
             ledger = self._handler.ledger()
