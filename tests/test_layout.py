@@ -100,7 +100,7 @@ def test_the_pool_knows_no_torch() -> None:
 
 
 def test_a_device_is_reached_through_one_room() -> None:
-    """So that tests/streams can simulate all of it, and another device takes another form of it."""
+    """So that a simulated device stands for all of it, and other devices are other forms."""
     words = "torch.Stream torch.Event torch.cuda.Stream torch.cuda.Event current_stream".split()
     words += "cudart non_blocking swap_blocks pin_memory host_register".split()
     words += ["torch.cuda", "torch.version", "cuda:0", '"cuda"', "is_cuda_alike"]

@@ -1,4 +1,4 @@
-"""``kvrecall bench decode`` measures retrieval, or fails if it does not act."""
+"""``python -m kvrecall_lab.bench decode`` measures retrieval, or fails if it does not act."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvrecall bench compression``: what lossless compression makes of a model's KV and of random
+"""``bench compression``: what lossless compression makes of a model's KV and of random
 bytes, and how long hits take with and without it behind links of several speeds.
 """
 

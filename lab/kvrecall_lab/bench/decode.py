@@ -1,4 +1,4 @@
-"""``kvrecall bench decode`` and ``regimes``: attention of a decoded token, dense and by retrieval.
+"""``bench decode`` and ``regimes``: attention of a decoded token, dense and by retrieval.
 
 ``decode`` times one length and share in detail. ``regimes`` checks over many whether retrieval is
 ever slower than dense attention, as an engine would serve them: where the gate leaves a sequence

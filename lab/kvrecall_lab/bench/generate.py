@@ -1,4 +1,4 @@
-"""``kvrecall bench generate``: what whole engines decode a second from long sequences, and what
+"""``bench generate``: what whole engines decode a second from long sequences, and what
 device memory they take: dense, dense with a pool, by retrieval on the device and off it, and in the
 mode that openGauss's document describes.
 

@@ -1,4 +1,4 @@
-"""``kvrecall bench index``: what the disk tier's index costs with very many blocks."""
+"""``bench index``: what the disk tier's index costs with very many blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvrecall bench launches``: what kvrecall asks of a device, counted without one."""
+"""``bench launches``: what kvrecall asks of a device, counted without one."""
 
 from __future__ import annotations
 

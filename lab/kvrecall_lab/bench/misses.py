@@ -1,4 +1,4 @@
-"""``kvrecall bench misses``: is each miss reported with the reason that caused it?
+"""``bench misses``: is each miss reported with the reason that caused it?
 
 Live servers of a small model with random weights; every cause is brought about, and the reason that
 the reply reports is compared with it: the reason itself and what belongs to it (the token at which

@@ -1,4 +1,4 @@
-"""``kvrecall bench remote``: the remote tier against Mooncake's bare client, over the same wire in
+"""``bench remote``: the remote tier against Mooncake's bare client, over the same wire in
 one run, and a hit on another server's prefix against computing it.
 
 The bare client moves all blocks in one call, and a second time in as many calls as the tier, which

@@ -1,4 +1,4 @@
-"""``kvrecall bench router``: sessions of agents before two engines, by how the router chooses."""
+"""``bench router``: sessions of agents before two engines, by how the router chooses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvrecall bench soak``: a pool on a full disk for as long as one likes, with eviction all the
+"""``bench soak``: a pool on a full disk for as long as one likes, with eviction all the
 time: does memory stay flat, do latencies drift, is a block lost or wrong?
 """
 

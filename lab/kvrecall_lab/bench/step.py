@@ -1,4 +1,4 @@
-"""``kvrecall bench step``: what the connector adds to a step of vLLM's scheduler while sequences
+"""``bench step``: what the connector adds to a step of vLLM's scheduler while sequences
 decode."""
 
 from __future__ import annotations

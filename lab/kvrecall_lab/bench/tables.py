@@ -1,4 +1,4 @@
-"""``kvrecall bench publish``: tables in documents, generated from a run's results.
+"""``bench publish``: tables in documents, generated from a run's results.
 
 ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->`` are on lines of their own; the text between
 them is generated here and nowhere else.
@@ -115,7 +115,7 @@ def _of(name: str, make: Callable[[Figures], Iterator[str]]) -> Make:
 
 def machine(run: Run) -> Iterator[str]:
     """The machine of the last run, its load, and the steps that other machines ran before
-    (``kvrecall bench all --add`` keeps their results)."""
+    (``bench all --add`` keeps their results)."""
     facts, versions = run["machine"], run["versions"]
     elsewhere: dict[str, list[str]] = {}
     here: list[Figures] = []

@@ -1,4 +1,4 @@
-"""``kvrecall bench throttle``: load or recompute on a slow disk, at several bandwidths.
+"""``bench throttle``: load or recompute on a slow disk, at several bandwidths.
 
 A real engine on a pool service whose disk reads at a configurable speed. The prefix is on that
 disk only. Every hit is between two computations of new prompts of the same length, and is

@@ -1,4 +1,4 @@
-"""``kvrecall bench tiers``: every library puts and gets the same blocks, in turns."""
+"""``bench tiers``: every library puts and gets the same blocks, in turns."""
 
 from __future__ import annotations
 

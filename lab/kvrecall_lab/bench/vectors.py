@@ -1,4 +1,4 @@
-"""``kvrecall bench vectors``: vector indexes in place of the exact search for blocks.
+"""``bench vectors``: vector indexes in place of the exact search for blocks.
 
 No model and no engine: one KV head with random keys in clusters, as those of texts are, and queries
 near some of them. A layer of a model searches once for each of its KV heads.

@@ -28,16 +28,17 @@ _MAKE: Mapping[str, Kind] = {
     "make demo-mooncake": Elsewhere("tests/demo/test_make.py", 'played("demo-mooncake")'),
     "make serve": Elsewhere("tests/demo/test_make.py", 'str(ROOT), "serve")'),
     "make test": ByItself(".ci/run", "make test"),
+    "make test-lab": ByItself(".ci/run", "make test-lab"),
     "make test-all": ByItself("Makefile", "$(WORKERS) -m ''"),
     "make check": ByItself(".ci/run", "scripts/check static"),
     "make hostile": ByItself(".ci/run", "make hostile"),
-    "make chaos": Elsewhere("tests/chaos/test_chaos.py", "ChaosRun(settings, "),
+    "make chaos": Elsewhere("lab/tests/test_chaos.py", "ChaosRun(settings, "),
     "make identity": Elsewhere(
-        "tests/lab/test_identity.py", '"-m", "kvrecall_lab.identity", *words'
+        "lab/tests/test_identity.py", '"-m", "kvrecall_lab.identity", *words'
     ),
-    "make models": Elsewhere("tests/lab/test_shapes.py", '"-m", "kvrecall_lab.shapes", *words'),
-    "make compat": Elsewhere("tests/lab/test_compat.py", '"-m", "kvrecall_lab.compat", *words'),
-    "make streams": Elsewhere("tests/streams/test_streams.py", "check(model, 0, SCHEDULES"),
+    "make models": Elsewhere("lab/tests/test_shapes.py", '"-m", "kvrecall_lab.shapes", *words'),
+    "make compat": Elsewhere("lab/tests/test_compat.py", '"-m", "kvrecall_lab.compat", *words'),
+    "make streams": Elsewhere("lab/tests/test_streams.py", "check(model, 0, SCHEDULES"),
     "make bench": Runs(more=_SMALL_BENCH, before=scenes.repository, says="lookup"),
     "make gpu-check": Needs("a GPU", ("GPU",)),
 }
@@ -105,48 +106,55 @@ _POOL: Mapping[str, Kind] = {
 }
 _BENCH: Mapping[str, Kind] = {
     "kvrecall bench chat": Elsewhere("tests/bench/test_serving.py", 'figures_of("chat", '),
-    "kvrecall bench replay": Elsewhere("tests/bench/test_servers.py", '("replay", '),
-    "kvrecall bench router": Elsewhere("tests/bench/test_router.py", 'figures_of("router", '),
-    "kvrecall bench tiers": Runs(more=" --rounds 2 --requests 1"),
-    "kvrecall bench restore": Elsewhere("tests/bench/test_servers.py", '"restore", '),
-    "kvrecall bench soak": Elsewhere("tests/bench/test_soak.py", '"soak", '),
+    "python -m kvrecall_lab.bench replay": Elsewhere(
+        "lab/tests/benchmarks/test_servers.py", '("replay", '
+    ),
+    "python -m kvrecall_lab.bench router": Elsewhere(
+        "lab/tests/benchmarks/test_router.py", 'figures_of("router", '
+    ),
+    "python -m kvrecall_lab.bench tiers": Runs(more=" --rounds 2 --requests 1"),
+    "kvrecall bench restore": Elsewhere("lab/tests/benchmarks/test_servers.py", "(name, "),
+    "python -m kvrecall_lab.bench soak": Elsewhere("lab/tests/benchmarks/test_soak.py", '"soak", '),
     "kvrecall bench disk": Runs(more=" --size 64MiB"),
     "kvrecall bench lookup": Runs(),
-    "kvrecall bench index": Runs(more=" --blocks 2000 --repeats 2 --passes 1"),
-    "kvrecall bench step": Runs(more=" --sequences 4 --steps 40 --block-size 16"),
-    "kvrecall bench misses": Elsewhere("tests/bench/test_misses.py", '"misses", '),
-    "kvrecall bench launches": Runs(),
-    "kvrecall bench overhead": Elsewhere("tests/bench/test_servers.py", '"overhead", '),
-    "kvrecall bench throttle": Elsewhere("tests/bench/test_servers.py", '"throttle", '),
+    "python -m kvrecall_lab.bench index": Runs(more=" --blocks 2000 --repeats 2 --passes 1"),
+    "python -m kvrecall_lab.bench step": Runs(more=" --sequences 4 --steps 40 --block-size 16"),
+    "python -m kvrecall_lab.bench misses": Elsewhere(
+        "lab/tests/benchmarks/test_misses.py", '"misses", '
+    ),
+    "python -m kvrecall_lab.bench launches": Runs(),
+    "kvrecall bench overhead": Elsewhere("lab/tests/benchmarks/test_servers.py", '"overhead", '),
+    "python -m kvrecall_lab.bench throttle": Elsewhere(
+        "lab/tests/benchmarks/test_servers.py", '"throttle", '
+    ),
     "kvrecall bench service": Elsewhere("tests/bench/test_service.py", '["service", '),
-    "kvrecall bench remote": Runs(
+    "python -m kvrecall_lab.bench remote": Runs(
         more=" --no-engines --repetitions 1 --tokens 128", needs="mooncake.store"
     ),
-    "kvrecall bench compression": Elsewhere("tests/bench/test_compression.py", '"compression", '),
-    "kvrecall bench decode": Elsewhere("tests/attention/test_bench.py", '["bench", "decode", '),
-    "kvrecall bench regimes": Runs(more=" --rounds 3 --lengths 12K"),
-    "kvrecall bench vectors": Runs(
+    "python -m kvrecall_lab.bench compression": Elsewhere(
+        "lab/tests/benchmarks/test_compression.py", '"compression", '
+    ),
+    "python -m kvrecall_lab.bench decode": Elsewhere(
+        "tests/attention/test_bench.py", '["bench", "decode", '
+    ),
+    "python -m kvrecall_lab.bench regimes": Runs(more=" --rounds 3 --lengths 12K"),
+    "python -m kvrecall_lab.bench vectors": Runs(
         swaps=(("64K,128K,1024K,4096K", "16K"), ("0.2,0.02", "0.2")), more=" --rounds 2"
     ),
-    "kvrecall bench generate": Elsewhere("tests/bench/test_generate.py", 'figures_of("generate", '),
-    "kvrecall bench needle": Elsewhere("tests/bench/test_needle_engine.py", '["bench", "needle", '),
-    "kvrecall bench all": Runs(more=" --only lookup --add", before=scenes.repository),
-    "kvrecall bench publish": Runs(before=scenes.repository, says="docs/benchmarks.md"),
+    "python -m kvrecall_lab.bench generate": Elsewhere(
+        "lab/tests/benchmarks/test_generate.py", 'figures_of("generate", '
+    ),
+    "python -m kvrecall_lab.bench needle": Elsewhere(
+        "lab/tests/benchmarks/test_needle_engine.py", '["bench", "needle", '
+    ),
+    "python -m kvrecall_lab.bench all": Runs(more=" --only lookup --add", before=scenes.repository),
+    "python -m kvrecall_lab.bench publish": Runs(
+        before=scenes.repository, says="docs/benchmarks.md"
+    ),
 }
 _SIZING: Mapping[str, Kind] = {
     "kvrecall plan": Runs(swaps=(("/models/", "models/"),), before=scenes.llama),
     "kvrecall simulate": Runs(swaps=(*_TRACE, *_SHORT), before=scenes.trace, says="hit_rate"),
-    "python -m kvrecall_lab.studies.eviction rates": Runs(
-        swaps=_TRACE, more=" conversation variant", before=scenes.trace
-    ),
-    "python -m kvrecall_lab.studies.eviction known": Runs(
-        swaps=_TRACE, more=" conversation variant", before=scenes.trace
-    ),
-    "python -m kvrecall_lab.studies.eviction left-out": Runs(
-        swaps=_TRACE, more=" conversation variant", before=scenes.trace
-    ),
-    "python -m kvrecall_lab.studies.eviction tenants": Runs(more=" 200 --hours 0.2"),
-    "python -m kvrecall_lab.studies.eviction cost": Runs(more=" 2000"),
 }
 _MODELS: Mapping[str, Kind] = {
     "python -m kvrecall_lab.studies.model.tokenizer": Runs(before=scenes.blank_model),
@@ -164,18 +172,6 @@ _MODELS: Mapping[str, Kind] = {
         swaps=(("1024 4096 16384 32768", "128 256"), ("4096", "128")),
         more=" --questions 1 --limit 1 --threads 1",
     ),
-    "python -m kvrecall_lab.studies.model.choices": Runs(
-        swaps=(("16384", "1024"), ("--samples 24", "--samples 1"), (_MODEL, str(ROOT / _MODEL))),
-        more=" --only 'as served'",
-        says='"as served"',
-    ),
-    "python -m kvrecall_lab.studies.digests.capture": Runs(
-        swaps=(("FOLDER", str(ROOT / _MODEL)), ("4096 16384", "1024")), more=" --samples 1"
-    ),
-    "python -m kvrecall_lab.studies.digests.study": Runs(swaps=(("--random", "--random 2048"),)),
-    "python -m kvrecall_lab.studies.digests.narrowing": Runs(),
-    "python -m kvrecall_lab.studies.digests.rounding": Runs(swaps=(("--random", "--random 2048"),)),
-    "python -m kvrecall_lab.studies.digests.plots": Runs(says=".png"),
 }
 _STORES: Mapping[str, Kind] = {
     "aws s3 rm": Needs("an account there", ("need an account",)),

@@ -62,7 +62,7 @@ def pool_settings(stage: Stage) -> None:
 
 
 def repository(stage: Stage) -> None:
-    """What ``make`` and ``kvrecall bench publish`` use of a checkout. The environment is this one;
+    """What ``make`` and the benchmarks' ``publish`` use of a checkout. The environment is this one;
     ``scripts/setup`` finds nothing to do."""
     if (stage.folder / "Makefile").exists():
         return

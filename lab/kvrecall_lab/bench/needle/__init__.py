@@ -1,4 +1,4 @@
-"""``kvrecall bench needle``: does a model still answer with retrieval attention?
+"""``bench needle``: does a model still answer with retrieval attention?
 
 ``words`` and ``tasks`` generate documents and questions with the standard library only; they
 draw from ``random.random()`` alone, whose sequence Python guarantees, so a seed gives the same text

@@ -1,4 +1,4 @@
-"""``kvrecall bench needle``: runs every question of a dataset with every variant and reports the
+"""``bench needle``: runs every question of a dataset with every variant and reports the
 results.
 """
 

@@ -6,17 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
-from bench.commands import figures_of
+from lab_commands import figures_of
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.mark.longest
-@pytest.mark.parametrize(("more", "moved"), [((), 1.0), (("--windows",), 0.5)])
-def test_restore(more: tuple[str, ...], moved: float) -> None:
+@pytest.mark.parametrize(("name", "moved"), [("restore", 1.0), ("windows", 0.5)])
+def test_restore(name: str, moved: float) -> None:
     """It fails if a prefix comes from another tier than intended: parts of shorter ones would still
     be in memory. Of 32 blocks a window of 1,024 tokens needs 8, in six of nine layers."""
-    figures = figures_of("restore", "--tokens", "4096", "--repetitions", "1", *more)
+    figures = figures_of(name, "--tokens", "4096", "--repetitions", "1")
     assert figures["moved_bytes"] == moved * figures["prefix_bytes"]
     assert set(figures["ttft_s"]) == {"computed", "device", "host", "disk"}
     assert all(times["p50"] > 0 for times in figures["ttft_s"].values())
