@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrecall.engines.base import (
+    EngineLoad,
     Fault,
     GenerateError,
     Listener,
-    Load,
     Phase,
     RequestView,
     Role,
@@ -295,7 +295,7 @@ def families() -> CollectorRegistry:
 
 
 def test_figures_under_mindies_names() -> None:
-    load = Load(
+    load = EngineLoad(
         running=4,
         waiting=0,
         unfinished=4,
@@ -327,7 +327,7 @@ def test_figures_under_mindies_names() -> None:
 MINDIE = ["TTFT", "TBT", "waitingInferRequestNum", "processingInferRequestNum", "remainBlocks"]
 
 
-def samples(figures: MindieMetrics, load: Load) -> dict[str, float]:
+def samples(figures: MindieMetrics, load: EngineLoad) -> dict[str, float]:
     """name -> value of a vector, ``name/tier`` where a sample has a tier; its form is checked."""
     told = MetricsVector(figures, lambda: load, "127.0.0.2:1026").told()
     assert told.pop("resultType") == "vector"

@@ -19,7 +19,7 @@ from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
 from kvrecall.pool.service.admin import ServiceAdmin, Stat
 from kvrecall.pool.service.inventory import model_of
 from kvrecall.pool.service.peers import credentials
-from kvrecall.server.checks import Finding, State, pool_findings
+from kvrecall.server.checks import Finding, Health, pool_findings
 
 _AREA = "pool"
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -44,10 +44,10 @@ def read_settings(
             ),
         )
     except ConfigError as error:
-        return None, Finding(_AREA, "settings", State.BROKEN, str(error), "correct it")
+        return None, Finding(_AREA, "settings", Health.BROKEN, str(error), "correct it")
     figures: dict[str, object] = {"source": source, "backend": settings.backend}
     found = f"{source}: {settings.backend}" if given or options else "the defaults"
-    return settings, Finding(_AREA, "settings", State.OK, found, figures=figures)
+    return settings, Finding(_AREA, "settings", Health.OK, found, figures=figures)
 
 
 def check_pool(settings: RecallSettings) -> Iterator[Finding]:
@@ -60,7 +60,7 @@ def check_pool(settings: RecallSettings) -> Iterator[Finding]:
         yield each
         if each.check == "disk" and each.figures and pool.disk is not None:
             yield from check_folder(pool.disk)
-        if each.check == "remote" and each.state is State.OK and pool.remote is not None:
+        if each.check == "remote" and each.state is Health.OK and pool.remote is not None:
             yield from _master(pool.remote)
 
 
@@ -87,8 +87,8 @@ def _file_system(folder: Path) -> Finding:
         found = f"{kind}: the container's own layer, deleted with the container"
         cure = "mount a volume there"
     else:
-        return Finding(_AREA, "file system", State.OK, kind or "unknown", figures=figures)
-    return Finding(_AREA, "file system", State.WARNING, found, cure, figures)
+        return Finding(_AREA, "file system", Health.OK, kind or "unknown", figures=figures)
+    return Finding(_AREA, "file system", Health.WARNING, found, cure, figures)
 
 
 def file_system_of(folder: Path, mountinfo: str) -> str:
@@ -112,10 +112,10 @@ def _direct_io(folder: Path) -> Finding:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             found = f"cannot create a file in {folder}: {error.strerror}"
-            return Finding(_AREA, "direct I/O", State.BROKEN, found, "use another disk_path")
+            return Finding(_AREA, "direct I/O", Health.BROKEN, found, "use another disk_path")
         found = "not supported by this file system; reads and writes go through the page cache"
-        return Finding(_AREA, "direct I/O", State.NOTE, found, figures={"direct": False})
-    return Finding(_AREA, "direct I/O", State.OK, "works (O_DIRECT)", figures={"direct": True})
+        return Finding(_AREA, "direct I/O", Health.NOTE, found, figures={"direct": False})
+    return Finding(_AREA, "direct I/O", Health.OK, "works (O_DIRECT)", figures={"direct": True})
 
 
 def _stored(folder: Path) -> Finding:
@@ -123,10 +123,10 @@ def _stored(folder: Path) -> Finding:
     try:
         stored = [{"model": model_of(parts), "blocks": n} for parts, n in counts_in(folder)]
     except TierError as error:
-        return Finding(_AREA, "stored", State.WARNING, str(error), "the pool starts empty")
+        return Finding(_AREA, "stored", Health.WARNING, str(error), "the pool starts empty")
     models = "; ".join(f"{each['blocks']} of {each['model']}" for each in stored)
     found = f"blocks by namespace: {models or 'none'}. An engine hits blocks of its own namespace"
-    return Finding(_AREA, "stored", State.OK, found, figures={"namespaces": stored})
+    return Finding(_AREA, "stored", Health.OK, found, figures={"namespaces": stored})
 
 
 def _service(path: Path) -> Finding:
@@ -142,18 +142,18 @@ def _service(path: Path) -> Finding:
     except (OSError, KvrecallError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         found = f"no pool service at {path}: {reason}; engines run without a pool"
-        return Finding(_AREA, "service", State.WARNING, found, start)
+        return Finding(_AREA, "service", Health.WARNING, found, start)
     figures = {"socket": str(path), "pid": overview.pid, "version": overview.version}
     if seen != overview.pid:
         found = f"the service at {path} is in another PID namespace; its memory cannot be mapped "
         found += "here"
         cure = "share one: --pid container:NAME, or shareProcessNamespace"
-        return Finding(_AREA, "service", State.BROKEN, found, cure, figures)
+        return Finding(_AREA, "service", Health.BROKEN, found, cure, figures)
     if user != os.getuid():
         found = f"the service at {path} runs as user {user}, and this process as {os.getuid()}"
-        return Finding(_AREA, "service", State.BROKEN, found, "run both as one user", figures)
+        return Finding(_AREA, "service", Health.BROKEN, found, "run both as one user", figures)
     found = f"{path}: process {overview.pid}, kvrecall {overview.version}"
-    return Finding(_AREA, "service", State.OK, found, figures=figures)
+    return Finding(_AREA, "service", Health.OK, found, figures=figures)
 
 
 def _master(remote: RemoteConfig) -> Iterator[Finding]:
@@ -168,6 +168,6 @@ def _master(remote: RemoteConfig) -> Iterator[Finding]:
     except OSError as error:
         found = f"{where}: {error.strerror or error}; the remote tier works once it runs"
         cure = f"start it (kvrecall pool master --host {host} --port {port}), or open its port"
-        yield Finding(_AREA, "remote master", State.WARNING, found, cure, figures)
+        yield Finding(_AREA, "remote master", Health.WARNING, found, cure, figures)
     else:
-        yield Finding(_AREA, "remote master", State.OK, f"{where} is reachable", figures=figures)
+        yield Finding(_AREA, "remote master", Health.OK, f"{where} is reachable", figures=figures)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import ceil, lcm
 
 from kvrecall.modelconfig import CacheKind
-from kvrecall.plan.layers import Cache
+from kvrecall.plan.layers import LayerCache
 
 _ALIGNMENT = 16  # tokens that divide a block of attention layers, in backends for GPUs
 _LATENT_ALIGNMENT = 128  # of blocks beside recurrent layers
@@ -69,13 +69,13 @@ class Group:
 class _LayerPage:
     """A layer's cache and its block: ``real`` bytes on a rank, in ``padded`` ones."""
 
-    cache: Cache
+    cache: LayerCache
     tokens: int
     real: int
     padded: int
 
 
-def groups_of(caches: Sequence[Cache], block_tokens: int, ranks: int = 1) -> tuple[Group, ...]:
+def groups_of(caches: Sequence[LayerCache], block_tokens: int, ranks: int = 1) -> tuple[Group, ...]:
     """vLLM's groups of these layers, with those that come first in the model first."""
     pages = _pages(caches, _block_tokens(caches, block_tokens, ranks), ranks)
     if _is_uniform(caches):
@@ -104,14 +104,14 @@ def hit_unit(groups: Iterable[Group]) -> int:
     return lcm(*(group.block_tokens for group in groups))
 
 
-def _is_uniform(caches: Sequence[Cache]) -> bool:
+def _is_uniform(caches: Sequence[LayerCache]) -> bool:
     """Whether all layers need the same blocks of a prefix, so that they are one group."""
     kinds = {(cache.kind, cache.reach) for cache in caches}
     states = {cache.state for cache in caches}
     return len(kinds) <= 1 and (len(states) <= 1)
 
 
-def _block_tokens(caches: Sequence[Cache], given: int, ranks: int) -> int:
+def _block_tokens(caches: Sequence[LayerCache], given: int, ranks: int) -> int:
     """Of attention layers: enough for the largest recurrent state, if there are any."""
     states = [cache.state.rank_bytes(ranks) for cache in caches if cache.state]
     tokens = [cache.rank_token_bytes(ranks) for cache in caches if not cache.state]
@@ -123,7 +123,7 @@ def _block_tokens(caches: Sequence[Cache], given: int, ranks: int) -> int:
     return max(given, -(-raised // _ALIGNMENT) * _ALIGNMENT)
 
 
-def _pages(caches: Sequence[Cache], tokens: int, ranks: int) -> list[_LayerPage]:
+def _pages(caches: Sequence[LayerCache], tokens: int, ranks: int) -> list[_LayerPage]:
     pages = []
     for cache in caches:
         real = cache.state.rank_bytes(ranks) if cache.state else 0

@@ -60,7 +60,7 @@ class RecurrentState:
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
+class LayerCache:
     """What a layer caches. ``reach``: of a window or chunk, in tokens. ``head_bytes``: keys and
     values of a token in one of its ``heads``; an MLA layer has one latent vector instead, the same
     on all ranks. ``attends``: tokens that it attends to at most; 0: all it keeps. ``state``: of a
@@ -96,7 +96,7 @@ class Ffn(enum.Enum):
 class Layer:
     """``mixing``: parameters of attention or recurrence."""
 
-    caches: tuple[Cache, ...]
+    caches: tuple[LayerCache, ...]
     mixing: int
     ffn: Ffn
 
@@ -111,7 +111,7 @@ def read_layers(fields: Fields, kv_dtype: str) -> tuple[Layer, ...]:
     owners = len(kinds) - fields.number("num_kv_shared_layers", default=0)
     layers = []
     for place, kind in enumerate(kinds):
-        caches: list[Cache] = []
+        caches: list[LayerCache] = []
         mixing = 0
         if kind in (*_FULL, *_WINDOW, *_CHUNK, *_BOTH):
             own = fields.of_layer(place)
@@ -119,7 +119,7 @@ def read_layers(fields: Fields, kv_dtype: str) -> tuple[Layer, ...]:
             mixing += _attention_params(own, kind)
         if kind in (*_STATE, *_BOTH):
             state, params = _state(fields, kind, model_dtype)
-            caches.append(Cache(CacheKind.STATE, state=state))
+            caches.append(LayerCache(CacheKind.STATE, state=state))
             mixing += params
         if not all(cache.state or cache.token_bytes for cache in caches):
             raise ConfigError(f"{fields.source}: layer {place} has attention heads of size 0")
@@ -201,7 +201,7 @@ def kv_heads(fields: Fields) -> int:
     return fields.number("num_key_value_heads", "num_kv_heads", default=heads) or heads
 
 
-def _attention(fields: Fields, kind: str, dtype: str) -> list[Cache]:
+def _attention(fields: Fields, kind: str, dtype: str) -> list[LayerCache]:
     each = DTYPE_BYTES[dtype]
     scales = 2 * _SCALE_BYTES if dtype.endswith("_per_token_head") else 0
     if latent := fields.number("kv_lora_rank", default=0):
@@ -209,12 +209,12 @@ def _attention(fields: Fields, kind: str, dtype: str) -> list[Cache]:
         index = fields.number("index_head_dim", default=0) if fields.has("index_topk") else 0
         packed = _SPARSE_FP8_BYTES if index and dtype.startswith("fp8") else width * each + scales
         if not index:
-            return [Cache(CacheKind.FULL, head_bytes=packed, heads=1, is_latent=True)]
+            return [LayerCache(CacheKind.FULL, head_bytes=packed, heads=1, is_latent=True)]
         key = index + -(-index // _INDEX_QUANT) * _SCALE_BYTES
         chosen = fields.number("index_topk")
         return [
-            Cache(CacheKind.FULL, head_bytes=packed, heads=1, is_latent=True, attends=chosen),
-            Cache(CacheKind.FULL, head_bytes=key, heads=1, is_latent=True, attends=1),
+            LayerCache(CacheKind.FULL, head_bytes=packed, heads=1, is_latent=True, attends=chosen),
+            LayerCache(CacheKind.FULL, head_bytes=key, heads=1, is_latent=True, attends=1),
         ]
     size, heads = head_size(fields), kv_heads(fields)
     if kind in _WINDOW:
@@ -226,7 +226,7 @@ def _attention(fields: Fields, kind: str, dtype: str) -> list[Cache]:
         made, reach = CacheKind.FULL, 0
         size = fields.number("global_head_dim", default=0) or size
         heads = fields.number("num_global_key_value_heads", default=0) or heads
-    return [Cache(made, reach, 2 * size * each + scales, heads)]
+    return [LayerCache(made, reach, 2 * size * each + scales, heads)]
 
 
 def _attention_params(fields: Fields, kind: str) -> int:

@@ -10,9 +10,9 @@ from kvrecall.modelconfig import CacheKind, Fields, read_fields
 from kvrecall.plan.groups import Group, groups_of
 from kvrecall.plan.layers import (
     DTYPE_BYTES,
-    Cache,
     Ffn,
     Layer,
+    LayerCache,
     dtype_of,
     experts_of,
     head_size,
@@ -30,7 +30,7 @@ class ModelShape:
     layers: int
     kv_heads: int
     is_latent: bool  # MLA: one latent vector for all heads, the same on all ranks
-    caches: tuple[Cache, ...]
+    caches: tuple[LayerCache, ...]
     attention_width: int  # query heads x head size
     params: int
     active_params: int

@@ -28,7 +28,13 @@ from kvrecall.router.metrics import RouterMetrics
 from kvrecall.router.prefixes import Prompt
 from kvrecall.router.tokens import Tokens
 from kvrecall.router.traces import CompletionSpan, RouterTraces, calling
-from kvrecall.router.upstream import Answer, Headers, InstanceFailedError, ReplyStream, Upstream
+from kvrecall.router.upstream import (
+    Headers,
+    InstanceFailedError,
+    InstanceReply,
+    ReplyStream,
+    Upstream,
+)
 from kvrecall.server.access import Access
 
 log = logging.getLogger("kvrecall.router")
@@ -368,7 +374,7 @@ class Router:
         else:
             log.warning("%s instance %s: %s", role, instance.url, error)
 
-    def _whole(self, request: Completion, answer: Answer) -> Response:
+    def _whole(self, request: Completion, answer: InstanceReply) -> Response:
         fields: dict[str, Any] = dict(answer.fields())
         usage = value_of(fields.get("usage"), dict[str, Any])
         if answer.status == 200 and usage is not None:
@@ -442,7 +448,7 @@ def _headers(given: Headers, own: Mapping[str, str]) -> Headers:
     return made + [(name, value) for name, value in given if name not in names]
 
 
-def passed_on(answer: Answer, own: Mapping[str, str] | None = None) -> Response:
+def passed_on(answer: InstanceReply, own: Mapping[str, str] | None = None) -> Response:
     """An instance's reply, with headers of the router's."""
     response = Response(answer.content, answer.status)
     response.raw_headers += _headers(answer.headers, own or {})

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvrecall.engines.base import Engine
+from kvrecall.engines.base import ServingEngine
 from kvrecall.server.access import HEALTH, Access, known_hosts
 from kvrecall.server.dashboard.routes import dashboard_router
 from kvrecall.server.guard import Guard
@@ -38,7 +38,7 @@ _PUBLIC = re.compile(
 
 def attach_all(
     app: FastAPI,
-    engine: Engine,
+    engine: ServingEngine,
     keys: Sequence[str] = (),
     origins: Sequence[str] = (),
     *,

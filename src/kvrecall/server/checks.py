@@ -30,7 +30,7 @@ _PACKAGES = {"mooncake": ("mooncake", "mooncake"), "objects": ("obstore", "objec
 """By kind of remote store: the module it needs, and the extra that installs it."""
 
 
-class State(StrEnum):
+class Health(StrEnum):
     OK = "ok"
     NOTE = "note"  # worth knowing; nothing to do
     WARNING = "warning"  # works, but not as well or as far as it could
@@ -45,7 +45,7 @@ class Finding:
 
     area: str  # installed, engine, machine, pool, model, doctor
     check: str
-    state: State
+    state: Health
     found: str
     cure: str = ""
     figures: Mapping[str, object] = field(default_factory=dict)
@@ -109,7 +109,7 @@ def check_pool(pool: PoolConfig, here: bool = True) -> tuple[str, ...]:
     for each in pool_findings(pool, here):
         if each.error is not None:
             raise each.error
-        if each.state in (State.WARNING, State.BROKEN):
+        if each.state in (Health.WARNING, Health.BROKEN):
             warnings.append("; ".join(filter(None, (each.found, each.cure))))
     return tuple(warnings)
 
@@ -136,8 +136,8 @@ def _tried(check: str, found: str, attempt: Callable[[], object]) -> Finding:
     try:
         attempt()
     except KvrecallError as error:
-        return Finding("pool", check, State.BROKEN, str(error), error=error)
-    return Finding("pool", check, State.OK, found)
+        return Finding("pool", check, Health.BROKEN, str(error), error=error)
+    return Finding("pool", check, Health.OK, found)
 
 
 def _compression(compression: str) -> Iterator[Finding]:
@@ -151,8 +151,8 @@ def _host(nbytes: int) -> Finding:
     try:
         check_memory(nbytes, cure)
     except ConfigError as error:
-        return Finding("pool", "host", State.BROKEN, str(error), cure, figures, error)
-    return Finding("pool", "host", State.OK, f"{format_size(nbytes)} of memory fit", "", figures)
+        return Finding("pool", "host", Health.BROKEN, str(error), cure, figures, error)
+    return Finding("pool", "host", Health.OK, f"{format_size(nbytes)} of memory fit", "", figures)
 
 
 def _disk(disk: DiskConfig) -> Finding:
@@ -166,7 +166,7 @@ def _disk(disk: DiskConfig) -> Finding:
         ends = (
             error if isinstance(error, TierError) and not isinstance(error, MediumFails) else None
         )
-        return Finding("pool", "disk", State.BROKEN, str(error), cure, error=ends)
+        return Finding("pool", "disk", Health.BROKEN, str(error), cure, error=ends)
     free, held = system.f_bavail * system.f_frsize, own_bytes(folder)
     figures: dict[str, object] = {
         "path": str(folder), "bytes": disk.capacity_bytes, "free_bytes": free, "held_bytes": held,
@@ -175,13 +175,13 @@ def _disk(disk: DiskConfig) -> Finding:
         figures["holder"] = holder
         used = f"{folder} is in use by process {holder}"
         ends = TierError(f"disk_path: {used}; stop it or use another folder")
-        return Finding("pool", "disk", State.NOTE, used, "", figures, ends)
+        return Finding("pool", "disk", Health.NOTE, used, "", figures, ends)
     if doubt:
         cure = "free some room, or set a smaller disk_size"
-        return Finding("pool", "disk", State.WARNING, doubt, cure, figures)
+        return Finding("pool", "disk", Health.WARNING, doubt, cure, figures)
     found = f"{folder}: {format_size(disk.capacity_bytes)} fit ({format_size(free)} free, "
     found += f"{format_size(held)} its own)"
-    return Finding("pool", "disk", State.OK, found, "", figures)
+    return Finding("pool", "disk", Health.OK, found, "", figures)
 
 
 def _remote(remote: RemoteConfig, sealed: bool, here: bool) -> Iterator[Finding]:
@@ -189,12 +189,12 @@ def _remote(remote: RemoteConfig, sealed: bool, here: bool) -> Iterator[Finding]
     if here and package and not find_spec(package):
         cure = f"pip install 'kvrecall[{extra}]'"
         found = f"{remote.kind} needs the package {package}, which is not installed"
-        yield Finding("pool", "remote", State.BROKEN, found, cure)
+        yield Finding("pool", "remote", Health.BROKEN, found, cure)
         return
     settings = _tried("remote", remote.kind, lambda: check_store(remote, sealed))
     yield settings
     if settings.error is None and (doubt := doubt_of(remote)):
-        yield Finding("pool", "remote protocol", State.WARNING, doubt)
+        yield Finding("pool", "remote protocol", Health.WARNING, doubt)
 
 
 def holder_of(lock: Path) -> str:

@@ -22,7 +22,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from kvrecall.engines.base import Load
+from kvrecall.engines.base import EngineLoad
 from kvrecall.nicety import nicety
 
 Json = dict[str, object]
@@ -58,7 +58,7 @@ class MindieMetrics(Collector):
     def __init__(
         self,
         model: str,
-        load: Callable[[], Load],
+        load: Callable[[], EngineLoad],
         source: Callable[[], Iterable[Metric]] = REGISTRY.collect,
     ) -> None:
         self._model = model
@@ -190,7 +190,9 @@ class MetricsVector:
     Values are strings, as in MindIE.
     """
 
-    def __init__(self, metrics: MindieMetrics, load: Callable[[], Load], instance: str) -> None:
+    def __init__(
+        self, metrics: MindieMetrics, load: Callable[[], EngineLoad], instance: str
+    ) -> None:
         self._metrics = metrics
         self._load = load
         self._instance = instance

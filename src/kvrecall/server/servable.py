@@ -15,7 +15,7 @@ from kvrecall.errors import ConfigError
 from kvrecall.modelconfig import CacheKind, Fields, find_config, hub_cache, read_fields
 from kvrecall.nicety import nicety
 from kvrecall.plan.groups import chain_of, groups_of
-from kvrecall.plan.layers import Cache, read_layers
+from kvrecall.plan.layers import LayerCache, read_layers
 from kvrecall.server.plan import BLOCK_SIZE
 
 _CPU_KV = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -172,7 +172,7 @@ def _refusals(fields: Fields, machine: Machine, asked: Asked) -> Iterator[ModelR
         )
 
 
-def _caches(fields: Fields) -> list[Cache]:
+def _caches(fields: Fields) -> list[LayerCache]:
     """What the layers cache; nothing if that is not known."""
     try:
         return [cache for layer in read_layers(fields, "auto") for cache in layer.caches]

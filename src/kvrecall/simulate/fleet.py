@@ -30,7 +30,7 @@ WINDOW_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class StoreTraffic:
     """Blocks that cross the network between hosts and store: all, and the most in any minute."""
 
     read: int
@@ -50,7 +50,7 @@ class FleetOutcome(BlockCount):
     busiest: float = 0.0
     seconds: float = 0.0
     tiers: Sequence[TierCount] = ()
-    traffic: Traffic = Traffic(0, 0, 0, 0)
+    traffic: StoreTraffic = StoreTraffic(0, 0, 0, 0)
 
 
 def replay_fleet(
@@ -94,7 +94,7 @@ def replay_fleet(
     outcome.seconds = trace.requests[-1].now - trace.requests[0].now
     own = (_sum([pool.counts[place] for pool in pools]) for place in range(len(tiers)))
     outcome.tiers = (*own, *(tier.count for tier in shared))
-    outcome.traffic = Traffic(
+    outcome.traffic = StoreTraffic(
         network.read, network.written, max(read.values()), max(written.values())
     )
     return outcome

@@ -46,7 +46,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.executor import Executor
 
 from kvrecall.config import RecallSettings, default_socket, split_for_service
-from kvrecall.engines.base import Engine, Limits, Listener, Role, ServeSpec
+from kvrecall.engines.base import Limits, Listener, Role, ServeSpec, ServingEngine
 from kvrecall.engines.vllm.attention import plugin
 from kvrecall.engines.vllm.compat import events, waits
 from kvrecall.engines.vllm.compat.plugins import name_own_plugins
@@ -70,7 +70,7 @@ from kvrecall.pool.service.child import ChildService
 
 log = logging.getLogger("kvrecall.server")
 
-Attach = Callable[[FastAPI, Engine, Sequence[str], Sequence[str]], Mapping[str, FastAPI]]
+Attach = Callable[[FastAPI, ServingEngine, Sequence[str], Sequence[str]], Mapping[str, FastAPI]]
 """Completes vLLM's application with the API keys and the origins of pages that may use it, and
 gives those of the further listeners, by their names."""
 Protocol = type[asyncio.Protocol]

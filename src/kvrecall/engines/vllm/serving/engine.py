@@ -1,4 +1,4 @@
-"""The ``Engine`` interface over vLLM's async engine, for the MindIE and TGI routes and management.
+"""``ServingEngine`` over vLLM's async engine, for the MindIE and TGI routes and management.
 
 Prompts go through vLLM's own renderer, so that the same text gives the same blocks on every route.
 """
@@ -29,12 +29,12 @@ from vllm.version import __version__ as VLLM_VERSION
 from kvrecall.engines.base import (
     HINT,
     EngineInfo,
+    EngineLoad,
     Fault,
     Finish,
     GenerateError,
     GenerateRequest,
     Limits,
-    Load,
     Pace,
     RecallSplit,
     Sampling,
@@ -52,8 +52,8 @@ from kvrecall.engines.vllm.serving.served_llm import (
 
 
 class VllmEngine:
-    """See Engine. ``handler`` is vLLM's for completions, over ``engine``; its pool can be asked
-    at ``pool_socket``."""
+    """See ServingEngine. ``handler`` is vLLM's for completions, over ``engine``; its pool answers
+    queries at ``pool_socket``."""
 
     def __init__(
         self,
@@ -87,10 +87,10 @@ class VllmEngine:
             return False
         return True
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """Running, waiting and used are as of the engine's last step."""
         prompts, answers = self._engine.steps.throughputs()
-        return Load(
+        return EngineLoad(
             running=int(_gauge("vllm:num_requests_running")),
             waiting=int(_gauge("vllm:num_requests_waiting")),
             unfinished=max(self._engine.get_num_unfinished_requests(), self._engine.searches),
