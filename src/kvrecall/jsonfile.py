@@ -82,9 +82,9 @@ class Document:
         try:
             inner, offsets = _parsed(value, origin)
         except json.JSONDecodeError as error:
-            place, said = _explained(error, origin)
+            place, message = _explained(error, origin)
             where = f"{self.source}:{place}"
-            raise ConfigError(f"{where}: {name} is JSON in a string: {said}") from error
+            raise ConfigError(f"{where}: {name} is JSON in a string: {message}") from error
         places = {(*path, *part): origin.offset(at) for part, at in offsets.items() if part}
         changed = _replaced(self.value, path, inner)
         return Document(self.source, changed, self._text, {**self._offsets, **places})
@@ -161,8 +161,8 @@ def parse_json(text: str, source: str) -> Document:
     try:
         value, offsets = _parsed(text, origin)
     except json.JSONDecodeError as error:
-        place, said = _explained(error, origin)
-        raise ConfigError(f"{source}:{place}: {said}") from error
+        place, message = _explained(error, origin)
+        raise ConfigError(f"{source}:{place}: {message}") from error
     return Document(source, value, text, offsets)
 
 
@@ -205,8 +205,8 @@ def _open_at(text: str, end: int) -> list[int]:
         elif token[2] and still_open:
             still_open.pop()
         if len(still_open) > MAX_DEPTH:
-            said = f"nested more than {MAX_DEPTH} deep; no configuration needs that"
-            raise json.JSONDecodeError(said, text, still_open[-1])
+            message = f"nested more than {MAX_DEPTH} deep; no configuration needs that"
+            raise json.JSONDecodeError(message, text, still_open[-1])
     return still_open
 
 
@@ -248,8 +248,8 @@ class _PlaceReader:
                 key, colon = _SCALARS.raw_decode(text, at)
                 if key in read:
                     first = self._origin.place(self.offsets[(*path, key)])
-                    said = f"the key {key!r:.80} is repeated (first at {first})"
-                    raise json.JSONDecodeError(said, text, at)
+                    message = f"the key {key!r:.80} is repeated (first at {first})"
+                    raise json.JSONDecodeError(message, text, at)
                 self.offsets[(*path, key)] = at
                 at = self._next(self._next(colon) + 1)
             read[key], at = self.value(at, (*path, key))
@@ -306,28 +306,29 @@ def _explained(error: json.JSONDecodeError, origin: _Origin) -> tuple[str, str]:
     elif error.msg == "Expecting ':' delimiter" and key:
         expected = f"':' after the key {key[0]}"
     if expected is None:
-        said = _SAID.get(error.msg, error.msg)
+        message = _SAID.get(error.msg, error.msg)
         if error.msg.startswith("Invalid control character"):
-            said = f"the control character {_shown(found)} in a text; escape it, or close the text"
+            message = f"the control character {_shown(found)} in a text; escape it, or close the "
+            message += "text"
     elif before.endswith(",") and (found in ("}", "]") or not found):
-        at, said = len(before) - 1, "a comma with nothing after it; remove it"
+        at, message = len(before) - 1, "a comma with nothing after it; remove it"
     elif not found:
-        said = f"the {origin.whole} ends here; expected {expected}"
+        message = f"the {origin.whole} ends here; expected {expected}"
         if still_open := _open_at(text, at):
             opened = still_open[-1]
-            said += f": the {text[opened]!r} of {origin.place(opened)} is not closed"
+            message += f": the {text[opened]!r} of {origin.place(opened)} is not closed"
     elif error.msg == "Extra data" and found in ("}", "]"):
-        said = f"{found!r} closes nothing: there is one more of it than was opened"
+        message = f"{found!r} closes nothing: there is one more of it than was opened"
     elif before[-1:].isdigit() and at == len(before) and (word or found in "0123456789._"):
-        said = "not a JSON number (decimal, no leading zeros, no units)"
+        message = "not a JSON number (decimal, no leading zeros, no units)"
     elif word and error.msg.startswith("Expecting property"):
-        said = f'the key {word[0]} must be in double quotes: "{word[0]}"'
+        message = f'the key {word[0]} must be in double quotes: "{word[0]}"'
     elif word and word[0] in _MISTAKEN_WORDS:
-        said = f"{word[0]} is not JSON; write {_MISTAKEN_WORDS[word[0]]}"
+        message = f"{word[0]} is not JSON; write {_MISTAKEN_WORDS[word[0]]}"
     elif word and error.msg == "Expecting value":
         label = re.search(r'"([^"\n]*)"\s*:$', before)
         shown = "***" if label and is_secret(label[1]) else word[0]
-        said = f'{shown} is not a JSON value; a text must be in double quotes: "{shown}"'
+        message = f'{shown} is not a JSON value; a text must be in double quotes: "{shown}"'
     else:
         cure = ""
         if found in _FULL_WIDTH:
@@ -338,8 +339,8 @@ def _explained(error: json.JSONDecodeError, origin: _Origin) -> tuple[str, str]:
             cure = "; JSON has no comments, remove it"
         elif error.msg == "Expecting ',' delimiter" and found in '"{[':
             cure = "; a comma is missing"
-        said = f"expected {expected}, found {_shown(found)}{cure}"
-    return origin.place(at), said
+        message = f"expected {expected}, found {_shown(found)}{cure}"
+    return origin.place(at), message
 
 
 _EXPECTED = {

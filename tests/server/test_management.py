@@ -329,7 +329,7 @@ MINDIE = ["TTFT", "TBT", "waitingInferRequestNum", "processingInferRequestNum", 
 
 def samples(figures: MindieMetrics, load: EngineLoad) -> dict[str, float]:
     """name -> value of a vector, ``name/tier`` where a sample has a tier; its form is checked."""
-    told = MetricsVector(figures, lambda: load, "127.0.0.2:1026").told()
+    told = MetricsVector(figures, lambda: load, "127.0.0.2:1026").body()
     assert told.pop("resultType") == "vector"
     result: Any = told.pop("result")
     assert not told
@@ -353,7 +353,7 @@ def test_averages_are_of_the_last_requests() -> None:
     def average(seconds: float, count: int) -> str:
         for _ in range(count):
             first.observe(seconds)
-        told: Any = vector.told()["result"]
+        told: Any = vector.body()["result"]
         return str(told[0]["value"])
 
     assert average(1, 0) == "0"

@@ -110,7 +110,7 @@ def mindie_families() -> list[Family]:
 def mindie_vector() -> list[str]:
     """The additional metrics of MindIE's JSON form."""
     metrics = MindieMetrics("model", lambda: _IDLE, lambda: ())
-    told: Any = MetricsVector(metrics, lambda: _IDLE, "host:port").told()["result"]
+    told: Any = MetricsVector(metrics, lambda: _IDLE, "host:port").body()["result"]
     known = {sample.name for metric in metrics.collect() for sample in metric.samples}
     names = dict.fromkeys(sample["metric"][0]["__name__"] for sample in told)
     return [name for name in names if name not in known]

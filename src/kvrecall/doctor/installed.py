@@ -150,8 +150,8 @@ def _probe(model: str | None) -> tuple[dict[str, dict[str, Any]], str]:
     except subprocess.TimeoutExpired as error:
         printed, status = error.stdout or b"", 0
     lines = printed.decode(errors="replace").splitlines()
-    told = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
-    stages = {str(each.pop("stage")): each for each in told}
+    reports = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
+    stages = {str(each.pop("stage")): each for each in reports}
     after = f"after {', '.join(stages)}" if stages else "before anything was imported"
     if status < 0:
         name = signal.Signals(-status).name

@@ -289,8 +289,8 @@ def _print(report: dict[str, Any], console: Console, rate_given: bool) -> None:
     console.print(facts)
     console.print(_groups_table(report))
     if len(report["groups"]) > 1 or report["groups"][0]["reach"]:
-        told = f"kvrecall simulate TRACE --groups {report['simulate_groups']} --capacity SIZE"
-        console.print(told, soft_wrap=True, highlight=False)
+        command = f"kvrecall simulate TRACE --groups {report['simulate_groups']} --capacity SIZE"
+        console.print(command, soft_wrap=True, highlight=False)
     table = Table(caption="of all hosts together; 1 GiB = 1.074 GB, 1 TiB = 1.100 TB")
     table.add_column("tier")
     for title in ("size", "blocks", "tokens", "sessions", "hit rate so far"):

@@ -137,6 +137,6 @@ def _passed_on(request: Request) -> dict[str, str]:
     found = {name: value for name, value in request.headers.items() if name in PASSED_ON}
     for name, value in found.items():
         if len(value) > _LONGEST_HEADER:
-            told = f"{name}: {len(value)} characters; allowed: {_LONGEST_HEADER}"
-            raise ReplyError(431, told)
+            message = f"{name}: {len(value)} characters; allowed: {_LONGEST_HEADER}"
+            raise ReplyError(431, message)
     return found

@@ -411,8 +411,8 @@ class Router:
                 request.outcome = "broken"
                 why = str(error) or type(error).__name__
                 self._failed(instance.word, instance, InstanceFailedError(why, gone=True))
-                told = {"message": f"{instance.name} broke off", "type": "router_error"}
-                yield f"data: {json.dumps({'error': told | {'code': 502}})}\n\n".encode()
+                broken = {"message": f"{instance.name} broke off", "type": "router_error"}
+                yield f"data: {json.dumps({'error': broken | {'code': 502}})}\n\n".encode()
 
         def ended() -> None:
             self.metrics.requests.labels(request.outcome).inc()

@@ -94,11 +94,11 @@ class Tokens:
         known."""
         if prompt.given is not None:
             return prompt.given if await aside(body.nbytes, is_text, body) else None
-        asked = await aside(body.nbytes, _asked, body)
-        if asked is None:
+        question = await aside(body.nbytes, _asked, body)
+        if question is None:
             return None
         try:
-            answer = await self._upstream.ask(instance, "/tokenize", asked, headers, _TOKENIZE_S)
+            answer = await self._upstream.ask(instance, "/tokenize", question, headers, _TOKENIZE_S)
         except InstanceFailedError:
             return None
         if answer.status != 200:

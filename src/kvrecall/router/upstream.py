@@ -206,10 +206,10 @@ class Upstream:
                 response = await self._client.send(request, stream=True)
         if 300 <= response.status_code < 400:
             await response.aclose()
-            told = (
+            message = (
                 f"{instance.name} answered {response.status_code}, and redirects are not followed"
             )
-            raise InstanceFailedError(told, gone=False)
+            raise InstanceFailedError(message, gone=False)
         return response
 
     def _post(
@@ -256,8 +256,8 @@ async def _whole(
                 async for chunk in response.aiter_raw():
                     content += chunk
                     if len(content) > most:
-                        told = f"{instance.name} answers with more than {most} bytes"
-                        raise InstanceFailedError(told, gone=False)
+                        message = f"{instance.name} answers with more than {most} bytes"
+                        raise InstanceFailedError(message, gone=False)
     finally:
         await response.aclose()
     return InstanceReply(response.status_code, bytes(content), _end_to_end(response))
@@ -289,8 +289,8 @@ async def _events(instance: Instance, response: httpx.Response) -> AsyncGenerato
         del buffer[:begin]
         searched = len(buffer)
         if searched > _MOST_EVENT:
-            told = f"{instance.name} sent an event of more than {_MOST_EVENT} bytes"
-            raise InstanceFailedError(told, gone=False)
+            message = f"{instance.name} sent an event of more than {_MOST_EVENT} bytes"
+            raise InstanceFailedError(message, gone=False)
     if buffer:
         yield bytes(buffer)
 

@@ -133,8 +133,8 @@ async def _reply_error(_: Request, error: Exception) -> Response:
 async def _no_such_path(request: Request, error: Exception) -> Response:
     """404 and 405 of the router; errors of vLLM's routes keep vLLM's form."""
     assert isinstance(error, HTTPException)
-    told = ReplyError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-    return JSONResponse(told.body(), error.status_code, error.headers)
+    reply = ReplyError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    return JSONResponse(reply.body(), error.status_code, error.headers)
 
 
 async def _unreadable(_: Request, error: Any) -> Response:

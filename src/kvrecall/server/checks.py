@@ -97,8 +97,8 @@ def check_port(host: str, port: int) -> None:
                 errno.EACCES: f"port {port} requires more privileges than this user has",
                 errno.EADDRNOTAVAIL: f"{host} is not an address of this machine",
             }
-            said = f"cannot listen on {host}:{port}: {error.strerror}"
-            raise ConfigError(reasons.get(error.errno or 0, said)) from error
+            message = f"cannot listen on {host}:{port}: {error.strerror}"
+            raise ConfigError(reasons.get(error.errno or 0, message)) from error
 
 
 def check_pool(pool: PoolConfig, here: bool = True) -> tuple[str, ...]:

@@ -127,8 +127,8 @@ class Guard:
     def _check(self, scope: Scope, headers: Headers, path: str, method: str) -> None:
         """Raises _TurnedAway unless the request may reach its route."""
         if len(headers.get("x-request-id", "")) > LONGEST_ID:
-            told = f"X-Request-Id: {len(headers['x-request-id'])} characters; allowed: {LONGEST_ID}"
-            raise _TurnedAway(431, told)
+            length = len(headers["x-request-id"])
+            raise _TurnedAway(431, f"X-Request-Id: {length} characters; allowed: {LONGEST_ID}")
         scheme, _, value = headers.get("authorization", "").partition(" ")
         if self._digests and scheme.lower() == "bearer" and self._is_key(value.encode()):
             return

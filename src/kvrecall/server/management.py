@@ -97,7 +97,7 @@ def management_router(engine: ServingEngine, plan: Plan, metrics: MindieMetrics)
 
     @router.get("/metrics-json")
     async def metrics_json() -> Response:
-        return JSONResponse(vector.told())
+        return JSONResponse(vector.body())
 
     @router.get("/why/{request_id:path}")
     async def why(request_id: str) -> Response:

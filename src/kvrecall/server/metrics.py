@@ -76,10 +76,10 @@ class MindieMetrics(Collector):
     def _families(self) -> Iterator[Metric]:
         families = {family.name: family for family in self._source()}
         yield from self._requests(families)
-        for name, theirs in _COUNTERS.items():
-            yield self._counter(name, f"As {theirs}.", total(families.get(theirs)))
-        for name, theirs in _GAUGES.items():
-            yield self._gauge(name, f"As {theirs}.", total(families.get(theirs)))
+        for name, original in _COUNTERS.items():
+            yield self._counter(name, f"As {original}.", total(families.get(original)))
+        for name, original in _GAUGES.items():
+            yield self._gauge(name, f"As {original}.", total(families.get(original)))
         yield self._gauge("num_requests_swapped", "vLLM never swaps: 0.", 0)
         load = self._load()
         for name, rate in (
@@ -93,8 +93,8 @@ class MindieMetrics(Collector):
             "cpu_cache_usage_perc", "Share of the pool's host tier in use.", _share(used, room)
         )
         yield from self._hits(families)
-        for name, theirs in _HISTOGRAMS.items():
-            yield self._histogram(name, f"As {theirs}.", families.get(theirs))
+        for name, original in _HISTOGRAMS.items():
+            yield self._histogram(name, f"As {original}.", families.get(original))
 
     def work_done(self) -> float:
         """A number that grows with every step that generates a token."""
@@ -146,11 +146,11 @@ class MindieMetrics(Collector):
         family.add_metric((self._model,), value)
         return family
 
-    def _histogram(self, name: str, text: str, theirs: Metric | None) -> Metric:
+    def _histogram(self, name: str, text: str, original: Metric | None) -> Metric:
         family = HistogramMetricFamily(name, text, labels=("model_name",))
         buckets: dict[str, float] = {}
         total_sum = 0.0
-        for sample in theirs.samples if theirs is not None else ():
+        for sample in original.samples if original is not None else ():
             if sample.name.endswith("_bucket"):
                 bound = sample.labels["le"]
                 buckets[bound] = buckets.get(bound, 0) + sample.value
@@ -199,7 +199,7 @@ class MetricsVector:
         self._first = _Recent()
         self._between = _Recent()
 
-    def told(self) -> Json:
+    def body(self) -> Json:
         """The body of the reply."""
         families = {family.name: family for family in self._metrics.collect()}
         return {"resultType": "vector", "result": [*self._mindie(families), *self._rest(families)]}

@@ -93,7 +93,7 @@ class Plan:
     def bounds(self) -> dict[str, str]:
         """The limits of requests and connections, in words; unlimited ones are omitted."""
         limits = self.spec.limits
-        told = {
+        bounds = {
             "body": f"{self.max_body_bytes / 2**20:g} MB",
             "requests": f"{self.max_links} at once on each address",
             "prompt": _tokens(limits.max_input_tokens),
@@ -103,7 +103,7 @@ class Plan:
             "next token": f"within {limits.token_timeout_s:g} s" if limits.token_timeout_s else "",
             "request": f"within {limits.total_timeout_s:g} s" if limits.total_timeout_s else "",
         }
-        return {name: text for name, text in told.items() if text}
+        return {name: text for name, text in bounds.items() if text}
 
 
 def shared_listeners(

@@ -116,8 +116,8 @@ def _add_openai(router: APIRouter, engine: ServingEngine) -> None:
             if card["id"] == model:
                 return JSONResponse(card)
         error = {"message": f"no model {model!r} is served", "type": "NotFoundError"}
-        told = {"error": {**error, "param": "model", "code": 404}}  # OpenAI's form, as vLLM's
-        return JSONResponse(told, status_code=404)
+        body = {"error": {**error, "param": "model", "code": 404}}  # OpenAI's form, as vLLM's
+        return JSONResponse(body, status_code=404)
 
     @router.post("/v1/tokenizer", openapi_extra=described(TokenizerBody))
     async def tokenizer(request: Request) -> Response:

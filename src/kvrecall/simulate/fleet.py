@@ -74,7 +74,7 @@ def replay_fleet(
     pools = [SimulatedPool([*tiers_of(tiers, policy), *shared], BLOCKS) for _ in range(hosts)]
     rng = random.Random(1)
     home: dict[int, int] = {}
-    asked, read, written = Counter[int](), Counter[int](), Counter[int]()
+    requested, read, written = Counter[int](), Counter[int](), Counter[int]()
     outcome = FleetOutcome(routing=routing)
     for request, session in zip(trace.requests, sessions_of(trace.requests), strict=True):
         advance(1)
@@ -83,14 +83,14 @@ def replay_fleet(
         host = rng.randrange(hosts)
         if routing == "sticky":
             host = home.setdefault(session, host)
-        asked[host] += len(request.chain)
+        requested[host] += len(request.chain)
         before = network.read, network.written
         outcome.hits += pools[host].serve(request.chain, request.now)
         window = int(request.now // WINDOW_S)
         read[window] += network.read - before[0]
         written[window] += network.written - before[1]
     if outcome.accesses:
-        outcome.busiest = max(asked.values()) * hosts / outcome.accesses
+        outcome.busiest = max(requested.values()) * hosts / outcome.accesses
     outcome.seconds = trace.requests[-1].now - trace.requests[0].now
     own = (_sum([pool.counts[place] for pool in pools]) for place in range(len(tiers)))
     outcome.tiers = (*own, *(tier.count for tier in shared))

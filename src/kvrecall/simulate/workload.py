@@ -228,12 +228,12 @@ def agents(seed: int, hints: str = "none", sessions: int = 40) -> Iterator[Row]:
     for number in range(sessions):
         made.session(rng.uniform(0.0, 2700.0), number % len(kinds))
     for now, chain, hint, tenant in sorted(made.rows, key=lambda row: row[0]):
-        said = HINTS[kinds[tenant]](rng, hint)
+        given = HINTS[kinds[tenant]](rng, hint)
         if hints == MIXED:
             own = tenant * _ID_SPACE
-            yield now, [own + number for number in chain], said, Tenant(kinds[tenant])
+            yield now, [own + number for number in chain], given, Tenant(kinds[tenant])
         else:
-            yield now, chain, said
+            yield now, chain, given
 
 
 def _noisy(rng: random.Random, hint: Hint) -> Hint | None:

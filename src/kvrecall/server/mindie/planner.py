@@ -341,14 +341,14 @@ class _Planner:
         """Adds notes on fields about the pool that have no effect."""
         pool, model = self._backend.kvPoolConfig, self._model
         if model.cpuMemSize > 0:
-            said = f"cpuMemSize {model.cpuMemSize:g} is without effect: "
+            message = f"cpuMemSize {model.cpuMemSize:g} is without effect: "
             size = int(model.cpuMemSize * _GIB)
             if settings is None:
-                self._notes.append(f"{said}there is no pool (kvPoolConfig)")
+                self._notes.append(f"{message}there is no pool (kvPoolConfig)")
             elif settings.get("backend", "embedded") != "embedded":
-                self._notes.append(f"{said}the pool's memory is its service's (host_size there)")
+                self._notes.append(f"{message}the pool's memory is its service's (host_size there)")
             elif settings.get("host_size") != size:
-                self._notes.append(f"{said}host_size is {settings.get('host_size')}")
+                self._notes.append(f"{message}host_size is {settings.get('host_size')}")
         given = pool.model_fields_set
         if settings is None and ("asyncWrite" in given or self._beside.recall):
             self._notes.append("asynchronous writes are without effect: there is no pool")
@@ -397,10 +397,10 @@ class _Planner:
         embedded = pool.backend == "embedded"
         if not embedded:
             settings.setdefault("backend", pool.backend)
-        if (told := settings.get("backend", "embedded")) != pool.backend:
+        if (backend := settings.get("backend", "embedded")) != pool.backend:
             path = (*_POOL, "backend")
             where = document.where(("backend",))
-            raise self._wrong(path, f"is {pool.backend!r}, but {where} says {told!r}")
+            raise self._wrong(path, f"is {pool.backend!r}, but {where} says {backend!r}")
         if embedded:
             self._default_host_size(settings)
         RecallSettings.from_mapping(settings, document.where_key)
@@ -493,8 +493,8 @@ class _Planner:
             self._warnings += [w for w in files.check() if w not in self._warnings]
         except ConfigError as error:
             at = "httpsEnabled" if prefix == "tls" else f"{prefix}Cert"
-            said = "is true" if prefix == "tls" else f"is {self._tls_field(prefix, 'Cert')!r}"
-            raise self._wrong((*_SERVER, at), f"{said}; {error}") from error
+            value = "is true" if prefix == "tls" else f"is {self._tls_field(prefix, 'Cert')!r}"
+            raise self._wrong((*_SERVER, at), f"{value}; {error}") from error
         return files
 
     def _tls_files(self, prefix: str) -> TlsFiles:
