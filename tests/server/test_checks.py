@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.config import DiskConfig, PoolConfig
+from kvrecall.config import DiskConfig, PoolConfig, RemoteConfig
 from kvrecall.engines.base import ServeSpec
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.disk.folder import FolderLock
@@ -80,6 +80,27 @@ def test_pool(tmp_path: Path) -> None:
         checks.check_pool(disk(tmp_path / "file" / "below"))
     with pytest.raises(ConfigError, match=r"host_size: .* this machine .* left"):
         checks.check_pool(PoolConfig(host_bytes=1 << 60))
+
+
+MOONCAKE = {
+    "local_hostname": "127.0.0.1",
+    "metadata_server": "P2PHANDSHAKE",
+    "master_server_address": "127.0.0.1:50051",
+}
+
+
+def test_a_store_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mooncake's tier is away then, as when its master is; another store cannot be made at all."""
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    pool = PoolConfig(
+        1 << 20, remote=RemoteConfig("mooncake", {**MOONCAKE, "allow_plaintext": True})
+    )
+    assert "mooncake is not installed; pip install 'kvrecall[mooncake]'" in checks.check_pool(pool)
+    assert not any("not installed" in each for each in checks.check_pool(pool, here=False))
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    url = {"url": "s3://bucket", "allow_plaintext": True}
+    with pytest.raises(ConfigError, match=r"pip install 'kvrecall\[objects\]'"):
+        checks.check_pool(PoolConfig(1 << 20, remote=RemoteConfig("objects", url)))
 
 
 def test_folder_in_use(tmp_path: Path) -> None:

@@ -26,9 +26,6 @@ from kvrecall.pool.disk.folder import LOCK_NAME, MediumFails, check_room, own_by
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.remote.backends import check_store, doubt_of
 
-_PACKAGES = {"mooncake": ("mooncake", "mooncake"), "objects": ("obstore", "objects")}
-"""By kind of remote store: the module it needs, and the extra that installs it."""
-
 
 class Health(StrEnum):
     OK = "ok"
@@ -185,15 +182,13 @@ def _disk(disk: DiskConfig) -> Finding:
 
 
 def _remote(remote: RemoteConfig, sealed: bool, here: bool) -> Iterator[Finding]:
-    package, extra = _PACKAGES.get(remote.kind, ("", ""))
-    if here and package and not find_spec(package):
-        cure = f"pip install 'kvrecall[{extra}]'"
-        found = f"{remote.kind} needs the package {package}, which is not installed"
-        yield Finding("pool", "remote", Health.BROKEN, found, cure)
-        return
-    settings = _tried("remote", remote.kind, lambda: check_store(remote, sealed))
-    yield settings
-    if settings.error is None and (doubt := doubt_of(remote)):
+    found = _tried("remote", remote.kind, lambda: check_store(remote, sealed))
+    is_mooncake = found.error is None and remote.kind == "mooncake"
+    if here and is_mooncake and not find_spec("mooncake"):
+        why, cure = "mooncake is not installed", "pip install 'kvrecall[mooncake]'"
+        found = Finding("pool", "remote", Health.BROKEN, why, cure)
+    yield found
+    if is_mooncake and (doubt := doubt_of(remote)):
         yield Finding("pool", "remote protocol", Health.WARNING, doubt)
 
 

@@ -65,12 +65,9 @@ class MindieMetrics(Collector):
         self._load = load
         self._source = source
 
-    def collect(self) -> Iterator[Metric]:
-        """The families, in a fixed order."""
-        yield from self._collected()
-
     @nicety("the metrics under MindIE's names", ())
-    def _collected(self) -> Sequence[Metric]:
+    def collect(self) -> Sequence[Metric]:
+        """The families, in a fixed order."""
         return list(self._families())
 
     def _families(self) -> Iterator[Metric]:
@@ -137,12 +134,12 @@ class MindieMetrics(Collector):
         yield from (rates, hits)
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=("model_name",))
-        family.add_metric((self._model,), value)
-        return family
+        return self._with_model(CounterMetricFamily(name, text, labels=("model_name",)), value)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=("model_name",))
+        return self._with_model(GaugeMetricFamily(name, text, labels=("model_name",)), value)
+
+    def _with_model(self, family: CounterMetricFamily | GaugeMetricFamily, value: float) -> Metric:
         family.add_metric((self._model,), value)
         return family
 
