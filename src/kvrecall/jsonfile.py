@@ -13,7 +13,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,6 +217,20 @@ def read_object(path: Path, what: str) -> tuple[dict[str, Any], Document]:
     if not isinstance(document.value, dict):
         raise ConfigError(f"{document.where(())}: must hold a JSON object of {what}")
     return document.value, document
+
+
+def read_under(
+    file: Path | None, options: Mapping[str, object], option_of: Callable[[str], str]
+) -> tuple[dict[str, object], Callable[[str], str]]:
+    """The pool settings in a file, if there is one, overridden by ``options``; and where a setting
+    stands, for errors: its option, or ``file:line:column``. Raises ConfigError."""
+    if file is None:
+        return dict(options), option_of
+    settings, document = read_object(file, "pool settings")
+    return {
+        **settings,
+        **options,
+    }, lambda key: option_of(key) if key in options else document.where((key,))
 
 
 def _place(text: str, offset: int) -> str:

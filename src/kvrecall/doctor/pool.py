@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvrecall.config import DiskConfig, RecallSettings, RemoteConfig, option_of
 from kvrecall.errors import ConfigError, KvrecallError, TierError
-from kvrecall.jsonfile import read_object
+from kvrecall.jsonfile import read_under
 from kvrecall.pool.disk.folder import standing_part
 from kvrecall.pool.disk.index import INDEX_NAME, counts_in
 from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
@@ -36,17 +36,12 @@ def read_settings(
     takes them."""
     source = "options" if file is None else str(file)
     try:
-        given, document = ({}, None) if file is None else read_object(file, "pool settings")
-        settings = RecallSettings.from_mapping(
-            {**given, **options},
-            lambda key: (
-                option_of(key) if document is None or key in options else document.where_key(key)
-            ),
-        )
+        given, place = read_under(file, options, option_of)
+        settings = RecallSettings.from_mapping(given, place)
     except ConfigError as error:
         return None, Finding(_AREA, "settings", Health.BROKEN, str(error), "correct it")
     figures: dict[str, object] = {"source": source, "backend": settings.backend}
-    found = f"{source}: {settings.backend}" if given or options else "the defaults"
+    found = f"{source}: {settings.backend}" if given else "the defaults"
     return settings, Finding(_AREA, "settings", Health.OK, found, figures=figures)
 
 

@@ -16,7 +16,7 @@ from kvrecall.config import RecallSettings, option_of, parse_size
 from kvrecall.engines.base import Role, ServeSpec
 from kvrecall.environment import VLLM_KEY
 from kvrecall.errors import ConfigError, EngineError
-from kvrecall.jsonfile import read_object
+from kvrecall.jsonfile import read_under
 from kvrecall.server.checks import check_model, check_pool, check_port
 from kvrecall.server.plan import ENGINE_DEFAULTS, Plan, Plane, shared_listeners
 from kvrecall.server.servable import check_served
@@ -130,14 +130,9 @@ def _recall(options: Mapping[str, object] | None, file: Path | None) -> Mapping[
         if file is not None:
             raise ConfigError("--pool-config and --no-pool contradict each other")
         return None
-    settings, document = ({}, None) if file is None else read_object(file, "pool settings")
-    given = {**settings, **options}
-
-    def place(key: str) -> str:
-        if document is None or key in options:
-            return "--pool-socket" if key == "socket" else option_of(key)
-        return document.where_key(key)
-
+    given, place = read_under(
+        file, options, lambda key: "--pool-socket" if key == "socket" else option_of(key)
+    )
     RecallSettings.from_mapping(given, place)
     return given
 
