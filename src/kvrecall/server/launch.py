@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,7 +17,7 @@ from kvrecall.environment import VLLM_KEY
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.jsonfile import read_under
 from kvrecall.server.checks import check_model, check_pool, check_port
-from kvrecall.server.plan import ENGINE_DEFAULTS, Plan, Plane, shared_listeners
+from kvrecall.server.plan import ENGINE_DEFAULTS, Plan, Plane, shared_listeners, vllm_options
 from kvrecall.server.servable import check_served
 from kvrecall.traces import OPTION, check_endpoint
 
@@ -190,24 +189,14 @@ def check_settings(plan: Plan, here: bool = True) -> tuple[str, ...]:
 
 def _has_key(spec: ServeSpec) -> bool:
     """Whether an API key is given, to kvrecall or to vLLM."""
-    return bool(spec.keys or os.environ.get(VLLM_KEY) or any(_after(spec.extra_args, "--api-key")))
+    of_vllm = (value for name, value in vllm_options(spec.extra_args) if name == "api-key")
+    return bool(spec.keys or os.environ.get(VLLM_KEY) or any(of_vllm))
 
 
 def _traces_endpoint(spec: ServeSpec) -> str | None:
     """The collector that spans go to, given before -- or after it."""
-    given = _after(spec.extra_args, OPTION)
-    found = given[-1] if given else spec.options.get(OPTION.removeprefix("--"))
+    found = {**spec.options, **dict(vllm_options(spec.extra_args))}.get(OPTION.removeprefix("--"))
     return None if found is None else str(found)
-
-
-def _after(words: Sequence[str], option: str) -> list[str]:
-    """The values of ``option``, one for each time that it is given."""
-    found = []
-    for word, following in pairwise((*words, "")):
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") == option:
-            found.append(value if equals else following)
-    return found
 
 
 def _check_shared(spec: ServeSpec) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -123,3 +123,28 @@ def shared_listeners(
 
 def _tokens(most: int) -> str:
     return f"at most {most} tokens" if most else ""
+
+
+_SHORT = {
+    "tp": "tensor-parallel-size",
+    "pp": "pipeline-parallel-size",
+    "dp": "data-parallel-size",
+    "dcp": "decode-context-parallel-size",
+    "pcp": "prefill-context-parallel-size",
+}
+
+
+def vllm_options(words: Sequence[str]) -> list[tuple[str, str]]:
+    """vLLM's options among command-line words, by their long names without dashes, with their
+    values."""
+    named: list[tuple[str, str]] = []
+    for word in words:
+        text = word.lstrip("-")
+        if word != text and not text[:1].isdigit():
+            name, _, value = text.partition("=")
+            name = name.replace("_", "-")
+            named.append((_SHORT.get(name, name), value))
+        elif named:
+            name, value = named.pop()
+            named.append((name, f"{value} {word}".strip()))
+    return named

@@ -6,7 +6,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from kvrecall.engines.base import CONTEXT_PARALLEL, ServeSpec
@@ -16,12 +15,12 @@ from kvrecall.modelconfig import CacheKind, Fields, find_config, hub_cache, read
 from kvrecall.nicety import nicety
 from kvrecall.plan.groups import chain_of, groups_of
 from kvrecall.plan.layers import LayerCache, read_layers
-from kvrecall.server.plan import BLOCK_SIZE
+from kvrecall.server.plan import BLOCK_SIZE, vllm_options
 
 _CPU_KV = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 _CPU_FP8 = frozenset({"avx512f", "amx_tile"})
 _NEEDS_GPU = "serve it on a GPU"
-_CONTEXT = {"-dcp": "decode-context-parallel-size", "-pcp": "prefill-context-parallel-size"}
+_CONTEXT = ("decode-context-parallel-size", "prefill-context-parallel-size")
 _MAMBA1 = ("jamba", "mamba", "falcon_mamba")
 _MAMBA2 = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
 
@@ -64,13 +63,10 @@ class Asked:
     @classmethod
     def of(cls, spec: ServeSpec) -> Asked:
         given = {name: str(value) for name, value in spec.options.items() if value is not None}
-        words = [part for word in spec.extra_args for part in word.split("=", 1)]
-        for name, value in pairwise(words):
-            if name.startswith("--") or name in _CONTEXT:
-                given[_CONTEXT.get(name, name[2:].replace("_", "-"))] = value
+        given |= dict(vllm_options(spec.extra_args))
         dtype = given.get("kv-cache-dtype", "auto")
         block, step = (given.get(name, "") for name in ("block-size", "max-num-batched-tokens"))
-        context = (f"--{name} {given[name]}" for name in _CONTEXT.values() if name in given)
+        context = (f"--{name} {given[name]}" for name in _CONTEXT if name in given)
         return cls(
             dtype,
             int(block) if block.isdecimal() else BLOCK_SIZE,

@@ -18,7 +18,13 @@ from kvrecall.pool.remote.backends import is_loopback
 from kvrecall.pool.remote.mooncake import MooncakeSettings
 from kvrecall.server.mindie.reader import dotted, problem, read_config
 from kvrecall.server.mindie.schema import Effect, MindieConfig, effect_of, fields_of
-from kvrecall.server.plan import ENGINE_DEFAULTS, Plan, Plane, shared_listeners
+from kvrecall.server.plan import (
+    ENGINE_DEFAULTS,
+    Plan,
+    Plane,
+    shared_listeners,
+    vllm_options,
+)
 from kvrecall.server.tls import TlsFiles
 
 _GIB = 1 << 30
@@ -83,7 +89,7 @@ class _Planner:
         self._weights = beside.model or str(self._resolved(self._model.modelWeightPath))
         self._host = beside.host or self._server.ipAddress
         self._port = beside.port or self._server.port
-        self._told = [*beside.options.items(), *_named(beside.words)]  # to vLLM
+        self._told = [*beside.options.items(), *vllm_options(beside.words)]  # to vLLM
         self._notes: list[str] = []
         self._warnings: list[str] = []
         self._wins: list[str] = []
@@ -534,26 +540,3 @@ def _is_unspecified(host: str) -> bool:
 
 def _was(value: object) -> str:
     return "file: nothing" if value is None else f"file: {value}"
-
-
-_SHORT = {
-    "tp": "tensor-parallel-size",
-    "pp": "pipeline-parallel-size",
-    "dp": "data-parallel-size",
-}
-
-
-def _named(words: tuple[str, ...]) -> list[tuple[str, str]]:
-    """vLLM's options among command-line words, by their long names without dashes, with their
-    values."""
-    named: list[tuple[str, str]] = []
-    for word in words:
-        text = word.lstrip("-")
-        if word != text and not text[:1].isdigit():
-            name, _, value = text.partition("=")
-            name = name.replace("_", "-")
-            named.append((_SHORT.get(name, name), value))
-        elif named:
-            name, value = named.pop()
-            named.append((name, f"{value} {word}".strip()))
-    return named
