@@ -25,7 +25,7 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.backends import make_store
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
-from kvrecall.pool.remote.mooncake.client_process import Request
+from kvrecall.pool.remote.mooncake.client_process import ClientRequest
 from kvrecall.pool.remote.mooncake.master import MasterFlags, check_master
 from kvrecall.pool.remote.mooncake.store import ClientLost
 from kvrecall.pool.remote.mooncake.wheel import built_protocols, package_folder
@@ -121,6 +121,38 @@ class TestMooncakeTier(TierContract):
 def ask(tier: Tier, keys: list[BlockKey]) -> list[bool]:
     wait_until(lambda: tier.ask(keys))
     return [tier.contains(key) for key in keys]
+
+
+CONFINED = """
+import socket, sys
+from kvrecall.pool.remote.mooncake import client_process
+listening = socket.create_server(("0.0.0.0", 0))
+port = listening.getsockname()[1]
+clients = [socket.create_connection((address, port)) for address in sys.argv[1:]]
+accepted = [listening.accept()[0] for _ in clients]
+client_process._confine("lo")
+for client in clients:
+    client.settimeout(0)
+    try:
+        print("ended" if client.recv(1) == b"" else "")
+    except BlockingIOError:
+        print("open")
+"""
+
+
+@needs_mooncake
+def test_a_client_that_joins_ends_connections_of_other_hosts_only() -> None:
+    """One of this host may be in use already: the master tells others of a client that is still
+    being set up, and Mooncake fails transfers on a connection that ends (-800)."""
+    own = [
+        one.address
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+        if one.family == socket.AF_INET and name != "lo"
+    ]
+    command = [sys.executable, "-c", CONFINED, "127.0.0.1", *own[:1]]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert told == ["open", "ended"][: len(told) or 1]
 
 
 @needs_mooncake
@@ -362,7 +394,7 @@ def test_no_section_is_used_again_while_a_call_may_still_write_to_it(lone: Maste
     assert client is not None
     os.kill(client._process.pid, signal.SIGSTOP)
     with pytest.raises(ClientLost, match="did not answer"):
-        client.call(Request("get", ["one"], [0], [64]), 0.2)
+        client.call(ClientRequest("get", ["one"], [0], [64]), 0.2)
     assert not client.is_alive
     node.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import random
 import statistics
 import tempfile
@@ -37,7 +38,7 @@ from kvrecall.pool.admin import PoolAdmin
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.disk.index import Row
+from kvrecall.pool.disk.index import IndexRow
 from kvrecall.pool.names import MemoryColumn
 from kvrecall.pool.pool import Pool
 
@@ -59,6 +60,7 @@ _WEEK_S = 7 * 24 * 3600
 _TURN_S = 0.00075  # the mean hold while blocks are found
 _READ = 2000  # cells of a turn
 _READ_BYTES = 64 << 20  # of the array that they are in, at least
+_EVICTED = 512 * _BLOCK
 _TURNS_EVERY_S = 0.005
 _MIB = 1 << 20
 
@@ -213,7 +215,7 @@ class _Opening:
         while self.tier.stats().blocks < blocks:
             time.sleep(0.001)
         self.read_s = self.passed_s()
-        self.tier._recovery.ended.wait()
+        self.tier._engine.recovered.wait()
         self.ranked_s = self.passed_s()
 
 
@@ -294,7 +296,7 @@ class Machine:
     def __init__(self, nbytes: int) -> None:
         """``nbytes``: of the memory that is read, which is taken from the system now."""
         column = MemoryColumn("q", 1, nbytes // 8)
-        column.take_all()
+        column.array()[:: mmap.PAGESIZE // 8] = 0  # takes the memory from the system now
         self._cells = column.cells
         self._random = random.Random(1)
         self.idle, self.memory = (WatchedLock(threading.Lock()) for _ in range(2))
@@ -394,13 +396,28 @@ def _collections() -> Iterator[list[float]]:
 
 
 def _watch_tier(tier: DiskTier) -> WatchedLock:
-    catalog = tier._catalog
+    catalog = tier.catalog
     lock = cast(object, catalog._lock)
     if isinstance(lock, WatchedLock):
         return lock
     watched = WatchedLock(lock)  # the same for threads that wait for it now
-    catalog._lock = watched  # type: ignore[assignment]
+    catalog._lock = watched
     return watched
+
+
+def _by_owner(tier: DiskTier, call: Callable[[], object]) -> None:
+    """Makes a call in the thread that owns the eviction orders."""
+    flusher, ended = tier._flusher, threading.Event()
+
+    def tend() -> None:
+        del flusher._tend
+        call()
+        ended.set()
+        flusher._tend()
+
+    flusher._tend = tend  # type: ignore[method-assign]
+    flusher.hurry()
+    ended.wait()
 
 
 def _pauses(
@@ -408,25 +425,33 @@ def _pauses(
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Of operations on a tier that is at rest, and of collections of garbage; and the holds of
     those that take seconds."""
-    catalog = tier._catalog
+    catalog = tier.catalog
     watch = _Watch(_watch_tier(tier))
     once, often = [_some(blocks, 100)], [_some(blocks, 100 + turn) for turn in range(repeats)]
     few = often[: max(1, blocks // 40_000)]  # some of the blocks only
     fresh = [key_of(blocks + number) for number in range(512)]
     now = int(catalog.now())
-    rows = [Row(at << 12, key, None, 0, _BLOCK, bytes(16), now) for at, key in enumerate(fresh)]
+    rows = [
+        IndexRow(at << 12, key, None, 0, _BLOCK, bytes(16), now) for at, key in enumerate(fresh)
+    ]
     with _collections() as collected:
         watch.calls("touch of 1,000", tier.touch, often)
         watch.calls("acquire, release", lambda keys: _acquire(tier, keys), once)
-        watch.calls("pin of 1,000", tier.pin, once)
-        watch.calls("unpin of 1,000", tier.unpin, once)
+        watch.calls("pin of 1,000", tier.catalog.pin, once)
+        watch.calls("unpin of 1,000", tier.catalog.unpin, once)
         with watch.beside("list", machine):
-            deque(tier.blocks(), maxlen=0)
+            deque(tier.catalog.infos(), maxlen=0)
         watch.calls("use of slabs", lambda _: catalog.slab_uses(), once)
-        watch.calls("eviction of 512", lambda _: catalog.evict(512, _BLOCK), few)
-        watch.calls("eviction of bytes", lambda _: catalog.evict_bytes(512 * _BLOCK), few)
+        evict, evict_bytes = (
+            partial(catalog.evict, 512, _BLOCK),
+            partial(catalog.evict_bytes, _EVICTED),
+        )
+        watch.calls("eviction of 512", lambda _: _by_owner(tier, evict), few)
+        watch.calls("eviction of bytes", lambda _: _by_owner(tier, evict_bytes), few)
         watch.calls("drop of 1,000", tier.drop, once)
-        watch.calls("new blocks, 512", lambda _: catalog.publish(rows), once)
+        watch.calls(
+            "new blocks, 512", lambda _: _by_owner(tier, partial(catalog.publish, rows)), once
+        )
         watch.calls("touch of 1,000 new ones", tier.touch, map(_new, range(repeats)))
         watch.calls(
             "namespace of another size",
@@ -448,7 +473,7 @@ def _pauses_meanwhile(
     """Of what finds the folder's blocks, and of touches meanwhile."""
     watch, turn = _Watch(_watch_tier(tier)), 0
     with watch.beside("while blocks are found", machine):
-        while not tier._recovery.ended.wait(0.01):
+        while not tier._engine.recovered.wait(0.01):
             tier.touch(_some(blocks, turn))
             turn += 1
     return watch.found, watch.holds
@@ -459,7 +484,7 @@ def _pauses_with_limits(
 ) -> tuple[dict[str, float], dict[str, dict[str, float]], float]:
     """Of operations on a tier whose tenants have limits, the pool's lock included, until all is
     cleared; the holds of that, and the seconds it takes."""
-    catalog, tenant = tier._catalog, SHARED
+    catalog, tenant = tier.catalog, SHARED
     lock = pool._changed._lock = WatchedLock(pool._changed._lock)  # type: ignore[attr-defined]
     watch = _Watch(_watch_tier(tier), lock)
     often = [_some(blocks, 100 + turn) for turn in range(repeats)]
@@ -469,12 +494,14 @@ def _pauses_with_limits(
     watch.calls("quotas: touch of 1,000", pool.touch, often)
     watch.calls(
         "quotas: room for 512",
-        lambda keys: catalog.make_way(tenant, room + 512 * _BLOCK, keys[0]),
+        lambda keys: _by_owner(
+            tier, partial(catalog.make_way, tenant, room + 512 * _BLOCK, keys[0])
+        ),
         often,
     )
     with watch.of("expiry of a tenth"):
         PoolAdmin(pool, tier, old, pool.admin.now).expire()
-    watch.calls("quotas: list of tenants", lambda _: tier.tenants(), often)
+    watch.calls("quotas: list of tenants", lambda _: tier.catalog.tenants(), often)
     began = time.perf_counter()
     with watch.beside("clear", machine):
         tier.clear()
@@ -490,6 +517,6 @@ def _new(kind: int) -> list[BlockKey]:
 
 
 def _acquire(tier: DiskTier, keys: Sequence[BlockKey]) -> None:
-    catalog = tier._catalog
+    catalog = tier.catalog
     for entry in [entry for key in keys if (entry := catalog.acquire(key))]:
         catalog.release(entry)

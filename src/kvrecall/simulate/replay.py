@@ -9,7 +9,7 @@ from functools import partial
 
 from kvrecall.block import BlockKey, Tenant
 from kvrecall.modelconfig import CacheKind
-from kvrecall.pool.eviction import EvictionPolicy, make_policy
+from kvrecall.pool.eviction import KeyedPolicy, make_policy
 from kvrecall.pool.hints import Advice, HintCounts, HintRecord
 from kvrecall.simulate.groups import BLOCKS, GroupLayout, GroupRecord, GroupSpec
 from kvrecall.simulate.trace import Trace
@@ -61,7 +61,7 @@ class ReplayOutcome(BlockCount):
     tenants: Mapping[Tenant, BlockCount] = field(default_factory=dict)
 
 
-PolicyMaker = Callable[[int], EvictionPolicy]
+PolicyMaker = Callable[[int], KeyedPolicy]
 """A policy that has no name, for a tier of so many blocks."""
 
 

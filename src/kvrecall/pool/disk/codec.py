@@ -6,13 +6,14 @@ import mmap
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Literal
 
 from kvrecall.block import BlockKey
 from kvrecall.config import Compression
 from kvrecall.errors import TierError
 from kvrecall.pool.checksum import CHECKSUM_BYTES, checksum_of
 from kvrecall.pool.cipher import TAG_BYTES, Cipher
-from kvrecall.pool.compression import CODECS, FRAME_BYTES, Chooser, Codec, Compressor, unpack
+from kvrecall.pool.compression import FRAME_BYTES, Codec, Compressor, unpack
 from kvrecall.pool.slots import ALIGNMENT
 from kvrecall.pool.tier import Put
 
@@ -21,22 +22,22 @@ _SIZES = 32
 so that a block wastes a sixty-fourth of its plain size on average."""
 
 
-class Rooms:
+class ScratchBuffers:
     """Page-aligned memory of each thread, as much as it needed at once so far."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
 
-    def room(self, nbytes: int) -> memoryview:
+    def buffer(self, nbytes: int) -> memoryview:
         """The thread's memory; the same again at its next call."""
-        room: memoryview | None = getattr(self._of_thread, "room", None)
+        room: memoryview | None = getattr(self._of_thread, "buffer", None)
         if room is None or len(room) < nbytes:
-            room = self._of_thread.room = memoryview(mmap.mmap(-1, max(nbytes, ALIGNMENT)))
+            room = self._of_thread.buffer = memoryview(mmap.mmap(-1, max(nbytes, ALIGNMENT)))
         return room[:nbytes]
 
-    def rooms(self, sizes: Sequence[int]) -> list[memoryview]:
+    def pieces(self, sizes: Sequence[int]) -> list[memoryview]:
         """Pieces of it, one after the other."""
-        room, begin, pieces = self.room(sum(sizes)), 0, []
+        room, begin, pieces = self.buffer(sum(sizes)), 0, []
         for nbytes in sizes:
             pieces.append(room[begin : begin + nbytes])
             begin += nbytes
@@ -50,33 +51,25 @@ class Packer:
     smaller than the plain block, by which the two are told apart.
     """
 
-    def __init__(self, compression: Codec | str) -> None:
+    def __init__(self, compression: Codec | Literal["auto"]) -> None:
         """``compression``: a codec, or `auto`. ConfigError if the library is missing."""
-        self._compressors = {codec: Compressor(codec) for codec in CODECS}
-        self._codec = next((codec for codec in CODECS if codec == compression), None)
-        self._chooser = Chooser(self._compressors) if self._codec is None else None
-        self._rooms = Rooms()
+        self._compressor = Compressor(compression)
+        self._scratch = ScratchBuffers()
 
     def moved(self, nbytes: int, seconds: float, got: bool) -> None:
         """The medium read (``got``) or wrote so many bytes."""
-        if self._chooser is not None:
-            self._chooser.moved(nbytes, seconds, got)
+        self._compressor.moved(nbytes, seconds, got)
 
     def pack(self, puts: Sequence[Put]) -> list[Put]:
         """The puts with compressed data where that is smaller by a slot's size. Valid until the
         thread's next call."""
-        room = self._rooms.room(sum(len(put.data) for put in puts) + FRAME_BYTES)
+        if not self._compressor.is_on:
+            return list(puts)
+        room = self._scratch.buffer(sum(len(put.data) for put in puts) + FRAME_BYTES)
         packed: list[Put] = []
         begin = 0
         for put in puts:
-            codec = self._codec
-            plain = put.data[: put.nbytes]
-            if self._chooser is not None:
-                codec = self._chooser.choose(plain)
-            if codec is None:
-                packed.append(put)
-                continue
-            used = self._compressors[codec].pack(plain, room[begin:])
+            used = self._compressor.pack(put.data[: put.nbytes], room[begin:])
             step = max(ALIGNMENT, len(put.data) // _SIZES // ALIGNMENT * ALIGNMENT)
             slot = -(-used // step) * step
             if slot >= len(put.data):
@@ -104,7 +97,7 @@ class BlockCodec(ABC):
 
     def __init__(self, packer: Packer | None = None) -> None:
         self.packer = packer
-        self._rooms = Rooms()
+        self._scratch = ScratchBuffers()
 
     @abstractmethod
     def knows(self, tag: bytes) -> bool:
@@ -154,7 +147,7 @@ class Plain(BlockCodec):
         ]
         if not any(own):
             return slots
-        pieces = self._rooms.rooms(own)
+        pieces = self._scratch.pieces(own)
         return [piece if piece else slot for piece, slot in zip(pieces, slots, strict=True)]
 
     def decode(
@@ -180,13 +173,13 @@ class Encrypted(BlockCodec):
     def __init__(self, cipher: Cipher, packer: Packer | None = None) -> None:
         super().__init__(packer)
         self._cipher = cipher
-        self._decrypted = Rooms()
+        self._decrypted = ScratchBuffers()
 
     def knows(self, tag: bytes) -> bool:
         return self._cipher.knows(tag)
 
     def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
-        room = self._rooms.room(sum(len(put.data) for put in puts))
+        room = self._scratch.buffer(sum(len(put.data) for put in puts))
         begin = 0
         for put in puts:
             end = begin + put.nbytes
@@ -197,7 +190,7 @@ class Encrypted(BlockCodec):
         return [room]
 
     def buffers(self, slots: Sequence[memoryview], sizes: Sequence[int]) -> Sequence[memoryview]:
-        return self._rooms.rooms(sizes)
+        return self._scratch.pieces(sizes)
 
     def decode(
         self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview,
@@ -206,7 +199,7 @@ class Encrypted(BlockCodec):
         label = _label(key, nbytes)
         if nbytes == block_bytes:
             return self._cipher.decrypt(label, tag, [read[:nbytes]], [slot[:nbytes]])
-        frame = self._decrypted.room(nbytes)
+        frame = self._decrypted.buffer(nbytes)
         right = self._cipher.decrypt(label, tag, [read[:nbytes]], [frame])
         return right and unpack(frame, slot[:block_bytes])
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ipaddress
 import mmap
 import os
 import socket
@@ -53,7 +54,7 @@ class ClientSetup(msgspec.Struct, frozen=True):
     calls: int
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True):
+class ClientRequest(msgspec.Struct, frozen=True, array_like=True):
     """``op``: exists, put, get, remove or close. ``offsets``, ``sizes``: where the value of each
     name is in the memory, or goes to, and its size, for a get the most."""
 
@@ -63,7 +64,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     sizes: list[int] = []
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True):
+class ClientReply(msgspec.Struct, frozen=True, array_like=True):
     """Mooncake's code for each name, or the error."""
 
     codes: list[int]
@@ -71,11 +72,11 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+REQUESTS: msgspec.msgpack.Decoder[ClientRequest] = msgspec.msgpack.Decoder(ClientRequest)
+REPLIES: msgspec.msgpack.Decoder[ClientReply] = msgspec.msgpack.Decoder(ClientReply)
 
 
-def send(sock: socket.socket, message: Request | Reply) -> None:
+def send(sock: socket.socket, message: ClientRequest | ClientReply) -> None:
     body = _ENCODER.encode(message)
     sock.sendall(_LENGTH.pack(len(body)) + body)
 
@@ -109,14 +110,14 @@ def main(text: str) -> None:
     try:
         client, memory = _client(setup)
     except (ImportError, OSError, RuntimeError) as error:
-        send(sockets[0], Reply([], error=str(error)))
+        send(sockets[0], ClientReply([], error=str(error)))
         return
     putting, getting = (threading.Semaphore(setup.calls) for _ in range(2))
     priority = SpinPriority()
     workers = [_Worker(client, memory, sock, putting, getting, priority) for sock in sockets]
     for worker in workers[1:]:
         threading.Thread(target=worker.run, daemon=True).start()
-    send(sockets[0], Reply([0]))
+    send(sockets[0], ClientReply([0]))
     workers[0].run()
     os._exit(0)
 
@@ -144,27 +145,41 @@ def _client(setup: ClientSetup) -> tuple[Any, ctypes.c_char | None]:
 
 def _confine(device: str) -> None:
     """Has the ports that Mooncake opened, on all interfaces whatever it is told, take connections
-    over one interface only, and ends those there are. Raises RuntimeError if the system forbids
-    it."""
-    fds = [int(name) for name in os.listdir("/proc/self/fd")]
-    sockets = [socket.socket(fileno=os.dup(fd)) for fd in fds if _is_socket(fd)]
-    ours = [sock for sock in sockets if sock.family in (socket.AF_INET, socket.AF_INET6)]
-    listening = [s for s in ours if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
-    try:
-        for sock in listening:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device.encode())
-    except OSError as error:
-        raise RuntimeError(
-            f"local_hostname is this machine's loopback, but the ports of Mooncake's client cannot "
-            f"be bound to {device} ({error.strerror}); that takes Linux 5.7 or CAP_NET_RAW"
-        ) from error
-    ports = {sock.getsockname()[1] for sock in listening}
-    for sock in ours:
-        if sock not in listening and sock.getsockname()[1] in ports:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-    for sock in sockets:
-        sock.close()
+    over one interface only, and ends those there are from other hosts. Those of this host stay:
+    its clients transfer as soon as the master knows this one, and Mooncake fails what is under way
+    on a connection that ends. Raises RuntimeError if the system forbids it."""
+    with _tcp_sockets() as sockets:
+        listening = [s for s in sockets if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
+        ports = {sock.getsockname()[1] for sock in listening}
+        try:
+            for sock in listening:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device.encode())
+        except OSError as error:
+            raise RuntimeError(
+                "local_hostname is this machine's loopback, but the ports of Mooncake's client "
+                f"cannot be bound to {device} ({error.strerror}); that takes Linux 5.7 or "
+                "CAP_NET_RAW"
+            ) from error
+    with _tcp_sockets() as sockets:  # again: some were accepted meanwhile
+        for sock in sockets:
+            with contextlib.suppress(OSError):  # it is not connected (any more)
+                if sock.getsockname()[1] in ports and not _is_loopback(sock.getpeername()[0]):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def _tcp_sockets() -> Iterator[list[socket.socket]]:
+    """This process's sockets of IP, as duplicates."""
+    with contextlib.ExitStack() as stack:
+        fds = [int(name) for name in os.listdir("/proc/self/fd")]
+        sockets = [
+            stack.enter_context(socket.socket(fileno=os.dup(fd))) for fd in fds if _is_socket(fd)
+        ]
+        yield [sock for sock in sockets if sock.family in (socket.AF_INET, socket.AF_INET6)]
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.removeprefix("::ffff:").partition("%")[0]).is_loopback
 
 
 def _is_socket(fd: int) -> bool:
@@ -198,12 +213,12 @@ class _Worker:
         self._getting = getting
         self._priority = priority
         self._sock = sock
-        self._answers: dict[str, Callable[[Request], Reply]] = {
-            "exists": lambda request: Reply(self._client.batch_is_exist(request.names)),
+        self._answers: dict[str, Callable[[ClientRequest], ClientReply]] = {
+            "exists": lambda request: ClientReply(self._client.batch_is_exist(request.names)),
             "put": self._put,
             "get": self._get,
-            "remove": lambda request: Reply(self._client.batch_remove(request.names, True)),
-            "close": lambda request: Reply([self._client.close()]),
+            "remove": lambda request: ClientReply(self._client.batch_remove(request.names, True)),
+            "close": lambda request: ClientReply([self._client.close()]),
         }
 
     def run(self) -> None:
@@ -211,26 +226,26 @@ class _Worker:
             try:
                 reply = self._answers[request.op](request)
             except Exception as error:  # noqa: BLE001 - C++ may throw anything
-                reply = Reply([], error=f"{type(error).__name__}: {error}")
+                reply = ClientReply([], error=f"{type(error).__name__}: {error}")
             send(self._sock, reply)
 
-    def _put(self, request: Request) -> Reply:
+    def _put(self, request: ClientRequest) -> ClientReply:
         with self._putting, self._priority.call("put", sum(request.sizes)) as call:
             codes = self._client.batch_put_from(
                 request.names, self._addresses(request), request.sizes
             )
             call.moved = not any(codes)
-        return Reply(codes)
+        return ClientReply(codes)
 
-    def _get(self, request: Request) -> Reply:
+    def _get(self, request: ClientRequest) -> ClientReply:
         with self._getting, self._priority.call("get", sum(request.sizes)) as call:
             codes = self._client.batch_get_into(
                 request.names, self._addresses(request), request.sizes
             )
             call.moved = min(codes, default=0) > 0
-        return Reply(codes)
+        return ClientReply(codes)
 
-    def _addresses(self, request: Request) -> list[int]:
+    def _addresses(self, request: ClientRequest) -> list[int]:
         assert self._memory is not None
         base = ctypes.addressof(self._memory)
         return [base + offset for offset in request.offsets]
