@@ -20,7 +20,7 @@ from kvrecall.events.hashes import HashRule
 from kvrecall.events.history import EventHistory
 from kvrecall.events.subscriber import Publisher, Subscription
 from kvrecall.processes.ports import free_port
-from kvrecall.server.preflight import check_port
+from kvrecall.server.checks import check_port
 from kvrecall.testing.blocks import wait_until
 
 kv_events = pytest.importorskip("vllm.distributed.kv_events")

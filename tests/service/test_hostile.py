@@ -556,6 +556,14 @@ def test_a_start_waits_for_the_arena_of_the_dead_service_and_no_other(
     other.close()
     impossible = 1 << 60
     started: list[str] = []
+    looked_for: list[int] = []
+    mappers_of = endpoint.mappers_of
+
+    def looked(inode: int) -> object:
+        looked_for.append(inode)
+        return mappers_of(inode)
+
+    monkeypatch.setattr(endpoint, "mappers_of", looked)
 
     def start(name: str, old: int | None) -> threading.Thread:
         thread = threading.Thread(
@@ -567,7 +575,7 @@ def test_a_start_waits_for_the_arena_of_the_dead_service_and_no_other(
     threads = [start("after another", gone), start("first of its kind", None)]
     wait_until(lambda: len(started) == 2)
     threads.append(start("after it", inode))
-    time.sleep(0.5)
+    wait_until(lambda: looked_for.count(inode) >= 3)
     assert len(started) == 2
     mapper.stdin.close()
     mapper.wait()

@@ -24,10 +24,6 @@ PAST = ("CHANGELOG.md", "log.md")
 """Pages that say what commands were called then."""
 
 
-def of_kind(*kinds: type) -> list[str]:
-    return [shape for shape, kind in REGISTER.items() if isinstance(kind, kinds)]
-
-
 def lines_of(*shapes: str) -> list[tuple[str, str]]:
     """Lines of these shapes, each once, with a page that has it."""
     found = {command.line: command.where for command in COMMANDS if command.shape in shapes}
@@ -102,35 +98,33 @@ def test_every_command_has_an_entry_in_the_register() -> None:
     assert not unknown, "say in lab/tests/docs/register.py what runs it"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in PAST], ids=named)
-def test_what_running_text_names_has_one_too(page: Path) -> None:
+def test_what_running_text_names_has_one_too() -> None:
     """Or is the beginning of one: `kvrecall bench --help`."""
     known = {f"{shape} " for shape in REGISTER}
-    shapes = set(named_in_text(page))
-    assert not {shape for shape in shapes if not any(k.startswith(f"{shape} ") for k in known)}
+    pages = [page for page in PAGES if page.name not in PAST]
+    shapes = {(named(page), shape) for page in pages for shape in named_in_text(page)}
+    assert not {each for each in shapes if not any(k.startswith(f"{each[1]} ") for k in known)}
 
 
 def test_every_entry_of_the_register_is_of_a_command() -> None:
     assert not set(REGISTER) - {command.shape for command in COMMANDS}
 
 
-@pytest.mark.parametrize("shape", of_kind(Elsewhere, ByItself))
-def test_what_runs_it_elsewhere_is_still_there(shape: str) -> None:
-    match REGISTER[shape]:
-        case Elsewhere(file, text) | ByItself(file, text):
-            assert text in (ROOT / file).read_text(), f"{file} runs {shape} no more"
+def test_what_runs_it_elsewhere_is_still_there() -> None:
+    for shape, kind in REGISTER.items():
+        match kind:
+            case Elsewhere(file, text) | ByItself(file, text):
+                assert text in (ROOT / file).read_text(), f"{file} runs {shape} no more"
 
 
-@pytest.mark.parametrize("shape", of_kind(Needs))
-def test_a_section_says_what_its_commands_need(shape: str) -> None:
-    kind = REGISTER[shape]
-    assert isinstance(kind, Needs)
-    silent = [
-        command.where
-        for command in COMMANDS
-        if command.shape == shape and not any(word in command.section for word in kind.words)
-    ]
-    assert not silent, f"{shape} needs {kind.what}; the section says none of {kind.words}"
+def test_a_section_says_what_its_commands_need() -> None:
+    for command in COMMANDS:
+        kind = REGISTER.get(command.shape)
+        if isinstance(kind, Needs) and not any(word in command.section for word in kind.words):
+            raise AssertionError(
+                f"{command.where}: {command.shape} needs {kind.what}; the section says none of "
+                f"{kind.words}"
+            )
 
 
 MAKE = [shape for shape in REGISTER if shape.startswith("make ")]

@@ -68,9 +68,9 @@ def test_it_quotes_lines() -> None:
     assert len(quoted()) > 30
 
 
-@pytest.mark.parametrize("line", quoted(), ids=lambda line: line[:50])
-def test_a_quoted_line_is_one_that_the_code_writes(line: str) -> None:
-    assert any(message.search(line) for message in messages()), "quote what it says now"
+def test_a_quoted_line_is_one_that_the_code_writes() -> None:
+    other = [line for line in quoted() if not any(each.search(line) for each in messages())]
+    assert not other, "quote what it says now"
 
 
 @pytest.mark.parametrize(
