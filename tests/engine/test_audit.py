@@ -17,7 +17,7 @@ from kvrecall.block import TierName
 from kvrecall.config import DiskConfig
 from kvrecall.engines.vllm.connector.compare import deviation
 from kvrecall.engines.vllm.connector.pages import GroupPages, Pages
-from kvrecall.engines.vllm.connector.wire import (
+from kvrecall.engines.vllm.wire import (
     ORIGIN_BYTES,
     Deviation,
     EngineFacts,
@@ -88,7 +88,7 @@ DIFFERS = Deviation(2, 2, times=3.0, relative=0.1, layer="layers.1")
 
 
 def counts(bench: Bench) -> tuple[float, float]:
-    return bench.side.tally.counts["audits"], bench.side.tally.counts["audits_failed"]
+    return bench.side.counters.counts["audits"], bench.side.counters.counts["audits_failed"]
 
 
 def test_own_blocks_are_believed(pool: Pool) -> None:

@@ -47,11 +47,12 @@ from kvrecall.engines.vllm.compat.config import (
 )
 from kvrecall.engines.vllm.connector import copier as copier_module
 from kvrecall.engines.vllm.connector.copier import ArenaMapping, Copier
-from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, Pages, pages_of, runs_of
+from kvrecall.engines.vllm.connector.pages import GroupPages, Pages, pages_of, runs_of
 from kvrecall.engines.vllm.device import accelerator, driver, inline, pagelock
 from kvrecall.engines.vllm.device.accelerator import AcceleratorDevice, split
 from kvrecall.engines.vllm.device.base import Batch
 from kvrecall.engines.vllm.device.counting import Counts, counted
+from kvrecall.engines.vllm.wire import Copy
 from kvrecall.errors import EngineError
 from kvrecall.pool.arena import Arena
 from kvrecall.testing.blocks import wait_until

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -38,9 +37,9 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.compat import config, scheduler
 from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.connector.connector import RecallConnector
-from kvrecall.engines.vllm.connector.request import Promise, receipt
+from kvrecall.engines.vllm.connector.handover import Promise, receipt
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
-from kvrecall.engines.vllm.connector.wire import (
+from kvrecall.engines.vllm.wire import (
     ORIGIN_BYTES,
     Deviation,
     EngineFacts,
@@ -438,7 +437,7 @@ def test_blocks_of_a_hit_that_is_not_worth_its_load_count_as_declined(pool: Pool
     windows = [key for key in pool._host.blocks if key.startswith(groups[0].digest)]
     pool.drop(windows[:4])
     assert bench.run(prompt(320)) == (0, 0)
-    assert bench.side.tally.counts["blocks_declined"] == 19
+    assert bench.side.counters.counts["blocks_declined"] == 19
 
 
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "windows"])
@@ -766,7 +765,7 @@ def test_a_tail_is_promised_and_awaited(pool: Pool, shape: str) -> None:
     prefill.prefill(request)
     receipt = prefill.end(request)
     decode = Bench(pool, specs)
-    promised = Promise.of(receipt, decode.facts.unit, 1.0, time.monotonic)
+    promised = Promise.of(receipt, decode.facts.unit, 1.0)
     assert promised is not None
     assert promised.tokens == 96 if shape == "finer" else 110 // 16 * 16
     assert decode.run(prompt(110)) == (0, 96)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.request import Request, RequestStatus
 
-from kvrecall.engines.vllm.connector.wire import StepOrders
+from kvrecall.engines.vllm.wire import StepOrders
 from kvrecall.pool import Pool
 
 from .test_scheduler import BLOCK, FACTS, Bench, pool, stored

@@ -15,7 +15,8 @@ from streams.late import late_device
 from kvrecall.attention.kernels.device import Piece
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.connector.copier import ArenaMapping
-from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, Pages
+from kvrecall.engines.vllm.connector.pages import GroupPages, Pages
+from kvrecall.engines.vllm.wire import Copy
 from kvrecall.pool.base import NO_ARENA, ArenaHandle
 from kvrecall.pool.service.peers import mappers_of
 from kvrecall.testing.blocks import wait_until

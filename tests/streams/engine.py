@@ -51,13 +51,13 @@ from kvrecall.engines.vllm.compat.config import Sharing, kv_groups
 from kvrecall.engines.vllm.connector import worker as workers
 from kvrecall.engines.vllm.connector.connector import RecallConnector
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
-from kvrecall.engines.vllm.connector.wire import (
+from kvrecall.engines.vllm.connector.worker import RecallWorker
+from kvrecall.engines.vllm.wire import (
     ALL_BLOCKS,
     ORIGIN_BYTES,
     EngineFacts,
     GroupFacts,
 )
-from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import ArenaHandle, Verdict

@@ -37,14 +37,14 @@ from kvrecall.engines.vllm.attention import backend, cuda, offload_scheduler
 from kvrecall.engines.vllm.attention import layer as layers
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention
 from kvrecall.engines.vllm.attention.cuda import DeviceBuilder
-from kvrecall.engines.vllm.attention.offload_scheduler import (
+from kvrecall.engines.vllm.attention.offloaded import Records
+from kvrecall.engines.vllm.compat import runner
+from kvrecall.engines.vllm.compat import scheduler as compat
+from kvrecall.engines.vllm.connector.offload import (
     OffloadableSpec,
     OffloadManager,
     OffloadPlanner,
 )
-from kvrecall.engines.vllm.attention.offloaded import Records
-from kvrecall.engines.vllm.compat import runner
-from kvrecall.engines.vllm.compat import scheduler as compat
 
 from .device import Cells, LateDevice, Machine
 from .engine import BLOCK, LAYERS, PAGE, TOKEN, TOKEN_S, Engine, Rank, SimulatedCache

@@ -29,11 +29,11 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
 from kvrecall.engines.vllm.attention.copied import CopiedLayer
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
-from kvrecall.engines.vllm.attention.offload_scheduler import OffloadManager, OffloadPlanner
+from kvrecall.engines.vllm.connector.offload import OffloadManager, OffloadPlanner
 from kvrecall.engines.vllm.connector.saver import Saver
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
-from kvrecall.engines.vllm.connector.wire import Arrival, EngineFacts
 from kvrecall.engines.vllm.connector.worker import RecallWorker
+from kvrecall.engines.vllm.wire import Arrival, EngineFacts
 from kvrecall.lab.models import write_model
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena

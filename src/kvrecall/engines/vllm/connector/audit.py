@@ -21,13 +21,13 @@ from dataclasses import dataclass, field
 from kvrecall.block import Namespace
 from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.connector.hit import Hit, Run
-from kvrecall.engines.vllm.connector.metrics import Tally
-from kvrecall.engines.vllm.connector.pages import Copy
+from kvrecall.engines.vllm.connector.metrics import Counters
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.saver import Tables, block_at
-from kvrecall.engines.vllm.connector.wire import (
+from kvrecall.engines.vllm.wire import (
     ORIGIN_BYTES,
     Comparison,
+    Copy,
     Deviation,
     EngineFacts,
 )
@@ -87,7 +87,7 @@ class Auditor:
         pool: PoolClient,
         facts: EngineFacts,
         every: int | None,
-        tally: Tally,
+        counters: Counters,
         refuted: Callable[[Namespace], None],
     ) -> None:
         """``every``: hits between repeated audits; 0: none, None: every block is trusted.
@@ -95,7 +95,7 @@ class Auditor:
         self._pool = pool
         self._facts = facts
         self._every = every
-        self._tally = tally
+        self._counters = counters
         self._refuted = refuted
         self._own = secrets.token_bytes(ORIGIN_BYTES)
         self._beliefs: dict[tuple[bytes, bool], Belief] = {}
@@ -342,11 +342,11 @@ class Auditor:
         total = audit.found
         if not total.blocks:
             return
-        self._tally.counts["audits"] += 1
+        self._counters.counts["audits"] += 1
         if total.within:
             self._prove(audit, total)
             return
-        self._tally.counts["audits_failed"] += 1
+        self._counters.counts["audits_failed"] += 1
         logger.error(
             "kvrecall: AUDIT FAILED: the KV that this engine computes differs from the pool's "
             "under namespace %s: %d of %d blocks differ (request %s, origins %s), most in "

@@ -16,7 +16,7 @@ import torch
 
 from kvrecall.engines.vllm.compat.scales import SCALE_BYTES, Scaled
 from kvrecall.engines.vllm.connector.pages import GroupPages, Pages
-from kvrecall.engines.vllm.connector.wire import Deviation
+from kvrecall.engines.vllm.wire import Deviation
 
 _VECTOR = 32  # elements; divides every head size, so that a vector lies within one key or value
 _QUANTILE = 0.9

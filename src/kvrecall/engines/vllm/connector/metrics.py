@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Counts
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -22,7 +22,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from kvrecall.engines.base import Miss
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.heat import HeatTotals
-from kvrecall.engines.vllm.connector.wire import StepReport
+from kvrecall.engines.vllm.connector.cost import LoadPlan
+from kvrecall.engines.vllm.connector.handover import Handover
+from kvrecall.engines.vllm.connector.hit import Hit
+from kvrecall.engines.vllm.connector.load import PrefixLoad
+from kvrecall.engines.vllm.connector.observers import SchedulerEvents
+from kvrecall.engines.vllm.connector.request import RequestState
+from kvrecall.engines.vllm.wire import Copy, EngineFacts, StepReport
 from kvrecall.nicety import niceties, nicety
 from kvrecall.pool.base import PoolStats
 
@@ -108,12 +114,13 @@ _REPORT_EVERY_S = 0.25
 
 
 @niceties("the counting for metrics")
-class Tally:
+class Counters(SchedulerEvents):
     """Counters of the scheduler side since the last report (names as in ``COUNTERS``), the loads
     that ended since then, and of the requests that began prompt tokens by source and the reasons
     of misses."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, facts: EngineFacts, clock: Callable[[], float] = time.monotonic) -> None:
+        self._facts = facts
         self._clock = clock
         self._taken_at = clock()
         self.counts: Counts[str] = Counts()
@@ -123,20 +130,41 @@ class Tally:
         self.explain_s = self.explain_aside_s = 0.0
         self._totals: Counts[str] = Counts()  # of the pool, when they were last watched
 
-    def count_request(self, sources: dict[str, int]) -> None:
-        """Adds a finished request and the sources of its prompt's KV (tokens)."""
-        self.counts["requests"] += 1
-        for source, tokens in sources.items():
-            self.counts[f"{source}:prompt_tokens"] += tokens
+    def counted(self, name: str, amount: int = 1) -> None:
+        self.counts[name] += amount
 
-    def count_load(self, tier: str, seconds: float) -> None:
-        """Adds a prefix that was loaded."""
-        self.loads.setdefault(str(tier), []).append(round(seconds, 6))
+    def waited(self, state: RequestState, outcome: Handover, tokens: int) -> None:
+        self.counts["handovers_late"] += outcome is Handover.LATE
 
-    def count_step(self, report: StepReport) -> None:
-        """Adds the copies of a step."""
+    def declined(self, state: RequestState, hit: Hit, shorter: Hit | None, plan: LoadPlan) -> None:
+        self.counts["blocks_declined"] += hit.blocks - (0 if shorter is None else shorter.blocks)
+
+    def load_over(self, state: RequestState, load: PrefixLoad) -> None:
+        self.counts["loads_given_up"] += load.given_up
+
+    def load_ordered(self, state: RequestState, copies: Sequence[Copy]) -> None:
+        for copy in copies:
+            kind = self._facts.groups[copy.group].kind
+            self.counts[f"{kind}:loaded_blocks"] += len(copy.block_ids)
+
+    def sources_known(self, state: RequestState) -> None:
+        self.splits[state.id] = {**state.sources(), "unit": self._facts.unit}
+
+    def reported(self, report: StepReport) -> None:
         for name in ("loaded_bytes", "load_seconds", "stored_bytes", "store_seconds"):
             self.counts[name] += getattr(report, name)
+
+    def load_done(
+        self, state: RequestState | None, load: PrefixLoad, failed: bool, copied_s: float | None
+    ) -> None:
+        if not failed:
+            seconds = round(load.costs.elapsed(load.mark), 6)
+            self.loads.setdefault(str(load.lowest_tier), []).append(seconds)
+
+    def finished(self, state: RequestState, final: int) -> None:
+        self.counts["requests"] += 1
+        for source, tokens in state.sources().items():
+            self.counts[f"{source}:prompt_tokens"] += tokens
 
     def is_due(self, busy: bool) -> bool:
         """Whether a report is to be made after this step: at once if a request began, loaded or

@@ -93,17 +93,6 @@ class GroupPages:
         return (page.page_bytes // piece - 1) * piece * self.sharing.contexts + piece
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Blocks of one KV group to copy between the device and the arena; row i of both lists belongs
-    together. ``offsets`` are bytes into the arena where a block's record starts; a rank adds its
-    shard's offset within the record."""
-
-    block_ids: tuple[int, ...]
-    offsets: tuple[int, ...]
-    group: int = 0
-
-
 def pages_of(
     kv_caches: Mapping[str, torch.Tensor],
     placements: Mapping[str, LayerPlacement],

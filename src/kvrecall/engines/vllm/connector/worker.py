@@ -26,7 +26,11 @@ from kvrecall.engines.vllm.compat.weights import note_model
 from kvrecall.engines.vllm.connector.compare import deviation
 from kvrecall.engines.vllm.connector.copier import ArenaMapping
 from kvrecall.engines.vllm.connector.pages import GroupPages, Pages, pages_of
-from kvrecall.engines.vllm.connector.wire import (
+from kvrecall.engines.vllm.device import device_of
+from kvrecall.engines.vllm.device.base import Event
+from kvrecall.engines.vllm.identity.changes import RankWeights
+from kvrecall.engines.vllm.identity.loaded import LoadedModel
+from kvrecall.engines.vllm.wire import (
     ORIGIN_BYTES,
     Comparison,
     Deviation,
@@ -36,10 +40,6 @@ from kvrecall.engines.vllm.connector.wire import (
     StepReport,
     Store,
 )
-from kvrecall.engines.vllm.device import device_of
-from kvrecall.engines.vllm.device.base import Event
-from kvrecall.engines.vllm.identity.changes import RankWeights
-from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.errors import EngineError
 from kvrecall.nicety import nicety
 from kvrecall.pool.base import ArenaHandle
