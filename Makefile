@@ -6,6 +6,7 @@
 #   make serve           a server of a small model on port 8000
 #   make test            what a change must pass: each promise and main path, with real engines
 #                        TESTS='-k disk' some of them; WORKERS= one file after the other
+#   make test-lab        the laboratory's and the documents' tests
 #   make test-all        all tests, those too that start many engines: most of an hour
 #   make check           lint, format, strict types, import directions, then make test's tests
 #   make chaos           a server under faults: SECONDS=120 SEED=n
@@ -17,49 +18,52 @@
 #   make bench           all benchmarks with their peers, plots and tables; QUICK=1 small, unpublished
 #   make docs            the generated pages, and the site in build/site
 #   make gpu-check       retrieval and copies on this machine's GPU
-.PHONY: demo demo-mooncake serve test test-all check chaos hostile identity models compat streams bench docs gpu-check \
+.PHONY: demo demo-mooncake serve test test-lab test-all check chaos hostile identity models compat streams bench docs gpu-check \
   setup setup-engine setup-mooncake setup-bench
 
 demo: setup-engine
-	@.venv/bin/python -m kvrecall.lab.demo $(DEMO)
+	@.venv/bin/python -m kvrecall.demo $(DEMO)
 
 demo-mooncake: setup-mooncake
-	@.venv/bin/python -m kvrecall.lab.demo mooncake $(DEMO)
+	@.venv/bin/python -m kvrecall.demo mooncake $(DEMO)
 
 serve: setup-engine
-	@.venv/bin/python -m kvrecall.lab.demo serve $(SERVE)
+	@.venv/bin/python -m kvrecall.demo serve $(SERVE)
 
 # Two files at a time: starting an engine keeps one core busy.
 WORKERS ?= -n 2
 test: setup
 	@.venv/bin/python -m pytest $(WORKERS) $(TESTS)
 
+test-lab: setup
+	@.venv/bin/python -m pytest $(WORKERS) $(or $(TESTS),lab/tests)
+
 test-all: setup
-	@.venv/bin/python -m pytest $(WORKERS) -m '' $(TESTS)
+	@.venv/bin/python -m pytest $(WORKERS) -m '' $(or $(TESTS),tests lab/tests)
 
 check: setup
 	@scripts/check
 
 chaos: setup-engine
-	@.venv/bin/python -m kvrecall.lab.chaos --seconds $(or $(SECONDS),120) $(if $(SEED),--seed $(SEED)) $(CHAOS)
+	@.venv/bin/python -m kvrecall_lab.chaos --seconds $(or $(SECONDS),120) $(if $(SEED),--seed $(SEED)) $(CHAOS)
 
 hostile: setup
-	@.venv/bin/python -m kvrecall.lab.hostile $(HOSTILE)
+	@.venv/bin/python -m kvrecall_lab.hostile $(HOSTILE)
 
 # IDENTITY="--list": which.
 identity: setup-engine
-	@.venv/bin/python -m kvrecall.lab.identity $(IDENTITY)
+	@.venv/bin/python -m kvrecall_lab.identity $(IDENTITY)
 
 # MODELS="--model gemma3 --tier disk": a part.
 models: setup-mooncake
-	@.venv/bin/python -m kvrecall.lab.shapes $(MODELS)
+	@.venv/bin/python -m kvrecall_lab.shapes $(MODELS)
 
 # COMPAT="--version 0.33 --part server": a part.
 compat: setup
-	@.venv/bin/python -m kvrecall.lab.compat $(COMPAT)
+	@.venv/bin/python -m kvrecall_lab.compat $(COMPAT)
 
 streams: setup
-	@cd tests && ../.venv/bin/python -m streams.run --schedules $(or $(SCHEDULES),1000) $(STREAMS)
+	@.venv/bin/python -m kvrecall_lab.streams.run --schedules $(or $(SCHEDULES),1000) $(STREAMS)
 
 bench: setup-bench
 	@scripts/bench $(if $(QUICK),--quick) $(BENCH)

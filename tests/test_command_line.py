@@ -22,8 +22,8 @@ from support.commands import Commands
 from kvrecall import __version__, cli
 from kvrecall.config import PoolConfig
 from kvrecall.errors import ConfigError, ExitStatus, TierError, errors_shown
-from kvrecall.lab.ports import free_port
 from kvrecall.pool.service.endpoint import ServiceThread
+from kvrecall.processes.ports import free_port
 
 KVRECALL = Path(sys.executable).parent / "kvrecall"
 MOONCAKE = {
@@ -96,7 +96,6 @@ ONE_LINE: list[tuple[str, int, str]] = [
     ("simulate model --capacity-blocks 3", 2, "model: cannot be read"),
     ("plan closed/model", 1, f"closed/model: {DENIED}; give this user access"),
     ("bench disk --path closed/d", 1, f"closed/d: {DENIED}"),
-    ("bench publish closed/results.json", 1, DENIED),
     ("gpu-check --out file/x", 1, "file/x: Not a directory; a part of this path is a file"),
     ("serve model --host-size 8MiB --disk-path fixed/d --disk-size 8MiB", 1, "is not writable for"),
     ("serve model --host-size 8MiB --disk-path /proc/x --disk-size 8MiB", 1, "disk_path"),
@@ -115,7 +114,6 @@ ONE_LINE: list[tuple[str, int, str]] = [
     ("simulate binary.json --capacity-blocks 3", 2, "binary.json: is not text"),
     ("simulate empty.json --capacity-blocks 3", 2, "holds no blocks"),
     ("plan binary.json", 2, "binary.json:1:3"),
-    ("bench publish binary.json", 1, "binary.json: no results"),
     # errors found before an engine is loaded
     ("serve model --pool-config policy.json", 2, "'lur' is unknown; known: lru"),
     ("serve model --pool-config store.json", 2, "kind is 'mooncacke'; allowed: mooncake"),
@@ -392,7 +390,7 @@ def test_python_runs_the_package_as_the_command() -> None:
         assert (said[0].stdout, said[0].stderr) == (said[1].stdout, said[1].stderr)
 
 
-@pytest.mark.parametrize("line", [*cli._ROOMS, "pool serve", "config check", "bench decode", ""])
+@pytest.mark.parametrize("line", [*cli._ROOMS, "pool serve", "config check", "bench restore", ""])
 def test_every_command_has_short_help(commands: Commands, line: str) -> None:
     done = commands.run([*line.split(), "-h"])
     assert done.status == ExitStatus.OK

@@ -1,4 +1,4 @@
-"""The rooms: imports point one way, and only one room and the laboratory know the engine."""
+"""The rooms: imports point one way, only one room knows the engine, and none the laboratory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "kvrecall"
 
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "block", "environment", "nicety"}),
+    frozenset({"errors", "block", "commands", "environment", "nicety"}),
     frozenset({"secret"}),
     frozenset({"config", "factories", "jsonfile", "traces"}),
     frozenset({"pool", "attention", "modelconfig"}),
     frozenset({"engines", "simulate", "testing"}),
     frozenset({"plan"}),
     frozenset({"server"}),
-    frozenset({"router", "doctor"}),
+    frozenset({"router", "doctor", "processes"}),
+    frozenset({"bench"}),
+    frozenset({"demo", "gpu_check"}),
     frozenset({"cli"}),
-    frozenset({"lab"}),
 )
 """A room may import itself and rooms of lower floors."""
 
@@ -79,7 +80,7 @@ def test_imports_point_one_way() -> None:
 
 @pytest.mark.parametrize(
     ("library", "rooms"),
-    [("vllm", ["engines/vllm", "lab"]), ("sglang", ["engines/sglang"])],
+    [("vllm", ["engines/vllm"]), ("sglang", ["engines/sglang"])],
 )
 def test_an_engine_is_imported_only_by_its_room(library: str, rooms: list[str]) -> None:
     def imports(module: Path, name: str) -> bool:
@@ -88,12 +89,18 @@ def test_an_engine_is_imported_only_by_its_room(library: str, rooms: list[str]) 
     assert offenders(imports) == []
 
 
+def test_nothing_names_the_laboratory() -> None:
+    """It is not in the wheel."""
+    found = [str(module) for module in MODULES if "kvrecall_lab" in (SOURCE / module).read_text()]
+    assert found == []
+
+
 def test_the_pool_knows_no_torch() -> None:
     assert offenders(lambda m, name: room_of(m) == "pool" and name.split(".")[0] == "torch") == []
 
 
 def test_a_device_is_reached_through_one_room() -> None:
-    """So that tests/streams can simulate all of it, and another device takes another form of it."""
+    """So that a simulated device stands for all of it, and other devices are other forms."""
     words = "torch.Stream torch.Event torch.cuda.Stream torch.cuda.Event current_stream".split()
     words += "cudart non_blocking swap_blocks pin_memory host_register".split()
     words += ["torch.cuda", "torch.version", "cuda:0", '"cuda"', "is_cuda_alike"]
@@ -121,7 +128,7 @@ def test_importing_does_not_load_the_engine(module: str) -> None:
 def test_copies_need_no_engine() -> None:
     """So that ``kvrecall gpu-check`` checks them where no supported vLLM is installed."""
     program = (
-        "import sys, kvrecall.engines.vllm.connector.copier, kvrecall.lab.gpu_check.cli;"
+        "import sys, kvrecall.engines.vllm.connector.copier, kvrecall.gpu_check.cli;"
         "print('vllm' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -1,5 +1,5 @@
 """Settings hold no secrets: where they stand in the open they are refused, and nothing prints
-what a file of one says. End to end: kvrecall.lab.hostile.keys."""
+what a file of one says. End to end: kvrecall_lab.hostile.keys."""
 
 from __future__ import annotations
 

@@ -11,14 +11,14 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from kvrecall import __version__
+from kvrecall.commands import add_lazily
 from kvrecall.errors import ExitStatus, errors_shown
 
 app = typer.Typer(
@@ -55,29 +55,14 @@ _ROOMS = {
         "kvrecall.simulate.cli",
         "Replay a trace against pool sizes and policies.",
     ),
-    "bench": ("kvrecall.lab.bench.cli", "Measure recall on this machine."),
-    "demo": ("kvrecall.lab.demo.cli", "Show what recall gains on this machine."),
+    "bench": ("kvrecall.bench.cli", "Measure recall on this machine."),
+    "demo": ("kvrecall.demo.cli", "Show what recall gains on this machine."),
     "gpu-check": (
-        "kvrecall.lab.gpu_check.cli",
+        "kvrecall.gpu_check.cli",
         "Check kvrecall on this machine's GPU, and measure it.",
     ),
 }
 """Commands by the module whose ``app`` they are, with the help that `kvrecall --help` shows."""
-
-
-def add_lazily(group: typer.Typer, name: str, text: str, load: Callable[[], typer.Typer]) -> None:
-    """Adds a command to ``group`` whose typer app is loaded when the command is needed. ``text``:
-    its line in the group's help."""
-
-    class Lazy(TyperCommand):
-        def make_context(
-            self, info_name: str | None, args: list[str], *more: Any, **extra: Any
-        ) -> Any:
-            return typer.main.get_command(load()).make_context(info_name, args, *more, **extra)
-
-    @group.command(name, cls=Lazy, help=text)
-    def command() -> None:
-        """Never called: ``make_context`` gives the context of the loaded command."""
 
 
 def _app_of(module: str) -> typer.Typer:

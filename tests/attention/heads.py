@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from kvrecall.lab.models import WEIGHTS, write_model
+from kvrecall_lab.models import WEIGHTS, write_model
 
 CONFIGURATION = '''
 from transformers import LlamaConfig

@@ -19,7 +19,7 @@ from kvrecall.engines.vllm.attention.step import (
     StepPlanner,
     Terms,
 )
-from kvrecall.lab.engines.decode import isa_of
+from kvrecall_lab.engines.decode import isa_of
 
 BLOCK = 128
 

@@ -1,4 +1,4 @@
-"""``kvrecall bench decode`` measures retrieval, or fails if it does not act."""
+"""``python -m kvrecall_lab.bench decode`` measures retrieval, or fails if it does not act."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.errors import KvrecallError
-from kvrecall.lab.bench.decode import measure_decode_report
+from kvrecall_lab.bench.decode import measure_decode_report
 
 SMALL = RetrievalSettings(init_tokens=128, local_tokens=256, least_blocks=1)
 

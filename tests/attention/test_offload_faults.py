@@ -12,8 +12,8 @@ import pytest
 from engine.engine import Engine, EngineFailed, prompt_of
 from engine.exactness import push_out_of_host
 
-from kvrecall.lab.chaos.faults import stored_blocks
 from kvrecall.pool.slots import slot_bytes_of
+from kvrecall_lab.chaos.faults import stored_blocks
 
 from .test_engine import activity, spent
 from .test_offload import BLOCK_BYTES, DIGEST_BYTES, settings

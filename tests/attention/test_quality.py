@@ -21,8 +21,8 @@ TOKENS = 8192
 
 QUESTIONS = """
 import json
-from kvrecall.lab.bench.needle import tasks
-from bench.model.evaluate import document_of
+from kvrecall_lab.bench.needle import tasks
+from kvrecall_lab.studies.model.evaluate import document_of
 document = document_of(777, {tokens})
 print(json.dumps([
     [tasks.raw_prompt(document.text, question.text), question.expected]

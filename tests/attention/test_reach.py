@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from engine.engine import Engine, EngineFailed, prompt_of
 
-from kvrecall.lab.models import write_lora
+from kvrecall_lab.models import write_lora
 
 from .heads import write_nemotron
 from .test_engine import EXTENSION, MIXED, SAMPLING, activity, retrieval, spent, tokens_of

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrecall.lab.bench.model import fast_dtype
+from kvrecall.bench.model import fast_dtype
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from kvrecall.bench import cli
+from kvrecall.bench.model import Texts
+from kvrecall.bench.report import Report, percentiles
 from kvrecall.errors import EngineError
-from kvrecall.lab.bench import cli
-from kvrecall.lab.bench.model import Texts
-from kvrecall.lab.bench.report import Report, percentiles
-from kvrecall.lab.engines.server import ServerProcess, _with_port
+from kvrecall.processes.server import ServerProcess, _with_port
 
 
 def test_percentiles() -> None:
@@ -92,7 +92,7 @@ def test_a_device_that_does_not_forget_is_asked_again_and_then_an_error(
         server.forget_device()
         assert len(asked) == 2
         refusals = 10**9
-        monkeypatch.setattr("kvrecall.lab.engines.server.SETTLE_TIMEOUT_S", 0.1)
+        monkeypatch.setattr("kvrecall.processes.server.SETTLE_TIMEOUT_S", 0.1)
         with pytest.raises(EngineError, match="still holds blocks"):
             server.forget_device()
         listening.shutdown()

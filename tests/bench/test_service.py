@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from kvrecall.lab.bench import cli
+from kvrecall.bench import cli
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.compression.test_compression import kv, noise
 
 from kvrecall.block import BlockKey
 from kvrecall.config import Compression, DiskConfig, PoolConfig, RecallSettings
@@ -25,7 +26,6 @@ from kvrecall.pool.tier import Get, Outcome, Put, Tier
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.pool_contract import Engine
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, TierContract
-from tests.compression.test_compression import kv, noise
 
 MIB = 1 << 20
 KIB64 = 65_536 + 8

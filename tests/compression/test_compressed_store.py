@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.stores import SHARED, MemoryStore
+from tests.compression.test_compression import kv
 
 from kvrecall.config import PoolConfig, RecallSettings, RemoteConfig
 from kvrecall.errors import ConfigError
@@ -22,7 +23,6 @@ from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.pool_contract import Engine
 from kvrecall.testing.store_contract import StoreContract
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, TierContract
-from tests.compression.test_compression import kv
 
 MIB = 1 << 20
 KEY = secrets.token_bytes(32)

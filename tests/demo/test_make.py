@@ -12,7 +12,7 @@ import pytest
 from remote.mooncake import needs_mooncake
 from server.live import LiveServer
 
-from kvrecall.lab.ports import free_port
+from kvrecall.processes.ports import free_port
 from kvrecall.testing.blocks import wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ import json
 import pytest
 from rich.console import Console
 
-from kvrecall.lab.demo.tiers import FACT, TURN_1, TURN_2, Row, Verdict, long_question
-from kvrecall.lab.engines.server import Answer
+from kvrecall.demo.tiers import FACT, TURN_1, TURN_2, Row, Verdict, long_question
+from kvrecall.processes.server import Answer
 
 TEXT, TURN = "long text", "conversation, turn 2"
 

@@ -7,6 +7,7 @@ makes an environment of two files, and records pip's arguments.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -96,7 +97,10 @@ class Machine:
             return "upgrade pip"
         engine = ["engine"] if any(word.startswith("torch==") for word in words) else []
         extras = words[words.index("-e") + 1].removeprefix("ROOT").strip("[]")
-        return " ".join([*engine, *(extras.split(",") if extras else [])]) or "kvrecall"
+        extras = extras.replace("objects,encryption,compression,index,traces", "").strip(",")
+        found = [*engine, *(extras.split(",") if extras else [])]
+        found += [after for word, after in itertools.pairwise(words) if word == "--group"]
+        return " ".join(found) or "kvrecall"
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvrecall.lab.models import write_model
+from kvrecall_lab.models import write_model
 
 from .engine import Engine
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvrecall.lab.models import write_lora
+from kvrecall_lab.models import write_lora
 
 from .engine import Engine, prompt_of
 from .exactness import BLOCK, hits

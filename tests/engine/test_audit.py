@@ -24,12 +24,12 @@ from kvrecall.engines.vllm.wire import (
     StepOrders,
     StepReport,
 )
-from kvrecall.lab.models import write_lora
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import Recall, RecallState
 from kvrecall.pool.disk import DiskTier
 from kvrecall.testing.blocks import wait_until
+from kvrecall_lab.models import write_lora
 
 from .engine import Engine, prompt_of
 from .test_scheduler import BLOCK, FACTS, Bench, pool

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvrecall.lab.ports import free_port
+from kvrecall.processes.ports import free_port
 from kvrecall.testing.blocks import wait_until
 
 from .engine import Engine, prompt_of

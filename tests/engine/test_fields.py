@@ -27,14 +27,14 @@ from vllm.engine.arg_utils import EngineArgs
 from kvrecall.engines.vllm.compat.versions import BUILT_ON, VERSIONS, minor
 from kvrecall.engines.vllm.identity import fields
 from kvrecall.engines.vllm.identity.fields import Fate
-from kvrecall.lab.models import write_model
+from kvrecall_lab.models import write_model
 
 ROOT = Path(__file__).parents[2]
 DECIDE = (
     "Decide each in src/kvrecall/engines/vllm/identity/fields.toml. Does it choose kernels, "
     "precision or what a token attends to: IN_NAMESPACE. Is it a size of steps or of memory, an "
     "address, a log: NO_EFFECT. In doubt: IN_NAMESPACE. Then run "
-    "`python -m kvrecall.lab.reference`"
+    "`python -m kvrecall_lab.reference`"
 )
 
 

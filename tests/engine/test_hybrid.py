@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from kvrecall.lab.shapes.row import Row
-from kvrecall.lab.shapes.shapes import SHAPES, Shape
-from kvrecall.lab.shapes.trial import Laboratory
 from tests.remote.mooncake import needs_mooncake
+
+from kvrecall_lab.shapes.row import Row
+from kvrecall_lab.shapes.shapes import SHAPES, Shape
+from kvrecall_lab.shapes.trial import Laboratory
 
 pytestmark = pytest.mark.engine
 

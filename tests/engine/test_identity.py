@@ -38,7 +38,7 @@ from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.engines.vllm.identity.namespace import Adapters, namespace_of
 from kvrecall.engines.vllm.identity.weights import RunningWeights, Weights
 from kvrecall.engines.vllm.wire import Shard, ShardLayer
-from kvrecall.lab.models import write_model
+from kvrecall_lab.models import write_model
 
 NOTHING = Memory(None)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvrecall.lab.identity.setups import EXTENSION
-from kvrecall.lab.models import write_changed
+from kvrecall_lab.identity.setups import EXTENSION
+from kvrecall_lab.models import write_changed
 
 from .engine import Engine, prompt_of
 from .exactness import BLOCK, hits

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from vllm.v1.engine.core import EngineCore
 
-from kvrecall.lab.identity.setups import WORKER
+from kvrecall_lab.identity.setups import WORKER
 
 from .engine import Engine, prompt_of
 from .exactness import BLOCK, hits, nothing_held

@@ -13,7 +13,7 @@ from kvrecall.engines.vllm.connector.handover import Wait
 from kvrecall.engines.vllm.connector.request import BlockHashes, LoadRecord, RequestState
 from kvrecall.engines.vllm.connector.traces import Traces
 from kvrecall.engines.vllm.wire import EngineFacts
-from kvrecall.lab.ports import free_port
+from kvrecall.processes.ports import free_port
 
 from .engine import Engine, prompt_of
 from .exactness import BLOCK, hits, push_out_of_host

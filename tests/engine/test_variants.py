@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.quantised import write_w8a8
 
-from kvrecall.lab.models import write_lora, write_model
+from kvrecall_lab.models import write_lora, write_model
 
 from .engine import Engine, EngineFailed, prompt_of
 from .exactness import BLOCK, hits, nothing_held, same_bits_from_every_tier

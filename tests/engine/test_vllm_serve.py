@@ -13,7 +13,7 @@ import pytest
 from docs.pages import ROOT, commands
 from server.live import LiveServer
 
-from kvrecall.lab.ports import free_port
+from kvrecall.processes.ports import free_port
 from kvrecall.server.launch import default_model
 
 pytestmark = pytest.mark.engine

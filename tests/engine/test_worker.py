@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from streams.device import Mark
-from streams.late import PATIENCE, late_device
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
@@ -38,6 +36,8 @@ from kvrecall.engines.vllm.wire import (
 from kvrecall.errors import EngineError
 from kvrecall.pool import Pool
 from kvrecall.pool.base import NO_ARENA
+from kvrecall_lab.streams.device import Mark
+from kvrecall_lab.streams.late import PATIENCE, late_device
 
 from .test_scheduler import BLOCK, Bench, pool
 

@@ -26,13 +26,13 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.runtime_context import RuntimeContext
 from sglang.srt.server_args import ServerArgs
+from tests.service.service import Service
 
 from kvrecall.block import Namespace
 from kvrecall.engines.sglang import RecallStorage, identity
 from kvrecall.engines.sglang import storage as room
 from kvrecall.errors import ConfigError
 from kvrecall.testing.blocks import wait_until
-from tests.service.service import Service
 
 LAYERS, TOKENS, HEADS, DIM, PAGES = 3, 16, 2, 8, 12
 HASHES = [f"{n:064x}" for n in range(PAGES)]

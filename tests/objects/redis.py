@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvrecall.lab.ports import free_port
+from kvrecall.processes.ports import free_port
 
 PASSWORD = "not so secret"
 

@@ -14,8 +14,8 @@ from typing import IO
 
 import httpx
 
-from kvrecall.lab.ports import free_port
-from kvrecall.lab.processes import as_child
+from kvrecall.processes.command import as_child
+from kvrecall.processes.ports import free_port
 
 BUCKET = "blocks"
 

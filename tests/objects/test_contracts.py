@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.objects.s3 import Server
 
 from kvrecall.config import RemoteConfig
 from kvrecall.pool.remote.objects import make_store
@@ -13,7 +14,6 @@ from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.tier import Tier
 from kvrecall.testing.store_contract import StoreContract
 from kvrecall.testing.tier_contract import TierContract
-from tests.objects.s3 import Server
 
 
 class TestMemory(StoreContract):

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.objects.s3 import Server, s3_server
 
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.remote import backends
 from kvrecall.pool.remote.objects import make_store, path_of
 from kvrecall.testing.store_contract import Counter, names
-from tests.objects.s3 import Server, s3_server
 
 S3 = {"url": "s3://bucket/prefix", "region": "us-east-1"}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.objects.redis import PASSWORD, redis_program, redis_server
 
 from kvrecall.config import RecallSettings
 from kvrecall.errors import ConfigError
@@ -18,7 +19,6 @@ from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.pool_contract import Engine
 from kvrecall.testing.store_contract import Counter, StoreContract, names
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE
-from tests.objects.redis import PASSWORD, redis_program, redis_server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KIND = "own_store:RedisStore"

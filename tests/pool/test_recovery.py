@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from kvrecall.config import DiskConfig
-from kvrecall.lab.bench.index import key_of, write_folder
 from kvrecall.pool.clock import Clock
 from kvrecall.pool.disk import DiskTier, catalog, index, tier
 from kvrecall.pool.disk.index import Index, Rows
 from kvrecall.pool.tier import Outcome
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
+from kvrecall_lab.bench.index import key_of, write_folder
 
 MIB = 1 << 20
 KEYS = chain(NAMESPACE, 32)

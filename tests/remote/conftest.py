@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from support.stores import SHARED, MemoryStore
-
-from kvrecall.lab.masters import Master
-from kvrecall.pool.pool import Pool
 from tests.remote.network import MASTER, Network, why_not
 from tests.remote.pools import NAMESPACE, NBYTES, OpenPool, settings
+
+from kvrecall.pool.pool import Pool
+from kvrecall.processes.master import Master
 
 PORT = 50051
 why_no_hosts = functools.cache(why_not)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.stores import MemoryStore
+from tests.remote.pools import NAMESPACE, NBYTES, OpenPool
 
 from kvrecall.block import BlockKey, TierName
 from kvrecall.config import Compression, DiskConfig, RemoteConfig
@@ -24,7 +25,6 @@ from kvrecall.pool.remote.tier import RemoteTier, name_of
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Done, Get, Outcome, Put, Tier
 from kvrecall.testing.blocks import chain, content, wait_until
-from tests.remote.pools import NAMESPACE, NBYTES, OpenPool
 
 MIB = 1 << 20
 

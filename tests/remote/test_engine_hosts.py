@@ -8,13 +8,13 @@ import time
 from collections.abc import Iterator
 
 import pytest
-
-from kvrecall.lab.engines.engine import Answer, EngineProcess, Question
-from kvrecall.lab.masters import Master
-from kvrecall.lab.models import write_model
 from tests.remote.mooncake import needs_mooncake
 from tests.remote.network import FIRST, SECOND, Network
 from tests.remote.test_hosts import settings_of
+
+from kvrecall.processes.master import Master
+from kvrecall_lab.engines.engine import Answer, EngineProcess, Question
+from kvrecall_lab.models import write_model
 
 pytestmark = [needs_mooncake, pytest.mark.engine, pytest.mark.long]
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-
-from kvrecall.lab.engines.engine import Answer, EngineProcess
-from kvrecall.lab.processes import kvrecall
-from kvrecall.lab.shapes.cases import ask, on_and_off
-from kvrecall.lab.shapes.node import Node, node
-from kvrecall.lab.shapes.ranks import Saved, recalled, saved_by
-from kvrecall.lab.shapes.shapes import SHAPES, environment
 from tests.remote.mooncake import needs_mooncake
+
+from kvrecall.processes.command import kvrecall
+from kvrecall_lab.engines.engine import Answer, EngineProcess
+from kvrecall_lab.shapes.cases import ask, on_and_off
+from kvrecall_lab.shapes.node import Node, node
+from kvrecall_lab.shapes.ranks import Saved, recalled, saved_by
+from kvrecall_lab.shapes.shapes import SHAPES, environment
 
 pytestmark = [needs_mooncake, pytest.mark.engine, pytest.mark.long]
 

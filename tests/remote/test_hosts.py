@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from kvrecall.lab.masters import Master
 from tests.remote.mooncake import needs_mooncake
 from tests.remote.network import FIRST, SECOND, Network, PoolHost
+
+from kvrecall.processes.master import Master
 
 pytestmark = [needs_mooncake, pytest.mark.timeout(300), pytest.mark.long]
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.remote.mooncake import needs_mooncake
+from tests.remote.test_remote_pool import find, recall, save
 
 from kvrecall.block import BlockKey
 from kvrecall.config import PoolConfig, RecallSettings, RemoteConfig
 from kvrecall.errors import ConfigError, ExitStatus, TierError
-from kvrecall.lab.masters import Master
-from kvrecall.lab.ports import free_port
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.backends import make_store
@@ -33,10 +33,10 @@ from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Object
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.tier import Outcome, Tier
+from kvrecall.processes.master import Master
+from kvrecall.processes.ports import free_port
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench, TierContract
-from tests.remote.mooncake import needs_mooncake
-from tests.remote.test_remote_pool import find, recall, save
 
 ARENA_BYTES = 16 << 20
 _numbers = itertools.count()

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.compression.test_compression import kv
+from tests.remote.mooncake import needs_mooncake
+from tests.remote.test_mooncake import Apart, Node, master, nodes
 
-from kvrecall.lab.masters import Master
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.cipher import Cipher
 from kvrecall.pool.remote.compressed import CompressedStore
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
 from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Object
+from kvrecall.processes.master import Master
 from kvrecall.testing.store_contract import Counter, StoreContract
-from tests.compression.test_compression import kv
-from tests.remote.mooncake import needs_mooncake
-from tests.remote.test_mooncake import Apart, Node, master, nodes
 
 __all__ = ["master", "nodes"]  # fixtures
 

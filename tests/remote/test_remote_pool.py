@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.stores import MemoryStore
+from tests.remote.pools import NAMESPACE, NBYTES, OpenPool, settings
 
 from kvrecall.block import BlockKey, TierName
 from kvrecall.config import RecallSettings
@@ -18,7 +19,6 @@ from kvrecall.pool.remote.tier import name_of
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.testing.blocks import chain, content, wait_until
-from tests.remote.pools import NAMESPACE, NBYTES, OpenPool, settings
 
 
 def save(pool: Pool, keys: list[BlockKey], flush: bool = True) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from server.live import KVRECALL, START_LIMIT_S, LiveServer
 
-from kvrecall.lab.ports import free_port
+from kvrecall.processes.ports import free_port
 
 Json = dict[str, Any]
 

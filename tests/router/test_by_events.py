@@ -17,8 +17,8 @@ import httpx
 import pytest
 from server.live import LiveServer
 
-from kvrecall.lab.models import write_model
-from kvrecall.lab.ports import free_port, two_ports
+from kvrecall.processes.ports import free_port, two_ports
+from kvrecall_lab.models import write_model
 
 from .cluster import Json, Router, header, instance, kill, until
 

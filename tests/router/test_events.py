@@ -15,8 +15,8 @@ import pytest
 from kvrecall.block import TierName
 from kvrecall.engines.base import ServeSpec
 from kvrecall.errors import ConfigError
-from kvrecall.lab.ports import free_port
 from kvrecall.pool.history import EventHistory
+from kvrecall.processes.ports import free_port
 from kvrecall.router import events
 from kvrecall.router.events import Publisher, Subscription
 from kvrecall.router.holdings import HashRule

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import pytest
 from server.live import LiveServer
-
-from kvrecall.lab.masters import Master
-from kvrecall.lab.models import write_model
-from kvrecall.lab.ports import free_port, two_ports
 from tests.remote.mooncake import needs_mooncake
+
+from kvrecall.processes.master import Master
+from kvrecall.processes.ports import free_port, two_ports
+from kvrecall_lab.models import write_model
 
 from .cluster import Json, Router, header, instance, until
 

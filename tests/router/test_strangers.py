@@ -18,7 +18,7 @@ import uvicorn
 from typer.testing import CliRunner
 
 from kvrecall import cli
-from kvrecall.lab.ports import free_port
+from kvrecall.processes.ports import free_port
 from kvrecall.router import application as application_of_the_router
 from kvrecall.router import router as room
 from kvrecall.router import upstream

@@ -13,8 +13,8 @@ from server.live import LiveServer
 from service.service import MIB, Service
 from support.collector import Span, Spans, by_http
 
-from kvrecall.lab.models import write_model
-from kvrecall.lab.ports import free_port
+from kvrecall.processes.ports import free_port
+from kvrecall_lab.models import write_model
 
 from .cluster import Router, instance
 

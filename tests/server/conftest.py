@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.lab.ports import free_port
+from kvrecall.processes.ports import free_port
 
 from .live import LiveServer
 
@@ -23,7 +23,7 @@ def tiny_server(
     folder: Path, longest: int = 768, options: Sequence[str] = ()
 ) -> Iterator[LiveServer]:
     """A server of a random model called ``tiny``, ready, for up to ``longest`` tokens."""
-    from kvrecall.lab.models import write_model
+    from kvrecall_lab.models import write_model
 
     write_model(folder / "model", "qwen3", hidden=64, layers=2, max_position=longest)
     port = free_port()

@@ -20,7 +20,7 @@ from fastapi.testclient import TestClient
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from support.clocks import ManualClock
 
-from kvrecall.lab.ports import free_port
+from kvrecall.processes.ports import free_port
 from kvrecall.router.events import Subscriptions
 from kvrecall.router.fleet import Fleet
 from kvrecall.router.metrics import RouterMetrics
@@ -372,7 +372,7 @@ def test_loads_of_a_hybrid_model_are_shown_by_group(
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    from kvrecall.lab.models import write_model
+    from kvrecall_lab.models import write_model
 
     folder = tmp_path_factory.mktemp("dashboard")
     write_model(folder / "model", "qwen3", hidden=64, layers=LAYERS, max_position=16384)
@@ -634,7 +634,7 @@ def test_everything_has_a_name(browser: Any, server: LiveServer) -> None:
 def test_a_hybrid_model_is_shown_by_its_groups(browser: Any, tmp_path: Path) -> None:
     """2,280 tokens: of 17 blocks a hit needs all of full attention and the last two of each of
     the two groups of windows."""
-    from kvrecall.lab.models import write_model
+    from kvrecall_lab.models import write_model
 
     write_model(tmp_path / "model", "gemma3_text", hidden=64, layers=3, max_position=4096)
     port = free_port()

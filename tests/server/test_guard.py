@@ -1,4 +1,4 @@
-"""Who is let in to a server's routes. The attacks of ``kvrecall.lab.hostile.http`` try it on a real
+"""Who is let in to a server's routes. The attacks of ``kvrecall_lab.hostile.http`` try it on a real
 one; here are the rules, each with what passes and what does not."""
 
 from __future__ import annotations

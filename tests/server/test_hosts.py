@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvrecall.lab.ports import free_port
+from kvrecall.processes.ports import free_port
 
 from .configs import backend, model, right, schedule, server, write
 from .live import KVRECALL, LiveServer
@@ -26,7 +26,7 @@ HOSTS = ("127.0.0.1", "127.0.0.2")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from kvrecall.lab.models import write_model
+    from kvrecall_lab.models import write_model
 
     folder = tmp_path_factory.mktemp("hosts")
     config = right()

@@ -15,16 +15,16 @@ from tempfile import gettempdir
 import psutil
 import pytest
 from fastapi import FastAPI
+from tests.remote.mooncake import needs_mooncake
+from tests.router.cluster import Router
 
 from kvrecall.engines.base import ServeSpec
-from kvrecall.lab.masters import Master
-from kvrecall.lab.models import write_model
-from kvrecall.lab.ports import free_port, two_ports
+from kvrecall.processes.master import Master
+from kvrecall.processes.ports import free_port, two_ports
 from kvrecall.server.application import _PUBLIC, attach_all
 from kvrecall.server.plan import Plan
 from kvrecall.testing.blocks import wait_until
-from tests.remote.mooncake import needs_mooncake
-from tests.router.cluster import Router
+from kvrecall_lab.models import write_model
 
 from .fake import FakeEngine
 from .live import KVRECALL, LiveServer

@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse
 from starlette.types import ASGIApp
 
 from kvrecall.engines.base import ServeSpec
-from kvrecall.lab.ports import free_port
+from kvrecall.processes.ports import free_port
 from kvrecall.server.application import attach_all
 from kvrecall.server.connections import PromptProtocol
 from kvrecall.server.plan import Plan

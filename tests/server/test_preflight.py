@@ -13,8 +13,8 @@ import pytest
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.engines.base import ServeSpec
 from kvrecall.errors import ConfigError, TierError
-from kvrecall.lab.ports import free_port
 from kvrecall.pool.disk.folder import FolderLock
+from kvrecall.processes.ports import free_port
 from kvrecall.server import launch, preflight
 
 KVRECALL = Path(sys.executable).parent / "kvrecall"

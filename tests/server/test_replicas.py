@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from kvrecall.errors import ConfigError, TierError
-from kvrecall.lab.ports import free_port
 from kvrecall.pool.service.admin import ServiceAdmin, Stat
 from kvrecall.pool.service.child import ChildService
+from kvrecall.processes.ports import free_port
 
 from .live import LiveServer, all_gone
 
@@ -29,7 +29,7 @@ HOST, DISK = 32 << 20, 64 << 20
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    from kvrecall.lab.models import write_model
+    from kvrecall_lab.models import write_model
 
     folder = tmp_path_factory.mktemp("replicas")
     write_model(folder / "model", "qwen3", hidden=64, layers=2, max_position=2048)

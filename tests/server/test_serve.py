@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from kvrecall.errors import ExitStatus
-from kvrecall.lab.ports import free_port
+from kvrecall.processes.ports import free_port
 
 from .live import KVRECALL, START_LIMIT_S, LiveServer, all_gone
 
@@ -32,7 +32,7 @@ BLOCKS = 896
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from kvrecall.lab.models import write_model
+    from kvrecall_lab.models import write_model
 
     folder = tmp_path_factory.mktemp("serve")
     write_model(folder / "model", "qwen3", hidden=64, layers=2, max_position=16384)

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvrecall.lab.ports import free_port
+from kvrecall.processes.ports import free_port
 
 from .browser import browsing
 from .configs import backend, deploy, model, right, schedule, server, write
@@ -32,7 +32,7 @@ LINKS = 12  # a browser opens up to 6
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    from kvrecall.lab.models import write_model
+    from kvrecall_lab.models import write_model
 
     folder = tmp_path_factory.mktemp("config")
     authority = Authority(folder, "ca")

@@ -10,10 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvrecall.lab.processes import as_child
 from kvrecall.pool.service.admin import ServiceAdmin, Stat
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.inventory import Overview
+from kvrecall.processes.command import as_child
 
 MIB = 1 << 20
 TEMPLATE = """

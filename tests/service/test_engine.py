@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from engine.engine import Engine, prompt_of
 
-from kvrecall.lab.engines.engine import EngineProcess
-from kvrecall.lab.models import write_model
-from kvrecall.lab.shapes.cases import on_and_off
-from kvrecall.lab.shapes.node import node
-from kvrecall.lab.shapes.ranks import Saved, recalled, saved_by
-from kvrecall.lab.shapes.shapes import SHAPES, environment
 from kvrecall.testing.blocks import wait_until
+from kvrecall_lab.engines.engine import EngineProcess
+from kvrecall_lab.models import write_model
+from kvrecall_lab.shapes.cases import on_and_off
+from kvrecall_lab.shapes.node import node
+from kvrecall_lab.shapes.ranks import Saved, recalled, saved_by
+from kvrecall_lab.shapes.shapes import SHAPES, environment
 
 from .service import MIB, Service
 

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 
 from kvrecall.block import BlockKey, TierName
-from kvrecall.lab.processes import as_child
 from kvrecall.pool.base import RecallState, Verdict
 from kvrecall.pool.service import peers
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.link import Link
+from kvrecall.processes.command import as_child
 from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import Engine
 

@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from streams.device import LateDevice
-from streams.late import late_device
 
 from kvrecall.attention.kernels.device import Piece
 from kvrecall.engines.vllm import device as devices
@@ -20,6 +18,8 @@ from kvrecall.engines.vllm.wire import Copy
 from kvrecall.pool.base import NO_ARENA, ArenaHandle
 from kvrecall.pool.service.peers import mappers_of
 from kvrecall.testing.blocks import wait_until
+from kvrecall_lab.streams.device import LateDevice
+from kvrecall_lab.streams.late import late_device
 
 from .service import Service
 

@@ -19,12 +19,12 @@ import zmq
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError
-from kvrecall.lab.ports import two_ports
-from kvrecall.lab.processes import kvrecall
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import publisher as room
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.publisher import EventPublisher, endpoint_of
+from kvrecall.processes.command import kvrecall
+from kvrecall.processes.ports import two_ports
 from kvrecall.router.events import Publisher, Subscription
 from kvrecall.router.holdings import short_hash
 from kvrecall.testing.blocks import chain, wait_until

@@ -55,7 +55,7 @@ for line in sys.stdin:
 _ROOMS = (
     "kvrecall.pool.service.cli kvrecall.server.launch kvrecall.server.mindie.planner "
     "kvrecall.router.router kvrecall.simulate.cli kvrecall.plan.cli kvrecall.doctor.cli "
-    "kvrecall.lab.bench.cli"
+    "kvrecall.bench.cli"
 ).split()
 
 

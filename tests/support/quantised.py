@@ -1,4 +1,4 @@
-"""A quantised form of a model that ``kvrecall.lab.models`` writes."""
+"""A quantised form of a model that ``kvrecall_lab.models`` writes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from kvrecall.lab.models import Tensors, write_changed
+from kvrecall_lab.models import Tensors, write_changed
 
 
 def write_w8a8(path: Path, source: Path) -> Path:

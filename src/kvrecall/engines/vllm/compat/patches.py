@@ -2,7 +2,7 @@
 
 No other package of kvrecall assigns an attribute of vLLM's (tests/engine/test_compat.py), and this
 package does it only in ``install``, for a patch that the table below names.
-docs/compat.md has the table, written by ``python -m kvrecall.lab.reference``.
+docs/compat.md has the table, generated from here.
 """
 
 from __future__ import annotations

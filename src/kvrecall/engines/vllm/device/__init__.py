@@ -2,7 +2,7 @@
 nothing outside this room names CUDA's streams, events or page-locking.
 
 Forms: ``InlineDevice`` for the CPU, ``AcceleratorDevice`` for the others, and one for tests
-(tests/streams), whose streams run late and in every order that events allow. ``counting`` counts
+(simulated), whose streams run late and in every order that events allow. ``counting`` counts
 around any of them; ``meta`` has no memory, and counts what is computed on it.
 """
 

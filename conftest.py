@@ -1,0 +1,93 @@
+"""Common settings of all tests: no network, no telemetry, no compiler, Hypothesis, and the order of
+files for two workers."""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+# Otherwise each of some two hundred commands that tests start compiles kvrecall's modules anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("KVRECALL_WAITS", "sleep")  # engines without our connector, too
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads of two engines spin for each other
+# Otherwise all of vLLM's CPU workers bind themselves to the first core.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Otherwise vLLM compiles a few sampling functions even in eager mode, in each engine anew.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hypothesis' examples have no deadline. They are the same in every run, so that no run fails
+    by chance; with ``-m ''``, as in ``make test-all``, they are drawn anew."""
+    hypothesis.settings.register_profile(
+        "kvrecall",
+        hypothesis.settings(),
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+        derandomize=bool(config.getoption("markexpr")),
+    )
+    hypothesis.settings.load_profile("kvrecall")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test's random tensors are the same in every run, whatever its process ran before."""
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(zlib.crc32(item.nodeid.encode()))
+
+
+LONGEST = """server/test_serve remote/test_mooncake router/test_engines
+attention/test_offload engine/test_variants attention/test_engine
+test_command_line eviction/test_policies eviction/test_simulate engine/test_groups
+attention/test_reference_mode engine/test_recall engine/test_finer test_doctor engine/test_events
+eviction/test_simulate_fleet eviction/test_simulate_groups eviction/test_hints
+server/test_serve_config engine/test_audit attention/test_kernels gpu_check/test_gpucheck
+attention/test_search hicache/test_sglang distribution/test_wheel attention/test_pgvector
+objects/test_objects pool/test_crash pool/test_pool_machine""".split()
+"""The files that take longest, in this order: more than ten seconds."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files come first, so that no worker is left with one at the end."""
+    here = Path(__file__).parent / "tests"
+    rank = {here / f"{name}.py": at for at, name in enumerate(LONGEST)}
+    engines = {item.path for item in items if item.get_closest_marker("engine")}
+    items.sort(key=lambda item: rank.get(item.path, len(rank) + (item.path not in engines)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whole files to each worker, in the order above."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False
+    return Files(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With KVRECALL_PACKAGES=required, as in CI, a test that is skipped for lack of a package or
+    program fails the run."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("KVRECALL_PACKAGES") != "required" or reporter is None:
+        return
+    reasons = {str(report.longrepr) for report in reporter.stats.get("skipped", [])}
+    lacks = ("could not import", "scripts/setup brings it")
+    missing = sorted(reason for reason in reasons if any(lack in reason for lack in lacks))
+    if missing:
+        reporter.write_line("packages or programs are missing:\n" + "\n".join(missing), red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

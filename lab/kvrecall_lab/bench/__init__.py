@@ -1,0 +1,1 @@
+"""Benchmarks for maintainers, and what publishes the figures of all of them."""

@@ -1,0 +1,813 @@
+"""``bench misses``: is each miss reported with the reason that caused it?
+
+Live servers of a small model with random weights; every cause is brought about, and the reason that
+the reply reports is compared with it: the reason itself and what belongs to it (the token at which
+a prompt was changed, and the text around it; the tier and the cause of an eviction; the parts of a
+namespace that differ). Engines of another dtype, other weights and another configuration, one after
+the other, leave their blocks in a folder; one with a pool of its own on that folder is asked for
+them, and for what its pool evicted, refused and lost. Two more engines use pool services of this
+process, which stop, slow down, run out of room, end, come back empty, lose their store, and have
+an arena that cannot be mapped.
+
+What the explanations cost is measured by the server with its own pool
+(``kvrecall_explain_seconds``: what a request waits for) and set against the time to first token of
+the same requests, each of which was alone in the engine, waited for nothing and ended with its
+first token. Beside it stands what was done while the workers computed
+(``kvrecall_explain_aside_seconds``).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import httpx
+import typer
+
+from kvrecall.bench.report import Report, progress
+from kvrecall.block import BlockKey, tenant_of
+from kvrecall.config import (
+    Amount,
+    DiskConfig,
+    PoolConfig,
+    PoolTerms,
+    RemoteConfig,
+    TenantRules,
+    TenantTerms,
+)
+from kvrecall.errors import EngineError
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.base import Absence, ArenaHandle, RecallState
+from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.pool import Pool
+from kvrecall.pool.remote.store import Object
+from kvrecall.pool.remote.tier import RemoteTier
+from kvrecall.pool.service.admin import Drop, List, ServiceAdmin
+from kvrecall.pool.service.endpoint import ServiceThread
+from kvrecall.pool.service.inventory import By, Query
+from kvrecall.pool.tier import NullTier
+from kvrecall.processes.server import ServerProcess
+from kvrecall.server.access import OWN_HEADER
+from kvrecall_lab.bench.throttle import ThrottledIo
+from kvrecall_lab.models import write_model
+
+GOAL_OVERHEAD = 0.01
+
+_BLOCK = 32
+_BLOCKS = 3
+_LENGTH = _BLOCKS * _BLOCK + 5
+_BLOCK_BYTES = 2 * 2 * 2 * 64 * _BLOCK * 2  # layers, K and V, KV heads, head size, bfloat16
+_CAUSES = 31  # with what is changed at several places counted as often
+_PAD, _LAST = 3, 255  # tokens of prompts
+_LIMIT_BYTES = 13 * _BLOCKS * _BLOCK_BYTES  # of a tenant
+_TTL_S = 2
+_SETTLE_S = 60.0
+_DEADLINE_S = 0.2
+_LOOKUP_S = 0.1
+_MOST_PUSHES = 30
+_HOST_BLOCKS = 256
+_DISK_BLOCKS = 1024
+_AT_ONCE = 64  # prompts, which the host has room for
+_CHUNK = 128  # tokens of a long prompt that a step computes
+
+ON_DISK = "on disk"
+"""Salt of prompts whose blocks have left the host."""
+
+_FOREIGN: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
+    "dtype": (("--dtype", "float32"), (), ("configuration", "dtype", "layout", "loaded")),
+    "weights": ((), (), ("weights",)),
+    "settings": (
+        (),
+        ("--hf-overrides", '{"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}'),
+        ("architecture", "loaded"),
+    ),
+}
+"""Engines of other namespaces: kvrecall's options, vLLM's, and the parts of a namespace that differ
+then. "weights": of another seed."""
+
+
+_Kind = TypeVar("_Kind", bound=Pool)
+_Prompt = list[int]
+_Expected = Mapping[str, object]
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """A request: what was brought about, and what the reply reported."""
+
+    cause: str
+    expected: _Expected
+    told: Mapping[str, Any] | None
+
+    @property
+    def is_right(self) -> bool:
+        told = self.told or {}
+        return all(told.get(name) == value for name, value in self.expected.items())
+
+    @property
+    def text(self) -> str:
+        """Of one that is wrong."""
+        return f"wrong: {self.cause}: expected {dict(self.expected)}, reported {self.told}"
+
+
+class GatedIo(ThrottledIo):
+    """A disk whose reads can be stopped altogether."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.gate.wait()
+        return super().read(fd, buffers, offset)
+
+
+class SwitchedStore:
+    """A ``Store`` in memory that can hang (``gate``) and fail (``is_failing``)."""
+
+    exposed = ""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.is_failing = False
+        self._values: dict[str, bytes] = {}
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        self._begin()
+        return [name in self._values for name in names]
+
+    def put(self, objects: Sequence[Object]) -> list[bool]:
+        self._begin()
+        self._values |= {item.name: b"".join(item.parts) for item in objects}
+        return [True] * len(objects)
+
+    def get(self, objects: Sequence[Object]) -> list[bool]:
+        self._begin()
+        found = []
+        for item in objects:
+            value, at = self._values.get(item.name, b""), 0
+            found.append(len(value) == item.nbytes)
+            for part in item.parts if found[-1] else ():
+                part[:] = value[at : at + part.nbytes]
+                at += part.nbytes
+        return found
+
+    def remove(self, names: Sequence[str]) -> None:
+        self._begin()
+        for name in names:
+            self._values.pop(name, None)
+
+    def close(self) -> None:
+        """Has nothing to release."""
+
+    def _begin(self) -> None:
+        self.gate.wait()
+        if self.is_failing:
+            raise OSError("no route to the store")
+
+
+class SlowToTell(Pool):
+    """A pool that can be slow to say why it lacks a block, and nothing else."""
+
+    delay_s = 0.0
+
+    def why(self, key: BlockKey) -> Absence:
+        time.sleep(self.delay_s)
+        return super().why(key)
+
+
+class Unmappable(Pool):
+    """A pool whose memory no worker can map."""
+
+    def arena_handle(self) -> ArenaHandle:
+        return replace(super().arena_handle(), fd=1 << 20)
+
+
+class _Node:
+    """Where pool services of this process listen, one after the other."""
+
+    def __init__(self, place: Path) -> None:
+        place.mkdir(mode=0o700)
+        self.socket = place / "pool.sock"
+        self.io = GatedIo()
+        self._disk = place / "disk"
+        self._service: ServiceThread | None = None
+
+    def begin(
+        self,
+        kind: type[_Kind],
+        below: SwitchedStore | None = None,
+        has_disk: bool = True,
+        host_bytes: int = _HOST_BLOCKS * _BLOCK_BYTES,
+    ) -> _Kind:
+        """Starts a service and returns its pool: of host and disk, host and store, or host only."""
+
+        def make(config: PoolConfig) -> _Kind:
+            arena = Arena.create(config.host_bytes)
+            if below is not None:
+                remote = RemoteConfig("memory", call_deadline_s=60.0)
+                return kind(arena, RemoteTier(below, remote), "lru")
+            if not has_disk:
+                return kind(arena, NullTier(), "lru")
+            limit = TenantTerms(host=Amount(_LIMIT_BYTES))
+            terms = PoolTerms(tenants=TenantRules(named={tenant_of("limited"): limit}))
+            disk = DiskConfig(self._disk, _DISK_BLOCKS * (_BLOCK_BYTES + 4096))
+            return kind(arena, DiskTier(disk, "lru", io=self.io, terms=terms), "lru", terms=terms)
+
+        config = PoolConfig(host_bytes)
+        self._service = ServiceThread(config, self.socket, make=make)
+        assert isinstance(self._service.pool, kind)
+        return self._service.pool
+
+    def end(self) -> None:
+        self.io.gate.set()
+        if self._service is not None:
+            self._service.close()
+            self._service = None
+
+
+@dataclass
+class _Client:
+    """Asks one server, and keeps the outcomes."""
+
+    server: ServerProcess
+    socket: Path
+    """At which the pool can be administered."""
+    outcomes: list[_Outcome]
+    rng: random.Random
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=120))
+    seconds: list[float] = field(default_factory=lambda: [0.0] * 4)
+    """As of ``costs``, of what was asked within ``measured``."""
+
+    def prompt(self, length: int = _LENGTH) -> _Prompt:
+        return [self.rng.randrange(_PAD, _LAST) for _ in range(length)]
+
+    def prompts(self, count: int) -> list[_Prompt]:
+        return [self.prompt() for _ in range(count)]
+
+    def seed(self, prompts: Sequence[_Prompt], salt: str | None = None, whole: bool = True) -> None:
+        """Has prompts computed and saved, and forgotten by the device. ``whole``: again until the
+        pool has refused no block, as it does while the disk is behind."""
+        for start in range(0, len(prompts), _AT_ONCE):
+            part = list(prompts[start : start + _AT_ONCE])
+            for _ in range(_MOST_PUSHES):
+                refused = self.server.metric("kvrecall_blocks_refused_total")
+                self._post(part, salt, {})
+                self.server.settle()
+                if self.server.metric("kvrecall_blocks_refused_total") == refused or not whole:
+                    break
+            else:
+                raise EngineError("the pool refuses blocks, however often they are computed")
+        self.server.forget_device()
+
+    def on_disk(self, count: int) -> list[_Prompt]:
+        """Prompts of the tenant ON_DISK that are on disk only."""
+        prompts = self.prompts(count)
+        self.seed(prompts, ON_DISK)
+        self.push_out(ON_DISK, "host")
+        return prompts
+
+    def push_out(self, salt: str, tier: str = "") -> None:
+        """Saves others until that tenant has no block any more: in the tier, or anywhere."""
+        query = Query(tenants=(tenant_of(salt),), tier=tier)
+        for _ in range(_MOST_PUSHES):
+            if not self.listed(query):
+                return
+            self.seed(self.prompts(_AT_ONCE))
+        raise EngineError("blocks stay, however many others are saved")
+
+    def listed(self, query: Query) -> list[BlockKey]:
+        """Keys of the pool's blocks."""
+        with ServiceAdmin(self.socket) as admin:
+            return [
+                BlockKey(bytes.fromhex(row.name)) for row in admin.do(List(query, By.BLOCK)).rows
+            ]
+
+    def ask(
+        self,
+        cause: str,
+        prompt: _Prompt,
+        expected: _Expected,
+        salt: str | None = None,
+        **more: object,
+    ) -> None:
+        """Asks a prompt whose miss has that cause."""
+        outcome = _Outcome(cause, expected, self.missed(prompt, salt, **more))
+        self.outcomes.append(outcome)
+        if not outcome.is_right:
+            progress(f"  {outcome.text}")
+
+    def missed(self, prompt: _Prompt, salt: str | None = None, **more: object) -> Any:
+        """The miss that the reply to a prompt reports."""
+        usage = self._post(prompt, salt, more)["usage"]
+        return usage["prompt_tokens_details"]["recall"].get("missed")
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Of tokens, as the server has it."""
+        body = {"model": "tiny", "tokens": list(tokens)}
+        reply = self.http.post(f"{self.server.url}/detokenize", json=body).raise_for_status()
+        return str(reply.json()["prompt"])
+
+    def live(self) -> int:
+        """Requests that the server has."""
+        reply = self.http.get(f"{self.server.url}/dashboard/data.json").raise_for_status()
+        return int(reply.json()["live_total"])
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The engine begins no step. It admits what the server got within before it goes on."""
+        own = {OWN_HEADER: "1"}
+        url = f"{self.server.url}/pause"
+        self.http.post(url, params={"mode": "keep"}, headers=own).raise_for_status()
+        try:
+            yield
+        finally:
+            self.http.post(f"{self.server.url}/resume", headers=own).raise_for_status()
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """What is asked within is part of the measured cost."""
+        before = self.costs()
+        yield
+        self.seconds = [
+            sum(each) - one for *each, one in zip(self.seconds, self.costs(), before, strict=True)
+        ]
+
+    def connected(self) -> None:
+        """Waits until the engine uses the service that has begun, and its device has nothing."""
+        _wait(lambda: bool(self.server.ask("up?", 1) and self.server.metric("kvrecall_pool_up")))
+        self.server.forget_device()
+
+    def _post(self, prompt: object, salt: str | None, more: Mapping[str, object]) -> Any:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0, **more}
+        if salt is not None:
+            body["cache_salt"] = salt
+        reply = self.http.post(f"{self.server.url}/v1/completions", json=body)
+        if reply.status_code != 200:
+            raise EngineError(f"HTTP {reply.status_code}: {reply.text[:300]}")
+        return reply.json()
+
+    def costs(self) -> list[float]:
+        """Seconds of explanations that requests waited for, and of those beside their computing,
+        seconds to first tokens, and requests so far."""
+        self.server.ask("costs", 1)  # metrics follow the steps of the engine
+        names = (
+            "kvrecall_explain_seconds_total",
+            "kvrecall_explain_aside_seconds_total",
+            "vllm:time_to_first_token_seconds_sum",
+            "kvrecall_requests_total",
+        )
+        return [self.server.metric(name) for name in names]
+
+
+def measure_misses(
+    requests: Annotated[
+        int, typer.Option(min=40, help="Requests, at least; each of the causes gets its share.")
+    ] = 1000,
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+) -> Report:
+    """Every cause of a miss brought about on live servers: is it the one that is reported?"""
+    outcomes: list[_Outcome] = []
+    rng = random.Random(seed)
+    share = max(2, requests // _CAUSES + 1)
+    with tempfile.TemporaryDirectory(prefix="kvrecall-misses-") as name:
+        folder = Path(name)
+        model = _model(folder, "model")
+        foreign = {
+            part: _of_another_namespace(folder, part, model, outcomes, rng, share)
+            for part in _FOREIGN
+        }
+        with _own_pool(folder, "own", model, (), (), outcomes, rng) as client:
+            _known_by_itself(client, share, foreign)
+            _evicted(client, folder, share)
+            seconds = client.seconds
+        for slow in (False, True):
+            with _shared_pool(folder, model, outcomes, rng, slow) as (client, node, pool):
+                if slow:
+                    _doubted(client, node, pool, share)
+                else:
+                    _troubled(client, node, pool, share)
+    return _report(outcomes, seconds)
+
+
+# ---- servers -----------------------------------------------------------------------------------
+
+
+def _model(folder: Path, name: str, seed: int = 0) -> Path:
+    return write_model(folder / name, "qwen3", hidden=64, layers=2, max_position=2048, seed=seed)
+
+
+def _words(model: Path, options: Sequence[str], of_vllm: Sequence[str] = ()) -> list[str]:
+    return [
+        str(model),
+        *("--served-model-name", "tiny", "--block-size", str(_BLOCK), "--max-model-len", "1024"),
+        *("--kv-cache-memory-bytes", "32MiB", *options),
+        *("--", "--max-num-seqs", "16", "--long-prefill-token-threshold", str(_CHUNK), *of_vllm),
+    ]
+
+
+def _of_another_namespace(
+    folder: Path, part: str, model: Path, outcomes: list[_Outcome], rng: random.Random, share: int
+) -> list[_Prompt]:
+    """Prompts whose blocks an engine that differs in this part leaves on disk."""
+    options, of_vllm, _ = _FOREIGN[part]
+    if part == "weights":
+        model = _model(folder, part, seed=1)
+    with _own_pool(folder, part, model, options, of_vllm, outcomes, rng) as client:
+        prompts = client.prompts(share)
+        for start in range(0, share, 32):  # their blocks may be larger
+            client.seed(prompts[start : start + 32])
+    return prompts
+
+
+@contextmanager
+def _own_pool(
+    folder: Path,
+    name: str,
+    model: Path,
+    options: Sequence[str],
+    of_vllm: Sequence[str],
+    outcomes: list[_Outcome],
+    rng: random.Random,
+) -> Iterator[_Client]:
+    """A server with a small host and a disk, on which tenants have limits."""
+    config = folder / "pool.json"
+    limit = f"{_LIMIT_BYTES}B"
+    settings = {
+        "host_size": f"{_HOST_BLOCKS * _BLOCK_BYTES}B",
+        "disk_path": str(folder / "disk"),
+        "disk_size": f"{_DISK_BLOCKS * (_BLOCK_BYTES + 4096)}B",
+        "policy": "lru",
+        "audit": "off",
+        "load_or_compute": "load",
+        "admin_socket": str(folder / "admin.sock"),
+        "tenants": {
+            tenant_of("limited"): {"host": limit, "disk": limit},
+            tenant_of("short-lived"): {"ttl": f"{_TTL_S}s"},
+        },
+    }
+    config.write_text(json.dumps(settings))
+    dtype = () if "--dtype" in options else ("--dtype", "bfloat16")
+    words = _words(model, (*dtype, *options, "--pool-config", str(config)), of_vllm)
+    progress(f"starting a server with a pool of its own ({name})")
+    with ServerProcess(words, folder / f"{name}.log", progress) as server:
+        yield _Client(server, folder / "admin.sock", outcomes, rng)
+
+
+@contextmanager
+def _shared_pool(
+    folder: Path, model: Path, outcomes: list[_Outcome], rng: random.Random, slow: bool
+) -> Iterator[tuple[_Client, _Node, SlowToTell]]:
+    """A server over a pool service of this process."""
+    name = "slow" if slow else "stopped"
+    place = folder / name
+    node = _Node(place)
+    config = place / "pool.json"
+    settings = {
+        "backend": "service",
+        "socket": str(node.socket),
+        "audit": 1 if slow else "off",
+        "load_or_compute": "auto" if slow else "load",
+        "load_deadline": 30.0 if slow else _DEADLINE_S,
+        "lookup_deadline": _LOOKUP_S,
+    }
+    config.write_text(json.dumps(settings))
+    with ExitStack() as stack:
+        stack.callback(node.end)
+        pool = node.begin(SlowToTell)
+        progress(f"starting a server over a pool service ({name} disk)")
+        words = _words(model, ("--dtype", "bfloat16", "--pool-config", str(config)))
+        server = stack.enter_context(ServerProcess(words, place / "server.log", progress))
+        yield _Client(server, node.socket, outcomes, rng), node, pool
+
+
+# ---- causes ------------------------------------------------------------------------------------
+
+
+def _known_by_itself(client: _Client, share: int, foreign: Mapping[str, Sequence[_Prompt]]) -> None:
+    """Causes that need no trouble: new, short, changed, excluded, another namespace, a race."""
+    progress("prompts that are new, short, changed, or of another namespace")
+    with client.measured():
+        for prompt in client.prompts(share):
+            client.ask("new", prompt, {"reason": "new", "from": 0, "tokens": _LENGTH})
+        for _ in range(share):
+            length = client.rng.randrange(1, _BLOCK + 1)
+            client.ask("short", client.prompt(length), {"reason": "short", "tokens": length})
+        for part, prompts in foreign.items():
+            for prompt in prompts:
+                expected: _Expected = {"reason": "namespace", "tier": "disk", "from": 0}
+                differs = {"fields": [*_FOREIGN[part][2]]}
+                client.ask(f"other {part}", prompt, {**expected, **differs})
+    known = client.prompts(3 * share)
+    client.seed(known)
+    changed = [_changed(client, prompt) for prompt in known]
+    with client.measured():
+        for prompt, token in changed:
+            at = token // _BLOCK * _BLOCK
+            expected = {"reason": "diverged", "token": token, "from": at}
+            client.ask("diverged", prompt, expected)
+    asked = client.outcomes[-len(changed) :]
+    for (prompt, token), outcome in zip(changed, asked, strict=True):
+        text = client.text(prompt[token - 8 : token + 8])
+        outcome.expected = {**outcome.expected, "text": text}
+    for prompt in known[:share]:
+        expected = {"reason": "not_asked", "cause": "prompt_logprobs"}
+        client.ask("not asked", prompt, expected, prompt_logprobs=0)
+    client.server.forget_device()
+    for _ in range(share // 2):
+        _race(client)
+
+
+def _changed(client: _Client, prompt: _Prompt) -> tuple[_Prompt, int]:
+    """A prompt with another token, and where."""
+    token = client.rng.randrange(8, len(prompt) - 6)
+    changed = [*prompt]
+    changed[token] = _PAD + (changed[token] - _PAD + 1) % (_LAST - _PAD)
+    return changed, token
+
+
+def _race(client: _Client) -> None:
+    """Two equal prompts of two chunks come while the engine is paused, so that they begin in one
+    step: the first is new; the other hits the chunk that the first computes in that step, and what
+    is behind it is being computed."""
+    prompt = client.prompt(2 * _CHUNK)
+    with ThreadPoolExecutor(2) as threads:
+        with client.paused():
+            asked = [threads.submit(client.missed, prompt) for _ in range(2)]
+            _wait(lambda: client.live() == 2)
+        told = [one.result() or {} for one in asked]
+    first, second = sorted(told, key=lambda one: one.get("from", len(prompt)))
+    client.outcomes.append(_Outcome("new", {"reason": "new", "from": 0}, first))
+    expected = {"reason": "race", "from": _CHUNK, "cause": "being computed"}
+    client.outcomes.append(_Outcome("race", expected, second))
+
+
+def _evicted(client: _Client, folder: Path, share: int) -> None:
+    """Causes for which a block left the tiers, and damage."""
+
+    def drop(query: Query) -> None:
+        with ServiceAdmin(client.socket) as admin:
+            admin.do(Drop(query, True))
+
+    def expect(name: str, prompts: Sequence[_Prompt], salt: str | None, **more: object) -> None:
+        with client.measured():
+            for prompt in prompts:
+                client.ask(name, prompt, {"reason": "evicted", "from": 0, **more}, salt)
+        client.server.forget_device()
+
+    progress("blocks that are dropped, expired, over a limit, or pushed out")
+    prompts = client.prompts(share)
+    client.seed(prompts, "dropped")
+    drop(Query(tenants=(tenant_of("dropped"),)))
+    expect("dropped", prompts, "dropped", cause="dropped")
+    prompts = client.prompts(share)
+    client.seed(prompts, "short-lived")
+    query = Query(tenants=(tenant_of("short-lived"),))
+    _wait(lambda: not client.listed(query))
+    expect("expired", prompts, "short-lived", cause="expired")
+    prompts = client.prompts(share)
+    for start in range(0, share, 12):  # the limit holds no more, and refuses what is unwritten
+        client.seed(prompts[start : start + 12], "limited")
+    for _ in range(2):
+        client.seed(client.prompts(12), "limited")
+    expect("quota", prompts, "limited", cause="quota")
+    prompts = client.prompts(share)
+    client.seed(prompts, "pushed out")
+    client.push_out("pushed out")
+    expect("capacity of the disk", prompts, "pushed out", cause="capacity", tier="disk")
+    prompts = client.on_disk(share)
+    for slab in (folder / "disk").glob("slab-*.kv"):
+        with slab.open("r+b") as file:
+            for at in range(8192, slab.stat().st_size, 4096):
+                file.seek(at + 99)
+                file.write(b"\xff\x00\xff\x00")
+    for prompt in prompts:
+        expected = {"reason": "damaged", "tier": "disk", "cause": "corrupt", "from": 0}
+        client.ask("damaged", prompt, expected, ON_DISK)
+
+
+def _troubled(client: _Client, node: _Node, pool: SlowToTell, share: int) -> None:
+    """A disk that stops, a host without room, answers that come late, and services that end, whose
+    memory cannot be mapped, whose store hangs or fails, and that come back empty."""
+    progress("a disk that stops")
+    for prompt in client.on_disk(share):
+        node.io.gate.clear()
+        expected: _Expected = {"reason": "late", "tier": "disk", "from": 0}
+        client.ask("late", prompt, expected, ON_DISK)
+        node.io.gate.set()
+        _arrived(pool)
+    client.server.forget_device()
+    on_disk = client.on_disk(share + 1)
+    node.io.gate.clear()
+    client.ask("late", on_disk[0], {"reason": "late", "tier": "disk", "from": 0}, ON_DISK)
+    for prompt in on_disk[1:]:
+        expected = {"reason": "away", "tier": "disk", "from": 0}
+        client.ask("disk silent", prompt, expected, ON_DISK)
+    node.io.gate.set()
+    _arrived(pool)
+    client.server.forget_device()
+
+    progress("a host without room, a tenant at its limit; a pool that is cleared, or slow to tell")
+    on_disk = client.on_disk(share)
+    leased = pool.acquire([one.key for one in pool.host_blocks()], 60.0)
+    for prompt in on_disk:
+        expected = {"reason": "no_room", "tier": "disk", "from": 0}
+        client.ask("no room", prompt, expected, ON_DISK)
+    fresh = client.prompts(share)
+    client.seed(fresh, whole=False)
+    for prompt in fresh:
+        expected = {"reason": "refused", "cause": "room", "tier": "host"}
+        client.ask("refused for room", prompt, expected)
+    pool.release(leased)
+    client.seed(client.prompts(13), "limited")
+    query = Query(tenants=(tenant_of("limited"),), tier="host")
+    leased = pool.acquire(client.listed(query), 60.0)
+    fresh = client.prompts(share)
+    client.seed(fresh, "limited", whole=False)
+    for prompt in fresh:
+        expected = {"reason": "refused", "cause": "quota", "tier": "host"}
+        client.ask("refused by a limit", prompt, expected, "limited")
+    pool.release(leased)
+    prompts = client.prompts(share)
+    client.seed(prompts, "cleared")
+    pool.clear()
+    for prompt in prompts:
+        expected = {"reason": "evicted", "cause": "cleared", "from": 0}
+        client.ask("cleared", prompt, expected, "cleared")
+    pool.delay_s = _DEADLINE_S
+    for prompt in client.prompts(share):
+        client.ask("slow to tell", prompt, {"reason": "unknown", "from": 0})
+        time.sleep(2 * pool.delay_s)  # until the service takes requests again
+    pool.delay_s = 0.0
+    client.server.forget_device()
+
+    progress("services that end, and others that follow")
+    on_disk = client.on_disk(share)
+    node.end()
+    _wait(lambda: "pool service at" in client.server.log_tail(400))
+    for prompt in client.prompts(share):
+        client.ask("service away", prompt, {"reason": "away", "tier": "service", "from": 0})
+    node.begin(Unmappable)
+    client.connected()
+    for prompt in on_disk:
+        client.ask("failed copy", prompt, {"reason": "failed", "from": 0}, ON_DISK)
+    node.end()
+    store = SwitchedStore()
+    node.begin(Pool, store)
+    client.connected()
+    for prompt in client.prompts(share):
+        store.gate.clear()
+        expected = {"reason": "late", "tier": "remote", "cause": "lookup", "from": 0}
+        client.ask("store silent", prompt, expected)
+        store.gate.set()
+    store.is_failing = True
+    for prompt in client.prompts(share):
+        client.ask("store away", prompt, {"reason": "away", "tier": "remote", "from": 0})
+    node.end()
+    node.begin(Pool, has_disk=False)
+    client.connected()
+    prompts = client.prompts(share)
+    client.seed(prompts, "pushed out")
+    client.push_out("pushed out")
+    for prompt in prompts:
+        expected = {"reason": "evicted", "cause": "capacity", "tier": "host", "from": 0}
+        client.ask("capacity of the host", prompt, expected, "pushed out")
+    client.server.forget_device()
+    prompts = client.prompts(share)
+    client.seed(prompts, "lost")
+    node.end()
+    node.begin(Pool, has_disk=False)
+    client.connected()
+    for prompt in prompts:
+        client.ask("lost with its service", prompt, {"reason": "unsaved", "from": 0}, "lost")
+
+
+def _doubted(client: _Client, node: _Node, pool: Pool, share: int) -> None:
+    """Hits that are audited; a disk so slow that computing is faster; an audit that fails, and a
+    pool that cannot hold what comes then."""
+    progress("hits that are audited; a disk that is slower than computing")
+    prompts = client.prompts(share)
+    client.seed(prompts)
+    for prompt in prompts:
+        expected: _Expected = {"reason": "audit", "from": (_BLOCKS - 1) * _BLOCK}
+        client.ask("audit", prompt, expected)
+    client.server.forget_device()
+    _declined(client, node.io, share)
+    client.server.forget_device()
+
+    progress("an audit that fails")
+    prompts = client.prompts(share)
+    client.seed(prompts, "abandoned")
+    (prompt,) = client.prompts(1)
+    client.seed([prompt], "tampered")
+    query = Query(tenants=(tenant_of("tampered"),), tier="host")
+    leased = pool.acquire(client.listed(query), 60.0)
+    recall = pool.poll(leased)
+    assert recall.state is RecallState.READY
+    for at in recall.offsets:
+        pool.arena.memory[at : at + _BLOCK_BYTES] = bytes(_BLOCK_BYTES)
+    pool.release(leased)
+    client.missed(prompt, "tampered")  # is audited
+    for prompt in prompts:
+        expected = {"reason": "namespace", "fields": ["epoch"], "from": 0}
+        client.ask("failed audit", prompt, expected, "abandoned")
+    node.end()
+    node.begin(Pool, has_disk=False, host_bytes=_BLOCK_BYTES // 2)
+    _wait(lambda: bool(client.server.ask("up?", 1)) and "cannot hold" in client.server.log_tail(99))
+    for prompt in client.prompts(share):
+        expected = {"reason": "not_pooled", "cause": "namespace abandoned or refused", "from": 0}
+        client.ask("block too large", prompt, expected)
+
+
+def _declined(client: _Client, io: GatedIo, share: int) -> None:
+    """Now and then the engine tries the slow disk again, and gives the load up: its own counters
+    say which of the two happened. If neither, the pool left the disk out, as it does for a while
+    after a load that was overdue."""
+    on_disk = client.on_disk(2 * share)
+    io.bytes_per_s = 100e3
+    for prompt in on_disk:
+        before = _choices(client)
+        client.ask("slow disk", prompt, {}, ON_DISK)
+        outcome, after = client.outcomes[-1], _choices(client)
+        given_up, declined = after[0] > before[0], after[1] > before[1]
+        if given_up:
+            outcome.expected = {"reason": "late", "tier": "disk"}
+        elif declined:
+            outcome.expected = {"reason": "declined"}
+            told = outcome.told or {}
+            if not told.get("load_s", 0) > told.get("compute_s", 1) > 0:
+                outcome.expected = {"reason": "declined", "load_s": "above compute_s"}
+        else:
+            outcome.expected = {"reason": "away", "tier": "disk"}
+    io.bytes_per_s = 0.0
+
+
+def _choices(client: _Client) -> tuple[float, float]:
+    """Loads given up, and blocks declined, so far."""
+    client.server.ask("choices", 1)
+    names = ("kvrecall_loads_given_up_total", "kvrecall_blocks_declined_total")
+    first, second = map(client.server.metric, names)
+    return first, second
+
+
+def _arrived(pool: Pool) -> None:
+    """Waits until what was being read has arrived, and the pool knows it."""
+    _wait(lambda: pool.stats().queued_reads == 0)
+    time.sleep(0.05)  # a read is counted as done a moment before it is reported
+    pool.stats()
+
+
+def _wait(true: Callable[[], bool]) -> None:
+    """Raises EngineError after a while."""
+    until = time.monotonic() + _SETTLE_S
+    while not true():
+        if time.monotonic() > until:
+            raise EngineError(f"a state of the pool was not reached in {_SETTLE_S:.0f} s")
+        time.sleep(0.01)
+
+
+# ---- report ------------------------------------------------------------------------------------
+
+
+def _report(outcomes: Sequence[_Outcome], seconds: Sequence[float]) -> Report:
+    """``seconds``: as of ``_Client.costs``."""
+    causes = Counter(one.cause for one in outcomes)
+    right = Counter(one.cause for one in outcomes if one.is_right)
+    reasons = Counter(str((one.told or {}).get("reason", "none")) for one in outcomes)
+    explained, aside, first, requests = seconds
+    wrong = [one for one in outcomes if not one.is_right]
+    notes = [one.text for one in wrong[:20]]
+    overhead = explained / first if first else 0.0
+    each_us, aside_us = (1e6 * one / max(1.0, requests) for one in (explained, aside))
+    notes.append(
+        f"explanations: {each_us:.0f} µs a request, {overhead:.2%} of the time to first token "
+        f"(goal < {GOAL_OVERHEAD:.0%}); {aside_us:.0f} µs more while the workers computed"
+    )
+    rows = tuple(
+        (cause, str(count), str(right[cause]), f"{right[cause] / count:.1%}")
+        for cause, count in causes.items()
+    )
+    figures = {
+        "requests": len(outcomes),
+        "reasons": dict(sorted(reasons.items())),
+        "causes": dict(causes),
+        "right": sum(right.values()) / len(outcomes),
+        "wrong": len(wrong),
+        "ttft_overhead": round(overhead, 5),
+        "explain_us": round(each_us, 1),
+        "aside_us": round(aside_us, 1),
+    }
+    columns = ("cause", "requests", "right", "share")
+    return Report("misses", columns, rows, figures, tuple(notes))

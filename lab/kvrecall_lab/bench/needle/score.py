@@ -1,0 +1,270 @@
+"""Scores with intervals and sign tests: the report and the heat map."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.bench.report import Report
+from kvrecall.errors import KvrecallError
+from kvrecall_lab.bench.plots import GREY, matplotlib_figure
+
+_Z = 1.96  # for a 95 % interval
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A variant under comparison. ``settings``: those of retrieval; None for dense attention or if
+    unknown."""
+
+    name: str
+    retrieval: bool
+    settings: RetrievalSettings | None = None
+
+
+DENSE = Variant("dense", False)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One question. ``right``: whether each variant's reply was right, in their order."""
+
+    length: int
+    task: str
+    depth: float
+    question: str
+    expected: tuple[str, ...]
+    right: tuple[bool, ...]
+    replies: tuple[str, ...]
+
+    def depth_bin(self, bins: int) -> int:
+        """Which of ``bins`` equal parts of the document contains the fact."""
+        return min(bins - 1, int(self.depth * bins))
+
+
+@dataclass(slots=True)
+class Results:
+    """Replies of all variants. ``selected``: blocks selected under each variant with retrieval;
+    None for a server that does not report them."""
+
+    variants: tuple[Variant, ...]
+    records: list[Record] = field(default_factory=list)
+    selected: dict[str, int | None] = field(default_factory=dict)
+
+    def require_active(self) -> None:
+        """Raises KvrecallError if a variant with retrieval selected no block."""
+        for variant in self.variants:
+            count = self.selected.get(variant.name)
+            if variant.retrieval and count is None:
+                raise KvrecallError(
+                    "whether retrieval acted is unknown: the server's metrics contain no "
+                    "kvrecall_retrieval_* counters (they come with RecallConnector)"
+                )
+            if variant.retrieval and not count:
+                raise KvrecallError(
+                    f"{variant.name}: retrieval did not act, no block was selected; the "
+                    "lengths may be within the dense boundary, or init and local tokens "
+                    "cover them"
+                )
+
+    @property
+    def active(self) -> bool:
+        """Whether retrieval selected blocks in every variant with retrieval."""
+        retrieval = [variant for variant in self.variants if variant.retrieval]
+        return bool(retrieval) and all(self.selected.get(variant.name) for variant in retrieval)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """``right`` of ``asked``."""
+
+    right: int
+    asked: int
+
+    @property
+    def percent(self) -> float:
+        return round(100 * self.right / self.asked, 1) if self.asked else math.nan
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's 95 % interval, in per cent."""
+        if not self.asked:
+            return (0.0, 100.0)
+        n, p = self.asked, self.right / self.asked
+        middle = (p + _Z * _Z / (2 * n)) / (1 + _Z * _Z / n)
+        half = _Z / (1 + _Z * _Z / n) * math.sqrt(p * (1 - p) / n + _Z * _Z / (4 * n * n))
+        return (round(100 * max(0.0, middle - half), 1), round(100 * min(1.0, middle + half), 1))
+
+    def figures(self) -> dict[str, object]:
+        low, high = self.interval
+        return {"percent": self.percent, "right": self.right, "asked": self.asked,
+                "low": low, "high": high}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Questions that only the first of two variants answered, and those that only the second
+    did."""
+
+    lost: int
+    gained: int
+
+    @property
+    def chance(self) -> float:
+        """The p-value of the two-sided exact sign test (McNemar)."""
+        n, least = self.lost + self.gained, min(self.lost, self.gained)
+        tail: float = sum(math.comb(n, k) for k in range(least + 1)) / (1 << n)
+        return min(1.0, 2 * tail)
+
+    def figures(self) -> dict[str, object]:
+        return {"lost": self.lost, "gained": self.gained, "chance": round(self.chance, 4)}
+
+
+def score(records: Iterable[Record], variant: int) -> Score:
+    """A variant's score on these questions."""
+    right = [record.right[variant] for record in records]
+    return Score(sum(right), len(right))
+
+
+def pairs(records: Iterable[Record], variant: int, base: int = 0) -> Pairs:
+    """A variant against another on the same questions."""
+    both = [(record.right[base], record.right[variant]) for record in records]
+    return Pairs(both.count((True, False)), both.count((False, True)))
+
+
+def select(
+    records: Sequence[Record], length: int | None = None, task: str | None = None
+) -> list[Record]:
+    """The records of a length and a task, if given."""
+    return [
+        record
+        for record in records
+        if length in (None, record.length) and task in (None, record.task)
+    ]
+
+
+def by_depth(records: Sequence[Record], variant: int, bins: int) -> list[float]:
+    """Per cent right by part of the document; nan for a part without questions. Uses questions
+    about a single fact if there are any, because the depth of several facts is only a mean."""
+    placed = [one for one in records if one.task in ("single", "multikey")] or records
+    return [
+        score([one for one in placed if one.depth_bin(bins) == part], variant).percent
+        for part in range(bins)
+    ]
+
+
+def report_of(
+    results: Results, model: str, tasks: Sequence[str], bins: int, facts: Mapping[str, object]
+) -> Report:
+    """The table and the line of JSON, which contains ``facts`` unchanged."""
+    records, variants = results.records, results.variants
+    lengths = sorted({record.length for record in records})
+    groups: list[tuple[str, str | None]] = [*((task, task) for task in tasks), ("all", None)]
+
+    def scores(variant: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for length in lengths:
+            here = select(records, length)
+            depths = by_depth(here, variant, bins)
+            found[str(length)] = {
+                **{
+                    name: score(select(here, task=task), variant).figures() for name, task in groups
+                },
+                "by_depth": [None if math.isnan(percent) else percent for percent in depths],
+            }
+        return found
+
+    def against_dense(variant: int) -> dict[str, Any]:
+        return {
+            str(length): {
+                name: pairs(select(records, length, task), variant).figures()
+                for name, task in groups
+            }
+            for length in lengths
+        }
+
+    has_dense = not all(variant.retrieval for variant in variants)
+    compared = []
+    for number, variant in enumerate(variants):
+        settings = variant.settings
+        if variant.retrieval:
+            compared.append(
+                {
+                    "name": variant.name,
+                    "share": settings and settings.topk_share,
+                    "digest": settings and f"{settings.digest} of {settings.tokens_a_digest}",
+                    "blocks_selected": results.selected.get(variant.name),
+                    "results": scores(number),
+                    "against_dense": against_dense(number) if has_dense else {},
+                }
+            )
+    figures = {
+        "model": model,
+        "lengths": lengths,
+        "dense": next((scores(n) for n, one in enumerate(variants) if not one.retrieval), {}),
+        "retrieval": compared[0]["results"] if compared else {},
+        "share": compared[0]["share"] if compared else None,
+        "active": results.active,
+        "questions": len(records),
+        "arms": compared,
+        **facts,
+    }
+    rows = []
+    for length in lengths:
+        for name, task in groups:
+            here = select(records, length, task)
+            cells = []
+            for number in range(len(variants)):
+                one = score(here, number)
+                low, high = one.interval
+                cells.append(f"{one.percent:.1f} [{low:.0f}-{high:.0f}]")
+            split = [pairs(here, number) for number in range(1, len(variants))]
+            lost = "; ".join(f"{pair.lost}, {pair.gained}" for pair in split)
+            rows.append((f"{length:,}", f"{name} ({len(here)})", *cells, lost))
+    notes = ["per cent right of the questions asked (in brackets), with Wilson's 95 % interval"]
+    if len(variants) > 1:
+        notes.append(
+            f"lost, gained: questions that only {variants[0].name} answered, and only the other"
+        )
+    notes += [f"{one['name']}: {one['blocks_selected']} blocks chosen" for one in compared]
+    columns = ("tokens", "task", *(variant.name for variant in variants), "lost, gained")
+    return Report("needle", columns, tuple(rows), figures, tuple(notes))
+
+
+def write_heatmap(results: Results, bins: int, title: str, path: Path) -> None:
+    """Accuracy by length and depth, one panel a variant: a PNG with transparent ground, readable on
+    light and dark pages. Raises ConfigError if matplotlib is not installed."""
+    records, variants = results.records, results.variants
+    lengths = sorted({record.length for record in records})
+    labels = [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in lengths]
+    depths = [f"{100 * part // bins}-{100 * (part + 1) // bins} %" for part in range(bins)]
+    figure = matplotlib_figure(1.6 + 0.75 * len(lengths) * len(variants), 1.6 + 0.34 * bins)
+    axes = figure.subplots(1, len(variants), squeeze=False, sharey=True)[0]
+    image = None
+    for number, (axis, variant) in enumerate(zip(axes, variants, strict=True)):
+        columns = [by_depth(select(records, length), number, bins) for length in lengths]
+        rows = list(zip(*columns, strict=True))
+        image = axis.imshow(rows, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+        axis.set_title(variant.name, color=GREY, fontsize=9)
+        axis.set_xticks(range(len(lengths)), labels)
+        axis.set_yticks(range(bins), depths)
+        axis.tick_params(colors=GREY, labelsize=7)
+        axis.set_xlabel("tokens", color=GREY, fontsize=8)
+        for spine in axis.spines.values():
+            spine.set_edgecolor(GREY)
+        for y, row in enumerate(rows):
+            for x, value in enumerate(row):
+                if not math.isnan(value):  # depths without questions stay empty
+                    ink = "#101418" if value > 60 else "#f4f6f8"
+                    axis.text(x, y, f"{value:.0f}", ha="center", va="center", color=ink, fontsize=7)
+    axes[0].set_ylabel("depth of the fact in the text", color=GREY)
+    bar = figure.colorbar(image, ax=list(axes), fraction=0.03, pad=0.02)
+    bar.ax.tick_params(colors=GREY, labelsize=8)
+    bar.outline.set_edgecolor(GREY)
+    figure.suptitle(title, color=GREY, fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, transparent=True, bbox_inches="tight")

@@ -1,0 +1,447 @@
+"""``bench router``: sessions of agents before two engines, by how the router chooses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import numpy as np
+import typer
+import uvicorn
+
+from kvrecall.bench.model import BenchModel, Texts
+from kvrecall.bench.report import Report, names_in, progress
+from kvrecall.errors import EngineError
+from kvrecall.processes.ports import free_port
+from kvrecall.processes.server import ServerProcess
+from kvrecall.router.addresses import Roster
+from kvrecall.router.application import application
+from kvrecall.router.fleet import Fleet, Instance
+from kvrecall.router.prefixes import Prompt
+from kvrecall.router.router import RouterSettings, split_of
+from kvrecall.server.access import OWN_HEADER
+
+BLOCK = 64
+ANSWER_TOKENS = 16
+_ENGINES = 2
+_SYSTEM_TOKENS = 512
+_START_S = 30.0
+_SOURCES = ("device", "host", "disk", "remote")
+
+
+# -- ways to choose -------------------------------------------------------------------------
+
+
+class TakingTurns(Fleet):
+    """Round robin."""
+
+    def ranked(self, prompt: Prompt | None, among: Sequence[Instance], turn: int) -> list[Instance]:
+        at = turn % max(1, len(among))
+        return [one for one in (*among[at:], *among[:at]) if one.healthy]
+
+
+class LeastBusy(Fleet):
+    """The fewest requests in flight; among equals, by turns."""
+
+    def ranked(self, prompt: Prompt | None, among: Sequence[Instance], turn: int) -> list[Instance]:
+        turns = {one: (place - turn) % len(among) for place, one in enumerate(among)}
+        healthy = [one for one in among if one.healthy]
+        return sorted(healthy, key=lambda one: (one.inflight, turns[one]))
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """``reads_events``: the router follows the engines' KV events."""
+
+    story: str
+    fleet: type[Fleet] = Fleet
+    reads_events: bool = False
+
+
+WAYS = {
+    "turns": Way("round robin", TakingTurns),
+    "least_busy": Way("the fewest requests in flight", LeastBusy),
+    "guess": Way("prefix map: an engine holds what it was sent"),
+    "events": Way("prefix map: an engine holds what its events say", reads_events=True),
+}
+
+
+# -- the sessions ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """``pause_s``: while a tool runs, before it."""
+
+    pause_s: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    start_s: float
+    opening: str
+    turns: tuple[Turn, ...]
+
+
+def agents(sessions: int, turns: int, pause_s: float, seed: int) -> tuple[Session, ...]:
+    """Sessions over one of two system prompts of 512 tokens, one every two seconds; a task of 128
+    to 512, results of tools of 64 to 384 tokens, after pauses of half a second and more (in the
+    mean ``pause_s``, exponential, at most four times that)."""
+    draw, texts = random.Random(seed), Texts(seed)
+    systems = [texts.document(_SYSTEM_TOKENS) for _ in range(2)]
+
+    def turn() -> Turn:
+        pause = min(4 * pause_s, 0.5 + draw.expovariate(1 / max(0.1, pause_s - 0.5)))
+        return Turn(pause, texts.document(draw.randint(64, 384)))
+
+    return tuple(
+        Session(
+            draw.uniform(0, 2.0 * sessions),
+            systems[number % 2] + texts.document(draw.randint(128, 512)),
+            tuple(turn() for _ in range(turns)),
+        )
+        for number in range(sessions)
+    )
+
+
+def longest_of(sessions: Sequence[Session]) -> int:
+    """Tokens of the longest prompt, with its answers."""
+    return max(
+        len(one.opening) + sum(len(turn.text) + ANSWER_TOKENS for turn in one.turns)
+        for one in sessions
+    )
+
+
+@dataclass(slots=True)
+class Played:
+    """Seconds to the first token of each request, prompt tokens by source."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    tokens: dict[str, int] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, ttft_s: float, split: dict[str, int]) -> None:
+        with self.lock:
+            self.ttft_s.append(ttft_s)
+            for source, count in split.items():
+                self.tokens[source] = self.tokens.get(source, 0) + count
+
+
+def ask(client: httpx.Client, url: str, prompt: str) -> tuple[str, float, dict[str, int]]:
+    """The answer, seconds to its first token, and prompt tokens by source. Raises EngineError."""
+    body = {"model": "bench", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0}
+    body |= {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    text, ttft_s, split = "", 0.0, dict[str, int]()
+    began = time.perf_counter()
+    with client.stream("POST", f"{url}/v1/completions", json=body) as reply:
+        if reply.status_code != 200:
+            raise EngineError(f"HTTP {reply.status_code}: {reply.read().decode()[:500]}")
+        for line in reply.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            ttft_s = ttft_s or time.perf_counter() - began
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise EngineError(f"a request failed: {event['error']}")
+            text += "".join(choice["text"] for choice in event["choices"])
+            if event.get("usage"):
+                split = split_of(event["usage"]["prompt_tokens_details"]["recall"])
+    return text, ttft_s, split
+
+
+def play(sessions: Sequence[Session], router: RouterThread, restart: bool) -> Played:
+    """All sessions at once. ``restart``: the router is started anew when half of the requests are
+    answered; requests wait for it."""
+    played = Played()
+    half = sum(len(one.turns) for one in sessions) // 2
+    state = threading.Condition()
+    is_up, asking = True, 0
+
+    @contextlib.contextmanager
+    def turn_at_router() -> Iterator[None]:
+        nonlocal asking
+        with state:
+            state.wait_for(lambda: is_up)
+            asking += 1
+        try:
+            yield
+        finally:
+            with state:
+                asking -= 1
+                state.notify_all()
+
+    def converse(session: Session) -> None:
+        prompt = session.opening
+        time.sleep(session.start_s)
+        with httpx.Client(timeout=600) as client:
+            for turn in session.turns:
+                time.sleep(turn.pause_s)
+                prompt += turn.text
+                with turn_at_router():
+                    answer, ttft_s, split = ask(client, router.url, prompt)
+                    played.add(ttft_s, split)
+                prompt += answer
+
+    with ThreadPoolExecutor(len(sessions)) as clients:
+        running = [clients.submit(converse, one) for one in sessions]
+        if restart:
+            with state:
+                while not state.wait_for(lambda: len(played.ttft_s) >= half, timeout=1.0):
+                    if failed(running):
+                        break
+                is_up = False
+                state.wait_for(lambda: not asking)
+            router.restart()
+            with state:
+                is_up = True
+                state.notify_all()
+        for one in running:
+            one.result()
+    return played
+
+
+def failed(running: Sequence[Future[None]]) -> bool:
+    """Whether a session has ended with an error."""
+    return any(one.done() and one.exception() for one in running)
+
+
+# -- router and engines ---------------------------------------------------------------------
+
+
+class RouterThread:
+    """A router in a thread of this process, on a free port."""
+
+    def __init__(self, way: Way, addresses: Sequence[str]) -> None:
+        """``addresses``: of the engines, with the ports of their events."""
+        self._way = way
+        self._addresses = tuple(addresses)
+        self.url = ""
+        self._start()
+
+    def _start(self) -> None:
+        addresses = self._addresses
+        if not self._way.reads_events:
+            addresses = tuple(one.partition("?")[0] for one in addresses)
+        roster = Roster({"--engine": addresses, "--prefill": (), "--decode": ()}, None)
+        settings = RouterSettings(roster, 0, 4, 1, 1000, 600.0)
+        port = free_port()
+        app = application(settings, self._way.fleet)
+        config = uvicorn.Config(app, "127.0.0.1", port, log_level="error", access_log=False)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, name="router", daemon=True)
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{port}"
+        end = time.monotonic() + _START_S
+        while not self._server.started or httpx.get(f"{self.url}/health").status_code != 200:
+            if time.monotonic() > end:
+                raise EngineError(f"the router is not ready after {_START_S:.0f} s")
+            time.sleep(0.1)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A metric's value, summed over the labels that are not given."""
+        total = 0.0
+        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+            wanted = all(f'{key}="{value}"' in line for key, value in labels.items())
+            if wanted and line.startswith(
+                (f"kvrecall_router_{name}{{", f"kvrecall_router_{name} ")
+            ):
+                total += float(line.rsplit(" ", 1)[1])
+        return total
+
+    def restart(self) -> None:
+        """Ends it when its requests are answered, and starts another that knows nothing."""
+        self.close()
+        self._start()
+        if self._way.reads_events:
+            time.sleep(1.0)  # it reads what the publishers still have
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(_START_S)
+
+
+@contextlib.contextmanager
+def engines(
+    folder: Path, arguments: Sequence[str], host_bytes: int, disk_bytes: int
+) -> Iterator[tuple[list[ServerProcess], list[str]]]:
+    """Two servers with pools of their own, which publish their events."""
+    with ExitStack() as stack:
+        servers, addresses = [], []
+        for number in range(_ENGINES):
+            pool: dict[str, Any] = {"host_size": host_bytes, "load_or_compute": "load"}
+            if disk_bytes:
+                disk = folder / f"disk{number}"
+                pool |= {"disk_path": str(disk), "disk_size": disk_bytes}
+            file = folder / f"pool{number}.json"
+            file.write_text(json.dumps(pool))
+            events, replay = free_port(), free_port()
+            published = {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": f"tcp://*:{events}",
+                "replay_endpoint": f"tcp://*:{replay}",
+            }
+            words = [*arguments, "--pool-config", str(file), "--served-model-name", "bench"]
+            words += ["--", "--kv-events-config", json.dumps(published)]
+            log = folder / f"server{number}.log"
+            servers.append(stack.enter_context(ServerProcess(words, log, progress)))
+            addresses.append(f"{servers[-1].url}?events={events}/{replay}")
+        yield servers, addresses
+
+
+def empty(servers: Sequence[ServerProcess]) -> None:
+    """Empties device, host and disk of all engines."""
+    for server in servers:
+        server.settle()
+        reply = httpx.post(
+            f"{server.url}/reset_prefix_cache",
+            params={"reset_external": "true"},
+            headers={OWN_HEADER: "1"},
+            timeout=60,
+        )
+        reply.raise_for_status()
+        server.ask("settle", 4)
+
+
+# -- the command ----------------------------------------------------------------------------
+
+
+def measure_router(
+    sessions: Annotated[int, typer.Option(min=2, help="Sessions, all at once.")] = 8,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 6,
+    pause: Annotated[
+        float, typer.Option(min=0.5, help="Seconds between an answer and the next turn, mean.")
+    ] = 3.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each way is measured.")] = 3,
+    ways: Annotated[str, typer.Option(help="Ways to choose, by name.")] = ",".join(WAYS),
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Start the router anew halfway, in every run.")
+    ] = False,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> Report:
+    """Agents' sessions before two engines, whose devices hold an eighth of it each and their hosts
+    two fifths: round robin, least busy, prefix map by guess, prefix map by the engines' KV events;
+    the same sessions with each, by turns."""
+    names = names_in(ways)
+    for name in names:
+        if name not in WAYS:
+            raise EngineError(f"there is no way {name!r}; known: {', '.join(WAYS)}")
+    model = BenchModel(hidden=384, layers=6, heads=6, kv_heads=2)
+    all_sessions = [agents(sessions, turns, pause, seed + number) for number in range(rounds)]
+    longest = max(map(longest_of, all_sessions)) + 128
+    unique = 2 * _SYSTEM_TOKENS + sessions * (longest - _SYSTEM_TOKENS)
+    device = max(unique // 8, longest + 4 * BLOCK) * model.token_bytes
+    host, disk = 2 * unique // 5 * model.token_bytes, 0
+    played: dict[str, list[Played]] = {name: [] for name in names}
+    figures: dict[str, Any] = {}
+    expected: dict[str, int] = {}
+    with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as place:
+        folder = Path(place)
+        arguments = model.serve(folder, longest, device, BLOCK)
+        with engines(folder, arguments, host, disk) as (servers, addresses):
+            for server in servers:
+                server.ask("warm up " * 40, 4)
+            for number, one in enumerate(all_sessions):
+                order = names[number % len(names) :] + names[: number % len(names)]
+                for name in order:
+                    empty(servers)
+                    router = RouterThread(WAYS[name], addresses)
+                    try:
+                        run = play(one, router, restart)
+                        if WAYS[name].reads_events:
+                            for tier in _SOURCES:
+                                seen = router.metric("expected_tokens_total", source=tier)
+                                expected[tier] = expected.get(tier, 0) + round(seen)
+                    finally:
+                        router.close()
+                    played[name].append(run)
+                    progress(
+                        f"  round {number + 1}, {name}: {run.tokens.get('computed', 0)} computed"
+                    )
+    for name in names:
+        figures[name] = _figures(played[name])
+    return _report(figures, expected, sessions, turns, rounds, restart, host, device)
+
+
+def _figures(runs: Sequence[Played]) -> dict[str, Any]:
+    times = [seconds for run in runs for seconds in run.ttft_s]
+    tokens = {
+        source: sum(run.tokens.get(source, 0) for run in runs) for source in (*_SOURCES, "computed")
+    }
+    prompt = sum(tokens.values())
+    return {
+        "requests": len(times),
+        "prompt_tokens": prompt,
+        "computed_tokens": tokens["computed"],
+        "computed_share": round(tokens["computed"] / prompt, 4),
+        "by_tier": {source: round(tokens[source] / prompt, 4) for source in _SOURCES},
+        "ttft_p50_s": round(float(np.percentile(times, 50)), 4),
+        "ttft_p90_s": round(float(np.percentile(times, 90)), 4),
+        "ttft_p99_s": round(float(np.percentile(times, 99)), 4),
+        "ttft_mean_s": round(statistics.fmean(times), 4),
+        "rounds": [
+            {
+                "computed_tokens": run.tokens.get("computed", 0),
+                "ttft_p50_s": round(statistics.median(run.ttft_s), 4),
+                "ttft_mean_s": round(statistics.fmean(run.ttft_s), 4),
+            }
+            for run in runs
+        ],
+    }
+
+
+def _report(
+    figures: dict[str, Any],
+    expected: dict[str, int],
+    sessions: int,
+    turns: int,
+    rounds: int,
+    restart: bool,
+    host: int,
+    device: int,
+) -> Report:
+    base = next(iter(figures.values()))
+    rows = tuple(
+        (
+            WAYS[name].story,
+            f"{one['computed_tokens']:,}",
+            f"{one['computed_tokens'] / base['computed_tokens']:.2f}",
+            f"{one['ttft_p50_s']:.3f}",
+            f"{one['ttft_p90_s']:.3f}",
+            f"{one['ttft_p99_s']:.3f}",
+            f"{one['ttft_mean_s']:.3f}",
+            f"{one['ttft_mean_s'] / base['ttft_mean_s']:.2f}",
+        )
+        for name, one in figures.items()
+    )
+    columns = ("choice", "computed", "ratio", "first token, p50", "p90", "p99", "mean", "ratio")
+    notes = [
+        f"{sessions} sessions of {turns} turns, {rounds} times; {base['prompt_tokens']:,} prompt "
+        f"tokens; two engines, each with {device / 2**20:.0f} MiB on the device and "
+        f"{host / 2**20:.0f} MiB of host memory",
+    ]
+    if restart:
+        notes.append("the router is started anew halfway through each run")
+    shown = {
+        "sessions": sessions,
+        "turns": turns,
+        "rounds": rounds,
+        "restart": restart,
+        "engines": _ENGINES,
+        "ways": figures,
+        "expected_by_events": expected,
+    }
+    return Report("router", columns, rows, shown, tuple(notes))

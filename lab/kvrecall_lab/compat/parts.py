@@ -1,0 +1,125 @@
+"""The parts of a check of one version: tests of this repository, in processes of that vLLM."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrecall.errors import EngineError
+from kvrecall.processes.command import as_child
+
+_OF_SERVE = (
+    "the_start_is_told",
+    "recall_from_every_tier",
+    "metrics_endpoint",
+    "stream_equals_reply",
+    "sampling",
+    "openai_usage",
+    "openai_client",
+    "sigterm_lets_running_requests_end",
+)
+
+_OF_FIELDS = (
+    "every_field_is_decided",
+    "every_variable_is_decided",
+    "every_configuration_is_known",
+    "settings_of_other_versions_are_theirs_alone",
+)
+
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "connector": (
+        "tests/engine/test_compat.py",
+        *(f"tests/engine/test_fields.py::test_{name}" for name in _OF_FIELDS),
+        "tests/engine/test_groups.py",
+        "tests/engine/test_sleep.py",
+        "lab/tests/test_streams.py",
+        "tests/engine/test_recall.py",
+        "tests/engine/test_hybrid.py",
+    ),
+    "server": (
+        *(f"tests/server/test_serve.py::test_{name}" for name in _OF_SERVE),
+        "tests/engine/test_vllm_serve.py",
+    ),
+    "retrieval": ("tests/attention/test_engine.py",),
+}
+"""Their tests, which make real engines and servers: tokens and log-probabilities of a recalled
+prompt equal those of a hit on the device, bit for bit."""
+
+_LIMIT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a part has shown. ``why``: the first test that failed and its reason; "" if none."""
+
+    passed: int
+    skipped: int
+    seconds: float
+    why: str
+
+    @property
+    def holds(self) -> bool:
+        return self.passed > 0 and not self.why
+
+
+def run_part(part: str, overlay: Path | None, folder: Path, name: str) -> Seen:
+    """Runs a part's tests with the vLLM in ``overlay``, or the installed one. Their output goes to
+    ``folder/NAME.log``, their models and pools to ``folder/engines/NAME``."""
+    root = repository()
+    report = folder / f"{name}.xml"
+    (folder / "engines").mkdir(exist_ok=True)
+    # The tests that are marked long are left out, as by `make test`.
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *PARTS[part]]
+    environment = dict(os.environ)
+    ours = [str(root / "src"), str(root / "lab"), os.getenv("PYTHONPATH", "")]
+    paths = [*([str(overlay)] if overlay else []), *ours]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    with (folder / f"{name}.log").open("wb") as log:
+        try:
+            subprocess.run(
+                as_child(sys.executable, *words, f"--basetemp={folder / 'engines' / name}"),
+                cwd=root,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=_LIMIT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return Seen(0, 0, _LIMIT_S, f"not done within {_LIMIT_S:.0f} s")
+    return read_report(report)
+
+
+def read_report(report: Path) -> Seen:
+    """What pytest's JUnit report says."""
+    if not report.is_file():
+        return Seen(0, 0, 0.0, "pytest ended without a report; see the log")
+    suites = ElementTree.parse(report).getroot()
+    passed, skipped, seconds, whys = 0, 0, 0.0, []
+    for suite in suites.iter("testsuite"):
+        seconds += float(suite.get("time", 0))
+        for case in suite.iter("testcase"):
+            bad = [each for each in case if each.tag in ("failure", "error")]
+            is_skipped = case.find("skipped") is not None
+            skipped += is_skipped
+            passed += not (bad or is_skipped)
+            name = f"{case.get('classname')}::{case.get('name')}"
+            whys += [f"{name}: {_line(each.get('message') or each.tag)}" for each in bad]
+    return Seen(passed, skipped, seconds, whys[0] if whys else "")
+
+
+def _line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")[:200]
+
+
+def repository() -> Path:
+    """The repository that this package is in. Raises EngineError for an installed wheel."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / "tests/engine").is_dir():
+        raise EngineError("make compat runs the repository's tests; run it in a copy of it")
+    return root

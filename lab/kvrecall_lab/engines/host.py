@@ -1,0 +1,428 @@
+"""A process that hosts one real vLLM engine and takes orders as lines of JSON.
+
+``python -m kvrecall_lab.engines.host``: its first line on stdin is the set-up (arguments of
+``vllm.LLM``, with the pool's settings under ``pool``), every other an order:
+
+{"do": "ask", "id": .., "prompt": [..], "salt": .., "max_tokens": .., "logprobs": ..,
+ "adapter": [name, number, path], "images": [path, ..], "samples": ..,
+ "embeds": [bool, ..]}     answers a request; ``embeds``: which positions are embeddings
+{"do": "forget", "running": ..}  empties the device's prefix cache, the pool keeps its blocks; if
+                           ``running``, requests start over, otherwise only an idle engine does it
+{"do": "change", ..}       changes the weights, as of ``kvrecall_lab.engines.changing``
+{"do": "cancel", "id": ..} aborts a request, which is not answered
+{"do": "metrics"}          asks for the counters that Prometheus would scrape
+{"do": "memory"}           asks for the engine's device cache: blocks and KV groups
+{"do": "kv"}               asks for the KV on the device of the request that ended last
+{"do": "admissions"}       asks for the requests admitted since the last such order
+{"do": "generate", "sequences": .., "context": .., "decoded": .., "source": .., "settle": ..}
+                           adds prompts that decode together in the steps of the next two orders
+                           only, until the last of these three (kvrecall_lab.engines.generate)
+{"do": "steps", "count": ..}       takes so many steps, or all that it takes (0)
+{"do": "end_generation"}
+{"do": "close"}            ends the process, as the end of stdin does
+
+On stdout: ``{"ready": pid}``, ``{"id": .., "tokens": [..], "finish": .., "from": .., "keys": [..],
+"gaps": [..], "scores": [..], "cached": ..}`` for every answer, ``{"metrics": {name: value}}``,
+``{"memory": {..}}``, ``{"kv": {layer: {token: [digest, ..]}}}``,
+``{"admissions": [[id, start, end, tokens], ..]}``, ``{"generate": true}``,
+``{"steps": [{..}, ..]}``, ``{"end_generation": {..}}``, ``{"joined": bool}`` when a pool service is
+found or lost, and ``{"error": ..}`` before it ends because the engine failed. Requests that arrive
+while others run are batched with them, as in a server. The laboratory uses such processes because
+they can be killed at any moment and share nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import math
+import os
+import select
+import signal
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any
+
+from kvrecall.block import BlockKey
+from kvrecall_lab.engines.kv import device_kv, joined
+
+if TYPE_CHECKING:
+    from kvrecall_lab.engines.generate import Generation
+
+_SEED = 7  # of a request for several samples
+Admission = tuple[str, int, int, int]
+"""Of a request: tokens that the device has, end of the prefix recalled, tokens it has so far."""
+
+_SETTLING_STEPS = 100
+_EMBEDDED = 500.0  # tokens by their number over this
+_SECOND = 2  # log-probabilities requested for the gap to the second choice
+
+
+def main(before_engine: Callable[[], None] | None = None) -> None:
+    """Hosts one engine until it is closed. ``before_engine`` is called before vLLM is imported."""
+    faulthandler.register(signal.SIGUSR1)  # stacks of a process that hangs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints to stdout; keep that for the log
+    orders = _Orders(0)
+    first = orders.next_line()
+    if first is None:
+        return
+    setup = json.loads(first)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler side lives in this process
+    os.environ.update(setup.pop("env", {}))
+    try:
+        if before_engine is not None:
+            before_engine()
+        Host(setup, orders, replies).run()
+    except BaseException as error:  # noqa: BLE001 - reported to the parent
+        traceback.print_exc()
+        _say(replies, {"error": f"{type(error).__name__}: {error}"})
+        raise SystemExit(1) from None
+
+
+class _Orders:
+    """Lines of a file descriptor, read with or without waiting."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._rest = b""
+        self._lines: list[bytes] = []
+        self.ended = False
+
+    def next_line(self) -> bytes | None:
+        """Waits; None at the end."""
+        while not (self._lines or self.ended):
+            self._read()
+        return self._lines.pop(0) if self._lines else None
+
+    def waiting(self, block_s: float) -> list[bytes]:
+        """The lines that have arrived, after waiting at most ``block_s`` for one."""
+        while not self.ended and select.select([self._fd], [], [], block_s)[0]:
+            self._read()
+            block_s = 0.0
+        lines, self._lines = self._lines, []
+        return lines
+
+    def _read(self) -> None:
+        data = os.read(self._fd, 1 << 20)
+        self.ended = not data
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self._lines += lines
+
+
+class Host:
+    """The engine and its loop."""
+
+    def __init__(self, setup: dict[str, Any], orders: _Orders, replies: IO[str]) -> None:
+        from vllm import LLM
+
+        pool = setup.pop("pool", None)
+        transfer = {
+            "kv_connector": "RecallConnector",
+            "kv_connector_module_path": "kvrecall.engines.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": pool,
+        }
+        options = {
+            "enforce_eager": True,
+            "block_size": 128,
+            "disable_log_stats": False,
+            "prefix_caching_hash_algo": "sha256_cbor",
+            **setup,
+        }
+        self._llm = LLM(**options, kv_transfer_config=None if pool is None else transfer)
+        self._engine = self._llm.llm_engine
+        self._core = self._engine.engine_core.engine_core
+        self._orders = orders
+        self._replies = replies
+        self._names: dict[str, str] = {}  # the engine's request id -> the client's
+        self._chains: dict[str, tuple[BlockKey, ...]] = {}
+        self._started: dict[str, tuple[float, float]] = {}  # submitted, first token
+        self._joined: bool | None = None
+        self._admissions: list[Admission] = []
+        self._generation: Generation | None = None
+        self._generates = False
+        self._tables: Sequence[Sequence[int]] = ()  # device blocks of the last request that ended
+        if self._core.scheduler.connector is not None:
+            _watch_admissions(self._core.scheduler.connector, self._admissions, self._names)
+            self._watch_tables(self._core.scheduler.connector)
+
+    def run(self) -> None:
+        _say(self._replies, {"ready": os.getpid()})
+        while True:
+            busy = self._engine.has_unfinished_requests() and not self._generates
+            for line in self._orders.waiting(0.0 if busy else 0.05):
+                order = json.loads(line)
+                name = order.pop("do")
+                if name == "close":
+                    return self._core.shutdown()
+                if name == "forget":
+                    self._forget(order.get("running", False))
+                elif name == "change":
+                    from kvrecall_lab.engines.changing import change
+
+                    change(self._llm, **order)
+                    _say(self._replies, {"change": True})
+                elif name == "cancel":
+                    self._cancel(order["id"])
+                elif name == "metrics":
+                    _say(self._replies, {"metrics": _metrics()})
+                elif name == "memory":
+                    _say(self._replies, {"memory": memory_of(self._engine, self._core)})
+                elif name == "kv":
+                    _say(self._replies, {name: self._kv()})
+                elif name == "admissions":
+                    _say(self._replies, {name: self._admissions})
+                    self._admissions.clear()
+                elif name in ("generate", "steps", "end_generation"):
+                    _say(self._replies, {name: self._generate(name, order)})
+                else:
+                    self._ask(**order)
+            if self._orders.ended:
+                return self._core.shutdown()
+            self._tell_joined()
+            if busy:
+                self._step()
+
+    def _generate(self, name: str, order: Mapping[str, Any]) -> Any:
+        from kvrecall_lab.engines.generate import Generation
+
+        if self._generation is None:
+            self._generation = Generation(self._llm)
+        if name == "generate":
+            self._generates = True
+            self._generation.begin(**order)
+            return True
+        if name == "steps":
+            return self._generation.steps(order["count"])
+        totals = self._generation.end()
+        self._generates = False
+        self._forget(running=False)
+        return totals
+
+    def _forget(self, running: bool) -> None:
+        """Empties the device's prefix cache; ``running``: of running requests, too. Blocks of a
+        request that has just ended may still be copied, for a step or two."""
+        for _ in range(_SETTLING_STEPS):
+            # vLLM refuses while blocks are loaded, as a server replies; it has preempted.
+            with contextlib.suppress(RuntimeError):
+                if self._engine.reset_prefix_cache(running):
+                    return
+            if self._engine.has_unfinished_requests():
+                return
+            self._step()
+
+    def _ask(
+        self,
+        id: str,
+        prompt: list[int],
+        max_tokens: int,
+        salt: str | None = None,
+        logprobs: bool = False,
+        adapter: tuple[str, int, str] | None = None,
+        images: Sequence[str] = (),
+        samples: int = 1,
+        embeds: Sequence[bool] = (),
+    ) -> None:
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind
+
+        item: dict[str, Any] = {"prompt_token_ids": prompt}
+        if embeds:
+            item = self._embedded(prompt, embeds)
+        if salt:
+            item["cache_salt"] = salt
+        if images:
+            item["multi_modal_data"] = {"image": [_picture(path) for path in images]}
+        params = SamplingParams(
+            n=samples,
+            temperature=0.0 if samples == 1 else 1.0,
+            seed=None if samples == 1 else _SEED,
+            max_tokens=max_tokens,
+            logprobs=_SECOND if logprobs else None,
+            # Otherwise the last output is of one sample: of the one that ends last.
+            output_kind=RequestOutputKind.CUMULATIVE
+            if samples == 1
+            else RequestOutputKind.FINAL_ONLY,
+        )
+        self._started[id] = time.perf_counter(), 0.0
+        lora = LoRARequest(*adapter) if adapter else None
+        self._names[self._engine.add_request(id, item, params, lora_request=lora)] = id
+
+    def _embedded(self, prompt: list[int], embeds: Sequence[bool]) -> dict[str, Any]:
+        """The prompt with embeddings, the same for each token, at some of its positions, or all."""
+        import torch
+
+        width = self._engine.model_config.get_hidden_size()
+        rows = torch.zeros(len(prompt), width) + torch.tensor(prompt)[:, None] / _EMBEDDED
+        if all(embeds):
+            return {"prompt_embeds": rows}
+        mask = [not one for one in embeds]
+        return {
+            "prompt_embeds": rows,
+            "prompt_token_ids": prompt,
+            "prompt_is_token_ids": mask,
+        }
+
+    def _cancel(self, id: str) -> None:
+        if self._started.pop(id, None) is not None:
+            self._engine.abort_request([id])
+
+    def _step(self) -> None:
+        outputs = self._engine.step()
+        self._note_chains()
+        for output in outputs:
+            submitted, first = self._started[output.request_id]
+            if not first and output.outputs[0].token_ids:
+                self._started[output.request_id] = submitted, time.perf_counter()
+            if output.finished:
+                _say(self._replies, self._answer(output))
+
+    def _note_chains(self) -> None:
+        connector = self._core.scheduler.connector
+        if connector is None:
+            return
+        for request_id, name in list(self._names.items()):
+            if chain := connector.saved(request_id):
+                self._chains[name] = chain
+            if request_id not in self._core.scheduler.requests:
+                del self._names[request_id]
+
+    def _answer(self, output: Any) -> dict[str, Any]:
+        submitted, first = self._started.pop(output.request_id)
+        samples = output.outputs
+        keys = self._chains.pop(output.request_id, ())
+        return {
+            "id": output.request_id,
+            "tokens": [token for one in samples for token in one.token_ids],
+            "finish": samples[0].finish_reason,
+            "from": (output.kv_transfer_params or {}).get("kvrecall"),
+            "keys": [key.hex() for key in keys],
+            "gaps": [_gap(step) for one in samples for step in one.logprobs or ()],
+            "scores": [
+                step[token].logprob
+                for one in samples
+                for token, step in zip(one.token_ids, one.logprobs or (), strict=False)
+            ],
+            "cached": output.num_cached_tokens or 0,
+            "ttft_s": first - submitted,
+        }
+
+    def _watch_tables(self, connector: Any) -> None:
+        """Notes from now on where the blocks of a request are when it ends."""
+        finished = connector.request_finished_all_groups
+
+        def noted(request: Any, block_ids: Sequence[Sequence[int]]) -> Any:
+            self._tables = [list(ids) for ids in block_ids]
+            return finished(request, block_ids)
+
+        connector.request_finished_all_groups = noted
+
+    def _kv(self) -> dict[str, dict[int, list[str]]]:
+        """By layer and the token behind a block, digests of its KV heads."""
+        tables: dict[str, dict[int, int]] = {}
+        groups = self._core.scheduler.kv_cache_config.kv_cache_groups
+        for group, ids in zip(groups, self._tables, strict=True):
+            size = group.kv_cache_spec.block_size
+            blocks = {(at + 1) * size: block for at, block in enumerate(ids) if block}
+            tables |= dict.fromkeys(group.layer_names, blocks)
+        return joined(self._llm.collective_rpc(device_kv, args=(tables,)))
+
+    def _tell_joined(self) -> None:
+        connector = self._core.scheduler.connector
+        joined = None if connector is None else connector.has_service
+        if joined != self._joined:
+            self._joined = joined
+            _say(self._replies, {"joined": joined})
+
+
+def _gap(step: Mapping[int, Any]) -> float:
+    """The likeliest token's lead over the second, in log-probability."""
+    best = sorted((entry.logprob for entry in step.values()), reverse=True)
+    return float(best[0] - best[1])
+
+
+def _picture(path: str) -> Any:
+    from PIL import Image
+
+    return Image.open(path).convert("RGB")
+
+
+def memory_of(engine: Any, core: Any) -> dict[str, Any]:
+    """The device cache of an engine in this process, from vLLM's own configuration. ``layers``:
+    bytes of a block in each layer of a group."""
+    config = core.scheduler.kv_cache_config
+    groups = []
+    for group in config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        layers = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec)
+        first = layers[group.layer_names[0]]
+        groups.append(
+            {
+                "kind": type(first).__name__,
+                "block_size": spec.block_size,
+                "window": getattr(first, "sliding_window", None) or 0,
+                "chunk": getattr(first, "attention_chunk_size", None) or 0,
+                "layers": [_page_bytes(layers[name]) for name in group.layer_names],
+            }
+        )
+    scheduler = engine.vllm_config.scheduler_config
+    return {
+        "blocks": config.num_blocks,
+        "hybrid_manager": not scheduler.disable_hybrid_kv_cache_manager,
+        "groups": groups,
+    }
+
+
+def _page_bytes(spec: Any) -> int:
+    """Bytes of a layer's block without what only fills it up to the size of another's."""
+    if hasattr(spec, "shapes"):  # a recurrent layer's states
+        pairs = zip(spec.shapes, spec.dtypes, strict=True)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in pairs)
+    return int(getattr(spec, "real_page_size_bytes", spec.page_size_bytes))
+
+
+def _watch_admissions(connector: Any, admissions: list[Admission], names: dict[str, str]) -> None:
+    """Notes from now on what the scheduler admits, at first and after a preemption."""
+    starts: dict[str, int] = {}
+    match, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+
+    def matched(request: Any, computed: int) -> Any:
+        starts[request.request_id] = computed
+        return match(request, computed)
+
+    def taken(request: Any, blocks: Any, tokens: int) -> None:
+        start = starts.pop(request.request_id, None)  # called again once the blocks are loaded
+        if start is not None:
+            name = names.get(request.request_id, request.request_id)
+            admissions.append((name, start, start + tokens, request.num_tokens))
+        allocated(request, blocks, tokens)
+
+    connector.get_num_new_matched_tokens = matched
+    connector.update_state_after_alloc = taken
+
+
+def _metrics() -> dict[str, float]:
+    """kvrecall's counters and gauges, ``name`` or ``name:tier``, and vLLM's of preemptions."""
+    from prometheus_client import REGISTRY
+
+    return {
+        ":".join([s.name, *(s.labels[k] for k in ("tier", "source") if k in s.labels)]): s.value
+        for family in REGISTRY.collect()
+        for s in family.samples
+        if s.name.startswith(("kvrecall", "vllm:num_preemptions"))
+        and not s.name.endswith("_created")
+    }
+
+
+def _say(replies: IO[str], message: dict[str, Any]) -> None:
+    replies.write(json.dumps(message, separators=(",", ":")) + "\n")
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main()

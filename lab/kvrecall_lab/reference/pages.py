@@ -1,0 +1,79 @@
+"""Which pages are generated, wholly or in part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrecall_lab.reference import (
+    commands,
+    errors,
+    exits,
+    headers,
+    metrics,
+    mindie,
+    settings,
+    variables,
+)
+
+COMMAND = "python -m kvrecall_lab.reference"
+_BEGIN, _END = f"<!-- begin: written by {COMMAND} -->", "<!-- end -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page below docs/. ``text`` generates all of it, or with ``is_part`` the part between two
+    marks. ``needs_engine``: its text imports vLLM."""
+
+    path: str
+    text: Callable[[], str]
+    is_part: bool = False
+    needs_engine: bool = False
+
+    def made(self, before: str) -> str:
+        """The regenerated page; ``before``: its current text."""
+        if not self.is_part:
+            heading, _, rest = self.text().partition("\n")
+            return f"{heading}\n\n<!-- Written by {COMMAND}; do not edit. -->\n{rest}"
+        head, begin, rest = before.partition(_BEGIN)
+        _, end, tail = rest.partition(_END)
+        if not begin or not end:
+            raise ValueError(f"docs/{self.path} has lost the marks of its generated part")
+        return f"{head}{_BEGIN}\n\n{self.text()}\n{_END}{tail}"
+
+    def write(self, docs: Path) -> bool:
+        """Regenerates the page. False if it was current."""
+        path = docs / self.path
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        made = self.made(before)
+        if made != before:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(made, encoding="utf-8")
+        return made != before
+
+
+def _patches() -> str:
+    from kvrecall.engines.vllm.compat.patches import as_markdown
+
+    return as_markdown()
+
+
+def _identity() -> str:
+    from kvrecall.engines.vllm.identity.fields import as_markdown
+
+    return as_markdown()
+
+
+PAGES = (
+    Page("reference/commands.md", commands.page),
+    Page("reference/settings.md", settings.page),
+    Page("reference/config-json.md", mindie.page),
+    Page("reference/environment.md", variables.page),
+    Page("reference/metrics.md", metrics.page, needs_engine=True),
+    Page("reference/headers.md", headers.page),
+    Page("reference/exit-codes.md", exits.page),
+    Page("reference/errors.md", errors.page),
+    Page("compat.md", _patches, is_part=True),
+    Page("identity.md", _identity, is_part=True, needs_engine=True),
+)

@@ -1,0 +1,151 @@
+"""The settings of pool, remote stores and retrieval attention, from their declarations."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import fields
+from typing import Any, Literal, get_args, get_origin
+
+from kvrecall.attention.settings import PREFIX, RetrievalSettings
+from kvrecall.config import (
+    File,
+    Marks,
+    Owner,
+    Settings,
+    Size,
+    bounds_of,
+    kind_of,
+    owner_of,
+    shown_default,
+)
+from kvrecall.pool.remote.mooncake import settings as mooncake
+from kvrecall.pool.remote.objects import Options
+from kvrecall_lab.reference.commands import commands
+from kvrecall_lab.reference.markdown import code, plain, sentence, table
+
+_HEAD = """# Settings
+
+The settings of a pool go into vLLM's `kv_connector_extra_config`, in a pool.json (`kvrecall serve
+--pool-config`, `kvrecall pool serve --config`, `configPath` of MindIE's kvPoolConfig) and, where
+the last column names commands, in their options: `disk_path` is `--disk-path`. Sizes are
+`8GiB` (powers of 1024), `8GB` (of 1000) or bytes: on a command line a size below 1 MiB, and in JSON
+a number below 64 KiB, needs its unit (`8B`). Ages are seconds or `90m`, `12h`, `7d`. A setting that
+is unknown or out of range is an error that names its place, its value and the allowed values.
+"""
+_OWNERS = {
+    Owner.POOL: (
+        "Of the pool",
+        "Valid in the process that has the pool: the engine, or `kvrecall pool serve`. An engine "
+        "with `backend` `service` refuses them.",
+    ),
+    Owner.ENGINE: (
+        "Of every engine",
+        "Valid in each engine, also in one that uses a pool service. The service has a "
+        "`load_deadline` and a `lookup_deadline` of its own, for its transfers.",
+    ),
+    Owner.CLIENT: (
+        "Of engines that use a pool service",
+        "Valid with `backend` `service` only. `kvrecall pool serve` itself takes `socket`.",
+    ),
+}
+_TITLES = ("setting", "value", "meaning", "default", "also an option of")
+
+
+def page() -> str:
+    options = _options()
+    hints = typing.get_type_hints(Settings, include_extras=True)
+    parts = [_HEAD]
+    for owner, (title, text) in _OWNERS.items():
+        rows = [
+            (
+                code(key),
+                _value(kind_of(key) or type_of(hints[key]), bounds_of(declared.metadata)),
+                sentence(declared.description or ""),
+                shown_default(key),
+                ", ".join(code(name) for name in options.get(key, ())),
+            )
+            for key, declared in Settings.model_fields.items()
+            if owner_of(key) is owner
+        ]
+        parts.append(f"## {title}\n\n{text}\n\n{table(_TITLES, rows)}")
+    return "\n".join([*parts, _objects(), _mooncake(), _retrieval()])
+
+
+def _options() -> dict[str, list[str]]:
+    """The commands that have a setting as an option, by setting."""
+    found: dict[str, list[str]] = {}
+    for name, command in commands():
+        if name in ("kvrecall serve", "kvrecall pool serve"):
+            for one in command.params:
+                found.setdefault(one.name, []).append(name.removeprefix("kvrecall "))
+    return found
+
+
+def type_of(hint: Any) -> str:
+    """The type of a value, in words."""
+    for kind, words in ((Size, "size"), (File, "path"), (Marks, "two numbers")):
+        if kind == hint or kind in get_args(hint):
+            return words
+    if get_origin(hint) is Literal:
+        return ", ".join(code(str(choice)) for choice in get_args(hint))
+    if get_origin(hint) is dict:
+        return "object"
+    names = {bool: "true, false", int: "whole number", float: "number", str: "text"}
+    kinds = [part for part in (hint, *get_args(hint)) if part in names]
+    return names[kinds[0]] if kinds else "object"
+
+
+def _objects() -> str:
+    hints = typing.get_type_hints(Options, include_extras=True)
+    rows = [
+        (
+            code(name),
+            _value(type_of(hints[name]), bounds_of(declared.metadata)),
+            sentence(plain(declared.description or "")),
+            "required" if declared.is_required() else _shown(declared.default),
+        )
+        for name, declared in Options.model_fields.items()
+    ]
+    return (
+        "## Of `remote`, kind `objects`\n\nBeside `kind` in the object `remote`. See "
+        f"[Object stores](../object-store.md).\n\n{table(_TITLES, [(*row, '') for row in rows])}"
+    )
+
+
+def _mooncake() -> str:
+    rows = [(code(name), sentence(one.text), one.shown) for name, one in mooncake.OPTIONS.items()]
+    return (
+        "## Of `remote`, kind `mooncake`\n\nBeside `kind` in the object `remote`. The keys of "
+        "Mooncake's mooncake.json may be there or in the file that `config` names; other keys "
+        "pass through to Mooncake's client. See [Remote tier and Mooncake](../remote.md).\n\n"
+        f"{table(('setting', 'meaning', 'default'), rows)}"
+    )
+
+
+def _retrieval() -> str:
+    rows = [
+        (
+            code(one.metadata["variable"].lower()),
+            code(PREFIX + one.metadata["variable"]),
+            sentence(one.metadata["text"]),
+            one.metadata["allowed"],
+            _shown(one.default),
+        )
+        for one in fields(RetrievalSettings)
+    ]
+    titles = ("in `retrieval`", "environment variable", "meaning", "allowed", "default")
+    return (
+        "## Of retrieval attention\n\nIn the object `retrieval` of every engine, or as environment "
+        "variables of the engine's processes; not both. Lengths are tokens. See [Retrieval "
+        f"attention](../retrieval.md).\n\n{table(titles, rows)}"
+    )
+
+
+def _value(kind: str, bounds: str) -> str:
+    return f"{kind}, {bounds}" if bounds else kind
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value is None or value == {} else f"{value}"

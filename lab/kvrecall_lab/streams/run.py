@@ -1,0 +1,474 @@
+"""Random schedules of an engine on a simulated device, and what they find; then the same with each
+wait of kvrecall's taken out, which they must find, too.
+
+``make streams`` runs this; the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+from kvrecall.attention.residency import DeviceResidency
+from kvrecall.config import RecallSettings
+from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
+from kvrecall.engines.vllm.attention.copied import CopiedLayer
+from kvrecall.engines.vllm.attention.group import RetrievalGroup
+from kvrecall.engines.vllm.compat.offloadable import OffloadManager
+from kvrecall.engines.vllm.connector.offload import OffloadPlanner
+from kvrecall.engines.vllm.connector.saver import Saver
+from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
+from kvrecall.engines.vllm.connector.worker import RecallWorker
+from kvrecall.engines.vllm.wire import Arrival, EngineFacts
+from kvrecall.pool import Pool
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.tier import NullTier
+from kvrecall_lab.models import write_model
+
+from .device import DeadlockError, Machine, Style
+from .engine import BLOCK, LONGEST, RECOVERS, Engine, config, on
+from .retrieval import RetrievalEngine, drawn_settings, retrieving
+from .tier import LateTier
+
+_MOST_STEPS = 2000
+_LENGTH = 30
+_TELLS_S = 15.0  # between lines on how far it is
+_FAILS = 0.5  # how likely a step fails, beside _ACTIONS
+_SLOTS = (8, 40, 100)
+"""Blocks of 4 KiB that the pool has room for."""
+
+
+def _freed_at_once() -> Any:
+    finished = RecallScheduler.finished
+
+    def forget(side: Any, request: Any, *args: Any) -> Any:
+        hold, told = finished(side, request, *args)
+        if hold:
+            side._releases.remove(request.request_id)
+        return False, told
+
+    return patch.object(RecallScheduler, "finished", forget)
+
+
+def _released_at_once() -> Any:
+    allocated = RecallScheduler.allocated
+
+    def forget(side: Any, request: Any, *args: Any) -> None:
+        allocated(side, request, *args)
+        if request.request_id in side._loading:
+            side._loading[request.request_id].release()
+
+    return patch.object(RecallScheduler, "allocated", forget)
+
+
+def _committed_by_the_first_rank() -> Any:
+    made = Saver.made
+
+    def forget(saver: Any, ranks: Any, failed: Any) -> None:
+        made(saver, {store_id: 99 for store_id in ranks if store_id in saver._open}, failed)
+
+    return patch.object(Saver, "made", forget)
+
+
+def _failed_steps_believed() -> Any:
+    return patch.object(Saver, "invalidate", lambda *_: None)
+
+
+def _failed_steps_cached() -> Any:
+    return patch.object(KVCacheManager, "evict_blocks", lambda *_: None)
+
+
+def _freed_while_stored() -> Any:
+    return patch.object(EngineFacts, "frees_while_running", False)
+
+
+def _left_without_a_lease() -> Any:
+    left = OffloadPlanner.left
+
+    def forget(planner: Any, request_id: str, block_ids: Any, slots: Any) -> None:
+        left(planner, request_id, block_ids, slots)
+        sequence = planner._sequences[request_id]
+        for ticket in sequence.tickets:
+            planner._pool.release(ticket)
+        sequence.tickets.clear()
+
+    return patch.object(OffloadPlanner, "left", forget)
+
+
+def _arrived_without_a_lease() -> Any:
+    arrived = OffloadPlanner.arrived
+
+    def forget(planner: Any, request_id: str, slots: Any) -> None:
+        arrived(planner, request_id, slots)
+        sequence = planner._sequences[request_id]
+        for ticket in sequence.tickets:
+            planner._pool.release(ticket)
+        sequence.tickets.clear()
+
+    return patch.object(OffloadPlanner, "arrived", forget)
+
+
+@contextmanager
+def _moved_after_the_step() -> Iterator[None]:
+    carry_out, start_stores = RetrievalGroup._carry_out, RecallWorker.start_stores
+    late: list[Any] = []
+
+    def forget(group: Any, order: Any, records: Any) -> bool:
+        if isinstance(order, Arrival) or order.request_id not in group._sequences:
+            return carry_out(group, order, records)
+        late.append(functools.partial(carry_out, group, order, records))
+        return True
+
+    def begin(worker: Any, orders: Any) -> None:
+        while late:
+            late.pop(0)()
+        start_stores(worker, orders)
+
+    with (
+        patch.object(RetrievalGroup, "_carry_out", forget),
+        patch.object(RecallWorker, "start_stores", begin),
+    ):
+        yield
+
+
+def _fresh_though_written() -> Any:
+    return patch.object(RetrievalBuilder, "_note_written", lambda *_: None)
+
+
+def _slots_given_away() -> Any:
+    add = OffloadManager._add_slots
+
+    def forget(manager: Any, request_id: str, count: int) -> list[int]:
+        ids = add(manager, request_id, count)
+        held = manager._slots[request_id]
+        manager.block_pool.free_blocks(held[len(held) - len(ids) :])
+        del held[len(held) - len(ids) :]
+        return ids
+
+    return patch.object(OffloadManager, "_add_slots", forget)
+
+
+def _numbers_remembered() -> Any:
+    def forget(residency: Any, numbers: Any, slots: Any, most: int) -> None:
+        known = residency.place.shape[1]
+        if known < most:
+            place = residency.place.new_zeros((len(residency.place), 2 * most))
+            place[:, :known] = residency.place
+            residency.place = place
+
+    return patch.object(DeviceResidency, "begin", forget)
+
+
+def _copied_once_though_open() -> Any:
+    copied = CopiedLayer.copy
+
+    def forget(layer: Any, kv_cache: Any, row: Any, new_tokens: int) -> Any:
+        made = copied(layer, kv_cache, row, new_tokens)
+        if row.kept is not None:
+            row.kept.copied[layer._name] = -(-row.tokens // BLOCK)
+        return made
+
+    return patch.object(CopiedLayer, "copy", forget)
+
+
+ALL = ("one group", "several groups", "offload")
+"""Kinds of schedules."""
+
+GROUPS, OFFLOAD = ("several groups",), ("offload",)
+RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "rule: device blocks of a request that ended are held for its stores": (_freed_at_once, ALL),
+    "rule: blocks are committed when all ranks have stored them": (
+        _committed_by_the_first_rank,
+        ALL,
+    ),
+    "rule: slots are leased until their load is complete": (_released_at_once, ALL),
+    "rule: stores are waited for before what a window has freed is overwritten": (
+        _freed_while_stored,
+        GROUPS,
+    ),
+    "rule: blocks that left are leased": (_left_without_a_lease, OFFLOAD),
+    "rule: blocks that stay in the pool are leased": (_arrived_without_a_lease, OFFLOAD),
+    "rule: digests of leaving blocks are taken before the step writes": (
+        _moved_after_the_step,
+        OFFLOAD,
+    ),
+    "rule: digests of written blocks are stale": (_fresh_though_written, OFFLOAD),
+    "rule: slots are a sequence's until it ends": (_slots_given_away, OFFLOAD),
+    "rule: what held a number or slot before is forgotten": (_numbers_remembered, OFFLOAD),
+    "rule: a block is copied again until it is full": (_copied_once_though_open, OFFLOAD),
+}
+"""Waits and orders that no event names; each with what takes it out, and where it matters."""
+
+RARE = {
+    "wait compute: ArenaMapping._release < ArenaMapping._end < ArenaMapping._detach "
+    "< ArenaMapping.close < RecallWorker.close",
+    "rule: blocks that stay in the pool are leased",
+    "rule: what held a number or slot before is forgotten",
+}
+"""What a few schedules do not find."""
+
+_ACTIONS: dict[str, float] = {"add": 8, "abort": 1, "preempt": 1, "sleep": 0.2, "step": 8}
+if RECOVERS:
+    RULES["rule: blocks of a step that failed are not committed"] = _failed_steps_believed, ALL[:2]
+    RULES["rule: they leave vLLM's prefix cache"] = _failed_steps_cached, ALL[:2]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a schedule found. ``sites``: its waits. ``did``: how often what happened."""
+
+    wrong: list[str] = field(default_factory=list)
+    races: list[str] = field(default_factory=list)
+    deadlock: str = ""
+    sites: set[str] = field(default_factory=set)
+    did: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_good(self) -> bool:
+        return not (self.wrong or self.races or self.deadlock)
+
+    @property
+    def text(self) -> str:
+        return "; ".join([*self.wrong[:2], *self.races[:2], self.deadlock])
+
+
+def run(
+    model: Path, seed: int, ignored: frozenset[str] = frozenset(), kind: str = "one group"
+) -> Outcome:
+    """One schedule, which follows from its seed."""
+    chance = random.Random(seed)
+    machine = Machine(chance, Style.draw(chance), ignored)
+    overlapping, by_priority = chance.random() < 0.7, chance.random() < 0.5
+    blocks = chance.choice((12, 16, 24))
+    reaches: tuple[int, ...] = (0,)
+    if kind == "several groups":
+        reaches = chance.choice(((0, 40), (24, 0), (0, 24, 56), (40, 0, 16)))
+        blocks += 12 * len(reaches) - 12
+    offloads = kind == "offload"
+    slots = chance.choice((12, 24, 60) if offloads else _SLOTS)
+    settings = RecallSettings.from_mapping({"host_size": f"{4 * slots}KiB"})
+    outcome = Outcome(sites=machine.sites)
+    tier = LateTier(machine, chance) if chance.random() < (0.8 if offloads else 0.5) else None
+    arena = Arena.create(settings.pool.host_bytes)
+    with ExitStack() as stack:
+        stack.enter_context(on(machine))
+        pool = stack.enter_context(Pool(arena, tier or NullTier(), settings.pool.policy))
+        make: Callable[..., Engine] = Engine
+        told = config(model, overlapping, by_priority)
+        if offloads:
+            retrieval = drawn_settings(chance)
+            stack.enter_context(retrieving(machine, retrieval, chance.choice((2, 8, 64))))
+            make = functools.partial(RetrievalEngine, chance, retrieval)
+            told = config(
+                model, overlapping, by_priority, "RecallConnector", "kvrecall_lab.streams.retrieval"
+            )
+        engine = make(
+            told,
+            machine,
+            pool,
+            chance.choice((1, 1, 2)),
+            blocks,
+            loads_first=chance.random() < 0.5,
+            zeroes=chance.random() < 0.5,
+            reaches=reaches,
+        )
+        if tier is not None:
+            tier.cells_of = engine.slot_cells
+        try:
+            _drive(engine, chance, outcome)
+        except DeadlockError as error:
+            outcome.deadlock = str(error)
+        finally:
+            engine.close()
+            machine.end()
+            if tier is not None:  # the pool's last writes; no worker maps the arena any more
+                tier.cells_of = lambda _: set()
+    outcome.wrong, outcome.races = engine.wrong, machine.faults
+    outcome.did |= machine.calls
+    outcome.did["preempted"] = engine.preempted
+    if isinstance(engine, RetrievalEngine):
+        outcome.did |= engine.moved
+    outcome.did["from the tier"] = tier.loaded if tier is not None else 0
+    return outcome
+
+
+def _drive(engine: Engine, chance: random.Random, outcome: Outcome) -> None:
+    """Requests come, are aborted, and all is preempted or put to sleep; then all end."""
+    prompts = [[chance.randrange(256) for _ in range(LONGEST)] for _ in range(4)]
+    did = outcome.did
+    steps = 0
+    offloads = isinstance(engine, RetrievalEngine)
+    fails = RECOVERS and not offloads
+    actions = {**_ACTIONS, "fail": _FAILS} if fails else _ACTIONS
+    for number in range(_LENGTH):
+        action = chance.choices([*actions], [*actions.values()])
+        did[action[0]] = did.get(action[0], 0) + 1
+        if action == ["add"] and len(engine.names) < 8:
+            most, least = chance.choice((1, 2, 9, 30)), BLOCK
+            if offloads:
+                most, least = chance.choice((2, 9, 30, 60)), 3 * BLOCK
+            prompt = chance.choice(prompts)[: chance.randrange(least, LONGEST - most - 1)]
+            engine.add(f"r{number}", prompt, most, chance.randrange(4))
+        elif action == ["abort"] and engine.names:
+            engine.abort(chance.choice(engine.names))
+        elif action == ["preempt"]:
+            engine.preempt_all()
+        elif action == ["sleep"]:
+            engine.sleep()
+        elif action == ["fail"]:
+            engine.fail()
+        else:
+            for _ in range(chance.choice((1, 2, 5))):
+                engine.step()
+                steps += 1
+        if not _is_right(engine):
+            return
+    if chance.random() < 0.3:
+        did["shut down"] = 1  # in the middle of its work
+        return
+    while engine.is_busy and steps < _MOST_STEPS:
+        engine.step()
+        steps += 1
+        if not _is_right(engine):
+            return
+    did["steps"] = steps
+    if engine.is_busy:
+        raise DeadlockError(f"{', '.join(engine.names) or 'a request that ended'} never ends")
+
+
+def _is_right(engine: Engine) -> bool:
+    return not (engine.wrong or engine.machine.faults)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schedules", type=int, default=1000, help="of all kinds together")
+    parser.add_argument("--seed", type=int, default=0, help="of the first schedule of each kind")
+    given = parser.parse_args()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # of the processes that run schedules
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(Path(folder) / "model", weights=False)
+        processes = min(len(ALL), os.cpu_count() or 1)
+        result = check(model, given.seed, divided(given.schedules), processes)
+    print(json.dumps(result))
+
+
+def divided(schedules: int) -> dict[str, int]:
+    """How many of each kind: one of several groups takes twice as long, one that offloads twelve
+    times."""
+    offload, several = schedules // 25, schedules // 4
+    return dict(zip(ALL, (schedules - several - offload, several, offload), strict=True))
+
+
+@dataclass(slots=True)
+class Found:
+    """What schedules of a kind found. ``caught``: by mutant, the first that did; None: none."""
+
+    kind: str
+    outcomes: dict[int, Outcome]
+    caught: dict[str, int | None]
+
+    def told(self) -> dict[str, object]:
+        every = self.outcomes.values()
+        names = sorted(set().union(*(one.did for one in every)))
+        return {
+            "schedules": len(self.outcomes),
+            "wrong": sum(bool(one.wrong) for one in every),
+            "early_reads": sum(bool(one.races) for one in every),
+            "deadlocks": sum(bool(one.deadlock) for one in every),
+            "mutants": len(self.caught),
+            "mutants_caught": sum(seed is not None for seed in self.caught.values()),
+            "did": {name: sum(one.did.get(name, 0) for one in every) for name in names},
+        }
+
+
+def explored(model: Path, first: int, quick: bool, kind: str, schedules: int) -> Found:
+    """Runs so many schedules, then each mutant until one finds it. ``quick``: not those that need
+    many schedules."""
+    outcomes: dict[int, Outcome] = {}
+    told_at = time.monotonic()
+    for seed in range(first, first + schedules):
+        outcomes[seed] = run(model, seed, kind=kind)
+        if time.monotonic() - told_at > _TELLS_S or len(outcomes) == schedules:
+            told_at = time.monotonic()
+            wrong = sum(not one.is_good for one in outcomes.values())
+            print(f"{kind}: {len(outcomes)} of {schedules} schedules, {wrong} wrong", flush=True)
+    bad = {seed: one for seed, one in outcomes.items() if not one.is_good}
+    for seed, one in list(bad.items())[:5]:
+        print(f"{kind}, schedule {seed}: {one.text}", flush=True)
+    sites = sorted(set().union(*(one.sites for one in outcomes.values())))
+    rules = [rule for rule, (_, where) in RULES.items() if kind in where]
+    found: dict[str, int | None] = {}
+    for site in [one for one in (*sites, *rules) if not (quick and one in RARE)]:
+        seed_of = found[site] = caught_at(model, site, outcomes, kind)
+        word = "not caught" if seed_of is None else f"caught by {seed_of}"
+        print(f"{kind:>14} {word:>16}  {site}", flush=True)
+    return Found(kind, outcomes, found)
+
+
+def check(
+    model: Path,
+    first: int,
+    schedules: Mapping[str, int],
+    processes: int = 1,
+    quick: bool = False,
+) -> dict[str, Any]:
+    """Runs so many schedules of each kind. A mutant counts as caught if those of one kind do.
+    ``quick``: as of ``explored``."""
+    began = time.monotonic()
+    with ProcessPoolExecutor(processes, get_context("spawn")) as several:
+        apply = several.map if processes > 1 else map
+        kinds = list(
+            apply(functools.partial(explored, model, first, quick), schedules, schedules.values())
+        )
+    caught: dict[str, bool] = {}
+    for found in kinds:
+        for site, seed in found.caught.items():
+            caught[site] = caught.get(site, False) or seed is not None
+    for site, is_caught in caught.items():
+        if not is_caught:
+            print(f"NOT CAUGHT: {site}")
+    told = {found.kind: found.told() for found in kinds}
+    sums = {
+        name: sum(int(str(one[name])) for one in told.values())
+        for name in ("schedules", "wrong", "early_reads", "deadlocks")
+    }
+    return {
+        **sums,
+        "mutants": len(caught),
+        "mutants_caught": sum(caught.values()),
+        "host_waits": [site for site in caught if site.startswith(("wait", "join"))],
+        "kinds": told,
+        "seconds": round(time.monotonic() - began),
+    }
+
+
+def caught_at(model: Path, site: str, outcomes: dict[int, Outcome], kind: str) -> int | None:
+    """The first of these schedules that goes wrong without the wait at that site, or the rule of
+    that name; None if none does."""
+    for seed, one in outcomes.items():
+        if not one.is_good or not (site in RULES or site in one.sites):
+            continue
+        with RULES[site][0]() if site in RULES else nullcontext():
+            if not run(model, seed, frozenset({site}), kind).is_good:
+                return seed
+    return None
+
+
+if __name__ == "__main__":
+    main()

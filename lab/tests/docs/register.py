@@ -1,0 +1,189 @@
+"""What runs each command of the documents.
+
+A new command in a document needs an entry here; a removed one loses its entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from . import scenes
+from .kinds import ByItself, Elsewhere, Kind, Needs, Runs
+from .pages import ROOT
+
+_SOCKET = " --socket {folder}/pool.sock"
+_TRACE = (("TRACE", "trace.jsonl"),)
+_SHORT = (
+    ("--workload agents", "--workload agents --hours 0.2"),
+    ("synthetic:scan", "synthetic:scan --hours 0.1"),
+    ("synthetic:tool-loops", "synthetic:tool-loops --hours 0.1"),
+)
+_MODEL = "models/recall-tiny"
+_SMALL_BENCH = " BENCH='--only lookup --add'"
+
+# `make demo`, `make demo-mooncake` and the benchmarks restore, overhead and throttle are run by
+# tests that are marked longest: `make test-all`.
+_MAKE: Mapping[str, Kind] = {
+    "make demo": Elsewhere("tests/demo/test_make.py", 'played("demo")'),
+    "make demo-mooncake": Elsewhere("tests/demo/test_make.py", 'played("demo-mooncake")'),
+    "make serve": Elsewhere("tests/demo/test_make.py", 'str(ROOT), "serve")'),
+    "make test": ByItself(".ci/run", "make test"),
+    "make test-all": ByItself("Makefile", "$(WORKERS) -m ''"),
+    "make check": ByItself(".ci/run", "scripts/check static"),
+    "make hostile": ByItself(".ci/run", "make hostile"),
+    "make chaos": Elsewhere("lab/tests/test_chaos.py", "ChaosRun(settings, "),
+    "make identity": Elsewhere(
+        "lab/tests/test_identity.py", '"-m", "kvrecall_lab.identity", *words'
+    ),
+    "make models": Elsewhere("lab/tests/test_shapes.py", '"-m", "kvrecall_lab.shapes", *words'),
+    "make compat": Elsewhere("lab/tests/test_compat.py", '"-m", "kvrecall_lab.compat", *words'),
+    "make streams": Elsewhere("lab/tests/test_streams.py", "check(model, 0, SCHEDULES"),
+    "make bench": Runs(more=_SMALL_BENCH, before=scenes.repository, says="lookup"),
+    "make gpu-check": Needs("a GPU", ("GPU",)),
+}
+_SERVING: Mapping[str, Kind] = {
+    "kvrecall demo": Elsewhere("tests/distribution/test_wheel.py", 'program, "demo", '),
+    "kvrecall serve": Elsewhere("tests/server/live.py", '= (KVRECALL, "serve")'),
+    "kvrecall why": Elsewhere("tests/server/test_serve.py", '[KVRECALL, "why", '),
+    "kvrecall config check": Runs(before=scenes.mindie, says="modelWeightPath"),
+    "kvrecall config example": Runs(says="modelWeightPath"),
+    "kvrecall router": Runs(
+        swaps=(("FILE", "instances"), ("/etc/kvrecall/", "")),
+        before=scenes.instances,
+        stays="Uvicorn running",
+    ),
+    "kvrecall gpu-check": Needs("a GPU", ("GPU",)),
+    # With the engine: tests/test_doctor.py.
+    "kvrecall doctor": Runs(
+        swaps=(("MODEL", str(ROOT / _MODEL)), ("/var/cache/", ""), ("100G", "8M")),
+        more=" --quick --host-size 8MiB",
+        before=scenes.pool_settings,
+        says="machine",
+    ),
+    "vllm serve": Elsewhere("tests/engine/test_vllm_serve.py", 'documented("README.md", '),
+    "export": Runs(silent=True),
+    "curl": Runs(swaps=(("curl ", "curl --fail "),), before=scenes.a_server),
+    "python -m sglang.launch_server": Needs("an SGLang server, which needs a GPU", ("GPU",)),
+    "podman build": Needs("a container engine", ("container engine",)),
+    "podman compose": Needs("a container engine", ("container engine",)),
+    "promtool test rules": Elsewhere(
+        "tests/distribution/test_alerts.py", '("test", "rules", TESTS)'
+    ),
+    "kubectl label nodes": Needs("a cluster", ("cluster",)),
+    "kubectl apply": Needs("a cluster", ("cluster",)),
+    "kubectl create secret generic kvrecall-api-key": Needs("a cluster", ("cluster",)),
+    "install": Needs("systemd", ("systemd",)),
+    "systemd-sysusers": Needs("systemd", ("systemd",)),
+    "systemctl daemon-reload": Needs("systemd", ("systemd",)),
+    "systemctl enable": Needs("systemd", ("systemd",)),
+    "pip install": Elsewhere("tests/distribution/test_wheel.py", '"-m", "pip", '),
+}
+_POOL: Mapping[str, Kind] = {
+    "kvrecall pool serve": Runs(
+        swaps=(("500GiB", "64MiB"), ("64GiB", "8MiB"), ("/var/lib/kvrecall", "disk")),
+        more=_SOCKET,
+        stays="pool service on",
+        after=scenes.filled,
+    ),
+    "kvrecall pool ls": Runs(more=_SOCKET),
+    "kvrecall pool pin": Runs(more=_SOCKET, says="pinned"),
+    "kvrecall pool unpin": Runs(more=_SOCKET),
+    "kvrecall pool stat": Runs(more=_SOCKET, says="write policy through"),
+    "kvrecall pool verify": Runs(more=_SOCKET, says="9 blocks checked, 0 damaged"),
+    "kvrecall pool drop": Runs(
+        swaps=(("4e5c4225", scenes.QWEN.digest.hex()[:8]),), more=_SOCKET, says="blocks dropped"
+    ),
+    "kvrecall pool clear": Runs(more=_SOCKET, says="blocks dropped"),
+    "kvrecall pool resize": Runs(swaps=(("50GiB", "32MiB"), ("4GiB", "4MiB")), more=_SOCKET),
+    "kvrecall pool master": Runs(
+        more=" --port 50051 --metrics-port 9003",
+        stays="Mooncake master on",
+        after=scenes.master_answers,
+        needs="mooncake.store",
+    ),
+    "kvrecall pool key": Runs(swaps=(("/etc/kvrecall/", ""),), after=scenes.of_the_owner_alone),
+}
+_BENCH: Mapping[str, Kind] = {
+    "kvrecall bench chat": Elsewhere("tests/bench/test_serving.py", 'figures_of("chat", '),
+    "python -m kvrecall_lab.bench replay": Elsewhere(
+        "lab/tests/benchmarks/test_servers.py", '("replay", '
+    ),
+    "python -m kvrecall_lab.bench router": Elsewhere(
+        "lab/tests/benchmarks/test_router.py", 'figures_of("router", '
+    ),
+    "python -m kvrecall_lab.bench tiers": Runs(more=" --rounds 2 --requests 1"),
+    "kvrecall bench restore": Elsewhere("lab/tests/benchmarks/test_servers.py", "(name, "),
+    "python -m kvrecall_lab.bench soak": Elsewhere("lab/tests/benchmarks/test_soak.py", '"soak", '),
+    "kvrecall bench disk": Runs(more=" --size 64MiB"),
+    "kvrecall bench lookup": Runs(),
+    "python -m kvrecall_lab.bench index": Runs(more=" --blocks 2000 --repeats 2 --passes 1"),
+    "python -m kvrecall_lab.bench step": Runs(more=" --sequences 4 --steps 40 --block-size 16"),
+    "python -m kvrecall_lab.bench misses": Elsewhere(
+        "lab/tests/benchmarks/test_misses.py", '"misses", '
+    ),
+    "python -m kvrecall_lab.bench launches": Runs(),
+    "kvrecall bench overhead": Elsewhere("lab/tests/benchmarks/test_servers.py", '"overhead", '),
+    "python -m kvrecall_lab.bench throttle": Elsewhere(
+        "lab/tests/benchmarks/test_servers.py", '"throttle", '
+    ),
+    "kvrecall bench service": Elsewhere("tests/bench/test_service.py", '["service", '),
+    "python -m kvrecall_lab.bench remote": Runs(
+        more=" --no-engines --repetitions 1 --tokens 128", needs="mooncake.store"
+    ),
+    "python -m kvrecall_lab.bench compression": Elsewhere(
+        "lab/tests/benchmarks/test_compression.py", '"compression", '
+    ),
+    "python -m kvrecall_lab.bench decode": Elsewhere(
+        "tests/attention/test_bench.py", '["bench", "decode", '
+    ),
+    "python -m kvrecall_lab.bench regimes": Runs(more=" --rounds 3 --lengths 12K"),
+    "python -m kvrecall_lab.bench vectors": Runs(
+        swaps=(("64K,128K,1024K,4096K", "16K"), ("0.2,0.02", "0.2")), more=" --rounds 2"
+    ),
+    "python -m kvrecall_lab.bench generate": Elsewhere(
+        "lab/tests/benchmarks/test_generate.py", 'figures_of("generate", '
+    ),
+    "python -m kvrecall_lab.bench needle": Elsewhere(
+        "lab/tests/benchmarks/test_needle_engine.py", '["bench", "needle", '
+    ),
+    "python -m kvrecall_lab.bench all": Runs(more=" --only lookup --add", before=scenes.repository),
+    "python -m kvrecall_lab.bench publish": Runs(
+        before=scenes.repository, says="docs/benchmarks.md"
+    ),
+}
+_SIZING: Mapping[str, Kind] = {
+    "kvrecall plan": Runs(swaps=(("/models/", "models/"),), before=scenes.llama),
+    "kvrecall simulate": Runs(swaps=(*_TRACE, *_SHORT), before=scenes.trace, says="hit_rate"),
+}
+_MODELS: Mapping[str, Kind] = {
+    "python -m kvrecall_lab.studies.model.tokenizer": Runs(before=scenes.blank_model),
+    "python -m kvrecall_lab.studies.model.train": Runs(
+        swaps=(("/tmp/", ""),),
+        more=" --threads 1 --no-compile",
+        stays='"step"',
+        after=scenes.trained,
+    ),
+    "python -m kvrecall_lab.studies.model.blend": Runs(
+        swaps=(("/tmp/", ""), ("AFTER_SETTLE.pt", "w/model/checkpoint.pt")), silent=True
+    ),
+    "python -m kvrecall_lab.studies.model.export": Runs(says="bytes of weights"),
+    "python -m kvrecall_lab.studies.model.evaluate": Runs(
+        swaps=(("1024 4096 16384 32768", "128 256"), ("4096", "128")),
+        more=" --questions 1 --limit 1 --threads 1",
+    ),
+}
+_STORES: Mapping[str, Kind] = {
+    "aws s3 rm": Needs("an account there", ("need an account",)),
+    "aws s3api put-bucket-lifecycle-configuration": Needs("an account there", ("need an account",)),
+    "gcloud storage buckets update": Needs("an account there", ("need an account",)),
+    "find": Runs(
+        swaps=(("/mnt/nfs/", ""),),
+        before=scenes.old_blocks,
+        after=scenes.only_new_blocks,
+        silent=True,
+    ),
+}
+
+REGISTER: Mapping[str, Kind] = {
+    **_MAKE, **_SERVING, **_POOL, **_BENCH, **_SIZING, **_MODELS, **_STORES,
+}  # fmt: skip

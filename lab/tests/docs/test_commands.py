@@ -1,0 +1,173 @@
+"""Every command in the documents is run by a test, or its section says what it needs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrecall.config import RecallSettings
+
+from .kinds import ByItself, Elsewhere, Needs, Runs
+from .pages import PAGES, ROOT, Command, all_commands, commands, named_in_text
+from .register import REGISTER
+from .stage import Stage, environment
+
+COMMANDS = all_commands()
+
+
+def of_kind(*kinds: type) -> list[str]:
+    return [shape for shape, kind in REGISTER.items() if isinstance(kind, kinds)]
+
+
+def lines_of(*shapes: str) -> list[tuple[str, str]]:
+    """Lines of these shapes, each once, with a page that has it."""
+    found = {command.line: command.where for command in COMMANDS if command.shape in shapes}
+    return list(found.items())
+
+
+def runs_of(page: Path) -> list[tuple[Command, Runs]]:
+    """What is run for a page: all its lines but those that a page before it has, too."""
+    before = {each.line for other in PAGES[: PAGES.index(page)] for each in commands(other)}
+    found = [(each, REGISTER.get(each.shape)) for each in commands(page)]
+    fresh = any(each.line not in before for each, how in found if isinstance(how, Runs))
+    return [
+        (each, how)
+        for each, how in found
+        if isinstance(how, Runs) and fresh and (how.stays or each.line not in before)
+    ]
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def is_there(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+COMPUTING = {
+    "README.md",
+    "lab/kvrecall_lab/studies/model/README.md",
+    "docs/benchmarks.md",
+    "docs/digest-study.md",
+}
+"""Pages whose commands train, measure and plot."""
+
+
+def marked(page: Path) -> Any:
+    marks = [pytest.mark.long] if named(page) in COMPUTING else []
+    return pytest.param(page, marks=marks, id=named(page))
+
+
+@pytest.mark.parametrize("page", [marked(page) for page in PAGES if runs_of(page)])
+def test_commands_run_as_they_are_written(page: Path) -> None:
+    with Stage() as stage:
+        for command, how in runs_of(page):
+            if not how.needs or is_there(how.needs):
+                run(stage, command, how)
+
+
+def run(stage: Stage, command: Command, how: Runs) -> None:
+    if how.before:
+        how.before(stage)
+    line = command.line + how.more
+    for documented, here in how.swaps:
+        line = line.replace(documented, here)
+    line = stage.ported(line).replace("{folder}", str(stage.folder))
+    if how.stays:
+        stage.start(command.shape, line, how.stays)
+    else:
+        said = stage.run(line)
+        assert bool(said.strip()) != how.silent, f"{line}: printed {said!r}"
+        assert how.says in said, f"{line}: {said[-2000:]}"
+    if how.after:
+        how.after(stage)
+
+
+def test_every_command_has_an_entry_in_the_register() -> None:
+    unknown = [f"{c.where}: {c.shape}" for c in COMMANDS if c.shape not in REGISTER]
+    assert not unknown, "say in lab/tests/docs/register.py what runs it"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_what_running_text_names_has_one_too(page: Path) -> None:
+    """Or is the beginning of one: `kvrecall bench --help`."""
+    known = {f"{shape} " for shape in REGISTER}
+    shapes = set(named_in_text(page))
+    assert not {shape for shape in shapes if not any(k.startswith(f"{shape} ") for k in known)}
+
+
+def test_every_entry_of_the_register_is_of_a_command() -> None:
+    assert not set(REGISTER) - {command.shape for command in COMMANDS}
+
+
+@pytest.mark.parametrize("shape", of_kind(Elsewhere, ByItself))
+def test_what_runs_it_elsewhere_is_still_there(shape: str) -> None:
+    match REGISTER[shape]:
+        case Elsewhere(file, text) | ByItself(file, text):
+            assert text in (ROOT / file).read_text(), f"{file} runs {shape} no more"
+
+
+@pytest.mark.parametrize("shape", of_kind(Needs))
+def test_a_section_says_what_its_commands_need(shape: str) -> None:
+    kind = REGISTER[shape]
+    assert isinstance(kind, Needs)
+    silent = [
+        command.where
+        for command in COMMANDS
+        if command.shape == shape and not any(word in command.section for word in kind.words)
+    ]
+    assert not silent, f"{shape} needs {kind.what}; the section says none of {kind.words}"
+
+
+MAKE = [shape for shape in REGISTER if shape.startswith("make ")]
+
+
+@pytest.mark.parametrize(("line", "where"), lines_of(*MAKE))
+def test_a_make_target_runs_what_there_is(line: str, where: str) -> None:
+    """By make's dry run."""
+    dry = line.partition("|")[0].replace("make", "make --dry-run", 1)
+    done = subprocess.run(
+        ["bash", "-c", dry], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{where}: {done.stderr}"
+    for module in re.findall(r"python -m (\S+)", done.stdout):
+        assert importlib.util.find_spec(module), module
+    for script in re.findall(r"^(scripts/\S+)", done.stdout, re.MULTILINE):
+        assert (ROOT / script).is_file(), script
+    assert len(done.stdout.splitlines()) == 2, "set-up, and one more"
+
+
+@pytest.mark.parametrize(("line", "where"), lines_of("pip install"))
+def test_an_extra_that_is_installed_is_one_of_the_project(line: str, where: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    package, extras = re.fullmatch(r"pip install '?(\w+)(?:\[(.*)\])?'?", line).groups()  # type: ignore[union-attr]
+    assert package == project["name"]
+    given = set((extras or "").split(",")) - {""}
+    assert given <= set(project["optional-dependencies"]), where
+
+
+@pytest.mark.parametrize(("line", "where"), lines_of("vllm serve"))
+def test_vllm_takes_what_it_is_given(line: str, where: str) -> None:
+    """Every line, by vLLM's own parser; its connector is there and takes its settings."""
+    pytest.importorskip("vllm")
+    from kvrecall.engines.vllm.serving.app import FlexibleArgumentParser, make_arg_parser
+
+    words = Command(ROOT / where, "", line).words
+    options = words[words.index("serve") + 1 :]
+    config = make_arg_parser(FlexibleArgumentParser()).parse_args(options).kv_transfer_config
+    if config is not None:
+        module = importlib.import_module(config.kv_connector_module_path)
+        assert hasattr(module, config.kv_connector)
+        assert RecallSettings.from_mapping(config.kv_connector_extra_config, where)

@@ -1,0 +1,171 @@
+"""The documents: they build, their links lead somewhere, and the commands in them exist."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shlex
+import subprocess
+import sys
+import threading
+from functools import cache, partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server.browser import browsing
+
+from kvrecall_lab.reference import commands as reference
+
+from .pages import FENCE, PAGES, ROOT, all_commands, anchors, commands
+
+_LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[\w-]*)?\)")
+
+
+def ours(program: str) -> list[tuple[str, str]]:
+    return [(c.where, c.line) for c in all_commands() if c.words[0] == program]
+
+
+def command_of(words: list[str]) -> tuple[Any, list[str]]:
+    """The (sub-)command that ``kvrecall WORDS`` runs, and the words left for it."""
+    known = known_commands()
+    named = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+    for length in range(len(named), 0 if named else -1, -1):
+        if found := known.get(" ".join(["kvrecall", *named[:length]])):
+            return found, words[length:]
+    raise AssertionError(f"there is no command {' '.join(words[:2])}")
+
+
+@cache
+def known_commands() -> dict[str, Any]:
+    return dict(reference.commands())
+
+
+@pytest.mark.parametrize(("page", "line"), ours("kvrecall"))
+def test_a_command_in_the_documents_is_one_that_exists(page: str, line: str) -> None:
+    command, words = command_of(shlex.split(line.partition("|")[0])[1:])
+    known = {name for p in command.params for name in (*p.opts, *p.secondary_opts)} | {"--help"}
+    given = [word.partition("=")[0] for word in words[: [*words, "--"].index("--")]]
+    unknown = [word for word in given if word.startswith("-") and word not in known]
+    assert not unknown, f"{page}: {line}: no such option"
+
+
+@pytest.mark.parametrize(("page", "line"), ours("make"))
+def test_a_make_target_in_the_documents_is_one_that_exists(page: str, line: str) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert line.split()[1] in targets, f"{page}: {line}"
+
+
+def test_the_chinese_readme_names_the_commands_and_links_of_the_english_one() -> None:
+    """A command, setting or document that comes to one comes to the other."""
+    english, chinese = ROOT / "README.md", ROOT / "README.zh-CN.md"
+
+    def named(page: Path) -> set[str]:
+        return {command.line for command in commands(page)}
+
+    assert named(english) == named(chinese)
+
+    def linked(page: Path) -> set[str]:
+        pages = {link.replace(".zh-CN", "") for link in _LINK.findall(page.read_text())}
+        return {link for link in pages if link.startswith(("docs/", "bench/"))}
+
+    lost = linked(english) - linked(chinese)
+    assert not {link for link in lost if link.endswith(".md")}, lost
+    settings = re.findall(r"^\| `(\w+)` \|", english.read_text(), re.MULTILINE)
+    assert re.findall(r"^\| `(\w+)` \|", chinese.read_text(), re.MULTILINE) == settings
+
+
+def test_the_documents_do_name_commands() -> None:
+    assert len(ours("kvrecall")) > 5
+    assert len(ours("make")) > 2
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_code_block_says_its_language(page: Path) -> None:
+    """In bash there are commands, a register of which says what runs them; else there are none."""
+    assert not [text[:60] for language, text in FENCE.findall(page.read_text()) if not language]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_files_lead_somewhere(page: Path) -> None:
+    broken = [t for t in _LINK.findall(page.read_text()) if not (page.parent / t).exists()]
+    assert not broken
+
+
+_HELD = re.compile(r"`(test_\w+\.py)::(test_\w+)`")
+
+
+def test_what_retrieval_reaches_is_held_by_tests_that_exist() -> None:
+    """Every row of the table of what it serves and refuses names them."""
+    part = (ROOT / "docs/retrieval.md").read_text().partition("\n## What it refuses\n")[2]
+    rows = [line for line in part.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    assert len(rows) > 15
+    for row in rows[1:]:
+        held = _HELD.findall(row)
+        assert held, f"no test is named: {row[:60]}"
+        for file, name in held:
+            text = (ROOT / "tests/attention" / file).read_text()
+            assert f"\ndef {name}(" in text, f"there is no {name} in {file}"
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda page: page.name)
+def test_links_of_the_repositorys_pages_lead_to_headings(page: Path) -> None:
+    """mkdocs checks those between the pages of the site."""
+    linked = re.findall(r"\]\(([^)#:\s]+\.md)#([\w-]+)\)", page.read_text())
+    assert not [link for link in linked if link[1] not in anchors(page.parent / link[0])]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built without a warning."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_every_page_of_the_site_is_in_its_navigation(site: Path) -> None:
+    """mkdocs mentions a page without a place there, and builds on."""
+    named = set(re.findall(r"[\w./-]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert pages == named
+    assert (site / "index.html").exists()
+
+
+def test_the_index_of_the_search_holds_chinese_words(site: Path) -> None:
+    """Segmented, because a sentence without spaces would be one word that no reader types."""
+    index = json.loads((site / "search/search_index.json").read_text())
+    words = set(re.split(index["config"]["separator"], _texts_of(index, "mindie.zh-CN/")))
+    assert {"迁移", "证书", "请求"} <= words
+    assert "zh" in index["config"]["lang"]
+
+
+def test_a_reader_finds_a_chinese_word(site: Path) -> None:
+    """In the browser, by typing it."""
+    handler = partial(_Quiet, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, browsing() as chromium:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            page = chromium.new_page()
+            page.goto(f"http://127.0.0.1:{server.server_port}/")
+            page.locator(".md-search__input").click()
+            page.locator(".md-search__input").fill("前缀缓存")
+            page.locator(".md-search-result__item a[href*='mindie.zh-CN/']").first.wait_for()
+        finally:
+            server.shutdown()
+
+
+def _texts_of(index: dict[str, Any], page: str) -> str:
+    return " ".join(f"{x['title']} {x['text']}" for x in index["docs"] if page in x["location"])
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass

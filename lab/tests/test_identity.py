@@ -1,0 +1,234 @@
+"""The parts of the identity run: it detects every fault whose absence it reports."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from kvrecall.processes.command import as_child
+from kvrecall_lab.engines.engine import Answer
+from kvrecall_lab.identity.__main__ import app
+from kvrecall_lab.identity.engines import Life, Reply
+from kvrecall_lab.identity.pairs import BLIND, EQUAL, OTHER, PAIRS, Kv
+from kvrecall_lab.identity.setups import BLOCK, KNOWN, Prompts, Setup, Shelf
+from kvrecall_lab.identity.trial import (
+    LEAST_TOLERANCE,
+    Reference,
+    Verdict,
+    _judge,
+    _unfairness,
+    sure_tokens,
+)
+from kvrecall_lab.models import (
+    ADAPTER,
+    WEIGHTS,
+    write_changed,
+    write_indexed,
+    write_kv_scales,
+    write_links,
+    write_llama4,
+    write_lora,
+    write_model,
+    write_over,
+    write_phi3,
+)
+
+TINY = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32}
+
+
+def answer(
+    tokens: tuple[int, ...] = (1, 2, 3),
+    scores: tuple[float, ...] = (-0.1, -0.2, -0.3),
+    gaps: tuple[float, ...] = (1.0, 1.0, 1.0),
+    **sources: int,
+) -> Answer:
+    return Answer("a", tokens, "length", sources, (), gaps, 0.0, scores)
+
+
+def reference(truth: Answer | None = None, noise: float = 0.0) -> Reference:
+    return Reference({"known-1": truth or answer()}, noise)
+
+
+def reply(answer: Answer, own: int = 0) -> Reply:
+    return Reply("known-1", answer, own)
+
+
+def test_a_wrong_token_and_a_wrong_score_are_seen() -> None:
+    truth = reference()
+    assert truth.fault(reply(answer())) == ""
+    assert "[1, 2, 9]" in truth.fault(reply(answer((1, 2, 9))))
+    assert truth.fault(reply(answer(scores=(-0.1, -0.2, -0.30001)))) == ""
+    assert "off by" in truth.fault(reply(answer(scores=(-0.1, -0.2, -0.301))))
+
+
+def test_after_an_ambiguous_token_nothing_is_compared() -> None:
+    truth = answer(gaps=(1.0, LEAST_TOLERANCE, 1.0))
+    assert sure_tokens(truth, LEAST_TOLERANCE) == 1
+    assert reference(truth).fault(reply(answer((1, 7, 8), (-0.1, -5.0, -5.0)))) == ""
+    assert reference(truth).fault(reply(answer((7, 2, 3))))
+
+
+def test_the_tolerance_is_what_cutting_the_prompt_does() -> None:
+    computed = [reply(answer())]
+    assert Reference.of(computed, computed).tolerance == LEAST_TOLERANCE
+    moved = [reply(answer(scores=(-0.1, -0.21, -0.3)))]
+    assert Reference.of(computed, moved).tolerance == pytest.approx(0.04)
+
+
+def test_the_contrast_of_two_engines_is_theirs_without_a_pool() -> None:
+    moved = reference(answer(scores=(-0.1, -0.25, -0.3)))
+    assert reference().contrast(moved)["known-1"] == pytest.approx(0.05)
+    assert reference().contrast(reference(answer((9, 2, 3))))["known-1"] == math.inf
+    same, apart = {"a": 0.0, "b": 0.0}, {"a": 0.0, "b": math.inf}
+    assert _unfairness(EQUAL[0], same, 0.1) == ""
+    assert "replies to b are not" in _unfairness(EQUAL[0], apart, 0.1)
+    assert "replies to a do not show it" in _unfairness(OTHER[0], apart, 0.1)
+    assert _unfairness(replace(OTHER[0], tells=False), same, 0.1) == ""
+
+
+def test_only_what_another_engine_saved_is_foreign() -> None:
+    prompts = Prompts.of(3)
+    assert prompts.shared_tokens("known-1", [], BLOCK) == 0
+    assert prompts.shared_tokens("known-1", ["known-1"], BLOCK) == 3 * BLOCK
+    assert prompts.shared_tokens("branch-1", ["known-2", "known-1"], BLOCK) == 3 * BLOCK
+    assert prompts.shared_tokens("branch-2", ["known-2"], BLOCK) == 2 * BLOCK
+    assert prompts.shared_tokens("twig-1", KNOWN, BLOCK) == 0
+    assert max(len(text) for text in prompts.texts.values()) < 3 * BLOCK + 100
+    recalled = answer(device=9, host=2 * BLOCK, disk=BLOCK, computed=5)
+    assert reply(recalled).foreign == 3 * BLOCK
+    assert reply(recalled, 3 * BLOCK).foreign == 0
+    assert reply(recalled, 2 * BLOCK).foreign == BLOCK
+
+
+def test_a_recall_of_other_kv_is_wrong_even_if_the_reply_is_right() -> None:
+    other, equal = (Verdict(next(p for p in PAIRS if p.kv is kv)) for kv in (Kv.OTHER, Kv.EQUAL))
+    for verdict in (other, equal):
+        _judge("B", Life([reply(answer(disk=BLOCK))]), reference(), verdict)
+    assert "128 tokens of the other's KV" in other.wrong[0]
+    assert not equal.wrong
+
+
+def test_a_verdict_names_its_faults() -> None:
+    equal = Verdict(EQUAL[0], shared=(128, 128))
+    assert equal.faults == []
+    assert replace(equal, shared=(128, 0)).faults == ["not shared: 128 and 0 tokens"]
+    silent = replace(equal, silent=["known-3 by B"])
+    assert silent.faults == ["never recalled: known-3 by B", "not shared: 128 and 128 tokens"]
+    assert replace(silent, pair=OTHER[0]).faults == ["never recalled: known-3 by B"]
+    assert "although the KV is right" in replace(equal, caught=1).faults[0]
+    assert replace(equal, unfair="it is not").faults == ["unfair: it is not"]
+    assert Verdict(OTHER[0], failed="no engine").faults == ["failed: no engine"]
+    blind = Verdict(BLIND[0], caught=1, logged=True)
+    assert blind.faults == []
+    assert replace(blind, logged=False).faults == ["not caught by the audit"]
+    assert replace(blind, caught=0).faults == ["not caught by the audit"]
+    assert len(replace(blind, wrong=["a reply"]).faults) == 2
+
+
+def test_pairs_have_names_of_their_own() -> None:
+    assert len({pair.name for pair in PAIRS}) == len(PAIRS)
+    assert all(pair.blind for pair in BLIND)
+
+
+def test_equal_setups_have_equal_keys(tmp_path: Path) -> None:
+    one, other = (Setup.of(tmp_path, dtype="float32") for _ in range(2))
+    assert one.key == other.key
+    assert one.key != Setup.of(tmp_path, dtype="bfloat16").key
+    assert one.key != one.with_adapter("a", tmp_path).key
+    assert one.key != one.with_content(tmp_path, tmp_path / "other").key
+    written: list[Path] = []
+    shelf = Shelf(tmp_path / "shelf")
+
+    def write(path: Path) -> None:
+        path.mkdir()
+        written.append(path)
+
+    assert shelf.get("a", write) == shelf.get("a", write)
+    assert len(written) == 1
+
+
+def test_a_folder_is_overwritten_without_a_trace_in_size_and_time(tmp_path: Path) -> None:
+    first = write_model(tmp_path / "first", **TINY)
+    second = write_model(tmp_path / "second", seed=1, **TINY)
+    place = write_changed(tmp_path / "place", first)
+    before = (place / WEIGHTS).stat()
+    write_over(place, second)
+    after = (place / WEIGHTS).stat()
+    assert (before.st_size, before.st_mtime_ns, before.st_ino) == (
+        after.st_size,
+        after.st_mtime_ns,
+        after.st_ino,
+    )
+    assert (place / WEIGHTS).read_bytes() == (second / WEIGHTS).read_bytes()
+
+
+def test_variants_keep_what_they_do_not_change(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "llama", "llama", **TINY)
+    weights = load_file(source / WEIGHTS)
+
+    def change(tensors: dict[str, object]) -> None:
+        tensors["model.norm.weight"] = weights["model.norm.weight"] * 2
+
+    folder = write_changed(tmp_path / "changed", source, change)
+    bytes_of = [(path / WEIGHTS).read_bytes() for path in (source, folder)]
+    assert len(bytes_of[0]) == len(bytes_of[1])
+    differing = sum(a != b for a, b in zip(*bytes_of, strict=True))
+    assert 0 < differing <= weights["model.norm.weight"].nbytes
+    changed = load_file(folder / WEIGHTS)
+    assert [k for k in weights if not changed[k].equal(weights[k])] == ["model.norm.weight"]
+    links = write_links(tmp_path / "links", source)
+    assert (links / WEIGHTS).resolve() == (source / WEIGHTS).resolve()
+    scaled = load_file(write_kv_scales(tmp_path / "scales", source, 0.5) / WEIGHTS)
+    assert scaled["model.layers.1.self_attn.k_scale"].item() == 0.5
+    fused = load_file(write_phi3(tmp_path / "phi3", source) / WEIGHTS)
+    rows = [weights[f"model.layers.0.self_attn.{n}_proj.weight"].shape[0] for n in "qkv"]
+    assert fused["model.layers.0.self_attn.qkv_proj.weight"].shape[0] == sum(rows)
+    renamed = load_file(write_llama4(tmp_path / "llama4", source) / WEIGHTS)
+    assert "model.layers.0.feed_forward.up_proj.weight" in renamed
+    adapter = write_lora(tmp_path / "adapter", source)
+    other = write_changed(tmp_path / "other", adapter, lambda _: None, file=ADAPTER)
+    assert (other / ADAPTER).stat().st_size == (adapter / ADAPTER).stat().st_size
+
+
+def test_an_index_names_one_of_two_files(tmp_path: Path) -> None:
+    sources = {
+        name: write_model(tmp_path / name, seed=seed, **TINY) for seed, name in enumerate("ab")
+    }
+    one, other = (write_indexed(tmp_path / f"by-{n}", sources, n) for n in sources)
+    for shard in ("model-a.safetensors", "model-b.safetensors"):
+        assert (one / shard).read_bytes() == (other / shard).read_bytes()
+    index = json.loads((other / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {"model-b.safetensors"}
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = as_child(sys.executable, "-m", "kvrecall_lab.identity", *words)
+    return subprocess.run(command, capture_output=True, text=True, timeout=580)
+
+
+def test_the_command_lists_its_pairs() -> None:
+    done = run("--list")
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [pair.name for pair in PAIRS]
+    unknown = CliRunner().invoke(app, ["--only", "nonsense"])
+    assert unknown.exit_code == 2
+    assert "no pair is called nonsense" in " ".join(unknown.output.split())
+
+
+@pytest.mark.engine
+@pytest.mark.longest
+def test_one_pair_of_each_kind() -> None:
+    """The same engine twice shares blocks; without identity, the audit detects another matrix."""
+    done = run("--only", "restart", "--only", "audit-matrix")
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert list(line)[:3] == ["pairs", "wrong", "shared_where_equal"]
+    assert (line["pairs"], line["wrong"], line["shared_where_equal"]) == (2, 0, 1)
+    assert (line["audited"], line["caught_by_audit"]) == (1, 1)

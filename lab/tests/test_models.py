@@ -1,0 +1,159 @@
+"""The example models: complete, loadable, reproducible, and sensitive to every token of a
+prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.quantised import write_w8a8
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from kvrecall_lab.models import FAMILIES, write_lora, write_model
+
+ARCHITECTURES = list(FAMILIES)
+TEXT = "The principal wants to quickly resolve this, instructing recess aides to be vigilant. " * 4
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), request.param, dtype="float32")
+
+
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0, -1]
+
+
+def greedy(model: Any, tokens: list[int], count: int = 16) -> list[int]:
+    prompt = torch.tensor([tokens])
+    with torch.no_grad():
+        out = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, do_sample=False
+        )
+    return out[0, len(tokens) :].tolist()
+
+
+def test_transformers_finds_every_tensor_and_no_other(folder: Path) -> None:
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    assert (
+        type(model).__name__ == json.loads((folder / "config.json").read_text())["architectures"][0]
+    )
+
+
+def test_output_depends_on_early_middle_and_late_tokens(folder: Path) -> None:
+    model = load(folder)
+    tokens = AutoTokenizer.from_pretrained(folder).encode(TEXT)
+    plain = logits(model, tokens)
+    for place in (3, len(tokens) // 2, len(tokens) - 1):
+        changed = list(tokens)
+        changed[place] = tokens[place] ^ 1
+        assert (logits(model, changed) - plain).abs().max() > 0.05
+
+
+def test_greedy_output_varies_and_never_stops_early(folder: Path) -> None:
+    model = load(folder)
+    tokens = AutoTokenizer.from_pretrained(folder).encode(TEXT)
+    answers = [greedy(model, tokens[:n]) for n in (50, 120, 200)]
+    assert all(len(answer) == 16 for answer in answers)
+    assert all(max(answer) < 256 for answer in answers)
+    assert all(len(set(answer)) > 4 for answer in answers)
+    assert len({tuple(answer) for answer in answers}) == len(answers)
+
+
+def test_tokenizer_is_one_token_a_byte(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for text in ("plain", "  two  spaces\n\n", "naïve 前缀缓存 🙂", "\x00\x7f", ""):
+        tokens = tokenizer.encode(text)
+        assert len(tokens) == len(text.encode())
+        assert tokenizer.decode(tokens) == text
+    assert tokenizer.encode("<|im_end|>") == [tokenizer.eos_token_id] == [258]
+
+
+def test_chat_template(folder: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    text = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    assert text == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_equal_arguments_give_equal_bytes_and_another_seed_others(tmp_path: Path) -> None:
+    paths = [
+        write_model(tmp_path / name, hidden=64, layers=1, seed=seed)
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    ]
+    digests = [hashlib.sha256((p / "model.safetensors").read_bytes()).digest() for p in paths]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_writing_again_replaces(tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen2", hidden=64, layers=2)
+    write_model(tmp_path, "llama", hidden=64, layers=1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["model_type"], config["num_hidden_layers"]) == ("llama", 1)
+    assert not [name for name in load_file(tmp_path / "model.safetensors") if "bias" in name]
+
+
+def test_a_vocabulary_without_room_for_bytes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="259"):
+        write_model(tmp_path, vocab=259 - 0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_w8a8_is_close_to_its_source(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", hidden=64, layers=1)
+    quantised = load_file(write_w8a8(tmp_path / "w8a8", source) / "model.safetensors")
+    original = load_file(source / "model.safetensors")
+    for name, tensor in original.items():
+        if not name.endswith("_proj.weight"):
+            assert torch.equal(tensor, quantised[name])
+            continue
+        scale = quantised[f"{name}_scale"]
+        assert quantised[name].dtype is torch.int8
+        assert scale.shape == (tensor.shape[0], 1)
+        error = (quantised[name].float() * scale - tensor.float()).abs()
+        assert bool((error <= scale * 0.501).all())
+    assert (tmp_path / "w8a8" / "tokenizer.json").exists()
+
+
+def test_lora_covers_attention_and_differs_by_seed(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base", hidden=64, layers=2)
+    names = [
+        load_file(write_lora(tmp_path / "a", base, rank=4, seed=1) / "adapter_model.safetensors")
+    ]
+    names.append(
+        load_file(write_lora(tmp_path / "b", base, rank=4, seed=2) / "adapter_model.safetensors")
+    )
+    assert names[0].keys() == names[1].keys()
+    assert len(names[0]) == 2 * 4 * 2
+    down = names[0]["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"]
+    up = names[0]["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"]
+    assert (down.shape, up.shape) == ((4, 64), (256, 4))
+    assert not any(torch.equal(names[0][name], names[1][name]) for name in names[0])
+
+
+def test_the_command_writes_a_model(tmp_path: Path) -> None:
+    from kvrecall_lab.models.__main__ import app
+
+    arguments = [str(tmp_path / "m"), "--architecture", "llama", "--hidden", "64", "--layers", "1"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["hidden_size"] == 64

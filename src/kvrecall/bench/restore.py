@@ -1,0 +1,147 @@
+"""``kvrecall bench restore``: time to first token on a long prefix, by the tier it comes from.
+
+One server, queried over HTTP. Its host memory holds what one and a half hits need, so three
+documents in turn evict each other to disk: every turn measures a disk hit, a device hit and, after
+the engine's own cache is emptied, a host hit of the same prefix; some turns also compute a new
+document.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvrecall.bench.model import BLOCK, TAIL, BenchModel, Texts
+from kvrecall.bench.report import GIB_S, Columns, Report, Rows, Times, Tokens, percentiles, progress
+from kvrecall.errors import EngineError
+from kvrecall.plan.model import read_shape
+from kvrecall.plan.sizing import hit_bytes
+from kvrecall.processes.server import ServerProcess
+
+SOURCES = ("computed", "device", "host", "disk")
+GOALS = {"host": 1.3, "disk": 2.5}
+"""Maximum time of a hit relative to one on the device; every hit: a tenth of computing."""
+
+_LOADED = "kvrecall_loaded_bytes_total"
+
+
+def measure_restore(
+    tokens: Tokens = 8192,
+    repetitions: Times = 9,
+    model: BenchModel | None = None,
+) -> Report:
+    """Time to first token on a prefix: computed, from device, host and disk.
+
+    Fails if a prefix comes from another tier than the measured one, or if other bytes move than
+    its KV groups need.
+    """
+    from kvrecall.bench.bandwidth import measure_bandwidth  # imports torch
+
+    tokens = tokens // BLOCK * BLOCK
+    model = model or BenchModel()
+    prefix_bytes = tokens * model.token_bytes
+    seconds: dict[str, list[float]] = {source: [] for source in SOURCES}
+    texts = Texts()
+
+    with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name:
+        folder = Path(name)
+        arguments = model.serve(folder, tokens + 1024, 4 * prefix_bytes)
+        needed = hit_bytes(read_shape(Path(arguments[0])).groups(BLOCK), tokens)
+        pool = folder / "pool.json"  # the learned order keeps a part of some documents
+        pool.write_text(json.dumps({"policy": "lru"}))
+        arguments += ["--pool-config", str(pool), "--host-size", str(needed * 3 // 2)]
+        arguments += ["--disk-path", str(folder / "pool"), "--disk-size", str(32 * prefix_bytes)]
+        progress("starting the server")
+        with ServerProcess(arguments, folder / "server.log", progress) as server:
+
+            def measure(source: str, document: str) -> None:
+                loaded = server.metric(_LOADED)
+                answer = server.ask(document, 2)
+                found = {tier: answer.recalled.get(tier, 0) for tier in SOURCES[1:]}
+                wanted = {tier: tokens if tier == source else 0 for tier in SOURCES[1:]}
+                if found != wanted:
+                    raise EngineError(
+                        f"meant to measure {wanted} recalled tokens, the server had {found}"
+                    )
+                seconds[source].append(answer.ttft_s)
+                server.settle()
+                moved = server.metric(_LOADED) - loaded
+                if moved != (needed if source in ("host", "disk") else 0):
+                    raise EngineError(f"{moved:.0f} bytes moved, the hit needs {needed}")
+
+            documents = [texts.document(tokens + TAIL) for _ in range(3)]
+            server.ask(texts.document(2 * BLOCK), 2)
+            for document in documents:
+                server.ask(document, 2)
+                server.settle()
+            server.forget_device()
+            for turn in range(repetitions):
+                document = documents[turn % 3]
+                measure("disk", document)
+                measure("device", document)
+                server.forget_device()
+                measure("host", document)
+                server.forget_device()
+                if turn < max(2, repetitions // 3):  # the slowest and least noisy
+                    measure("computed", texts.document(tokens + TAIL))
+                    server.forget_device()
+                progress(f"turn {turn + 1} of {repetitions}")
+    progress("copy bandwidth")
+    bandwidth = measure_bandwidth(tokens // BLOCK, model.layers, BLOCK * model.token_bytes)
+    facts = {
+        "tokens": tokens,
+        "prefix_bytes": prefix_bytes,
+        "moved_bytes": needed,
+        "dtype": model.dtype,
+        "architecture": model.architecture,
+    }
+    return _report(seconds, facts, bandwidth)
+
+
+def _report(
+    seconds: Mapping[str, list[float]],
+    facts: Mapping[str, Any],
+    bandwidth: Mapping[str, float],
+) -> Report:
+    ttft = {source: percentiles(values) for source, values in seconds.items()}
+    median = {source: found["p50"] for source, found in ttft.items()}
+    worst = max(median[source] for source in SOURCES[1:])
+    figures: dict[str, object] = {
+        **facts,
+        "ttft_s": ttft,
+        "host_to_device": round(median["host"] / median["device"], 3),
+        "disk_to_device": round(median["disk"] / median["device"], 3),
+        "worst_hit_to_computed": round(worst / median["computed"], 4),
+        **bandwidth,
+    }
+    notes = (
+        f"{facts['architecture']}: a prefix of {facts['tokens']} tokens, "
+        f"{facts['prefix_bytes'] / 2**20:.0f} MiB of KV cache in {facts['dtype']}, of which a hit "
+        f"moves {facts['moved_bytes'] / 2**20:.0f}",
+        f"goals: host <= {GOALS['host']} x device, disk <= {GOALS['disk']} x device, "
+        "each hit < 0.1 of computing",
+        f"arena -> device KV {bandwidth['restore_gb_s'] * GIB_S:.1f} GiB/s, a plain copy of the "
+        f"same bytes {bandwidth['plain_copy_gb_s'] * GIB_S:.1f} GiB/s: "
+        f"{bandwidth['restore_to_plain']:.2f} (goal 0.8)",
+    )
+    return Report("restore", *restore_table(figures), figures, notes)
+
+
+def restore_table(found: Mapping[str, Any]) -> tuple[Columns, Rows]:
+    """Milliseconds to the first token, by the tier of the prefix."""
+    times = found["ttft_s"]
+    device, computed = times["device"]["p50"], times["computed"]["p50"]
+    rows = tuple(
+        (
+            source,
+            *(f"{times[source][rank] * 1e3:.1f}" for rank in ("p10", "p50", "p90")),
+            f"{times[source]['p50'] / device:.2f}",
+            f"{computed / times[source]['p50']:.0f}",
+        )
+        for source in times
+    )
+    columns = ("prefix from", "first token after, ms: p10", "p50", "p90", "to device hit")
+    return (*columns, "times as fast as computing"), rows

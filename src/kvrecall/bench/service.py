@@ -1,0 +1,365 @@
+"""``kvrecall bench service``: look-ups, clients that restore or ask at once, start-up.
+
+All measured against a real ``kvrecall pool serve`` process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from kvrecall.bench import pool
+from kvrecall.bench.report import Report, Times, cells, percentiles, progress
+from kvrecall.block import BlockKey, Namespace
+from kvrecall.config import DiskConfig
+from kvrecall.errors import TierError
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.base import RecallState
+from kvrecall.pool.clock import Clock
+from kvrecall.pool.disk.index import Index, Row
+from kvrecall.pool.disk.slabs import FileIo, SlabStore
+from kvrecall.pool.service.client import ServiceClient
+from kvrecall.pool.slots import slot_bytes_of
+from kvrecall.processes.child import orders, reply_of, reply_to, worker
+from kvrecall.processes.service import ServiceProcess
+from kvrecall.testing.blocks import chain
+
+NAMESPACE = Namespace.of({"purpose": "bench service"})
+LOOKUP_BLOCKS = 1000
+LOOKUP_GOAL_S = 0.002
+COPY_GOAL = 0.9
+START_GOAL_S = 3.0
+
+_ASKS_S = 10.0  # look-ups a second of each of many clients
+_WINDOWS = 20  # different look-ups of each
+_RESTORED = 64  # blocks of a restore
+_BLOCK_BYTES = 1 << 20
+_PIECES = 8  # pieces a block is copied in: a real one goes to a place in every layer
+_TURN_S = 1.0
+_SMALL = 4096
+_MIB = 1 << 20
+
+FOLDER_BLOCK = 4096
+FOLDER_CHAIN = 50
+"""Bytes of a block of ``write_folder``, and blocks of a chain."""
+_WEEK_S = 7 * 24 * 3600
+
+
+def measure_service(
+    blocks: Annotated[int, typer.Option(min=1000, help="On disk, for the start-up.")] = 100_000,
+    repetitions: Times = 5,
+    clients: Annotated[int, typer.Option(min=1, help="That look up at once.")] = 16,
+    seconds: Annotated[float, typer.Option(min=1, help="For which they do.")] = 10.0,
+) -> Report:
+    """The pool service: look-ups, two clients restoring at once, start-up with a full disk, and
+    many clients that look up blocks on it."""
+    with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name:
+        folder = Path(name)
+        progress(f"look-ups of {LOOKUP_BLOCKS} blocks")
+        lookup = _lookup(folder / "lookup", 100 * repetitions)
+        progress("two clients restoring at once, in turns with plain copies")
+        turns = _restore(folder / "restore", repetitions)
+        progress(f"storing {blocks} blocks on disk")
+        service = ServiceProcess(folder / "start", 16 * _MIB, _disk_bytes(blocks))
+        starts = _start_up(service, blocks, repetitions)
+        progress(f"{clients} clients look up {LOOKUP_BLOCKS} of them each, {seconds:g} s")
+        crowd = _crowd(service, blocks, clients, seconds)
+    return _report(lookup, turns, starts, crowd, blocks)
+
+
+def _lookup(folder: Path, times: int) -> list[float]:
+    seconds = []
+    with ServiceProcess(folder, 64 * _MIB, 64 * _MIB) as service, ExitStack() as stack:
+        client = ServiceClient(service.socket, 5.0)
+        stack.callback(client.close)
+        client.register(NAMESPACE, _SMALL)
+        keys = chain(NAMESPACE, LOOKUP_BLOCKS)
+        client.reserve(keys)
+        client.commit(keys)
+        for _ in range(times):
+            began = time.perf_counter()
+            found = client.find(keys).blocks
+            seconds.append(time.perf_counter() - began)
+            if found != LOOKUP_BLOCKS:
+                raise TierError(f"the service found {found} of {LOOKUP_BLOCKS} blocks")
+    return seconds
+
+
+def _restore(folder: Path, repetitions: int) -> list[tuple[float, float]]:
+    """Bytes a second, both clients together: through the pool, and plain, by turn."""
+    with ServiceProcess(folder, 3 * _RESTORED * _BLOCK_BYTES, 1024 * _MIB) as service:
+        socket = str(service.socket)
+        with (
+            worker(restoring_client, socket, "client 0") as first,
+            worker(restoring_client, socket, "client 1") as second,
+        ):
+            clients = (first, second)
+
+            def together(order: str) -> float:
+                for client in clients:
+                    client.send((order,))
+                return sum(float(reply_of(client, order)) for client in clients)
+
+            for client in clients:
+                reply_to(client, "ready")
+            together("plain")
+            turns = []
+            for number in range(2 * repetitions):
+                order = ("pool", "plain") if number % 2 else ("plain", "pool")
+                rates = {name: together(name) for name in order}
+                turns.append((rates["pool"], rates["plain"]))
+            return turns
+
+
+def restoring_client(pipe: Connection, socket: str, name: str) -> None:
+    """A process that copies blocks out of the service's arena, as an engine's worker does.
+
+    It saves blocks, then takes orders: ``pool`` repeatedly recalls them all through the service
+    and copies them to its own memory; ``plain`` copies the same bytes of the same arena. Replies
+    are bytes per second.
+    """
+    client = ServiceClient(Path(socket), call_timeout_s=5.0)
+    client.register(NAMESPACE, _BLOCK_BYTES)
+    keys = chain(NAMESPACE, _RESTORED, name)
+    arena = Arena.attach(client.arena_handle())
+    arena.wait_ready()
+    memory = arena.array()
+    places = [answer.offset for answer in client.reserve(keys)]
+    for place in places:
+        memory[place : place + _BLOCK_BYTES] = place % 251
+    client.commit(keys)
+    own = np.ones((_RESTORED, _BLOCK_BYTES), dtype=np.uint8)
+
+    def copy(offsets: Sequence[int]) -> None:
+        step = _BLOCK_BYTES // _PIECES
+        for row, offset in enumerate(offsets):
+            for start in range(0, _BLOCK_BYTES, step):
+                own[row, start : start + step] = memory[offset + start : offset + start + step]
+
+    def recall() -> None:
+        """Find, acquire, poll, copy, release: the steps of an engine for a hit in the host."""
+        ticket = client.acquire(keys[: client.find(keys).blocks], 5.0)
+        while (found := client.poll(ticket)).state is RecallState.PENDING:
+            pass
+        if len(found.offsets) != len(keys):
+            raise TierError(f"{len(found.offsets)} of {len(keys)} blocks came")
+        copy(found.offsets)
+        client.release(ticket)
+
+    for (order,) in orders(pipe):
+        if order == "ready":
+            pipe.send(None)
+            continue
+        act = recall if order == "pool" else lambda: copy(places)
+        act()
+        rounds, began = 0, time.perf_counter()
+        while (spent := time.perf_counter() - began) < _TURN_S:
+            act()
+            rounds += 1
+        pipe.send(rounds * own.nbytes / spent)
+    client.close()
+
+
+def _disk_bytes(blocks: int) -> int:
+    return blocks * slot_bytes_of(_SMALL) * 3 // 2 + 64 * _MIB
+
+
+def _crowd(
+    service: ServiceProcess, blocks: int, clients: int, seconds: float
+) -> list[Sequence[float]]:
+    """Seconds of each look-up of blocks on disk, by client: all ask at their own steady rate."""
+    with service, ExitStack() as stack:
+        probe = ServiceClient(service.socket, 5.0)
+        stack.callback(probe.close)
+        while not probe.find([key_of(blocks - 1)]).blocks:  # all were read
+            time.sleep(0.05)
+        asked = np.linspace(0, blocks - LOOKUP_BLOCKS, clients * _WINDOWS).astype(int).tolist()
+        socket, pause = str(service.socket), 1 / _ASKS_S / clients
+        pipes = [
+            stack.enter_context(
+                worker(asking_client, socket, asked[number::clients], number * pause)
+            )
+            for number in range(clients)
+        ]
+        for pipe in pipes:
+            reply_to(pipe, "ready")
+        for pipe in pipes:
+            pipe.send(("ask", seconds))
+        return [reply_of(pipe, "ask") for pipe in pipes]
+
+
+def _window(first: int) -> list[BlockKey]:
+    return [key_of(number) for number in range(first, first + LOOKUP_BLOCKS)]
+
+
+def asking_client(pipe: Connection, socket: str, asked: Sequence[int], delay_s: float) -> None:
+    """A process that looks up 1,000 blocks ``_ASKS_S`` times a second: those from the next number
+    of ``asked`` on. The reply to ``ask`` is the seconds that each look-up took."""
+    client = ServiceClient(Path(socket), call_timeout_s=5.0)
+    windows = [_window(first) for first in asked]
+    for order, *seconds in orders(pipe):
+        if order == "ready":
+            pipe.send(None)
+            continue
+        spent: list[float] = []
+        until = time.perf_counter() + seconds[0]
+        due = time.perf_counter() + delay_s
+        while due < until:
+            time.sleep(max(0.0, due - time.perf_counter()))
+            keys = windows[len(spent) % len(windows)]
+            began = time.perf_counter()
+            found = client.find(keys).blocks
+            spent.append(time.perf_counter() - began)
+            if found != LOOKUP_BLOCKS:
+                raise TierError(f"the service found {found} of {LOOKUP_BLOCKS} blocks on disk")
+            due += 1 / _ASKS_S
+        pipe.send(spent)
+    client.close()
+
+
+def _start_up(service: ServiceProcess, blocks: int, repetitions: int) -> dict[str, list[float]]:
+    """Seconds from starting the process until it serves, without and with blocks on disk, and until
+    it has looked up the first 1,000 of them."""
+    seconds: dict[str, list[float]] = {"empty": [], "ready": [], "first_find": []}
+
+    def start(stored: int, *names: str) -> None:
+        began = time.perf_counter()
+        with service:
+            ready = time.perf_counter() - began
+            client = ServiceClient(service.socket, 5.0)
+            wanted = _window(0) if stored else []
+            found = client.find(wanted).blocks
+            answered = time.perf_counter() - began
+            client.close()
+        if found != len(wanted):
+            raise TierError(f"the service found {found} of {len(wanted)} blocks on disk")
+        for name, value in zip(names, (ready, answered), strict=False):
+            seconds[name].append(value)
+
+    for _ in range(repetitions):
+        start(0, "empty")
+    write_folder(DiskConfig(service.disk, _disk_bytes(blocks), direct_io=False), blocks)
+    progress("starting with them")
+    for _ in range(repetitions):
+        start(blocks, "ready", "first_find")
+    return seconds
+
+
+def _report(
+    lookup: Sequence[float],
+    turns: Sequence[tuple[float, float]],
+    starts: Mapping[str, Sequence[float]],
+    crowd: Sequence[Sequence[float]],
+    blocks: int,
+) -> Report:
+    find = percentiles(lookup)
+    many = percentiles([one for spent in crowd for one in spent])
+    medians = [statistics.median(spent) for spent in crowd]
+    pool, plain = (percentiles(rates) for rates in zip(*turns, strict=True))
+    ratio = percentiles([pooled / alone for pooled, alone in turns])
+    start = {name: percentiles(seconds) for name, seconds in starts.items()}
+    rows = (
+        (
+            f"look-up of {LOOKUP_BLOCKS} blocks, ms",
+            *cells(find, 3, 1e3),
+            f"{LOOKUP_GOAL_S * 1e3:g}",
+        ),
+        ("two clients at once, GiB/s", *cells(pool, 2, 2**-30), ""),
+        ("two plain copies, GiB/s", *cells(plain, 2, 2**-30), ""),
+        ("  ratio", *cells(ratio, 3), f"{COPY_GOAL:g}"),
+        ("start, empty disk, s", *cells(start["empty"], 2), ""),
+        (f"start, {blocks} blocks on disk, s", *cells(start["ready"], 2), f"{START_GOAL_S:g}"),
+        (f"  and {LOOKUP_BLOCKS} of them looked up, s", *cells(start["first_find"], 2), ""),
+        (
+            f"look-up by {len(crowd)} clients at once, ms",
+            *cells(many, 3, 1e3),
+            f"{LOOKUP_GOAL_S * 1e3:g}",
+        ),
+        ("  median of the slowest client, ms", "", f"{max(medians) * 1e3:.3f}", "", ""),
+        ("  median of the fastest client, ms", "", f"{min(medians) * 1e3:.3f}", "", ""),
+    )
+    figures: dict[str, object] = {
+        "lookup_blocks": LOOKUP_BLOCKS,
+        "lookup_s": find,
+        "restore_bytes_per_s": pool,
+        "plain_bytes_per_s": plain,
+        "restore_to_plain": ratio,
+        "blocks_on_disk": blocks,
+        "start_s": start,
+        "clients": len(crowd),
+        "crowd_lookup_s": many,
+        "crowd_medians_s": medians,
+        "crowd_slowest_to_fastest": max(medians) / min(medians),
+    }
+    notes = (
+        f"restore: {_RESTORED} blocks of {_BLOCK_BYTES >> 20} MiB each, found, leased, copied and "
+        "released, by two processes; the plain ones copy the same bytes of the same arena",
+        "start: from launching the process, imports included",
+        f"clients at once: {_ASKS_S:g} times a second each looks up {LOOKUP_BLOCKS} on disk, "
+        "each time others",
+    )
+    return Report("service", ("pool service", "p10", "median", "p90", "goal"), rows, figures, notes)
+
+
+def key_of(number: int) -> BlockKey:
+    """The key of one of the blocks of ``write_folder``."""
+    return pool.NAMESPACE.key(
+        hashlib.blake2b(number.to_bytes(8, "little", signed=True), digest_size=32).digest()
+    )
+
+
+class _SparseIo(FileIo):
+    """Slab files without bytes."""
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes)
+
+    def sync(self, fd: int) -> None:
+        pass
+
+
+def write_folder(config: DiskConfig, blocks: int) -> None:
+    """Fills an empty folder with chains that were used over a week, the last one latest: blocks of
+    4 KiB with rows and slots, but no bytes."""
+    config.path.mkdir(mode=0o700, exist_ok=True)
+    clock = Clock()
+    index = Index.open(config.path, clock)
+    store = SlabStore(config.path, config.capacity_bytes, index.pool_id, _SparseIo(), direct=False)
+    try:
+        index.register(pool.NAMESPACE, FOLDER_BLOCK)
+        began, done, tag = int(clock()) - _WEEK_S, 0, bytes(16)
+        while done < blocks:
+            slots = store.slot_class(FOLDER_BLOCK)
+            if not slots.free:
+                assert store.grow(FOLDER_BLOCK)
+            addresses = slots.take(min(20_000, slots.free, blocks - done))
+            keys = [key_of(number) for number in range(done - 1, done + len(addresses))]
+            index.insert(
+                [
+                    Row(
+                        address,
+                        keys[place + 1],
+                        keys[place] if number % FOLDER_CHAIN else None,
+                        number % FOLDER_CHAIN,
+                        FOLDER_BLOCK,
+                        tag,
+                        began + number // FOLDER_CHAIN * FOLDER_CHAIN * _WEEK_S // blocks,
+                    )
+                    for place, (number, address) in enumerate(enumerate(addresses, done))
+                ]
+            )
+            done += len(addresses)
+    finally:
+        store.close()
+        index.close()

@@ -1,0 +1,360 @@
+"""The demo of the tiers: the same requests without a pool, from the device, the host, the disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvrecall.bench.report import engine_version
+from kvrecall.errors import ConfigError, EngineError
+from kvrecall.processes.progress import ProgressLines
+from kvrecall.processes.server import Answer, ServerProcess
+
+# -- what is asked ---------------------------------------------------------------------------
+
+_FIRST_QUESTION = (
+    "Question: Parents have complained to the principal about bullying during recess. The "
+    "principal wants to quickly resolve this, instructing recess aides to be vigilant. Which "
+    "situation should the aides report to the principal?\n"
+    "a) An unengaged girl is sitting alone on a bench, engrossed in a book and showing no "
+    "interaction with her peers.\n"
+    "b) Two boys engaged in a one-on-one basketball game are involved in a heated argument "
+    "regarding the last scored basket.\n"
+    "c) A group of four girls has surrounded another girl and appears to have taken possession of "
+    "her backpack.\n"
+    "d) Three boys are huddled over a handheld video game, which is against the rules and not "
+    "permitted on school grounds.\n"
+    "Answer:"
+)
+_FIRST_ANSWER = (
+    "c) A group of four girls has surrounded another girl and appears to have taken possession of "
+    "her backpack.\n"
+    "Explanation: The principal wants to quickly resolve this, instructing recess aides to be "
+    "vigilant. The principal is concerned about bullying during recess. The principal wants the "
+    "aides to report any bullying behavior to him. The principal is not concerned about the other "
+    "situations.\n"
+)
+_SECOND_QUESTION = (
+    "Question: If the aides confront the group of girls from situation (c) and they deny "
+    "bullying, stating that they were merely playing a game, what specific evidence should the "
+    "aides look for to determine if this is a likely truth or a cover-up for bullying?\n"
+    "Answer:"
+)
+
+TURN_1 = _FIRST_QUESTION
+"""First turn of the example conversation in MindIE's Prefix Cache guide, word for word."""
+
+TURN_2 = _FIRST_QUESTION + _FIRST_ANSWER + _SECOND_QUESTION
+"""Its second turn: the first question, the guide's answer, the second question."""
+
+ANSWER = "417"
+FACT = f"The code of amber falcon is {ANSWER}."
+
+ANSWER_TOKENS = 32
+WARM_UP = "One request before the others, so that no first-time cost is in their times. " * 20
+
+
+def long_question(characters: int) -> str:
+    """``characters`` of Python's language reference with a fact in the middle, and a question.
+
+    The text is that of ``help()``, which every machine with Python has.
+    """
+    text = "\n\n".join(topics[name] for name in sorted(topics))[:characters]
+    middle = text.index("\n\n", len(text) // 2)
+    document = f"{text[:middle]} {FACT}{text[middle:]}"
+    return f"{document}\n\nQuestion: What is the code of amber falcon?\nAnswer:"
+
+
+# -- the demo --------------------------------------------------------------------------------
+
+_SIZES = ("--host-size", "1GiB", "--disk-size", "2GiB")
+_TIERS = ("device", "host", "disk")
+_DEVICE = ("--kv-cache-memory-bytes", "1GiB")
+"""Sizes with which host and device hold everything that the demo computes."""
+
+_FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
+    "--disable-background-networking --disable-component-update"
+).split()
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+_BROWSER_MS = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model, the length of its text in characters, and its longest sequence. ``trained``: its
+    answers are meaningful."""
+
+    model: Path
+    characters: int
+    max_model_len: int
+    trained: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A request of a demo: its text, the preceding event, its answer, and the server."""
+
+    text: str
+    when: str
+    answer: Answer
+    server: str = ""
+
+
+class TierDemo:
+    """Runs in a folder of its own, which the caller removes. ``picture``: the file for a picture of
+    the dashboard, None for none."""
+
+    def __init__(
+        self, subject: Subject, folder: Path, progress: ProgressLines, picture: Path | None = None
+    ) -> None:
+        self._picture = picture
+        self._subject = subject
+        self._folder = folder
+        self._progress = progress
+        self._prompts = {
+            "conversation, turn 1": TURN_1,
+            "conversation, turn 2": TURN_2,
+            "long text": long_question(subject.characters),
+        }
+        self.rows: list[Row] = []
+
+    def run(self) -> None:
+        """Fills ``rows``, in the order of the table. Raises EngineError with the server's
+        message."""
+        self._progress("1/3 a server without pool and without prefix cache, for comparison")
+        with self._server("without.log", pool=False) as server:
+            self._ask(server, "no pool", list(self._prompts))
+        self._progress("2/3 the server with its pool")
+        with self._server("with.log", pool=True) as server:
+            dashboard = f"{server.url}/dashboard"
+            self._progress(f"  its dashboard, for as long as it runs: {dashboard}")
+            self._ask(server, "new", list(self._prompts))
+            self._progress.now("waiting until the pool has written to disk")
+            server.settle()
+            self._ask(server, "asked again", ["long text"])
+            server.forget_device()
+            self._ask(server, "device cache emptied", ["conversation, turn 2", "long text"])
+            if self._picture is not None:
+                take_picture(dashboard, self._picture)
+                self._progress(f"  a picture of the dashboard is in {self._picture}")
+        self._progress("3/3 the server process again: its memory is gone, its disk is not")
+        with self._server("again.log", pool=True) as server:
+            self._ask(server, "server restarted", ["conversation, turn 2", "long text"])
+
+    def _server(self, log: str, pool: bool) -> ServerProcess:
+        self._progress.now("waiting until the server is ready")
+        model = self._subject.model
+        arguments = [str(model), "--served-model-name", model.name, "--dtype", "float32", *_DEVICE]
+        arguments += ["--max-model-len", str(self._subject.max_model_len)]
+        if pool:
+            arguments += [*_SIZES, "--disk-path", str(self._folder / "pool")]
+        else:
+            arguments += ["--no-pool", "--", "--no-enable-prefix-caching"]
+        return ServerProcess(arguments, self._folder / log, self._progress)
+
+    def _ask(self, server: ServerProcess, when: str, names: Sequence[str]) -> None:
+        try:
+            if when in ("no pool", "new", "server restarted"):
+                server.ask(WARM_UP, 4)
+            for name in names:
+                self._progress.now(f"{name}, {when}: waiting for the answer")
+                answer = server.ask(self._prompts[name], ANSWER_TOKENS)
+                self.rows.append(Row(name, when, answer))
+                self._progress(f"  {name}, {when}: first token after {answer.ttft_s:.3f} s")
+            self._progress.now("ending the server")  # unless more requests follow
+        except (EngineError, httpx.HTTPError) as error:
+            raise EngineError(f"{when}: {error}\n{server.log_tail(60)}") from error
+
+
+class Rows:
+    """The answers of a finished demo, in order. The first one to a text was computed; the others
+    must have its tokens."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.all = rows
+        self.first: dict[str, Answer] = {}
+        for row in rows:
+            self.first.setdefault(row.text, row.answer)
+
+    def equal(self, row: Row) -> bool:
+        return row.answer.tokens == self.first[row.text].tokens
+
+    @property
+    def all_equal(self) -> bool:
+        return bool(self.all) and all(map(self.equal, self.all))
+
+    @property
+    def identical(self) -> str:
+        """The number of answers with the same tokens as the first one to their text."""
+        return f"{sum(map(self.equal, self.all))} of {len(self.all)} answers identical"
+
+    def faster(self, when: str, computed: str) -> float:
+        """The speed-up of the long text's first token; 0 if a time is missing."""
+        then, now = self.ttft(computed), self.ttft(when)
+        return then / now if then and now else 0.0
+
+    def recalled(self, tier: str, when: str = "") -> int:
+        """Prompt tokens from the tier, in total or in the requests sent ``when``."""
+        rows = (row for row in self.all if when in ("", row.when))
+        return sum(row.answer.recalled.get(tier, 0) for row in rows)
+
+    def ttft(self, when: str) -> float | None:
+        """Seconds to the first token of the long text."""
+        times = (r.answer.ttft_s for r in self.all if (r.text, r.when) == ("long text", when))
+        return next((round(seconds, 4) for seconds in times), None)
+
+
+class Verdict:
+    """The verdict on a finished demo of the tiers."""
+
+    def __init__(self, rows: Sequence[Row], model: str, trained: bool = True) -> None:
+        """``trained``: whether the model's answers are meaningful."""
+        self._rows = Rows(rows)
+        self._model = model
+        self._trained = trained
+        self._long = [row for row in rows if row.text == "long text"]
+
+    def summary(self) -> dict[str, object]:
+        """The line of JSON. ``ok``: all tokens equal and every tier was hit."""
+        rows = self._rows
+        hits = {tier: rows.recalled(tier) for tier in _TIERS}
+        return {
+            "ok": rows.all_equal and all(hits.values()),
+            "tokens_equal": rows.all_equal,
+            **{f"{tier}_hit_tokens": count for tier, count in hits.items()},
+            "ttft_recompute_s": rows.ttft("no pool"),
+            "ttft_device_s": rows.ttft("asked again"),
+            "ttft_host_s": rows.ttft("device cache emptied"),
+            "ttft_disk_s": rows.ttft("server restarted"),
+            "answers_right": self._right() if self._trained else None,
+            "times_as_fast": {
+                tier: round(self._rows.faster(when, "no pool"), 1)
+                for tier, when in (("host", "device cache emptied"), ("disk", "server restarted"))
+            },
+            "model": self._model,
+            "vllm": engine_version(),
+        }
+
+    def _right(self) -> bool:
+        """Whether every reply over the long text names the value that the text states."""
+        return all(ANSWER in row.answer.text.strip().split("\n")[0] for row in self._long)
+
+    def headline(self) -> str:
+        """The last line."""
+        host, disk = (
+            self._rows.faster(when, "no pool")
+            for when in ("device cache emptied", "server restarted")
+        )
+        return (
+            f"First token of the long text: {times(host)} as fast from host memory, {times(disk)} "
+            f"from disk after a restart; {self._rows.identical}."
+        )
+
+    def print(self, console: Console, as_json: bool = False) -> None:
+        """Prints the table, the checks, the line of JSON and the last line; or only the line of
+        JSON."""
+        if as_json:
+            print_line(console, self.summary())
+            return
+        rows = [((row.text, row.when), row.answer, self._rows.equal(row)) for row in self._rows.all]
+        title = f"{self._model} on vLLM {engine_version()}"
+        table = answers_table(title, ("request", "server"), _TIERS, rows)
+        console.print(table)
+        console.print("device, host, disk, computed: where each prompt's tokens came from")
+        hits = {row.answer.logprobs for row in self._long if row.when not in ("no pool", "new")}
+        same = "bit-identical" if len(hits) == 1 else "NOT bit-identical"
+        console.print(f"log-probabilities after a device, host and disk hit: {same}")
+        if self._trained:
+            answer = self._rows.first["long text"].text.strip().splitlines()
+            verdict = "right, each time" if self._right() else "not what the text says"
+            said = answer[0] if answer else ""
+            console.print(f"answer about the long text: {said!r}, {verdict}", markup=False)
+        else:
+            console.print("the weights are random: only the equality of answers is meaningful")
+        if missed := [tier for tier in _TIERS if not self._rows.recalled(tier)]:
+            console.print(
+                f"nothing came from {' and '.join(missed)}: kvrecall computes what it expects to "
+                "load more slowly; on a busy machine, repeat the demo"
+            )
+        print_line(console, self.summary())
+        print_headline(console, self.headline())
+
+
+def answers_table(
+    title: str,
+    labels: Sequence[str],
+    tiers: Sequence[str],
+    rows: Iterable[tuple[Sequence[str], Answer, bool]],
+) -> Table:
+    """A row for each answer: its labels, tokens by ``tiers``, and whether its tokens are equal."""
+    table = Table(title=Text(title))
+    for name in labels:
+        table.add_column(name)
+    for name in ("prompt", *tiers, "computed", "first token", "tokens"):
+        table.add_column(name, justify="right")
+    for texts, answer, equal in rows:
+        counts = (str(answer.recalled.get(name, 0)) for name in (*tiers, "computed"))
+        first = f"{answer.ttft_s:.3f} s"
+        verdict = "equal" if equal else "[red]DIFFER[/red]"
+        table.add_row(*texts, str(answer.prompt_tokens), *counts, first, verdict)
+    return table
+
+
+def print_line(console: Console, summary: dict[str, object]) -> None:
+    """Prints the line of JSON without wrapping."""
+    line = json.dumps(summary, separators=(",", ":"))
+    console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def print_headline(console: Console, line: str) -> None:
+    """Prints the last line."""
+    console.print(f"\n{line}", style="bold", soft_wrap=True, markup=False, highlight=False)
+
+
+def times(factor: float) -> str:
+    """A factor, rounded for display."""
+    return f"{factor:.0f} times" if factor >= 9.95 else f"{factor:.1f} times"
+
+
+def require_browser() -> None:
+    """Raises ConfigError if a screenshot cannot be taken here."""
+    try:
+        import playwright.sync_api  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError("--shot needs playwright; make setup installs it") from error
+    if _browser() is None:
+        raise ConfigError(f"--shot needs a browser: one of {', '.join(_BROWSERS)}")
+
+
+def _browser() -> str | None:
+    return next((path for name in _BROWSERS if (path := shutil.which(name))), None)
+
+
+def take_picture(url: str, path: Path, width: int = 1360, height: int = 900) -> None:
+    """Writes a screenshot of the dashboard at ``url`` to ``path``, a PNG. Raises EngineError."""
+    from playwright.sync_api import Error, sync_playwright
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=_browser(), args=_FLAGS)
+            page = browser.new_page(
+                viewport={"width": width, "height": height}, color_scheme="light"
+            )
+            page.goto(url)
+            page.wait_for_selector("#recall svg", timeout=_BROWSER_MS)
+            page.wait_for_selector("#tree .row", timeout=_BROWSER_MS)
+            page.screenshot(path=path, full_page=True)
+            browser.close()
+    except Error as error:
+        raise EngineError(f"no picture of {url}: {error.message.splitlines()[0]}") from error

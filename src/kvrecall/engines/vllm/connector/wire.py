@@ -1,1 +1,0 @@
-from kvrecall.engines.vllm.wire import *  # noqa: F403 - until the laboratory has moved

@@ -1,0 +1,175 @@
+"""``kvrecall gpu-check``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import typer
+
+from kvrecall.bench.report import NO_ENGINE, engine_version, machine
+from kvrecall.engines.vllm.compat.versions import SUPPORTED, Fit, fit_of
+from kvrecall.errors import ConfigError
+from kvrecall.gpu_check.outcome import Outcome, State
+from kvrecall.gpu_check.part import NOT_QUICK, PARTS, Part, overdue, run_part
+from kvrecall.processes.progress import ProgressLines
+
+app = typer.Typer(add_completion=False)
+
+QUICK_S = 480.0
+"""``--quick`` ends within so many seconds."""
+
+_RESERVE_S = 10.0  # to end what runs, and to say so
+
+Say = Callable[[str], None]
+Json = Annotated[bool, typer.Option("--json", help="Print only lines of JSON.")]
+
+
+@app.command()
+def gpu_check(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes: takes at most eight minutes.")
+    ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PART", help=f"Run this part; repeatable. Of: {', '.join(PARTS)}."),
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            help="torch's name, such as cuda:1; cpu: a trial of the check. Default: the "
+            "accelerator that torch finds."
+        ),
+    ] = "",
+    as_json: Json = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Append to this file, as it goes, what each part finds: lines of JSON."),
+    ] = None,
+    require: Annotated[
+        bool, typer.Option("--require", help="Exit with 1 if there is nothing to check.")
+    ] = False,
+) -> None:
+    """Check kvrecall on this machine's GPU, and measure it.
+
+    Parts that need an engine are skipped without a supported vLLM. Exits with 1 if a check failed.
+    Without a GPU, reports that and exits with 0.
+    """
+    names = wanted(only or (), quick)
+    progress = ProgressLines("gpu-check")
+    outcomes = []
+    with progress.alive(), _opened(out) as file:
+        results = Results(file, as_json, progress)
+        results.write({"check": "start", "parts": names, "quick": quick, **machine()})
+        for outcome in _outcomes(names, device, quick, results):
+            outcomes.append(outcome)
+            results.add(outcome)
+        results.write(summary(outcomes), always=True)
+    raise typer.Exit(status(outcomes, require))
+
+
+def wanted(only: Sequence[str], quick: bool) -> list[str]:
+    """The parts to run, in their order; the device always comes first. Raises ConfigError."""
+    for name in only:
+        if name not in PARTS:
+            raise ConfigError(f"--only {name}: no such part; there are {', '.join(PARTS)}")
+    chosen = set(only) | {"device"} if only else set(PARTS) - (NOT_QUICK if quick else set())
+    return [name for name in PARTS if name in chosen]
+
+
+class Results:
+    """Where outcomes go when they come: the file, which ``kill -9`` leaves whole up to its last
+    line, and standard output."""
+
+    def __init__(self, file: IO[str] | None, as_json: bool, progress: Say) -> None:
+        self._file = file
+        self._as_json = as_json
+        self._progress = progress
+
+    def add(self, outcome: Outcome) -> None:
+        """What a part has found, at its end or before."""
+        if outcome.state is State.RUNNING:
+            self._progress(f"  {outcome.note}")
+        elif not self._as_json:
+            typer.echo(f"{outcome.check:17} {outcome.state.value:4}  {outcome.note}")
+        self._line(outcome.line(), self._as_json and outcome.state is not State.RUNNING)
+
+    def write(self, facts: dict[str, Any], always: bool = False) -> None:
+        self._line(json.dumps(facts, separators=(",", ":")), self._as_json or always)
+
+    def _line(self, line: str, shown: bool) -> None:
+        if shown:
+            typer.echo(line)
+        if self._file is not None:
+            self._file.write(line + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+
+def status(outcomes: Sequence[Outcome], require: bool) -> int:
+    """0 if nothing failed and, with ``require``, something was checked."""
+    if any(each.state is State.FAIL for each in outcomes):
+        return 1
+    return int(require and outcomes[0].state is not State.PASS)
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
+    """The last line. ``ran``: whether there was a device to check."""
+    return {
+        "check": "gpu",
+        "ran": outcomes[0].state is State.PASS,
+        "why_not": "" if outcomes[0].state is State.PASS else outcomes[0].note,
+        "failed": [each.check for each in outcomes if each.state is State.FAIL],
+        "not_run": [each.check for each in outcomes if each.state is State.SKIP],
+        "checks": {
+            each.check: {"state": each.state, "note": each.note, **each.figures}
+            for each in outcomes
+        },
+        **machine(),
+    }
+
+
+def _outcomes(
+    names: Sequence[str], device: str, quick: bool, results: Results
+) -> Iterator[Outcome]:
+    """The outcomes; the first is whether there is a device, and without one the only one."""
+    end = time.monotonic() + QUICK_S - _RESERVE_S if quick else float("inf")
+    for name in names:
+        part, left = PARTS[name], end - time.monotonic()
+        why = hindrance(part, left, quick)
+        limit_s = min(left, part.quick_s if quick else part.whole_s)
+        outcome = (
+            Outcome(name, State.SKIP, why)
+            if why
+            else run_part(name, device, quick, limit_s, results.add)
+        )
+        if outcome.note == overdue(limit_s) and limit_s < part.quick_s:  # by others' fault
+            note = f"not done in the {limit_s:.0f} of {QUICK_S:.0f} s that were left for it"
+            outcome = replace(outcome, state=State.SKIP, note=note)
+        yield outcome
+        if name == "device":
+            if outcome.state is not State.PASS:
+                return
+            device = device or str(outcome.figures["device"])
+
+
+def hindrance(part: Part, left_s: float, quick: bool) -> str:
+    """Why a part is not run; "" if it is."""
+    version = engine_version()
+    is_there = version != NO_ENGINE
+    if part.needs_engine and not (is_there and fit_of(version) is Fit.TESTED):
+        found = f"{version} is installed" if is_there else "none is installed"
+        return f"needs vLLM {SUPPORTED}; {found} here"
+    if quick and left_s < part.quick_s / 3:
+        return f"{left_s:.0f} of {QUICK_S:.0f} s were left, too few for it; run it with --only"
+    return ""
+
+
+def _opened(out: Path | None) -> Any:
+    return contextlib.nullcontext() if out is None else out.open("a")

@@ -1,0 +1,319 @@
+"""One check on a device, in its own process: an illegal access poisons a device's context, which
+also holds memory that an engine started later needs; and what hangs can be ended.
+
+``python -m kvrecall.gpu_check.part CHECK DEVICE [quick]`` prints lines of JSON, each an
+``Outcome``: what it found so far, and last how it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import psutil
+
+from kvrecall.gpu_check.outcome import Finding, Outcome, SkipError, State, tried
+
+_CPU = "cpu"
+_CONTEXTS: Sequence[int] = (32768, 131072, 524288)
+_PROMPTS = (8192, 16384, 32768, 65536, 131072)
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """What a check is told. ``device``: torch's name. ``say``: reports what it found so far."""
+
+    device: str
+    quick: bool
+    say: Callable[[str], None]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether this is only a trial of the check."""
+        return self.device == _CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A check. ``quick_s``: the most it may take with small sizes, about three times what it should
+    on an H200 (docs/gpu-check.md); ``whole_s``: with all. ``needs_engine``: a vLLM that kvrecall
+    supports."""
+
+    check: Callable[[Here], Finding]
+    quick_s: float
+    whole_s: float = 900.0
+    needs_engine: bool = False
+
+
+def run_part(
+    check: str, device: str, quick: bool, limit_s: float, heard: Callable[[Outcome], None]
+) -> Outcome:
+    """How ``check`` ended; a process that dies, or that had to be ended after ``limit_s``, has
+    failed. ``heard``: is told what the check says meanwhile."""
+    command = [sys.executable, "-m", "kvrecall.gpu_check.part", check, device]
+    late = threading.Event()
+    with (
+        tempfile.TemporaryDirectory(prefix="kvrecall-gpu-check-") as folder,
+        open(f"{folder}/log", "w+") as log,
+    ):
+        process = subprocess.Popen(
+            [*command, "quick"] if quick else command,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, "TMPDIR": folder},
+        )
+
+        def end() -> None:
+            late.set()
+            _end(process.pid)
+
+        timer = threading.Timer(limit_s, end)
+        timer.start()
+        try:
+            last = _last(process, heard)
+            if last is None and late.is_set():
+                return Outcome(check, State.FAIL, overdue(limit_s))
+            return last or _died(check, process, log)
+        finally:
+            timer.cancel()
+            _end(process.pid)
+            process.wait()
+
+
+def _last(process: subprocess.Popen[str], heard: Callable[[Outcome], None]) -> Outcome | None:
+    """The last of the process's lines; None if it is missing."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        try:
+            outcome = Outcome.read(line)
+        except (ValueError, KeyError, TypeError):  # a library's
+            continue
+        if outcome.state is not State.RUNNING:
+            return outcome
+        heard(outcome)
+    return None
+
+
+def overdue(limit_s: float) -> str:
+    """The note of a part that had to be ended."""
+    return f"no end after {limit_s:.0f} s"
+
+
+def _died(check: str, process: subprocess.Popen[str], log: Any) -> Outcome:
+    status = process.wait()
+    log.seek(0)
+    said = (log.read().strip().splitlines() or ["nothing was said"])[-1]
+    return Outcome(check, State.FAIL, f"the process ended with {status}: {said}")
+
+
+def _end(pid: int) -> None:
+    """Kills a process and its descendants. Idempotent."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for one in [*process.children(recursive=True), process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+
+
+# -- the checks -------------------------------------------------------------------------------
+
+
+def _device(here: Here) -> Finding:
+    """Whether there is a device, without which nothing else is checked."""
+    import torch
+
+    from kvrecall.engines.vllm.device.facts import accelerators, built_for
+
+    about = {"torch": str(torch.__version__), "built_for": built_for()}
+    if here.on_cpu:
+        return "a CPU: a trial of the check, whose figures mean nothing", {"device": _CPU, **about}
+    found = accelerators()
+    if not found:
+        raise SkipError(f"torch {torch.__version__} finds no accelerator")
+    place = torch.device(here.device) if here.device else torch.accelerator.current_accelerator()
+    assert place is not None
+    facts = found[place.index or 0]
+    about["device"] = str(place)
+    figures = {"name": facts.name, "capability": facts.capability}
+    return facts.name, {**figures, "memory_gib": round(facts.nbytes / 2**30, 1), **about}
+
+
+def _copies(here: Here) -> Finding:
+    import torch
+
+    from kvrecall.gpu_check import copies
+    from kvrecall.gpu_check.layouts import LAYOUTS, Size
+
+    place = torch.device(here.device)
+    blocks = 16 if here.on_cpu else 64 if here.quick else 256
+    moved = copies.check_copies(place, Size(blocks, 3, 16, 8, 128))
+    copies.check_fetches(place)
+    note = f"{moved / 2**20:.0f} MiB there and back in {len(LAYOUTS)} layouts"
+    return note, {"bytes": moved}
+
+
+def _traffic(here: Here) -> Finding:
+    import torch
+
+    from kvrecall.gpu_check import traffic
+    from kvrecall.gpu_check.layouts import LAYOUTS, Size
+
+    size, steps = Size(257, 4, 64, 8, 128), 150 if here.quick else 2000
+    if here.on_cpu:
+        size, steps = Size(17, 2, 16, 2, 32), 60
+    found = {}
+    for layout in LAYOUTS:
+        found[layout] = traffic.check_traffic(layout, size, torch.device(here.device), steps)
+        here.say(f"{layout}: {found[layout]}")
+    loaded, preempted = (
+        sum(one[what] for one in found.values()) for what in ("loaded", "preempted")
+    )
+    note = f"{loaded} blocks came back with the sums they left with, in {len(found)} layouts; "
+    return f"{note}{preempted} were taken while they were stored", found
+
+
+def _bandwidth(here: Here) -> Finding:
+    """Copies in order and scattered, alternating with a plain copy: the bandwidth of the bus."""
+    import torch
+
+    from kvrecall.bench.bandwidth import measure_bandwidth
+
+    nbytes = (512 << 20) if here.quick else (2 << 30)
+    pieces = {"64 KiB": 64 << 10, "512 KiB": 512 << 10}  # 16 and 128 tokens of a Llama 8B's layer
+    layers = 32
+    if here.on_cpu:
+        nbytes, layers = 8 << 20, 4
+    found = {}
+    for name, piece in pieces.items():
+        blocks = nbytes // (layers * piece)
+        found[name] = measure_bandwidth(blocks, layers, layers * piece, torch.device(here.device))
+        here.say(f"pieces of {name}: {found[name]}")
+    note = "; ".join(
+        f"{name}: restore {one['restore_gb_s']} GB/s ({one['restore_to_plain']} of a plain copy), "
+        f"scattered {one['scattered_gb_s']}, store {one['store_gb_s']}, vLLM's connector "
+        f"{one.get('vllm_gb_s', 'has none here')}"
+        for name, one in found.items()
+    )
+    return note, found
+
+
+def _retrieval(here: Here) -> Finding:
+    import torch
+
+    from kvrecall.gpu_check import attention
+
+    _need_triton(here)
+    place = torch.device(here.device)
+    same = attention.check_selection(place, 16 if here.on_cpu else 64 if here.quick else 512)
+    here.say("the search agrees with the CPU's")
+    attention.check_attention(place)
+    return "search and kernels agree with plain torch on the CPU", {"same_blocks": same}
+
+
+def _decode(here: Here) -> Finding:
+    import torch
+
+    from kvrecall.attention.settings import RetrievalSettings
+    from kvrecall.gpu_check import attention
+
+    _need_triton(here)
+    place = torch.device(here.device)
+    contexts, settings = _CONTEXTS[: 1 if here.quick else None], RetrievalSettings()
+    if here.on_cpu:
+        contexts = (1024,)
+        settings = RetrievalSettings(init_tokens=128, local_tokens=128, least_blocks=1)
+    found = {}
+    for context in contexts:
+        found[str(context)] = attention.decode_times(place, context, settings)
+        here.say(f"{context} tokens: {found[str(context)]}")
+    note = "; ".join(
+        f"{int(context) // 1024}K: dense {one['dense_ms']} ms, FlashAttention "
+        f"{one.get('flash_ms', 'not there')}, retrieval {one['retrieval_ms']} ms"
+        for context, one in found.items()
+    )
+    return f"attention of a token in one layer, {note}", found
+
+
+def _need_triton(here: Here) -> None:
+    """On the CPU, Triton's kernels run in its interpreter."""
+    if find_spec("triton") is None:
+        raise SkipError("the kernel needs triton, which is not installed here")
+    if here.on_cpu:
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _tokens(form: str, here: Here) -> Finding:
+    from kvrecall.gpu_check import servers
+
+    if here.on_cpu and form != "eager":
+        raise SkipError(f"{form} is the same as eager on a CPU, or not there")
+    nbytes = (64 << 20) if here.on_cpu else servers.DEVICE_BYTES
+    return servers.check_tokens(form, here.say, nbytes)
+
+
+def _first_token(here: Here) -> Finding:
+    from kvrecall.gpu_check import servers
+
+    if here.on_cpu:
+        return servers.measure_first_token((512,), servers.SMALL, 1, here.say, ("kvrecall",))
+    prompts, repetitions = (_PROMPTS[:1], 2) if here.quick else (_PROMPTS, 5)
+    return servers.measure_first_token(prompts, servers.LARGE, repetitions, here.say)
+
+
+def _retrieval_tokens(here: Here) -> Finding:
+    from kvrecall.gpu_check import servers
+
+    nbytes = (64 << 20) if here.on_cpu else servers.DEVICE_BYTES
+    return servers.check_retrieval_tokens(here.device, here.say, nbytes)
+
+
+def _decode_engine(here: Here) -> Finding:
+    from kvrecall.gpu_check import servers
+
+    if here.on_cpu:
+        small = servers.SMALL, here.device, here.say, servers.SCALED
+        return servers.measure_decode((2048,), *small)
+    contexts = _CONTEXTS[: 1 if here.quick else 2]
+    return servers.measure_decode(contexts, servers.LARGE, here.device, here.say)
+
+
+FORMS = ("piecewise", "eager", "graphs", "fp8")
+
+PARTS: Mapping[str, Part] = {
+    "device": Part(_device, 60),
+    "copies": Part(_copies, 45),
+    "traffic": Part(_traffic, 60),
+    "bandwidth": Part(_bandwidth, 60),
+    "retrieval": Part(_retrieval, 75),
+    "decode": Part(_decode, 60),
+    **{f"tokens-{form}": Part(partial(_tokens, form), 180, needs_engine=True) for form in FORMS},
+    "retrieval-tokens": Part(_retrieval_tokens, 180, needs_engine=True),
+    "first-token": Part(_first_token, 150, 1800, needs_engine=True),
+    "decode-engine": Part(_decode_engine, 150, needs_engine=True),
+}
+"""In the order in which they run."""
+
+NOT_QUICK = frozenset({"tokens-eager", "tokens-graphs", "tokens-fp8"})
+"""``--quick`` runs these only if ``--only`` names them."""
+
+
+def _main(check: str, device: str, *words: str) -> None:
+    def say(text: str) -> None:
+        print(Outcome(check, State.RUNNING, text).line(), flush=True)
+
+    here = Here(device, "quick" in words, say)
+    print(tried(check, say, partial(PARTS[check].check, here)).line(), flush=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,355 @@
+"""Whole engines on the device: equal tokens from every tier and by every attention, and times
+beside vLLM's own. A failed check raises CheckError, a failed engine EngineError.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvrecall.attention.settings import PREFIX
+from kvrecall.bench.model import BLOCK, Texts
+from kvrecall.bench.models import write_model
+from kvrecall.bench.report import percentiles
+from kvrecall.environment import PLUGINS, RETRIEVAL
+from kvrecall.gpu_check.outcome import CheckError, Finding
+from kvrecall.processes.child import server_environment
+from kvrecall.processes.server import Answer, Progress, ServerProcess
+
+FORMS: Mapping[str, Sequence[str]] = {
+    "eager": ("--enforce-eager",),
+    "graphs": ("--no-enforce-eager",),
+    "piecewise": (
+        "--no-enforce-eager",
+        "--",
+        "--compilation-config",
+        '{"cudagraph_mode": "PIECEWISE"}',
+    ),
+    "fp8": ("--enforce-eager", "--kv-cache-dtype", "fp8"),
+}
+"""Ways to run a model, by options of ``kvrecall serve``."""
+
+DEVICE_BYTES = 256 << 20
+"""Of KV cache, for small models."""
+
+ENGINES = ("dense", "retrieval")
+SHARES = (1.0, 0.3)
+"""Of the blocks. Of the second it is only asked that the answer is the same again."""
+
+OPEN = {PREFIX + "OFFLOAD_BOUNDARY": str(1 << 30), PREFIX + "GATE": "0"}
+"""Whatever the length, sequences past the dense boundary are sparse and stay on the device."""
+
+SCALED = {
+    **OPEN,
+    PREFIX + "INIT_TOKENS_NUM": "128",
+    PREFIX + "LOCAL_TOKENS_NUM": "256",
+    PREFIX + "DENSE_BOUNDARY": "1024",
+    PREFIX + "DENSE_LAYERS": "1",
+    PREFIX + "LEAST_BLOCKS": "1",
+}
+"""By which a prompt of 20 blocks is long."""
+
+_PROMPT = 20 * BLOCK
+_DECODED = 24
+_TIMED = 64
+"""Tokens of an answer that is timed."""
+_EXACT = {"TRITON_F32_DEFAULT": "ieee"}
+"""Without it vLLM's own kernel rounds factors to ten bits on a GPU, and ours does not."""
+_LIMIT_S = 1800.0
+
+
+# -- models ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama-like model of random weights."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Of KV cache a token, bfloat16."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+SMALL = Shape(256, 4, 4, 2, 64)
+LARGE = Shape(4096, 32, 32, 8, 128)
+"""6.2 billion weights, and the KV cache of an 8B model: 128 KiB a token."""
+SHALLOW = Shape(4096, 8, 32, 8, 128)
+"""A quarter of its layers: 32 KiB a token, so that many long sequences fit the host's memory."""
+
+
+@contextmanager
+def model_folder(shape: Shape, longest: int, weights: bool) -> Iterator[tuple[Path, Path]]:
+    """A folder for logs, and a model in it; without ``weights`` only its description."""
+    with tempfile.TemporaryDirectory(prefix="kvrecall-gpu-check-") as name:
+        folder = Path(name)
+        sizes: dict[str, Any] = asdict(shape)
+        path = write_model(
+            folder / "model", "llama", max_position=longest, weights=weights, **sizes
+        )
+        yield folder, path
+
+
+# -- recall ----------------------------------------------------------------------------------
+
+
+def check_tokens(form: str, progress: Progress, device_bytes: int = DEVICE_BYTES) -> Finding:
+    """Answers from host memory and, after a restart, from disk have exactly the tokens of the
+    answer from the device, vLLM's own prefix cache. Figures: prompt tokens recalled by tier. The
+    computed answer is not compared: a hit and a computed prompt use different kernels, which gives
+    other tokens with random 16-bit weights, with or without a pool.
+    """
+    with model_folder(SMALL, 8192, weights=True) as (folder, path):
+        # Such a small model computes as fast as it loads, so load everything found.
+        pool = folder / "pool.json"
+        pool.write_text(json.dumps({"load_or_compute": "load", "load_deadline": 60}))
+        words = [str(path), "--kv-cache-memory-bytes", str(device_bytes), "--host-size", "256MiB"]
+        words += ["--disk-path", str(folder / "disk"), "--disk-size", "1GiB"]
+        words += ["--pool-config", str(pool), *FORMS[form]]
+        texts = Texts()
+        document, other = texts.document(_PROMPT + 16), texts.document(4 * BLOCK + 16)
+        with ServerProcess(words, folder / "server.log", progress) as server:
+            server.ask(other, 1)
+            server.ask(document, _DECODED)
+            device = server.ask(document, _DECODED)
+            server.settle()
+            server.forget_device()
+            host = server.ask(document, _DECODED)
+            server.settle()
+        with ServerProcess(words, folder / "again.log", progress) as server:
+            server.ask(other, 1)  # the first hit after a start is audited
+            disk = server.ask(document, _DECODED)
+    found = {}
+    for tier, answer in (("device", device), ("host", host), ("disk", disk)):
+        if answer.tokens != device.tokens:
+            raise CheckError(
+                f"other tokens from {tier}: {answer.tokens} instead of {device.tokens}"
+            )
+        found[tier] = answer.recalled.get(tier, 0)
+        if found[tier] < _PROMPT:
+            raise CheckError(
+                f"{found[tier]} of {_PROMPT} tokens came from {tier}: {answer.recalled}"
+            )
+    split = ", ".join(f"{count} from {tier}" for tier, count in found.items())
+    return f"equal: {split}", {"recalled": found}
+
+
+def measure_first_token(
+    contexts: Sequence[int],
+    shape: Shape,
+    repetitions: int,
+    progress: Progress,
+    connectors: Sequence[str] = ("kvrecall", "OffloadingConnector"),
+) -> Finding:
+    """Median seconds to the first token of prompts of ``contexts`` tokens, by connector and source:
+    computed, from the device, and from host memory after the device's cache was emptied. The
+    weights are random and generated in place, the same for both."""
+    longest = max(contexts)
+    seconds: dict[str, dict[str, dict[str, float]]] = {}
+    with model_folder(shape, longest + 1024, weights=False) as (folder, path):
+        words = [str(path), "--max-model-len", str(longest + 512), "--block-size", str(BLOCK)]
+        for name in connectors:
+            progress(f"{name}: starting")
+            options = host_memory_options(name, 3 * longest * shape.token_bytes)
+            with ServerProcess([*words, *options], folder / "server.log", progress) as server:
+                texts = Texts()
+                server.ask(texts.document(4 * BLOCK), 2)
+                seconds[name] = {}
+                for context in contexts:
+                    times: dict[str, list[float]] = {"computed": [], "device": [], "host": []}
+                    for _ in range(repetitions):
+                        document = texts.document(context)
+                        times["computed"].append(server.ask(document, 2).ttft_s)
+                        times["device"].append(server.ask(document, 2).ttft_s)
+                        if name == "kvrecall":
+                            server.settle()
+                        server.forget_device()
+                        times["host"].append(server.ask(document, 2).ttft_s)
+                        server.forget_device()
+                    medians = {source: percentiles(some)["p50"] for source, some in times.items()}
+                    seconds[name][str(context)] = medians
+                    progress(f"  {context} tokens: {medians}")
+    note = "; ".join(
+        f"{name}: " + ", ".join(f"{int(c) // 1024}K {one['host']:.3f} s" for c, one in each.items())
+        for name, each in seconds.items()
+    )
+    return f"from host memory, {note}", {"seconds": seconds}
+
+
+def host_memory_options(connector: str, host_bytes: int) -> list[str]:
+    """Options of ``kvrecall serve`` for host memory behind this connector."""
+    dummy = ["--", "--load-format", "dummy"]
+    if connector == "kvrecall":
+        return ["--host-size", str(host_bytes), *dummy]
+    theirs = {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes},
+    }
+    return ["--no-pool", *dummy, "--kv-transfer-config", json.dumps(theirs)]
+
+
+# -- retrieval attention ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Replies:
+    """Tokens of two answers to one prompt, and the blocks considered and selected."""
+
+    first: tuple[int, ...]
+    again: tuple[int, ...]
+    considered: int
+    selected: int
+
+
+def check_retrieval_tokens(
+    device: str, progress: Progress, device_bytes: int = DEVICE_BYTES
+) -> Finding:
+    """Compares a server without retrieval and one per share: retrieval of every block gives the
+    tokens of dense attention, retrieval of few blocks the same tokens twice. Figures: blocks
+    considered and selected, by share. In 32 bits on a GPU, because random 16-bit weights give other
+    tokens with another correct kernel.
+    """
+    with model_folder(SMALL, 8192, weights=True) as (folder, path):
+        words = [str(path), "--kv-cache-memory-bytes", str(device_bytes), "--host-size", "256MiB"]
+        document = Texts().document(_PROMPT + 16)
+
+        def ask(share: float | None) -> Replies:
+            log = folder / f"{share}.log"
+            settings = {} if share is None else {**SCALED, PREFIX + "TOPK_PERCENT": str(share)}
+            options = token_options(device, share is not None)
+            progress(f"  {'dense' if share is None else f'a share of {share}'}: starting")
+            environment = _environment(settings)
+            with ServerProcess([*words, *options], log, progress, environment) as server:
+                server.ask(document, _DECODED)
+                first, again = (server.ask(document, _DECODED).tokens for _ in range(2))
+                return Replies(first, again, *_blocks(server))
+
+        dense = ask(None)
+        found = {}
+        for share in SHARES:
+            sparse = ask(share)
+            require_right(dense, sparse, share)
+            found[str(share)] = {"considered": sparse.considered, "selected": sparse.selected}
+    chosen = ", ".join(f"{one['selected']} of {one['considered']}" for one in found.values())
+    note = f"those of dense attention, or the same twice: {chosen} blocks chosen"
+    return note, {"blocks": found}
+
+
+def token_options(device: str, sparse: bool) -> list[str]:
+    """Options of ``kvrecall serve``. Of vLLM's GPU backends with retrieval, FlashAttention does not
+    support 32 bits."""
+    words = ["--retrieval"] if sparse else []
+    if device == "cpu":
+        return words
+    return [*words, "--dtype", "float32", "--", "--attention-backend", "TRITON_ATTN"]
+
+
+def require_right(dense: Replies, sparse: Replies, share: float) -> None:
+    """Raises CheckError if retrieval of this share of the blocks is wrong."""
+    if sparse.first != sparse.again:
+        raise CheckError(
+            f"on repetition, retrieval of {share} of the blocks gives other tokens: "
+            f"{sparse.again} instead of {sparse.first}"
+        )
+    if not sparse.selected:
+        raise CheckError(f"retrieval did not act: of {sparse.considered} blocks none was selected")
+    if share < 1 and sparse.selected >= sparse.considered:
+        raise CheckError(f"all of {sparse.considered} blocks were selected, not {share} of them")
+    if share == 1 and sparse.selected != sparse.considered:
+        raise CheckError(f"of {sparse.considered} blocks only {sparse.selected} were selected")
+    if share == 1 and sparse.first != dense.first:
+        raise CheckError(
+            f"retrieval of every block gives other tokens than dense attention: {sparse.first} "
+            f"instead of {dense.first}"
+        )
+
+
+def measure_decode(
+    contexts: Sequence[int],
+    shape: Shape,
+    device: str,
+    progress: Progress,
+    scaled: Mapping[str, str] | None = None,
+    engines: Sequence[str] = ENGINES,
+) -> Finding:
+    """Median seconds a decoded token of one request takes behind prompts of ``contexts`` tokens,
+    dense and by retrieval, one server after the other, without the gate, which is based on such
+    figures. ``scaled``: settings instead of the defaults. The weights are random and generated in
+    place, the same for both."""
+    longest = max(contexts) + 512
+    seconds: dict[str, dict[str, float]] = {}
+    with model_folder(shape, longest + 512, weights=False) as (folder, path):
+        for name in engines:
+            progress(f"  {name}: starting")
+            sparse = name == "retrieval"
+            words = decode_options(path, longest, shape, device, sparse)
+            environment = _environment({**OPEN, **(scaled or {})} if sparse else {})
+            with ServerProcess(words, folder / f"{name}.log", progress, environment) as server:
+                seconds[name] = {}
+                for context in contexts:
+                    document = Texts(context).document(context)
+                    server.ask(document, 2)  # computes the prompt
+                    server.ask(document, _TIMED, ignore_eos=True)  # compiles further kernels
+                    server.settle()
+                    answers = [server.ask(document, _TIMED, ignore_eos=True) for _ in range(3)]
+                    seconds[name][str(context)] = percentiles(list(map(_token_s, answers)))["p50"]
+                    if (_blocks(server)[1] > 0) != sparse:
+                        acted = "did not act" if sparse else "acted"
+                        raise CheckError(f"{name}, {context} tokens: retrieval {acted}")
+            progress(f"  {seconds[name]}")
+    note = "; ".join(
+        f"{name}: " + ", ".join(f"{int(c) // 1024}K {each[c] * 1e3:.2f} ms" for c in each)
+        for name, each in seconds.items()
+    )
+    return f"a decoded token, {note}", {"seconds": seconds}
+
+
+def decode_options(path: Path, longest: int, shape: Shape, device: str, sparse: bool) -> list[str]:
+    """Options of ``kvrecall serve``. A device cache for one sequence leaves room for digests; the
+    pool is small, as nothing is recalled. FlashAttention is the backend that retrieval replaces on
+    a GPU, whatever vLLM would choose."""
+    room = int(1.25 * longest) * shape.token_bytes
+    words = [str(path), "--max-model-len", str(longest), "--block-size", str(BLOCK)]
+    words += ["--kv-cache-memory-bytes", str(room), "--host-size", "1GiB"]
+    words += ["--retrieval"] if sparse else []
+    words += ["--", "--load-format", "dummy"]
+    return words if device == "cpu" else [*words, "--attention-backend", "FLASH_ATTN"]
+
+
+def _token_s(answer: Answer) -> float:
+    """Raises CheckError for too few tokens to say: random weights may end an answer at once."""
+    if len(answer.tokens) < _TIMED:
+        raise CheckError(f"{len(answer.tokens)} of {_TIMED} tokens were decoded")
+    return answer.tpot_s
+
+
+def _blocks(server: ServerProcess) -> tuple[int, int]:
+    """Blocks that retrieval considered and selected so far."""
+    server.ask("settle", 4)  # metrics update with engine steps
+    considered, selected = (
+        int(server.metric(f"kvrecall_retrieval_blocks_{name}_total"))
+        for name in ("considered", "selected")
+    )
+    return considered, selected
+
+
+def _environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """A server's environment, with only these settings of retrieval."""
+    theirs = {
+        name: text
+        for name, text in server_environment().items()
+        if not name.startswith(PREFIX) and name not in (RETRIEVAL, PLUGINS)
+    }
+    return {**theirs, **_EXACT, **ours}

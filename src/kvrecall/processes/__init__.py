@@ -1,0 +1,1 @@
+"""Processes that benchmarks, the demo and gpu-check start: servers, services, ports, progress."""

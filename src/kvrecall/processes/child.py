@@ -1,0 +1,178 @@
+"""A process that a command starts, watches and ends, however its ``with`` block ends."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from kvrecall.errors import EngineError
+
+_REPLY_S = 120.0
+
+
+class ChildProcess:
+    """One process in a group of its own, with a log. May be started again after its end."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self._process: subprocess.Popen[Any] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def launch(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int | IO[bytes] | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Starts ``command``. Standard error, and standard output unless given, go to the log."""
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=stdin,
+                stdout=log if stdout is None else stdout,
+                stderr=log,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches this process, which ends the child
+            )
+        return self._process
+
+    def wait_for_port(self, port: int, what: str, seconds: float = 60.0) -> None:
+        """Waits until it listens on a port of the loopback interface. Raises EngineError if it ends
+        or times out."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if not self.is_alive:
+                raise EngineError(f"{what} ended while starting:\n{self.log_tail()}")
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    return
+            time.sleep(0.1)
+        raise EngineError(f"{what} is not ready after {seconds:.0f} s")
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The last lines it printed."""
+        if not self.log.exists():
+            return ""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def family(self) -> list[psutil.Process]:
+        """The process and its descendants; empty once it has ended."""
+        if not self.is_alive:
+            return []
+        try:
+            process = psutil.Process(self.pid)
+            return [process, *process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def kill(self) -> None:
+        """kill -9 of the process; waits for its end."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def stop(self, seconds: float = 60.0) -> bool:
+        """SIGTERM, then SIGKILL after ``seconds``; also ends its descendants. Returns whether it
+        ended orderly; True if it was never started. Idempotent."""
+        if self._process is None:
+            return True
+        family = self.family()
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)  # in case it is stopped
+            self._process.terminate()
+        try:
+            in_order = self._process.wait(seconds) == 0
+        except subprocess.TimeoutExpired:
+            in_order = False
+            self.kill()
+        finally:
+            end_all(family)
+        return in_order
+
+
+def end_all(processes: Sequence[psutil.Process], seconds: float = 5.0) -> None:
+    """Waits ``seconds`` for these to end, then kills the rest. psutil detects a reused pid."""
+    _, left = psutil.wait_procs(processes, timeout=seconds)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=5)
+
+
+def server_environment() -> dict[str, str]:
+    """Environment for a process with an engine: this one's, without compiling on a CPU, without
+    spinning (see engines/vllm/compat/waits.py), and with its own Prometheus counters, whatever
+    LMCache has set in this process.
+
+    Compiling sampling functions (which vLLM does even in eager mode) takes tens of seconds in the
+    first request of every engine.
+    """
+    environment = {"KVRECALL_WAITS": "sleep", **os.environ, "VLLM_NO_USAGE_STATS": "1"}
+    if shutil.which("nvidia-smi") is None:
+        environment.setdefault("TORCHDYNAMO_DISABLE", "1")
+    environment.pop("PROMETHEUS_MULTIPROC_DIR", None)
+    return environment
+
+
+@contextlib.contextmanager
+def worker(main: Callable[..., None], *arguments: object) -> Iterator[Connection]:
+    """Runs ``main(pipe, *arguments)`` in a process of its own until the end of the block, which
+    also ends ``orders(pipe)`` there. See ``reply_to``."""
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=main, args=(theirs, *arguments))
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        process.join(30.0)
+        process.kill()
+        process.join()
+
+
+def reply_to(pipe: Connection, *order: object) -> Any:
+    """Sends an order to a ``worker``; returns its ``reply_of``."""
+    with contextlib.suppress(OSError):
+        pipe.send(order)
+    return reply_of(pipe, order[0])
+
+
+def reply_of(pipe: Connection, order: object) -> Any:
+    """A ``worker``'s reply to an order. Raises EngineError if it ended or takes more than two
+    minutes."""
+    try:
+        if pipe.poll(_REPLY_S):
+            return pipe.recv()
+    except (EOFError, OSError) as error:
+        raise EngineError(f"the process that does {order!r} has ended") from error
+    raise EngineError(f"{order!r} is not done after {_REPLY_S:.0f} s")
+
+
+def orders(pipe: Connection) -> Iterator[tuple[Any, ...]]:
+    """In a ``worker``: its orders, until the block that started it ends."""
+    with contextlib.suppress(EOFError):
+        while True:
+            yield pipe.recv()

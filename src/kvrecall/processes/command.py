@@ -1,0 +1,133 @@
+"""Processes of benchmarks, demo and checks: commands, and children that end with them.
+
+A benchmark or test that dies of ``kill -9`` shuts nothing down; its children detect its death
+themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from kvrecall.errors import KvrecallError, status_of
+from kvrecall.processes.progress import ProgressLines
+
+Jobs = Annotated[int, typer.Option(min=1, max=8, help="How many run at a time.")]
+Keep = Annotated[bool, typer.Option("--keep", help="Keep what is made, and the logs.")]
+"""Options of commands that run many trials."""
+
+_OURS = (
+    "import sys; from importlib import import_module;"
+    "from kvrecall.processes.command import end_with; end_with(int(sys.argv.pop(1)));"
+    "import_module(sys.argv.pop(1)).main()"
+)
+_PROGRAM = (
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); "
+    "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
+)
+_LOOK_S = 0.5
+_GRACE_S = 20.0
+
+
+def kvrecall(*words: str) -> list[str]:
+    """A command line that runs ``kvrecall WORDS`` of this installation until it ends, or this
+    process does."""
+    return own("kvrecall.cli", *words)
+
+
+def own(module: str, *words: str) -> list[str]:
+    """The same of the ``main`` of another module."""
+    return [sys.executable, "-c", _OURS, str(os.getpid()), module, *words]
+
+
+def as_child(*command: str) -> list[str]:
+    """A command line that runs ``command`` until it ends, or the thread that starts it does: for
+    third-party programs. Linux (PR_SET_PDEATHSIG)."""
+    return [sys.executable, "-S", "-c", _PROGRAM, str(os.getpid()), *command]
+
+
+def end_with(parent: int) -> None:
+    """Watches ``parent``, which started this process: when it has ended, this process gets SIGTERM;
+    20 seconds later it and its process group are killed. Returns at once."""
+    threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE_S)
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def command_folder(
+    command: str, keep: bool = False, keep_failed: bool = True, large: Sequence[str] = ()
+) -> Iterator[Path]:
+    """A folder for a run of ``command``. An error within becomes one line and an exit status.
+
+    Removes the folder at the end, unless ``keep``, or ``keep_failed`` if the run did not end with 0
+    or Ctrl-C; then without the ``large`` files.
+    """
+    unwind_on_signals()
+    progress = ProgressLines(command)
+    folder = Path(tempfile.mkdtemp(prefix=f"kvrecall-{command}-"))
+    failed = True
+    try:
+        yield folder
+        failed = False
+    except typer.Exit as end:
+        failed = end.exit_code != 0
+        raise
+    except KvrecallError as error:
+        progress(f"failed: {error}")
+        raise typer.Exit(status_of(error)) from error
+    except KeyboardInterrupt:
+        progress("stopped")
+        failed = False
+        raise typer.Exit(130) from None
+    finally:
+        if keep:
+            progress(f"everything is kept in {folder}")
+        elif failed and keep_failed:
+            for name in large:
+                shutil.rmtree(folder / name, ignore_errors=True)
+            progress(f"logs are kept in {folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def unwind_on_signals() -> None:
+    """Makes SIGTERM and SIGHUP raise SystemExit, so that processes are ended and folders removed,
+    and SIGINT raise KeyboardInterrupt even if a shell ignores it."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _exit)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _exit(number: int, _: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def one_of(given: list[str] | None, names: Sequence[str], option: str) -> Sequence[str]:
+    """What was given to an option that may be repeated, all ``names`` without it. Raises
+    typer.BadParameter for another name."""
+    for name in given or ():
+        if name not in names:
+            text = f"{name!r} is none of {', '.join(names)}"
+            raise typer.BadParameter(text, param_hint=f"--{option}")
+    return given or names

@@ -1,0 +1,402 @@
+"""Retrieval in the GPU check, on the CPU: search and attention against faulty ones, real servers,
+the options of servers on a GPU, and meaningless figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from kvrecall.attention.digest import Layout, encode
+from kvrecall.attention.kernels.oracle import attend_plainly, logits_plainly, table_plainly
+from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.errors import EngineError
+from kvrecall.gpu_check import attention, servers
+from kvrecall.gpu_check.outcome import CheckError, Outcome, State, reason, tried
+from kvrecall.gpu_check.servers import SMALL, Replies
+from kvrecall.processes.server import Answer
+from kvrecall_lab.bench import sequences as measured
+from kvrecall_lab.bench.generate import Load
+
+CPU = torch.device("cpu")
+DENSE = Replies((1, 2, 3), (1, 2, 3), 0, 0)
+LOAD = Load(2048, 3, 6, 1, 16)
+ACTIVE = {
+    "steps_sparse": 5,
+    "blocks_offloaded": 9,
+    "blocks_loaded": 2,
+    "blocks_hit": 6,
+    "blocks_in_place": 0,
+}
+IDLE = dict.fromkeys(ACTIVE, 0)
+FIGURES = {
+    "at_once": 3,
+    "seconds": 4.0,
+    "tokens": 18,
+    "decode_seconds": 2.0,
+    "decode_tokens": 15,
+    "preemptions": 0,
+    "activity": ACTIVE,
+}
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def retrieval_tokens(device: str, progress: Any, *more: Any) -> Outcome:
+    check = partial(servers.check_retrieval_tokens, device, progress, *more)
+    return tried("retrieval tokens", progress, check)
+
+
+def decode(*arguments: Any) -> Outcome:
+    return tried("decode, engine", quiet, partial(servers.measure_decode, *arguments))
+
+
+def sequences(*arguments: Any) -> Outcome:
+    return tried("sequences", quiet, partial(measured.sequences_of, *arguments))
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The kernels by plain torch; ``wrong``: what one of them does to its result."""
+    wrong: dict[str, Any] = {}
+
+    def digest(keys: Any, coded: Any, ids: Any, bounds: bool) -> None:
+        kind = attention.DIGESTS["bounds" if bounds else "mean"]
+        found = encode(Layout(kind, 0, coded.shape[2]).rows_of(keys[ids].permute(2, 0, 1, 3)))
+        coded[:, ids] = wrong.get("digest", lambda codes: codes)(found)
+
+    def choose(query: Any, coded: Any, step: Any, scale: float, bounds: bool) -> None:
+        kind = attention.DIGESTS["bounds" if bounds else "mean"]
+        (best,) = logits_plainly(query, coded, kind, step, scale)
+        best = wrong.get("search", lambda found: found)(best)
+        step.logits[:, :, : best.shape[2]] = best
+        (table,) = table_plainly([best], step)
+        step.table[:, : table.shape[1]] = wrong.get("choose", lambda found: found)(table)
+
+    def attend(
+        query: Any, keys: Any, values: Any, step: Any, output: Any, *more: Any, **_: Any
+    ) -> None:
+        found = attend_plainly(query, keys, values, step, more[0])
+        output.copy_(wrong.get("attend", lambda found: found)(found))
+
+    for name, kernel in (("digest", digest), ("choose", choose)):
+        monkeypatch.setattr(attention, f"{name}_by_triton", kernel)
+    monkeypatch.setattr(attention, "attend_by_triton", attend)
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("digest", lambda coded: coded ^ 2, "codes digests otherwise"),
+        ("search", lambda best: best.nextafter(best + 1), "finds other products"),
+        ("choose", lambda table: (table + 1) % 64, "chooses other blocks"),
+        ("choose", lambda table: table + 64, "chooses other blocks"),
+        ("", None, ""),
+    ],
+)
+def test_a_search_that_is_wrong_is_seen(
+    name: str, change: Callable[..., Any], said: str, plain: dict[str, Any]
+) -> None:
+    if not name:
+        assert attention.check_selection(CPU, 64) == 1
+        return
+    plain[name] = change
+    with pytest.raises(CheckError, match=f"the device {said}.*share of 0.2"):
+        attention.check_selection(CPU, 64)
+
+
+def test_equal_scores_may_be_chosen_either_way() -> None:
+    best = torch.tensor([[[3.0, 1.0, 1.0, 0.0]]])
+
+    def good(*blocks: int) -> bool:
+        return attention._as_good(best, torch.tensor([[0, 1]]), torch.tensor([list(blocks)]))
+
+    assert good(1, 0)
+    assert good(0, 2)
+    assert not good(0, 3)
+    assert not good(1, 2)
+    assert not good(0, 0)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.1])
+def test_attention_is_compared_with_plain_torch(wrong: float, plain: dict[str, Any]) -> None:
+    plain["attend"] = lambda found: found + wrong
+    if not wrong:
+        attention.check_attention(CPU)
+        return
+    with pytest.raises(CheckError, match=r"attention over 1 tokens of .* is off by 0\.1"):
+        attention.check_attention(CPU)
+
+
+def test_a_decoded_token_is_timed_with_its_search(plain: dict[str, Any]) -> None:
+    seen: list[str] = []
+    for name in ("search", "choose", "attend"):
+        plain[name] = lambda found, name=name: (seen.append(name), found)[1]
+    told = attention.decode_times(CPU, 16384)
+    assert seen[-3:] == ["search", "choose", "attend"]
+    assert told["blocks_read"] == round((8 + 57 + 32) / 128, 4)
+    assert told["retrieval_ms"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_sequences_off_the_device_on_the_cpu() -> None:
+    outcome = sequences(LOAD, SMALL, "cpu", quiet, ("retrieval",))
+    assert outcome.state is State.PASS, outcome.note
+    assert outcome.figures["retrieval"]["at_once"] == 3
+
+
+@pytest.mark.longest
+@pytest.mark.engine
+def test_tokens_of_three_servers_on_the_cpu() -> None:
+    outcome = retrieval_tokens("cpu", quiet, 64 << 20)
+    assert outcome.state is State.PASS, outcome.note
+    few = outcome.figures["blocks"]["0.3"]
+    assert 0 < few["selected"] < few["considered"]
+
+
+@pytest.mark.longest
+@pytest.mark.engine
+def test_decoding_of_two_servers_on_the_cpu() -> None:
+    outcome = decode((2048,), SMALL, "cpu", quiet, servers.SCALED)
+    assert outcome.state is State.PASS, outcome.note
+    seconds = outcome.figures["seconds"]
+    assert set(seconds) == {"dense", "retrieval"}
+    assert all(told["2048"] > 0 for told in seconds.values())
+
+
+@pytest.mark.longest
+@pytest.mark.engine
+def test_sequences_of_two_engines_on_the_cpu() -> None:
+    outcome = sequences(LOAD, SMALL, "cpu", quiet)
+    assert outcome.state is State.PASS, outcome.note
+    assert outcome.figures["dense"]["at_once"] == 1
+    assert outcome.figures["retrieval"]["at_once"] == 3
+
+
+@pytest.mark.longest
+@pytest.mark.engine
+def test_sequences_that_the_engine_refuses_fail_with_its_words() -> None:
+    load = dataclasses.replace(LOAD, options={"kv_cache_dtype": "fp8"})
+    outcome = sequences(load, SMALL, "cpu", quiet, ("retrieval",))
+    assert outcome.state is State.FAIL
+    assert outcome.note.startswith("retrieval attention does not work with kv_cache_dtype=fp8; ")
+
+
+@pytest.mark.parametrize(
+    ("sparse_one", "share", "said"),
+    [
+        (Replies((1, 2, 4), (1, 2, 4), 9, 9), 1.0, r"than dense attention: \(1, 2, 4\) instead of"),
+        (Replies((1, 2, 3), (1, 2, 4), 9, 9), 1.0, "on repetition, retrieval of 1.0 of the blocks"),
+        (Replies((5, 6, 7), (5, 6, 8), 9, 3), 0.3, "on repetition, retrieval of 0.3 of the blocks"),
+        (Replies((1, 2, 3), (1, 2, 3), 0, 0), 1.0, "retrieval did not act"),
+        (Replies((1, 2, 3), (1, 2, 3), 9, 8), 1.0, "of 9 blocks only 8 were selected"),
+        (Replies((1, 2, 3), (1, 2, 3), 9, 9), 0.3, "all of 9 blocks were selected, not 0.3"),
+    ],
+)
+def test_wrong_tokens_and_counts_are_seen(sparse_one: Replies, share: float, said: str) -> None:
+    servers.require_right(DENSE, Replies((1, 2, 3), (1, 2, 3), 9, 9), 1.0)
+    servers.require_right(DENSE, Replies((5, 6, 7), (5, 6, 7), 9, 3), 0.3)
+    with pytest.raises(CheckError, match=said):
+        servers.require_right(DENSE, sparse_one, share)
+
+
+class Server:
+    """Stands in for a ServerProcess: answers in tokens of 0.5 s, and counts what retrieval does
+    if its words ask for it."""
+
+    started: list[tuple[Sequence[str], Mapping[str, str]]]
+    faulty = False
+    dies = False
+    says_no_more = False
+
+    def __init__(
+        self, words: Sequence[str], log: Path, progress: Any, environ: Mapping[str, str]
+    ) -> None:
+        self.started.append((words, environ))
+        self._acts = ("--retrieval" in words) != self.faulty
+        self._share = float(environ.get("VLLM_RETRIEVAL_TOPK_PERCENT", "0.2"))
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def ask(self, prompt: str, count: int, ignore_eos: bool = False) -> Answer:
+        if self.dies:
+            raise httpx.RemoteProtocolError("peer closed connection")
+        if self.says_no_more or not ignore_eos:
+            count = min(count, 24)
+        return Answer(len(prompt), {}, tuple(range(count)), (), "", 2.0, 2.0 + 0.5 * (count - 1))
+
+    def settle(self) -> None:
+        pass
+
+    def metric(self, name: str) -> float:
+        share = self._share if "selected" in name else 1
+        return 100 * share * self._acts
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> type[Server]:
+    Here = type("Here", (Server,), {"started": []})
+    monkeypatch.setattr(servers, "ServerProcess", Here)
+    monkeypatch.setenv("VLLM_RETRIEVAL_DIGEST", "mean")  # of the shell that runs the check
+    monkeypatch.setenv("VLLM_PLUGINS", "retrieval")
+    monkeypatch.setenv("KVRECALL_RETRIEVAL", "1")
+    return Here
+
+
+def settings(environ: Mapping[str, str]) -> RetrievalSettings:
+    return RetrievalSettings.from_environ(environ)
+
+
+def test_servers_on_a_gpu_are_told_what_to_compare(server: type[Server]) -> None:
+    outcome = retrieval_tokens("cuda", quiet)
+    assert outcome.state is State.PASS, outcome.note
+    assert outcome.figures["blocks"]["0.3"] == {"considered": 100, "selected": 30}
+    (dense, plain), *others = server.started
+    assert "--retrieval" not in dense
+    assert not any("RETRIEVAL" in name for name in plain)
+    assert "VLLM_PLUGINS" not in plain
+    for (words, environ), share in zip(others, (1.0, 0.3), strict=True):
+        assert [word for word in words if word != "--retrieval"] == dense
+        assert words.index("--retrieval") < words.index("--")
+        assert settings(environ).topk_share == share
+        assert settings(environ).digest == "bounds"
+        assert not settings(environ).gate
+    for words, environ in server.started:
+        assert words[words.index("--dtype") + 1] == "float32"
+        assert words[-2:] == ["--attention-backend", "TRITON_ATTN"]
+        assert environ["TRITON_F32_DEFAULT"] == "ieee"
+
+
+def test_a_decoded_token_is_what_comes_after_the_first(server: type[Server]) -> None:
+    told = servers.measure_decode((4096, 8192), SMALL, "cuda", quiet)[1]["seconds"]
+    assert told == {name: {"4096": 0.5, "8192": 0.5} for name in ("dense", "retrieval")}
+    (dense, _), (words, environ) = server.started
+    assert words == [*dense[: dense.index("--")], "--retrieval", *dense[dense.index("--") :]]
+    assert words[-2:] == ["--attention-backend", "FLASH_ATTN"]
+    plain = RetrievalSettings(offload_boundary=1 << 30, gate=False)
+    assert settings(environ) == plain, "as set by default, on the device"
+
+
+def test_an_answer_that_ends_early_is_not_timed(server: type[Server]) -> None:
+    """One of random weights may, after a token or two."""
+    server.says_no_more = True
+    outcome = decode((4096,), SMALL, "cpu", quiet)
+    assert (outcome.state, outcome.note) == (State.FAIL, "24 of 64 tokens were decoded")
+
+
+def test_servers_that_do_not_do_what_they_should_are_seen(server: type[Server]) -> None:
+    server.faulty = True
+    outcomes = [
+        decode((4096,), SMALL, "cpu", quiet),
+        decode((4096,), SMALL, "cpu", quiet, None, ("retrieval",)),
+        retrieval_tokens("cpu", quiet),
+    ]
+    assert [each.state for each in outcomes] == [State.FAIL] * 3
+    assert [each.note for each in outcomes] == [
+        "dense, 4096 tokens: retrieval acted",
+        "retrieval, 4096 tokens: retrieval did not act",
+        "retrieval did not act: of 0 blocks none was selected",
+    ]
+
+
+def test_a_server_that_dies_is_a_failed_check(server: type[Server]) -> None:
+    server.dies = True
+    said: list[str] = []
+    outcome = retrieval_tokens("cpu", said.append)
+    assert (outcome.state, outcome.note) == (State.FAIL, "peer closed connection")
+    assert said[-1] == "peer closed connection"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["float32", "dummy"])
+def test_what_servers_on_a_gpu_are_started_with_is_what_vllm_takes(name: str) -> None:
+    from kvrecall.engines.base import ServeSpec
+    from kvrecall.engines.vllm.serving.app import parse_args
+
+    words = servers.decode_options(Path("model"), 4096, SMALL, "cuda", True)
+    if name == "float32":
+        words = servers.token_options("cuda", True)
+    extra = tuple(words[words.index("--") + 1 :])
+    args = parse_args(ServeSpec("model", "127.0.0.1", 1, {}, extra_args=extra))
+    assert args.attention_backend == ("TRITON_ATTN" if name == "float32" else "FLASH_ATTN")
+
+
+def crowded(monkeypatch: pytest.MonkeyPatch, **told: Any) -> Outcome:
+    """The outcome for engines that give these figures, of dense and of retrieval."""
+    ran = []
+
+    def run(
+        load: Any, model: Path, token_bytes: int, environ: Mapping[str, str], limit_s: float
+    ) -> Any:
+        ran.append(environ)
+        found = told["retrieval" if environ else "dense"]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(measured.generate, "run", run)
+    return sequences(LOAD, SMALL, "cuda", quiet)
+
+
+def test_sequences_are_told_for_both_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = {**FIGURES, "at_once": 1, "preemptions": 2, "activity": IDLE}
+    outcome = crowded(monkeypatch, dense=dense, retrieval=FIGURES)
+    assert outcome.state is State.PASS, outcome.note
+    assert outcome.note.startswith("dense: 1 at once, 7.5 tokens/s decoding; retrieval: 3 at once")
+    assert outcome.figures["retrieval"]["found_in_slots"] == 0.75
+    assert outcome.figures["retrieval"]["tokens_per_s"] == 4.5
+    assert outcome.figures["device_blocks"] == 33
+
+
+def test_sequences_that_mean_nothing_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = {**FIGURES, "activity": IDLE}
+    refusal = EngineError("the engine failed:\n...\nkvrecall.errors.EngineError: not on this\nbye")
+    for told, said in (
+        ({"dense": FIGURES, "retrieval": FIGURES}, "dense: retrieval acted"),
+        ({"dense": dense, "retrieval": dense}, "offload did not act: 0 blocks left the device"),
+        ({"dense": {**dense, "tokens": 17}}, "dense: 17 of 18 tokens were decoded"),
+        ({"dense": dense, "retrieval": {**FIGURES, "tokens": 0}}, "retrieval: 0 of 18 tokens"),
+        ({"dense": dense, "retrieval": refusal}, "not on this"),
+    ):
+        outcome = crowded(monkeypatch, **told)
+        assert outcome.state is State.FAIL
+        assert outcome.note.startswith(said)
+
+
+def test_sequences_on_a_gpu_are_computed_as_vllm_schedules_them_there() -> None:
+    options = {"load_format": "dummy", "attention_backend": "FLASH_ATTN"}
+    assert measured.sequence_options("cuda") == options
+
+
+def test_a_load_knows_what_its_device_and_host_must_hold() -> None:
+    load = Load(65536, 8, 128, 2, 512)
+    assert load.device_blocks + 1 == 513 * 3
+    assert load.host_bytes(SMALL.token_bytes) == 8 * 513 * 128 * SMALL.token_bytes * 5 // 4
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("one line\nmore", "one line"),
+        ("a\nkvrecall.errors.EngineError: no\nRuntimeError: see above", "no"),
+        ("the server ended:\nValueError: a\nRuntimeError: b\nbye", "b"),
+        ("the server ended:\na\nkvrecall: port in use", "kvrecall: port in use"),
+        ("", "nothing was said"),
+    ],
+)
+def test_of_an_error_the_line_that_says_most_is_told(text: str, said: str) -> None:
+    assert reason(text) == said
