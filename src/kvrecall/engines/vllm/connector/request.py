@@ -46,11 +46,12 @@ class Truncation(NamedTuple):
 @dataclass(slots=True)
 class LoadRecord:
     """Written by ``RecallScheduler``. ``lookup``: the wait for a tier beyond this host.
-    ``promise``: a prefill instance's, for its blocks. ``computes``: it loads no block, because a load failed or
-    is audited. ``retries``: loads of a hit of several KV groups that were incomplete. ``touched``:
-    the pool knows that its chain is in use, ``dependents_touched``: and the blocks beside it, which
-    only a complete lookup tells; ``hinted``: it knows the request's hint, too. ``is_told``: the API
-    process knows the sources of its prompt: ``device_tokens``, ``recalled``."""
+    ``promise``: a prefill instance's, for its blocks. ``computes``: it loads no block, because a
+    load failed or is audited. ``retries``: loads of a hit of several KV groups that were
+    incomplete. ``touched``: the pool knows that its chain is in use, ``dependents_touched``: and
+    the blocks beside it, which only a complete lookup tells; ``hinted``: it knows the request's
+    hint, too. ``is_told``: the API process knows the sources of its prompt: ``device_tokens``,
+    ``recalled``."""
 
     lookup: Wait
     promise: Promise | None = None

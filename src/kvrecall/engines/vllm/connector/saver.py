@@ -48,16 +48,20 @@ of a recurrent group the blocks that hold a state to be saved in this step, by t
 it."""
 
 
+State = tuple[int, int, int]
+"""Of recurrent layers, at a boundary: KV group, device block, tokens up to it."""
+
+
 class Computed(msgspec.Struct, frozen=True, eq=False):
-    """The first ``tokens`` tokens of a request, whose KV the device has after the step. ``tables``
-    is called if blocks may have to be saved. ``ended``: it computes no more. ``tails``: tokens
-    inside a block at which a hit may end: what such a hit needs is saved, too."""
+    """The first ``tokens`` tokens of a request, whose KV the device has after the step. ``tables``:
+    its device blocks by KV group, asked for if some may have to be saved. ``states``: those that
+    the step completes, or that are still there. ``ended``: it computes no more."""
 
     state: RequestState
     tokens: int
-    tables: Callable[[], Tables]
+    tables: Callable[[], Sequence[Sequence[int]]]
+    states: Sequence[State] = ()
     ended: bool = False
-    tails: Sequence[int] = ()
 
 
 class _Wanted(msgspec.Struct, frozen=True, eq=False):
@@ -117,7 +121,7 @@ class Saver:
         any_new = self._has_chain and self._save_chains(computed)
         if self._has_chain and self._facts.match_unit is not None:
             for one in computed:
-                for end in one.tails:
+                for end in self._tails(one):
                     any_new |= self._save_tail(one, end)
         for group in self._dependents:
             any_new |= self._save_dependents(computed, group)
@@ -128,6 +132,34 @@ class Saver:
                 if ending := self._finder.ending(one.state, aligned):
                     self._pool.touch((), ending=ending)
         return any_new
+
+    def blocks(self, one: Computed) -> Tables:
+        """The device blocks of a request, of recurrent groups those of its ``states``."""
+        tables = one.tables()
+        if not self._facts.has_states:
+            return tables
+        states: dict[int, dict[int, int]] = {}
+        for group, block, tokens in one.states:
+            states.setdefault(group, {})[tokens] = block
+        return [
+            states.get(i, {}) if facts.kind is GroupKind.STATE else table
+            for i, (facts, table) in enumerate(zip(self._facts.groups, tables, strict=True))
+        ]
+
+    def _tails(self, one: Computed) -> list[int]:
+        """Tokens inside a block up to which a request is saved, because a hit may end there. With
+        recurrent layers where vLLM offers their states, as on the device; else where its prompt
+        ends, and where it ends itself."""
+        size, unit = self._facts.block_size, self._facts.unit
+        ends = {tokens for _, _, tokens in one.states}
+        if not self._facts.has_states:
+            prompt = int(one.state.request.num_prompt_tokens)
+            tail = (prompt - 1) // unit * unit
+            is_open = tail // size == prompt // size  # else the prompt's last block is saved whole
+            ends = {tail} if is_open else set()
+            if one.ended:
+                ends.add(one.tokens // unit * unit)
+        return sorted(end for end in ends if end % size)
 
     def _reach(self, one: Computed) -> int:
         """Tokens of a request that can serve hits: without its chain a block serves none."""
@@ -186,7 +218,7 @@ class Saver:
     def _save_chain(self, wanted: _Wanted, answers: Sequence[Reservation]) -> bool:
         state, saving, chain = wanted.of.state, wanted.of.state.saving, self._facts.chain
         before, new = saving.blocks, wanted.keys
-        table = wanted.of.tables()[chain]
+        table = self.blocks(wanted.of)[chain]
         assert not isinstance(table, dict), "only states are kept by their tokens"
         ids = table[before : before + len(new)]
         done = next((i for i, one in enumerate(answers) if one.verdict is _REFUSED), len(new))
@@ -217,7 +249,7 @@ class Saver:
         if end > one.tokens or end in saving.tails or saving.blocks < end // size:
             return False
         saving.tails[end] = False
-        found = one.tables()
+        found = self.blocks(one)
         any_new = False
         for group in self._by_need:
             facts, is_chain = self._facts.groups[group], group == self._facts.chain
@@ -260,7 +292,7 @@ class Saver:
             wanted.append(_Wanted(one, [keys[i] for i in places], parents, places))
         any_new = False
         for each, answers in self._reserve(wanted):
-            state, table = each.of.state, each.of.tables()[group]
+            state, table = each.of.state, self.blocks(each.of)[group]
             rows = []
             for place, key, answer in zip(each.places, each.keys, answers, strict=True):
                 end = (place + 1) * size
@@ -289,7 +321,7 @@ class Saver:
         done, upto = seen.get(group, 0), tokens // size
         if upto <= done and not one.ended:
             return []
-        table = one.tables()[group]
+        table = self.blocks(one)[group]
         places = [i for i in range(done, upto) if block_at(table, i, (i + 1) * size)]
         seen[group] = max(done, upto)
         wanted = self._reachable(state.request, group, done, upto) if places else None

@@ -17,7 +17,6 @@ from typing import Any
 from kvrecall.block import BlockKey, Namespace, TierName, tenant_of
 from kvrecall.config import RecallSettings
 from kvrecall.engines.base import MISSED, REPORT, UNIT
-from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.compat.scheduler import boundary_states, fail_loads, keep_boundary
 from kvrecall.engines.vllm.connector.audit import Auditor
 from kvrecall.engines.vllm.connector.cost import LoadCostModel
@@ -37,7 +36,7 @@ from kvrecall.engines.vllm.connector.request import (
     request_of,
 )
 from kvrecall.engines.vllm.connector.resting import AwakeRequests
-from kvrecall.engines.vllm.connector.saver import Computed, Reachable, Saver, Tables
+from kvrecall.engines.vllm.connector.saver import Computed, Reachable, Saver, State
 from kvrecall.engines.vllm.identity.changes import LoadedAdapter
 from kvrecall.engines.vllm.identity.namespace import Adapters, NamespaceRegistry
 from kvrecall.engines.vllm.wire import Comparison, Copy, EngineFacts, Load, StepOrders, StepReport
@@ -48,9 +47,6 @@ logger = logging.getLogger("vllm.kvrecall")
 RoomFor = Callable[[Any, int, Iterable[Any]], bool]
 MakePlanner = Callable[[Callable[[str], RequestState | None], Callable[..., int]], OffloadPlanner]
 """``(state_of, trusted)``: see ``OffloadPlanner``."""
-
-State = tuple[int, int, int]
-"""Of recurrent layers, at a boundary: KV group, device block, tokens up to it."""
 
 _FINISHED_WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 _ABORTED = "FINISHED_ABORTED"
@@ -394,7 +390,9 @@ class RecallScheduler:
             if not state.loading.is_told:  # vLLM may have settled for another hit than it showed
                 state.loading.device_tokens = first
                 self._tell_sources(state)
-            computed.append(self._computed(state, first + tokens, offered.get(request_id, ())))
+            tables = functools.partial(self._tables, request_id)
+            final = min(first + tokens, state.request.num_tokens)  # drafts may be rejected
+            computed.append(Computed(state, final, tables, offered.get(request_id, ())))
             count = min(tokens, state.request.num_prompt_tokens - first)
             if count > 0:
                 prompt_tokens += count
@@ -421,15 +419,6 @@ class RecallScheduler:
             self.is_busy,
         )
 
-    def _computed(self, state: RequestState, tokens: int, offered: Sequence[State]) -> Computed:
-        """What the device has of a request after the step, which computes its first ``tokens``
-        tokens; those that are final."""
-        request = state.request
-        final = min(tokens, request.num_tokens)
-        tails = self._tails(request, final, offered)
-        tables = functools.partial(self._tables_of, request.request_id, offered)
-        return Computed(state, final, tables, tails=tails)
-
     def _comparisons(self, computed: Sequence[Computed]) -> list[Comparison]:
         """The comparisons of audited requests. Of the others those that decode rest: they have no
         work within their block."""
@@ -438,7 +427,8 @@ class RecallScheduler:
         for one in computed:
             state = one.state
             if state.id in audited:
-                comparisons += self._auditor.comparisons(state.id, one.tokens, one.tables)
+                blocks = functools.partial(self._saver.blocks, one)
+                comparisons += self._auditor.comparisons(state.id, one.tokens, blocks)
             elif state.settled and _decodes(state.request):
                 left = self._saver.tokens_until_due(state, one.tokens)
                 if left > 0:
@@ -447,41 +437,6 @@ class RecallScheduler:
 
     def _chain_blocks(self, request_id: str) -> Sequence[int]:
         return self._tables(request_id)[self._facts.chain]
-
-    def _tables_of(self, request_id: str, offered: Sequence[State]) -> Tables:
-        """The device blocks of a request. ``offered``: the states that this step completes."""
-        return self._with_states(self._tables(request_id), offered)
-
-    def _with_states(self, tables: Sequence[Sequence[int]], offered: Sequence[State]) -> Tables:
-        """Device blocks by KV group, of recurrent groups those offered."""
-        if not self._facts.has_states:
-            return tables
-        states: dict[int, dict[int, int]] = {}
-        for group, block, tokens in offered:
-            states.setdefault(group, {})[tokens] = block
-        return [
-            states.get(i, {}) if facts.kind is GroupKind.STATE else table
-            for i, (facts, table) in enumerate(zip(self._facts.groups, tables, strict=True))
-        ]
-
-    def _tails(
-        self, request: Any, final: int, offered: Sequence[State], ended: bool = False
-    ) -> Sequence[int]:
-        """Tokens inside a block up to which a request is saved, of which the first ``final`` are
-        computed. With recurrent layers where vLLM offers their states, as on the device; else where
-        its prompt ends, and where it ends itself."""
-        size, unit = self._facts.block_size, self._facts.match_unit
-        if unit is None:
-            return ()
-        if self._facts.has_states:
-            return sorted({tokens for _, _, tokens in offered if tokens % size})
-        prompt = int(request.num_prompt_tokens)
-        tail = (prompt - 1) // unit * unit
-        is_open = tail // size == prompt // size  # else the prompt's last block is saved whole
-        tails = {tail} if is_open and tail <= final else set()
-        if ended:
-            tails.add(final // unit * unit)
-        return sorted(end for end in tails if end % size)
 
     def reported(self, report: StepReport | None, loaded: set[str], failed: set[str]) -> None:
         """Processes the workers' report of a step."""
@@ -637,10 +592,8 @@ class RecallScheduler:
         layers have moved on."""
         if state.id in self._loading:
             return False
-        request, tables = state.request, self._with_states(block_ids, states)
-        final = min(request.num_computed_tokens, request.num_tokens - 1)
-        tails = self._tails(request, final, states, ended=True)
-        return self._saver.save([Computed(state, final, lambda: tables, True, tails)])
+        final = min(state.request.num_computed_tokens, state.request.num_tokens - 1)
+        return self._saver.save([Computed(state, final, lambda: block_ids, states, True)])
 
     def _holds_blocks(self, state: RequestState, any_new: bool) -> bool:
         """Whether stores still read the device blocks of a request that ended. If it loads, vLLM
