@@ -50,9 +50,8 @@ from kvrecall.engines.vllm.connector.copier import ArenaMapping, Copier
 from kvrecall.engines.vllm.connector.pages import GroupPages, Pages, pages_of, runs_of
 from kvrecall.engines.vllm.device import accelerator, driver, inline, pagelock
 from kvrecall.engines.vllm.device.accelerator import AcceleratorDevice, split
-from kvrecall.engines.vllm.device.base import Batch
+from kvrecall.engines.vllm.device.base import Batch, Copy
 from kvrecall.engines.vllm.device.counting import Counts, counted
-from kvrecall.engines.vllm.wire import Copy
 from kvrecall.errors import EngineError
 from kvrecall.pool.arena import Arena
 from kvrecall.testing.blocks import wait_until

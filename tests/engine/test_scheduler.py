@@ -28,10 +28,10 @@ from kvrecall.engines.vllm.compat import scheduler as compat_scheduler
 from kvrecall.engines.vllm.connector.observers import SchedulerEvents
 from kvrecall.engines.vllm.connector.saver import Computed
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
+from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.engines.vllm.wire import (
     Arrival,
     Comparison,
-    Copy,
     Departure,
     Deviation,
     EngineFacts,

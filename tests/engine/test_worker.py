@@ -23,11 +23,10 @@ from kvrecall.engines.vllm.connector import worker
 from kvrecall.engines.vllm.connector.connector import RecallConnector
 from kvrecall.engines.vllm.connector.copier import LONGEST_S, Copier, CopyQueue
 from kvrecall.engines.vllm.connector.worker import RecallWorker
-from kvrecall.engines.vllm.device.base import Batch, Event
+from kvrecall.engines.vllm.device.base import Batch, Copy, Event
 from kvrecall.engines.vllm.device.inline import Moment
 from kvrecall.engines.vllm.wire import (
     ORIGIN_BYTES,
-    Copy,
     EngineFacts,
     Load,
     StepOrders,

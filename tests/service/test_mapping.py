@@ -14,7 +14,7 @@ from kvrecall.attention.kernels.device import Piece
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.connector.copier import ArenaMapping
 from kvrecall.engines.vllm.connector.pages import GroupPages, Pages
-from kvrecall.engines.vllm.wire import Copy
+from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.pool.base import NO_ARENA, ArenaHandle
 from kvrecall.pool.service.peers import mappers_of
 from kvrecall.testing.blocks import wait_until

@@ -65,8 +65,8 @@ def _order(page: int) -> Counts:
 
     from kvrecall.engines.vllm.connector.copier import Copier
     from kvrecall.engines.vllm.connector.pages import GroupPages, Pages
+    from kvrecall.engines.vllm.device.base import Copy
     from kvrecall.engines.vllm.device.counting import counted
-    from kvrecall.engines.vllm.wire import Copy
 
     layers = [torch.zeros(BLOCKS + 1, page, dtype=torch.uint8) for _ in range(LAYERS)]
     pages = tuple(Pages(f"layer{at}", rows, "") for at, rows in enumerate(layers))

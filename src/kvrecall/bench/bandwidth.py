@@ -14,9 +14,8 @@ import torch
 from kvrecall.engines.vllm.connector.copier import Copier
 from kvrecall.engines.vllm.connector.pages import GroupPages, Pages
 from kvrecall.engines.vllm.device import device_of, peer
-from kvrecall.engines.vllm.device.base import Batch
+from kvrecall.engines.vllm.device.base import Batch, Copy
 from kvrecall.engines.vllm.device.pagelock import CHUNK_BYTES
-from kvrecall.engines.vllm.wire import Copy
 from kvrecall.pool.arena import Arena
 
 _ROUNDS = 45

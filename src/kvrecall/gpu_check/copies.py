@@ -13,7 +13,7 @@ from kvrecall.attention.kernels.device import Piece
 from kvrecall.engines.vllm.connector.copier import Copier
 from kvrecall.engines.vllm.connector.pages import GroupPages, Pages
 from kvrecall.engines.vllm.device import device_of
-from kvrecall.engines.vllm.wire import Copy
+from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.gpu_check.layouts import LAYOUTS, Cache, Size
 from kvrecall.gpu_check.outcome import CheckError
 from kvrecall.pool.arena import Arena

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvrecall.engines.vllm.compat.config import ALONE, GroupKind, KvGroup, Sharing
+from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.engines.vllm.identity.changes import LoadedAdapter, adapters_of
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.pool.base import ArenaHandle
@@ -27,17 +28,6 @@ ORIGIN_BYTES = 8
 """At the end of every record: the origin of its writer, see ``audit``."""
 
 ALL_BLOCKS = 1 << 62
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Blocks of one KV group to copy between the device and the arena; row i of both lists belongs
-    together. ``offsets`` are bytes into the arena where a block's record starts; a rank adds its
-    shard's offset within the record."""
-
-    block_ids: tuple[int, ...]
-    offsets: tuple[int, ...]
-    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from kvrecall.engines.vllm.connector.hit import Hit, Run
 from kvrecall.engines.vllm.connector.metrics import Counters
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.saver import Tables, block_at
+from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.engines.vllm.wire import (
     ORIGIN_BYTES,
     Comparison,
-    Copy,
     Deviation,
     EngineFacts,
 )

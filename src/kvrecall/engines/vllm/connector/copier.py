@@ -24,8 +24,7 @@ import torch
 
 from kvrecall.engines.vllm.connector.pages import GroupPages, runs_of
 from kvrecall.engines.vllm.device import device_of
-from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event
-from kvrecall.engines.vllm.wire import Copy
+from kvrecall.engines.vllm.device.base import Addresses, Batch, Copy, Device, Event
 from kvrecall.errors import EngineError, KvrecallError, TierError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import ArenaHandle

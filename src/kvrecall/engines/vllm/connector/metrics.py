@@ -28,7 +28,11 @@ from kvrecall.engines.vllm.connector.hit import Hit
 from kvrecall.engines.vllm.connector.load import PrefixLoad
 from kvrecall.engines.vllm.connector.observers import SchedulerEvents
 from kvrecall.engines.vllm.connector.request import RequestState
-from kvrecall.engines.vllm.wire import Copy, EngineFacts, StepReport
+from kvrecall.engines.vllm.device.base import Copy
+from kvrecall.engines.vllm.wire import (
+    EngineFacts,
+    StepReport,
+)
 from kvrecall.nicety import niceties, nicety
 from kvrecall.pool.base import PoolStats
 

@@ -10,7 +10,10 @@ from kvrecall.engines.vllm.connector.handover import Handover
 from kvrecall.engines.vllm.connector.hit import Hit, Search
 from kvrecall.engines.vllm.connector.load import PrefixLoad
 from kvrecall.engines.vllm.connector.request import RequestState
-from kvrecall.engines.vllm.wire import Copy, StepReport
+from kvrecall.engines.vllm.device.base import Copy
+from kvrecall.engines.vllm.wire import (
+    StepReport,
+)
 
 
 class SchedulerEvents:

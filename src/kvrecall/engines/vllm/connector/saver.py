@@ -15,7 +15,11 @@ from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.connector.hit import HitFinder
 from kvrecall.engines.vllm.connector.observers import SchedulerEvents
 from kvrecall.engines.vllm.connector.request import RequestState
-from kvrecall.engines.vllm.wire import Copy, EngineFacts, Store
+from kvrecall.engines.vllm.device.base import Copy
+from kvrecall.engines.vllm.wire import (
+    EngineFacts,
+    Store,
+)
 from kvrecall.pool.base import PoolClient, Reservation, Verdict
 
 logger = logging.getLogger("vllm.kvrecall")

@@ -37,9 +37,16 @@ from kvrecall.engines.vllm.connector.request import (
 )
 from kvrecall.engines.vllm.connector.resting import AwakeRequests
 from kvrecall.engines.vllm.connector.saver import Computed, Reachable, Saver, State
+from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.engines.vllm.identity.changes import LoadedAdapter
 from kvrecall.engines.vllm.identity.namespace import Adapters, NamespaceRegistry
-from kvrecall.engines.vllm.wire import Comparison, Copy, EngineFacts, Load, StepOrders, StepReport
+from kvrecall.engines.vllm.wire import (
+    Comparison,
+    EngineFacts,
+    Load,
+    StepOrders,
+    StepReport,
+)
 from kvrecall.pool.base import ArenaHandle, PoolClient
 
 logger = logging.getLogger("vllm.kvrecall")

@@ -24,7 +24,10 @@ from kvrecall.engines.vllm.connector.hit import Hit, Search
 from kvrecall.engines.vllm.connector.load import PrefixLoad
 from kvrecall.engines.vllm.connector.observers import SchedulerEvents
 from kvrecall.engines.vllm.connector.request import RequestState
-from kvrecall.engines.vllm.wire import Copy, EngineFacts
+from kvrecall.engines.vllm.device.base import Copy
+from kvrecall.engines.vllm.wire import (
+    EngineFacts,
+)
 from kvrecall.nicety import niceties
 from kvrecall.traces import FLUSH_S, REQUEST_ID, end_provider, headers_of, parent_of, provider_at
 
