@@ -173,12 +173,16 @@ class Bench:
 
     # ---- an engine's steps ----
 
-    def begin(self, prompt: list[int]) -> tuple[Request, int, int]:
-        """A request with what the device and the pool have of its prompt: the tokens of each."""
+    def request(self, prompt: list[int]) -> Request:
         params = SamplingParams(max_tokens=1000)
         params.update_from_generation_config({}, eos_token_id=1)
         request = Request(f"r{next(self.names)}", prompt, params, None, block_hasher=self.hasher)
         self.side.admit(request)
+        return request
+
+    def begin(self, prompt: list[int]) -> tuple[Request, int, int]:
+        """A request with what the device and the pool have of its prompt: the tokens of each."""
+        request = self.request(prompt)
         return request, *self.admit(request)
 
     def admit(self, request: Request) -> tuple[int, int]:

@@ -50,7 +50,7 @@ def test_counts_and_gauges_reach_prometheus_under_their_labels(pool: Pool) -> No
         sent = counters.take()
         assert "blocks_refused" not in sent.data["counts"], "what did not move is not sent"
         sent.data["gauges"] = gauges
-        metrics.observe(RecallStats.of({}, {}).aggregate(sent).data, 0)
+        metrics.observe(RecallStats.of({}).aggregate(sent).data, 0)
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"kvrecall_{name}", {"engine": "0", **labels})

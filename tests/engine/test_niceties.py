@@ -83,8 +83,8 @@ def test_a_server_whose_niceties_all_fail_answers_its_requests() -> None:
         assert asyncio.run(watched()) == ["a", "b"]
         registry.register(metrics)
         assert generate_latest(registry) == b""
-        first = RecallStats.of({"requests": 1}, {})
-        assert first.aggregate(RecallStats.of({}, {})) is first
+        first = RecallStats.of({"requests": 1})
+        assert first.aggregate(RecallStats.of({})) is first
         assert first.reduce() == {}
 
 

@@ -475,7 +475,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> RecallStats | None:
         if self._worker is not None:
             did, heat = self._worker.attention_counts(), self._worker.attention_heat()
-            return RecallStats.of(did, {}, heat=heat) if did else None
+            return RecallStats.of(did, heat) if did else None
         if self._scheduler is None or self._pool is None:
             return None
         if not self._scheduler.counters.is_due(self._scheduler.is_busy):
@@ -489,7 +489,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RecallStats | None:
-        return RecallStats(data=data) if data else RecallStats.of({}, {})
+        return RecallStats(data=data) if data else RecallStats.of({})
 
     @classmethod
     @nicety("the metrics of this connector")

@@ -115,6 +115,9 @@ LOAD_BUCKETS = tuple(
 )  # 1 ms to 50 s
 
 _REPORT_EVERY_S = 0.25
+_EMPTY: dict[str, Any] = dict.fromkeys(
+    ("counts", "gauges", "splits", "misses", "heat", "loads"), {}
+)
 
 
 @niceties("the counting for metrics")
@@ -131,7 +134,6 @@ class Counters(SchedulerEvents):
         self.splits: dict[str, dict[str, int]] = {}
         self.misses: dict[str, Miss] = {}
         self.loads: dict[str, list[float]] = {}  # tier -> seconds of each
-        self.explain_s = self.explain_aside_s = 0.0
         self._totals: Counts[str] = Counts()  # of the pool, when they were last watched
 
     def counted(self, name: str, amount: int = 1) -> None:
@@ -197,15 +199,10 @@ class Counters(SchedulerEvents):
         """The counts that moved, the splits, the misses and the loads, without gauges; starts
         anew."""
         self._taken_at = self._clock()
-        counts, self.counts = self.counts, Counts()
-        splits, self.splits = self.splits, {}
-        loads, self.loads = self.loads, {}
-        misses, self.misses = self.misses, {}
-        moved: dict[str, float] = {name: amount for name, amount in counts.items() if amount}
-        spent = {"explain_seconds": self.explain_s, "explain_aside_seconds": self.explain_aside_s}
-        moved |= {name: seconds for name, seconds in spent.items() if seconds}
-        self.explain_s = self.explain_aside_s = 0.0
-        return RecallStats.of(moved, {}, splits, loads=loads, misses=misses)
+        moved = {name: amount for name, amount in self.counts.items() if amount}
+        stats = RecallStats.of(moved, splits=self.splits, loads=self.loads, misses=self.misses)
+        self.counts, self.splits, self.loads, self.misses = Counts(), {}, {}, {}
+        return stats
 
 
 class RecallStats(KVConnectorStats):
@@ -216,45 +213,34 @@ class RecallStats(KVConnectorStats):
     @classmethod
     def of(
         cls,
-        counts: dict[str, float],
-        gauges: dict[str, float],
-        splits: dict[str, dict[str, int]] | None = None,
+        counts: Mapping[str, float],
         heat: Mapping[int, list[list[int]]] | None = None,
-        loads: Mapping[str, list[float]] | None = None,
-        misses: Mapping[str, Miss] | None = None,
+        **sections: Mapping[str, Any],
     ) -> RecallStats:
         plain = {str(layer): rows for layer, rows in (heat or {}).items()}
-        data = {"counts": counts, "gauges": gauges, "splits": splits or {}, "heat": plain}
-        return cls(data=data | {"loads": dict(loads or {}), "misses": dict(misses or {})})
+        return cls(data={**_EMPTY, "counts": dict(counts), "heat": plain, **sections})
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {
-            "counts": {},
-            "gauges": {},
-            "splits": {},
-            "heat": {},
-            "loads": {},
-            "misses": {},
-        }
+        self.data: dict[str, Any] = {name: {} for name in _EMPTY}
 
     def is_empty(self) -> bool:
         return not self.data.get("counts") and not self.data.get("gauges")
 
     @nicety("the sum of statistics", lambda self, _: self)
     def aggregate(self, other: KVConnectorStats) -> RecallStats:
-        counts = dict(self.data.get("counts", {}))
-        for name, amount in other.data.get("counts", {}).items():
-            counts[name] = counts.get(name, 0) + amount
-        gauges = {**self.data.get("gauges", {}), **other.data.get("gauges", {})}
-        splits = {**self.data.get("splits", {}), **other.data.get("splits", {})}
-        misses = {**self.data.get("misses", {}), **other.data.get("misses", {})}
+        counts: Counts[str] = Counts()
         heat = HeatTotals()
         loads: dict[str, list[float]] = {}
-        for payload in (self, other):
-            heat.add(payload.data.get("heat", {}))
-            for tier, seconds in payload.data.get("loads", {}).items():
+        merged: dict[str, dict[str, Any]] = {"gauges": {}, "splits": {}, "misses": {}}
+        for payload in (self.data, other.data):
+            for name, amount in payload.get("counts", {}).items():
+                counts[name] += amount
+            heat.add(payload.get("heat", {}))
+            for tier, seconds in payload.get("loads", {}).items():
                 loads.setdefault(tier, []).extend(seconds)
-        return RecallStats.of(counts, gauges, splits, heat.take(), loads, misses)
+            for section, values in merged.items():
+                values.update(payload.get(section, {}))
+        return RecallStats.of(counts, heat.take(), loads=loads, **merged)
 
     @nicety("the log line of statistics", lambda _: {})
     def reduce(self) -> dict[str, int | float]:

@@ -129,7 +129,7 @@ class MissExplainer(SchedulerEvents):
                 absence = self._pool.why(key)
         self._due.append((state, start, key, absence))
         self._is_asked = True
-        self._counters.explain_s += perf_counter() - began
+        self._spent(began)
 
     def step_begins(self, is_idle: bool) -> None:
         if is_idle or not self._has_aside:
@@ -165,11 +165,7 @@ class MissExplainer(SchedulerEvents):
                 self._find(state, start, key, absence)
             if state.namespace is not None:
                 self._learn(state, start)
-        seconds = perf_counter() - began
-        if is_aside:
-            self._counters.explain_aside_s += seconds
-        else:
-            self._counters.explain_s += seconds
+        self._spent(began, "explain_aside_seconds" if is_aside else "explain_seconds")
 
     def _resume(self, request_id: str = "") -> None:
         """Takes the answers that have arrived since. ``request_id``: of a request that ends, for
@@ -194,9 +190,12 @@ class MissExplainer(SchedulerEvents):
         began = perf_counter()
         self._resume(state.id)
         self._due.append((state, final))
-        self._counters.explain_s += perf_counter() - began
+        self._spent(began)
 
     # ---- within --------------------------------------------------------------------------
+
+    def _spent(self, began: float, name: str = "explain_seconds") -> None:
+        self._counters.counts[name] += perf_counter() - began  # type: ignore[assignment]
 
     def _tell(self, state: RequestState, start: int, found: Mapping[str, object]) -> None:
         tokens = int(state.request.num_prompt_tokens) - start
