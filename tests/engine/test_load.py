@@ -9,6 +9,7 @@ from kvrecall.engines.vllm.wire import StepOrders
 from kvrecall.pool import Pool
 from kvrecall.pool.base import Recall, RecallState
 
+from .test_groups import ONE as TAILED
 from .test_groups import SHAPES, prompt
 from .test_groups import Bench as GroupBench
 from .test_saver import ONE, idle
@@ -66,3 +67,18 @@ def test_a_hit_of_several_groups_is_loaded_whole_or_fails(
     bench.side.allocated(request, tables, tokens - (32 if short == "tokens" else 0))
     orders: StepOrders = idle(bench)  # type: ignore[arg-type]
     assert [load.copies for load in orders.loads] == [()]
+
+
+def test_a_tail_of_replaced_tokens_has_the_new_tokens_key(pool: Pool) -> None:
+    """vLLM drops what a session has not computed when more of its prompt arrives."""
+    bench = GroupBench(pool, TAILED)
+    request = bench.request(prompt(100))
+    state = bench.side.state_of(request.request_id)
+    assert state is not None
+    before = state.key_at(80)
+    assert before == state.key_at(80)
+    del request._all_token_ids[70:]  # as vLLM's Scheduler._update_request_as_session
+    request._all_token_ids.extend(range(900, 940))
+    twin = bench.side.state_of(bench.request([*request.all_token_ids, 1]).request_id)
+    assert twin is not None
+    assert before != state.key_at(80) == twin.key_at(80)

@@ -31,10 +31,8 @@ from kvrecall.pool.base import ArenaHandle
 
 logger = logging.getLogger("vllm.kvrecall")
 
-
 _ITEMS = 2048
 """Of a larger order the first are copied while the others' addresses are computed."""
-
 
 LONGEST_S = 30.0
 """Without progress, after which copies of a direction are stuck. They take milliseconds, behind a
@@ -269,30 +267,25 @@ class Copier:
     def _submit(self, queue: CopyQueue, copies: Sequence[Copy], is_store: bool) -> int:
         if not all(0 <= copy.group < len(self._places) for copy in copies):
             raise IndexError(f"{copies} are of KV groups that this engine has not")
-        places = [self._places[copy.group] for copy in copies]
-        rows = [
-            one.rows(copy, self._arena.numel(), is_store)
-            for one, copy in zip(places, copies, strict=True)
-        ]
-        begin = self._arena.data_ptr()
+        of = [self._places[copy.group] for copy in copies]
+        room, begin = self._arena.numel(), self._arena.data_ptr()
+        work = [(at, *at.rows(copy, room, is_store)) for at, copy in zip(of, copies, strict=True)]
 
         def directed(device: Addresses, arena: Addresses, nbytes: Addresses) -> Batch:
             return Batch(device, arena, nbytes) if is_store else Batch(arena, device, nbytes)
 
-        items = sum(len(one.sizes) * len(row[0]) for one, row in zip(places, rows, strict=True))
-
         def batches() -> Iterator[Batch]:
             columns = (
-                one.columns(*row, begin, part)
-                for one, row in zip(places, rows, strict=True)
-                for part in one.parts(len(row[0]))
+                at.columns(blocks, offsets, begin, part)
+                for at, blocks, offsets in work
+                for part in at.parts(len(blocks))
             )
-            if items > _ITEMS:
+            if sum(len(at.sizes) * len(blocks) for at, blocks, _ in work) > _ITEMS:
                 yield from (directed(*each) for each in columns)
             else:
                 yield directed(*(np.concatenate(each) for each in zip(*columns, strict=True)))
 
-        nbytes = sum(one.nbytes * len(row[0]) for one, row in zip(places, rows, strict=True))
+        nbytes = sum(at.nbytes * len(blocks) for at, blocks, _ in work)
         queue.submit(nbytes, batches())
         return nbytes
 

@@ -115,9 +115,7 @@ LOAD_BUCKETS = tuple(
 )  # 1 ms to 50 s
 
 _REPORT_EVERY_S = 0.25
-_EMPTY: dict[str, Any] = dict.fromkeys(
-    ("counts", "gauges", "splits", "misses", "heat", "loads"), {}
-)
+_SECTIONS = ("counts", "gauges", "splits", "misses", "heat", "loads")
 
 
 @niceties("the counting for metrics")
@@ -205,6 +203,10 @@ class Counters(SchedulerEvents):
         return stats
 
 
+def _empty() -> dict[str, Any]:
+    return {name: {} for name in _SECTIONS}
+
+
 class RecallStats(KVConnectorStats):
     """Payload: ``counts`` (name -> increment), ``gauges`` (name -> value), ``splits`` (request
     -> source -> tokens), ``misses`` (request -> ``Miss``), ``heat`` (layer -> where its blocks lay
@@ -218,10 +220,10 @@ class RecallStats(KVConnectorStats):
         **sections: Mapping[str, Any],
     ) -> RecallStats:
         plain = {str(layer): rows for layer, rows in (heat or {}).items()}
-        return cls(data={**_EMPTY, "counts": dict(counts), "heat": plain, **sections})
+        return cls(data={**_empty(), "counts": dict(counts), "heat": plain, **sections})
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {name: {} for name in _EMPTY}
+        self.data: dict[str, Any] = _empty()
 
     def is_empty(self) -> bool:
         return not self.data.get("counts") and not self.data.get("gauges")
