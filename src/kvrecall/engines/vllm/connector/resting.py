@@ -38,9 +38,12 @@ class AwakeRequests:
         for tick in range(now + 1, self._ticks + 1):
             for request_id in self._resting.pop(tick, ()):
                 if self._until.get(request_id) == tick:
-                    rested = self.wake(request_id)
+                    del self._until[request_id]
+                    rested = awake[request_id] = self._states[request_id]
                     due += [rested] if request_id in scheduled else []
-        due += [self.wake(request_id) for request_id in offered if request_id in self._until]
+        for request_id in offered:
+            if request_id in self._until:
+                due.append(self.wake(request_id))
         return due
 
     def wake(self, request_id: str) -> RequestState:
@@ -52,9 +55,10 @@ class AwakeRequests:
     def rest(self, state: RequestState, tokens: int) -> None:
         """A decoding request has no work before it has that many further tokens. Rejected
         speculation counts as tokens, too, so a block's end is not missed."""
-        tick = self._until[state.id] = self._ticks + tokens
-        del self._awake[state.id]
-        self._resting.setdefault(tick, []).append(state.id)
+        request_id = state.request.request_id
+        tick = self._until[request_id] = self._ticks + tokens
+        del self._awake[request_id]
+        self._resting.setdefault(tick, []).append(request_id)
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""

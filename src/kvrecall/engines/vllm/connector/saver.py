@@ -225,26 +225,35 @@ class Saver:
         table = self.blocks(wanted.of)[chain]
         assert not isinstance(table, dict), "only states are kept by their tokens"
         ids = table[before : before + len(new)]
-        done = next((i for i, one in enumerate(answers) if one.verdict is _REFUSED), len(new))
+        # What is behind a refused block, or behind one that is no longer on the device, serves no
+        # hit; the latter ends the chain.
+        rows: list[tuple[BlockKey, int, int]] = []
+        useless: list[BlockKey] = []
+        done = 0
+        for index, (key, answer) in enumerate(zip(new, answers, strict=True)):
+            verdict = answer.verdict
+            is_behind = index > done or verdict is _REFUSED
+            done += not is_behind
+            if verdict is not _RESERVED:
+                continue
+            block = ids[index] if index < len(ids) else 0
+            saving.closed |= not block and not is_behind
+            if is_behind or saving.closed:
+                useless.append(key)
+            else:
+                rows.append((key, block, answer.offset))
+        if useless:
+            self._pool.abandon(useless)
         saving.blocks = before + done
         if done == len(new):
             saving.passes = saving.passes_next = 0
         else:
             saving.passes = saving.passes_next = min(2 * saving.passes_next + 1, _MOST_PASSED_OVER)
             self._events.counted("blocks_refused")
-        reserved = [i for i, one in enumerate(answers) if one.verdict is _RESERVED]
-        rows = [(new[i], ids[i] if i < len(ids) else 0, answers[i].offset) for i in reserved]
-        # What is behind a refused block, or behind one that is no longer on the device, serves no
-        # hit; the latter ends the chain.
-        kept = next((n for n, i in enumerate(reserved) if i >= done), len(rows))
-        gone = next((n for n, row in enumerate(rows[:kept]) if row[1] == 0), kept)
-        saving.closed |= gone < kept
-        if rows[gone:]:
-            self._pool.abandon([row[0] for row in rows[gone:]])
         if self._facts.match_unit is not None:
             size = self._facts.block_size
             self._finder.learn(state, before * size, saving.blocks * size)
-        return self._order(state, chain, rows[:gone])
+        return self._order(state, chain, rows)
 
     def _save_tail(self, one: Computed, end: int) -> bool:
         """What a hit needs that ends at ``end``, inside a block of the chain: the chain's block

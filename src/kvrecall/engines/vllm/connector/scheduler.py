@@ -432,14 +432,15 @@ class RecallScheduler:
         comparisons: list[Comparison] = []
         audited = self._auditor.audited()
         for one in computed:
-            state = one.state
-            if state.id in audited:
+            request = one.state.request
+            if request.request_id in audited:
                 blocks = functools.partial(self._saver.blocks, one)
-                comparisons += self._auditor.comparisons(state.id, one.tokens, blocks)
-            elif state.settled and _decodes(state.request):
-                left = self._saver.tokens_until_due(state, one.tokens)
+                name = request.request_id
+                comparisons += self._auditor.comparisons(name, one.tokens, blocks)
+            elif one.state.settled and request.num_computed_tokens >= request.num_prompt_tokens:
+                left = self._saver.tokens_until_due(one.state, one.tokens)
                 if left > 0:
-                    self._awake.rest(state, left)
+                    self._awake.rest(one.state, left)
         return comparisons
 
     def _chain_blocks(self, request_id: str) -> Sequence[int]:
@@ -696,8 +697,3 @@ class RecallScheduler:
         """As of ``Saver``; of a request in the engine."""
         state = self._states.get(request_id)
         return () if state is None else self._saver.saved(state)
-
-
-def _decodes(request: Any) -> bool:
-    """Whether all of a request's prompt is computed before the step."""
-    return bool(request.num_computed_tokens >= request.num_prompt_tokens)
