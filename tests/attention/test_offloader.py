@@ -36,12 +36,12 @@ from kvrecall.engines.vllm.connector.scheduler import MakePlanner, RecallSchedul
 from kvrecall.engines.vllm.wire import (
     ORIGIN_BYTES,
     EngineFacts,
-    Load,
+    LoadOrder,
     OffloadOrders,
     Shard,
     StepOrders,
     StepReport,
-    Store,
+    StoreOrder,
 )
 from kvrecall.pool import Pool
 from kvrecall.pool.base import PoolClient
@@ -93,7 +93,7 @@ class Bench:
         )
         self.planner = block_manager(self.manager).planner = self.side.offload
         self.orders: OffloadOrders | None = None
-        self.loads: list[Load] = []
+        self.loads: list[LoadOrder] = []
         self.makes_stores = True
         self._stores: list[int] = []
 
@@ -190,7 +190,7 @@ class Bench:
         self.manager.free(request)
 
 
-def sign(pool: PoolClient, store: Store) -> None:
+def sign(pool: PoolClient, store: StoreOrder) -> None:
     """As the workers do."""
     if isinstance(pool, Pool):
         for offset in store.copy.offsets:

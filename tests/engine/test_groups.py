@@ -44,7 +44,7 @@ from kvrecall.engines.vllm.wire import (
     Deviation,
     EngineFacts,
     GroupFacts,
-    Load,
+    LoadOrder,
     StepReport,
 )
 from kvrecall.plan.groups import Group
@@ -155,7 +155,7 @@ class Bench:
         )
         self.device: dict[int, bytearray] = {}
         self.hit: tuple[int, Any] | None = None  # on the device, until the first step takes it
-        self.loads: list[Load] = []
+        self.loads: list[LoadOrder] = []
         self.hasher = get_request_block_hasher(facts.hash_block_size, sha256_cbor)
         self.names = iter(range(1_000_000))
 

@@ -82,3 +82,9 @@ def test_a_tail_of_replaced_tokens_has_the_new_tokens_key(pool: Pool) -> None:
     twin = bench.side.state_of(bench.request([*request.all_token_ids, 1]).request_id)
     assert twin is not None
     assert before != state.key_at(80) == twin.key_at(80)
+
+
+def test_a_hit_of_several_groups_that_is_audited_is_not_tried_again(pool: Pool) -> None:
+    GroupBench(pool, SHAPES["gemma"]).run(prompt(200))
+    bench = GroupBench(pool, SHAPES["gemma"], audit=4096)
+    assert bench.side.match(bench.request(prompt(200)), 0) == (0, False)

@@ -35,11 +35,11 @@ from kvrecall.engines.vllm.wire import (
     Departure,
     Deviation,
     EngineFacts,
-    Load,
+    LoadOrder,
     OffloadOrders,
     StepOrders,
     StepReport,
-    Store,
+    StoreOrder,
 )
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
@@ -760,8 +760,8 @@ def test_orders_and_reports_are_the_same_to_the_workers() -> None:
     copies = Copy((3, 4), (1 << 40, 4096), 1), Copy((), ())
     orders = StepOrders(
         ArenaHandle(1, 2, 1 << 40, 5, "boot"),
-        [Load("a", copies), Load("b", ())],
-        [Store(7, copies[0], b"\x00\xff345678")],
+        [LoadOrder("a", copies), LoadOrder("b", ())],
+        [StoreOrder(7, copies[0], b"\x00\xff345678")],
         ["c"],
         True,
         [Comparison(9, "d", copies[0], True)],

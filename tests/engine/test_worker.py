@@ -28,9 +28,9 @@ from kvrecall.engines.vllm.device.inline import Moment
 from kvrecall.engines.vllm.wire import (
     ORIGIN_BYTES,
     EngineFacts,
-    Load,
+    LoadOrder,
     StepOrders,
-    Store,
+    StoreOrder,
 )
 from kvrecall.errors import EngineError
 from kvrecall.pool import Pool
@@ -368,7 +368,7 @@ def test_an_order_that_names_what_is_not_there_fails_alone(machine: Machine) -> 
     arena = machine.pool.arena_handle()
     far = arena.nbytes - 8
     loads = [
-        Load(name, (Copy((block,), (offset,)),))
+        LoadOrder(name, (Copy((block,), (offset,)),))
         for name, block, offset in (
             ("no block", DEVICE_BLOCKS, 0),
             ("below", -1, 0),
@@ -377,16 +377,16 @@ def test_an_order_that_names_what_is_not_there_fails_alone(machine: Machine) -> 
             ("group", 50, 0),
         )
     ]
-    loads[-1] = Load("group", (Copy((50,), (0,), 7),))
+    loads[-1] = LoadOrder("group", (Copy((50,), (0,), 7),))
     stores = [
-        Store(1000, Copy((DEVICE_BLOCKS,), (0,)), b"12345678"),
-        Store(1001, Copy((1,), (far,)), b"12345678"),
-        Store(1002, Copy((0,), (0,)), b"12345678"),
-        Store(1003, Copy((1, 2), (0,)), b"12345678"),
-        Store(1004, Copy((1, 2), (0, LAYERS * PAGE - 1)), b"12345678"),
-        Store(1005, Copy((1,), (arena.nbytes - LAYERS * PAGE,)), b"12345678"),  # no origin
-        Store(1006, Copy((1,), (0,)), b"short"),
-        Store(1007, Copy((1,), (0,), 1), b"12345678"),
+        StoreOrder(1000, Copy((DEVICE_BLOCKS,), (0,)), b"12345678"),
+        StoreOrder(1001, Copy((1,), (far,)), b"12345678"),
+        StoreOrder(1002, Copy((0,), (0,)), b"12345678"),
+        StoreOrder(1003, Copy((1, 2), (0,)), b"12345678"),
+        StoreOrder(1004, Copy((1, 2), (0, LAYERS * PAGE - 1)), b"12345678"),
+        StoreOrder(1005, Copy((1,), (arena.nbytes - LAYERS * PAGE,)), b"12345678"),  # no origin
+        StoreOrder(1006, Copy((1,), (0,)), b"short"),
+        StoreOrder(1007, Copy((1,), (0,), 1), b"12345678"),
     ]
     before = bytes(machine.pool.arena.array())
     orders = StepOrders(arena, loads, stores, record_bytes=(LAYERS * PAGE,))
@@ -401,7 +401,7 @@ def test_an_order_that_names_what_is_not_there_fails_alone(machine: Machine) -> 
     assert bytes(machine.pool.arena.array()) == before
     assert machine.values([50]) == [{0}]
     small = StepOrders(arena, [], stores[:1], record_bytes=(LAYERS * PAGE - 1,))
-    small.stores[0] = Store(2000, Copy((1,), (0,)), b"12345678")
+    small.stores[0] = StoreOrder(2000, Copy((1,), (0,)), b"12345678")
     machine.worker.start_stores(small)
     report = machine.worker.report()
     assert report is not None

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from kvrecall.block import Namespace
 from kvrecall.engines.vllm.compat.config import GroupKind
-from kvrecall.engines.vllm.connector.hit import Hit, Run
+from kvrecall.engines.vllm.connector.hit import BlockRun, Hit
 from kvrecall.engines.vllm.connector.metrics import Counters
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.saver import Tables, block_at
@@ -66,7 +66,7 @@ class _Audit:
     namespace: Namespace
     belief: Belief
     repeated: bool
-    awaited: dict[int, Run]
+    awaited: dict[int, BlockRun]
     leased: dict[int, tuple[int, ...]] = field(default_factory=dict)
     left: list[tuple[int, int, int, bytes, int]] = field(default_factory=list)
     origins: set[bytes] = field(default_factory=set)
@@ -126,7 +126,7 @@ class Auditor:
         return self._admit_groups(state, hit, offsets, alone)
 
     def _admit_chain(
-        self, state: RequestState, run: Run, offsets: Sequence[int], alone: bool
+        self, state: RequestState, run: BlockRun, offsets: Sequence[int], alone: bool
     ) -> int:
         count = len(offsets)
         trusted = self.trusted(state, offsets)
@@ -276,11 +276,11 @@ class Auditor:
         found = self._pool.read(offsets, at, ORIGIN_BYTES)
         return found or [b""] * len(offsets)
 
-    def _begin(self, state: RequestState, runs: Sequence[Run], repeated: bool) -> bool:
+    def _begin(self, state: RequestState, runs: Sequence[BlockRun], repeated: bool) -> bool:
         """Leases the blocks of these runs, or the first and last of each. Returns whether the
         request is to compute them for an audit."""
         assert state.namespace is not None
-        awaited: dict[int, Run] = {}
+        awaited: dict[int, BlockRun] = {}
         for run in map(self._comparable, runs):
             count = len(run.keys)
             parts = [run]
@@ -301,7 +301,7 @@ class Auditor:
         self._audits[next(self._numbers)] = audit
         return True
 
-    def _comparable(self, run: Run) -> Run:
+    def _comparable(self, run: BlockRun) -> BlockRun:
         """The blocks of a run whose bytes are all determined. Behind the KV of a tail there may be
         any; a state has nothing behind it."""
         is_state = self._facts.groups[run.group].kind is GroupKind.STATE

@@ -35,7 +35,7 @@ _Tiers = tuple[TierName | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BlockRun:
     """Adjacent blocks of a KV group. ``first``: index of the first one in the request's blocks of
     that group. ``tiers``: where they were found. ``parents``: of each key, if they are not a chain
     behind ``parent``. ``weight``: bytes of a block, as a share of those of a block of the chain in
@@ -50,7 +50,7 @@ class Run:
     weight: float = 1.0
     tail: int | None = None
 
-    def part(self, start: int, stop: int) -> Run:
+    def part(self, start: int, stop: int) -> BlockRun:
         """Blocks ``[start, stop)`` of the run."""
         return replace(
             self,
@@ -62,7 +62,7 @@ class Run:
             tail=self.tail if start < len(self.keys) <= stop else None,
         )
 
-    def whole(self) -> Run:
+    def whole(self) -> BlockRun:
         """The run without the tail."""
         return self if self.tail is None else self.part(0, len(self.keys) - 1)
 
@@ -81,12 +81,12 @@ class Hit:
 
     start: int
     end: int
-    runs: tuple[Run, ...]
+    runs: tuple[BlockRun, ...]
     is_chain: bool
     block_size: int
 
     @property
-    def chain(self) -> Run:
+    def chain(self) -> BlockRun:
         return self.runs[-1]
 
     @property
@@ -105,7 +105,7 @@ class Hit:
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class Lookup:
     """What a search found: the longest ``hit``. ``is_pending``: a tier beyond this host has not
     answered yet. ``reach``: how far the chain would let a hit go; ``missing``: why it does not, a
     block of another group. Once all is answered, ``boundary``: where such blocks should be kept
@@ -155,15 +155,15 @@ class HitFinder:
         # Of ends inside whole blocks, by the key that a tail would have: the block's key.
         self._inside: OrderedDict[BlockKey, BlockKey] = OrderedDict()
 
-    def find(self, state: RequestState, start: int, limit: int) -> Search:
+    def find(self, state: RequestState, start: int, limit: int) -> Lookup:
         """The longest hit between ``start`` and ``limit`` (tokens)."""
         ask = _Queries(self._pool)
         if self._is_chain:
-            return Search(self._find_chain(ask, state, start, limit), ask.is_pending)
+            return Lookup(self._find_chain(ask, state, start, limit), ask.is_pending)
         find = self._find_aligned if self._facts.match_unit is None else self._find_finer
         hit, reach, missing = find(ask, state, start, limit)
         if ask.is_pending:
-            return Search(hit, True, reach, missing)
+            return Lookup(hit, True, reach, missing)
         end = start if hit is None else hit.end
         used = tuple(
             key
@@ -172,7 +172,7 @@ class HitFinder:
             for key in self._keys_needed(state, group, start, boundary)
         )
         is_shared = end < reach and bool(self._full)
-        return Search(hit, False, reach, missing, reach if is_shared else None, used)
+        return Lookup(hit, False, reach, missing, reach if is_shared else None, used)
 
     # ---- one group of full attention -----------------------------------------------------
 
@@ -193,7 +193,7 @@ class HitFinder:
             return None
         end = min(stop * size, limit) if tail is None else tail
         parent = chain[first - 1] if first else None
-        run = Run(self._facts.chain, first, tuple(keys), tiers, parent, tail=tail)
+        run = BlockRun(self._facts.chain, first, tuple(keys), tiers, parent, tail=tail)
         return Hit(start, end, (run,), True, size)
 
     def learn(self, state: RequestState, start: int, end: int) -> None:
@@ -232,7 +232,7 @@ class HitFinder:
         self, ask: _Queries, state: RequestState, start: int, limit: int
     ) -> tuple[Hit | None, int, Missing | None]:
         """Of groups of full attention and of recurrent layers. The hit, and ``reach`` and
-        ``missing`` of a ``Search``."""
+        ``missing`` of a ``Lookup``."""
         whole: dict[int, tuple[TierName, ...]] = {}
         ends: dict[int, int] = {}  # of the whole blocks, in tokens
         tails: dict[int, dict[int, tuple[BlockKey, TierName]]] = {}
@@ -376,7 +376,7 @@ class HitFinder:
         start: int,
         end: int,
         last: BlockKey | None = None,
-    ) -> Run:
+    ) -> BlockRun:
         """The blocks of a group that a hit at ``end`` needs, in these tiers. ``last``: key of the
         last one, if it is not that of the whole block."""
         facts = self._facts.groups[group]
@@ -390,9 +390,9 @@ class HitFinder:
         if group == self._facts.chain:
             before = state.keys(first, group)
             parent = before[-1] if before else None
-            return Run(group, first, keys, tiers, parent, None, weight, tail)
+            return BlockRun(group, first, keys, tiers, parent, None, weight, tail)
         parents = tuple(self.parents(state, group, range(first, stop), end))
-        return Run(group, first, keys, tiers, None, parents, weight, tail)
+        return BlockRun(group, first, keys, tiers, None, parents, weight, tail)
 
     def needed(self, group: int, tokens: int) -> range:
         """The blocks of a group that a hit needs which ends at the last boundary of all groups'

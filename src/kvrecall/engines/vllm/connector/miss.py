@@ -23,7 +23,7 @@ from kvrecall.engines.base import Reason
 from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.connector.chains import LEAST_COMMON, Chains
 from kvrecall.engines.vllm.connector.cost import LoadPlan
-from kvrecall.engines.vllm.connector.hit import Hit, Search
+from kvrecall.engines.vllm.connector.hit import Hit, Lookup
 from kvrecall.engines.vllm.connector.load import PrefixLoad
 from kvrecall.engines.vllm.connector.metrics import Counters
 from kvrecall.engines.vllm.connector.observers import SchedulerEvents
@@ -91,7 +91,7 @@ class MissExplainer(SchedulerEvents):
 
     # ---- what ended a hit: the last of these counts --------------------------------------
 
-    def looked_up(self, state: RequestState, began: float, blocks: int, search: Search) -> None:
+    def looked_up(self, state: RequestState, began: float, blocks: int, search: Lookup) -> None:
         state.missed.missing = search.missing
 
     def lookup_late(self, state: RequestState, end: int) -> None:

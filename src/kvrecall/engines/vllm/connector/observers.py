@@ -7,7 +7,7 @@ from typing import Any
 
 from kvrecall.engines.vllm.connector.cost import LoadPlan
 from kvrecall.engines.vllm.connector.handover import Handover
-from kvrecall.engines.vllm.connector.hit import Hit, Search
+from kvrecall.engines.vllm.connector.hit import Hit, Lookup
 from kvrecall.engines.vllm.connector.load import PrefixLoad
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.device.base import Copy
@@ -29,7 +29,7 @@ class SchedulerEvents:
     def waited(self, state: RequestState, outcome: Handover, tokens: int) -> None:
         """It looked for ``tokens`` tokens that a prefill instance promised."""
 
-    def looked_up(self, state: RequestState, began: float, blocks: int, search: Search) -> None:
+    def looked_up(self, state: RequestState, began: float, blocks: int, search: Lookup) -> None:
         """The pool was asked for ``blocks`` blocks of the chain since ``began``."""
 
     def lookup_late(self, state: RequestState, end: int) -> None:

@@ -200,7 +200,7 @@ def _is_one_run(tensor: torch.Tensor, place: LayerPlacement, num_blocks: int) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ByteRun:
     """Contiguous bytes of a block on the device: in block 0 at ``address``, ``stride`` bytes
     further in each next block; in a block's record at ``at``."""
 
@@ -210,10 +210,10 @@ class Run:
     nbytes: int
 
 
-def runs_of(group: GroupPages) -> list[Run]:
+def runs_of(group: GroupPages) -> list[ByteRun]:
     """The runs of all layers; those that follow each other in a record and on the device, too
     (layouts with all layers of a block together), are one."""
-    runs: list[Run] = []
+    runs: list[ByteRun] = []
     for page, at in zip(group.pages, group.places, strict=True):
         dims = list(zip(page.rows.shape[1:], page.rows.stride()[1:], strict=True))
         nbytes = 1
@@ -227,7 +227,7 @@ def runs_of(group: GroupPages) -> list[Run]:
         places = [place + start for place in places for start in range(0, nbytes, piece)]
         further = piece * (group.sharing.contexts if piece < nbytes else 1)
         for place in places:
-            run = Run(page.rows.data_ptr() + place, stride, at, piece)
+            run = ByteRun(page.rows.data_ptr() + place, stride, at, piece)
             last = runs[-1] if runs else None
             if (
                 last is not None
@@ -235,7 +235,7 @@ def runs_of(group: GroupPages) -> list[Run]:
                 and last.address + last.nbytes == run.address
                 and last.at + last.nbytes == at
             ):
-                runs[-1] = Run(last.address, stride, last.at, last.nbytes + piece)
+                runs[-1] = ByteRun(last.address, stride, last.at, last.nbytes + piece)
             else:
                 runs.append(run)
             at += further

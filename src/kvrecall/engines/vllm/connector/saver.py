@@ -18,7 +18,7 @@ from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.engines.vllm.wire import (
     EngineFacts,
-    Store,
+    StoreOrder,
 )
 from kvrecall.pool.base import PoolClient, Reservation, Verdict
 
@@ -52,7 +52,7 @@ of a recurrent group the blocks that hold a state to be saved in this step, by t
 it."""
 
 
-State = tuple[int, int, int]
+BoundaryState = tuple[int, int, int]
 """Of recurrent layers, at a boundary: KV group, device block, tokens up to it."""
 
 
@@ -64,7 +64,7 @@ class Computed(msgspec.Struct, frozen=True, eq=False):
     state: RequestState
     tokens: int
     tables: Callable[[], Sequence[Sequence[int]]]
-    states: Sequence[State] = ()
+    states: Sequence[BoundaryState] = ()
     ended: bool = False
 
 
@@ -387,14 +387,14 @@ class Saver:
         whole = (one for one in common if one <= tokens and one % self._facts.alignment == 0)
         return max((*whole, *(tails & common)), default=0)
 
-    def take(self) -> list[Store]:
+    def take(self) -> list[StoreOrder]:
         """The stores ordered since the last call."""
         ordered, self._ordered = self._ordered, {}
         stores = []
         for (_, group, origin), number in ordered.items():
             store = self._open[number]
             copy = Copy(tuple(store.block_ids), tuple(store.offsets), group)
-            stores.append(Store(number, copy, origin))
+            stores.append(StoreOrder(number, copy, origin))
         return stores
 
     def must_precede(self) -> bool:

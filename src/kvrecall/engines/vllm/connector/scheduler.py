@@ -21,7 +21,7 @@ from kvrecall.engines.vllm.compat.scheduler import boundary_states, fail_loads, 
 from kvrecall.engines.vllm.connector.audit import Auditor
 from kvrecall.engines.vllm.connector.cost import LoadCostModel
 from kvrecall.engines.vllm.connector.handover import Handover, Promise, Wait, pool_id, receipt
-from kvrecall.engines.vllm.connector.hit import FirstNeeded, Hit, HitFinder, Search
+from kvrecall.engines.vllm.connector.hit import FirstNeeded, Hit, HitFinder, Lookup
 from kvrecall.engines.vllm.connector.load import PrefixLoad
 from kvrecall.engines.vllm.connector.metrics import Counters
 from kvrecall.engines.vllm.connector.miss import MissExplainer
@@ -36,14 +36,14 @@ from kvrecall.engines.vllm.connector.request import (
     request_of,
 )
 from kvrecall.engines.vllm.connector.resting import AwakeRequests
-from kvrecall.engines.vllm.connector.saver import Computed, Reachable, Saver, State
+from kvrecall.engines.vllm.connector.saver import BoundaryState, Computed, Reachable, Saver
 from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.engines.vllm.identity.changes import LoadedAdapter
 from kvrecall.engines.vllm.identity.namespace import Adapters, NamespaceRegistry
 from kvrecall.engines.vllm.wire import (
     Comparison,
     EngineFacts,
-    Load,
+    LoadOrder,
     StepOrders,
     StepReport,
 )
@@ -111,7 +111,7 @@ class RecallScheduler:
         self._waiting: dict[str, Any] = {}  # requests that hold device blocks and have not run yet
         self._hinted: deque[int] = deque(maxlen=_HINTED)
         self._has_mixtures = False
-        self._loads: list[Load] = []
+        self._loads: list[LoadOrder] = []
         self._releases: list[str] = []
         self._warned_of_foreign = False
         self.is_busy = False  # whether the last step computed anything
@@ -206,7 +206,7 @@ class RecallScheduler:
         self._events.acquired(state, load)
         return load, False
 
-    def _search(self, state: RequestState, start: int, limit: int) -> Search | None:
+    def _search(self, state: RequestState, start: int, limit: int) -> Lookup | None:
         """Looks for the longest hit between ``start`` and ``limit``, once all of it that is to be
         waited for is there, or late; None until then. Tells the pool and vLLM, once, what the
         request uses."""
@@ -340,7 +340,7 @@ class RecallScheduler:
             return
         load = self._loading[state.id] = self._matched.pop(state.id)
         copies = self._copies(load, block_ids, external_tokens)
-        self._loads.append(Load(state.id, copies))
+        self._loads.append(LoadOrder(state.id, copies))
         self._events.load_ordered(state, copies)
         self._waiting[state.id] = request
         if request.num_preemptions == 0:
@@ -564,7 +564,7 @@ class RecallScheduler:
         self,
         request: Any,
         block_ids: Sequence[Sequence[int]],
-        states: Sequence[State] = (),
+        states: Sequence[BoundaryState] = (),
     ) -> tuple[bool, dict[str, Any]]:
         """A request ended. True if its device blocks must be kept until a release is reported.
         ``block_ids``: by KV group. ``states``: of recurrent layers that are still at the end of
@@ -593,7 +593,10 @@ class RecallScheduler:
         return hold, self._reply(state, whole)
 
     def _save_rest(
-        self, state: RequestState, block_ids: Sequence[Sequence[int]], states: Sequence[State]
+        self,
+        state: RequestState,
+        block_ids: Sequence[Sequence[int]],
+        states: Sequence[BoundaryState],
     ) -> bool:
         """Saves what a request that ended has computed. Its last token has no KV yet: under
         asynchronous scheduling the step that computes it may be under way, and states of recurrent

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrecall.block import TierName
 from kvrecall.engines.vllm.connector.handover import Handover
-from kvrecall.engines.vllm.connector.hit import Hit, Search
+from kvrecall.engines.vllm.connector.hit import Hit, Lookup
 from kvrecall.engines.vllm.connector.load import PrefixLoad
 from kvrecall.engines.vllm.connector.observers import SchedulerEvents
 from kvrecall.engines.vllm.connector.request import RequestState
@@ -43,7 +43,7 @@ _PREFIX = "kvrecall."
 
 
 @dataclass(slots=True)
-class Part:
+class SpanPart:
     """A span to be made. ``began``, ``ended``: seconds of the scheduler side's clock.
     ``attributes``: without the prefix. ``calls``: into another process, within it."""
 
@@ -51,7 +51,7 @@ class Part:
     began: float
     ended: float
     attributes: dict[str, Any] = field(default_factory=dict)
-    calls: list[Part] = field(default_factory=list)
+    calls: list[SpanPart] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class _Batch:
     span: Span
     began_ns: int
     epoch_s: float
-    parts: Sequence[Part]
+    parts: Sequence[SpanPart]
     first_token: float | None = None
     ended: float | None = None
     attributes: dict[str, Any] = field(default_factory=dict)
@@ -77,18 +77,18 @@ class RequestTrace:
     request: Any
     span: Span
     epoch_s: float
-    parts: list[Part] = field(default_factory=list)
+    parts: list[SpanPart] = field(default_factory=list)
     is_queued: bool = True
-    wait: Part | None = None
-    lookup: Part | None = None
-    call: Part | None = None
-    copy: Part | None = None
-    compute: Part | None = None
-    save: Part | None = None
+    wait: SpanPart | None = None
+    lookup: SpanPart | None = None
+    call: SpanPart | None = None
+    copy: SpanPart | None = None
+    compute: SpanPart | None = None
+    save: SpanPart | None = None
     first_token: float | None = None
     has_ended: bool = False
 
-    def add(self, part: Part) -> Part:
+    def add(self, part: SpanPart) -> SpanPart:
         if self.first_token is None and len(self.parts) < _MOST_PARTS:
             self.parts.append(part)
         return part
@@ -171,16 +171,16 @@ class Traces(SchedulerEvents):
     def waited(self, trace: RequestTrace, outcome: Handover, tokens: int) -> None:
         now = self._now()
         if trace.wait is None:
-            trace.wait = trace.add(Part("wait", now, now))
+            trace.wait = trace.add(SpanPart("wait", now, now))
         trace.wait.ended = now
         trace.wait.attributes = {"wait.tokens": tokens, "wait.outcome": outcome.value}
 
     @_traced
-    def looked_up(self, trace: RequestTrace, began: float, blocks: int, search: Search) -> None:
+    def looked_up(self, trace: RequestTrace, began: float, blocks: int, search: Lookup) -> None:
         now = self._now()
         part, hit = trace.lookup, search.hit
         if part is None:
-            part = trace.lookup = trace.add(Part("lookup", began, now))
+            part = trace.lookup = trace.add(SpanPart("lookup", began, now))
         found = Counter(tier for run in hit.runs for tier in run.tiers) if hit else Counter()
         part.ended = now
         part.attributes = {
@@ -204,7 +204,7 @@ class Traces(SchedulerEvents):
     @_traced
     def acquired(self, trace: RequestTrace, load: PrefixLoad) -> None:
         trace.lookup = None
-        trace.call = Part("acquire", load.mark.seconds, self._now())
+        trace.call = SpanPart("acquire", load.mark.seconds, self._now())
 
     @_traced
     def load_over(self, trace: RequestTrace, load: PrefixLoad) -> None:
@@ -232,7 +232,7 @@ class Traces(SchedulerEvents):
                 outcome = "given_up" if load.given_up else "lost"
             share = 1.0 if missing <= 0 else arrived[tier] / wanted[tier]
             ended = now if missing > 0 else last.get(tier, now)
-            part = trace.add(Part("load", load.mark.seconds, max(ended, load.mark.seconds)))
+            part = trace.add(SpanPart("load", load.mark.seconds, max(ended, load.mark.seconds)))
             part.attributes = {
                 "load.tier": str(tier),
                 "load.blocks": min(arrived[tier], wanted[tier]),
@@ -248,7 +248,7 @@ class Traces(SchedulerEvents):
     def load_ordered(self, trace: RequestTrace, copies: Sequence[Copy]) -> None:
         now, groups = self._now(), self._facts.groups
         counts = [(len(copy.block_ids), groups[copy.group].record_bytes) for copy in copies]
-        trace.copy = trace.add(Part("copy", now, now))
+        trace.copy = trace.add(SpanPart("copy", now, now))
         trace.copy.attributes = {
             "copy.blocks": sum(blocks for blocks, _ in counts),
             "copy.bytes": sum(blocks * nbytes for blocks, nbytes in counts),
@@ -275,7 +275,7 @@ class Traces(SchedulerEvents):
             self._taken(trace, now)
             part, request = trace.compute, state.request
             if part is None:
-                part = trace.compute = trace.add(Part("compute", now, now))
+                part = trace.compute = trace.add(SpanPart("compute", now, now))
                 part.attributes = {"compute.tokens": 0, "compute.steps": 0}
             left = max(0, int(request.num_prompt_tokens) - int(request.num_computed_tokens))
             part.ended = now
@@ -293,7 +293,7 @@ class Traces(SchedulerEvents):
     def store_ordered(self, trace: RequestTrace, group: int, blocks: int) -> None:
         now = self._now()
         if trace.save is None:
-            trace.save = Part("save", now, now)
+            trace.save = SpanPart("save", now, now)
             trace.save.attributes = {"save.blocks": 0, "save.bytes": 0, "save.failed": 0}
         trace.save.attributes["save.blocks"] += blocks
         trace.save.attributes["save.bytes"] += blocks * self._facts.groups[group].record_bytes
@@ -335,7 +335,7 @@ class Traces(SchedulerEvents):
         if trace.is_queued:
             trace.is_queued = False
             arrived = float(trace.request.arrival_time) - trace.epoch_s
-            trace.add(Part("queue", min(arrived, now), now))
+            trace.add(SpanPart("queue", min(arrived, now), now))
 
     def _has_first_token(self, trace: RequestTrace) -> bool:
         if not trace.request.num_output_tokens:
@@ -354,10 +354,10 @@ class Traces(SchedulerEvents):
             if trace.parts:
                 self._send(trace)
 
-    def _calls(self, part: Part, name: str, began: float, ended: float) -> None:
+    def _calls(self, part: SpanPart, name: str, began: float, ended: float) -> None:
         """A call of the pool within ``part``, where the pool is a service's."""
         if self._is_service and len(part.calls) < _MOST_PARTS:
-            part.calls.append(Part(f"pool.{name}", began, ended))
+            part.calls.append(SpanPart(f"pool.{name}", began, ended))
 
     def _send(self, trace: RequestTrace, *more: Any) -> None:
         """Hands the parts since the last call to the thread, and what else belongs to a batch;
@@ -396,7 +396,7 @@ class Traces(SchedulerEvents):
         def at(seconds: float) -> int:
             return max(batch.began_ns, int((seconds + batch.epoch_s) * 1e9))
 
-        def make(part: Part, parent: Span, kind: SpanKind = SpanKind.INTERNAL) -> None:
+        def make(part: SpanPart, parent: Span, kind: SpanKind = SpanKind.INTERNAL) -> None:
             span = self._tracer.start_span(
                 _PREFIX + part.name,
                 set_span_in_context(parent),

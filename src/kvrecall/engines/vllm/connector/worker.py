@@ -38,7 +38,7 @@ from kvrecall.engines.vllm.wire import (
     ShardLayer,
     StepOrders,
     StepReport,
-    Store,
+    StoreOrder,
 )
 from kvrecall.errors import EngineError
 from kvrecall.nicety import nicety
@@ -241,7 +241,7 @@ class RecallWorker:
             ranks, known = self._report.compared.get(one.number, (0, Deviation()))
             self._report.compared[one.number] = ranks + 1, known
 
-    def _has_room(self, orders: StepOrders, store: Store) -> bool:
+    def _has_room(self, orders: StepOrders, store: StoreOrder) -> bool:
         """Whether records of the size that this rank knows, and the origins behind them, lie in the
         arena."""
         number, sizes = store.copy.group, orders.record_bytes
@@ -251,7 +251,7 @@ class RecallWorker:
         fits = most <= orders.arena.nbytes and self._groups[number].end <= sizes[number]
         return fits and len(store.origin) == ORIGIN_BYTES
 
-    def _sign(self, orders: StepOrders, store: Store) -> None:
+    def _sign(self, orders: StepOrders, store: StoreOrder) -> None:
         """Writes the origin behind the records that are stored, once for all ranks."""
         number = store.copy.group
         is_first = 0 in self._groups[number].places
