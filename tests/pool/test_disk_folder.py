@@ -299,7 +299,12 @@ def test_a_damaged_row_costs_its_block_only(
     bench.tier.close()
 
 
-def test_a_damaged_page_costs_its_blocks_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("large", [0, 1 << 30])
+def test_a_damaged_page_costs_its_blocks_only(
+    tmp_path: Path, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of an index that is too large to be checked page by page."""
+    monkeypatch.setattr(index_module, "_LARGE", large)
     bench = open_tier(tmp_path)
     keys = chain(NAMESPACE, 200)
     bench.put(keys)

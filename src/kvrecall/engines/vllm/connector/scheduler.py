@@ -133,7 +133,8 @@ class RecallScheduler:
             clock,
         )
         self._finder = HitFinder(pool, facts, first_needed)
-        self._auditor = Auditor(pool, facts, settings.audit_every, self.counters, self._refuted)
+        every, refuted = settings.audit_every, self._refuted
+        self._auditor = Auditor(pool, facts, every, self.counters, refuted, clock)
         origin = self._auditor.origin
         self._saver = Saver(pool, facts, self._finder, reachable, origin, self._events)
         self.offload = (make_planner or NoOffload)(self.state_of, self._auditor.trusted)
