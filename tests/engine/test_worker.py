@@ -199,7 +199,7 @@ def test_a_request_that_ends_while_it_loads_is_reported_once(machine: Machine) -
         machine.idle()
     again = machine.load("again", 2 * BLOCK + 1, [50, 51])
     state: Any = machine.side.state_of("again")
-    state.open_stores.add(1 << 40)
+    state.saving.open.add(1 << 40)
     again.status = RequestStatus.FINISHED_ABORTED
     hold, _ = machine.side.finished(again, ([50, 51],))
     assert not hold
@@ -229,7 +229,7 @@ def test_loads_end_in_their_order_and_one_that_cannot_be_made_fails(machine: Mac
     assert machine.values([50, 51, 60, 61]) == [{11}, {12}, {21}, {22}]
     assert machine.side.counters.counts["loads_failed"] == 1
     state: Any = machine.side.state_of("c")
-    assert state.computes
+    assert state.loading.computes
     assert sum(name in each for each in loaded for name in "abc") == 3, "each is reported once"
     assert machine.pool.stats().leases == 0
 
@@ -357,7 +357,7 @@ def test_a_load_that_the_driver_refuses_is_computed(
     assert machine.side.counters.counts["loads_failed"] == 1
     assert machine.pool.stats().leases == 0
     state: Any = machine.side.state_of("again")
-    assert state.computes
+    assert state.loading.computes
 
 
 def test_an_order_that_names_what_is_not_there_fails_alone(machine: Machine) -> None:

@@ -447,7 +447,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             self._traces.step_ended()  # vLLM asks for events when it has a step's results
         return () if self._events is None else self._events.take()
 
-    # ---- for who hosts the engine and watches it -----------------------------------------
+    # ---- for the process that hosts the engine -------------------------------------------
 
     def saved(self, request_id: str) -> tuple[BlockKey, ...]:
         """Blocks of a request in the engine that are in the pool or on their way: the leading ones

@@ -2,8 +2,8 @@
 addresses, wherever its blocks are, or a few, and those of one direction complete in order.
 
 A copy that the driver refuses has failed, and is over when what was queued of it is. One that never
-ends is *stuck*: what it may still write belongs to nobody else, no other copy is begun, and nothing
-waits for it any longer.
+ends is *stuck*: what it may still write is given to no other request, no other copy is begun, and
+nothing waits for it any longer.
 """
 
 from __future__ import annotations

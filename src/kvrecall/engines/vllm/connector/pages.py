@@ -22,7 +22,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class LayerPages:
     """Rows of one layer: uint8 ``[num_blocks, page_bytes]``, row stride ``block_stride`` bytes.
 
     Rows that are not one run of bytes have more dimensions, which are copied in their order.
@@ -53,7 +53,7 @@ class GroupPages:
     record of the group; one after the other from ``offset`` on if absent. ``sharing``: with the
     other ranks of its stage."""
 
-    pages: tuple[Pages, ...]
+    pages: tuple[LayerPages, ...]
     offset: int = 0
     starts: tuple[int, ...] = ()
     sharing: Sharing = ALONE
@@ -70,7 +70,7 @@ class GroupPages:
         runs = zip(self.places, self.pages, strict=True)
         return max((at + self._extent(page) for at, page in runs), default=0)
 
-    def piece_bytes(self, page: Pages) -> int:
+    def piece_bytes(self, page: LayerPages) -> int:
         """Bytes of a page that lie together in a record: all, or the tokens of one turn in a head
         if the ranks share a block's tokens and the kernel does not pack them."""
         if self.sharing.contexts == 1 or not page.tokens:
@@ -87,7 +87,7 @@ class GroupPages:
         shape, steps = (page.page_bytes // piece, piece), (piece * self.sharing.contexts, 1)
         return np.lib.stride_tricks.as_strided(shared, shape, steps).reshape(-1)
 
-    def _extent(self, page: Pages) -> int:
+    def _extent(self, page: LayerPages) -> int:
         """From the first of its bytes in a record to the last."""
         piece = self.piece_bytes(page)
         return (page.page_bytes // piece - 1) * piece * self.sharing.contexts + piece
@@ -99,12 +99,12 @@ def pages_of(
     num_blocks: int,
     fp8: torch.dtype | None = None,
     contexts: int = 1,
-) -> tuple[Pages, ...]:
+) -> tuple[LayerPages, ...]:
     """Pages of every layer of a KV group that owns memory, in the order of ``placements``. Layers
     that share another layer's blocks are omitted. Raises EngineError for a layout in which a block
     of a layer is not one run of bytes. ``fp8``: the type of byte caches. ``contexts``: ranks that
     share a block's tokens; where tokens lie apart, layouts are those of all of them."""
-    pages: list[Pages] = []
+    pages: list[LayerPages] = []
     seen: set[int] = set()
     for name, place in placements.items():
         tensor = kv_caches.get(name)
@@ -122,7 +122,7 @@ def _layer_pages(
     num_blocks: int,
     fp8: torch.dtype | None,
     contexts: int,
-) -> Pages:
+) -> LayerPages:
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     whole.set_(tensor.untyped_storage())
     start = tensor.storage_offset() * tensor.element_size()
@@ -143,7 +143,7 @@ def _layer_pages(
         of_head *= contexts
     layout = f"{inner} {tensor.dtype} {of_head}"
     values = fp8 if fp8 is not None and tensor.dtype is torch.uint8 else tensor.dtype
-    return Pages(name, rows, layout, values, place.parts, place.scaled, heads, tokens)
+    return LayerPages(name, rows, layout, values, place.parts, place.scaled, heads, tokens)
 
 
 def _dims(tensor: torch.Tensor) -> list[tuple[int, int]]:

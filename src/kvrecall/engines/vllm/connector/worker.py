@@ -25,7 +25,7 @@ from kvrecall.engines.vllm.compat.scales import settle_scales
 from kvrecall.engines.vllm.compat.weights import note_model
 from kvrecall.engines.vllm.connector.compare import deviation
 from kvrecall.engines.vllm.connector.copier import ArenaMapping
-from kvrecall.engines.vllm.connector.pages import GroupPages, Pages, pages_of
+from kvrecall.engines.vllm.connector.pages import GroupPages, LayerPages, pages_of
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.device.base import Event
 from kvrecall.engines.vllm.identity.changes import RankWeights
@@ -100,7 +100,7 @@ class RecallWorker:
             number = number_of[retrieval.layer_names[0]]
             self._retrieval.setdefault(number, []).append(retrieval)
             groups[number] += (
-                Pages(name, rows, f"{tuple(rows.shape[1:])} bytes")
+                LayerPages(name, rows, f"{tuple(rows.shape[1:])} bytes")
                 for name, rows in retrieval.register(kv_caches).items()
             )
         self._groups = tuple(
