@@ -17,7 +17,7 @@ from kvrecall.attention.digest import DIGESTS, Digest, coded_width, encode
 from kvrecall.attention.kernels.device import (
     Bucket,
     DeviceStep,
-    Facts,
+    SequenceFacts,
     attend_by_triton,
     choose_by_triton,
     digest_by_triton,
@@ -226,7 +226,7 @@ def _step(
     """The step of one sequence of these blocks, the batch's first; with blocks to choose all are
     middle ones unless told."""
     middle = (len(ids) if chosen else 0) if middle is None else middle
-    facts = [Facts(0, init, middle, chosen, len(ids), length)]
+    facts = [SequenceFacts(0, init, middle, chosen, len(ids), length)]
     bucket = Bucket.of(KV_HEADS, facts, 0)
     packed = torch.from_numpy(bucket.pack(facts, [ids.numpy()], []))
     return DeviceStep(packed.to(device), bucket, GROUP)
