@@ -211,7 +211,7 @@ class RecallWorker:
             self._step_began = None
         for store in orders.stores:
             if not self._writes_shard():
-                self._report.stored[store.store_id] = 1
+                self._note_stored(store.store_id)
                 continue
             has_room = self._has_room(orders, store)
             for group in self._retrieval.get(store.copy.group, ()) if has_room else ():
@@ -221,8 +221,7 @@ class RecallWorker:
                 self._storing.append(store.store_id)
                 self._stores_begun += 1
             else:
-                self._report.stored[store.store_id] = 1
-                self._report.failed.add(store.store_id)
+                self._note_stored(store.store_id, failed=True)
         self._releases.extend((self._stores_begun, request_id) for request_id in orders.releases)
         for comparison in orders.comparisons:
             self._compare(orders.arena, comparison)
@@ -232,14 +231,21 @@ class RecallWorker:
         was to compute is copied or compared, and loads that have not begun fail."""
         self._open = self._step_began = None
         for store in orders.stores:
-            self._report.stored[store.store_id] = 1
-            self._report.failed.add(store.store_id)
+            self._note_stored(store.store_id, failed=True)
         if not self._loads_begun:
             self._failed_loads.update(load.request_id for load in orders.loads)
         self._releases.extend((self._stores_begun, request_id) for request_id in orders.releases)
         for one in orders.comparisons:
-            ranks, known = self._report.compared.get(one.number, (0, Deviation()))
-            self._report.compared[one.number] = ranks + 1, known
+            self._note_compared(one, Deviation())
+
+    def _note_stored(self, store_id: int, failed: bool = False) -> None:
+        self._report.stored[store_id] = 1
+        if failed:
+            self._report.failed.add(store_id)
+
+    def _note_compared(self, comparison: Comparison, found: Deviation) -> None:
+        ranks, known = self._report.compared.get(comparison.number, (0, Deviation()))
+        self._report.compared[comparison.number] = ranks + 1, known.plus(found)
 
     def _has_room(self, orders: StepOrders, store: StoreOrder) -> bool:
         """Whether records of the size that this rank knows, and the origins behind them, lie in the
@@ -277,8 +283,7 @@ class RecallWorker:
                 self._vllm_config.model_config.dtype,
                 config.is_deterministic(),
             )
-        ranks, known = self._report.compared.get(comparison.number, (0, Deviation()))
-        self._report.compared[comparison.number] = ranks + 1, known.plus(found)
+        self._note_compared(comparison, found)
         if comparison.repeated and not found.within:
             self._report.refuted.add(comparison.request_id)
 
@@ -319,9 +324,7 @@ class RecallWorker:
         failed = self._failed_loads - set(self._loading)  # nothing is written there any more
         self._failed_loads -= failed
         for moved in stores:
-            self._report.stored[store_id := self._storing.popleft()] = 1
-            if moved.failed:
-                self._report.failed.add(store_id)
+            self._note_stored(self._storing.popleft(), moved.failed)
         self._stores_done += len(stores)
         # What a stuck store still reads is not committed, so it may be anything.
         done = self._stores_begun if stores_stuck else self._stores_done
