@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import random
 import statistics
 import tempfile
@@ -295,7 +296,7 @@ class Machine:
     def __init__(self, nbytes: int) -> None:
         """``nbytes``: of the memory that is read, which is taken from the system now."""
         column = MemoryColumn("q", 1, nbytes // 8)
-        column.take_all()
+        column.array()[:: mmap.PAGESIZE // 8] = 0  # takes the memory from the system now
         self._cells = column.cells
         self._random = random.Random(1)
         self.idle, self.memory = (WatchedLock(threading.Lock()) for _ in range(2))
@@ -395,7 +396,7 @@ def _collections() -> Iterator[list[float]]:
 
 
 def _watch_tier(tier: DiskTier) -> WatchedLock:
-    catalog = tier._catalog
+    catalog = tier.catalog
     lock = cast(object, catalog._lock)
     if isinstance(lock, WatchedLock):
         return lock
@@ -424,7 +425,7 @@ def _pauses(
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Of operations on a tier that is at rest, and of collections of garbage; and the holds of
     those that take seconds."""
-    catalog = tier._catalog
+    catalog = tier.catalog
     watch = _Watch(_watch_tier(tier))
     once, often = [_some(blocks, 100)], [_some(blocks, 100 + turn) for turn in range(repeats)]
     few = often[: max(1, blocks // 40_000)]  # some of the blocks only
@@ -436,10 +437,10 @@ def _pauses(
     with _collections() as collected:
         watch.calls("touch of 1,000", tier.touch, often)
         watch.calls("acquire, release", lambda keys: _acquire(tier, keys), once)
-        watch.calls("pin of 1,000", tier.pin, once)
-        watch.calls("unpin of 1,000", tier.unpin, once)
+        watch.calls("pin of 1,000", tier.catalog.pin, once)
+        watch.calls("unpin of 1,000", tier.catalog.unpin, once)
         with watch.beside("list", machine):
-            deque(tier.blocks(), maxlen=0)
+            deque(tier.catalog.infos(), maxlen=0)
         watch.calls("use of slabs", lambda _: catalog.slab_uses(), once)
         evict, evict_bytes = (
             partial(catalog.evict, 512, _BLOCK),
@@ -483,7 +484,7 @@ def _pauses_with_limits(
 ) -> tuple[dict[str, float], dict[str, dict[str, float]], float]:
     """Of operations on a tier whose tenants have limits, the pool's lock included, until all is
     cleared; the holds of that, and the seconds it takes."""
-    catalog, tenant = tier._catalog, SHARED
+    catalog, tenant = tier.catalog, SHARED
     lock = pool._changed._lock = WatchedLock(pool._changed._lock)  # type: ignore[attr-defined]
     watch = _Watch(_watch_tier(tier), lock)
     often = [_some(blocks, 100 + turn) for turn in range(repeats)]
@@ -500,7 +501,7 @@ def _pauses_with_limits(
     )
     with watch.of("expiry of a tenth"):
         PoolAdmin(pool, tier, old, pool.admin.now).expire()
-    watch.calls("quotas: list of tenants", lambda _: tier.tenants(), often)
+    watch.calls("quotas: list of tenants", lambda _: tier.catalog.tenants(), often)
     began = time.perf_counter()
     with watch.beside("clear", machine):
         tier.clear()
@@ -516,6 +517,6 @@ def _new(kind: int) -> list[BlockKey]:
 
 
 def _acquire(tier: DiskTier, keys: Sequence[BlockKey]) -> None:
-    catalog = tier._catalog
+    catalog = tier.catalog
     for entry in [entry for key in keys if (entry := catalog.acquire(key))]:
         catalog.release(entry)
