@@ -13,6 +13,7 @@ from kvrecall.block import TierName
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.compat.scheduler import reschedule_lost
 from kvrecall.engines.vllm.connector.copier import LONGEST_S
+from kvrecall.engines.vllm.wire import StepReport
 from kvrecall.pool import Pool
 from kvrecall_lab.models import write_model
 from kvrecall_lab.streams.device import CELL, DeadlockError, LateDevice, Machine, Style
@@ -79,7 +80,7 @@ def test_a_load_that_never_ends_costs_a_wait_and_a_recomputation(
     tmp_path: Path, overlapping: bool, ranks: int, aborted: bool
 ) -> None:
     """And when it ends after all, it writes blocks that no request has."""
-    reschedule_lost()
+    reschedule_lost(StepReport)
     machine = Machine(random.Random(0), Style(0.0, 3, True, (1.0,)))
     settings = RecallSettings.from_mapping({"host_size": "400KiB"})
     model = config(write_model(tmp_path / "model", weights=False), overlapping, False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,25 +23,25 @@ from kvrecall.attention.selection import Gate
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.block import Namespace
 from kvrecall.config import RecallSettings
-from kvrecall.engines.vllm.attention.offload_scheduler import (
-    PATIENCE,
-    OffloadableSpec,
-    OffloadPlanner,
-)
 from kvrecall.engines.vllm.compat.attention import override_kv_cache_spec
+from kvrecall.engines.vllm.compat.offloadable import OffloadableSpec
 from kvrecall.engines.vllm.compat.scheduler import block_manager
 from kvrecall.engines.vllm.connector import connector as connector_module
 from kvrecall.engines.vllm.connector.connector import RecallConnector
-from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
-from kvrecall.engines.vllm.connector.wire import (
+from kvrecall.engines.vllm.connector.offload import (
+    PATIENCE,
+    OffloadPlanner,
+)
+from kvrecall.engines.vllm.connector.scheduler import MakePlanner, RecallScheduler
+from kvrecall.engines.vllm.wire import (
     ORIGIN_BYTES,
     EngineFacts,
-    Load,
+    LoadOrder,
     OffloadOrders,
     Shard,
     StepOrders,
     StepReport,
-    Store,
+    StoreOrder,
 )
 from kvrecall.pool import Pool
 from kvrecall.pool.base import PoolClient
@@ -70,6 +71,7 @@ class Bench:
         in_place: bool = False,
         settings: RetrievalSettings = SETTINGS,
         audit: object = "off",
+        make_planner: MakePlanner | None = None,
     ) -> None:
         override_kv_cache_spec(lambda layer: None)
         init_none_hash(sha256_cbor)
@@ -84,14 +86,14 @@ class Bench:
             lambda: Namespace.of({"test": "1"}),
             ByName(),
             self.manager.get_block_ids,
+            make_planner=make_planner
+            or partial(
+                OffloadPlanner, pool, settings, BLOCK, Gate(settings, 512), 600.0, in_place=in_place
+            ),
         )
-        gate = Gate(settings, 512)
-        states, trusted = self.side.state_of, self.side.trusted
-        self.planner = OffloadPlanner(pool, settings, BLOCK, gate, 600.0, states, trusted, in_place)
-        self.side.offloader = self.planner
-        block_manager(self.manager).planner = self.planner
+        self.planner = block_manager(self.manager).planner = self.side.offload
         self.orders: OffloadOrders | None = None
-        self.loads: list[Load] = []
+        self.loads: list[LoadOrder] = []
         self.makes_stores = True
         self._stores: list[int] = []
 
@@ -188,7 +190,7 @@ class Bench:
         self.manager.free(request)
 
 
-def sign(pool: PoolClient, store: Store) -> None:
+def sign(pool: PoolClient, store: StoreOrder) -> None:
     """As the workers do."""
     if isinstance(pool, Pool):
         for offset in store.copy.offsets:
@@ -313,13 +315,12 @@ def test_what_workers_attend_to_densely_stays_on_the_device(
         connector_module, "active_settings", lambda config: replace(SETTINGS, gate=True)
     )
     monkeypatch.setattr(connector_module.config, "layer_token_bytes", lambda config: 512)
-    bench = Bench(pool, 100)
     connector = RecallConnector.__new__(RecallConnector)
-    connector._pool, connector._scheduler = pool, bench.side
+    connector._pool = pool
     connector._settings = RecallSettings.from_mapping({"host_size": "1MiB"})
     connector._vllm_config = connector._kv_cache_config = None
-    connector._kv_cache_manager = bench.manager
-    connector._keep_long_sequences(FACTS, [shard_of(number) for number in measured])
+    make_planner = connector._offload(FACTS, [shard_of(number) for number in measured])
+    bench = Bench(pool, 100, make_planner=make_planner)
     request = bench.begun("r", 400, 0)
     assert bench.decode(request)
     assert (0 in bench.manager.get_block_ids("r")[0]) == offloads

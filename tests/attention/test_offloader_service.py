@@ -100,7 +100,7 @@ def test_what_was_leased_of_a_lost_service_does_not_leave(node: Node) -> None:
     hog = bench.manager.block_pool.get_new_blocks(bench.free - 1)
     assert departures(bench, lambda: bench.decode(request)) == 0
     assert node.leases == 20
-    before = bench.side._pool.arena_handle()
+    before = bench.pool.arena_handle()
     assert node.client.flush(bench.side.state_of("r").keys(25), 10.0)  # type: ignore[union-attr]
     node.begin_anew()
     looked_up(bench)

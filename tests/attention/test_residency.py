@@ -29,7 +29,7 @@ from kvrecall.engines.vllm.attention.offloaded import (
     digests_of_layer,
 )
 from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow
-from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders
+from kvrecall.engines.vllm.wire import Arrival, Departure, OffloadOrders
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.slots import ALIGNMENT
 

@@ -238,7 +238,7 @@ class Host:
         (state,) = self.connector()._s._states.values()
         names = [thread.name for thread in threading.enumerate()]
         found = {
-            "request": state.trace is not None,
+            "request": state.id in getattr(self.connector()._traces, "open", {}),
             "headers": state.request.trace_headers,
             "threads": [one for one in names if one.startswith(("kvrecall-traces", "Otel"))],
         }

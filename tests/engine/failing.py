@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.engines.vllm.connector.connector import RecallConnector
-from kvrecall.engines.vllm.connector.wire import StepOrders
+from kvrecall.engines.vllm.wire import StepOrders
 from kvrecall.pool.base import NO_ARENA
 
 

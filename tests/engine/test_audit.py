@@ -20,8 +20,8 @@ from kvrecall.block import TierName
 from kvrecall.config import DiskConfig, RecallSettings
 from kvrecall.engines.vllm.connector.audit import GENERATION_S
 from kvrecall.engines.vllm.connector.compare import deviation
-from kvrecall.engines.vllm.connector.pages import GroupPages, Pages
-from kvrecall.engines.vllm.connector.wire import (
+from kvrecall.engines.vllm.connector.pages import GroupPages, LayerPages
+from kvrecall.engines.vllm.wire import (
     ORIGIN_BYTES,
     Deviation,
     EngineFacts,
@@ -98,7 +98,7 @@ DIFFERS = Deviation(2, 2, times=3.0, relative=0.1, layer="layers.1")
 
 
 def counts(bench: Bench) -> tuple[float, float]:
-    return bench.side.tally.counts["audits"], bench.side.tally.counts["audits_failed"]
+    return bench.side.counters.counts["audits"], bench.side.counters.counts["audits_failed"]
 
 
 def test_own_blocks_are_believed(pool: Pool) -> None:
@@ -470,10 +470,10 @@ def test_of_a_long_hit_its_ends_are_compared(pool: Pool) -> None:
 # ---- the comparison ------------------------------------------------------------------------
 
 
-def pages_with(values: torch.Tensor) -> tuple[list[Pages], torch.Tensor]:
+def pages_with(values: torch.Tensor) -> tuple[list[LayerPages], torch.Tensor]:
     """A layer of blocks ``[blocks, elements]``, and an arena that has the same."""
     rows = values.view(torch.uint8)
-    return [Pages("layer", rows, "", values.dtype)], rows.clone().flatten()
+    return [LayerPages("layer", rows, "", values.dtype)], rows.clone().flatten()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -522,7 +522,7 @@ def test_deeper_layers_may_deviate_further_up_to_a_bound(
     theirs = (2 * ours.float()).to(kept).view(torch.uint8).flatten()
     rows = ours.view(torch.uint8)
     for layers, bound in ((1, first), (2, first + further), (4, first + 3 * further), (401, 0.5)):
-        pages = tuple(Pages(f"layer {at}", rows, "", kept) for at in range(layers))
+        pages = tuple(LayerPages(f"layer {at}", rows, "", kept) for at in range(layers))
         arena = torch.cat([*[rows.flatten()] * (layers - 1), theirs])
         found = deviation(GroupPages(pages), arena, [0], [0], computes, False)
         assert found.layer == f"layer {layers - 1}"
@@ -558,7 +558,7 @@ def test_eight_bit_caches_are_compared_by_value() -> None:
     draw = torch.Generator().manual_seed(1)
     values = torch.randn(2, 4096, generator=draw).to(torch.float8_e4m3fn)
     rows = values.view(torch.uint8)
-    pages = [Pages("layer", rows.clone(), "", torch.float8_e4m3fn)]
+    pages = [LayerPages("layer", rows.clone(), "", torch.float8_e4m3fn)]
     group = GroupPages(tuple(pages))
     arena = rows.flatten()
     pages[0].rows[0, :3] ^= 1

@@ -47,10 +47,10 @@ from kvrecall.engines.vllm.compat.config import (
 )
 from kvrecall.engines.vllm.connector import copier as copier_module
 from kvrecall.engines.vllm.connector.copier import ArenaMapping, Copier
-from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, Pages, pages_of, runs_of
+from kvrecall.engines.vllm.connector.pages import GroupPages, LayerPages, pages_of, runs_of
 from kvrecall.engines.vllm.device import accelerator, driver, inline, pagelock
 from kvrecall.engines.vllm.device.accelerator import AcceleratorDevice, split
-from kvrecall.engines.vllm.device.base import Batch
+from kvrecall.engines.vllm.device.base import Batch, Copy
 from kvrecall.errors import EngineError
 from kvrecall.pool.arena import Arena
 from kvrecall.testing.blocks import wait_until
@@ -124,8 +124,8 @@ def test_rows_that_are_not_one_run_are_copied_in_their_order() -> None:
     digests = torch.randint(0, 256, (3, BLOCKS, 2, 64), dtype=torch.uint8)
     before = digests.clone()
     pages = (
-        Pages("layer", torch.randint(0, 256, (BLOCKS, PAGE), dtype=torch.uint8), ""),
-        Pages("digests", digests.transpose(0, 1), ""),
+        LayerPages("layer", torch.randint(0, 256, (BLOCKS, PAGE), dtype=torch.uint8), ""),
+        LayerPages("digests", digests.transpose(0, 1), ""),
     )
     arena = torch.zeros(4 * 8192, dtype=torch.uint8)
     copier = Copier(arena, [GroupPages(pages)])
@@ -166,8 +166,8 @@ def test_an_order_is_one_call(layout: str) -> None:
         pages = pages_of(caches(3), placements([f"layer{i}" for i in range(3)]), BLOCKS)
     else:
         whole = torch.zeros(BLOCKS, 3, PAGE, dtype=torch.uint8)
-        pages = tuple(Pages(f"layer{i}", whole[:, i], "") for i in range(3))
-    other = Pages("window", torch.zeros(BLOCKS, PAGE, dtype=torch.uint8), "")
+        pages = tuple(LayerPages(f"layer{i}", whole[:, i], "") for i in range(3))
+    other = LayerPages("window", torch.zeros(BLOCKS, PAGE, dtype=torch.uint8), "")
     with counted(CPU) as counts:
         groups = [GroupPages(pages), GroupPages((other,))]
         copier = Copier(torch.zeros(1 << 17, dtype=torch.uint8), groups)
@@ -369,7 +369,7 @@ def test_a_layers_blocks_at_even_distances_are_one_call(
     chance = np.random.default_rng(seed)
     memory = torch.zeros(layers * page * blocks, dtype=torch.uint8)
     pages = tuple(
-        Pages(f"layer{n}", torch.zeros(blocks + 1, page, dtype=torch.uint8), "")
+        LayerPages(f"layer{n}", torch.zeros(blocks + 1, page, dtype=torch.uint8), "")
         for n in range(layers)
     )
     for tensor in (memory, *(one.rows for one in pages)):
@@ -554,7 +554,7 @@ def test_an_arena_is_locked_before_it_is_needed(
     """And the log says whether it is near the device."""
     arena = Arena.create(1 << 20)
     arena.wait_ready()
-    pages = Pages("layer", torch.zeros(BLOCKS, PAGE, dtype=torch.uint8), "")
+    pages = LayerPages("layer", torch.zeros(BLOCKS, PAGE, dtype=torch.uint8), "")
     mapping = ArenaMapping([GroupPages((pages,))])
     caplog.set_level("INFO", "vllm.kvrecall")
     handle = replace(arena.handle(), boot="a service")

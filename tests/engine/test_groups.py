@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -38,14 +37,14 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.compat import config, scheduler
 from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.connector.connector import RecallConnector
-from kvrecall.engines.vllm.connector.request import Promise, receipt
+from kvrecall.engines.vllm.connector.handover import Promise, receipt
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
-from kvrecall.engines.vllm.connector.wire import (
+from kvrecall.engines.vllm.wire import (
     ORIGIN_BYTES,
     Deviation,
     EngineFacts,
     GroupFacts,
-    Load,
+    LoadOrder,
     StepReport,
 )
 from kvrecall.modelconfig import CacheKind
@@ -156,7 +155,7 @@ class Bench:
         )
         self.device: dict[int, bytearray] = {}
         self.hit: tuple[int, Any] | None = None  # on the device, until the first step takes it
-        self.loads: list[Load] = []
+        self.loads: list[LoadOrder] = []
         self.hasher = get_request_block_hasher(facts.hash_block_size, sha256_cbor)
         self.names = iter(range(1_000_000))
 
@@ -174,12 +173,16 @@ class Bench:
 
     # ---- an engine's steps ----
 
-    def begin(self, prompt: list[int]) -> tuple[Request, int, int]:
-        """A request with what the device and the pool have of its prompt: the tokens of each."""
+    def request(self, prompt: list[int]) -> Request:
         params = SamplingParams(max_tokens=1000)
         params.update_from_generation_config({}, eos_token_id=1)
         request = Request(f"r{next(self.names)}", prompt, params, None, block_hasher=self.hasher)
         self.side.admit(request)
+        return request
+
+    def begin(self, prompt: list[int]) -> tuple[Request, int, int]:
+        """A request with what the device and the pool have of its prompt: the tokens of each."""
+        request = self.request(prompt)
         return request, *self.admit(request)
 
     def admit(self, request: Request) -> tuple[int, int]:
@@ -438,7 +441,7 @@ def test_blocks_of_a_hit_that_is_not_worth_its_load_count_as_declined(pool: Pool
     windows = [key for key in pool._host.blocks if key.startswith(groups[0].digest)]
     pool.drop(windows[:4])
     assert bench.run(prompt(320)) == (0, 0)
-    assert bench.side.tally.counts["blocks_declined"] == 19
+    assert bench.side.counters.counts["blocks_declined"] == 19
 
 
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "windows"])
@@ -766,7 +769,7 @@ def test_a_tail_is_promised_and_awaited(pool: Pool, shape: str) -> None:
     prefill.prefill(request)
     receipt = prefill.end(request)
     decode = Bench(pool, specs)
-    promised = Promise.of(receipt, decode.facts.unit, 1.0, time.monotonic)
+    promised = Promise.of(receipt, decode.facts.unit, 1.0)
     assert promised is not None
     assert promised.tokens == 96 if shape == "finer" else 110 // 16 * 16
     assert decode.run(prompt(110)) == (0, 96)

@@ -5,56 +5,47 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.clocks import ManualClock
 
 from kvrecall.block import Namespace
 from kvrecall.engines.base import HANDOVER
-from kvrecall.engines.vllm.connector.request import Handover, Promise, receipt
+from kvrecall.engines.vllm.connector.handover import LOOK_EVERY_S, Handover, Promise, receipt
 
 SPACE = Namespace.of({"test": "1"})
 
 
-def promise(clock: ManualClock, tokens: int = 64) -> Promise:
-    made = Promise.of(receipt(SPACE, tokens), 16, 2.0, clock)
+def promise(tokens: int = 64) -> Promise:
+    made = Promise.of(receipt(SPACE, tokens), 16, 2.0)
     assert made is not None
     return made
 
 
 def test_a_promise_is_waited_for_until_it_is_kept() -> None:
-    clock = ManualClock()
-    made = promise(clock)
+    made = promise()
     assert made.tokens == 64
     assert made.hinted == ""
-    assert made.look(64, lambda: 48) is Handover.WAIT
-    clock.advance(1.9)
-    assert made.look(64, lambda: 64) is Handover.KEPT
+    assert made.look(5.0, False) is Handover.WAIT
+    assert not made.is_over
+    assert made.look(6.9, True) is Handover.KEPT
     assert made.is_over
 
 
 def test_a_promise_that_is_not_kept_is_given_up() -> None:
-    clock = ManualClock()
-    made = promise(clock)
-    assert made.look(64, lambda: 0) is Handover.WAIT
-    clock.advance(2.0)
-    assert made.look(64, lambda: 48) is Handover.LATE
+    made = promise()
+    assert made.look(5.0, False) is Handover.WAIT
+    assert made.look(7.0, False) is Handover.LATE
     assert made.is_over
 
 
-def test_the_pool_is_not_asked_in_every_step() -> None:
-    clock = ManualClock()
-    made = promise(clock)
-    asked: list[int] = []
-
-    def found() -> int:
-        asked.append(1)
-        return 0
-
-    for _ in range(100):
-        assert made.look(64, found) is Handover.WAIT
-    assert len(asked) == 1
-    clock.advance(0.01)
-    made.look(64, found)
-    assert len(asked) == 2
+def test_the_pool_is_not_asked_in_every_step_but_at_the_deadline() -> None:
+    wait = promise().wait
+    assert not wait.is_early(5.0)
+    assert wait.goes_on(5.0)
+    assert wait.is_early(5.0 + LOOK_EVERY_S / 2)
+    assert not wait.is_early(5.0 + 2 * LOOK_EVERY_S)
+    assert wait.goes_on(6.9999)
+    assert wait.is_early(6.99995)
+    assert not wait.is_early(7.0)
+    assert not wait.goes_on(7.0)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +63,13 @@ def test_the_pool_is_not_asked_in_every_step() -> None:
     ],
 )
 def test_what_comes_from_outside_is_checked(params: Any) -> None:
-    assert Promise.of(params, 16, 1.0, ManualClock()) is None
+    assert Promise.of(params, 16, 1.0) is None
 
 
 @pytest.mark.parametrize("hinted", ["a pool", 5, None, ["a pool"]])
 def test_the_pool_that_knows_a_hint_is_a_name(hinted: Any) -> None:
     told = {HANDOVER: {"tokens": 64, "namespace": "a", "hinted": hinted}}
-    made = Promise.of(told, 16, 1.0, ManualClock())
+    made = Promise.of(told, 16, 1.0)
     assert made is not None
     assert made.hinted == ("a pool" if hinted == "a pool" else "")
 

@@ -27,7 +27,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvrecall.engines.fingerprint import Memory
 from kvrecall.engines.vllm.compat import scheduler
 from kvrecall.engines.vllm.compat.config import head_replicas, sharing_of
-from kvrecall.engines.vllm.connector.wire import Shard, ShardLayer
 from kvrecall.engines.vllm.identity import weights
 from kvrecall.engines.vllm.identity.changes import (
     Look,
@@ -38,6 +37,7 @@ from kvrecall.engines.vllm.identity.changes import (
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.engines.vllm.identity.namespace import Adapters, namespace_of
 from kvrecall.engines.vllm.identity.weights import RunningWeights, Weights
+from kvrecall.engines.vllm.wire import Shard, ShardLayer
 from kvrecall_lab.models import write_model
 
 NOTHING = Memory(None)

@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.connector.connector import RecallConnector
-from kvrecall.engines.vllm.connector.metrics import RecallStats, Tally
+from kvrecall.engines.vllm.connector.metrics import Counters, RecallStats
+from kvrecall.engines.vllm.wire import EngineFacts
 from kvrecall.pool import Pool
 
 
@@ -33,20 +34,23 @@ def test_counts_and_gauges_reach_prometheus_under_their_labels(pool: Pool) -> No
         ["engine"],
         {0: ["0"]},  # type: ignore[arg-type]
     )
-    tally = Tally()
-    tally.count_request({"host": 32, "computed": 8, "disk": 0})
-    tally.counts["audits"] += 1
+    counters = Counters(EngineFacts.of_one(16, 4096))
+    sources = {"host": 32, "computed": 8, "disk": 0}
+    counters.finished(SimpleNamespace(sources=lambda: sources), 40)  # type: ignore[arg-type]
+    counters.counted("audits")
     for hits in (5, 12):
         stats = pool.stats()
         host = SimpleNamespace(**{name: getattr(stats.tiers[0], name) for name in TIER})
         host.hits = hits
-        tally.count_load("disk", hits / 100)
-        gauges = tally.watch(SimpleNamespace(tiers=[host], **POOL))  # type: ignore[arg-type]
-        tally.counts["diverged:missed_tokens"] += 100
-        sent = tally.take()
+        costs = SimpleNamespace(elapsed=lambda mark, hits=hits: hits / 100)
+        load: Any = SimpleNamespace(costs=costs, mark=None, lowest_tier="disk")
+        counters.load_done(None, load, False, None)
+        gauges = counters.watch(SimpleNamespace(tiers=[host], **POOL))  # type: ignore[arg-type]
+        counters.counts["diverged:missed_tokens"] += 100
+        sent = counters.take()
         assert "blocks_refused" not in sent.data["counts"], "what did not move is not sent"
         sent.data["gauges"] = gauges
-        metrics.observe(RecallStats.of({}, {}).aggregate(sent).data, 0)
+        metrics.observe(RecallStats.of({}).aggregate(sent).data, 0)
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"kvrecall_{name}", {"engine": "0", **labels})

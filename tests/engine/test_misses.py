@@ -31,7 +31,7 @@ from kvrecall.config import (
 )
 from kvrecall.engines.base import MISSED, REASONS, Reason
 from kvrecall.engines.vllm.connector.chains import Chains, Parting
-from kvrecall.engines.vllm.connector.wire import StepOrders
+from kvrecall.engines.vllm.wire import StepOrders
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.changes import Cause
@@ -103,7 +103,7 @@ def test_a_whole_hit_has_no_reason(pool: Pool) -> None:
     bench = Bench(pool)
     assert ask(bench, PROMPT) == {"reason": "new", "from": 0, "tokens": len(PROMPT)}
     assert ask(bench, PROMPT) is None
-    assert bench.side.tally.counts["new:missed_tokens"] == len(PROMPT)
+    assert bench.side.counters.counts["new:missed_tokens"] == len(PROMPT)
 
 
 def test_what_is_shorter_than_a_block(pool: Pool) -> None:
@@ -168,7 +168,7 @@ def test_off_is_off(pool: Pool) -> None:
     bench = Bench(pool, explain_misses="off")
     assert ask(bench, PROMPT) is None
     assert ask(bench, PROMPT[:BLOCK]) is None
-    assert bench.side.misses.chains.nbytes == 0
+    assert bench.side.misses is None
 
 
 @pytest.mark.parametrize("cause", ["dropped", "cleared", "capacity", "expired", "quota"])
@@ -264,19 +264,19 @@ def test_reasons_are_found_while_the_workers_compute() -> None:
         for first in range(5_000, 90_000, 1000):
             ask(bench, list(range(first, first + 8 * BLOCK + 4)))
         misses.aside()
-        bench.side.tally.take()
+        bench.side.counters.take()
         request, _ = begun(bench, "again", PROMPT)
-        assert not bench.side.tally.misses
-        assert "explain_aside_seconds" not in bench.side.tally.take().data["counts"]
+        assert not bench.side.counters.misses
+        assert "explain_aside_seconds" not in bench.side.counters.take().data["counts"]
         misses.aside()
-        assert bench.side.tally.misses["again"]["reason"] == "evicted"
+        assert bench.side.counters.misses["again"]["reason"] == "evicted"
         assert finished(bench, request)[MISSED]["reason"] == "evicted"
-        counts = bench.side.tally.take().data["counts"]
+        counts = bench.side.counters.take().data["counts"]
         assert counts["explain_aside_seconds"] > 0
         assert "evicted:missed_tokens" not in counts
         output = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
         bench.side.orders(output, pool.arena_handle())  # of an idle engine
-        assert bench.side.tally.counts["evicted:missed_tokens"] == len(PROMPT)
+        assert bench.side.counters.counts["evicted:missed_tokens"] == len(PROMPT)
 
 
 @pytest.mark.parametrize("has_aside", [False, True])

@@ -16,8 +16,8 @@ from vllm.v1.request import RequestStatus
 
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.connector.metrics import RecallStats
-from kvrecall.engines.vllm.connector.wire import StepReport
 from kvrecall.engines.vllm.serving.insight import ConnectorReports, RequestLog, Steps
+from kvrecall.engines.vllm.wire import StepReport
 from kvrecall.nicety import niceties, nicety
 from kvrecall.pool import Pool
 from kvrecall.server.dashboard.history import History
@@ -83,8 +83,8 @@ def test_a_server_whose_niceties_all_fail_answers_its_requests() -> None:
         assert asyncio.run(watched()) == ["a", "b"]
         registry.register(metrics)
         assert generate_latest(registry) == b""
-        first = RecallStats.of({"requests": 1}, {})
-        assert first.aggregate(RecallStats.of({}, {})) is first
+        first = RecallStats.of({"requests": 1})
+        assert first.aggregate(RecallStats.of({})) is first
         assert first.reduce() == {}
 
 

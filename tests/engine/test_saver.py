@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.v1.request import Request, RequestStatus
 
-from kvrecall.engines.vllm.connector.wire import StepOrders
+from kvrecall.block import BlockKey
+from kvrecall.engines.vllm.wire import StepOrders
 from kvrecall.pool import Pool
+from kvrecall.pool.base import Reservation, Verdict
 
 from .test_scheduler import BLOCK, FACTS, Bench, pool, stored
 
@@ -136,3 +140,23 @@ def test_blocks_of_a_session_whose_tokens_are_replaced_have_the_new_tokens_keys(
     tokens = [*request.all_token_ids, 1]
     twin = Request("twin", tokens, request.sampling_params, None, block_hasher=bench.hasher)
     assert bench.matched(twin) == 3 * BLOCK
+
+
+def test_what_is_behind_a_block_that_was_refused_is_not_saved(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot is given back."""
+    bench = Bench(pool, ONE)
+    reserve = pool.reserve
+    request = bench.request("r", 3 * BLOCK)
+    full = Reservation(Verdict.REFUSED)
+
+    def refusing(keys: Sequence[BlockKey], *more: Any) -> Sequence[Reservation]:
+        return [full if i == 1 else one for i, one in enumerate(reserve(keys, *more))]
+
+    monkeypatch.setattr(pool, "reserve", refusing)
+    orders = bench.step(request, 3 * BLOCK)
+    assert stored(orders) == [1]
+    bench.report(orders, ranks=1)
+    assert pool.stats().reserved == 1, "the one that was refused here"
+    assert bench.matched(bench.request("again", 4 * BLOCK)) == BLOCK

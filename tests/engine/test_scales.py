@@ -24,7 +24,8 @@ from kvrecall.engines.vllm.compat.config import layer_placements
 from kvrecall.engines.vllm.compat.scales import Scaled, settle_scales
 from kvrecall.engines.vllm.connector.compare import deviation
 from kvrecall.engines.vllm.connector.copier import Copier
-from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, pages_of
+from kvrecall.engines.vllm.connector.pages import GroupPages, pages_of
+from kvrecall.engines.vllm.device.base import Copy
 
 BLOCKS, TOKENS, HEADS, SIZE = 6, 16, 2, 64
 MODES = {

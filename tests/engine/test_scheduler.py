@@ -25,20 +25,21 @@ from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import DiskConfig, RecallSettings
 from kvrecall.engines.base import HANDOVER, HINT
 from kvrecall.engines.vllm.compat import scheduler as compat_scheduler
-from kvrecall.engines.vllm.connector.pages import Copy
+from kvrecall.engines.vllm.connector.observers import SchedulerEvents
 from kvrecall.engines.vllm.connector.saver import Computed
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
-from kvrecall.engines.vllm.connector.wire import (
+from kvrecall.engines.vllm.device.base import Copy
+from kvrecall.engines.vllm.wire import (
     Arrival,
     Comparison,
     Departure,
     Deviation,
     EngineFacts,
-    Load,
+    LoadOrder,
     OffloadOrders,
     StepOrders,
     StepReport,
-    Store,
+    StoreOrder,
 )
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
@@ -77,9 +78,12 @@ class Bench:
         pool: Pool,
         facts: EngineFacts = FACTS,
         clock: Callable[[], float] = time.monotonic,
+        observers: Sequence[SchedulerEvents] = (),
         **settings: Any,
     ) -> None:
         self.pool = pool
+        self.parted: list[Request] = []
+        self.reloads = 0
         self.blocks: dict[str, list[int]] = {}
         self.side = RecallScheduler(
             pool,
@@ -87,11 +91,20 @@ class Bench:
             facts,
             lambda: Namespace.of({"test": "1"}),
             ByName(),
-            lambda name: (self.blocks[name],),
+            lambda name: self.tables(name),
+            part_ways=self.parted.extend,
+            reloaded=self.reload,
+            observers=observers,
             clock=clock,
         )
         init_none_hash(sha256_cbor)
         self.hasher = get_request_block_hasher(BLOCK, sha256_cbor)
+
+    def tables(self, name: str) -> tuple[list[int]]:
+        return (self.blocks[name],)
+
+    def reload(self) -> None:
+        self.reloads += 1
 
     def request(
         self, name: str, tokens: int, first: int = 0, told: Any = None, salt: str | None = None
@@ -203,9 +216,9 @@ def test_blocks_whose_copies_are_late_are_durable_a_step_later(tmp_path: Path) -
         request.status = RequestStatus.FINISHED_STOPPED
         bench.side.finished(request, (bench.blocks["r"],))
         bench.side.reported(StepReport(), set(), set())
-        assert bench.side.tally.counts["flushes_missed"] == 0
+        assert bench.side.counters.counts["flushes_missed"] == 0
         bench.report(orders)
-        assert bench.side.tally.counts["flushes_missed"] == 0
+        assert bench.side.counters.counts["flushes_missed"] == 0
         (below,) = (tier for tier in pool.stats().tiers if tier.name == "disk")
         assert below.blocks == 2
 
@@ -246,7 +259,7 @@ def test_a_failed_load_is_not_tried_again(pool: Pool) -> None:
     ).loads
     assert load.copies[0].block_ids == (1, 2)
     bench.side.reported(None, {"again"}, {"again"})
-    assert bench.side.tally.loads == {}
+    assert bench.side.counters.loads == {}
     assert pool.stats().leases == 0
     assert bench.matched(request) == 0
     request.status = RequestStatus.FINISHED_STOPPED
@@ -259,7 +272,7 @@ def test_no_room_is_no_error(pool: Pool) -> None:
     bench.blocks["r"] = list(range(1, 500))
     orders = bench.step(request, 16 * 400)
     assert 0 < len(stored(orders)) <= 256, "1 MiB holds 256 blocks of 4 KiB"
-    assert bench.side.tally.counts["blocks_refused"] > 0
+    assert bench.side.counters.counts["blocks_refused"] > 0
     bench.report(orders)
     assert bench.matched(bench.request("again", 16 * 400)) == len(stored(orders)) * BLOCK
 
@@ -270,10 +283,10 @@ def test_a_request_that_was_refused_room_does_not_ask_in_every_step(pool: Pool) 
     pool.register(Namespace.of({"other": "1"}), 4096)
     pool.reserve(taken)  # being filled: cannot be evicted
     request = bench.request("r", 16 * 100)
-    asked = [bench.side.tally.counts["blocks_refused"]]
+    asked = [bench.side.counters.counts["blocks_refused"]]
     for _ in range(40):
         bench.step(request, BLOCK)
-        asked.append(bench.side.tally.counts["blocks_refused"])
+        asked.append(bench.side.counters.counts["blocks_refused"])
     steps = [step for step in range(40) if asked[step + 1] > asked[step]]
     assert steps == [0, 2, 6, 14, 30]
     pool.abandon(taken)
@@ -304,7 +317,7 @@ def test_reset_is_refused_while_loading_and_private_afterwards(pool: Pool) -> No
     bench.side.allocated(request, (bench.blocks["again"],), 32)
     assert not bench.side.reset()
     bench.side.reported(None, {"again"}, set())
-    assert list(bench.side.tally.loads) == ["host"]
+    assert list(bench.side.counters.loads) == ["host"]
     assert bench.side.reset()
     assert bench.matched(bench.request("third", 40)) == 0
     bench.report(bench.step(bench.request("fourth", 40), 40))
@@ -315,9 +328,7 @@ def test_reset_is_refused_while_loading_and_private_afterwards(pool: Pool) -> No
     assert state.namespace.digest != Namespace.of({"test": "1"}).digest
 
 
-def test_what_runs_when_weights_change_is_not_pooled(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_runs_when_weights_change_is_not_pooled(pool: Pool) -> None:
     """What was ordered before is of the old weights, and saved; a load under way fails."""
     bench = Bench(pool)
     bench.report(bench.step(bench.request("first", 40), 40))
@@ -326,17 +337,15 @@ def test_what_runs_when_weights_change_is_not_pooled(
     assert bench.matched(loading) == 32
     bench.side.allocated(loading, (bench.blocks["loading"],), 32)
     orders = bench.step(running, 40)
-    parted: list[Request] = []
-    monkeypatch.setattr(bench.side, "_part_ways", parted.extend)
     bench.side.weights_changed()
-    assert {one.request_id for one in parted} == {"first", "loading", "running"}
+    assert {one.request_id for one in bench.parted} == {"first", "loading", "running"}
     assert compat_scheduler._doomed == {"loading"}
     compat_scheduler._doomed.clear()
     bench.report(orders)
     assert stored(bench.step(running, 40)) == []
     assert stored(bench.step(waiting, 40)) == []
     assert bench.matched(bench.request("next", 60, first=500)) == 32
-    assert bench.side.tally.counts["weights_changed"] == 1
+    assert bench.side.counters.counts["weights_changed"] == 1
 
 
 def test_what_is_on_its_way_when_a_model_loads_by_itself_is_not_saved(pool: Pool) -> None:
@@ -344,10 +353,8 @@ def test_what_is_on_its_way_when_a_model_loads_by_itself_is_not_saved(pool: Pool
     orders = bench.step(bench.request("first", 40), 40)
     ids = [store.store_id for store in orders.stores]
     report = StepReport(dict.fromkeys(ids, 2), reloaded=True)
-    told: list[bool] = []
-    bench.side._reloaded = lambda: told.append(True)
     bench.side.reported(report, set(), set())
-    assert told == [True]
+    assert bench.reloads == 1
     assert bench.matched(bench.request("again", 40)) == 0
 
 
@@ -395,7 +402,10 @@ def test_a_decode_instance_waits_for_what_a_prefill_instance_promised(pool: Pool
     prefill.report(orders)
     assert until(lambda: decode.matched(again) is not None)
     assert decode.matched(again) == 32
-    assert (decode.side.tally.counts["handovers"], decode.side.tally.counts["handovers_late"]) == (
+    assert (
+        decode.side.counters.counts["handovers"],
+        decode.side.counters.counts["handovers_late"],
+    ) == (
         1,
         0,
     )
@@ -446,14 +456,14 @@ def test_a_promise_that_is_broken_is_computed(pool: Pool) -> None:
     assert decode.matched(again) is None
     assert until(lambda: decode.matched(again) is not None)
     assert decode.matched(again) == 0
-    assert decode.side.tally.counts["handovers_late"] == 1
+    assert decode.side.counters.counts["handovers_late"] == 1
 
 
 def test_a_promise_of_another_model_is_refused_and_counted(pool: Pool) -> None:
     bench = Bench(pool)
     foreign = {HANDOVER: {"tokens": 32, "namespace": Namespace.of({"test": "2"}).digest.hex()}}
     assert bench.matched(bench.request("r", 40, told=foreign)) == 0
-    assert bench.side.tally.counts["handovers_foreign"] == 1
+    assert bench.side.counters.counts["handovers_foreign"] == 1
 
 
 def test_no_more_is_promised_than_was_saved(pool: Pool) -> None:
@@ -567,8 +577,8 @@ class SlowPool:
         self.pool = Pool(Arena.create(64 * 4096), disk)
         self.now = 0.0
 
-    def bench(self) -> Bench:
-        bench = Bench(self.pool, clock=lambda: self.now)
+    def bench(self, **settings: Any) -> Bench:
+        bench = Bench(self.pool, clock=lambda: self.now, **settings)
         bench.side.costs.saw_step(1000, 500, 10.0)  # 10 ms a token, 160 a block
         return bench
 
@@ -602,7 +612,7 @@ def test_a_load_that_stalls_is_given_up_for_a_tenth_of_computing(slow: SlowPool)
     assert bench.matched(request) is None
     slow.now = 0.9  # of 8 seconds that computing takes
     assert bench.matched(request) == 0
-    assert bench.side.tally.counts["loads_given_up"] == 1
+    assert bench.side.counters.counts["loads_given_up"] == 1
     assert slow.pool.stats().leases == 0
     assert bench.matched(bench.request("next", 16 * 50)) == 0, "it is believed"
     slow.io.read_gate.set()
@@ -623,8 +633,7 @@ def test_a_service_that_dies_is_not_a_slow_disk(slow: SlowPool) -> None:
     slow.io.read_gate.clear()
     request = bench.request("again", 16 * 50)
     assert bench.matched(request) is None
-    load = bench.side._states["again"].load
-    assert load is not None
+    load = bench.side._matched["again"]
     lost = Recall(RecallState.READY)
     slow.now = 0.05
     load.pool = SimpleNamespace(poll=lambda _: lost, release=slow.pool.release)  # type: ignore[assignment]
@@ -706,8 +715,9 @@ def test_only_sequences_that_complete_a_block_are_looked_at(
     first, *others = requests.values()
     bench.step(first, 1, *others)  # behind the prompt, to learn how far the block's end is
     looked_up: list[str] = []
-    tables = bench.side._tables
-    monkeypatch.setattr(bench.side, "_tables", lambda name: looked_up.append(name) or tables(name))
+    tables = bench.tables
+    seen_tables = lambda name: looked_up.append(name) or tables(name)  # noqa: E731
+    monkeypatch.setattr(bench, "tables", seen_tables)
     calls: list[str] = []
     for name in ("reserve", "commit", "abandon", "find", "acquire", "poll", "touch", "stats"):
         monkeypatch.setattr(pool, name, counted(calls, name, getattr(pool, name)))
@@ -750,8 +760,8 @@ def test_orders_and_reports_are_the_same_to_the_workers() -> None:
     copies = Copy((3, 4), (1 << 40, 4096), 1), Copy((), ())
     orders = StepOrders(
         ArenaHandle(1, 2, 1 << 40, 5, "boot"),
-        [Load("a", copies), Load("b", ())],
-        [Store(7, copies[0], b"\x00\xff345678")],
+        [LoadOrder("a", copies), LoadOrder("b", ())],
+        [StoreOrder(7, copies[0], b"\x00\xff345678")],
         ["c"],
         True,
         [Comparison(9, "d", copies[0], True)],
@@ -798,7 +808,7 @@ def test_the_blocks_of_a_step_are_reserved_and_ordered_together(
             assert (len(orders.stores), len(stored(orders))) == ((1, 6) if place == 7 else (0, 0))
             bench.report(orders, ranks=1, failed=turn == 2)
         assert asked == [5, 1] * turn
-    assert {bench.side.state_of(one.request_id).closed for one in requests} == {True}
+    assert {bench.side.state_of(one.request_id).saving.closed for one in requests} == {True}
     assert all(pool.find(bench.side.saved(one.request_id)).blocks == 3 for one in requests)
 
 
@@ -811,8 +821,10 @@ def test_requests_that_end_before_they_complete_a_block_leave_nothing(pool: Pool
         bench.step(request, 1)
         request.status = RequestStatus.FINISHED_ABORTED
         bench.side.finished(request, (bench.blocks[request.request_id],))
-    assert sum(map(len, bench.side._resting.values())) <= BLOCK
-    assert not bench.side._awake
+    awake = bench.side._awake
+    assert sum(map(len, awake._resting.values())) <= BLOCK
+    assert not awake._awake
+    assert not awake._until
 
 
 def test_a_refused_block_is_tried_again_before_the_next_one_is_complete() -> None:
@@ -859,7 +871,7 @@ def test_hints_of_requests_reach_the_pool_and_wrong_ones_are_counted(pool: Pool)
         request = bench.request(f"r{number}", 40, first=1000 * number, told=params)
         assert bench.matched(request) == 0
         assert bench.matched(request) == 0, "asked again: the hint counts once"
-    assert (pool.stats().hints, bench.side.tally.counts["hints_invalid"]) == (1, 2)
+    assert (pool.stats().hints, bench.side.counters.counts["hints_invalid"]) == (1, 2)
     session = bench.request("s", 40, first=9000)
     session.session_id = "agent 7"
     bench.matched(session)
@@ -867,7 +879,7 @@ def test_hints_of_requests_reach_the_pool_and_wrong_ones_are_counted(pool: Pool)
     other = bench.request("t", 40, first=9500)
     other.kv_hints = SimpleNamespace(actions=[SimpleNamespace(action_type="x", payload={}), action])
     bench.matched(other)
-    assert (pool.stats().hints, bench.side.tally.counts["hints_invalid"]) == (3, 2)
+    assert (pool.stats().hints, bench.side.counters.counts["hints_invalid"]) == (3, 2)
 
 
 def test_the_sequences_of_a_request_give_one_hint(pool: Pool) -> None:

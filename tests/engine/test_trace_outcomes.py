@@ -4,7 +4,9 @@ real collector."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +36,14 @@ class Traced:
     """A scheduler side whose spans go to the collector."""
 
     def __init__(
-        self, bench: Bench, collected: tuple[str, Spans], is_service: bool = False
+        self,
+        make: Callable[..., Bench],
+        collected: tuple[str, Spans],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         endpoint, self.spans = collected
-        self.bench = bench
-        self.traces = Traces(endpoint, FACTS, "cpu", is_service, clock=bench.side._clock)
-        bench.side.traces = self.traces
+        self.traces = Traces(endpoint, FACTS, "cpu", False, 10.0, clock=clock)
+        self.bench = make(observers=[self.traces])
 
     def request(self, name: str, tokens: int, first: int = 0) -> Request:
         request = self.bench.request(name, tokens, first)
@@ -82,7 +86,7 @@ class Traced:
 
 def test_a_miss(collected: tuple[str, Spans]) -> None:
     with make_pool() as pool:
-        traced = Traced(Bench(pool), collected)
+        traced = Traced(partial(Bench, pool), collected)
         request = traced.request("a miss", 40)
         assert traced.bench.matched(request) == 0
         traced.bench.report(traced.bench.step(request, 40))
@@ -101,7 +105,7 @@ def test_a_miss(collected: tuple[str, Spans]) -> None:
 
 def test_a_hit_that_ends_within_the_prompt(collected: tuple[str, Spans]) -> None:
     with make_pool() as pool:
-        traced = Traced(Bench(pool), collected)
+        traced = Traced(partial(Bench, pool), collected)
         first = traced.request("first part", 3 * BLOCK)
         traced.bench.report(traced.bench.step(first, 3 * BLOCK))
         wait_until(lambda: pool.stats().queued_writes == 0)
@@ -134,9 +138,7 @@ def test_a_load_that_is_not_waited_for(
 ) -> None:
     """Computing takes 8 seconds, and the load's deadline is 10."""
     slow.fill(TOKENS)
-    bench = Bench(slow.pool, clock=lambda: slow.now, load_or_compute=choice)
-    bench.side.costs.saw_step(1000, 500, 10.0)
-    traced = Traced(bench, collected)
+    traced = Traced(partial(slow.bench, load_or_compute=choice), collected, lambda: slow.now)
     slow.io.read_gate.clear()
     name = f"a load that is {outcome}"
     request = traced.request(name, TOKENS)
@@ -172,7 +174,7 @@ def test_blocks_that_are_lost_on_the_way(
             for at in range(8192, slab.stat().st_size, 4096):
                 file.seek(at + 17)
                 file.write(b"\xff\x00\xff")
-    traced = Traced(Bench(slow.pool), collected)
+    traced = Traced(partial(Bench, slow.pool), collected)
     request = traced.request("damaged", TOKENS)
     wait_until(lambda: traced.bench.matched(request) is not None)
     traced.bench.step(request, TOKENS)
@@ -189,7 +191,7 @@ def test_blocks_that_are_lost_on_the_way(
 
 def test_a_load_that_is_declined(slow: SlowPool, collected: tuple[str, Spans]) -> None:
     slow.fill(TOKENS)
-    traced = Traced(slow.bench(), collected)
+    traced = Traced(slow.bench, collected, lambda: slow.now)
     costs = traced.bench.side.costs
     costs.saw_load(TierName.DISK, 0.1, 50.0)
     costs._passed_over = 0
@@ -207,7 +209,7 @@ def test_a_load_that_is_declined(slow: SlowPool, collected: tuple[str, Spans]) -
 
 def test_a_request_that_ends_while_it_loads(slow: SlowPool, collected: tuple[str, Spans]) -> None:
     slow.fill(TOKENS)
-    traced = Traced(slow.bench(), collected)
+    traced = Traced(slow.bench, collected, lambda: slow.now)
     slow.io.read_gate.clear()
     request = traced.request("ends early", TOKENS)
     assert traced.bench.matched(request) is None
@@ -223,7 +225,7 @@ def test_a_request_that_ends_while_it_loads(slow: SlowPool, collected: tuple[str
 
 def test_a_copy_that_fails(collected: tuple[str, Spans]) -> None:
     with make_pool() as pool:
-        traced = Traced(Bench(pool), collected)
+        traced = Traced(partial(Bench, pool), collected)
         first = traced.request("saved", 4 * BLOCK)
         traced.bench.report(traced.bench.step(first, 4 * BLOCK))
         wait_until(lambda: pool.stats().queued_writes == 0)
@@ -244,7 +246,7 @@ def test_a_copy_that_fails(collected: tuple[str, Spans]) -> None:
 
 def test_a_save_that_fails(collected: tuple[str, Spans]) -> None:
     with make_pool() as pool:
-        traced = Traced(Bench(pool), collected)
+        traced = Traced(partial(Bench, pool), collected)
         request = traced.request("failing save", 40)
         traced.bench.matched(request)
         traced.bench.report(traced.bench.step(request, 40), failed=True)
@@ -260,7 +262,7 @@ def test_a_store_that_does_not_answer(
     store = SHARED.setdefault(request.node.name, MemoryStore())
     remote = {"kind": "support.stores:make_store", "name": request.node.name}
     with make_pool(remote=remote) as pool:
-        traced = Traced(Bench(pool, lookup_deadline=0.05), collected)
+        traced = Traced(partial(Bench, pool, lookup_deadline=0.05), collected)
         first = traced.request("registers", 17, 9_000)
         wait_until(lambda: traced.bench.matched(first) is not None)
         traced.bench.report(traced.bench.step(first, 17))
@@ -282,7 +284,7 @@ def test_a_store_that_does_not_answer(
 def test_a_whole_hit_has_no_reason(collected: tuple[str, Spans]) -> None:
     pool: Pool
     with make_pool() as pool:
-        traced = Traced(Bench(pool), collected)
+        traced = Traced(partial(Bench, pool), collected)
         first = traced.request("computed", 2 * BLOCK)
         traced.bench.report(traced.bench.step(first, 2 * BLOCK))
         wait_until(lambda: pool.stats().queued_writes == 0)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from support.collector import Span, Spans, by_grpc
 
+from kvrecall.engines.vllm.connector.handover import Wait
+from kvrecall.engines.vllm.connector.request import BlockHashes, LoadRecord, RequestState
 from kvrecall.engines.vllm.connector.traces import Traces
-from kvrecall.engines.vllm.connector.wire import EngineFacts
+from kvrecall.engines.vllm.wire import EngineFacts
 from kvrecall.processes.ports import free_port
 
 from .engine import Engine, prompt_of
@@ -157,6 +159,10 @@ def test_a_request_without_a_client_s_span_begins_a_trace(engine: Engine) -> Non
     assert "kvrecall-traces" in found["threads"]
 
 
+def state_of(request: Any) -> RequestState:
+    return RequestState(request, BlockHashes((1,), 16), LoadRecord(Wait(1.0)))
+
+
 def test_spans_without_a_collector_are_dropped_and_counted() -> None:
     """Nothing waits for them. After ``close`` no thread takes any."""
     from vllm import SamplingParams
@@ -165,15 +171,15 @@ def test_spans_without_a_collector_are_dropped_and_counted() -> None:
     dropped: list[int] = []
     facts = EngineFacts.of_one(16, 4096)
     endpoint = f"http://127.0.0.1:{free_port()}"
-    traces = Traces(endpoint, facts, "cpu", False, lambda: dropped.append(1))
+    traces = Traces(endpoint, facts, "cpu", False, 10.0, lambda: dropped.append(1))
     traces.close()
     for number in range(3000):
         request = Request(f"one-{number:08x}", [1] * 20, SamplingParams(max_tokens=2), None)
-        trace = traces.begin(request)
-        assert trace is not None
-        trace.taken()
-        trace.saves(0, 1)
-        trace.finished({}, 0, None)
+        state = state_of(request)
+        traces.admitted(state)
+        traces.considered(state)
+        traces.store_ordered(state, 0, 1)
+        traces.finished(state, 20)
     assert len(dropped) == 2 * 3000 - 4096, "two batches each: the request, and what it saved"
 
 
@@ -184,10 +190,12 @@ def test_a_span_of_the_process_is_no_requests_parent() -> None:
     from vllm.v1.request import Request
 
     endpoint = f"http://127.0.0.1:{free_port()}"
-    traces = Traces(endpoint, EngineFacts.of_one(16, 4096), "cpu", False)
+    traces = Traces(endpoint, EngineFacts.of_one(16, 4096), "cpu", False, 10.0)
     request = Request("one-00000000", [1] * 20, SamplingParams(max_tokens=2), None)
     with TracerProvider().get_tracer("vllm").start_as_current_span("start") as current:
-        assert traces.begin(request) is not None
+        state = state_of(request)
+        traces.admitted(state)
+        assert state.id in traces.open
     traces.close()
     _, trace, _, sampled = request.trace_headers["traceparent"].split("-")
     assert trace != f"{current.get_span_context().trace_id:032x}"

@@ -22,17 +22,16 @@ from kvrecall.engines.vllm.connector import copier as copier_module
 from kvrecall.engines.vllm.connector import worker
 from kvrecall.engines.vllm.connector.connector import RecallConnector
 from kvrecall.engines.vllm.connector.copier import LONGEST_S, Copier, CopyQueue
-from kvrecall.engines.vllm.connector.pages import Copy
-from kvrecall.engines.vllm.connector.wire import (
+from kvrecall.engines.vllm.connector.worker import RecallWorker
+from kvrecall.engines.vllm.device.base import Batch, Copy, Event
+from kvrecall.engines.vllm.device.inline import Moment
+from kvrecall.engines.vllm.wire import (
     ORIGIN_BYTES,
     EngineFacts,
-    Load,
+    LoadOrder,
     StepOrders,
-    Store,
+    StoreOrder,
 )
-from kvrecall.engines.vllm.connector.worker import RecallWorker
-from kvrecall.engines.vllm.device.base import Batch, Event
-from kvrecall.engines.vllm.device.inline import Moment
 from kvrecall.errors import EngineError
 from kvrecall.pool import Pool
 from kvrecall.pool.base import NO_ARENA
@@ -165,8 +164,8 @@ def test_blocks_come_back_to_other_places_as_they_were(machine: Machine) -> None
     assert machine.values([50, 60, 55]) == [{11}, {12}, {13}]
     assert machine.values([1, 2, 3, 51]) == [{0}] * 4
     assert machine.pool.stats().leases == 0
-    assert machine.side.tally.counts["loaded_bytes"] == 3 * LAYERS * PAGE
-    assert machine.side.tally.counts["load_seconds"] > 0
+    assert machine.side.counters.counts["loaded_bytes"] == 3 * LAYERS * PAGE
+    assert machine.side.counters.counts["load_seconds"] > 0
 
 
 def test_nothing_is_found_before_its_copy_is_made(machine: Machine) -> None:
@@ -200,7 +199,7 @@ def test_a_request_that_ends_while_it_loads_is_reported_once(machine: Machine) -
         machine.idle()
     again = machine.load("again", 2 * BLOCK + 1, [50, 51])
     state: Any = machine.side.state_of("again")
-    state.open_stores.add(1 << 40)
+    state.saving.open.add(1 << 40)
     again.status = RequestStatus.FINISHED_ABORTED
     hold, _ = machine.side.finished(again, ([50, 51],))
     assert not hold
@@ -228,9 +227,9 @@ def test_loads_end_in_their_order_and_one_that_cannot_be_made_fails(machine: Mac
     while {"a", "b", "c"} - set().union(*loaded):
         loaded.append(machine.idle())
     assert machine.values([50, 51, 60, 61]) == [{11}, {12}, {21}, {22}]
-    assert machine.side.tally.counts["loads_failed"] == 1
+    assert machine.side.counters.counts["loads_failed"] == 1
     state: Any = machine.side.state_of("c")
-    assert state.computes
+    assert state.loading.computes
     assert sum(name in each for each in loaded for name in "abc") == 3, "each is reported once"
     assert machine.pool.stats().leases == 0
 
@@ -302,9 +301,9 @@ def test_nothing_of_a_step_that_failed_is_saved(
     for _ in range(2 * PATIENCE):
         loaded |= machine.idle()
     assert loaded == {"again"}
-    assert machine.side.tally.counts["loads_failed"] == (runner == "V2")
+    assert machine.side.counters.counts["loads_failed"] == (runner == "V2")
     assert machine.values([50, 51]) == ([{0}, {0}] if runner == "V2" else [{11}, {12}])
-    assert machine.side.tally.counts["stores_failed"] == 1
+    assert machine.side.counters.counts["stores_failed"] == 1
     assert machine.matched(machine.request("after", 2 * BLOCK + 4, first=500)) == 0
     stats = machine.pool.stats()
     assert (stats.reserved, stats.leases) == (0, 0)
@@ -335,7 +334,7 @@ def test_a_store_that_the_driver_refuses_is_not_saved(
     for _ in range(2 * PATIENCE):
         machine.idle()
     assert machine.pool.stats().reserved == 0
-    assert machine.side.tally.counts["stores_failed"] == 1
+    assert machine.side.counters.counts["stores_failed"] == 1
     assert machine.released == ({"first"} if machine.late else set())
     assert machine.matched(machine.request("again", 2 * BLOCK + 1)) == 0
 
@@ -355,10 +354,10 @@ def test_a_load_that_the_driver_refuses_is_computed(
     while not loaded:
         steps, loaded = steps + 1, machine.idle()
     assert steps == (PATIENCE if machine.late else 1)
-    assert machine.side.tally.counts["loads_failed"] == 1
+    assert machine.side.counters.counts["loads_failed"] == 1
     assert machine.pool.stats().leases == 0
     state: Any = machine.side.state_of("again")
-    assert state.computes
+    assert state.loading.computes
 
 
 def test_an_order_that_names_what_is_not_there_fails_alone(machine: Machine) -> None:
@@ -369,7 +368,7 @@ def test_an_order_that_names_what_is_not_there_fails_alone(machine: Machine) -> 
     arena = machine.pool.arena_handle()
     far = arena.nbytes - 8
     loads = [
-        Load(name, (Copy((block,), (offset,)),))
+        LoadOrder(name, (Copy((block,), (offset,)),))
         for name, block, offset in (
             ("no block", DEVICE_BLOCKS, 0),
             ("below", -1, 0),
@@ -378,16 +377,16 @@ def test_an_order_that_names_what_is_not_there_fails_alone(machine: Machine) -> 
             ("group", 50, 0),
         )
     ]
-    loads[-1] = Load("group", (Copy((50,), (0,), 7),))
+    loads[-1] = LoadOrder("group", (Copy((50,), (0,), 7),))
     stores = [
-        Store(1000, Copy((DEVICE_BLOCKS,), (0,)), b"12345678"),
-        Store(1001, Copy((1,), (far,)), b"12345678"),
-        Store(1002, Copy((0,), (0,)), b"12345678"),
-        Store(1003, Copy((1, 2), (0,)), b"12345678"),
-        Store(1004, Copy((1, 2), (0, LAYERS * PAGE - 1)), b"12345678"),
-        Store(1005, Copy((1,), (arena.nbytes - LAYERS * PAGE,)), b"12345678"),  # no origin
-        Store(1006, Copy((1,), (0,)), b"short"),
-        Store(1007, Copy((1,), (0,), 1), b"12345678"),
+        StoreOrder(1000, Copy((DEVICE_BLOCKS,), (0,)), b"12345678"),
+        StoreOrder(1001, Copy((1,), (far,)), b"12345678"),
+        StoreOrder(1002, Copy((0,), (0,)), b"12345678"),
+        StoreOrder(1003, Copy((1, 2), (0,)), b"12345678"),
+        StoreOrder(1004, Copy((1, 2), (0, LAYERS * PAGE - 1)), b"12345678"),
+        StoreOrder(1005, Copy((1,), (arena.nbytes - LAYERS * PAGE,)), b"12345678"),  # no origin
+        StoreOrder(1006, Copy((1,), (0,)), b"short"),
+        StoreOrder(1007, Copy((1,), (0,), 1), b"12345678"),
     ]
     before = bytes(machine.pool.arena.array())
     orders = StepOrders(arena, loads, stores, record_bytes=(LAYERS * PAGE,))
@@ -402,7 +401,7 @@ def test_an_order_that_names_what_is_not_there_fails_alone(machine: Machine) -> 
     assert bytes(machine.pool.arena.array()) == before
     assert machine.values([50]) == [{0}]
     small = StepOrders(arena, [], stores[:1], record_bytes=(LAYERS * PAGE - 1,))
-    small.stores[0] = Store(2000, Copy((1,), (0,)), b"12345678")
+    small.stores[0] = StoreOrder(2000, Copy((1,), (0,)), b"12345678")
     machine.worker.start_stores(small)
     report = machine.worker.report()
     assert report is not None
@@ -431,7 +430,7 @@ def test_device_blocks_and_slots_of_a_stuck_store(
     assert reserved > 0
     other = machine.request("other", 2 * BLOCK + 4, first=500)
     machine.run(machine.step(other, other.num_tokens), {1: 21, 2: 22})
-    assert machine.side.tally.counts["stores_failed"] == 1
+    assert machine.side.counters.counts["stores_failed"] == 1
     assert machine.pool.stats().reserved == reserved, "slots that nobody writes are free"
     machine.worker._arena.stores_first()  # does not wait for what never ends
     with pytest.raises(EngineError, match="cannot be given back"):
@@ -440,7 +439,7 @@ def test_device_blocks_and_slots_of_a_stuck_store(
     for _ in range(2 * PATIENCE):
         machine.idle()
     assert machine.pool.stats().reserved == 0
-    assert machine.side.tally.counts["stores_failed"] == 2
+    assert machine.side.counters.counts["stores_failed"] == 2
     assert machine.matched(machine.request("again", 2 * BLOCK + 1)) == 0
     machine.compute("third", [31, 32], first=900)
     for _ in range(2 * PATIENCE):
@@ -553,8 +552,8 @@ def test_without_the_devices_memory_copies_fail_and_touch_nothing(machine: Machi
     machine.load("asleep", 2 * BLOCK + 1, [50, 51])
     assert machine.idle() == {"asleep"}
     machine.compute("other", [31, 32], first=500)
-    assert machine.side.tally.counts["loads_failed"] == 1
-    assert machine.side.tally.counts["stores_failed"] == 1
+    assert machine.side.counters.counts["loads_failed"] == 1
+    assert machine.side.counters.counts["stores_failed"] == 1
     assert machine.values([50, 51]) == [{0}, {0}]
     machine.worker.restore()
     machine.worker.restore()
@@ -577,4 +576,4 @@ def test_a_load_that_sleep_overtakes_counts_as_failed(machine: Machine) -> None:
     machine.worker.unregister()
     machine.worker.restore()
     assert loaded | machine.idle() == {"again"}
-    assert machine.side.tally.counts["loads_failed"] == machine.late
+    assert machine.side.counters.counts["loads_failed"] == machine.late

@@ -8,7 +8,7 @@ from pathlib import Path
 from failing import FailingConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from kvrecall.engines.vllm.connector.wire import StepOrders
+from kvrecall.engines.vllm.wire import StepOrders
 from kvrecall.pool.base import NO_ARENA
 
 

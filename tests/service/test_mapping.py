@@ -13,7 +13,8 @@ import torch
 from kvrecall.attention.kernels.device import Piece
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.connector.copier import ArenaMapping
-from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, Pages
+from kvrecall.engines.vllm.connector.pages import GroupPages, LayerPages
+from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.pool.base import NO_ARENA, ArenaHandle
 from kvrecall.pool.service.peers import mappers_of
 from kvrecall.testing.blocks import wait_until
@@ -32,7 +33,7 @@ def device() -> torch.Tensor:
 
 @pytest.fixture
 def mapping(device: torch.Tensor) -> Iterator[ArenaMapping]:
-    mapping = ArenaMapping([GroupPages((Pages("layer", device, ""),))])
+    mapping = ArenaMapping([GroupPages((LayerPages("layer", device, ""),))])
     yield mapping
     mapping.close()
 
@@ -97,7 +98,7 @@ def test_an_arena_that_attention_reads_outlives_its_owner(
     device = torch.zeros((8, PAGE), dtype=torch.uint8)
     late = devices.device_of(device.device)
     assert isinstance(late, LateDevice)
-    mapping = ArenaMapping([GroupPages((Pages("layer", device, ""),))])
+    mapping = ArenaMapping([GroupPages((LayerPages("layer", device, ""),))])
     with Service(tmp_path) as service:
         client = service.client()
         handle = client.arena_handle()

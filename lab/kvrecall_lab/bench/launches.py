@@ -64,11 +64,12 @@ def _order(page: int) -> Counts:
     import torch
 
     from kvrecall.engines.vllm.connector.copier import Copier
-    from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, Pages
+    from kvrecall.engines.vllm.connector.pages import GroupPages, LayerPages
+    from kvrecall.engines.vllm.device.base import Copy
     from kvrecall_lab.engines.counting import counted
 
     layers = [torch.zeros(BLOCKS + 1, page, dtype=torch.uint8) for _ in range(LAYERS)]
-    pages = tuple(Pages(f"layer{at}", rows, "") for at, rows in enumerate(layers))
+    pages = tuple(LayerPages(f"layer{at}", rows, "") for at, rows in enumerate(layers))
     record = LAYERS * page
     copy = Copy(tuple(range(1, BLOCKS + 1)), tuple(range(0, BLOCKS * record, record)))
     with counted(torch.device("cpu")) as counts:

@@ -157,7 +157,7 @@ class _Closing:
 
 def _shard() -> Any:
     """What a rank reports of its part of a block."""
-    from kvrecall.engines.vllm.connector.wire import Shard, ShardLayer
+    from kvrecall.engines.vllm.wire import Shard, ShardLayer
 
     layer = ShardLayer("layer", _RECORD_BYTES - 8, "bytes", heads=1)
     return Shard((layer,), "none", copies_in_step=True)
@@ -201,7 +201,7 @@ def _step(scheduler: Any, spent: dict[str, float]) -> int:
     number of blocks that they order to be saved."""
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-    from kvrecall.engines.vllm.connector.wire import StepReport
+    from kvrecall.engines.vllm.wire import StepReport
 
     output = scheduler.schedule()
     orders = output.kv_connector_metadata

@@ -51,13 +51,13 @@ from kvrecall.engines.vllm.compat.config import Sharing, kv_groups
 from kvrecall.engines.vllm.connector import worker as workers
 from kvrecall.engines.vllm.connector.connector import RecallConnector
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
-from kvrecall.engines.vllm.connector.wire import (
+from kvrecall.engines.vllm.connector.worker import RecallWorker
+from kvrecall.engines.vllm.wire import (
     ALL_BLOCKS,
     ORIGIN_BYTES,
     EngineFacts,
     GroupFacts,
 )
-from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import ArenaHandle, Verdict
@@ -312,6 +312,7 @@ class Engine:
             compat.reachable_blocks(manager),
             compat.room_for(manager),
             uncache=manager.evict_blocks,
+            make_planner=self._make_planner(),
         )
         self._hasher = get_request_block_hasher(BLOCK, sha256_cbor)
         self._stories: dict[str, tuple[list[int], np.ndarray]] = {}
@@ -404,6 +405,10 @@ class Engine:
     def close(self) -> None:
         for rank in self.ranks:
             rank.worker.close()
+
+    def _make_planner(self) -> Any:
+        """Of the offload of long sequences; None without."""
+        return None
 
     def _cache(self, blocks: int) -> SimulatedCache:
         return kv_cache(blocks, self.reaches)

@@ -33,18 +33,16 @@ from kvrecall.attention.kernels import device as kernels
 from kvrecall.attention.selection import Gate
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
-from kvrecall.engines.vllm.attention import backend, cuda, offload_scheduler
+from kvrecall.engines.vllm.attention import backend, cuda
 from kvrecall.engines.vllm.attention import layer as layers
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention
 from kvrecall.engines.vllm.attention.cuda import DeviceBuilder
-from kvrecall.engines.vllm.attention.offload_scheduler import (
-    OffloadableSpec,
-    OffloadManager,
-    OffloadPlanner,
-)
 from kvrecall.engines.vllm.attention.offloaded import Records
 from kvrecall.engines.vllm.compat import runner
 from kvrecall.engines.vllm.compat import scheduler as compat
+from kvrecall.engines.vllm.compat.offloadable import OffloadableSpec, OffloadManager
+from kvrecall.engines.vllm.connector import offload
+from kvrecall.engines.vllm.connector.offload import OffloadPlanner
 
 from .device import Cells, LateDevice, Machine
 from .engine import BLOCK, LAYERS, PAGE, TOKEN, TOKEN_S, Engine, Rank, SimulatedCache
@@ -86,7 +84,7 @@ class EveryStep(int):
 @contextmanager
 def retrieving(machine: Machine, settings: RetrievalSettings, patience: int) -> Iterator[None]:
     """Within ``engine.on``: layers of engines made in here decode by retrieval with these
-    settings. ``patience``: as of ``offload_scheduler``."""
+    settings. ``patience``: as of ``connector.offload``."""
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(OffloadableSpec, OffloadManager, OffloadableSpec.__mro__[1])
     pages = Records.pages
@@ -102,7 +100,7 @@ def retrieving(machine: Machine, settings: RetrievalSettings, patience: int) -> 
         for module in (backend, cuda):
             stack.enter_context(patch.object(module, "active_settings", lambda _: settings))
         stack.enter_context(patch.object(runner, "follow_blocks", lambda _: None))
-        stack.enter_context(patch.object(offload_scheduler, "PATIENCE", patience))
+        stack.enter_context(patch.object(offload, "PATIENCE", patience))
         stack.enter_context(patch.object(layers, "_SEEN_EVERY", EveryStep(16)))
         stack.enter_context(patch.object(Records, "pages", read))
         forms = {META.type: lambda _: LateDevice(machine, tensors)}
@@ -503,24 +501,20 @@ class RetrievalEngine(Engine):
         **kwargs: Any,
     ) -> None:
         self.exact_blocks = settings.exact_blocks(BLOCK)
+        self._retrieval = settings
         self._chance = chance
         self.moved = {"departures": 0, "arrivals": 0}
         super().__init__(vllm_config, *args, **kwargs)
         for rank in self.ranks:
             rank.engine, rank.chance = self, random.Random(chance.random())
             rank.ready()
-        side, manager = self.side, self.scheduler.kv_cache_manager
-        spec = manager.coordinator.single_type_managers[0].kv_cache_spec
-        side.offloader = self.planner = OffloadPlanner(
-            self.pool,
-            settings,
-            BLOCK,
-            Gate(settings, spec.page_size_bytes // BLOCK, narrows=False),
-            5.0,
-            side.state_of,
-            side.trusted,
-        )
-        compat.block_manager(manager).planner = self.planner
+        self.planner = self.side.offload
+        compat.block_manager(self.scheduler.kv_cache_manager).planner = self.planner
+
+    def _make_planner(self) -> Any:
+        spec = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0].kv_cache_spec
+        gate = Gate(self._retrieval, spec.page_size_bytes // BLOCK, narrows=False)
+        return functools.partial(OffloadPlanner, self.pool, self._retrieval, BLOCK, gate, 5.0)
 
     def _cache(self, blocks: int) -> SimulatedCache:
         names = [f"layers.{layer}" for layer in range(LAYERS)]

@@ -29,11 +29,12 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
 from kvrecall.engines.vllm.attention.copied import CopiedDense
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
-from kvrecall.engines.vllm.attention.offload_scheduler import OffloadManager, OffloadPlanner
+from kvrecall.engines.vllm.compat.offloadable import OffloadManager
+from kvrecall.engines.vllm.connector.offload import OffloadPlanner
 from kvrecall.engines.vllm.connector.saver import Saver
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
-from kvrecall.engines.vllm.connector.wire import Arrival, EngineFacts
 from kvrecall.engines.vllm.connector.worker import RecallWorker
+from kvrecall.engines.vllm.wire import Arrival, EngineFacts
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.tier import NullTier
@@ -85,7 +86,7 @@ def _committed_by_the_first_rank() -> Any:
 
 
 def _failed_steps_believed() -> Any:
-    return patch.object(Saver, "doubt", lambda *_: None)
+    return patch.object(Saver, "invalidate", lambda *_: None)
 
 
 def _failed_steps_cached() -> Any:

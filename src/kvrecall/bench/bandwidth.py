@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from kvrecall.engines.vllm.connector.copier import Copier
-from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, Pages
+from kvrecall.engines.vllm.connector.pages import GroupPages, LayerPages
 from kvrecall.engines.vllm.device import device_of, peer
-from kvrecall.engines.vllm.device.base import Batch
+from kvrecall.engines.vllm.device.base import Batch, Copy
 from kvrecall.engines.vllm.device.pagelock import CHUNK_BYTES
 from kvrecall.pool.arena import Arena
 
@@ -41,7 +41,7 @@ def measure_bandwidth(
     nbytes = blocks * block_bytes
     size = (blocks + 1, block_bytes // layers)
     pages = tuple(
-        Pages(f"layer{layer}", torch.zeros(size, dtype=torch.uint8, device=device), "")
+        LayerPages(f"layer{layer}", torch.zeros(size, dtype=torch.uint8, device=device), "")
         for layer in range(layers)
     )
     arena = Arena.create(nbytes)

@@ -11,8 +11,9 @@ import torch
 
 from kvrecall.attention.kernels.device import Piece
 from kvrecall.engines.vllm.connector.copier import Copier
-from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, Pages
+from kvrecall.engines.vllm.connector.pages import GroupPages, LayerPages
 from kvrecall.engines.vllm.device import device_of
+from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.gpu_check.layouts import LAYOUTS, Cache, Size
 from kvrecall.gpu_check.outcome import CheckError
 from kvrecall.pool.arena import Arena
@@ -43,7 +44,7 @@ def check_fetches(device: torch.device, blocks: int = 64, page_bytes: int = 1 <<
     chance = random.Random(0)
     memory = arena(2 * blocks * page_bytes)
     rows = torch.zeros(blocks + 1, page_bytes, dtype=torch.uint8, device=device)
-    pages = Pages("layer", rows, "")
+    pages = LayerPages("layer", rows, "")
     held = memory[: 2 * blocks * page_bytes].view(2 * blocks, page_bytes)
     held.copy_(torch.randint(0, 256, held.shape, dtype=torch.uint8))
     slots = chance.sample(range(2 * blocks), blocks // 2)
@@ -62,7 +63,7 @@ def check_fetches(device: torch.device, blocks: int = 64, page_bytes: int = 1 <<
 
 
 def _round(
-    copier: Copier, pages: tuple[Pages, ...], memory: torch.Tensor, name: str, seed: int
+    copier: Copier, pages: tuple[LayerPages, ...], memory: torch.Tensor, name: str, seed: int
 ) -> int:
     chance = random.Random(seed)
     blocks = pages[0].rows.shape[0]

@@ -22,8 +22,8 @@ from kvrecall.engines.vllm.attention.offloaded import (
     digests_of_layer,
 )
 from kvrecall.engines.vllm.attention.step import Freshness, KeptCopy, OffloadedRow
-from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders
 from kvrecall.engines.vllm.device import device_of
+from kvrecall.engines.vllm.wire import Arrival, Departure, OffloadOrders
 from kvrecall.errors import EngineError
 from kvrecall.pool.base import ArenaHandle
 

@@ -31,12 +31,13 @@ def register() -> None:
         return
     from kvrecall.engines.vllm.attention import checks
     from kvrecall.engines.vllm.compat import attention, scheduler
+    from kvrecall.engines.vllm.wire import StepReport
 
     RetrievalSettings.from_environ(os.environ)  # raises ConfigError before the engine starts
     attention.require_attention()
     attention.override_attention(checks.backends())
     attention.override_kv_cache_spec(checks.require_retrieval)
-    scheduler.reschedule_lost()
+    scheduler.reschedule_lost(StepReport)
 
 
 def _tell_unused(environ: Mapping[str, str]) -> None:

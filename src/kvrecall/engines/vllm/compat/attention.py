@@ -44,7 +44,7 @@ def override_kv_cache_spec(require: Callable[[Any], None]) -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-    from kvrecall.engines.vllm.attention.offload_scheduler import OffloadableSpec, OffloadManager
+    from kvrecall.engines.vllm.compat.offloadable import OffloadableSpec, OffloadManager
 
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(OffloadableSpec, OffloadManager, FullAttentionSpec)

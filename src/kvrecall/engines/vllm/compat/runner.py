@@ -21,25 +21,23 @@ if TYPE_CHECKING:
     import torch
 
 
-def hand_orders_first(vllm_config: Any) -> None:
+def hand_orders_first(vllm_config: Any, orders_type: type) -> None:
     """Makes Model Runner V2 pass a step's orders to the connector before the step touches a device
     block or builds attention metadata, as V1 does.
 
     V2 itself calls ``handle_preemptions`` only just before the forward pass. It still does, so the
-    connector gets the same orders twice. Dummy runs and warm-up have no orders.
+    connector gets the same orders twice. Dummy runs and warm-up have no orders of that type.
     """
     if not getattr(vllm_config, "use_v2_model_runner", False):
         return
     import torch
     from vllm.distributed import kv_transfer
 
-    from kvrecall.engines.vllm.connector.wire import StepOrders
-
     def make(plain: Any) -> Any:
         @torch.inference_mode()
         def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             orders = scheduler_output.kv_connector_metadata
-            if isinstance(orders, StepOrders) and kv_transfer.has_kv_transfer_group():
+            if isinstance(orders, orders_type) and kv_transfer.has_kv_transfer_group():
                 kv_transfer.get_kv_transfer_group().handle_preemptions(orders)
             return plain(self, scheduler_output, *args, **kwargs)
 

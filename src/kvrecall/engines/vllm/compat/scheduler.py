@@ -91,14 +91,16 @@ def has_our_connector(vllm_config: Any) -> bool:
     return _is_ours(vllm_config.kv_transfer_config)
 
 
+_OURS = "kvrecall.engines.vllm.connector.connector.RecallConnector"
+
+
 def _is_ours(transfer: Any) -> bool:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from kvrecall.engines.vllm.connector.connector import RecallConnector
-
     if not getattr(transfer, "kv_connector_module_path", None):
         return False
-    return issubclass(KVConnectorFactory.get_connector_class(transfer), RecallConnector)
+    bases = KVConnectorFactory.get_connector_class(transfer).__mro__
+    return any(f"{base.__module__}.{base.__qualname__}" == _OURS for base in bases)
 
 
 _doomed: set[str] = set()  # requests whose loads, when they end, were in vain
@@ -119,25 +121,25 @@ def _has_ours_among(transfer: Any) -> bool:
     )
 
 
-def reschedule_lost() -> None:
+def reschedule_lost(report_type: Any) -> None:
     """Makes vLLM's scheduler preempt requests that the workers report as lost, before it uses the
     step's output for them, which is dropped. They are recomputed. If the workers report that loaded
     blocks are wrong, or that they have loaded other weights, all running requests start over, with
     an empty device cache, and loads in flight count as failed. A request whose load is stuck is
-    recomputed in other device blocks: its own stay out of use until the load ends."""
-    from kvrecall.engines.vllm.connector.wire import StepReport
+    recomputed in other device blocks: its own stay out of use until the load ends.
+    ``report_type``: the class of their reports."""
 
     def make(plain: Any) -> Any:
         def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
             transfers = model_runner_output.kv_connector_output
             report = transfers.kv_connector_worker_meta if transfers is not None else None
-            if isinstance(report, StepReport):
+            if isinstance(report, report_type):
                 for request_id in report.lost:
                     _preempt(self, self.requests.get(request_id))
                 if report.starts_over:
                     fail_loads(_preempt_all(self))
             if transfers is not None:
-                stuck = report.stuck if isinstance(report, StepReport) else ()
+                stuck = report.stuck if isinstance(report, report_type) else ()
                 _keep_written(self, transfers, stuck)
             if _doomed and transfers is not None and transfers.finished_recving:
                 ended = _doomed & transfers.finished_recving

@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 
 from kvrecall.block import Namespace
 from kvrecall.engines.vllm.compat.config import GroupKind
-from kvrecall.engines.vllm.connector.hit import Hit, Run
-from kvrecall.engines.vllm.connector.metrics import Tally
-from kvrecall.engines.vllm.connector.pages import Copy
+from kvrecall.engines.vllm.connector.hit import BlockRun, Hit
+from kvrecall.engines.vllm.connector.metrics import Counters
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.saver import Tables, block_at
-from kvrecall.engines.vllm.connector.wire import (
+from kvrecall.engines.vllm.device.base import Copy
+from kvrecall.engines.vllm.wire import (
     ORIGIN_BYTES,
     Comparison,
     Deviation,
@@ -83,7 +83,7 @@ class _Audit:
     namespace: Namespace
     belief: Belief
     repeated: bool
-    awaited: dict[int, Run]
+    awaited: dict[int, BlockRun]
     leased: dict[int, tuple[int, ...]] = field(default_factory=dict)
     left: list[tuple[int, int, int, bytes, int]] = field(default_factory=list)
     origins: set[bytes] = field(default_factory=set)
@@ -104,7 +104,7 @@ class Auditor:
         pool: PoolClient,
         facts: EngineFacts,
         every: int | None,
-        tally: Tally,
+        counters: Counters,
         refuted: Callable[[Namespace], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -113,7 +113,7 @@ class Auditor:
         self._pool = pool
         self._facts = facts
         self._every = every
-        self._tally = tally
+        self._counters = counters
         self._refuted = refuted
         self._clock = clock
         self._begin_writer()
@@ -147,7 +147,7 @@ class Auditor:
         return self._admit_groups(state, hit, offsets, alone)
 
     def _admit_chain(
-        self, state: RequestState, run: Run, offsets: Sequence[int], alone: bool
+        self, state: RequestState, run: BlockRun, offsets: Sequence[int], alone: bool
     ) -> int:
         count = len(offsets)
         trusted = self.trusted(state, offsets)
@@ -300,11 +300,11 @@ class Auditor:
         found = self._pool.read(offsets, at, ORIGIN_BYTES)
         return found or [b""] * len(offsets)
 
-    def _begin(self, state: RequestState, runs: Sequence[Run], repeated: bool) -> bool:
+    def _begin(self, state: RequestState, runs: Sequence[BlockRun], repeated: bool) -> bool:
         """Leases the blocks of these runs, or the first and last of each. Returns whether the
         request is to compute them for an audit."""
         assert state.namespace is not None
-        awaited: dict[int, Run] = {}
+        awaited: dict[int, BlockRun] = {}
         for run in map(self._comparable, runs):
             count = len(run.keys)
             parts = [run]
@@ -325,7 +325,7 @@ class Auditor:
         self._audits[next(self._numbers)] = audit
         return True
 
-    def _comparable(self, run: Run) -> Run:
+    def _comparable(self, run: BlockRun) -> BlockRun:
         """The blocks of a run whose bytes are all determined. Behind the KV of a tail there may be
         any; a state has nothing behind it."""
         is_state = self._facts.groups[run.group].kind is GroupKind.STATE
@@ -366,11 +366,11 @@ class Auditor:
         total = audit.found
         if not total.blocks:
             return
-        self._tally.counts["audits"] += 1
+        self._counters.counts["audits"] += 1
         if total.within:
             self._prove(audit, total)
             return
-        self._tally.counts["audits_failed"] += 1
+        self._counters.counts["audits_failed"] += 1
         logger.error(
             "kvrecall: AUDIT FAILED: the KV that this engine computes differs from the pool's "
             "under namespace %s: %d of %d blocks differ (request %s, origins %s), most in "

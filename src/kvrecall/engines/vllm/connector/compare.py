@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from kvrecall.engines.vllm.compat.scales import SCALE_BYTES, Scaled
-from kvrecall.engines.vllm.connector.pages import GroupPages, Pages
-from kvrecall.engines.vllm.connector.wire import Deviation
+from kvrecall.engines.vllm.connector.pages import GroupPages, LayerPages
+from kvrecall.engines.vllm.wire import Deviation
 
 _VECTOR = 32  # elements; divides every head size, so that a vector lies within one key or value
 _QUANTILE = 0.9
@@ -81,7 +81,7 @@ def deviation(
     return Deviation(len(ids), int(differs.sum()), times, relative, layer, exact)
 
 
-def _parts(page: Pages) -> list[tuple[slice, torch.dtype]]:
+def _parts(page: LayerPages) -> list[tuple[slice, torch.dtype]]:
     """The bytes of a page by the tensors in it, with their dtypes."""
     if not page.parts:
         return [(slice(None), page.scaled.dtype if page.scaled else page.dtype)]

@@ -25,7 +25,6 @@ from kvrecall.attention.selection import Gate
 from kvrecall.block import BlockKey, Namespace
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.attention.checks import offload_hindrance, reads_in_place
-from kvrecall.engines.vllm.attention.offload_scheduler import OffloadPlanner
 from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested, require_on
 from kvrecall.engines.vllm.compat import (
     config,
@@ -40,10 +39,15 @@ from kvrecall.engines.vllm.compat.logs import show_pool_lines
 from kvrecall.engines.vllm.compat.serving import end_with_parent
 from kvrecall.engines.vllm.compat.versions import BESIDE_OTHERS
 from kvrecall.engines.vllm.connector.metrics import RecallPromMetrics, RecallStats
+from kvrecall.engines.vllm.connector.offload import OffloadPlanner
 from kvrecall.engines.vllm.connector.request import RequestState
-from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
+from kvrecall.engines.vllm.connector.scheduler import MakePlanner, RecallScheduler
 from kvrecall.engines.vllm.connector.traces import Traces
-from kvrecall.engines.vllm.connector.wire import (
+from kvrecall.engines.vllm.connector.worker import RecallWorker
+from kvrecall.engines.vllm.identity import fields
+from kvrecall.engines.vllm.identity.namespace import Adapters, namespace_of
+from kvrecall.engines.vllm.identity.weights import FINGERPRINT_S, RunningWeights, weights_of
+from kvrecall.engines.vllm.wire import (
     ALL_BLOCKS,
     ORIGIN_BYTES,
     EngineFacts,
@@ -52,10 +56,6 @@ from kvrecall.engines.vllm.connector.wire import (
     StepOrders,
     StepReport,
 )
-from kvrecall.engines.vllm.connector.worker import RecallWorker
-from kvrecall.engines.vllm.identity import fields
-from kvrecall.engines.vllm.identity.namespace import Adapters, namespace_of
-from kvrecall.engines.vllm.identity.weights import FINGERPRINT_S, RunningWeights, weights_of
 from kvrecall.errors import ConfigError, EngineError, KvrecallError
 from kvrecall.nicety import nicety
 from kvrecall.pool.base import ArenaHandle, PoolClient
@@ -92,7 +92,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         waits.install()
         if role is KVConnectorRole.WORKER:
             runner.mend_seeds()
-            runner.hand_orders_first(vllm_config)
+            runner.hand_orders_first(vllm_config, StepOrders)
             self._worker = RecallWorker(vllm_config, kv_cache_config)
             runner.show_model(vllm_config, self._worker.see_model)
             worker = self._worker
@@ -100,7 +100,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             if multiprocessing.current_process().name.startswith("EngineCore"):
                 end_with_parent()
-            scheduler.reschedule_lost()
+            scheduler.reschedule_lost(StepReport)
             if events.are_published(vllm_config):
                 events.replay_everything()  # vLLM makes the publisher next
             self._settings = _settings_of(vllm_config)
@@ -218,6 +218,8 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             lambda: self._s.weights_changed(),
             lambda loaded, swapped: self._s.adapters_loaded(loaded, swapped),
         )
+        make_planner = self._offload(facts, shards)
+        self._traces = self._begin_traces(facts)
         self._scheduler = RecallScheduler(
             self._pool,
             self._settings,
@@ -234,13 +236,15 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             lambda: self._weights.loaded(
                 weights.look_at(functools.partial(scheduler.on_workers, self._vllm_config))
             ),
+            make_planner,
+            [] if self._traces is None else [self._traces],
         )
         weights.watch_weights(self._kv_cache_manager, self._weights)
-        if self._scheduler.misses.is_on:
+        if self._scheduler.misses is not None:
             scheduler.while_computing(self._kv_cache_manager, self._scheduler.misses.aside)
+        if isinstance(self._scheduler.offload, OffloadPlanner):
+            scheduler.block_manager(self._kv_cache_manager).planner = self._scheduler.offload
         self._events = self._pool_events(self._scheduler)
-        self._traces = self._scheduler.traces = self._begin_traces(self._scheduler, facts)
-        self._keep_long_sequences(facts, shards)
         self._ready_arena(facts, [shard.numa_node for shard in shards])
         self._tell_open(facts, arena_bytes)
 
@@ -282,39 +286,38 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         return events.EngineEvents(self._pool, lambda: side.namespaces.live, self._kv_cache_manager)
 
     @nicety("the start of traces")
-    def _begin_traces(self, side: RecallScheduler, facts: EngineFacts) -> Traces | None:
+    def _begin_traces(self, facts: EngineFacts) -> Traces | None:
         """None without vLLM's ``--otlp-traces-endpoint``."""
         endpoint = config.traces_endpoint(self._vllm_config)
         if endpoint is None:
             return None
+        return Traces(
+            endpoint,
+            facts,
+            config.device_kind(),
+            isinstance(self._pool, ServiceClient),
+            self._settings.pool.load_deadline_s,
+            lambda: self._s.counters.counted("traces_dropped"),
+        )
 
-        def dropped() -> None:
-            side.tally.counts["traces_dropped"] += 1
-
-        is_service = isinstance(self._pool, ServiceClient)
-        return Traces(endpoint, facts, config.device_kind(), is_service, dropped)
-
-    def _keep_long_sequences(self, facts: EngineFacts, shards: Sequence[Shard]) -> None:
-        """With retrieval on, enables partial offload of long sequences: of those that the workers
-        attend to sparsely, as their gate decides by the same number."""
+    def _offload(self, facts: EngineFacts, shards: Sequence[Shard]) -> MakePlanner | None:
+        """With retrieval on, makes the planner of the partial offload of long sequences: of those
+        that the workers attend to sparsely, as their gate decides by the same number."""
         if not is_requested(os.environ) or offload_hindrance(self._vllm_config) is not None:
-            return
+            return None
         assert self._pool is not None
         settings = active_settings(self._vllm_config)
         token_bytes = config.layer_token_bytes(self._kv_cache_config)
         overhead_bytes = max(shard.overhead_bytes for shard in shards)
-        offloader = OffloadPlanner(
+        return functools.partial(
+            OffloadPlanner,
             self._pool,
             settings,
             facts.block_size,
             Gate(settings, token_bytes, overhead_bytes, config.is_on_cpu()),
             self._settings.pool.load_deadline_s,
-            self._s.state_of,
-            self._s.trusted,
-            reads_in_place(),
+            in_place=reads_in_place(),
         )
-        self._s.offloader = offloader
-        scheduler.block_manager(self._kv_cache_manager).planner = offloader
 
     def _facts(self, shards: list[Shard]) -> EngineFacts:
         sharing = shards[0].sharing if shards else config.ALONE
@@ -442,7 +445,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             self._traces.step_ended()  # vLLM asks for events when it has a step's results
         return () if self._events is None else self._events.take()
 
-    # ---- for who hosts the engine and watches it -----------------------------------------
+    # ---- for the process that hosts the engine -------------------------------------------
 
     def saved(self, request_id: str) -> tuple[BlockKey, ...]:
         """Blocks of a request in the engine that are in the pool or on their way: the leading ones
@@ -470,13 +473,13 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> RecallStats | None:
         if self._worker is not None:
             did, heat = self._worker.attention_counts(), self._worker.attention_heat()
-            return RecallStats.of(did, {}, heat=heat) if did else None
+            return RecallStats.of(did, heat) if did else None
         if self._scheduler is None or self._pool is None:
             return None
-        if not self._scheduler.tally.is_due(self._scheduler.is_busy):
+        if not self._scheduler.counters.is_due(self._scheduler.is_busy):
             return None
-        gauges = self._scheduler.tally.watch(self._pool.stats())
-        stats = self._scheduler.tally.take()
+        gauges = self._scheduler.counters.watch(self._pool.stats())
+        stats = self._scheduler.counters.take()
         if not any(stats.data.values()):
             return None
         stats.data["gauges"] = gauges
@@ -484,7 +487,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RecallStats | None:
-        return RecallStats(data=data) if data else RecallStats.of({}, {})
+        return RecallStats(data=data) if data else RecallStats.of({})
 
     @classmethod
     @nicety("the metrics of this connector")

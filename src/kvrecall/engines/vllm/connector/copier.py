@@ -2,8 +2,8 @@
 addresses, wherever its blocks are, or a few, and those of one direction complete in order.
 
 A copy that the driver refuses has failed, and is over when what was queued of it is. One that never
-ends is *stuck*: what it may still write belongs to nobody else, no other copy is begun, and nothing
-waits for it any longer.
+ends is *stuck*: what it may still write is given to no other request, no other copy is begun, and
+nothing waits for it any longer.
 """
 
 from __future__ import annotations
@@ -22,19 +22,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, runs_of
+from kvrecall.engines.vllm.connector.pages import GroupPages, runs_of
 from kvrecall.engines.vllm.device import device_of
-from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event
+from kvrecall.engines.vllm.device.base import Addresses, Batch, Copy, Device, Event
 from kvrecall.errors import EngineError, KvrecallError, TierError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import ArenaHandle
 
 logger = logging.getLogger("vllm.kvrecall")
 
-
 _ITEMS = 2048
 """Of a larger order the first are copied while the others' addresses are computed."""
-
 
 LONGEST_S = 30.0
 """Without progress, after which copies of a direction are stuck. They take milliseconds, behind a
@@ -269,30 +267,25 @@ class Copier:
     def _submit(self, queue: CopyQueue, copies: Sequence[Copy], is_store: bool) -> int:
         if not all(0 <= copy.group < len(self._places) for copy in copies):
             raise IndexError(f"{copies} are of KV groups that this engine has not")
-        places = [self._places[copy.group] for copy in copies]
-        rows = [
-            one.rows(copy, self._arena.numel(), is_store)
-            for one, copy in zip(places, copies, strict=True)
-        ]
-        begin = self._arena.data_ptr()
+        of = [self._places[copy.group] for copy in copies]
+        room, begin = self._arena.numel(), self._arena.data_ptr()
+        work = [(at, *at.rows(copy, room, is_store)) for at, copy in zip(of, copies, strict=True)]
 
         def directed(device: Addresses, arena: Addresses, nbytes: Addresses) -> Batch:
             return Batch(device, arena, nbytes) if is_store else Batch(arena, device, nbytes)
 
-        items = sum(len(one.sizes) * len(row[0]) for one, row in zip(places, rows, strict=True))
-
         def batches() -> Iterator[Batch]:
             columns = (
-                one.columns(*row, begin, part)
-                for one, row in zip(places, rows, strict=True)
-                for part in one.parts(len(row[0]))
+                at.columns(blocks, offsets, begin, part)
+                for at, blocks, offsets in work
+                for part in at.parts(len(blocks))
             )
-            if items > _ITEMS:
+            if sum(len(at.sizes) * len(blocks) for at, blocks, _ in work) > _ITEMS:
                 yield from (directed(*each) for each in columns)
             else:
                 yield directed(*(np.concatenate(each) for each in zip(*columns, strict=True)))
 
-        nbytes = sum(one.nbytes * len(row[0]) for one, row in zip(places, rows, strict=True))
+        nbytes = sum(at.nbytes * len(blocks) for at, blocks, _ in work)
         queue.submit(nbytes, batches())
         return nbytes
 

@@ -15,15 +15,14 @@ ends with a sequence's last token, and the tokens behind are computed into their
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvrecall.block import BlockKey, TierName
 from kvrecall.engines.vllm.compat.config import GroupKind
-from kvrecall.engines.vllm.compat.scheduler import keep_boundary
-from kvrecall.engines.vllm.connector.request import RequestState
-from kvrecall.engines.vllm.connector.wire import EngineFacts
-from kvrecall.pool.base import Found, PoolClient
+from kvrecall.engines.vllm.connector.request import Missing, RequestState
+from kvrecall.engines.vllm.wire import EngineFacts
+from kvrecall.pool.base import PoolClient
 
 _MOST_PROBED = 256  # boundaries inside blocks, from the end of the chain back
 _MOST_INSIDE = 65536  # ends inside whole blocks that are known
@@ -32,9 +31,11 @@ FirstNeeded = Callable[[int, int], int]
 """``(group, tokens)``: index of the first block of the group that a prefix of so many tokens needs
 on the device."""
 
+_Tiers = tuple[TierName | None, ...]
+
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BlockRun:
     """Adjacent blocks of a KV group. ``first``: index of the first one in the request's blocks of
     that group. ``tiers``: where they were found. ``parents``: of each key, if they are not a chain
     behind ``parent``. ``weight``: bytes of a block, as a share of those of a block of the chain in
@@ -49,23 +50,19 @@ class Run:
     weight: float = 1.0
     tail: int | None = None
 
-    def part(self, start: int, stop: int) -> Run:
+    def part(self, start: int, stop: int) -> BlockRun:
         """Blocks ``[start, stop)`` of the run."""
-        tail = self.tail if start < len(self.keys) <= stop else None
-        parents = None if self.parents is None else self.parents[start:stop]
-        parent = self.keys[start - 1] if start and parents is None else self.parent
-        keys, tiers = self.keys[start:stop], self.tiers[start:stop]
         return replace(
             self,
             first=self.first + start,
-            keys=keys,
-            tiers=tiers,
-            parent=parent,
-            parents=parents,
-            tail=tail,
+            keys=self.keys[start:stop],
+            tiers=self.tiers[start:stop],
+            parent=self.keys[start - 1] if start and self.parents is None else self.parent,
+            parents=None if self.parents is None else self.parents[start:stop],
+            tail=self.tail if start < len(self.keys) <= stop else None,
         )
 
-    def whole(self) -> Run:
+    def whole(self) -> BlockRun:
         """The run without the tail."""
         return self if self.tail is None else self.part(0, len(self.keys) - 1)
 
@@ -84,12 +81,12 @@ class Hit:
 
     start: int
     end: int
-    runs: tuple[Run, ...]
+    runs: tuple[BlockRun, ...]
     is_chain: bool
     block_size: int
 
     @property
-    def chain(self) -> Run:
+    def chain(self) -> BlockRun:
         return self.runs[-1]
 
     @property
@@ -107,8 +104,44 @@ class Hit:
         return replace(self, end=end, runs=(self.chain.part(0, blocks),))
 
 
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What a search found: the longest ``hit``. ``is_pending``: a tier beyond this host has not
+    answered yet. ``reach``: how far the chain would let a hit go; ``missing``: why it does not, a
+    block of another group. Once all is answered, ``boundary``: where such blocks should be kept
+    from now on, because other requests share the prefix so far; ``used``: those that the request
+    uses, or would have used had they been there."""
+
+    hit: Hit | None
+    is_pending: bool
+    reach: int = 0
+    missing: Missing | None = None
+    boundary: int | None = None
+    used: tuple[BlockKey, ...] = ()
+
+
+class _Queries:
+    """The questions of one search to the pool. ``is_pending``: one is not answered yet."""
+
+    def __init__(self, pool: PoolClient) -> None:
+        self._pool = pool
+        self.is_pending = False
+
+    def find(self, keys: Sequence[BlockKey]) -> tuple[TierName, ...]:
+        if not keys:
+            return ()
+        found = self._pool.find(keys)
+        self.is_pending |= found.pending
+        return found.tiers
+
+    def locate(self, keys: Sequence[BlockKey]) -> _Tiers:
+        located = self._pool.locate(keys)
+        self.is_pending |= located.pending
+        return located.tiers
+
+
 class HitFinder:
-    """Finds the longest hit of a request. Does not wait."""
+    """Finds the longest hit of a request. Does not wait, and changes nothing."""
 
     def __init__(self, pool: PoolClient, facts: EngineFacts, first_needed: FirstNeeded) -> None:
         self._pool = pool
@@ -117,41 +150,51 @@ class HitFinder:
         kinds = [group.kind for group in facts.groups]
         self._full = [i for i, kind in enumerate(kinds) if kind is GroupKind.FULL]
         self._sparse = [i for i, kind in enumerate(kinds) if kind is not GroupKind.FULL]
+        self._beside = [i for i in self._sparse if i != facts.chain]
         self._is_chain = len(kinds) == 1 and not self._sparse
         # Of ends inside whole blocks, by the key that a tail would have: the block's key.
         self._inside: OrderedDict[BlockKey, BlockKey] = OrderedDict()
 
-    def find(self, state: RequestState, start: int, limit: int) -> tuple[Hit | None, bool]:
-        """The longest hit between ``start`` and ``limit`` (tokens); whether a tier beyond this host
-        has not answered yet."""
+    def find(self, state: RequestState, start: int, limit: int) -> Lookup:
+        """The longest hit between ``start`` and ``limit`` (tokens)."""
+        ask = _Queries(self._pool)
         if self._is_chain:
-            return self._find_chain(state, start, limit)
-        if self._facts.match_unit is None:
-            return self._find_aligned(state, start, limit)
-        return self._find_finer(state, start, limit)
+            return Lookup(self._find_chain(ask, state, start, limit), ask.is_pending)
+        find = self._find_aligned if self._facts.match_unit is None else self._find_finer
+        hit, reach, missing = find(ask, state, start, limit)
+        if ask.is_pending:
+            return Lookup(hit, True, reach, missing)
+        end = start if hit is None else hit.end
+        used = tuple(
+            key
+            for group in self._beside
+            for boundary in {end, reach} - {start}
+            for key in self._keys_needed(state, group, start, boundary)
+        )
+        is_shared = end < reach and bool(self._full)
+        return Lookup(hit, False, reach, missing, reach if is_shared else None, used)
 
-    def _find_chain(self, state: RequestState, start: int, limit: int) -> tuple[Hit | None, bool]:
+    # ---- one group of full attention -----------------------------------------------------
+
+    def _find_chain(self, ask: _Queries, state: RequestState, start: int, limit: int) -> Hit | None:
         size = self._facts.block_size
         first = start // size
         chain = state.keys(-(-limit // size))
-        keys = chain[first:]
-        found = self._pool.find(keys) if keys else Found(())
-        stop, tail = first + found.blocks, None
-        tiers, is_pending = found.tiers, found.pending
-        keys = keys[: found.blocks]
-        if not is_pending and stop * size < limit and self._facts.unit < size:
-            group = self._facts.chain
-            tails, is_pending = self._tails(state, group, stop, limit)
+        tiers = ask.find(chain[first:])
+        stop, tail = first + len(tiers), None
+        keys = chain[first:stop]
+        if not ask.is_pending and stop * size < limit and self._facts.unit < size:
+            tails = self._tails(ask, state, self._facts.chain, stop, limit)
             if tails:
                 tail = max(tails)
                 keys.append(tails[tail][0])
                 tiers = (*tiers, tails[tail][1])
         if not keys:
-            return None, is_pending
+            return None
         end = min(stop * size, limit) if tail is None else tail
         parent = chain[first - 1] if first else None
-        run = Run(self._facts.chain, first, tuple(keys), tiers, parent, tail=tail)
-        return Hit(start, end, (run,), True, size), is_pending
+        run = BlockRun(self._facts.chain, first, tuple(keys), tiers, parent, tail=tail)
+        return Hit(start, end, (run,), True, size)
 
     def learn(self, state: RequestState, start: int, end: int) -> None:
         """A chain's blocks between ``start`` (a block's) and ``end`` are in the pool, or on their
@@ -172,134 +215,112 @@ class HitFinder:
             self._inside.popitem(last=False)
 
     def _tails(
-        self, state: RequestState, group: int, block: int, limit: int
-    ) -> tuple[dict[int, tuple[BlockKey, TierName]], bool]:
+        self, ask: _Queries, state: RequestState, group: int, block: int, limit: int
+    ) -> dict[int, tuple[BlockKey, TierName]]:
         """The tails of a block of a group, by the tokens at their ends, up to ``limit``: key and
-        tier. And whether a tier beyond this host has not answered yet."""
+        tier."""
         size, unit = self._facts.groups[group].block_size, self._facts.unit
         ends = range(block * size + unit, min((block + 1) * size - 1, limit) + 1, unit)
         known = [(end, key) for end in ends if (key := state.key_at(end, group)) is not None]
         known += [(end, self._inside[key]) for end, key in known if key in self._inside]
-        located = self._pool.locate([key for _, key in known])
-        pairs = zip(known, located.tiers, strict=True)
-        return {end: (key, tier) for (end, key), tier in pairs if tier}, located.pending
+        located = zip(known, ask.locate([key for _, key in known]), strict=True)
+        return {end: (key, tier) for (end, key), tier in located if tier}
 
-    def _find_finer(self, state: RequestState, start: int, limit: int) -> tuple[Hit | None, bool]:
-        """Of groups of full attention and of recurrent layers, ending inside a block or at its
-        end."""
-        is_pending = False
+    # ---- hits that may end inside blocks -------------------------------------------------
+
+    def _find_finer(
+        self, ask: _Queries, state: RequestState, start: int, limit: int
+    ) -> tuple[Hit | None, int, Missing | None]:
+        """Of groups of full attention and of recurrent layers. The hit, and ``reach`` and
+        ``missing`` of a ``Lookup``."""
         whole: dict[int, tuple[TierName, ...]] = {}
-        reach = limit
-        for group in self._full:
-            size = self._facts.groups[group].block_size
-            found = self._pool.find(state.keys(-(-limit // size), group)[start // size :])
-            whole[group] = found.tiers
-            is_pending |= found.pending
-            reach = min(reach, start + found.blocks * size)
+        ends: dict[int, int] = {}  # of the whole blocks, in tokens
         tails: dict[int, dict[int, tuple[BlockKey, TierName]]] = {}
         for group in self._full:
             size = self._facts.groups[group].block_size
-            stop = start // size + len(whole[group])
-            tails[group], more = self._tails(state, group, stop, limit)
-            is_pending |= more
-        ends = [
+            whole[group] = ask.find(state.keys(-(-limit // size), group)[start // size :])
+            ends[group] = start + len(whole[group]) * size
+        for group in self._full:
+            block = ends[group] // self._facts.groups[group].block_size
+            tails[group] = self._tails(ask, state, group, block, limit)
+        reach = min([limit, *ends.values()])
+        inside = {
             end
-            for end in {end for found in tails.values() for end in found}
-            if all(end in tails[i] or end <= self._end(i, start, whole[i]) for i in self._full)
-        ]
-        state.lacks = None
-        end, states, more = self._states(state, start, reach, sorted(ends, reverse=True))
-        is_pending |= more
-        if end >= self._aligned(reach):
-            state.lacks = None
-        if not is_pending:
-            aligned = self._aligned(reach)
-            self._touch(state, start, end, aligned)
-            if end < aligned:
-                keep_boundary(state.request, aligned)
+            for end in set[int]().union(*tails.values())
+            if all(end in tails[i] or end <= ends[i] for i in self._full)
+        }
+        end, states, missing = self._last_states(ask, state, start, reach, sorted(inside)[::-1])
+        boundary = self._aligned(reach)
         if end <= start:
-            return None, is_pending
+            return None, boundary, missing if end < boundary else None
         runs = [
             self._run(state, group, (tier,), start, end, state.key_at(end, group))
             for group, tier in zip(self._sparse, states, strict=True)
         ]
         for group in self._full:
-            tier_of, key = whole[group], None
-            if end > self._end(group, start, tier_of):
+            tiers, key = whole[group], None
+            if end > ends[group]:
                 key, tier = tails[group][end]
-                tier_of = (*tier_of, tier)
-            runs.append(self._run(state, group, tier_of, start, end, key))
-        return Hit(start, end, tuple(runs), False, self._facts.block_size), is_pending
+                tiers = (*tiers, tier)
+            runs.append(self._run(state, group, tiers, start, end, key))
+        hit = Hit(start, end, tuple(runs), False, self._facts.block_size)
+        return hit, boundary, missing if end < boundary else None
 
-    def _end(self, group: int, start: int, found: Sequence[TierName]) -> int:
-        """Tokens up to the end of the whole blocks found."""
-        return start + len(found) * self._facts.groups[group].block_size
-
-    def _states(
-        self, state: RequestState, start: int, reach: int, tails: Sequence[int]
-    ) -> tuple[int, list[TierName], bool]:
+    def _last_states(
+        self, ask: _Queries, state: RequestState, start: int, reach: int, tails: Iterable[int]
+    ) -> tuple[int, tuple[TierName, ...], Missing | None]:
         """The last boundary behind ``start`` at which every recurrent group has its state: one of
         ``tails``, the last first, or one up to ``reach``; ``start`` if there is none. With the
-        tiers of the states, by group, and whether a tier beyond this host has not answered yet."""
+        tiers of the states, by group, and one that is missing at the last whole block."""
         unit, alignment = self._facts.unit, self._facts.alignment
-        ends = range(self._aligned(start) + alignment, reach + 1, alignment)
-        boundary = self._aligned(reach)
-        end, tiers, is_pending = self._last_state(state, [*tails, *reversed(ends)], boundary)
+        aligned = range(self._aligned(start) + alignment, reach + 1, alignment)
+        end, tiers, missing = self._last_state(ask, state, [*tails, *reversed(aligned)])
         if end < reach:  # states inside blocks are kept where prompts ended, which is not known
             nearest = range(reach // unit * unit, max(start, end), -unit)[:_MOST_PROBED]
             inside = [one for one in nearest if one % alignment]
-            deeper, found, more = self._last_state(state, inside, -1)
-            is_pending |= more
-            if deeper:
-                return deeper, found, is_pending
-        return (end, tiers, is_pending) if end else (start, [], is_pending)
+            deeper, found, _ = self._last_state(ask, state, inside)
+            end, tiers = (deeper, found) if deeper else (end, tiers)
+        return end or start, tiers, missing
 
     def _last_state(
-        self, state: RequestState, ends: Sequence[int], boundary: int
-    ) -> tuple[int, list[TierName], bool]:
-        """The first of ``ends`` at which every recurrent group has its state, and as ``_states``; 0
-        if there is none. Notes which state is missing at ``boundary``, one of them."""
-        found: dict[int, list[TierName]] = {end: [] for end in ends}
-        is_pending = False
+        self, ask: _Queries, state: RequestState, ends: Sequence[int]
+    ) -> tuple[int, tuple[TierName, ...], Missing | None]:
+        """The first of ``ends`` at which every recurrent group has its state (0: none), and as
+        ``_last_states``."""
+        found: dict[int, tuple[TierName, ...]] = dict.fromkeys(ends, ())
+        boundary = max((end for end in ends if end % self._facts.alignment == 0), default=0)
+        missing = None
         for group in self._sparse:
-            known = [(end, key) for end in found if (key := state.key_at(end, group)) is not None]
-            located = self._pool.locate([key for _, key in known])
-            is_pending |= located.pending
-            pairs = zip(known, located.tiers, strict=True)
-            is_candidate = boundary in found
-            found = {end: [*found[end], tier] for (end, _), tier in pairs if tier}
-            if is_candidate and boundary not in found:
-                state.lacks = state.key_at(boundary, group)
-                state.lacks_kind = str(self._facts.groups[group].kind)
+            keys = {end: key for end in found if (key := state.key_at(end, group)) is not None}
+            tiers = zip(keys, ask.locate([*keys.values()]), strict=True)
+            kept = {end: (*found[end], tier) for end, tier in tiers if tier}
+            if boundary in found and boundary not in kept and boundary in keys:
+                missing = Missing(keys[boundary], str(self._facts.groups[group].kind))
+            found = kept
         end = next(iter(found), 0)
-        return end, found.get(end, []), is_pending
+        return end, found.get(end, ()), missing
 
-    def _find_aligned(self, state: RequestState, start: int, limit: int) -> tuple[Hit | None, bool]:
-        """Ending where the blocks of all groups do."""
-        end, is_pending = limit, False
-        tiers: dict[int, tuple[TierName | None, ...]] = {}
+    # ---- hits that end where the blocks of all groups do ---------------------------------
+
+    def _find_aligned(
+        self, ask: _Queries, state: RequestState, start: int, limit: int
+    ) -> tuple[Hit | None, int, Missing | None]:
+        """As ``_find_finer``, of any groups."""
+        reach = limit
+        tiers: dict[int, _Tiers] = {}
         for group in self._full:
             size = self._facts.groups[group].block_size
-            found = self._pool.find(state.keys(end // size, group)[start // size :])
-            tiers[group] = found.tiers
-            is_pending |= found.pending
-            end = min(end, self._aligned(start + found.blocks * size))
+            tiers[group] = ask.find(state.keys(reach // size, group)[start // size :])
+            reach = min(reach, self._aligned(start + len(tiers[group]) * size))
         for group in self._sparse:
             size = self._facts.groups[group].block_size
             # Every boundary up to the end is a candidate, and needs blocks from here on.
             first = max(start // size, self._first_needed(group, start + 1))
-            located = self._pool.locate(state.keys(end // size, group)[first:])
-            tiers[group] = (None,) * (first - start // size) + located.tiers
-            is_pending |= located.pending
-        reach = end
-        end = self._boundary(tiers, start, end)
-        self._note_gap(state, tiers, start, end, reach)
-        if not is_pending:
-            self._touch(state, start, end, reach)
-            if end < reach and self._full:
-                keep_boundary(state.request, reach)
+            located = ask.locate(state.keys(reach // size, group)[first:])
+            tiers[group] = (None,) * (first - start // size) + located
+        end, missing = self._boundary(state, tiers, start, reach)
         if end <= start:
-            return None, is_pending
+            return None, reach, missing
         runs = []
         for group in (*self._sparse, *self._full):
             base = start // self._facts.groups[group].block_size
@@ -307,7 +328,36 @@ class HitFinder:
             found_at = tuple(tier for tier in tiers[group][first - base : stop - base] if tier)
             runs.append(self._run(state, group, found_at, start, end))
         needed = tuple(run for run in runs if run.keys)
-        return Hit(start, end, needed, False, self._facts.block_size), is_pending
+        return Hit(start, end, needed, False, self._facts.block_size), reach, missing
+
+    def _boundary(
+        self, state: RequestState, tiers: dict[int, _Tiers], start: int, end: int
+    ) -> tuple[int, Missing | None]:
+        """The last boundary up to ``end`` at which the sparse groups have all they need; and a
+        block that is missing for one at ``end``."""
+        missing = None
+        while end > start:
+            gaps = [gap for group in self._sparse for gap in self._gaps(tiers, group, start, end)]
+            if not gaps:
+                break
+            if missing is None:
+                group, place = gaps[0]
+                key = next(iter(state.keys(place + 1, group, place)), None)
+                if key is not None:
+                    missing = Missing(key, str(self._facts.groups[group].kind))
+            sizes = self._facts.groups
+            end = self._aligned(min(place * sizes[group].block_size for group, place in gaps))
+        return max(end, start), missing
+
+    def _gaps(
+        self, tiers: dict[int, _Tiers], group: int, start: int, end: int
+    ) -> list[tuple[int, int]]:
+        """Blocks of a group (with it) that a hit at ``end`` needs and the pool lacks."""
+        there, base = tiers[group], start // self._facts.groups[group].block_size
+        needed = range(*self._needed(group, start, end))
+        return [(group, place) for place in needed if there[place - base] is None]
+
+    # ---- what a boundary needs -----------------------------------------------------------
 
     def _aligned(self, tokens: int) -> int:
         return tokens // self._facts.alignment * self._facts.alignment
@@ -318,43 +368,6 @@ class HitFinder:
         size = self._facts.groups[group].block_size
         return max(start // size, self._first_needed(group, end)), -(-end // size)
 
-    def _boundary(self, tiers: dict[int, tuple[TierName | None, ...]], start: int, end: int) -> int:
-        """The last boundary up to ``end`` at which the sparse groups have all they need."""
-        while end > start:
-            gaps = [gap for group in self._sparse for gap in self._gaps(tiers, group, start, end)]
-            if not gaps:
-                break
-            end = self._aligned(min(gaps))  # any hit beyond needs that block
-        return max(end, start)
-
-    def _gaps(
-        self, tiers: dict[int, tuple[TierName | None, ...]], group: int, start: int, end: int
-    ) -> list[int]:
-        """Where blocks begin (tokens) that a hit at ``end`` needs of a group and the pool lacks."""
-        size = self._facts.groups[group].block_size
-        there, base = tiers[group], start // size
-        needed = range(*self._needed(group, start, end))
-        return [place * size for place in needed if there[place - base] is None]
-
-    def _note_gap(
-        self,
-        state: RequestState,
-        tiers: dict[int, tuple[TierName | None, ...]],
-        start: int,
-        end: int,
-        reach: int,
-    ) -> None:
-        """Notes which block beside the chain the hit would have needed to end at ``reach``."""
-        state.lacks = None
-        for group in self._sparse if end < reach else ():
-            gaps = self._gaps(tiers, group, start, reach)
-            if gaps:
-                facts = self._facts.groups[group]
-                place = gaps[0] // facts.block_size
-                state.lacks = next(iter(state.keys(place + 1, group, place)), None)
-                state.lacks_kind = str(facts.kind)
-                return
-
     def _run(
         self,
         state: RequestState,
@@ -363,7 +376,7 @@ class HitFinder:
         start: int,
         end: int,
         last: BlockKey | None = None,
-    ) -> Run:
+    ) -> BlockRun:
         """The blocks of a group that a hit at ``end`` needs, in these tiers. ``last``: key of the
         last one, if it is not that of the whole block."""
         facts = self._facts.groups[group]
@@ -377,9 +390,9 @@ class HitFinder:
         if group == self._facts.chain:
             before = state.keys(first, group)
             parent = before[-1] if before else None
-            return Run(group, first, keys, tiers, parent, None, weight, tail)
+            return BlockRun(group, first, keys, tiers, parent, None, weight, tail)
         parents = tuple(self.parents(state, group, range(first, stop), end))
-        return Run(group, first, keys, tiers, None, parents, weight, tail)
+        return BlockRun(group, first, keys, tiers, None, parents, weight, tail)
 
     def needed(self, group: int, tokens: int) -> range:
         """The blocks of a group that a hit needs which ends at the last boundary of all groups'
@@ -390,8 +403,7 @@ class HitFinder:
         """The blocks beside the chain at the end of ``tokens`` tokens, which a request that goes on
         from there will need."""
         end = tokens // self._facts.unit * self._facts.unit
-        hanging = (group for group in self._sparse if group != self._facts.chain)
-        return [key for group in hanging for key in self._keys_needed(state, group, 0, end)]
+        return [key for group in self._beside for key in self._keys_needed(state, group, 0, end)]
 
     def _keys_needed(
         self, state: RequestState, group: int, start: int, end: int
@@ -412,23 +424,3 @@ class HitFinder:
         ends = [min((place + 1) * size, end) // self._facts.block_size for place in places]
         chain = state.keys(max(ends, default=0))
         return [chain[end - 1] if end else None for end in ends]
-
-    def used(self, hit: Hit) -> None:
-        """Tells the pool that a request uses the hit's tail, if it has one: no other request that
-        uses the chain is bound to."""
-        if hit.chain.tail is not None:
-            self._pool.touch((), hanging=hit.chain.keys[-1:])
-
-    def _touch(self, state: RequestState, start: int, end: int, reach: int) -> None:
-        """Tells the pool which blocks beside the chain this request uses, or would have used had
-        they been there. Not while it waits for a promise; the chain is touched first."""
-        if state.hanging_touched or not state.touched:
-            return
-        state.hanging_touched = True
-        keys: list[BlockKey] = []
-        for group in self._sparse:
-            if group != self._facts.chain:
-                for boundary in {end, reach} - {start}:
-                    keys += self._keys_needed(state, group, start, boundary)
-        if keys:
-            self._pool.touch((), hanging=keys)

@@ -6,8 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kvrecall.block import BlockKey, TierName
+from kvrecall.engines.vllm.connector.cost import LoadCostModel, Mark
 from kvrecall.engines.vllm.connector.hit import Hit
-from kvrecall.engines.vllm.connector.request import LoadCostModel, Mark, RequestState
+from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.pool.base import PoolClient, Recall, RecallState
 
 _PORTIONS = 16
@@ -20,10 +21,10 @@ class PrefixLoad:
     They are acquired in portions, which the pool serves in order, so that the scheduler side sees
     the progress and can stop waiting where that does not pay. ``mark``: when they were found.
     ``patience_s``: how long to wait beyond the time that the arrived blocks have saved.
-    ``deadline_s``: of the pool. ``was_late``: it passed before all blocks were there.
-    ``pending_s``: when it was last seen unfinished, seconds since ``mark``. ``offsets``: of the
-    blocks to copy, by run of the hit; None while more may arrive. ``came``: when each of ``whole``
-    was seen, seconds since ``mark``; None: not noted.
+    ``deadline_s``: of the pool. ``given_up``: computing was faster than waiting longer.
+    ``was_late``: that, or the deadline passed. ``offsets``: of the blocks to copy, by run of the
+    hit; None while more may arrive. ``pending_s``: when it was last seen unfinished, and ``came``:
+    when each of ``whole`` was seen; seconds since ``mark``.
     """
 
     pool: PoolClient
@@ -31,19 +32,18 @@ class PrefixLoad:
     hit: Hit
     mark: Mark
     patience_s: float
+    deadline_s: float
     tickets: list[int] = field(default_factory=list)
     portions: list[tuple[int, int]] = field(default_factory=list)  # run and blocks of each ticket
     whole: list[Recall] = field(default_factory=list)  # of the leading tickets that are READY
-    deadline_s: float = float("inf")
+    came: list[float] = field(default_factory=list)
     was_late: bool = False
     pending_s: float = 0.0
     given_up: bool = False
     offsets: list[tuple[int, ...]] | None = None
-    came: list[float] | None = None
 
-    def acquire(self, deadline_s: float, state: RequestState) -> None:
+    def acquire(self, state: RequestState) -> None:
         """Acquires the blocks of the hit; each run in one portion if all of it is in the host."""
-        self.deadline_s = deadline_s
         for number, run in enumerate(self.hit.runs):
             count = len(run.keys)
             size = -(-count // _PORTIONS)
@@ -51,7 +51,7 @@ class PrefixLoad:
                 size = count
             for first in range(0, count, size):
                 part = run.part(first, first + size)
-                self.tickets.append(part.acquire(self.pool, deadline_s, state))
+                self.tickets.append(part.acquire(self.pool, self.deadline_s, state))
                 self.portions.append((number, len(part.keys)))
 
     def poll(self) -> bool:
@@ -62,8 +62,7 @@ class PrefixLoad:
             return True
         if self._is_pending():
             self.pending_s = self.costs.elapsed(self.mark)
-            size = self.hit.chain.first
-            gained = self.costs.gained_seconds(self._arrived(len(self.hit.runs) - 1), size)
+            gained = self.costs.gained_seconds(self._arrived(), self.hit.chain.first)
             self.given_up = self.pending_s > gained + self.patience_s
             if not self.given_up:
                 return False
@@ -109,7 +108,7 @@ class PrefixLoad:
         """The first ``tokens`` loaded tokens by the tier that their block of the chain came from;
         by the lowest tier of all, if the hit has no blocks of a chain for them."""
         hit, count = self.hit, -(-tokens // self.hit.block_size)
-        tiers = self._arrived(len(hit.runs) - 1)[:count]
+        tiers = self._arrived()[:count]
         if hit.chain.first * hit.block_size != hit.start or len(tiers) != count:
             return Counter({self.lowest_tier: tokens})
         counts: Counter[TierName] = Counter()
@@ -137,16 +136,16 @@ class PrefixLoad:
             if recall.state is RecallState.PENDING:
                 return True
             self.whole.append(recall)
-            if self.came is not None:
-                self.came.append(self.costs.elapsed(self.mark))
+            self.came.append(self.costs.elapsed(self.mark))
             if len(recall.offsets) < self.portions[place][1]:
                 return False
         return False
 
-    def _arrived(self, number: int) -> tuple[TierName, ...]:
-        """The original tiers of the blocks of a run that are in the host now."""
+    def _arrived(self) -> tuple[TierName, ...]:
+        """The original tiers of the chain's blocks that are in the host now."""
+        chain = len(self.hit.runs) - 1
         came = zip(self.portions, self.whole, strict=False)
-        return tuple(tier for (of, _), recall in came if of == number for tier in recall.tiers)
+        return tuple(tier for (of, _), recall in came if of == chain for tier in recall.tiers)
 
     def _tell_speeds(self) -> None:
         """Reports the tiers' speeds to the cost model. Blocks that did not arrive although they

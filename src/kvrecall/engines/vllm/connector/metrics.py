@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Counts
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -22,7 +22,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from kvrecall.engines.base import Miss
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.heat import HeatTotals
-from kvrecall.engines.vllm.connector.wire import StepReport
+from kvrecall.engines.vllm.connector.cost import LoadPlan
+from kvrecall.engines.vllm.connector.handover import Handover
+from kvrecall.engines.vllm.connector.hit import Hit
+from kvrecall.engines.vllm.connector.load import PrefixLoad
+from kvrecall.engines.vllm.connector.observers import SchedulerEvents
+from kvrecall.engines.vllm.connector.request import RequestState
+from kvrecall.engines.vllm.device.base import Copy
+from kvrecall.engines.vllm.wire import (
+    EngineFacts,
+    StepReport,
+)
 from kvrecall.nicety import niceties, nicety
 from kvrecall.pool.base import PoolStats
 
@@ -105,38 +115,60 @@ LOAD_BUCKETS = tuple(
 )  # 1 ms to 50 s
 
 _REPORT_EVERY_S = 0.25
+_SECTIONS = ("counts", "gauges", "splits", "misses", "heat", "loads")
 
 
 @niceties("the counting for metrics")
-class Tally:
+class Counters(SchedulerEvents):
     """Counters of the scheduler side since the last report (names as in ``COUNTERS``), the loads
     that ended since then, and of the requests that began prompt tokens by source and the reasons
     of misses."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, facts: EngineFacts, clock: Callable[[], float] = time.monotonic) -> None:
+        self._facts = facts
         self._clock = clock
         self._taken_at = clock()
         self.counts: Counts[str] = Counts()
         self.splits: dict[str, dict[str, int]] = {}
         self.misses: dict[str, Miss] = {}
         self.loads: dict[str, list[float]] = {}  # tier -> seconds of each
-        self.explain_s = self.explain_aside_s = 0.0
         self._totals: Counts[str] = Counts()  # of the pool, when they were last watched
 
-    def count_request(self, sources: dict[str, int]) -> None:
-        """Adds a finished request and the sources of its prompt's KV (tokens)."""
-        self.counts["requests"] += 1
-        for source, tokens in sources.items():
-            self.counts[f"{source}:prompt_tokens"] += tokens
+    def counted(self, name: str, amount: int = 1) -> None:
+        self.counts[name] += amount
 
-    def count_load(self, tier: str, seconds: float) -> None:
-        """Adds a prefix that was loaded."""
-        self.loads.setdefault(str(tier), []).append(round(seconds, 6))
+    def waited(self, state: RequestState, outcome: Handover, tokens: int) -> None:
+        self.counts["handovers_late"] += outcome is Handover.LATE
 
-    def count_step(self, report: StepReport) -> None:
-        """Adds the copies of a step."""
+    def declined(self, state: RequestState, hit: Hit, shorter: Hit | None, plan: LoadPlan) -> None:
+        self.counts["blocks_declined"] += hit.blocks - (0 if shorter is None else shorter.blocks)
+
+    def load_over(self, state: RequestState, load: PrefixLoad) -> None:
+        self.counts["loads_given_up"] += load.given_up
+
+    def load_ordered(self, state: RequestState, copies: Sequence[Copy]) -> None:
+        for copy in copies:
+            kind = self._facts.groups[copy.group].kind
+            self.counts[f"{kind}:loaded_blocks"] += len(copy.block_ids)
+
+    def sources_known(self, state: RequestState) -> None:
+        self.splits[state.id] = {**state.sources(), "unit": self._facts.unit}
+
+    def reported(self, report: StepReport) -> None:
         for name in ("loaded_bytes", "load_seconds", "stored_bytes", "store_seconds"):
             self.counts[name] += getattr(report, name)
+
+    def load_done(
+        self, state: RequestState | None, load: PrefixLoad, failed: bool, copied_s: float | None
+    ) -> None:
+        if not failed:
+            seconds = round(load.costs.elapsed(load.mark), 6)
+            self.loads.setdefault(str(load.lowest_tier), []).append(seconds)
+
+    def finished(self, state: RequestState, final: int) -> None:
+        self.counts["requests"] += 1
+        for source, tokens in state.sources().items():
+            self.counts[f"{source}:prompt_tokens"] += tokens
 
     def is_due(self, busy: bool) -> bool:
         """Whether a report is to be made after this step: at once if a request began, loaded or
@@ -165,15 +197,14 @@ class Tally:
         """The counts that moved, the splits, the misses and the loads, without gauges; starts
         anew."""
         self._taken_at = self._clock()
-        counts, self.counts = self.counts, Counts()
-        splits, self.splits = self.splits, {}
-        loads, self.loads = self.loads, {}
-        misses, self.misses = self.misses, {}
-        moved: dict[str, float] = {name: amount for name, amount in counts.items() if amount}
-        spent = {"explain_seconds": self.explain_s, "explain_aside_seconds": self.explain_aside_s}
-        moved |= {name: seconds for name, seconds in spent.items() if seconds}
-        self.explain_s = self.explain_aside_s = 0.0
-        return RecallStats.of(moved, {}, splits, loads=loads, misses=misses)
+        moved = {name: amount for name, amount in self.counts.items() if amount}
+        stats = RecallStats.of(moved, splits=self.splits, loads=self.loads, misses=self.misses)
+        self.counts, self.splits, self.loads, self.misses = Counts(), {}, {}, {}
+        return stats
+
+
+def _empty() -> dict[str, Any]:
+    return {name: {} for name in _SECTIONS}
 
 
 class RecallStats(KVConnectorStats):
@@ -184,45 +215,34 @@ class RecallStats(KVConnectorStats):
     @classmethod
     def of(
         cls,
-        counts: dict[str, float],
-        gauges: dict[str, float],
-        splits: dict[str, dict[str, int]] | None = None,
+        counts: Mapping[str, float],
         heat: Mapping[int, list[list[int]]] | None = None,
-        loads: Mapping[str, list[float]] | None = None,
-        misses: Mapping[str, Miss] | None = None,
+        **sections: Mapping[str, Any],
     ) -> RecallStats:
         plain = {str(layer): rows for layer, rows in (heat or {}).items()}
-        data = {"counts": counts, "gauges": gauges, "splits": splits or {}, "heat": plain}
-        return cls(data=data | {"loads": dict(loads or {}), "misses": dict(misses or {})})
+        return cls(data={**_empty(), "counts": dict(counts), "heat": plain, **sections})
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {
-            "counts": {},
-            "gauges": {},
-            "splits": {},
-            "heat": {},
-            "loads": {},
-            "misses": {},
-        }
+        self.data: dict[str, Any] = _empty()
 
     def is_empty(self) -> bool:
         return not self.data.get("counts") and not self.data.get("gauges")
 
     @nicety("the sum of statistics", lambda self, _: self)
     def aggregate(self, other: KVConnectorStats) -> RecallStats:
-        counts = dict(self.data.get("counts", {}))
-        for name, amount in other.data.get("counts", {}).items():
-            counts[name] = counts.get(name, 0) + amount
-        gauges = {**self.data.get("gauges", {}), **other.data.get("gauges", {})}
-        splits = {**self.data.get("splits", {}), **other.data.get("splits", {})}
-        misses = {**self.data.get("misses", {}), **other.data.get("misses", {})}
+        counts: Counts[str] = Counts()
         heat = HeatTotals()
         loads: dict[str, list[float]] = {}
-        for payload in (self, other):
-            heat.add(payload.data.get("heat", {}))
-            for tier, seconds in payload.data.get("loads", {}).items():
+        merged: dict[str, dict[str, Any]] = {"gauges": {}, "splits": {}, "misses": {}}
+        for payload in (self.data, other.data):
+            for name, amount in payload.get("counts", {}).items():
+                counts[name] += amount
+            heat.add(payload.get("heat", {}))
+            for tier, seconds in payload.get("loads", {}).items():
                 loads.setdefault(tier, []).extend(seconds)
-        return RecallStats.of(counts, gauges, splits, heat.take(), loads, misses)
+            for section, values in merged.items():
+                values.update(payload.get(section, {}))
+        return RecallStats.of(counts, heat.take(), loads=loads, **merged)
 
     @nicety("the log line of statistics", lambda _: {})
     def reduce(self) -> dict[str, int | float]:

@@ -16,21 +16,31 @@ import hashlib
 from array import array
 from collections.abc import Collection, Mapping
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kvrecall.block import BlockKey
-from kvrecall.config import ExplainMisses
+from kvrecall.block import BlockKey, TierName
 from kvrecall.engines.base import Reason
 from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.connector.chains import LEAST_COMMON, Chains
-from kvrecall.engines.vllm.connector.metrics import Tally
-from kvrecall.engines.vllm.connector.request import RequestState
-from kvrecall.engines.vllm.connector.wire import EngineFacts
+from kvrecall.engines.vllm.connector.cost import LoadPlan
+from kvrecall.engines.vllm.connector.hit import Hit, Lookup
+from kvrecall.engines.vllm.connector.load import PrefixLoad
+from kvrecall.engines.vllm.connector.metrics import Counters
+from kvrecall.engines.vllm.connector.observers import SchedulerEvents
+from kvrecall.engines.vllm.connector.request import RequestState, Truncation
+from kvrecall.engines.vllm.wire import EngineFacts
 from kvrecall.nicety import niceties
 from kvrecall.pool.base import Absence, PoolClient, Presence
 from kvrecall.pool.changes import Cause
 
 _MEDIUM = (Cause.CORRUPT, Cause.LOST)
+_REASONS = {
+    Presence.GONE: Reason.EVICTED,
+    Presence.REFUSED: Reason.REFUSED,
+    Presence.ELSEWHERE: Reason.NAMESPACE,
+    Presence.AWAY: Reason.AWAY,
+    Presence.HERE: Reason.RACE,
+}
 _NO_NAMESPACE = "namespace abandoned or refused"
 _ROOT_BYTES = 48  # longer than any digest of a block in a key of this namespace
 _MOST_DUE = 1024  # requests that began or ended, and are not settled yet
@@ -53,44 +63,64 @@ class _Question(NamedTuple):
 
 
 @niceties("the explanation of misses")
-class MissExplainer:
-    """Finds the reason of each miss, and puts it into the request's state and the tally. Owned by
-    the scheduler side. Does not wait: what a pool service answers later is asked again by
-    ``resume``."""
+class MissExplainer(SchedulerEvents):
+    """Finds the reason of each miss, and puts it into the request's state and the counters. Owned
+    by the scheduler side. Does not wait: what a pool service answers later is asked again."""
 
     def __init__(
         self,
         pool: PoolClient,
         facts: EngineFacts,
-        tally: Tally,
-        explain: ExplainMisses,
+        counters: Counters,
+        tells_tokens: bool,
         live: Collection[str],
     ) -> None:
-        """``live``: requests in the engine."""
+        """``tells_tokens``: reasons say at which token a prompt leaves a known one. ``live``:
+        requests in the engine."""
         self._pool = pool
         self._facts = facts
         self._unit = facts.unit
-        self._tally = tally
+        self._counters = counters
         self._live = live
-        self._tells_tokens = explain == "tokens"
-        self.is_on = explain != "off"
+        self._tells_tokens = tells_tokens
         self.chains = Chains(facts.block_size)
-        self.is_asked = False
-        """Whether a request has begun that is not settled."""
-        self.has_aside = False
-        """Whether the engine calls ``aside``."""
+        self._is_asked = False  # whether a request has begun that is not settled
+        self._has_aside = False  # whether the engine calls ``aside``
         self._due: list[_Begun | _Ended] = []  # in order
         self._open: dict[str, tuple[RequestState, _Question]] = {}
 
-    def begin(self, state: RequestState) -> None:
-        """The prompt's sources are known: asks the pool why the rest is computed, if some of that
-        could have been recalled."""
-        if not self.is_on:
-            return
+    # ---- what ended a hit: the last of these counts --------------------------------------
+
+    def looked_up(self, state: RequestState, began: float, blocks: int, search: Lookup) -> None:
+        state.missed.missing = search.missing
+
+    def lookup_late(self, state: RequestState, end: int) -> None:
+        self._truncate(state, end, Reason.LATE, {"tier": TierName.REMOTE, "cause": "lookup"})
+
+    def declined(self, state: RequestState, hit: Hit, shorter: Hit | None, plan: LoadPlan) -> None:
+        end = hit.start if shorter is None else shorter.end
+        seconds = {"load_s": round(plan.load_s, 6), "compute_s": round(plan.compute_s, 6)}
+        self._truncate(state, end, Reason.DECLINED, seconds)
+
+    def load_over(self, state: RequestState, load: PrefixLoad) -> None:
+        if load.offsets is not None and (missing := load.missing) is not None:
+            key, tier = missing
+            reason = Reason.LATE if load.was_late else None
+            self._truncate(state, load.hit.start + load.tokens, reason, {"tier": tier}, key)
+
+    def audited(self, state: RequestState, end: int) -> None:
+        self._truncate(state, end, Reason.AUDIT, {})
+
+    def _truncate(self, state: RequestState, *truncation: Any) -> None:
+        state.missed.truncation = Truncation(*truncation)
+
+    # ---- when reasons are found ----------------------------------------------------------
+
+    def sources_known(self, state: RequestState) -> None:
+        """Asks the pool why the rest of the prompt is computed, if some of that could have been
+        recalled."""
         began = perf_counter()
-        start = state.device_tokens
-        if state.recalled:
-            start += sum(state.recalled.values())
+        start = state.loading.device_tokens + sum(state.loading.recalled.values())
         limit = (state.request.num_prompt_tokens - 1) // self._unit * self._unit
         key = absence = None
         if start < limit and state.namespace is not None:
@@ -98,13 +128,21 @@ class MissExplainer:
             if key is not None:
                 absence = self._pool.why(key)
         self._due.append((state, start, key, absence))
-        self.is_asked = True
-        self._tally.explain_s += perf_counter() - began
+        self._is_asked = True
+        self._spent(began)
+
+    def step_begins(self, is_idle: bool) -> None:
+        if is_idle or not self._has_aside:
+            self.settle(is_idle)
 
     def aside(self) -> None:
         """The workers compute a step, and the engine would wait for them: settles meanwhile."""
-        self.has_aside = True
+        self._has_aside = True
         self.settle(True)
+
+    def changes(self) -> None:
+        if self._is_asked or self._open:
+            self.settle()
 
     def settle(self, is_aside: bool = False) -> None:
         """Finds the reasons of the requests that began, and learns their tokens and those of the
@@ -112,9 +150,8 @@ class MissExplainer:
         if not self._due and not self._open:
             return
         began = perf_counter()
-        if self._open:
-            self.resume()
-        due, self._due, self.is_asked = self._due, [], False
+        self._resume()
+        due, self._due, self._is_asked = self._due, [], False
         for one in due:
             if len(one) == 2:
                 self._close(*one)
@@ -128,16 +165,12 @@ class MissExplainer:
                 self._find(state, start, key, absence)
             if state.namespace is not None:
                 self._learn(state, start)
-        seconds = perf_counter() - began
-        if is_aside:
-            self._tally.explain_aside_s += seconds
-        else:
-            self._tally.explain_s += seconds
+        self._spent(began, "explain_aside_seconds" if is_aside else "explain_seconds")
 
-    def resume(self, request_id: str = "") -> None:
+    def _resume(self, request_id: str = "") -> None:
         """Takes the answers that have arrived since. ``request_id``: of a request that ends, for
         which there is no later call."""
-        for one, (state, question) in list(self._open.items()) if self._open else ():
+        for one, (state, question) in list(self._open.items()):
             absence = self._pool.why(question.key)
             if absence is not None:
                 del self._open[one]
@@ -146,62 +179,63 @@ class MissExplainer:
                 del self._open[one]
                 self._tell(state, question.start, {"reason": Reason.UNKNOWN})
 
-    def failed(self, state: RequestState) -> None:
-        """Its blocks arrived, and the workers could not copy them."""
-        if self.is_on:
-            self.settle()
-            self._open.pop(state.request.request_id, None)
-            self._tell(state, state.device_tokens, {"reason": Reason.FAILED})
+    def load_failed(self, state: RequestState) -> None:
+        self.settle()
+        self._open.pop(state.id, None)
+        self._tell(state, state.loading.device_tokens, {"reason": Reason.FAILED})
 
-    def ended(self, state: RequestState, tokens: int) -> None:
-        """The request is over; its first ``tokens`` tokens are final."""
-        if not self.is_on:
-            return
-        if self.is_asked or len(self._due) >= _MOST_DUE:
+    def finished(self, state: RequestState, final: int) -> None:
+        if len(self._due) >= _MOST_DUE:
             self.settle()
         began = perf_counter()
-        if self._open:
-            self.resume(state.request.request_id)
-        self._due.append((state, tokens))
-        self._tally.explain_s += perf_counter() - began
+        self._resume(state.id)
+        self._due.append((state, final))
+        self._spent(began)
 
     # ---- within --------------------------------------------------------------------------
 
+    def _spent(self, began: float, name: str = "explain_seconds") -> None:
+        self._counters.counts[name] += perf_counter() - began  # type: ignore[assignment]
+
     def _tell(self, state: RequestState, start: int, found: Mapping[str, object]) -> None:
         tokens = int(state.request.num_prompt_tokens) - start
-        miss: dict[str, object] = {"reason": str(found["reason"]), "from": start, "tokens": tokens}
-        for name, value in found.items():
-            if name != "reason":
-                miss[name] = value
-        state.miss = self._tally.misses[state.request.request_id] = miss
+        miss = {"reason": "", "from": start, "tokens": tokens, **found}
+        miss["reason"] = str(found["reason"])
+        state.missed.miss = self._counters.misses[state.id] = miss
 
     def _close(self, state: RequestState, final: int) -> None:
         """Counts and learns a request that ended."""
-        if state.miss is not None:
-            reason, lost = state.miss["reason"], state.miss["tokens"]
+        missed = state.missed
+        if missed.miss is not None:
+            reason, lost = missed.miss["reason"], missed.miss["tokens"]
             assert isinstance(lost, int)
-            self._tally.counts[f"{reason}:missed_tokens"] += lost
-        if state.namespace is None or state.learnt is None or state.learnt >= final:
+            self._counters.counts[f"{reason}:missed_tokens"] += lost
+        if state.namespace is None or missed.learnt is None or missed.learnt >= final:
             return
         tokens, size = state.request.all_token_ids, self._facts.block_size
-        first = state.learnt // size
+        first = missed.learnt // size
         keys = state.keys(final // size, None, first)
-        if not self.chains.extend(state.segment, keys, tokens[state.learnt : final]):
+        if not self.chains.extend(missed.segment, keys, tokens[missed.learnt : final]):
             parent = self._parent(state, first)
-            self.chains.add(parent, keys, tokens[first * size : final], state.request.request_id)
+            self.chains.add(parent, keys, tokens[first * size : final], state.id)
 
     def _key(self, state: RequestState, start: int, limit: int) -> BlockKey | None:
         """Of the block that a request lacks at ``start``; None if the pool need not be asked."""
-        cut = state.cut
-        if cut is not None and start <= cut.at:
-            return None if cut.reason is not None else cut.key
+        ended = self._truncation(state, start)
+        if ended is not None:
+            return None if ended.reason is not None else ended.key
         if state.request.skip_reading_prefix_cache or not self._facts.recalls:
             return None
-        if state.lacks is not None:
-            return state.lacks
+        if state.missed.missing is not None:
+            return state.missed.missing.key
         first = start // self._facts.block_size
         chain = state.keys(first + 1, None, first)
         return chain[0] if chain else state.key_at(limit)
+
+    def _truncation(self, state: RequestState, start: int) -> Truncation | None:
+        """What ended its hit at ``start``."""
+        ended = state.missed.truncation
+        return ended if ended is not None and start <= ended.at else None
 
     def _find(
         self, state: RequestState, start: int, key: BlockKey | None, absence: Absence | None
@@ -210,19 +244,19 @@ class MissExplainer:
         if hindrance is not None:
             self._tell(state, start, hindrance)
             return
-        cut = state.cut if state.cut is not None and start <= state.cut.at else None
-        if cut is not None and cut.reason is not None:
-            self._tell(state, start, {"reason": cut.reason, **cut.details})
+        ended = self._truncation(state, start)
+        if ended is not None and ended.reason is not None:
+            self._tell(state, start, {"reason": ended.reason, **ended.details})
             return
         if key is None:
             self._tell(state, start, {"reason": Reason.NOT_POOLED, "cause": "no block hash"})
             return
         otherwise: Mapping[str, object] = {"reason": Reason.RACE}
-        if cut is None and (absence is None or absence.presence is Presence.UNKNOWN):
+        if ended is None and (absence is None or absence.presence is Presence.UNKNOWN):
             otherwise = self._unknown(state, start // self._facts.block_size)
         if absence is None:
             question = _Question(key, start, otherwise)
-            self._open[state.request.request_id] = state, question
+            self._open[state.id] = state, question
             return
         self._tell(state, start, self._judged(state, absence, otherwise))
 
@@ -250,39 +284,33 @@ class MissExplainer:
         self, state: RequestState, absence: Absence, otherwise: Mapping[str, object]
     ) -> Mapping[str, object]:
         """The reason by what the pool knows."""
-        if absence.presence is Presence.UNKNOWN:
-            return otherwise
-        place = {
+        place: dict[str, object] = {
             name: getattr(absence, name) for name in ("tier", "cause") if getattr(absence, name)
         }
         if absence.at:
             place["time"] = round(absence.at, 3)
         match absence.presence:
-            case Presence.GONE if absence.cause in _MEDIUM:
-                return {"reason": Reason.DAMAGED, **place}
-            case Presence.GONE:
-                return {"reason": Reason.EVICTED, **place}
-            case Presence.REFUSED:
-                return {"reason": Reason.REFUSED, **place}
-            case Presence.ELSEWHERE:
-                return {"reason": Reason.NAMESPACE, "fields": list(absence.fields), **place}
-            case Presence.AWAY:
-                return {"reason": Reason.AWAY, **place}
+            case Presence.UNKNOWN:
+                return otherwise
             case Presence.BARRED:
                 return {"reason": Reason.NOT_POOLED, "cause": _NO_NAMESPACE}
             case Presence.FILLING:
                 return {"reason": Reason.RACE, "cause": "being saved"}
-        assert absence.presence is Presence.HERE
-        tried = state.cut is not None and state.cut.key is not None
-        return {"reason": Reason.NO_ROOM if tried else Reason.RACE, **place}
+            case Presence.ELSEWHERE:
+                place["fields"] = list(absence.fields)
+            case Presence.GONE if absence.cause in _MEDIUM:
+                return {"reason": Reason.DAMAGED, **place}
+            case Presence.HERE if (ended := state.missed.truncation) and ended.key is not None:
+                return {"reason": Reason.NO_ROOM, **place}
+        return {"reason": _REASONS[absence.presence], **place}
 
     def _unknown(self, state: RequestState, first: int) -> Mapping[str, object]:
         """The reason if the pool knows nothing of the block with that index in the chain."""
-        if state.promise is not None and state.promise.is_over:
+        if state.loading.promise is not None and state.loading.promise.is_over:
             return {"reason": Reason.LATE, "cause": "handover"}
-        facts = self._facts
-        if state.lacks is not None and facts.groups[facts.chain].kind is GroupKind.FULL:
-            return {"reason": Reason.UNSAVED, "group": state.lacks_kind}  # its chain is there
+        facts, missing = self._facts, state.missed.missing
+        if missing is not None and facts.groups[facts.chain].kind is GroupKind.FULL:
+            return {"reason": Reason.UNSAVED, "group": missing.kind}  # its chain is there
         whole = state.keys(first + 1, None, first)
         owner = self.chains.owner(whole[0]) if whole else None
         if owner is not None:
@@ -307,13 +335,13 @@ class MissExplainer:
         these first tokens in common: without them a prompt does not leave one."""
         if first:
             return state.keys(first)[first - 1]
-        if state.root is None:
+        if state.missed.root is None:
             assert state.namespace is not None
             beginning = array("q", state.request.prompt_token_ids[:LEAST_COMMON]).tobytes()
             salt = (state.request.cache_salt or "").encode()
             root = hashlib.blake2b(beginning + salt, digest_size=_ROOT_BYTES).digest()
-            state.root = state.namespace.key(root)
-        return state.root
+            state.missed.root = state.namespace.key(root)
+        return state.missed.root
 
     def _learn(self, state: RequestState, start: int) -> None:
         """Remembers the tokens of a request's prompt behind the first ``start``."""
@@ -322,8 +350,8 @@ class MissExplainer:
         if prompt is None:
             return
         first = start // size
-        state.learnt = upto = int(request.num_prompt_tokens)
+        state.missed.learnt = upto = int(request.num_prompt_tokens)
         keys = state.keys(upto // size, None, first)
         tokens = prompt[first * size : upto]
         parent = self._parent(state, first)
-        state.segment = self.chains.add(parent, keys, tokens, request.request_id)
+        state.missed.segment = self.chains.add(parent, keys, tokens, state.id)

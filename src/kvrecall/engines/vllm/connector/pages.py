@@ -22,7 +22,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class LayerPages:
     """Rows of one layer: uint8 ``[num_blocks, page_bytes]``, row stride ``block_stride`` bytes.
 
     Rows that are not one run of bytes have more dimensions, which are copied in their order.
@@ -53,7 +53,7 @@ class GroupPages:
     record of the group; one after the other from ``offset`` on if absent. ``sharing``: with the
     other ranks of its stage."""
 
-    pages: tuple[Pages, ...]
+    pages: tuple[LayerPages, ...]
     offset: int = 0
     starts: tuple[int, ...] = ()
     sharing: Sharing = ALONE
@@ -70,7 +70,7 @@ class GroupPages:
         runs = zip(self.places, self.pages, strict=True)
         return max((at + self._extent(page) for at, page in runs), default=0)
 
-    def piece_bytes(self, page: Pages) -> int:
+    def piece_bytes(self, page: LayerPages) -> int:
         """Bytes of a page that lie together in a record: all, or the tokens of one turn in a head
         if the ranks share a block's tokens and the kernel does not pack them."""
         if self.sharing.contexts == 1 or not page.tokens:
@@ -87,21 +87,10 @@ class GroupPages:
         shape, steps = (page.page_bytes // piece, piece), (piece * self.sharing.contexts, 1)
         return np.lib.stride_tricks.as_strided(shared, shape, steps).reshape(-1)
 
-    def _extent(self, page: Pages) -> int:
+    def _extent(self, page: LayerPages) -> int:
         """From the first of its bytes in a record to the last."""
         piece = self.piece_bytes(page)
         return (page.page_bytes // piece - 1) * piece * self.sharing.contexts + piece
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Blocks of one KV group to copy between the device and the arena; row i of both lists belongs
-    together. ``offsets`` are bytes into the arena where a block's record starts; a rank adds its
-    shard's offset within the record."""
-
-    block_ids: tuple[int, ...]
-    offsets: tuple[int, ...]
-    group: int = 0
 
 
 def pages_of(
@@ -110,12 +99,12 @@ def pages_of(
     num_blocks: int,
     fp8: torch.dtype | None = None,
     contexts: int = 1,
-) -> tuple[Pages, ...]:
+) -> tuple[LayerPages, ...]:
     """Pages of every layer of a KV group that owns memory, in the order of ``placements``. Layers
     that share another layer's blocks are omitted. Raises EngineError for a layout in which a block
     of a layer is not one run of bytes. ``fp8``: the type of byte caches. ``contexts``: ranks that
     share a block's tokens; where tokens lie apart, layouts are those of all of them."""
-    pages: list[Pages] = []
+    pages: list[LayerPages] = []
     seen: set[int] = set()
     for name, place in placements.items():
         tensor = kv_caches.get(name)
@@ -133,7 +122,7 @@ def _layer_pages(
     num_blocks: int,
     fp8: torch.dtype | None,
     contexts: int,
-) -> Pages:
+) -> LayerPages:
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     whole.set_(tensor.untyped_storage())
     start = tensor.storage_offset() * tensor.element_size()
@@ -154,7 +143,7 @@ def _layer_pages(
         of_head *= contexts
     layout = f"{inner} {tensor.dtype} {of_head}"
     values = fp8 if fp8 is not None and tensor.dtype is torch.uint8 else tensor.dtype
-    return Pages(name, rows, layout, values, place.parts, place.scaled, heads, tokens)
+    return LayerPages(name, rows, layout, values, place.parts, place.scaled, heads, tokens)
 
 
 def _dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
@@ -211,7 +200,7 @@ def _is_one_run(tensor: torch.Tensor, place: LayerPlacement, num_blocks: int) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ByteRun:
     """Contiguous bytes of a block on the device: in block 0 at ``address``, ``stride`` bytes
     further in each next block; in a block's record at ``at``."""
 
@@ -221,10 +210,10 @@ class Run:
     nbytes: int
 
 
-def runs_of(group: GroupPages) -> list[Run]:
+def runs_of(group: GroupPages) -> list[ByteRun]:
     """The runs of all layers; those that follow each other in a record and on the device, too
     (layouts with all layers of a block together), are one."""
-    runs: list[Run] = []
+    runs: list[ByteRun] = []
     for page, at in zip(group.pages, group.places, strict=True):
         dims = list(zip(page.rows.shape[1:], page.rows.stride()[1:], strict=True))
         nbytes = 1
@@ -238,7 +227,7 @@ def runs_of(group: GroupPages) -> list[Run]:
         places = [place + start for place in places for start in range(0, nbytes, piece)]
         further = piece * (group.sharing.contexts if piece < nbytes else 1)
         for place in places:
-            run = Run(page.rows.data_ptr() + place, stride, at, piece)
+            run = ByteRun(page.rows.data_ptr() + place, stride, at, piece)
             last = runs[-1] if runs else None
             if (
                 last is not None
@@ -246,7 +235,7 @@ def runs_of(group: GroupPages) -> list[Run]:
                 and last.address + last.nbytes == run.address
                 and last.at + last.nbytes == at
             ):
-                runs[-1] = Run(last.address, stride, last.at, last.nbytes + piece)
+                runs[-1] = ByteRun(last.address, stride, last.at, last.nbytes + piece)
             else:
                 runs.append(run)
             at += further

@@ -13,10 +13,13 @@ import msgspec
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Tenant
 from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.connector.hit import HitFinder
-from kvrecall.engines.vllm.connector.metrics import Tally
-from kvrecall.engines.vllm.connector.pages import Copy
+from kvrecall.engines.vllm.connector.observers import SchedulerEvents
 from kvrecall.engines.vllm.connector.request import RequestState
-from kvrecall.engines.vllm.connector.wire import EngineFacts, Store
+from kvrecall.engines.vllm.device.base import Copy
+from kvrecall.engines.vllm.wire import (
+    EngineFacts,
+    StoreOrder,
+)
 from kvrecall.pool.base import PoolClient, Reservation, Verdict
 
 logger = logging.getLogger("vllm.kvrecall")
@@ -49,16 +52,20 @@ of a recurrent group the blocks that hold a state to be saved in this step, by t
 it."""
 
 
+BoundaryState = tuple[int, int, int]
+"""Of recurrent layers, at a boundary: KV group, device block, tokens up to it."""
+
+
 class Computed(msgspec.Struct, frozen=True, eq=False):
-    """The first ``tokens`` tokens of a request, whose KV the device has after the step. ``tables``
-    is called if blocks may have to be saved. ``ended``: it computes no more. ``tails``: tokens
-    inside a block at which a hit may end: what such a hit needs is saved, too."""
+    """The first ``tokens`` tokens of a request, whose KV the device has after the step. ``tables``:
+    its device blocks by KV group, asked for if some may have to be saved. ``states``: those that
+    the step completes, or that are still there. ``ended``: it computes no more."""
 
     state: RequestState
     tokens: int
-    tables: Callable[[], Tables]
+    tables: Callable[[], Sequence[Sequence[int]]]
+    states: Sequence[BoundaryState] = ()
     ended: bool = False
-    tails: Sequence[int] = ()
 
 
 class _Wanted(msgspec.Struct, frozen=True, eq=False):
@@ -90,14 +97,14 @@ class Saver:
         finder: HitFinder,
         reachable: Reachable,
         origin: Callable[[], bytes],
-        tally: Tally,
+        events: SchedulerEvents,
     ) -> None:
         self._pool = pool
         self._origin = origin
         self._facts = facts
         self._finder = finder
         self._reachable = reachable
-        self._tally = tally
+        self._events = events
         self._ordered: dict[tuple[bytes, int, bytes], int] = {}  # by namespace, group and origin
         self._open: dict[int, _OpenStore] = {}
         self._numbers = itertools.count()
@@ -105,7 +112,7 @@ class Saver:
         chain = facts.chain
         self._has_chain = facts.groups[chain].kind is GroupKind.FULL
         groups = range(len(facts.groups))
-        self._hanging = [i for i in groups if i != chain or not self._has_chain]
+        self._dependents = [i for i in groups if i != chain or not self._has_chain]
         self._sizes = {group.block_size for group in facts.groups}
         self._by_need = [chain, *(i for i in groups if i != chain)]
 
@@ -115,21 +122,13 @@ class Saver:
         more when it has ended. These blocks contain final tokens only: rejected speculation is
         beyond ``num_tokens``."""
         computed = [one for one in computed if one.state.namespace is not None]
-        any_new = False
-        if self._has_chain:
-            any_new = self._save_chains(computed)
-            size = self._facts.block_size
-            for one in computed if self._facts.match_unit is not None else ():
-                state = one.state
-                for tail in one.tails:
-                    if (
-                        tail <= one.tokens
-                        and tail not in state.tails
-                        and state.saved >= tail // size
-                    ):
-                        any_new |= self._save_tail(state, tail, one.tables)
-        for group in self._hanging:
-            any_new |= self._save_hanging(computed, group)
+        any_new = self._has_chain and self._save_chains(computed)
+        if self._has_chain and self._facts.match_unit is not None:
+            for one in computed:
+                for end in self._tails(one):
+                    any_new |= self._save_tail(one, end)
+        for group in self._dependents:
+            any_new |= self._save_dependents(computed, group)
         for one in computed:
             if one.ended:
                 tokens = self._reach(one)
@@ -138,21 +137,46 @@ class Saver:
                     self._pool.touch((), ending=ending)
         return any_new
 
+    def blocks(self, one: Computed) -> Tables:
+        """The device blocks of a request, of recurrent groups those of its ``states``."""
+        tables = one.tables()
+        if not self._facts.has_states:
+            return tables
+        states: dict[int, dict[int, int]] = {}
+        for group, block, tokens in one.states:
+            states.setdefault(group, {})[tokens] = block
+        return [
+            states.get(i, {}) if facts.kind is GroupKind.STATE else table
+            for i, (facts, table) in enumerate(zip(self._facts.groups, tables, strict=True))
+        ]
+
+    def _tails(self, one: Computed) -> list[int]:
+        """Tokens inside a block up to which a request is saved, because a hit may end there. With
+        recurrent layers where vLLM offers their states, as on the device; else where its prompt
+        ends, and where it ends itself."""
+        size, unit = self._facts.block_size, self._facts.unit
+        ends = {tokens for _, _, tokens in one.states}
+        if not self._facts.has_states:
+            prompt = int(one.state.request.num_prompt_tokens)
+            tail = (prompt - 1) // unit * unit
+            is_open = tail // size == prompt // size  # else the prompt's last block is saved whole
+            ends = {tail} if is_open else set()
+            if one.ended:
+                ends.add(one.tokens // unit * unit)
+        return sorted(end for end in ends if end % size)
+
     def _reach(self, one: Computed) -> int:
         """Tokens of a request that can serve hits: without its chain a block serves none."""
         if not self._has_chain:
             return one.tokens
-        return min(one.tokens, one.state.saved * self._facts.block_size)
+        return min(one.tokens, one.state.saving.blocks * self._facts.block_size)
 
-    def due(self, state: RequestState, tokens: int) -> int:
+    def tokens_until_due(self, state: RequestState, tokens: int) -> int:
         """Tokens that a request which has ``tokens`` computes before ``save`` has new work; 0 while
         blocks wait for room, whose tries are counted in calls."""
-        if (
-            state.saved < tokens // self._facts.block_size
-            and self._has_chain
-            and not state.closed
-            and state.namespace is not None
-        ):
+        saving = state.saving
+        waits = saving.blocks < tokens // self._facts.block_size and not saving.closed
+        if waits and self._has_chain and state.namespace is not None:
             return 0
         return min([size - tokens % size for size in self._sizes])
 
@@ -177,14 +201,14 @@ class Saver:
         """Blocks of the chain: each needs the one before it."""
         size, wanted = self._facts.block_size, list[_Wanted]()
         for one in computed:
-            state = one.state
-            upto, saved = one.tokens // size, state.saved
-            if state.closed or upto <= saved:
+            saving = one.state.saving
+            upto, saved = one.tokens // size, saving.blocks
+            if saving.closed or upto <= saved:
                 continue
-            if state.passes and not one.ended:
-                state.passes -= 1
+            if saving.passes and not one.ended:
+                saving.passes -= 1
                 continue
-            keys = state.keys(upto, first=max(0, saved - 1))
+            keys = one.state.keys(upto, first=max(0, saved - 1))
             new = keys[1:] if saved else keys
             parents: list[BlockKey | None] = [*keys] if saved else [None, *keys]
             parents.pop()
@@ -196,114 +220,123 @@ class Saver:
         return any_new
 
     def _save_chain(self, wanted: _Wanted, answers: Sequence[Reservation]) -> bool:
-        state, new = wanted.of.state, wanted.keys
-        before = state.saved
-        table = wanted.of.tables()[self._facts.chain]
+        state, saving, chain = wanted.of.state, wanted.of.state.saving, self._facts.chain
+        before, new = saving.blocks, wanted.keys
+        table = self.blocks(wanted.of)[chain]
         assert not isinstance(table, dict), "only states are kept by their tokens"
         ids = table[before : before + len(new)]
+        # What is behind a refused block, or behind one that is no longer on the device, serves no
+        # hit; the latter ends the chain.
         rows: list[tuple[BlockKey, int, int]] = []
+        useless: list[BlockKey] = []
         done = 0
-        for key, answer in zip(new, answers, strict=True):
+        for index, (key, answer) in enumerate(zip(new, answers, strict=True)):
             verdict = answer.verdict
-            if verdict is _REFUSED:
-                break
-            if verdict is _RESERVED:
-                rows.append((key, ids[done] if done < len(ids) else 0, answer.offset))
-            done += 1
-        state.saved = saved = before + done
+            is_behind = index > done or verdict is _REFUSED
+            done += not is_behind
+            if verdict is not _RESERVED:
+                continue
+            block = ids[index] if index < len(ids) else 0
+            saving.closed |= not block and not is_behind
+            if is_behind or saving.closed:
+                useless.append(key)
+            else:
+                rows.append((key, block, answer.offset))
+        if useless:
+            self._pool.abandon(useless)
+        saving.blocks = before + done
         if done == len(new):
-            state.passes = state.passes_next = 0
+            saving.passes = saving.passes_next = 0
         else:
-            state.passes = state.passes_next = min(2 * state.passes_next + 1, _MOST_PASSED_OVER)
-            self._tally.counts["blocks_refused"] += 1
-            behind_gap = zip(new[done:], answers[done:], strict=True)
-            self._pool.abandon([key for key, r in behind_gap if r.verdict is Verdict.RESERVED])
+            saving.passes = saving.passes_next = min(2 * saving.passes_next + 1, _MOST_PASSED_OVER)
+            self._events.counted("blocks_refused")
         if self._facts.match_unit is not None:
             size = self._facts.block_size
-            self._finder.learn(state, before * size, saved * size)
-        gone = next((i for i, row in enumerate(rows) if row[1] == 0), None)
-        if gone is not None:  # no longer on the device: that ends the chain
-            self._pool.abandon([row[0] for row in rows[gone:]])
-            rows = rows[:gone]
-            state.closed = True
-        return self._order(state, self._facts.chain, rows)
+            self._finder.learn(state, before * size, saving.blocks * size)
+        return self._order(state, chain, rows)
 
-    def _save_tail(self, state: RequestState, end: int, tables: Callable[[], Tables]) -> bool:
+    def _save_tail(self, one: Computed, end: int) -> bool:
         """What a hit needs that ends at ``end``, inside a block of the chain: the chain's block
         first, as the others are worth nothing without it."""
-        state.tails[end] = False
-        found = tables()
+        state, saving, size = one.state, one.state.saving, self._facts.block_size
+        if end > one.tokens or end in saving.tails or saving.blocks < end // size:
+            return False
+        saving.tails[end] = False
+        found = self.blocks(one)
         any_new = False
         for group in self._by_need:
-            facts = self._facts.groups[group]
+            facts, is_chain = self._facts.groups[group], group == self._facts.chain
             place = (end - 1) // facts.block_size
             block = block_at(found[group], place, end)
             key = state.key_at(end, group)
-            if not block or key is None or (group == self._facts.chain and state.closed):
+            if not block or key is None or (is_chain and saving.closed):
                 return any_new
             (parent,) = self._finder.parents(state, group, [place], end)
-            linked = group == self._facts.chain
             (answer,) = (
                 self._pool.reserve([key], parent, state.tenant)
-                if linked
+                if is_chain
                 else self._pool.reserve([key], tenant=state.tenant, parents=[parent])
             )
-            if answer.verdict is Verdict.REFUSED:
-                self._tally.counts["blocks_refused"] += 1
+            if not self._is_kept(state, group, key, answer, end):
                 return any_new
-            state.hanging.append(key)
-            if facts.kind is GroupKind.STATE:
-                state.boundaries.setdefault(group, set()).add(end)
-            if answer.verdict is Verdict.RESERVED:
+            if answer.verdict is _RESERVED:
                 any_new |= self._order(state, group, [(key, block, answer.offset)])
-        state.tails[end] = True
-        self._finder.learn(state, end // self._facts.block_size * self._facts.block_size, end)
+        saving.tails[end] = True
+        self._finder.learn(state, end // size * size, end)
         return any_new
 
-    def _save_hanging(self, computed: Iterable[Computed], group: int) -> bool:
+    def _save_dependents(self, computed: Iterable[Computed], group: int) -> bool:
         """Blocks of a group in which a hit needs only some: of those that became complete, the ones
         that are on the device and that a hit can need; at the end of a request also those that its
         continuation needs, such as a conversation's next turn."""
         size = self._facts.groups[group].block_size
-        is_state = self._facts.groups[group].kind is GroupKind.STATE
         wanted: list[_Wanted] = []
         for one in computed:
             state, tokens = one.state, self._reach(one)
             places = self._places(one, group, tokens)
             if not places:
                 continue
-            chain = state.keys(tokens // size, group)
-            places = [place for place in places if place < len(chain)]
+            keys = state.keys(tokens // size, group)
+            places = [place for place in places if place < len(keys)]
             if group == self._facts.chain:
-                parents = [chain[i - 1] if i else None for i in places]
+                parents = [keys[i - 1] if i else None for i in places]
             else:
                 parents = self._finder.parents(state, group, places, tokens)
-            wanted.append(_Wanted(one, [chain[i] for i in places], parents, places))
+            wanted.append(_Wanted(one, [keys[i] for i in places], parents, places))
         any_new = False
         for each, answers in self._reserve(wanted):
-            one = each.of
-            table, rows = one.tables()[group], []
+            state, table = each.of.state, self.blocks(each.of)[group]
+            rows = []
             for place, key, answer in zip(each.places, each.keys, answers, strict=True):
-                if answer.verdict is Verdict.REFUSED:
-                    self._tally.counts["blocks_refused"] += 1
-                    continue
-                one.state.hanging.append(key)
-                if is_state:
-                    one.state.boundaries.setdefault(group, set()).add((place + 1) * size)
-                if answer.verdict is Verdict.RESERVED:
-                    rows.append((key, block_at(table, place, (place + 1) * size), answer.offset))
-            any_new |= self._order(one.state, group, rows)
+                end = (place + 1) * size
+                if self._is_kept(state, group, key, answer, end) and answer.verdict is _RESERVED:
+                    rows.append((key, block_at(table, place, end), answer.offset))
+            any_new |= self._order(state, group, rows)
         return any_new
+
+    def _is_kept(
+        self, state: RequestState, group: int, key: BlockKey, answer: Reservation, end: int
+    ) -> bool:
+        """Records a block that is not of a whole chain, and ends at ``end``; False if the pool has
+        no room for it."""
+        if answer.verdict is _REFUSED:
+            self._events.counted("blocks_refused")
+            return False
+        state.saving.dependents.append(key)
+        if self._facts.groups[group].kind is GroupKind.STATE:
+            state.saving.boundaries.setdefault(group, set()).add(end)
+        return True
 
     def _places(self, one: Computed, group: int, tokens: int) -> list[int]:
         """Indexes of the blocks of a group beside the chain that are to be saved."""
         state, size = one.state, self._facts.groups[group].block_size
-        done, upto = state.seen.get(group, 0), tokens // size
+        seen = state.saving.seen
+        done, upto = seen.get(group, 0), tokens // size
         if upto <= done and not one.ended:
             return []
-        table = one.tables()[group]
+        table = self.blocks(one)[group]
         places = [i for i in range(done, upto) if block_at(table, i, (i + 1) * size)]
-        state.seen[group] = max(done, upto)
+        seen[group] = max(done, upto)
         wanted = self._reachable(state.request, group, done, upto) if places else None
         if wanted is not None:
             places = [i for i in places if wanted[i - done]]
@@ -330,22 +363,22 @@ class Saver:
             store.block_ids.append(block)
             store.offsets.append(offset)
         store.states.append((state, state.request.num_preemptions))
-        state.open_stores.add(number)
-        if state.trace is not None:
-            state.trace.saves(group, len(rows))
+        state.saving.open.add(number)
+        self._events.store_ordered(state, group, len(rows))
         return True
 
     def promised(self, state: RequestState) -> int:
         """Leading tokens of a request that a hit can have once all its stores are made."""
+        saving, groups = state.saving, self._facts.groups
         if self._has_chain:
-            tokens = state.saved * self._facts.block_size
+            tokens = saving.blocks * self._facts.block_size
         else:
-            tokens = min(done * self._facts.groups[i].block_size for i, done in state.seen.items())
+            tokens = min(done * groups[i].block_size for i, done in saving.seen.items())
         tokens -= tokens % self._facts.alignment
-        tails = {end for end, is_saved in state.tails.items() if is_saved}
+        tails = {end for end, is_saved in saving.tails.items() if is_saved}
         states = [
-            state.boundaries.get(i, set())
-            for i, group in enumerate(self._facts.groups)
+            saving.boundaries.get(i, set())
+            for i, group in enumerate(groups)
             if group.kind is GroupKind.STATE
         ]
         if not states:
@@ -354,14 +387,14 @@ class Saver:
         whole = (one for one in common if one <= tokens and one % self._facts.alignment == 0)
         return max((*whole, *(tails & common)), default=0)
 
-    def take(self) -> list[Store]:
+    def take(self) -> list[StoreOrder]:
         """The stores ordered since the last call."""
         ordered, self._ordered = self._ordered, {}
         stores = []
         for (_, group, origin), number in ordered.items():
             store = self._open[number]
             copy = Copy(tuple(store.block_ids), tuple(store.offsets), group)
-            stores.append(Store(number, copy, origin))
+            stores.append(StoreOrder(number, copy, origin))
         return stores
 
     def must_precede(self) -> bool:
@@ -392,36 +425,41 @@ class Saver:
                 continue
             del self._open[store_id]
             for state, _ in store.states:
-                state.open_stores.discard(store_id)
-                state.closed |= store.failed
-                if state.trace is not None:
-                    state.trace.saved(store.failed, len(state.open_stores))
+                state.saving.open.discard(store_id)
+                state.saving.closed |= store.failed
+                self._events.store_done(state, store.failed)
             if store.failed:
                 self._pool.abandon(store.keys)
-                self._tally.counts["stores_failed"] += 1
+                self._events.counted("stores_failed")
             else:
                 copied += store.keys
         if copied:
             self._pool.commit(copied)
 
-    def doubt(self, state: RequestState) -> None:
+    def invalidate(self, state: RequestState) -> None:
         """Blocks of a request that are being copied are not committed."""
-        for store_id in state.open_stores:
+        for store_id in state.saving.open:
             self._open[store_id].failed = True
 
-    def forsake(self, digests: set[bytes] | None) -> None:
+    def discard(self, digests: set[bytes] | None) -> None:
         """Blocks being copied for these namespaces (all) are not committed."""
         for store in self._open.values():
             store.failed |= digests is None or any(
                 key[:NAMESPACE_BYTES] in digests for key in store.keys
             )
 
-    def flush_later(self, keys: Sequence[BlockKey]) -> None:
-        """The next ``flush`` waits for these blocks."""
-        self._unflushed.append(keys)
+    def flush_later(self, state: RequestState) -> None:
+        """The next ``flush`` waits for the blocks of a request."""
+        if saved := self.saved(state):
+            self._unflushed.append(saved)
+
+    def saved(self, state: RequestState) -> tuple[BlockKey, ...]:
+        """Blocks of a request that are in the pool or on their way: the leading ones of its chain,
+        and those beside it."""
+        return (*state.keys(state.saving.blocks), *state.saving.dependents)
 
     def flush(self) -> None:
-        """Waits (bounded) until the blocks named to ``flush_later`` are durable. Those that the
+        """Waits (bounded) until the blocks of ``flush_later`` are durable. Those that the
         workers still copy are left to the next call."""
         if not self._unflushed:
             return
@@ -432,7 +470,7 @@ class Saver:
             if len(keys) < len(chain):
                 self._unflushed.append([key for key in chain if key in copying])
             if not self._pool.flush(keys, FLUSH_DEADLINE_S):
-                self._tally.counts["flushes_missed"] += 1
+                self._events.counted("flushes_missed")
                 logger.warning(
                     "kvrecall: a reply was sent before its blocks were durable (disk too slow, "
                     "full, or a store was shed)"

@@ -16,49 +16,48 @@ from typing import Any
 
 from kvrecall.block import BlockKey, Namespace, TierName, tenant_of
 from kvrecall.config import RecallSettings
-from kvrecall.engines.base import MISSED, REPORT, UNIT, Reason
-from kvrecall.engines.vllm.attention.offload_scheduler import OffloadPlanner
-from kvrecall.engines.vllm.compat.config import GroupKind
-from kvrecall.engines.vllm.compat.scheduler import boundary_states, fail_loads
+from kvrecall.engines.base import MISSED, REPORT, UNIT
+from kvrecall.engines.vllm.compat.scheduler import boundary_states, fail_loads, keep_boundary
 from kvrecall.engines.vllm.connector.audit import Auditor
-from kvrecall.engines.vllm.connector.hit import FirstNeeded, Hit, HitFinder
+from kvrecall.engines.vllm.connector.cost import LoadCostModel
+from kvrecall.engines.vllm.connector.handover import Handover, Promise, Wait, pool_id, receipt
+from kvrecall.engines.vllm.connector.hit import FirstNeeded, Hit, HitFinder, Lookup
 from kvrecall.engines.vllm.connector.load import PrefixLoad
-from kvrecall.engines.vllm.connector.metrics import Tally
+from kvrecall.engines.vllm.connector.metrics import Counters
 from kvrecall.engines.vllm.connector.miss import MissExplainer
-from kvrecall.engines.vllm.connector.pages import Copy
+from kvrecall.engines.vllm.connector.observers import Observers, SchedulerEvents
+from kvrecall.engines.vllm.connector.offload import NoOffload, OffloadPlanner
 from kvrecall.engines.vllm.connector.request import (
-    LOOK_EVERY_S,
-    Cut,
-    Handover,
-    LoadCostModel,
-    Promise,
+    BlockHashes,
+    LoadRecord,
     RequestState,
     TailHash,
     hint_of_request,
-    pool_id,
-    receipt,
     request_of,
 )
-from kvrecall.engines.vllm.connector.saver import Computed, Reachable, Saver, Tables
-from kvrecall.engines.vllm.connector.traces import Traces
-from kvrecall.engines.vllm.connector.wire import (
+from kvrecall.engines.vllm.connector.resting import AwakeRequests
+from kvrecall.engines.vllm.connector.saver import BoundaryState, Computed, Reachable, Saver
+from kvrecall.engines.vllm.device.base import Copy
+from kvrecall.engines.vllm.identity.changes import LoadedAdapter
+from kvrecall.engines.vllm.identity.namespace import Adapters, NamespaceRegistry
+from kvrecall.engines.vllm.wire import (
     Comparison,
     EngineFacts,
-    Load,
+    LoadOrder,
     StepOrders,
     StepReport,
 )
-from kvrecall.engines.vllm.identity.changes import LoadedAdapter
-from kvrecall.engines.vllm.identity.namespace import Adapters, NamespaceRegistry
 from kvrecall.pool.base import ArenaHandle, PoolClient
 
 logger = logging.getLogger("vllm.kvrecall")
 
 RoomFor = Callable[[Any, int, Iterable[Any]], bool]
+MakePlanner = Callable[[Callable[[str], RequestState | None], Callable[..., int]], OffloadPlanner]
+"""``(state_of, trusted)``: see ``OffloadPlanner``."""
 
 _FINISHED_WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 _ABORTED = "FINISHED_ABORTED"
-_MOST_INCOMPLETE = 2  # loads after which a request is computed
+_MOST_RETRIES = 2  # of loads that were incomplete, before a request is computed
 _HINTED = 256  # requests of several sequences whose hint was told
 _NOTHING = 0, False
 _ASK_AGAIN = None, False
@@ -82,6 +81,8 @@ class RecallScheduler:
         uncache: Callable[[set[int]], None] = lambda block_ids: None,
         part_ways: Callable[[Iterable[Any]], None] = lambda requests: None,
         reloaded: Callable[[], None] = lambda: None,
+        make_planner: MakePlanner | None = None,
+        observers: Sequence[SchedulerEvents] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``namespace`` and ``adapters`` as of ``NamespaceRegistry``. ``tables``: the device blocks
@@ -89,33 +90,39 @@ class RecallScheduler:
         of ``HitFinder``, ``reachable`` as of ``Saver``; ``room_for`` and ``tail_hash``: see
         ``compat.scheduler``, and ``part_ways``. ``uncache``: takes device blocks out of vLLM's
         prefix cache. ``reloaded``: called when the workers' model has loaded weights by itself.
-        ``clock``: seconds."""
+        ``make_planner``: where long sequences are offloaded. ``observers``: further ones, behind
+        the counters and the reasons of misses. ``clock``: seconds."""
         self._pool = pool
         self._settings = settings
         self._facts = facts
         self._tables = tables
         self._clock = clock
-        self._record_bytes = tuple(group.record_bytes for group in facts.groups)
-        self._states: dict[str, RequestState] = {}
-        self._loading: dict[str, PrefixLoad] = {}  # of requests that may have ended since
-        self._waiting: dict[str, Any] = {}  # requests that hold device blocks and have not run yet
-        self._awake: dict[str, RequestState] = {}  # all but those that rest
-        self._resting: dict[int, list[str]] = {}  # by the tick that wakes them; some woke before
-        self._ticks = 0
-        self._hinted: deque[int] = deque(maxlen=_HINTED)
         self._room_for = room_for
-        self._tail_hash = tail_hash
         self._uncache = uncache
         self._part_ways = part_ways
         self._reloaded = reloaded
+        steps = tuple(group.block_size // facts.hash_block_size for group in facts.groups)
+        self._hashes = BlockHashes(steps, facts.hash_block_size, facts.chain, tail_hash)
+        self._record_bytes = tuple(group.record_bytes for group in facts.groups)
+        self._states: dict[str, RequestState] = {}
+        self._awake = AwakeRequests(self._states)
+        self._matched: dict[str, PrefixLoad] = {}  # of requests that have no device blocks yet
+        self._loading: dict[str, PrefixLoad] = {}  # of requests that may have ended since
+        self._waiting: dict[str, Any] = {}  # requests that hold device blocks and have not run yet
+        self._hinted: deque[int] = deque(maxlen=_HINTED)
         self._has_mixtures = False
-        self._loads: list[Load] = []
+        self._loads: list[LoadOrder] = []
         self._releases: list[str] = []
         self._warned_of_foreign = False
-        self.tally = Tally(clock)
         self.is_busy = False  # whether the last step computed anything
-        self.offloader: OffloadPlanner | None = None  # where retrieval attention is on
-        self.traces: Traces | None = None  # where a traces endpoint is set
+        self.counters = Counters(facts, clock)
+        self.misses: MissExplainer | None = None
+        heard: list[SchedulerEvents] = [self.counters, *observers]
+        if settings.explain_misses != "off":
+            tells_tokens = settings.explain_misses == "tokens"
+            self.misses = MissExplainer(pool, facts, self.counters, tells_tokens, self._states)
+            heard.insert(0, self.misses)
+        self._events = Observers(heard)
         groups = [(str(group.group), group.block_bytes) for group in facts.groups]
         self.namespaces = NamespaceRegistry(pool, groups, namespace, adapters)
         self.costs = LoadCostModel(
@@ -126,9 +133,11 @@ class RecallScheduler:
             clock,
         )
         self._finder = HitFinder(pool, facts, first_needed)
-        self._auditor = Auditor(pool, facts, settings.audit_every, self.tally, self._refuted, clock)
-        self.misses = MissExplainer(pool, facts, self.tally, settings.explain_misses, self._states)
-        self._saver = Saver(pool, facts, self._finder, reachable, self._auditor.origin, self.tally)
+        every, refuted = settings.audit_every, self._refuted
+        self._auditor = Auditor(pool, facts, every, self.counters, refuted, clock)
+        origin = self._auditor.origin
+        self._saver = Saver(pool, facts, self._finder, reachable, origin, self._events)
+        self.offload = (make_planner or NoOffload)(self.state_of, self._auditor.trusted)
 
     # ---- recall -------------------------------------------------------------------------
 
@@ -138,95 +147,118 @@ class RecallScheduler:
         recalled prefix is cut exactly like a hit on the device; except with a ``match_unit`` of the
         pool's own, see ``docs/models.md``."""
         state = self._state(request)
-        self._wake(state)
-        if state.trace is not None:
-            state.trace.taken()
+        self._awake.wake(state.id)
+        self._events.considered(state)
         if request.num_preemptions == 0:
-            state.device_tokens = computed_tokens
-        if not self._facts.recalls or state.namespace is None or state.computes:
+            state.loading.device_tokens = computed_tokens
+        if not self._may_load(state):
             return _NOTHING
-        if request.skip_reading_prefix_cache:
-            return _NOTHING
-        alignment = self._facts.alignment
-        start = computed_tokens // alignment * alignment
-        if state.load is not None and state.load.hit.start != start:
-            self._drop_load(state)
-        if state.load is None:
-            unit = self._facts.unit
-            limit = int(request.num_tokens - 1) // unit * unit
-            if self._awaits_promise(state, start, limit):
-                return _ASK_AGAIN
-            is_pending = self._begin_load(state, start, limit)
-            if state.load is None:
-                return _ASK_AGAIN if is_pending else _NOTHING
-        load = state.load
+        start = computed_tokens // self._facts.alignment * self._facts.alignment
+        load, is_pending = self._load_from(state, start)
+        if load is None:
+            return _ASK_AGAIN if is_pending else _NOTHING
         is_new = load.offsets is None
         if not load.poll():
             return _ASK_AGAIN
-        self.tally.counts["loads_given_up"] += is_new and load.given_up
-        if is_new and state.trace is not None:
-            state.trace.loaded(load, self._settings.pool.load_deadline_s)
-        if is_new and (missing := load.missing) is not None:
-            reason = Reason.LATE if load.was_late else None
-            at, (key, tier) = load.hit.start + load.tokens, missing
-            state.cut = Cut(at, reason, {"tier": tier}, key)
-        if not load.tokens and self._may_retry(state, load):
-            self._drop_load(state)
-            return _ASK_AGAIN
-        if is_new and load.tokens:
-            assert load.offsets is not None
-            alone = len(self._states) == 1
-            admitted = self._auditor.admit(state, load.hit, load.offsets, alone)
-            if admitted < load.tokens:
-                state.cut = Cut(load.hit.start + admitted, Reason.AUDIT, {})
-            load.cut(admitted)
+        if is_new:
+            self._arrived(state, load)
         if not load.tokens:
-            self._drop_load(state)
-            state.computes = True
-            return _NOTHING
-        if not load.hit.is_chain and self._waiting:
-            others = [one for one in self._waiting.values() if one is not request]
-            if others and not self._room_for(request, start + load.tokens, others):
-                return _ASK_AGAIN
-        if self.offloader is not None:
-            size = self._facts.block_size
-            end = -(-(start + load.tokens) // size)
-            self.offloader.expect(request.request_id, start // size, end)
+            return self._without(state, load)
+        if self._blocks_others(request, load):
+            return _ASK_AGAIN
+        size = self._facts.block_size
+        self.offload.expect(state.id, start // size, -(-(start + load.tokens) // size))
         return load.tokens, True
 
-    def _may_retry(self, state: RequestState, load: PrefixLoad) -> bool:
-        """Whether to look for a shorter hit, because a block of one that needs all of them did not
-        arrive. The pool knows by now that it is lost."""
-        if load.hit.is_chain or load.given_up:
-            return False
-        state.incomplete_loads += 1
-        return state.incomplete_loads <= _MOST_INCOMPLETE
+    def _may_load(self, state: RequestState) -> bool:
+        return (
+            self._facts.recalls
+            and state.namespace is not None
+            and not state.loading.computes
+            and not state.request.skip_reading_prefix_cache
+        )
 
-    def _awaits_promise(self, state: RequestState, start: int, limit: int) -> bool:
-        """Whether promised blocks are not in the pool yet and may still arrive."""
-        promise = state.promise
-        if promise is None or promise.is_over:
-            return False
-        end = min(promise.tokens, limit)
+    def _load_from(self, state: RequestState, start: int) -> tuple[PrefixLoad | None, bool]:
+        """The load of the request's hit behind ``start``, which may begin here. None without a hit,
+        or if it is to be looked for again: a tier beyond this host, or a prefill instance, has not
+        delivered yet."""
+        load = self._matched.get(state.id)
+        if load is not None and load.hit.start == start:
+            return load, False
+        self._drop_load(state)
+        unit = self._facts.unit
+        limit = int(state.request.num_tokens - 1) // unit * unit
+        search = self._search(state, start, limit)
+        if search is None:
+            return None, True
+        if search.hit is None:
+            return None, False
+        deadline_s = patience_s = self._settings.pool.load_deadline_s
+        hit: Hit | None = search.hit
+        if self._settings.appraise_loads and state.loading.promise is None:
+            hit, patience_s = self._appraise(state, search.hit)
+        if hit is None:
+            return None, False
+        if hit.chain.tail is not None:  # no other request that uses the chain is bound to use it
+            self._pool.touch((), hanging=hit.chain.keys[-1:])
+        load = PrefixLoad(self._pool, self.costs, hit, self.costs.mark(), patience_s, deadline_s)
+        self._matched[state.id] = load
+        load.acquire(state)
+        self._events.acquired(state, load)
+        return load, False
 
-        def found() -> int:
-            hit, _ = self._finder.find(state, start, end)
-            return 0 if hit is None else hit.end - start
+    def _search(self, state: RequestState, start: int, limit: int) -> Lookup | None:
+        """Looks for the longest hit between ``start`` and ``limit``, once all of it that is to be
+        waited for is there, or late; None until then. Tells the pool and vLLM, once, what the
+        request uses."""
+        now, loading = self._clock(), state.loading
+        promise = loading.promise if loading.promise and not loading.promise.is_over else None
+        if (promise.wait if promise else loading.lookup).is_early(now):
+            return None
+        search = self._finder.find(state, start, limit)
+        if promise is not None:
+            wanted = min(promise.tokens, limit) - start
+            found = 0 if search.hit is None else search.hit.end - start
+            outcome = promise.look(now, found >= wanted)
+            self._events.waited(state, outcome, wanted)
+            if outcome is Handover.WAIT:
+                return None
+        self._touch(state, limit)
+        blocks = -(-(limit - start) // self._facts.block_size)
+        self._events.looked_up(state, now, blocks, search)
+        if search.is_pending:
+            if loading.lookup.goes_on(now):
+                return None
+            self._events.lookup_late(state, start if search.hit is None else search.hit.end)
+        if search.used and not loading.dependents_touched:
+            loading.dependents_touched = True
+            self._pool.touch((), hanging=search.used)
+        if search.boundary is not None:
+            keep_boundary(state.request, search.boundary)
+        return search
 
-        outcome = promise.look(end - start, found)
-        self.tally.counts["handovers_late"] += outcome is Handover.LATE
-        if state.trace is not None:
-            state.trace.waited(outcome, end - start)
-        return outcome is Handover.WAIT
+    def _touch(self, state: RequestState, limit: int) -> None:
+        """Tells the pool, once, that the request uses its chain, and what its client says of its
+        return."""
+        if state.loading.touched:
+            return
+        state.loading.touched = True
+        hint, is_invalid = hint_of_request(state.request)
+        self._events.counted("hints_invalid", is_invalid)
+        state.loading.hinted = hint is not None
+        if hint is None or not self._is_hinted(state):
+            keys = state.keys(limit // self._facts.block_size)
+            ending = self._finder.ending(state, limit)
+            self._pool.touch(keys, ending=ending, hint=hint, tenant=state.tenant)
 
     def _is_hinted(self, state: RequestState) -> bool:
         """Whether another sequence of the request, or the prefill instance over the same pool,
         brought its hint: this is the same use of the prompt, not its return."""
-        promise = state.promise
+        promise = state.loading.promise
         if promise is not None and promise.hinted == pool_id(self._pool.arena_handle()):
             return True
-        name = request_of(state.request.request_id)
-        if name == state.request.request_id:
+        name = request_of(state.id)
+        if name == state.id:
             return False
         number = hash(name)  # names may be long
         if number in self._hinted:
@@ -234,54 +266,8 @@ class RecallScheduler:
         self._hinted.append(number)
         return False
 
-    def _begin_load(self, state: RequestState, start: int, limit: int) -> bool:
-        """Acquires the blocks of the longest hit between ``start`` and ``limit``, as far as loading
-        is expected to be faster than computing. True if a tier beyond this host has not answered
-        yet."""
-        if not state.touched:
-            ending = self._finder.ending(state, limit)
-            hint, is_invalid = hint_of_request(state.request)
-            self.tally.counts["hints_invalid"] += is_invalid
-            keys = state.keys(limit // self._facts.block_size)
-            state.hinted = hint is not None
-            if hint is None or not self._is_hinted(state):
-                self._pool.touch(keys, ending=ending, hint=hint, tenant=state.tenant)
-            state.touched = True
-        now = self._clock()
-        if now < state.next_lookup_at:
-            return True
-        hit, is_pending = self._finder.find(state, start, limit)
-        if state.trace is not None:
-            size = self._facts.block_size
-            state.trace.looked(now, -(-(limit - start) // size), hit, is_pending)
-        if is_pending:
-            if state.first_lookup_at is None:
-                state.first_lookup_at = now
-            left_s = state.first_lookup_at + self._settings.pool.lookup_deadline_s - now
-            if left_s > 0:
-                state.next_lookup_at = now + min(left_s, LOOK_EVERY_S)
-                return True
-            end = start if hit is None else hit.end
-            state.cut = Cut(end, Reason.LATE, {"tier": TierName.REMOTE, "cause": "lookup"})
-        if hit is None:
-            return False
-        deadline = self._settings.pool.load_deadline_s
-        patience = deadline
-        if self._settings.appraise_loads and state.promise is None:
-            appraised = self._appraise(state, hit)
-            if appraised is None:
-                return False
-            hit, patience = appraised
-        self._finder.used(hit)
-        state.load = PrefixLoad(self._pool, self.costs, hit, self.costs.mark(), patience)
-        state.load.acquire(deadline, state)
-        if state.trace is not None:
-            state.trace.acquired(state.load)
-        return False
-
-    def _appraise(self, state: RequestState, hit: Hit) -> tuple[Hit, float] | None:
-        """The part of a hit that loads faster than it computes, and the patience for it; None if
-        there is none."""
+    def _appraise(self, state: RequestState, hit: Hit) -> tuple[Hit | None, float]:
+        """The part of a hit that loads faster than it computes, if any, and the patience for it."""
         size = self._facts.block_size
         blocks, tokens = hit.blocks, hit.end - hit.start
         tiers, weight = hit.chain.tiers, 1.0
@@ -291,35 +277,59 @@ class RecallScheduler:
             weight = sum(run.weight * len(run.keys) for run in hit.runs) / max(1, blocks)
         last = (tokens - hit.tokens(blocks - 1)) / size
         plan = self.costs.plan(tiers, hit.start // size, weight, last)
-        shorter: Hit | None = None
         if plan.blocks == blocks:
-            shorter = hit
-        elif plan.blocks and hit.is_chain:
+            return hit, plan.patience_s
+        shorter: Hit | None = None
+        if plan.blocks and hit.is_chain:
             shorter = hit.cut(plan.blocks)
         elif plan.blocks:
             end = hit.start + hit.tokens(plan.blocks)
-            shorter, _ = self._finder.find(state, hit.start, end)
-        declined = blocks - (0 if shorter is None else shorter.blocks)
-        self.tally.counts["blocks_declined"] += declined
-        if state.trace is not None:
-            state.trace.declined(declined)
-        if shorter is not hit:
-            end = hit.start if shorter is None else shorter.end
-            seconds = {"load_s": round(plan.load_s, 6), "compute_s": round(plan.compute_s, 6)}
-            state.cut = Cut(end, Reason.DECLINED, seconds)
+            shorter = self._finder.find(state, hit.start, end).hit
+        self._events.declined(state, hit, shorter, plan)
         if shorter is None:
             self._auditor.declined(state, hit)
-            return None
         return shorter, plan.patience_s
 
+    def _arrived(self, state: RequestState, load: PrefixLoad) -> None:
+        """Nothing more of a load is waited for: decides which of its blocks are believed."""
+        self._events.load_over(state, load)
+        if not load.tokens:
+            return
+        assert load.offsets is not None
+        alone = len(self._states) == 1
+        admitted = self._auditor.admit(state, load.hit, load.offsets, alone)
+        if admitted < load.tokens:
+            self._events.audited(state, load.hit.start + admitted)
+            state.loading.computes = not admitted
+        load.cut(admitted)
+
+    def _without(self, state: RequestState, load: PrefixLoad) -> tuple[int | None, bool]:
+        """A load gives nothing: the request is computed, or a shorter hit is looked for, because a
+        block of one that needs all of them did not arrive. The pool knows by now that it is
+        lost."""
+        self._drop_load(state)
+        is_lost = not (load.hit.is_chain or load.given_up or state.loading.computes)
+        state.loading.retries += is_lost
+        if is_lost and state.loading.retries <= _MOST_RETRIES:
+            return _ASK_AGAIN
+        state.loading.computes = True
+        return _NOTHING
+
+    def _blocks_others(self, request: Any, load: PrefixLoad) -> bool:
+        """Whether the request does not fit the device beside those that wait there to run."""
+        if load.hit.is_chain or not self._waiting:
+            return False
+        others = [one for one in self._waiting.values() if one is not request]
+        end = load.hit.start + load.tokens
+        return bool(others) and not self._room_for(request, end, others)
+
     def _drop_load(self, state: RequestState) -> None:
-        if state.load is not None:
-            if state.trace is not None and state.load.offsets is None:
-                state.trace.loaded(state.load, self._settings.pool.load_deadline_s)
-            state.load.release()
-            state.load = None
-            if self.offloader is not None:
-                self.offloader.unexpect(state.request.request_id)
+        load = self._matched.pop(state.id, None)
+        if load is not None:
+            if load.offsets is None:
+                self._events.load_over(state, load)
+            load.release()
+            self.offload.unexpect(state.id)
 
     def allocated(
         self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int
@@ -329,20 +339,14 @@ class RecallScheduler:
         if external_tokens == 0:
             self._drop_load(state)
             return
-        load = state.load
-        assert load is not None
+        load = self._loading[state.id] = self._matched.pop(state.id)
         copies = self._copies(load, block_ids, external_tokens)
-        self._loads.append(Load(request.request_id, copies))
-        if state.trace is not None:
-            state.trace.copies(copies)
-        for copy in copies:
-            kind = self._facts.groups[copy.group].kind
-            self.tally.counts[f"{kind}:loaded_blocks"] += len(copy.block_ids)
-        self._loading[request.request_id], state.load = load, None
-        self._waiting[request.request_id] = request
+        self._loads.append(LoadOrder(state.id, copies))
+        self._events.load_ordered(state, copies)
+        self._waiting[state.id] = request
         if request.num_preemptions == 0:
-            state.recalled = load.tokens_by_tier(external_tokens)
-        self._report_sources(state)
+            state.loading.recalled = load.tokens_by_tier(external_tokens)
+        self._tell_sources(state)
 
     def _copies(
         self, load: PrefixLoad, block_ids: Sequence[Sequence[int]], external_tokens: int
@@ -364,22 +368,14 @@ class RecallScheduler:
             copies.append(Copy(*ours, run.group))
         return tuple(copies)
 
-    def _report_sources(self, state: RequestState) -> None:
-        if not state.reported:
-            state.reported = True
-            self.misses.begin(state)
-            self.tally.splits[state.request.request_id] = {
-                **state.sources(),
-                "unit": self._facts.unit,
-            }
+    def _tell_sources(self, state: RequestState) -> None:
+        if not state.loading.is_told:
+            state.loading.is_told = True
+            self._events.sources_known(state)
 
     def sources(self, request: Any) -> dict[TierName, int]:
         """Tokens of the request's load by tier."""
-        return dict(self._state(request).recalled)
-
-    def trusted(self, state: RequestState, offsets: Sequence[int]) -> int:
-        """Number of these leased blocks of a request, from the first on, that may be read."""
-        return self._auditor.trusted(state, offsets)
+        return dict(self._state(request).loading.recalled)
 
     # ---- a step -------------------------------------------------------------------------
 
@@ -387,214 +383,120 @@ class RecallScheduler:
         """This step's work for the workers."""
         scheduled: Mapping[str, int] = scheduler_output.num_scheduled_tokens
         offered = boundary_states(scheduler_output)
-        comparisons: list[Comparison] = []
-        computed: list[Computed] = []
-        decoding: list[Computed] = []
+        tokens = scheduler_output.total_num_scheduled_tokens
+        self._events.step_begins(not scheduled)
+        due = self._awake.of_step(scheduled, tokens, offered)
+        computed = []
         prompt_tokens = positions = 0
-        waiting, has_states = self._waiting, self._facts.has_states
-        if not scheduled or not self.misses.has_aside:
-            self.misses.settle(not scheduled)
-        has_tails = self._facts.match_unit is not None
-        for state in self._due(scheduled, scheduler_output.total_num_scheduled_tokens, offered):
-            request = state.request
-            request_id = request.request_id
-            if waiting:
-                waiting.pop(request_id, None)
+        for state in due:
+            request_id = state.request.request_id
+            tokens, first = scheduled[request_id], state.request.num_computed_tokens
+            if self._waiting:
+                self._waiting.pop(request_id, None)
             if not state.settled:
                 self._settle(state)
-            tokens, first = scheduled[request_id], request.num_computed_tokens
-            if not state.reported:
-                state.device_tokens = first  # vLLM may have settled for another hit than it showed
-                self._report_sources(state)
-            final = min(first + tokens, request.num_tokens)
-            states = offered.get(request_id, ()) if offered else ()
-            tails = self._tails(request, final, states) if has_tails else ()
-            tables = (
-                functools.partial(self._tables_of, request_id, states)
-                if has_states
-                else functools.partial(self._tables, request_id)
-            )
-            one = Computed(state, final, tables, tails=tails)
-            computed.append(one)
-            count = request.num_prompt_tokens - first
+            if not state.loading.is_told:  # vLLM may have settled for another hit than it showed
+                state.loading.device_tokens = first
+                self._tell_sources(state)
+            tables = functools.partial(self._tables, request_id)
+            final = min(first + tokens, state.request.num_tokens)  # drafts may be rejected
+            computed.append(Computed(state, final, tables, offered.get(request_id, ())))
+            count = min(tokens, state.request.num_prompt_tokens - first)
             if count > 0:
-                count = min(tokens, count)
                 prompt_tokens += count
                 positions += count * first + count * count // 2
-            elif state.settled:
-                decoding.append(one)
-        if self.traces is not None:
-            self.traces.computes(
-                (one.state.trace, scheduled[one.state.request.request_id]) for one in computed
-            )
+        comparisons: list[Comparison] = []
         if computed:
+            self._events.computes(due, scheduled)
             self._saver.save(computed)
-            audited = self._auditor.audited()
-            for one in computed if audited else ():
-                request_id = one.state.request.request_id
-                if request_id in audited:
-                    comparisons += self._auditor.comparisons(request_id, one.tokens, one.tables)
-            for one in decoding:
-                if one.state.request.request_id not in audited:
-                    self._rest(one)
+            comparisons = self._comparisons(computed)
         self.is_busy = bool(scheduled)
         depth = positions // prompt_tokens if prompt_tokens else 0
-        timed = self.costs.step_begins(self.is_busy, prompt_tokens, depth)
-        orders = StepOrders(
+        loads, self._loads = self._loads, []
+        releases, self._releases = self._releases, []
+        return StepOrders(
             arena,
-            self._loads,
+            loads,
             self._saver.take(),
-            self._releases,
+            releases,
             self._saver.must_precede(),
             comparisons,
             self._record_bytes,
-            timed=timed,
-            computes=self.is_busy,
+            self.offload.orders(scheduled, self._chain_blocks, arena),
+            self.costs.step_begins(self.is_busy, prompt_tokens, depth),
+            self.is_busy,
         )
-        if self.offloader is not None:
-            orders.offload = self.offloader.orders(scheduled, self._chain_blocks, arena)
-        self._loads, self._releases = [], []
-        return orders
 
-    def _due(
-        self, scheduled: Mapping[str, int], tokens: int, offered: Collection[str]
-    ) -> list[RequestState]:
-        """The requests of a step of so many ``tokens`` that have work for this side: those that are
-        new or compute their prompt, complete a block or offer a state. Most of the others decode
-        within a block, and there may be hundreds of them in every step: they rest, and cost nothing
-        before the tick at which they may complete it. In each step as many ticks pass as the
-        fastest of them has tokens."""
-        states, awake, now = self._states, self._awake, self._ticks
-        if len(awake) <= len(scheduled):
-            due = [state for request_id, state in awake.items() if request_id in scheduled]
-        else:
-            due = [awake[request_id] for request_id in scheduled if request_id in awake]
-        for state in due:
-            tokens -= scheduled[state.request.request_id]
-        if tokens <= len(scheduled) - len(due):
-            self._ticks = now + 1
-        else:
-            self._ticks += max(count for one, count in scheduled.items() if one not in awake)
-        for tick in range(now + 1, self._ticks + 1):
-            for request_id in self._resting.pop(tick, ()):
-                rested = states.get(request_id)
-                if rested is not None and rested.rests_until == tick:
-                    rested.rests_until = 0
-                    awake[request_id] = rested
-                    due += [rested] if request_id in scheduled else []
-        for request_id in offered:
-            rested = states.get(request_id)
-            if rested is not None and rested.rests_until:
-                self._wake(rested)
-                due.append(rested)
-        return due
-
-    def _wake(self, state: RequestState) -> None:
-        if state.rests_until:
-            state.rests_until = 0
-            self._awake[state.request.request_id] = state
-
-    def _rest(self, one: Computed) -> None:
-        """A decoding request has no work for this side within its block."""
-        left = self._saver.due(one.state, one.tokens)
-        if left > 0:
-            # Rejected speculation counts as tokens, too, so a block's end is not missed.
-            tick = one.state.rests_until = self._ticks + left
-            request_id = one.state.request.request_id
-            del self._awake[request_id]
-            self._resting.setdefault(tick, []).append(request_id)
+    def _comparisons(self, computed: Sequence[Computed]) -> list[Comparison]:
+        """The comparisons of audited requests. Of the others those that decode rest: they have no
+        work within their block."""
+        comparisons: list[Comparison] = []
+        audited = self._auditor.audited()
+        for one in computed:
+            request = one.state.request
+            if request.request_id in audited:
+                blocks = functools.partial(self._saver.blocks, one)
+                name = request.request_id
+                comparisons += self._auditor.comparisons(name, one.tokens, blocks)
+            elif one.state.settled and request.num_computed_tokens >= request.num_prompt_tokens:
+                left = self._saver.tokens_until_due(one.state, one.tokens)
+                if left > 0:
+                    self._awake.rest(one.state, left)
+        return comparisons
 
     def _chain_blocks(self, request_id: str) -> Sequence[int]:
         return self._tables(request_id)[self._facts.chain]
 
-    def _tables_of(self, request_id: str, offered: Sequence[tuple[int, int, int]]) -> Tables:
-        """The device blocks of a request. ``offered``: the states that this step completes: group,
-        device block, tokens at its end."""
-        return self._with_states(self._tables(request_id), offered)
-
-    def _with_states(
-        self, tables: Sequence[Sequence[int]], offered: Sequence[tuple[int, int, int]]
-    ) -> Tables:
-        """Device blocks by KV group, of recurrent groups those offered."""
-        if not self._facts.has_states:
-            return tables
-        states: dict[int, dict[int, int]] = {}
-        for group, block, tokens in offered:
-            states.setdefault(group, {})[tokens] = block
-        return [
-            states.get(i, {}) if facts.kind is GroupKind.STATE else table
-            for i, (facts, table) in enumerate(zip(self._facts.groups, tables, strict=True))
-        ]
-
-    def _tails(
-        self, request: Any, final: int, offered: Sequence[tuple[int, int, int]], ended: bool = False
-    ) -> list[int]:
-        """Tokens inside a block up to which a request is saved, of which the first ``final`` are
-        computed. With recurrent layers where vLLM offers their states, as on the device; else where
-        its prompt ends, and where it ends itself."""
-        size, unit = self._facts.block_size, self._facts.match_unit
-        if unit is None:
-            return []
-        if self._facts.has_states:
-            return sorted({tokens for _, _, tokens in offered if tokens % size})
-        prompt = int(request.num_prompt_tokens)
-        tail = (prompt - 1) // unit * unit
-        is_open = tail // size == prompt // size  # else the prompt's last block is saved whole
-        tails = {tail} if is_open and tail <= final else set()
-        if ended:
-            tails.add(final // unit * unit)
-        return sorted(end for end in tails if end % size)
-
     def reported(self, report: StepReport | None, loaded: set[str], failed: set[str]) -> None:
         """Processes the workers' report of a step."""
-        if self.misses.is_asked:  # before anything changes that reasons depend on
-            self.misses.settle()
+        self._events.changes()
+        copied: Mapping[str, float] = {}
         if report is not None:
-            self.tally.count_step(report)
-            for step, seconds in report.timed.items():
-                self.costs.step_took(step, seconds)
-            if report.load_seconds > 0:
-                of_rank = self._facts.block_bytes * self._facts.rank_share
-                blocks = report.loaded_bytes / of_rank
-                self.costs.saw_load(TierName.HOST, blocks, report.load_rank_seconds)
-            if report.lost:
-                self._sequences_lost(report.lost)
-            if report.starts_over:
-                self._start_over(report)
-            self.adapters_loaded(report.adapters, report.swapped)
-            for number, (ranks, found) in report.compared.items():
-                self._auditor.compared(number, ranks, found)
-            self._saver.made(report.stored, report.failed)
+            copied = report.copied
+            self._take(report)
         for request_id in loaded:
             load = self._loading.pop(request_id, None)
             if load is not None:
-                if request_id not in failed:
-                    self.tally.count_load(load.lowest_tier, self.costs.elapsed(load.mark))
+                state, has_failed = self._states.get(request_id), request_id in failed
+                self._events.load_done(state, load, has_failed, copied.get(request_id))
                 load.release()
-            if self.traces is not None and (state := self._states.get(request_id)) is not None:
-                copied = {} if report is None else report.copied
-                if state.trace is not None:
-                    state.trace.copied(request_id in failed, copied.get(request_id))
         for request_id in failed:  # the engine recomputes it, and is not offered the pool again
-            self.tally.counts["loads_failed"] += 1
+            self._events.counted("loads_failed")
             self._waiting.pop(request_id, None)
             state = self._states.get(request_id)
             if state is not None:
-                state.computes = True
-                state.recalled.clear()
-                self.misses.failed(state)
+                state.loading.computes = True
+                state.loading.recalled.clear()
+                self._events.load_failed(state)
         self._saver.flush()  # with async_write off, replies of this step leave after it
+
+    def _take(self, report: StepReport) -> None:
+        self._events.reported(report)
+        for step, seconds in report.timed.items():
+            self.costs.step_took(step, seconds)
+        if report.load_seconds > 0:
+            of_rank = self._facts.block_bytes * self._facts.rank_share
+            blocks = report.loaded_bytes / of_rank
+            self.costs.saw_load(TierName.HOST, blocks, report.load_rank_seconds)
+        if report.lost:
+            self._sequences_lost(report.lost)
+        if report.starts_over:
+            self._start_over(report)
+        self.adapters_loaded(report.adapters, report.swapped)
+        for number, (ranks, found) in report.compared.items():
+            self._auditor.compared(number, ranks, found)
+        self._saver.made(report.stored, report.failed)
 
     def _start_over(self, report: StepReport) -> None:
         """vLLM has preempted all running requests, see ``compat.scheduler``: nothing of their
         prompts was recalled. After a load of the workers' own accord it is not known which blocks
         on their way to the pool were computed before."""
         for state in self._states.values():
-            if state.request.request_id not in self._loading:
-                state.device_tokens = 0
-                state.recalled.clear()
+            if state.id not in self._loading:
+                state.loading.device_tokens = 0
+                state.loading.recalled.clear()
         if report.reloaded or report.swapped:
-            self._saver.forsake(None)
+            self._saver.discard(None)
         if report.reloaded:
             self._reloaded()
 
@@ -612,15 +514,14 @@ class RecallScheduler:
         engine are computed without the pool from here on, since part of their KV may be of before;
         their loads count as failed. What was ordered to be saved was computed before. No proof
         holds any more: neither of other writers' blocks, nor for others of those to come."""
-        self.misses.settle()
-        self.tally.counts["weights_changed"] += 1
+        self._events.changes()
+        self._events.counted("weights_changed")
         parted = []
         for request_id, state in self._states.items():
             lora = state.request.lora_request
             if adapters is not None and (lora is None or lora.lora_int_id not in adapters):
                 continue
-            self._drop_load(state)
-            state.namespace, state.settled = None, True
+            self._part(state)
             if request_id in self._loading or state.request.num_computed_tokens:
                 parted.append(state.request)
         fail_loads(self._loading.keys() & {request.request_id for request in parted})
@@ -629,12 +530,16 @@ class RecallScheduler:
         if adapters is None:
             self.namespaces.renew()
 
+    def _part(self, state: RequestState) -> None:
+        """The request is computed without the pool from here on."""
+        self._drop_load(state)
+        state.namespace, state.settled = None, True
+
     def _sequences_lost(self, lost: Collection[str]) -> None:
         """The workers cannot reach the arena: no more blocks go there. The engine restarts those
         sequences, see ``compat.scheduler``."""
-        self.tally.counts["sequences_lost"] += len(lost)
-        if self.offloader is not None:
-            self.offloader.out_of_reach()
+        self._events.counted("sequences_lost", len(lost))
+        self.offload.out_of_reach()
         logger.error(
             "kvrecall: the offloaded blocks of %d sequences cannot be read; these "
             "sequences are recomputed, and sequences stay on the device from now on",
@@ -644,11 +549,10 @@ class RecallScheduler:
     def _refuted(self, namespace: Namespace) -> None:
         """The engine computes other KV than that namespace contains: it stops using it."""
         digests = self.namespaces.distrust(namespace)
-        self._saver.forsake(digests)
+        self._saver.discard(digests)
         for state in self._states.values():
             if state.namespace is not None and state.namespace.digest in digests:
-                self._drop_load(state)
-                state.namespace = None
+                self._part(state)
         self._auditor.forget(digests)
 
     # ---- life ---------------------------------------------------------------------------
@@ -661,55 +565,62 @@ class RecallScheduler:
         self,
         request: Any,
         block_ids: Sequence[Sequence[int]],
-        states: Sequence[tuple[int, int, int]] = (),
+        states: Sequence[BoundaryState] = (),
     ) -> tuple[bool, dict[str, Any]]:
         """A request ended. True if its device blocks must be kept until a release is reported.
         ``block_ids``: by KV group. ``states``: of recurrent layers that are still at the end of
         the request's prompt, as of ``boundary_states``."""
-        if self.misses.is_asked:
-            self.misses.settle()
+        self._events.changes()
         self._waiting.pop(request.request_id, None)
-        self._awake.pop(request.request_id, None)
+        self._awake.forget(request.request_id)
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False, {}
         self._settle(state)
         self._drop_load(state)
         whole = request.status.name in _FINISHED_WHOLE
-        loads = request.request_id in self._loading
-        any_new = False
-        if (whole or states) and not loads:
-            # The last token sampled has no KV yet; under asynchronous scheduling the step that
-            # computes it may be under way. States of recurrent layers have moved on.
-            final = min(request.num_computed_tokens, request.num_tokens - 1)
-            tables = self._with_states(block_ids, states)
-            tails = self._tails(request, final, states, ended=True)
-            any_new = self._saver.save([Computed(state, final, lambda: tables, True, tails)])
-        self._auditor.ended(request.request_id)
+        any_new = (whole or bool(states)) and self._save_rest(state, block_ids, states)
+        self._auditor.ended(state.id)
         if self._facts.recovers and request.status.name == _ABORTED:
             # A step that failed aborts all requests, and its blocks are in vLLM's prefix cache.
-            self._saver.doubt(state)
+            self._saver.invalidate(state)
             self._uncache({block_id for ids in block_ids for block_id in ids})
-        if whole and (state.saved or state.hanging) and not self._settings.async_write:
-            self._saver.flush_later([*state.keys(state.saved), *state.hanging])
-        if loads:
-            # vLLM keeps its blocks until the load is reported, and takes one report only. Stores of
-            # before its preemption are complete by then: the load came after them on the device.
-            hold = False
-        else:
-            hold = any_new or (bool(state.open_stores) and not self._facts.copies_in_step)
+        if whole and not self._settings.async_write:
+            self._saver.flush_later(state)
+        hold = self._holds_blocks(state, any_new)
         if hold:
-            self._releases.append(request.request_id)
-        sources = state.sources()
-        self.misses.ended(state, min(request.num_computed_tokens + 1, request.num_tokens))
-        self.tally.count_request(sources)
-        if state.trace is not None:
-            state.trace.finished(sources, len(state.open_stores), state.miss)
-        promised = self._saver.promised(state) if whole and not state.closed else 0
-        hinted = pool_id(self._pool.arena_handle()) if state.hinted else ""
+            self._releases.append(state.id)
+        self._events.finished(state, min(request.num_computed_tokens + 1, request.num_tokens))
+        return hold, self._reply(state, whole)
+
+    def _save_rest(
+        self,
+        state: RequestState,
+        block_ids: Sequence[Sequence[int]],
+        states: Sequence[BoundaryState],
+    ) -> bool:
+        """Saves what a request that ended has computed. Its last token has no KV yet: under
+        asynchronous scheduling the step that computes it may be under way, and states of recurrent
+        layers have moved on."""
+        if state.id in self._loading:
+            return False
+        final = min(state.request.num_computed_tokens, state.request.num_tokens - 1)
+        return self._saver.save([Computed(state, final, lambda: block_ids, states, True)])
+
+    def _holds_blocks(self, state: RequestState, any_new: bool) -> bool:
+        """Whether stores still read the device blocks of a request that ended. If it loads, vLLM
+        keeps its blocks until the load is reported, and takes one report only. Stores of before its
+        preemption are complete by then: the load came after them on the device."""
+        is_read = any_new or (bool(state.saving.open) and not self._facts.copies_in_step)
+        return is_read and state.id not in self._loading
+
+    def _reply(self, state: RequestState, whole: bool) -> dict[str, Any]:
+        """What the reply to a request carries for others."""
+        promised = self._saver.promised(state) if whole and not state.saving.closed else 0
+        hinted = pool_id(self._pool.arena_handle()) if state.loading.hinted else ""
         handed_over = receipt(state.namespace, promised, hinted)
-        told = {REPORT: sources, UNIT: self._facts.unit, **handed_over}
-        return hold, told if state.miss is None else {**told, MISSED: state.miss}
+        missed = {} if state.missed.miss is None else {MISSED: state.missed.miss}
+        return {REPORT: state.sources(), UNIT: self._facts.unit, **handed_over, **missed}
 
     def state_of(self, request_id: str) -> RequestState | None:
         """The state of a request, None if it is not in the engine."""
@@ -721,25 +632,22 @@ class RecallScheduler:
         blocks are being loaded."""
         if self._loading:
             return False
-        self.misses.settle()
+        self._events.changes()
         self._pool.clear()
         for state in self._states.values():
-            self._drop_load(state)
-            state.namespace = None  # its hashes stay, its blocks are of the old weights
-            state.settled = True
+            self._part(state)  # its hashes stay, its blocks are of the old weights
         self.namespaces.turn_private()
         return True
 
     def _state(self, request: Any) -> RequestState:
         state = self._states.get(request.request_id)
         if state is None:
-            unit = self._facts.hash_block_size
-            steps = tuple(group.block_size // unit for group in self._facts.groups)
+            loading = LoadRecord(Wait(self._settings.pool.lookup_deadline_s))
             tenant = tenant_of(request.cache_salt)
-            state = RequestState(request, steps, tenant, self._facts.chain, unit, self._tail_hash)
-            self._states[request.request_id] = self._awake[request.request_id] = state
-            if self.traces is not None:
-                state.trace = self.traces.begin(request)
+            state = RequestState(request, self._hashes, loading, tenant)
+            self._states[request.request_id] = state
+            self._awake.wake(request.request_id)
+            self._events.admitted(state)
         self._settle(state)
         return state
 
@@ -754,8 +662,8 @@ class RecallScheduler:
         state.namespace = self.namespaces.of(state.request)
         if state.namespace is not None:
             state.group_namespaces = self.namespaces.groups_of(state.namespace)
-        if not state.reported:
-            state.promise = self._accept(state.request.kv_transfer_params, state.namespace)
+            if not state.loading.is_told:
+                state.loading.promise = self._accept(state.request, state.namespace)
 
     def _is_hashed(self, request: Any) -> bool:
         """Whether vLLM's block hash tells a request's prompt: of embeddings mixed with tokens it
@@ -767,16 +675,16 @@ class RecallScheduler:
             self._has_mixtures = True
         return not self._has_mixtures
 
-    def _accept(self, params: object, namespace: Namespace | None) -> Promise | None:
+    def _accept(self, request: Any, namespace: Namespace) -> Promise | None:
         """The promise in a request's ``kv_transfer_params``; None if none can be kept."""
         patience_s = self._settings.handover_deadline_s
-        promise = Promise.of(params, self._facts.unit, patience_s, self._clock)
-        if promise is None or namespace is None:
+        promise = Promise.of(request.kv_transfer_params, self._facts.unit, patience_s)
+        if promise is None:
             return None
-        self.tally.counts["handovers"] += 1
+        self._events.counted("handovers")
         if promise.namespace == namespace.digest.hex():
             return promise
-        self.tally.counts["handovers_foreign"] += 1
+        self._events.counted("handovers_foreign")
         if not self._warned_of_foreign:
             self._warned_of_foreign = True
             logger.warning(
@@ -790,7 +698,6 @@ class RecallScheduler:
         return None
 
     def saved(self, request_id: str) -> tuple[BlockKey, ...]:
-        """Blocks of a request in the engine that are in the pool or on their way: the leading ones
-        of its chain, and those that hang on it."""
+        """As of ``Saver``; of a request in the engine."""
         state = self._states.get(request_id)
-        return () if state is None else (*state.keys(state.saved), *state.hanging)
+        return () if state is None else self._saver.saved(state)

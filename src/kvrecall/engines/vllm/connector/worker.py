@@ -25,8 +25,12 @@ from kvrecall.engines.vllm.compat.scales import settle_scales
 from kvrecall.engines.vllm.compat.weights import note_model
 from kvrecall.engines.vllm.connector.compare import deviation
 from kvrecall.engines.vllm.connector.copier import ArenaMapping
-from kvrecall.engines.vllm.connector.pages import GroupPages, Pages, pages_of
-from kvrecall.engines.vllm.connector.wire import (
+from kvrecall.engines.vllm.connector.pages import GroupPages, LayerPages, pages_of
+from kvrecall.engines.vllm.device import device_of
+from kvrecall.engines.vllm.device.base import Event
+from kvrecall.engines.vllm.identity.changes import RankWeights
+from kvrecall.engines.vllm.identity.loaded import LoadedModel
+from kvrecall.engines.vllm.wire import (
     ORIGIN_BYTES,
     Comparison,
     Deviation,
@@ -34,12 +38,8 @@ from kvrecall.engines.vllm.connector.wire import (
     ShardLayer,
     StepOrders,
     StepReport,
-    Store,
+    StoreOrder,
 )
-from kvrecall.engines.vllm.device import device_of
-from kvrecall.engines.vllm.device.base import Event
-from kvrecall.engines.vllm.identity.changes import RankWeights
-from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.errors import EngineError
 from kvrecall.nicety import nicety
 from kvrecall.pool.base import ArenaHandle
@@ -100,7 +100,7 @@ class RecallWorker:
             number = number_of[retrieval.layer_names[0]]
             self._retrieval.setdefault(number, []).append(retrieval)
             groups[number] += (
-                Pages(name, rows, f"{tuple(rows.shape[1:])} bytes")
+                LayerPages(name, rows, f"{tuple(rows.shape[1:])} bytes")
                 for name, rows in retrieval.register(kv_caches).items()
             )
         self._groups = tuple(
@@ -211,7 +211,7 @@ class RecallWorker:
             self._step_began = None
         for store in orders.stores:
             if not self._writes_shard():
-                self._report.stored[store.store_id] = 1
+                self._note_stored(store.store_id)
                 continue
             has_room = self._has_room(orders, store)
             for group in self._retrieval.get(store.copy.group, ()) if has_room else ():
@@ -221,8 +221,7 @@ class RecallWorker:
                 self._storing.append(store.store_id)
                 self._stores_begun += 1
             else:
-                self._report.stored[store.store_id] = 1
-                self._report.failed.add(store.store_id)
+                self._note_stored(store.store_id, failed=True)
         self._releases.extend((self._stores_begun, request_id) for request_id in orders.releases)
         for comparison in orders.comparisons:
             self._compare(orders.arena, comparison)
@@ -232,16 +231,23 @@ class RecallWorker:
         was to compute is copied or compared, and loads that have not begun fail."""
         self._open = self._step_began = None
         for store in orders.stores:
-            self._report.stored[store.store_id] = 1
-            self._report.failed.add(store.store_id)
+            self._note_stored(store.store_id, failed=True)
         if not self._loads_begun:
             self._failed_loads.update(load.request_id for load in orders.loads)
         self._releases.extend((self._stores_begun, request_id) for request_id in orders.releases)
         for one in orders.comparisons:
-            ranks, known = self._report.compared.get(one.number, (0, Deviation()))
-            self._report.compared[one.number] = ranks + 1, known
+            self._note_compared(one, Deviation())
 
-    def _has_room(self, orders: StepOrders, store: Store) -> bool:
+    def _note_stored(self, store_id: int, failed: bool = False) -> None:
+        self._report.stored[store_id] = 1
+        if failed:
+            self._report.failed.add(store_id)
+
+    def _note_compared(self, comparison: Comparison, found: Deviation) -> None:
+        ranks, known = self._report.compared.get(comparison.number, (0, Deviation()))
+        self._report.compared[comparison.number] = ranks + 1, known.plus(found)
+
+    def _has_room(self, orders: StepOrders, store: StoreOrder) -> bool:
         """Whether records of the size that this rank knows, and the origins behind them, lie in the
         arena."""
         number, sizes = store.copy.group, orders.record_bytes
@@ -251,7 +257,7 @@ class RecallWorker:
         fits = most <= orders.arena.nbytes and self._groups[number].end <= sizes[number]
         return fits and len(store.origin) == ORIGIN_BYTES
 
-    def _sign(self, orders: StepOrders, store: Store) -> None:
+    def _sign(self, orders: StepOrders, store: StoreOrder) -> None:
         """Writes the origin behind the records that are stored, once for all ranks."""
         number = store.copy.group
         is_first = 0 in self._groups[number].places
@@ -277,8 +283,7 @@ class RecallWorker:
                 self._vllm_config.model_config.dtype,
                 config.is_deterministic(),
             )
-        ranks, known = self._report.compared.get(comparison.number, (0, Deviation()))
-        self._report.compared[comparison.number] = ranks + 1, known.plus(found)
+        self._note_compared(comparison, found)
         if comparison.repeated and not found.within:
             self._report.refuted.add(comparison.request_id)
 
@@ -319,9 +324,7 @@ class RecallWorker:
         failed = self._failed_loads - set(self._loading)  # nothing is written there any more
         self._failed_loads -= failed
         for moved in stores:
-            self._report.stored[store_id := self._storing.popleft()] = 1
-            if moved.failed:
-                self._report.failed.add(store_id)
+            self._note_stored(self._storing.popleft(), moved.failed)
         self._stores_done += len(stores)
         # What a stuck store still reads is not committed, so it may be anything.
         done = self._stores_begun if stores_stuck else self._stores_done

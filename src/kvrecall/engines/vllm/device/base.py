@@ -19,6 +19,17 @@ Addresses = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """Blocks of one KV group to copy between the device and the arena; row i of both lists belongs
+    together. ``offsets`` are bytes into the arena where a block's record starts; a rank adds its
+    shard's offset within the record."""
+
+    block_ids: tuple[int, ...]
+    offsets: tuple[int, ...]
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Item i: ``sizes[i]`` bytes from address ``sources[i]`` to address ``targets[i]``. Targets do
     not overlap each other or a source."""

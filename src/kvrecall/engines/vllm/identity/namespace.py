@@ -13,10 +13,10 @@ from typing import Any
 from kvrecall.block import Namespace
 from kvrecall.engines.vllm.compat import config
 from kvrecall.engines.vllm.compat.versions import engine_version
-from kvrecall.engines.vllm.connector.wire import Shard
 from kvrecall.engines.vllm.identity import fields
 from kvrecall.engines.vllm.identity.changes import LoadedAdapter, adapters_of
 from kvrecall.engines.vllm.identity.loaded import together
+from kvrecall.engines.vllm.wire import Shard
 from kvrecall.errors import ConfigError
 from kvrecall.pool.base import PoolClient
 

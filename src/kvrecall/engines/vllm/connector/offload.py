@@ -1,5 +1,5 @@
-"""Scheduler side of offloading: decides which blocks of long sequences leave the device, and
-contains the vLLM block manager that returns them.
+"""Scheduler side of offloading: decides which blocks of long sequences leave the device. vLLM's
+block manager, which returns them, asks for it (``compat.offloadable``).
 
 A block leaves when the pool holds it in the arena and a lease keeps it there. In exchange the
 sequence holds slots: device blocks without tokens of their own, into which the worker recalls what
@@ -20,40 +20,18 @@ so that all its offloaded blocks are in one arena.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
-
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvrecall.attention.selection import Gate, Split, slots_of, split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
+from kvrecall.engines.vllm.compat.offloadable import BlockPlanner, Offload
 from kvrecall.engines.vllm.connector.request import RequestState
-from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders
+from kvrecall.engines.vllm.wire import Arrival, Departure, OffloadOrders
 from kvrecall.pool.base import ArenaHandle, PoolClient, RecallState
 
 PATIENCE = 64
 """Decoded tokens between two attempts to lease blocks that the pool lacked."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OffloadableSpec(FullAttentionSpec):
-    """Full attention, as vLLM sees it."""
-
-    @classmethod
-    def of(cls, spec: FullAttentionSpec) -> OffloadableSpec:
-        return cls(**{field.name: getattr(spec, field.name) for field in fields(spec)})
-
-
-@dataclass(frozen=True, slots=True)
-class Offload:
-    """Blocks ``[first, end)`` of a sequence may leave the device, or, for a starting sequence, need
-    not be loaded. The sequence then needs at least ``least`` slots, and benefits from ``slots``."""
-
-    first: int
-    end: int
-    least: int
-    slots: int
 
 
 @dataclass(slots=True)
@@ -75,7 +53,41 @@ class _Offloaded:
     arrives: bool = False
 
 
-class OffloadPlanner:
+StateOf = Callable[[str], RequestState | None]
+Trusted = Callable[[RequestState, Sequence[int]], int]
+
+
+class NoOffload:
+    """Plans nothing: all blocks stay on the device. What the scheduler side asks of a planner."""
+
+    def __init__(self, state_of: StateOf, trusted: Trusted) -> None:
+        """``state_of``: the scheduler side's state of a request. ``trusted``: number of leased
+        blocks, from the first on, that may be read."""
+        self._state_of = state_of
+        self._trusted = trusted
+
+    def expect(self, request_id: str, start: int, end: int) -> None:
+        """Blocks ``[start, end)`` of a starting request are in the arena and about to be loaded;
+        earlier ones are on the device. Leases those that may stay there, if that is worthwhile."""
+
+    def unexpect(self, request_id: str) -> None:
+        """No block is about to be loaded for the request. It may not have been expected."""
+
+    def out_of_reach(self) -> None:
+        """The workers cannot read the last step's arena: no more blocks go there."""
+
+    def orders(
+        self,
+        scheduled: Mapping[str, int],
+        block_ids: Callable[[str], Sequence[int]],
+        arena: ArenaHandle,
+    ) -> OffloadOrders | None:
+        """The orders for the workers before the step, whose requests are ``scheduled``, and whose
+        orders name that arena."""
+        return None
+
+
+class OffloadPlanner(NoOffload, BlockPlanner):
     """Plans which blocks of one engine's long sequences leave the device. Called from the engine's
     thread only."""
 
@@ -86,20 +98,18 @@ class OffloadPlanner:
         block_size: int,
         gate: Gate,
         deadline_s: float,
-        state_of: Callable[[str], RequestState | None],
-        trusted: Callable[[RequestState, Sequence[int]], int],
+        state_of: StateOf,
+        trusted: Trusted,
         in_place: bool = False,
     ) -> None:
-        """``gate``: the workers'. ``state_of``: the scheduler side's state of a request.
-        ``trusted``: number of leased blocks, from the first on, that may be read. ``in_place``:
-        workers read offloaded blocks in the arena, without slots."""
+        """``gate``: the workers'. ``in_place``: workers read offloaded blocks in the arena, without
+        slots."""
+        super().__init__(state_of, trusted)
         self._pool = pool
         self._settings = settings
         self._block_size = block_size
         self._gate = gate
         self._deadline_s = deadline_s
-        self._state_of = state_of
-        self._trusted = trusted
         self._in_place = in_place
         self._sequences: dict[str, _Offloaded] = {}
         self._expected: dict[str, tuple[_Offloaded, Offload]] = {}
@@ -111,8 +121,6 @@ class OffloadPlanner:
     # ---- as the scheduler side asks ------------------------------------------------------
 
     def expect(self, request_id: str, start: int, end: int) -> None:
-        """Blocks ``[start, end)`` of a starting request are in the arena and about to be loaded;
-        earlier ones are on the device. Leases those that may stay there, if that is worthwhile."""
         if request_id in self._expected:
             if self._holds(self._expected[request_id][0]):
                 return
@@ -139,7 +147,6 @@ class OffloadPlanner:
         self._expected[request_id] = sequence, Offload(split.init, last, slots, slots)
 
     def unexpect(self, request_id: str) -> None:
-        """No block is about to be loaded for the request. It may not have been expected."""
         sequence, _ = self._expected.pop(request_id, (None, None))
         if sequence is not None:
             self._release(sequence)
@@ -147,22 +154,18 @@ class OffloadPlanner:
     # ---- as vLLM's block manager asks ----------------------------------------------------
 
     def left_in_pool(self, request_id: str) -> Offload | None:
-        """The blocks of a starting request that stay in the pool."""
         _, what = self._expected.get(request_id, (None, None))
         return what
 
     def arrived(self, request_id: str, slots: Sequence[int]) -> None:
-        """The request has started with the blocks of ``left_in_pool`` left there, and these
-        slots."""
         sequence, _ = self._expected.pop(request_id)
         sequence.gone = len(sequence.offsets)
         sequence.slots.extend(slots)
         self._sequences[request_id] = sequence
 
     def review(self, request_id: str, tokens: int) -> Offload | None:
-        """The blocks that may leave the device now, of a sequence whose next step makes it that
-        long. None while stores read its device blocks: the pool may have a block from a store
-        that others share before it has this sequence's own."""
+        # None while stores read its device blocks: the pool may have a block from a store that
+        # others share before it has this sequence's own.
         state = self._state_of(request_id)
         split = None if state is None else self._split(state, tokens)
         if split is None or state is None or not _decodes(state, tokens):
@@ -178,19 +181,17 @@ class OffloadPlanner:
         least, slots = self._slots_of(split, safe)
         if safe <= sequence.gone or not (safe == split.middle or safe > 2 * slots):
             return None
-        if state.open_stores or not self._holds(sequence):
+        if state.saving.open or not self._holds(sequence):
             return None
         return Offload(split.init + sequence.gone, split.init + safe, least, slots)
 
     def left(self, request_id: str, block_ids: Sequence[int], slots: Sequence[int]) -> None:
-        """The sequence has released its next blocks and received additional slots."""
         sequence = self._sequences[request_id]
         sequence.left.extend(block_ids)
         sequence.slots.extend(slots)
         sequence.gone += len(block_ids)
 
     def least_slots(self, request_id: str, tokens: int) -> int:
-        """Minimum number of slots to decode the sequence at that length."""
         sequence = self._sequences.get(request_id)
         if sequence is None or not sequence.gone:
             return 0
@@ -198,8 +199,6 @@ class OffloadPlanner:
         return self._slots_of(split, sequence.gone)[0]
 
     def ended(self, request_id: str) -> None:
-        """The sequence has left the batch: ends its leases, unless steps under way read what they
-        keep and their results count."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return
@@ -230,7 +229,6 @@ class OffloadPlanner:
     # ---- as the connector asks -----------------------------------------------------------
 
     def out_of_reach(self) -> None:
-        """The workers cannot read the last step's arena: no more blocks go there."""
         self._out_of_reach = self._arena
 
     def orders(
@@ -239,8 +237,6 @@ class OffloadPlanner:
         block_ids: Callable[[str], Sequence[int]],
         arena: ArenaHandle,
     ) -> OffloadOrders | None:
-        """The orders for the workers before the step, whose requests are ``scheduled``, and whose
-        orders name that arena."""
         self._arena = arena
         self._release_done()
         rows: dict[int, str] = {}
@@ -333,135 +329,3 @@ def _decodes(state: RequestState, tokens: int) -> bool:
 def _is_open_ended(state: RequestState) -> bool:
     """Whether its prompt may continue after the answer."""
     return bool(getattr(state.request, "resumable", False))
-
-
-class OffloadManager(FullAttentionManager):
-    """vLLM's manager of full attention, which frees the blocks that the planner names. Without a
-    planner no block leaves the device."""
-
-    def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
-        super().__init__(kv_cache_spec, **kwargs)
-        self.planner: OffloadPlanner | None = None
-        self._slots: dict[str, list[Any]] = {}
-
-    def remove_skipped_blocks(
-        self,
-        request_id: str,
-        processed_computed_tokens: int,
-        num_prompt_tokens: int | None = None,
-    ) -> None:
-        if self.planner is None or request_id not in self.req_to_blocks:
-            return
-        offload = self.planner.review(request_id, processed_computed_tokens + 1)
-        if offload is None:
-            return
-        leaving = self.req_to_blocks[request_id][offload.first : offload.end]
-        held = len(self._slots.get(request_id, ()))
-        room = self.block_pool.get_num_free_blocks() + sum(one.ref_cnt == 1 for one in leaving)
-        if room < offload.least - held:
-            return
-        ids = [block.block_id for block in leaving]
-        self._remove_blocks_in_range(request_id, offload.first, offload.end)
-        wanted = min(offload.slots - held, self.block_pool.get_num_free_blocks())
-        self.planner.left(request_id, ids, self._add_slots(request_id, wanted))
-
-    def get_num_blocks_to_allocate(
-        self,
-        request_id: str,
-        num_tokens: int,
-        new_computed_blocks: Sequence[Any],
-        total_computed_tokens: int,
-        num_local_computed_tokens: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> int:
-        blocks = super().get_num_blocks_to_allocate(
-            request_id,
-            num_tokens,
-            new_computed_blocks,
-            total_computed_tokens,
-            num_local_computed_tokens,
-            *args,
-            **kwargs,
-        )
-        external = total_computed_tokens - num_local_computed_tokens
-        left_in_pool = self._expected(request_id, external)
-        if left_in_pool is None:
-            return blocks + self._lacking(request_id, num_tokens)
-        unneeded = new_computed_blocks[left_in_pool.first : left_in_pool.end]
-        lacking = left_in_pool.end - max(left_in_pool.first, len(new_computed_blocks))
-        spared = lacking + self._get_num_evictable_blocks(unneeded)
-        return blocks - spared + left_in_pool.slots
-
-    def add_local_computed_blocks(
-        self,
-        request_id: str,
-        new_computed_blocks: Sequence[Any],
-        num_local_computed_tokens: int,
-        num_external_computed_tokens: int,
-    ) -> None:
-        left_in_pool = self._expected(request_id, num_external_computed_tokens)
-        found = list(new_computed_blocks)
-        if left_in_pool is not None:
-            gone = len(found[left_in_pool.first : left_in_pool.end])
-            found[left_in_pool.first : left_in_pool.end] = [self._null_block] * gone
-            self.block_pool.touch([block for block in found if not block.is_null])
-            self.req_to_blocks[request_id].extend(found)
-            self.num_cached_block[request_id] = len(found)
-            return
-        super().add_local_computed_blocks(
-            request_id, found, num_local_computed_tokens, num_external_computed_tokens
-        )
-
-    def allocate_external_computed_blocks(
-        self,
-        request_id: str,
-        num_local_computed_tokens: int,
-        num_external_computed_tokens: int,
-        **zeroing: bool,
-    ) -> None:
-        """``zeroing``: what vLLM 0.32 and later say of it."""
-        left_in_pool = self._expected(request_id, num_external_computed_tokens)
-        if left_in_pool is None:
-            super().allocate_external_computed_blocks(
-                request_id, num_local_computed_tokens, num_external_computed_tokens, **zeroing
-            )
-            return
-        assert self.planner is not None
-        blocks = self.req_to_blocks[request_id]
-        total = (num_local_computed_tokens + num_external_computed_tokens) // self.block_size
-        blocks.extend(self.block_pool.get_new_blocks(max(0, left_in_pool.first - len(blocks))))
-        blocks.extend([self._null_block] * (left_in_pool.end - len(blocks)))
-        blocks.extend(self.block_pool.get_new_blocks(max(0, total - len(blocks))))
-        self.planner.arrived(request_id, self._add_slots(request_id, left_in_pool.slots))
-
-    def allocate_new_blocks(
-        self, request_id: str, num_tokens: int, num_tokens_main_model: int
-    ) -> list[Any]:
-        blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
-        lacking = self._lacking(request_id, num_tokens)
-        if lacking:
-            assert self.planner is not None
-            self.planner.left(request_id, (), self._add_slots(request_id, lacking))
-        return blocks
-
-    def pop_blocks_for_free(self, request_id: str) -> list[Any]:
-        blocks = super().pop_blocks_for_free(request_id)
-        if self.planner is not None:
-            self.planner.ended(request_id)
-        return [*blocks, *self._slots.pop(request_id, [])]
-
-    def _expected(self, request_id: str, external_tokens: int) -> Offload | None:
-        if self.planner is None or external_tokens <= 0 or request_id in self._slots:
-            return None
-        return self.planner.left_in_pool(request_id)
-
-    def _lacking(self, request_id: str, tokens: int) -> int:
-        if self.planner is None or request_id not in self._slots:
-            return 0
-        return max(0, self.planner.least_slots(request_id, tokens) - len(self._slots[request_id]))
-
-    def _add_slots(self, request_id: str, count: int) -> list[int]:
-        new = self.block_pool.get_new_blocks(max(0, count))
-        self._slots.setdefault(request_id, []).extend(new)
-        return [block.block_id for block in new]

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvrecall.engines.vllm.compat.config import ALONE, GroupKind, KvGroup, Sharing
-from kvrecall.engines.vllm.connector.pages import Copy
+from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.engines.vllm.identity.changes import LoadedAdapter, adapters_of
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.pool.base import ArenaHandle
@@ -31,7 +31,7 @@ ALL_BLOCKS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadOrder:
     """Arena -> device for one request, which waits until every rank has reported it. Without
     ``copies`` the load fails: vLLM took another number of tokens than it was offered."""
 
@@ -40,7 +40,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class StoreOrder:
     """Device -> arena, after this step's forward pass; ``origin`` goes behind each record."""
 
     store_id: int
@@ -141,8 +141,8 @@ class StepOrders(KVConnectorMetadata):
     """
 
     arena: ArenaHandle
-    loads: list[Load] = field(default_factory=list)
-    stores: list[Store] = field(default_factory=list)
+    loads: list[LoadOrder] = field(default_factory=list)
+    stores: list[StoreOrder] = field(default_factory=list)
     releases: list[str] = field(default_factory=list)
     stores_first: bool = False
     comparisons: list[Comparison] = field(default_factory=list)
