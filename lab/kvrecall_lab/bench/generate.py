@@ -107,17 +107,15 @@ def scaled(context: int) -> dict[str, str]:
 @dataclass(frozen=True, slots=True)
 class Load:
     """Up to ``sequences`` prompts of ``context`` tokens that decode ``decoded`` tokens each, on a
-    device cache of ``fits`` whole sequences and ``extra_blocks``. ``pool``: the engine has one that
-    holds all of them. ``threads``: of its worker on a CPU, None: as vLLM has it. ``options``:
-    further options of vLLM."""
+    device cache of ``fits`` whole sequences. ``pool``: the engine has one that holds all of them.
+    ``threads``: of its worker. ``options``: further options of vLLM."""
 
     context: int
     sequences: int
     decoded: int
     fits: int
-    extra_blocks: int = 0
-    pool: bool = True
-    threads: int | None = None
+    pool: bool
+    threads: int
     options: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -126,7 +124,7 @@ class Load:
 
     @property
     def device_blocks(self) -> int:
-        return self.sequence_blocks * self.fits + self.extra_blocks
+        return self.sequence_blocks * self.fits
 
     def host_bytes(self, token_bytes: int) -> int:
         """Host memory that holds all sequences."""
@@ -135,14 +133,13 @@ class Load:
 
 @contextmanager
 def engine_of(
-    load: Load, model: Path, token_bytes: int, variables: Mapping[str, str], limit_s: float
+    load: Load, model: Path, token_bytes: int, variables: Mapping[str, str]
 ) -> Iterator[EngineProcess]:
-    """An engine for the load. Raises EngineError, with the end of its output, if it does not start
-    in ``limit_s`` seconds."""
+    """An engine for the load. Raises EngineError, with the end of its output, if it does not
+    start."""
     kept = {k: v for k, v in server_environment().items() if not k.startswith(PREFIX)}
     kept.pop(PLUGINS, None)
-    if load.threads is not None:
-        kept |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(load.threads)}
+    kept |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(load.threads)}
     cache_bytes = (load.device_blocks + 1) * BLOCK * token_bytes
     kept["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(cache_bytes / 2**30))
     setup = {
@@ -164,29 +161,15 @@ def engine_of(
         log = Path(folder) / "engine.log"
         engine = EngineProcess("the engine", setup, log, environment=environment)
         try:
-            engine.wait_ready(min(START_S, limit_s))
+            engine.wait_ready()
             yield engine
         finally:
             engine.end()
 
 
-def run(
-    load: Load, model: Path, token_bytes: int, variables: Mapping[str, str], limit_s: float
-) -> dict[str, Any]:
-    """The totals of an engine that computes the prompts and decodes all of their tokens
-    (``kvrecall_lab.engines.generate``). Raises EngineError, with the end of its output, if it fails
-    or takes longer than ``limit_s``."""
-    with engine_of(load, model, token_bytes, variables, limit_s) as engine:
-        told = {"context": load.context, "decoded": load.decoded, "source": "computed"}
-        _asked(engine, "generate", limit_s, sequences=load.sequences, settle=False, **told)
-        _asked(engine, "steps", limit_s, count=0)
-        totals: dict[str, Any] = _asked(engine, "end_generation", limit_s)
-    return totals
-
-
-def _asked(engine: EngineProcess, order: str, limit_s: float, **options: Any) -> Any:
+def _asked(engine: EngineProcess, order: str, **options: Any) -> Any:
     engine.send({"do": order, **options})
-    return engine.await_reply(order, limit_s)
+    return engine.await_reply(order, START_S)
 
 
 # -- the benchmark ---------------------------------------------------------------------------
@@ -403,7 +386,7 @@ class _Turns:
             options=options,
         )
         variables = mode.variables(name, self.context, self.share, self.local)
-        return engine_of(load, self.path, self.shape.kv_bytes_per_token, variables, START_S)
+        return engine_of(load, self.path, self.shape.kv_bytes_per_token, variables)
 
     def _both(
         self, plain: EngineProcess, engine: EngineProcess, name: str, count: int
@@ -413,12 +396,12 @@ class _Turns:
         told = {"sequences": count, "context": self.context, "decoded": self._decoded}
         for mode, one in engines.items():
             source = "pool" if MODES[mode].pool else "device"
-            _asked(one, "generate", START_S, source=source, **told)
+            _asked(one, "generate", source=source, **told)
         turns: dict[str, _Rounds] = {mode: [] for mode in engines}
         for _ in range(self.rounds):
             for mode, one in engines.items():
-                turns[mode].append(_asked(one, "steps", START_S, count=self.steps))
-        totals = {mode: _asked(one, "end_generation", START_S) for mode, one in engines.items()}
+                turns[mode].append(_asked(one, "steps", count=self.steps))
+        totals = {mode: _asked(one, "end_generation") for mode, one in engines.items()}
         _check(name, totals[name]["activity"])
         if self.drafts and not all(one["drafted"] for one in totals.values()):
             raise EngineError(f"--drafts {self.drafts}: no token was drafted; nothing is shown")

@@ -10,9 +10,7 @@ from lab_commands import figures_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall_lab.bench import generate, tables
-from kvrecall_lab.bench.generate import MODES, Load
-
-MIB = 1 << 20
+from kvrecall_lab.bench.generate import MODES
 
 
 @pytest.mark.parametrize("context", [4096, 32768, 65536, 131072])
@@ -104,12 +102,6 @@ def test_unknown_words_are_refused() -> None:
 def test_what_memory_has_no_room_for_is_left_out() -> None:
     with pytest.raises(ConfigError, match="1000000 sequences of 65,536 tokens: two engines need"):
         generate.measure_generate("small", sequences="1000000")
-
-
-def test_a_load_knows_what_its_device_and_host_must_hold() -> None:
-    load = Load(65536, 8, 128, 2, 512)
-    assert load.device_blocks + 1 == 513 * 3
-    assert load.host_bytes(1024) == 8 * 513 * 128 * 1024 * 5 // 4
 
 
 def test_the_first_length_and_number_of_sequences_is_told_by_itself() -> None:

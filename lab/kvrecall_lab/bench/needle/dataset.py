@@ -21,7 +21,7 @@ from kvrecall_lab.bench.needle.tasks import (
 )
 
 SEED = 41_000_017
-"""Neither training nor ``bench.model.evaluate`` draws documents from it."""
+"""Training draws no documents from it."""
 
 
 @dataclass(frozen=True, slots=True)
