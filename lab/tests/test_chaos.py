@@ -62,7 +62,7 @@ def test_the_line_of_json_begins_with_what_was_promised() -> None:
     report.add("requests", 3)
     report.add("more")
     assert report.is_clean
-    assert list(json.loads(report.line(seed=1)))[:9] == [*FIGURES, *FAULTS]
+    assert list(report.figures())[:9] == [*FIGURES, *FAULTS]
     report.fault("lost_committed", "a block")
     assert not report.is_clean
 
@@ -172,7 +172,7 @@ def test_leaks_are_found(service: ServiceProcess, tmp_path: Path) -> None:
 
 
 SHORT = """
-import sys
+import json, sys
 from pathlib import Path
 from kvrecall_lab.chaos.run import ChaosRun, Intervals, Settings
 settings = Settings(
@@ -181,7 +181,7 @@ settings = Settings(
     enough=lambda report: report["service_starts"] and report["corruptions"]
     and report["host_tokens"] + report["disk_tokens"],
 )
-print(ChaosRun(settings, Path(sys.argv[1]), print).run().line())
+print(json.dumps(ChaosRun(settings, Path(sys.argv[1]), print).run().figures()))
 """
 """One engine, few questions, and faults until there was one of each kind and a recall."""
 

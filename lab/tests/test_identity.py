@@ -219,7 +219,7 @@ def test_the_command_lists_its_pairs() -> None:
     assert [line.split()[0] for line in done.stdout.splitlines()] == [pair.name for pair in PAIRS]
     unknown = CliRunner().invoke(app, ["--only", "nonsense"])
     assert unknown.exit_code == 2
-    assert "no pair is called nonsense" in " ".join(unknown.output.split())
+    assert "'nonsense' is none of restart, " in " ".join(unknown.output.split())
 
 
 @pytest.mark.engine
