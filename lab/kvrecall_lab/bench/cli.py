@@ -66,7 +66,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "misses": (
         "kvrecall_lab.bench.misses",
-        "Every cause of a miss brought about on live servers: is it the one that is reported?",
+        "Causes of misses brought about on live servers: is it the one that is reported?",
     ),
     "launches": (
         "kvrecall_lab.bench.launches",

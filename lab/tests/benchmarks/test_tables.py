@@ -36,13 +36,8 @@ def _restore() -> Report:
 def _remote() -> Report:
     rates = {f"{way}_{who}_bytes_per_s": 1e9 for way in ("put", "get") for who in ("tier", "bare")}
     ratios = {"put_ratio": 0.8, "get_ratio": 0.98, "blocks": 128, "block_bytes": 1 << 20}
-    rates |= {"put_tier_known_bytes_per_s": 1e9}
-    ratios |= {"put_ratio_known": 1.02, "put_ratio_known_quartiles": [0.9, 1.1]}
-    for way in ("put", "get"):
-        ratios |= {f"{way}_ratio_in_calls": 0.99, f"{way}_calls": 3}
-    checks = {f"checks_{way}_s": 0.005 for way in ("tier", "bare", "singly")}
     spread = {f"{way}_ratio_quartiles": [0.7, 0.9] for way in ("put", "get")}
-    return remote._report({**rates, **ratios, **checks, **spread})
+    return remote._report({**rates, **ratios, **spread})
 
 
 def _chat() -> Report:
