@@ -103,14 +103,12 @@ def measure_chat(
     sessions: Times = 32,
     turns: Times = 3,
     variants: Variants = "",
-    seed: Annotated[int, typer.Option()] = 0,
-    block_size: Annotated[int, typer.Option(min=32, help="Tokens of a block.")] = BLOCK,
     budget: Budget = math.inf,
 ) -> Report:
     """The product's ``bench chat``, with these deployments, too."""
-    workload = conversations(sessions, turns, seed)
+    workload = conversations(sessions, turns)
     names = names_in(variants) or tuple(DEPLOYMENTS)
-    return measure_serving(workload, names, budget, block_size, DEPLOYMENTS)
+    return measure_serving(workload, names, budget, DEPLOYMENTS)
 
 
 def measure_replay(
@@ -124,7 +122,7 @@ def measure_replay(
 ) -> Report:
     """A slice of a recorded trace, scaled down, against live servers."""
     workload = slice_of(trace, requests, block_tokens, seconds, every)
-    return measure_serving(workload, names_in(variants), budget, BLOCK, DEPLOYMENTS)
+    return measure_serving(workload, names_in(variants), budget, DEPLOYMENTS)
 
 
 def slice_of(

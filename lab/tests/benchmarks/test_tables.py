@@ -29,7 +29,7 @@ def _restore() -> Report:
     rates = {"restore_gb_s": 20.3, "plain_copy_gb_s": 22.0, "restore_to_plain": 0.92}
     times = {"computed": [10.0], "device": [0.08], "host": [0.1], "disk": [0.12]}
     facts = {"tokens": 8192, "prefix_bytes": 64 << 20, "moved_bytes": 64 << 20,
-             "dtype": "bfloat16", "architecture": "qwen3"}  # fmt: skip
+             "dtype": "bfloat16"}  # fmt: skip
     return restore._report(times, facts, rates)
 
 
@@ -73,7 +73,7 @@ def run() -> dict[str, Any]:
         "restore": _restore(),
         "overhead": overhead._report(pairs, pairs, 4096),
         "throttle": throttle._report([throttle.Sample("3 x", 1.0, 2.0, 1.0)], 2048, 1 << 20, 1e8),
-        "service": service._report(SECONDS, [(1e9, 2e9)], starts, [SECONDS] * 2, 1000),
+        "service": service._report(SECONDS, [(1e9, 2e9)], starts, 1000),
         "remote": _remote(),
         "chat": _chat(),
         "decode 64K 20%": _decode(),
