@@ -59,11 +59,8 @@ class Mode:
     retrieval: bool = True
     device_share: float = 1.0
 
-    def variables(
-        self, name: str, context: int, share: float, local: int | None = None
-    ) -> dict[str, str]:
-        """Its environment. Up to 32,768 tokens RetrievalKV's lengths are scaled to the context.
-        ``local``: the last tokens that are always attended to; None: as that says."""
+    def variables(self, name: str, context: int, share: float) -> dict[str, str]:
+        """Its environment. Up to 32,768 tokens RetrievalKV's lengths are scaled to the context."""
         if not self.retrieval:
             return {}
         plain = RetrievalSettings()
@@ -74,8 +71,6 @@ class Mode:
             found[PREFIX + "MODE"] = RETRIEVALKV
         elif self.pool:
             found[PREFIX + "OFFLOAD_BOUNDARY"] = str(min(context, plain.offload_boundary))
-        if local is not None:
-            found[PREFIX + "LOCAL_TOKENS_NUM"] = str(local)
         return {**found, PREFIX + "TOPK_PERCENT": str(share), PLUGINS: "retrieval,waits"}
 
 
@@ -196,37 +191,23 @@ def measure_generate(
     rounds: Times = 5,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 6,
     threads: Annotated[int, typer.Option(min=1, help="Threads of an engine's worker.")] = 1,
-    local: Annotated[
-        int,
-        typer.Option(min=0, help="Last tokens always attended to by retrieval; 0: its default."),
-    ] = 0,
-    drafts: Annotated[
-        int,
-        typer.Option(min=0, help="Tokens that n-gram speculation drafts a step; on the device."),
-    ] = 0,
 ) -> Report:
     """Tokens a second and device memory of whole engines with long sequences: dense, dense with a
     pool, by retrieval on the device and off it, and in RetrievalKV's own mode. The prompts' KV is
     made up. Each engine takes turns with the dense one. Fails if one did not do what its mode says.
     """
     known = _modes(modes)
-    if drafts and any(MODES[name].pool and MODES[name].retrieval for name in known):
-        raise ConfigError(
-            f"--drafts {drafts}: retrieval refuses speculation off the device; write "
-            f"--modes {DENSE},retrieval"
-        )
     lengths, counts = lengths_in(contexts), _counts(sequences)
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
     with tempfile.TemporaryDirectory(prefix="kvrecall-generate-") as folder:
         path = Path(model)
         if model in SHAPES:
-            most = max(lengths) + (rounds * steps + _SPARE_TOKENS) * (1 + drafts)
+            most = max(lengths) + rounds * steps + _SPARE_TOKENS
             path = SHAPES[model].write(Path(folder) / model, most)
         shape = read_shape(path, name=Path(model).name)
         for context in lengths:
-            told = rounds, steps, threads, local or None, drafts
-            turns = _Turns(shape, path, context, share, fits, *told)
+            turns = _Turns(shape, path, context, share, fits, rounds, steps, threads)
             rows += turns.measure(counts, known, left_out)
     if not rows:
         raise ConfigError("; ".join(left_out))
@@ -238,8 +219,6 @@ def measure_generate(
         "threads": threads,
         "rounds": rounds,
         "steps": steps,
-        "local_tokens": local or None,
-        "drafts": drafts,
         "rows": rows,
         "left_out": left_out,
         **_first(rows),
@@ -294,8 +273,7 @@ _Rounds = list[list[Mapping[str, Any]]]
 @dataclass(frozen=True, slots=True)
 class _Turns:
     """Engines for sequences of one length, each of which takes turns with the dense one. ``fits``:
-    sequences that a device cache holds; 0: all. ``local``: as of ``Mode.variables``. ``drafts``:
-    tokens that are drafted for a sequence in a step."""
+    sequences that a device cache holds; 0: all."""
 
     shape: ModelShape
     path: Path
@@ -305,13 +283,11 @@ class _Turns:
     rounds: int
     steps: int
     threads: int
-    local: int | None = None
-    drafts: int = 0
 
     @property
     def _decoded(self) -> int:
         """The most tokens that a sequence decodes."""
-        return (self.rounds * self.steps + _SPARE_TOKENS) * (1 + self.drafts)
+        return self.rounds * self.steps + _SPARE_TOKENS
 
     def measure(
         self, counts: Sequence[int], modes: Sequence[str], left_out: list[str]
@@ -362,20 +338,7 @@ class _Turns:
     def _engine(self, name: str, count: int) -> AbstractContextManager[EngineProcess]:
         mode = MODES[name]
         decoded = self._decoded
-        options: dict[str, object] = {
-            "hf_overrides": {"max_position_embeddings": self.context + decoded}
-        }
-        if self.drafts:
-            options |= {
-                "speculative_config": {
-                    "method": "ngram",
-                    "num_speculative_tokens": self.drafts,
-                    # One token is always found again: every step drafts.
-                    "prompt_lookup_min": 1,
-                    "prompt_lookup_max": 2,
-                },
-                "async_scheduling": False,
-            }
+        options = {"hf_overrides": {"max_position_embeddings": self.context + decoded}}
         load = Load(
             self.context,
             count,
@@ -385,7 +348,7 @@ class _Turns:
             threads=self.threads,
             options=options,
         )
-        variables = mode.variables(name, self.context, self.share, self.local)
+        variables = mode.variables(name, self.context, self.share)
         return engine_of(load, self.path, self.shape.kv_bytes_per_token, variables)
 
     def _both(
@@ -403,8 +366,6 @@ class _Turns:
                 turns[mode].append(_asked(one, "steps", count=self.steps))
         totals = {mode: _asked(one, "end_generation") for mode, one in engines.items()}
         _check(name, totals[name]["activity"])
-        if self.drafts and not all(one["drafted"] for one in totals.values()):
-            raise EngineError(f"--drafts {self.drafts}: no token was drafted; nothing is shown")
         dense = self._row(DENSE, count, totals[DENSE], turns[DENSE], turns[DENSE])
         return dense, self._row(name, count, totals[name], turns[name], turns[DENSE])
 
@@ -428,13 +389,10 @@ class _Turns:
             "times_dense": _times(turns, dense, "seconds"),
             "times_dense_cpu": _times(turns, dense, "cpu_seconds"),
             "times_dense_at_two_thirds": _times_at(TWO_THIRDS, turns, dense),
-            # Of a draft's blocks it is not known whether a step read them for another one, too.
-            "blocks_read_share": None if self.drafts else round(totals["read_share"], 4),
+            "blocks_read_share": round(totals["read_share"], 4),
             "device_cache_bytes": totals["cache_bytes"],
             "peak_device_bytes": totals["device_bytes"],
             "loaded_bytes": totals["loaded_bytes"],
-            "drafted": totals["drafted"],
-            "accepted": totals["accepted"],
             "blocks_in_place": did["blocks_in_place"],
             "gated": did["sequences_gated"] > 0,
             "preemptions": totals["preemptions"],

@@ -37,8 +37,7 @@ _AT_ONCE = 64
 @dataclass(frozen=True, slots=True)
 class Step:
     """A step that computed no prompt: its wall time and this process's processor time, the wall
-    time of its attention (None on a device), and the ``tokens`` that it decoded: one a sequence,
-    and what was drafted and accepted."""
+    time of its attention (None on a device), and the ``tokens`` that it decoded."""
 
     seconds: float
     cpu_seconds: float
@@ -98,10 +97,9 @@ class Generation:
         """Aborts what still decodes; returns the totals since ``begin``.
 
         ``at_once``: most sequences that decoded in one step. ``loaded_bytes``: of whole blocks
-        copied from the pool to the device. ``drafted``, ``accepted``: tokens of speculation.
-        ``cache_bytes``: of the device cache; ``device_bytes``: the most of it in use, and the
-        digests of the sequences that decoded. ``read_share``: blocks that a layer and KV head read
-        for a token, to the blocks of its sequence.
+        copied from the pool to the device. ``cache_bytes``: of the device cache;
+        ``device_bytes``: the most of it in use, and the digests of the sequences that decoded.
+        ``read_share``: blocks that a layer and KV head read for a token, to those of its sequence.
         """
         activity = {name: count - self._before[name] for name, count in self._totals().items()}
         counted = {name: n - self._counted_before[name] for name, n in self._counted().items()}
@@ -165,8 +163,6 @@ class Generation:
         names = {
             "preemptions": "vllm:num_preemptions_total",
             "loaded_bytes": "kvrecall_loaded_bytes_total",
-            "drafted": "vllm:spec_decode_num_draft_tokens_total",
-            "accepted": "vllm:spec_decode_num_accepted_tokens_total",
         }
         samples = [one for family in REGISTRY.collect() for one in family.samples]
         return {

@@ -62,7 +62,7 @@ def _needle() -> Report:
     right, replies = (True, False), ("a", "b")
     facts = {"settings": dataclasses.asdict(settings)}
     records = [Record(n, "single", 0.5, "?", ("a",), right, replies) for n in (2048, 8192)]
-    return report_of(Results(variants, records, {"retrieval": 7}), "m", ["single"], 4, facts)
+    return report_of(Results(variants, records, {"retrieval": 7}), "m", ["single"], facts)
 
 
 @pytest.fixture(scope="module")

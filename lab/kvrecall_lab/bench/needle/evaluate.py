@@ -32,7 +32,7 @@ from kvrecall_lab.bench.needle.dataset import (
     is_answered,
     request_of,
 )
-from kvrecall_lab.bench.needle.score import Record, Results, Variant, report_of, write_heatmap
+from kvrecall_lab.bench.needle.score import Record, Results, Variant, report_of
 from kvrecall_lab.bench.needle.servers import (
     CONCURRENT,
     NEVER,
@@ -45,8 +45,6 @@ from kvrecall_lab.bench.needle.servers import (
 )
 from kvrecall_lab.bench.needle.tasks import TASKS, approximate_tokens
 from kvrecall_lab.bench.needle.words import sentences
-
-PLOT = Path("var/needle.png")
 
 Advance = Callable[[str, int], None]
 """Called with the current step and the number of new replies."""
@@ -69,14 +67,6 @@ def measure_needle(
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts: 4K,16K,65536.")] = "8K,16K",
     tasks: Annotated[str, typer.Option(help="Which tasks.")] = ",".join(TASKS),
     samples: Annotated[int, typer.Option(help="Questions per task and length.", min=1)] = 16,
-    documents: Annotated[
-        int | None,
-        typer.Option(
-            help="Maximum number of texts per length. Default: one per eight of each task.",
-            min=1,
-        ),
-    ] = None,
-    depths: Annotated[int, typer.Option(help="Parts of the text, by depth.", min=1, max=50)] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the texts.")] = SEED,
     ask: Annotated[
         PromptStyle | None,
@@ -109,7 +99,6 @@ def measure_needle(
     dense_endpoint: Annotated[
         str | None, _option(_SERVERS, "URL of a dense server, for comparison.")
     ] = None,
-    plot: Annotated[Path | None, _option(_OUT, "Heat map (PNG). Default: var/needle.png.")] = None,
     records: Annotated[
         Path | None, _option(_OUT, "File for all questions and replies, JSON lines.")
     ] = None,
@@ -135,7 +124,7 @@ def measure_needle(
             dataclasses.replace(settings[0], topk_share=chosen, **fixed)
             for chosen in _shares(share)
         ]
-    dataset = Dataset(lengths_in(lengths), names_in(tasks), samples, documents, seed)
+    dataset = Dataset(lengths_in(lengths), names_in(tasks), samples, seed)
     if dense_endpoint and not endpoint:
         raise ConfigError("--dense-endpoint requires --endpoint; give both")
     facts: dict[str, object] = {"tasks": list(dataset.tasks), "samples": samples, "seed": seed}
@@ -162,20 +151,13 @@ def measure_needle(
         advance = _counting(dataset.question_count * len(servers.variants))
         results = ask_all(servers, style, dataset, advance)
     results.require_active()
-    report = report_of(results, model, dataset.tasks, depths, facts)
+    report = report_of(results, model, dataset.tasks, facts)
     notes = list(report.notes)
     if records is not None:
         records.parent.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(dataclasses.asdict(record)) for record in results.records]
         records.write_text("".join(f"{line}\n" for line in lines))
         notes.append(f"every question and reply: {records}")
-    try:
-        write_heatmap(results, depths, Path(model).name, plot or PLOT)
-        notes.append(f"heat map: {plot or PLOT}")
-    except ConfigError as error:
-        if plot is not None:
-            raise
-        notes.append(str(error))
     return dataclasses.replace(report, notes=tuple(notes))
 
 

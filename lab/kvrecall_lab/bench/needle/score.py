@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.bench.report import Report
 from kvrecall.errors import KvrecallError
-from kvrecall_lab.bench.plots import GREY, matplotlib_figure
 
 _Z = 1.96  # for a 95 % interval
 
@@ -147,7 +145,7 @@ def select(
     ]
 
 
-def by_depth(records: Sequence[Record], variant: int, bins: int) -> list[float]:
+def by_depth(records: Sequence[Record], variant: int, bins: int = 10) -> list[float]:
     """Per cent right by part of the document; nan for a part without questions. Uses questions
     about a single fact if there are any, because the depth of several facts is only a mean."""
     placed = [one for one in records if one.task in ("single", "multikey")] or records
@@ -158,7 +156,7 @@ def by_depth(records: Sequence[Record], variant: int, bins: int) -> list[float]:
 
 
 def report_of(
-    results: Results, model: str, tasks: Sequence[str], bins: int, facts: Mapping[str, object]
+    results: Results, model: str, tasks: Sequence[str], facts: Mapping[str, object]
 ) -> Report:
     """The table and the line of JSON, which contains ``facts`` unchanged."""
     records, variants = results.records, results.variants
@@ -169,7 +167,7 @@ def report_of(
         found: dict[str, Any] = {}
         for length in lengths:
             here = select(records, length)
-            depths = by_depth(here, variant, bins)
+            depths = by_depth(here, variant)
             found[str(length)] = {
                 **{
                     name: score(select(here, task=task), variant).figures() for name, task in groups
@@ -233,38 +231,3 @@ def report_of(
     notes += [f"{one['name']}: {one['blocks_selected']} blocks chosen" for one in compared]
     columns = ("tokens", "task", *(variant.name for variant in variants), "lost, gained")
     return Report("needle", columns, tuple(rows), figures, tuple(notes))
-
-
-def write_heatmap(results: Results, bins: int, title: str, path: Path) -> None:
-    """Accuracy by length and depth, one panel a variant: a PNG with transparent ground, readable on
-    light and dark pages. Raises ConfigError if matplotlib is not installed."""
-    records, variants = results.records, results.variants
-    lengths = sorted({record.length for record in records})
-    labels = [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in lengths]
-    depths = [f"{100 * part // bins}-{100 * (part + 1) // bins} %" for part in range(bins)]
-    figure = matplotlib_figure(1.6 + 0.75 * len(lengths) * len(variants), 1.6 + 0.34 * bins)
-    axes = figure.subplots(1, len(variants), squeeze=False, sharey=True)[0]
-    image = None
-    for number, (axis, variant) in enumerate(zip(axes, variants, strict=True)):
-        columns = [by_depth(select(records, length), number, bins) for length in lengths]
-        rows = list(zip(*columns, strict=True))
-        image = axis.imshow(rows, vmin=0, vmax=100, cmap="viridis", aspect="auto")
-        axis.set_title(variant.name, color=GREY, fontsize=9)
-        axis.set_xticks(range(len(lengths)), labels)
-        axis.set_yticks(range(bins), depths)
-        axis.tick_params(colors=GREY, labelsize=7)
-        axis.set_xlabel("tokens", color=GREY, fontsize=8)
-        for spine in axis.spines.values():
-            spine.set_edgecolor(GREY)
-        for y, row in enumerate(rows):
-            for x, value in enumerate(row):
-                if not math.isnan(value):  # depths without questions stay empty
-                    ink = "#101418" if value > 60 else "#f4f6f8"
-                    axis.text(x, y, f"{value:.0f}", ha="center", va="center", color=ink, fontsize=7)
-    axes[0].set_ylabel("depth of the fact in the text", color=GREY)
-    bar = figure.colorbar(image, ax=list(axes), fraction=0.03, pad=0.02)
-    bar.ax.tick_params(colors=GREY, labelsize=8)
-    bar.outline.set_edgecolor(GREY)
-    figure.suptitle(title, color=GREY, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, transparent=True, bbox_inches="tight")
