@@ -17,10 +17,10 @@ from kvrecall.attention.selection import DeviceSpeed, Gate, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.step import KernelShape
 from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
-from kvrecall.engines.vllm.device import meta
-from kvrecall.engines.vllm.device.meta import META, Operations, counting
 from kvrecall_lab.bench.launches import measure_launches
+from kvrecall_lab.engines import meta
 from kvrecall_lab.engines.launches import SparseSteps
+from kvrecall_lab.engines.meta import META, Operations, counting
 
 LLAMA = KernelShape(32, 8, 128, 128, torch.bfloat16, "")
 """The attention of an 8B model of the Llama family."""

@@ -51,10 +51,10 @@ from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, Pages, pages
 from kvrecall.engines.vllm.device import accelerator, driver, inline, pagelock
 from kvrecall.engines.vllm.device.accelerator import AcceleratorDevice, split
 from kvrecall.engines.vllm.device.base import Batch
-from kvrecall.engines.vllm.device.counting import Counts, counted
 from kvrecall.errors import EngineError
 from kvrecall.pool.arena import Arena
 from kvrecall.testing.blocks import wait_until
+from kvrecall_lab.engines.counting import Counts, counted
 
 BLOCKS, HEADS, TOKENS, WIDTH = 10, 2, 16, 8
 CPU = torch.device("cpu")

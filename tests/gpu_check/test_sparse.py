@@ -111,16 +111,6 @@ def test_attention_is_compared_with_plain_torch(wrong: float, plain: dict[str, A
         attention.check_attention(CPU)
 
 
-def test_a_decoded_token_is_timed_with_its_search(plain: dict[str, Any]) -> None:
-    seen: list[str] = []
-    for name in ("search", "choose", "attend"):
-        plain[name] = lambda found, name=name: (seen.append(name), found)[1]
-    told = attention.decode_times(CPU, 16384)
-    assert seen[-3:] == ["search", "choose", "attend"]
-    assert told["blocks_read"] == round((8 + 57 + 32) / 128, 4)
-    assert told["retrieval_ms"] > 0
-
-
 @pytest.mark.longest
 @pytest.mark.engine
 def test_tokens_of_three_servers_on_the_cpu() -> None:

@@ -12,7 +12,7 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.bench.report import Report
 
 if TYPE_CHECKING:
-    from kvrecall.engines.vllm.device.counting import Counts
+    from kvrecall_lab.engines.counting import Counts
 
 BLOCK, LAYERS, BLOCKS = 128, 8, 4
 _LONGEST = 1 << 20
@@ -65,7 +65,7 @@ def _order(page: int) -> Counts:
 
     from kvrecall.engines.vllm.connector.copier import Copier
     from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, Pages
-    from kvrecall.engines.vllm.device.counting import counted
+    from kvrecall_lab.engines.counting import counted
 
     layers = [torch.zeros(BLOCKS + 1, page, dtype=torch.uint8) for _ in range(LAYERS)]
     pages = tuple(Pages(f"layer{at}", rows, "") for at, rows in enumerate(layers))

@@ -1,6 +1,6 @@
 """Counts what a sparse layer and a decode step ask of a device, without one.
 
-Layers run on PyTorch's ``meta`` device, whose tensors hold no values (``device.meta``). A Triton
+Layers run on PyTorch's ``meta`` device, whose tensors hold no values (``meta``). A Triton
 kernel counts as one operation, as does a copy.
 """
 
@@ -28,7 +28,7 @@ from kvrecall.engines.vllm.attention.step import (
     Terms,
 )
 from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
-from kvrecall.engines.vllm.device.meta import META, Operations, counting
+from kvrecall_lab.engines.meta import META, Operations, counting
 
 
 class _Attention(RetrievalAttention):

@@ -2,8 +2,7 @@
 nothing outside this room names CUDA's streams, events or page-locking.
 
 Forms: ``InlineDevice`` for the CPU, ``AcceleratorDevice`` for the others, and one for tests
-(simulated), whose streams run late and in every order that events allow. ``counting`` counts
-around any of them; ``meta`` has no memory, and counts what is computed on it.
+(simulated), whose streams run late and in every order that events allow.
 """
 
 from __future__ import annotations
