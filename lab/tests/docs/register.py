@@ -28,6 +28,7 @@ _MAKE: Mapping[str, Kind] = {
     "make demo-mooncake": Elsewhere("tests/demo/test_make.py", 'played("demo-mooncake")'),
     "make serve": Elsewhere("tests/demo/test_make.py", 'str(ROOT), "serve")'),
     "make test": ByItself(".ci/run", "make test"),
+    "make test-lab": ByItself(".ci/run", "make test-lab"),
     "make test-all": ByItself("Makefile", "$(WORKERS) -m ''"),
     "make check": ByItself(".ci/run", "scripts/check static"),
     "make hostile": ByItself(".ci/run", "make hostile"),

@@ -20,6 +20,8 @@ from .register import REGISTER
 from .stage import Stage, environment
 
 COMMANDS = all_commands()
+PAST = ("CHANGELOG.md", "log.md")
+"""Pages that say what commands were called then."""
 
 
 def lines_of(*shapes: str) -> list[tuple[str, str]]:
@@ -99,7 +101,7 @@ def test_every_command_has_an_entry_in_the_register() -> None:
 def test_what_running_text_names_has_one_too() -> None:
     """Or is the beginning of one: `kvrecall bench --help`."""
     known = [f"{shape} " for shape in REGISTER]
-    for page in PAGES:
+    for page in (page for page in PAGES if page.name not in PAST):
         shapes = set(named_in_text(page))
         unknown = {one for one in shapes if not any(k.startswith(f"{one} ") for k in known)}
         assert not unknown, named(page)

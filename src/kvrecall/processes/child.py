@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import psutil
 
+from kvrecall.environment import WAITS
 from kvrecall.errors import EngineError
 
 _REPLY_S = 120.0
@@ -128,7 +129,7 @@ def server_environment() -> dict[str, str]:
     Compiling sampling functions (which vLLM does even in eager mode) takes tens of seconds in the
     first request of every engine.
     """
-    environment = {"KVRECALL_WAITS": "sleep", **os.environ, "VLLM_NO_USAGE_STATS": "1"}
+    environment = {WAITS: "sleep", **os.environ, "VLLM_NO_USAGE_STATS": "1"}
     if shutil.which("nvidia-smi") is None:
         environment.setdefault("TORCHDYNAMO_DISABLE", "1")
     environment.pop("PROMETHEUS_MULTIPROC_DIR", None)
