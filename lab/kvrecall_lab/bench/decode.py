@@ -11,7 +11,6 @@ from kvrecall.attention.selection import Gate, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.bench.report import (
     Report,
-    Threads,
     Times,
     cells,
     percentiles,
@@ -49,7 +48,7 @@ def measure_decode(
     digest_tokens: Annotated[int, typer.Option(help="Keys per digest; 0: by the share.")] = 0,
     local: Annotated[int, typer.Option(min=1, help="Last tokens always attended to.")] = 7192,
     rounds: Times = 10,
-    threads: Threads = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
 ) -> Report:
     """Attention of a decoded token: dense, and by retrieval with RetrievalKV's defaults; from
     65,536 tokens on also with the middle blocks off the device."""

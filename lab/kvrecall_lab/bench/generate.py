@@ -22,11 +22,12 @@ import typer
 
 from kvrecall.attention.settings import PREFIX, RETRIEVALKV, RetrievalSettings
 from kvrecall.bench.model import BLOCK, BenchModel
-from kvrecall.bench.report import Report, Times, lengths_in, names_in, progress
+from kvrecall.bench.report import Report, Times, names_in, progress
 from kvrecall.environment import PLUGINS
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.plan.model import ModelShape, read_shape
 from kvrecall.processes.child import server_environment
+from kvrecall_lab.bench.lengths import lengths_in
 from kvrecall_lab.bench.tables import generate_table
 from kvrecall_lab.engines.engine import START_S, EngineProcess
 

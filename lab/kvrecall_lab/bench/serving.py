@@ -6,7 +6,9 @@ import contextlib
 import json
 import math
 import os
+import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -85,11 +87,22 @@ def _on_lmcache(sizes: Sizes) -> Iterator[Sequence[str]]:
     server = ChildProcess(sizes.folder / "lmcache.log")
     try:
         server.launch(as_child(*command), environment)
-        server.wait_for_port(port, "LMCache's server")
+        _await_port(server, port)
         with servers(arguments=arguments, environment=environment)(sizes) as urls:
             yield urls
     finally:
         server.stop(30.0)
+
+
+def _await_port(server: ChildProcess, port: int) -> None:
+    """Waits until LMCache's server listens. Raises EngineError if it ends or times out."""
+    end = time.monotonic() + 60.0
+    while time.monotonic() < end and server.is_alive:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise EngineError(f"LMCache's server is not ready:\n{server.log_tail()}")
 
 
 DEPLOYMENTS: Mapping[str, Deployment] = {

@@ -1,7 +1,8 @@
 """Small models of every shape (the product's and more), and
 folders that differ from another in one thing.
 
-``experts`` and ``hybrid`` draw the weights of the families that the product has not; ``variants`` changes a folder.
+``experts`` and ``hybrid`` draw the weights of the families that the product has not; ``variants``
+changes a folder.
 """
 
 from functools import partial

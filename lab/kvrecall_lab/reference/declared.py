@@ -41,8 +41,8 @@ reservation or a late block is not an error: the engine computes the block and c
 """,
             table(("class", "module", "when", "exit code"), rows),
             "## Replies\n\nThe body of a failed request in MindIE's and TGI's forms is "
-            '`{"error": TEXT, "error_type": TYPE}`; vLLM\'s routes keep vLLM\'s form. A client that '
-            "closes the connection ends its request; the log shows status 499.\n",
+            '`{"error": TEXT, "error_type": TYPE}`; vLLM\'s routes keep vLLM\'s form. A client '
+            "that closes the connection ends its request; the log shows status 499.\n",
             table(("status", "error_type", "kind of failure"), replies),
         ]
     )

@@ -85,8 +85,6 @@ class Shape:
 SMALL = Shape(256, 4, 4, 2, 64)
 LARGE = Shape(4096, 32, 32, 8, 128)
 """6.2 billion weights, and the KV cache of an 8B model: 128 KiB a token."""
-SHALLOW = Shape(4096, 8, 32, 8, 128)
-"""A quarter of its layers: 32 KiB a token, so that many long sequences fit the host's memory."""
 
 
 @contextmanager

@@ -21,9 +21,10 @@ import typer
 from kvrecall.attention.selection import split_of
 from kvrecall.attention.settings import MODES, RETRIEVALKV, RetrievalSettings
 from kvrecall.bench.model import BLOCK
-from kvrecall.bench.report import Report, lengths_in, names_in, progress
+from kvrecall.bench.report import Report, names_in, progress
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.server.launch import default_model
+from kvrecall_lab.bench.lengths import lengths_in
 from kvrecall_lab.bench.needle.dataset import (
     SEED,
     Dataset,
