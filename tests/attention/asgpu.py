@@ -35,9 +35,9 @@ from vllm.v1.attention.backends.registry import (  # noqa: E402
 
 from attention.interpreted import InterpretedDevice, fetch  # noqa: E402
 from kvrecall.engines.vllm import device as devices  # noqa: E402
-from kvrecall.engines.vllm.attention import backend, checks, triton_kernel  # noqa: E402
+from kvrecall.engines.vllm.attention import backend, checks, device_selection  # noqa: E402
 
-triton_kernel.fetch_by_triton = fetch
+device_selection.fetch_by_triton = fetch
 devices.FORMS["cpu"] = InterpretedDevice
 
 checks.CPU_BACKENDS = {"CPU_ATTN": checks.CUDA_BACKENDS[NAME]}

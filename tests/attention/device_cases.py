@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,11 +38,12 @@ from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.attention.activity import Activity
-from kvrecall.engines.vllm.attention.copied import CopiedLayer, KeptCopies
+from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape
+from kvrecall.engines.vllm.attention.copied import CopiedDense, KeptCopies
+from kvrecall.engines.vllm.attention.device_selection import TritonKernel
 from kvrecall.engines.vllm.attention.layer import _blocks_of, damaged_among, sums_of
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
-from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape, OffloadedRow, Terms
-from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
+from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow
 
 __all__ = [
     "programs_in_any_order",
@@ -70,11 +72,12 @@ class DeviceBench(Bench):
         settings: RetrievalSettings,
         blocks: int,
         tokens_first: bool = False,
-        terms: Terms | None = None,
+        terms: AttentionParameters | None = None,
+        note: Any = None,
     ) -> None:
         if shape.dtype is torch.bfloat16:
             shape = replace(shape, dtype=torch.float16)
-        super().__init__(shape, settings, blocks, terms)
+        super().__init__(shape, settings, blocks, terms, note)
         if tokens_first:
             self.cache = self.cache.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -143,11 +146,16 @@ def test_blocks_recalled_from_memory_give_the_same_bits(
 ) -> None:
     """Of memory that kernels can read, and of memory that they cannot: from the first query on, or
     after ``locked`` of them."""
-    bench = DeviceBench(shape_of(dtype=dtype), SETTINGS, 60, tokens_first)
+    noted: list[list[list[int]]] = []
+    bench = DeviceBench(
+        shape_of(dtype=dtype),
+        SETTINGS,
+        60,
+        tokens_first,
+        note=lambda considered, selected, _: noted.append(selected.tolist()),
+    )
     sequence = bench.sequence(tokens)
     queries = [torch.randn_like(sequence.query) for _ in range(3)]
-    noted: list[list[list[int]]] = []
-    bench.layer._note = lambda considered, selected, _: noted.append(selected.tolist())
 
     def decode(query: torch.Tensor) -> torch.Tensor:
         bench.activity.steps_sparse = 16  # the next one's blocks are recorded
@@ -174,13 +182,13 @@ def test_blocks_recalled_from_memory_give_the_same_bits(
         assert ("fetch_blocks" in launched) == (at < locked)
         assert ("move_words" in launched) == (at >= locked)
     assert noted[:2] == noted[3:5], "the blocks that were chosen, recorded a step later"
-    bench.layer.collect(wait=True)
+    bench.group.counted(wait=True)
     split, activity = split_of(tokens, BLOCK, SETTINGS), bench.activity
     assert activity.blocks_loaded >= split.chosen - stay
     assert activity.bytes_loaded == activity.blocks_loaded * bench.cache[0, 0].nbytes
     assert activity.blocks_hit + activity.blocks_loaded <= 3 * 2 * split.chosen
     row = OffloadedRow(offloaded, slice(0, 1), table[0], tokens, False)
-    copied = CopiedLayer("layer", Activity()).copy(bench.cache, row, 1)
+    copied = CopiedDense("layer", Activity()).copy(bench.cache, row, 1)
     assert torch.equal(copied, whole)
     assert copied.stride()[1:] == bench.cache.stride()[1:]
 
@@ -194,7 +202,7 @@ def test_dense_layers_copy_a_full_block_once(tokens_first: bool) -> None:
     page, total = bench.cache[0].nbytes, 1300
     memory = np.zeros(60 * (page + 512), dtype=np.uint8)
     activity, copies = Activity(), KeptCopies(len(bench.cache))
-    layers = [CopiedLayer(name, activity) for name in ("layer", "another")]
+    layers = [CopiedDense(name, activity) for name in ("layer", "another")]
     for key in ("one", "next"):
         sequence = bench.sequence(total)
         ids, gone = sequence.block_ids, split_of(total, BLOCK, SETTINGS).middle - 1

@@ -14,7 +14,7 @@ from kvrecall.attention.kernels import device
 from kvrecall.attention.kernels.device import (
     Bucket,
     DeviceStep,
-    Facts,
+    SequenceFacts,
     fetch_by_triton,
 )
 from kvrecall.attention.kernels.oracle import table_plainly
@@ -94,7 +94,7 @@ class Machine:
     def step(self, sequences: list[Offloaded], here: list[Offloaded]) -> DeviceStep:
         """Of sequences that recall and others, whose blocks are all on the device."""
         both = [*sequences, *here]
-        facts = [Facts(at, *one.facts) for at, one in enumerate(both)]
+        facts = [SequenceFacts(at, *one.facts) for at, one in enumerate(both)]
         bucket = Bucket.of(HEADS, facts, 0)
         tables, slots = [one.table.numpy() for one in both], [one.slots.numpy() for one in both]
         packed = torch.from_numpy(bucket.pack(facts, tables, [], slots))

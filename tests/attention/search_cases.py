@@ -14,7 +14,7 @@ from kvrecall.attention.kernels import device
 from kvrecall.attention.kernels.device import (
     Bucket,
     DeviceStep,
-    Facts,
+    SequenceFacts,
     choose_by_triton,
     digest_by_triton,
 )
@@ -26,17 +26,17 @@ __all__ = ["programs_in_any_order"]
 HEADS = 2
 
 
-def facts(*sequences: tuple[int, int, int]) -> list[Facts]:
+def facts(*sequences: tuple[int, int, int]) -> list[SequenceFacts]:
     """Of each its first, middle and chosen blocks; two last ones, and one token in the last."""
     made = []
     for at, (init, middle, chosen) in enumerate(sequences):
         attended = init + chosen + 2
         length = (attended - 1) * 16 + 1
-        made.append(Facts(3 * at + 1, init, middle, chosen, init + middle + 2, length))
+        made.append(SequenceFacts(3 * at + 1, init, middle, chosen, init + middle + 2, length))
     return made
 
 
-def step_of(told: list[Facts], group: int, larger: int = 1) -> tuple[DeviceStep, int]:
+def step_of(told: list[SequenceFacts], group: int, larger: int = 1) -> tuple[DeviceStep, int]:
     """A step of these sequences, whose blocks have random places in a cache; and how many. In a
     bucket ``larger`` times as large."""
     least = Bucket.of(HEADS, told, 0)

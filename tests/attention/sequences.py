@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
-from kvrecall.engines.vllm.attention.cpu import CpuKernel, InPlaceLayer, write_tokens
+from kvrecall.engines.vllm.attention.base import (
+    AttentionKernel,
+    AttentionParameters,
+    KernelShape,
+)
+from kvrecall.engines.vllm.attention.cpu import CpuKernel, InPlaceDense, write_tokens
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
-from kvrecall.engines.vllm.attention.step import (
-    BatchRow,
-    KernelShape,
-    RowKernel,
-    StepPlanner,
-    Terms,
-)
+from kvrecall.engines.vllm.attention.step import BatchRow, StepPlanner
 from kvrecall_lab.engines.decode import isa_of
 
 BLOCK = 128
@@ -54,25 +55,26 @@ class Bench:
         shape: KernelShape,
         settings: RetrievalSettings,
         blocks: int,
-        terms: Terms | None = None,
+        terms: AttentionParameters | None = None,
+        note: Callable[[Any, Any, int], None] | None = None,
     ) -> None:
         self.shape = shape
-        self.terms = terms or Terms(shape.head_dim**-0.5)
+        self.terms = terms or AttentionParameters(shape.head_dim**-0.5)
         stored = shape.dtype if shape.fp8 is None else torch.uint8
         size = (blocks, shape.kv_heads, shape.block_size, 2 * shape.head_dim)
         self.cache = torch.full(size, 3).to(stored)
         self.activity = Activity()
-        self.group = RetrievalGroup(self.activity, HeatTotals())
-        self.freshness = self.group.freshness
         self.kernel = self.make_kernel(shape)
+        self.group = RetrievalGroup(self.activity, HeatTotals(), self.kernel)
+        self.freshness = self.group.freshness
         self.planner = StepPlanner(settings, self.kernel, self.freshness, self.activity)
-        self.layer = RetrievalLayer("layer", settings, self.kernel, self.activity)
-        self.whole = InPlaceLayer(shape, "layer")
-        self.group.add("layer", self.layer, self.whole)
+        self.layer = RetrievalLayer("layer", settings, self.kernel, self.activity, note)
+        self.whole = InPlaceDense(shape, "layer")
+        self.group.add("layer", self.layer)
         self._free = torch.randperm(blocks - 1) + 1
         self._used = 0
 
-    def make_kernel(self, shape: KernelShape) -> RowKernel:
+    def make_kernel(self, shape: KernelShape) -> AttentionKernel:
         return CpuKernel(shape)
 
     def sequence(self, tokens: int, in_order: bool = False) -> Sequence:
@@ -98,7 +100,8 @@ class Bench:
         slots = sequence.block_ids[at // size] * size + at % size
         keys, values = sequence.keys[first:end], sequence.values[first:end]
         both = keys.contiguous(), values.contiguous()
-        write_tokens(self.shape, self.cache, *both, slots, self.terms)
+        scales = self.terms.key_scale, self.terms.value_scale
+        write_tokens(self.shape, self.cache, *both, slots, scales)
         self.freshness.wrote_blocks((slots // size).tolist())
 
     def decode(self, *sequences: Sequence, lengths: tuple[int, ...] = ()) -> torch.Tensor:

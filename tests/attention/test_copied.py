@@ -17,7 +17,7 @@ def test_sequences_have_pages_of_their_own_as_long_as_there_are_enough() -> None
     assert one.pages[:3].tolist() == first
     assert sorted([*one.pages, *other.pages]) == list(range(8))
     assert copies.of("third", 1) is None
-    assert copies.of("one", 5) is None, "it has none any more"
+    assert copies.of("one", 5) is None, "it gave up its pages"
     third = copies.of("third", 4)
     assert third is not None
     assert sorted([*third.pages, *other.pages]) == list(range(8))

@@ -10,7 +10,7 @@ from engine.engine import Engine, prompt_of
 
 pytestmark = pytest.mark.engine
 
-EXTENSION = "kvrecall.engines.vllm.attention.activity.ActivityExtension"
+EXTENSION = "kvrecall.engines.vllm.attention.backend.ActivityExtension"
 BOUNDARIES = {
     "VLLM_RETRIEVAL_INIT_TOKENS_NUM": "128",
     "VLLM_RETRIEVAL_LOCAL_TOKENS_NUM": "256",

@@ -26,7 +26,7 @@ class Impl(RetrievalImpl):
     def __init__(self, bench: Bench, sparse: bool) -> None:
         self.group = bench.group
         self.sparse_layer = bench.layer if sparse else None
-        self.whole_layer = bench.whole
+        self.dense_offload = bench.whole
         self.scale, self.logits_soft_cap, self.sinks = bench.shape.head_dim**-0.5, 0.0, None
 
     def _dense(self, *args: Any) -> torch.Tensor:
@@ -70,7 +70,7 @@ def test_digests_of_a_step_that_failed_are_computed_again() -> None:
     """The forward pass raises in the second of two layers, and the engine goes on."""
     bench = Bench(shape_of(), replace(SETTINGS, topk_share=0.3), 100)
     second = RetrievalLayer("second", bench.planner._settings, bench.kernel, bench.activity)
-    bench.group.add("second", second, bench.whole)
+    bench.group.add("second", second)
     sequence = bench.sequence(TOKENS)
     table = sequence.block_ids.to(torch.int32)[None]
     impl = Impl(bench, True)
@@ -80,8 +80,8 @@ def test_digests_of_a_step_that_failed_are_computed_again() -> None:
         step = bench.planner.plan([BatchRow(1, TOKENS, False)], table)
         if step is None:
             return []
-        bench.freshness.planned(bench.group.sparse_layers)
-        for _ in range(layers):
+        for layer in (bench.layer, second)[:layers]:
+            impl.sparse_layer = layer
             impl._digest(bench.cache, StepWork(step, True))
         return step.stale.tolist()
 
@@ -89,6 +89,7 @@ def test_digests_of_a_step_that_failed_are_computed_again() -> None:
     assert first
     assert forward(2) == first, "the second layer lacked them"
     assert forward(2) == []
-    assert forward(0) == []
-    departing = sequence.block_ids[:3]
+    bench.freshness.wrote_blocks(first[:1])
+    assert forward(0) == first[:1]
+    departing = sequence.block_ids[1:3]
     assert bench.freshness.take_stale(departing).tolist() == departing.tolist()

@@ -11,7 +11,8 @@ import torch
 from kvrecall.attention.kernels.oracle import attended, attention
 from kvrecall.attention.selection import split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
-from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape, Terms
+from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape
+from kvrecall.engines.vllm.attention.step import BatchRow
 
 from .sequences import BLOCK, Bench, Sequence, shape_of
 
@@ -53,7 +54,7 @@ def test_blocks_of_other_sizes(shape: KernelShape, share: float, softcap: float)
     """Three sequences of odd lengths in a batch."""
     settings = replace(SMALL, init_tokens=70, topk_share=share)
     sinks = torch.randn(shape.heads) if shape.sinks else None
-    terms = Terms(shape.head_dim**-0.5, softcap, sinks)
+    terms = AttentionParameters(shape.head_dim**-0.5, softcap, sinks)
     bench = Bench(shape, settings, 300, terms)
     sequences = [bench.sequence(tokens) for tokens in (1025, 1487, 2301)]
     for got, one in zip(bench.decode(*sequences), sequences, strict=True):
@@ -111,7 +112,7 @@ def test_sinks_take_part(shape: tuple[int, int, int], dtype: torch.dtype) -> Non
     """Each query head's own, in a batch."""
     made = shape_of(*shape, dtype=dtype, sinks=True)
     sinks = (6 + 3 * torch.randn(made.heads)).to(dtype)
-    bench = Bench(made, SMALL, 128, terms=Terms(made.head_dim**-0.5, sinks=sinks))
+    bench = Bench(made, SMALL, 128, terms=AttentionParameters(made.head_dim**-0.5, sinks=sinks))
     sequences = [bench.sequence(tokens) for tokens in (1025, 2047, 4097)]
     for got, one in zip(bench.decode(*sequences), sequences, strict=True):
         mask = attended(one.query, one.keys, BLOCK, SMALL)
@@ -137,7 +138,7 @@ def test_keys_and_values_of_eight_bits(
     """As of an oracle that has them as they were rounded; the scales are powers of two, by which
     nothing is rounded."""
     made = shape_of(dtype=dtype, fp8=fp8)
-    terms = Terms(made.head_dim**-0.5, key_scale=scales[0], value_scale=scales[1])
+    terms = AttentionParameters(made.head_dim**-0.5, key_scale=scales[0], value_scale=scales[1])
     bench = Bench(made, SMALL, 128, terms)
     sequences = [bench.sequence(tokens) for tokens in (1025, 2047, 4097)]
     for got, one in zip(bench.decode(*sequences), sequences, strict=True):

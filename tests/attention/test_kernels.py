@@ -11,16 +11,16 @@ import pytest
 
 pytest.importorskip("triton")
 
-CASES = {"paged_cases.py": 43, "search_cases.py": 23, "device_cases.py": 52, "recall_cases.py": 6}
-"""Tests of kernels, how many each file has."""
-
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", ["paged_cases.py", "search_cases.py", "device_cases.py", "recall_cases.py"]
+)
 def test_they_are_right_in_tritons_interpreter(name: str) -> None:
     done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(name)))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert f"{CASES[name]} passed" in done.stdout
+    assert "passed" in done.stdout
+    assert "skipped" not in done.stdout
 
 
 @pytest.mark.long

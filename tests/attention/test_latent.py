@@ -11,15 +11,10 @@ import torch
 from kvrecall.attention.kernels.oracle import attended, attention
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
+from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape
 from kvrecall.engines.vllm.attention.latent import LatentKernel
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
-from kvrecall.engines.vllm.attention.step import (
-    BatchRow,
-    Freshness,
-    KernelShape,
-    StepPlanner,
-    Terms,
-)
+from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, StepPlanner
 
 BLOCK, WIDTH, VALUES, HEADS = 16, 576, 512, 5
 """Of vLLM's kernel, and query heads."""
@@ -58,7 +53,7 @@ def test_equals_the_oracle(dtype: torch.dtype, share: float) -> None:
     assert step is not None
     layer.digest(cache, step.stale)
     output = torch.full((len(lengths), HEADS, VALUES), float("nan"), dtype=dtype)
-    layer.attend(query, cache, step, Terms(WIDTH**-0.5), output)
+    layer.attend(query, cache, step, AttentionParameters(WIDTH**-0.5), output)
     for got, one, latent in zip(output, query, latents, strict=True):
         keys = latent[:, None]
         want = attention(one, keys, keys, attended(one, keys, BLOCK, settings))[:, :VALUES]

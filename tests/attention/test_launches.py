@@ -15,9 +15,9 @@ from kvrecall.attention import selection
 from kvrecall.attention.kernels import device as kernels
 from kvrecall.attention.selection import DeviceSpeed, Gate, split_of
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.engines.vllm.attention.step import KernelShape
-from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
-from kvrecall_lab.bench.launches import measure_launches
+from kvrecall.engines.vllm.attention.base import KernelShape
+from kvrecall.engines.vllm.attention.device_selection import DeviceSelection, TritonKernel
+from kvrecall.engines.vllm.attention.step import BatchRow
 from kvrecall_lab.engines import meta
 from kvrecall_lab.engines.launches import SparseSteps
 from kvrecall_lab.engines.meta import META, Operations, counting
@@ -51,19 +51,17 @@ def test_a_decode_step_sends_once_and_launches_two_kernels_a_layer() -> None:
 
 @pytest.mark.parametrize("share", [0.2, 0.02])
 def test_blocks_off_the_device_are_recalled_by_one_more_launch_for_the_batch(share: float) -> None:
-    """Whatever the number of sequences, and without a wait. A step asks for the counts of those
-    before it."""
+    """Whatever the number of sequences, and without a wait."""
     made = steps(layers=3, topk_share=share)
     filled = made.run(TOKENS, 90_000, offloaded=True)
     recalling = [*CHOSEN, "fetch_blocks", *ATTENDED]
-    counts = ["clone"]
     layer = ["digest_blocks", *CHOSEN, "clone", "fetch_blocks", *ATTENDED]
     assert filled.device == SENT + layer * 3
     for lengths in ((TOKENS,), (TOKENS, 50_000, 300_000, 40_129)):
         if len(lengths) > 1:
             made.run(*lengths, offloaded=True)
         again = made.run(*lengths, offloaded=True)
-        assert again.device == counts + SENT + recalling * 3
+        assert again.device == SENT + recalling * 3
         assert again.waits == filled.waits == []
 
 
@@ -72,6 +70,20 @@ def test_few_blocks_are_found_by_as_many_launches(share: float) -> None:
     made = steps(topk_share=share)
     made.run(TOKENS)
     assert made.run(TOKENS).device == SENT + EVERY
+
+
+def test_steps_of_one_bucket_share_what_the_kernels_write() -> None:
+    """Device memory that a captured graph could name."""
+    made = steps()
+    table = torch.arange(4 * 500, dtype=torch.int32).view(4, 500)
+    buffers = []
+    for lengths in ([39_000] * 3, [40_129] * 4, [60_000] * 3):
+        rows = [BatchRow(1, tokens, False) for tokens in lengths]
+        with counting():
+            step = made.planner.plan(rows, table)
+        assert step is not None
+        buffers.append(step.plan.buffers)
+    assert buffers[0] is buffers[1] is not buffers[2]
 
 
 def test_steps_of_one_bucket_have_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +135,8 @@ def asked(kernel: Any, real: Callable[..., None], query: Any, step: Any, *more: 
     ],
 )
 def test_a_wait_is_seen(change: Any, wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = TritonKernel.choose
-    monkeypatch.setattr(TritonKernel, "choose", lambda *args: change(args[0], real, *args[1:]))
+    real = DeviceSelection.select
+    monkeypatch.setattr(DeviceSelection, "select", lambda *args: change(args[0], real, *args[1:]))
     kept: list[Operations] = []
 
     def counts() -> Operations:
@@ -158,33 +170,6 @@ def test_the_gates_count_is_what_is_launched() -> None:
     assert fill.count("digest_blocks") == selection.LAUNCHES_A_BLOCK
 
 
-def test_8_heads_of_128_decode_sparsely_from_32k_on() -> None:
-    """The computation of docs/retrieval.md."""
-    assert DeviceSpeed().overhead_bytes(128) == 32 << 20
-    assert gate(8).sparse_from(128, 1 << 20) == 32_768
-    split = split_of(32_768, 128, SEED)
-    saved = 32_768 - split.attended_tokens
-    scored = split.middle * 8  # in tokens, as the gate counts digests: twice their bytes
-    assert (split.middle, split.chosen, saved, scored) == (191, 39, 19_456, 1_528)
-    assert (saved - scored) * 4096 > 70 << 20
-    without = replace(SEED, dense_boundary=0)
-    assert gate(8, without).sparse_from(128, 1 << 20) == 21_504
-    assert gate(4, without).sparse_from(128, 1 << 20) == 30_592
-    assert gate(2, without).sparse_from(128, 1 << 20) == 52_864
-    assert gate(1, without).sparse_from(128, 1 << 20) == 97_280
-    assert gate(8).sparse_from(128, 16_384) is None
-    thirty = Gate(SEED, 4096, 512 << 20)
-    assert thirty.sparse_from(128, 1 << 20) == 186_112, "as many launches as there were"
-
-
-def test_an_h200_decodes_sparsely_from_32k_on() -> None:
-    """Its memory reads 4.3 TB/s, so that a launch costs more KV."""
-    overhead = DeviceSpeed(bandwidth=4.3e12).overhead_bytes(128)
-    assert overhead == 64 << 20
-    assert Gate(SEED, 4096, overhead, narrows=False).sparse_from(128, 1 << 20) == 32_768
-    assert Gate(SEED, 4096, 84 << 20, narrows=False).sparse_from(128, 1 << 20) > 32_768, "of four"
-
-
 def test_a_slower_launch_or_a_faster_memory_moves_the_gate() -> None:
     fast = DeviceSpeed(2e-6, 3.0e12).overhead_bytes(128)
     assert fast < DeviceSpeed().overhead_bytes(128) < DeviceSpeed(5e-6, 4.5e12).overhead_bytes(128)
@@ -206,8 +191,6 @@ def test_the_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = TritonKernel(LLAMA, torch.device("cpu"))
     stated = kernel.overhead_bytes
     speed = kernel.measure(SEED, rounds=2)
-    assert speed.bandwidth > 1e8
-    assert 0 < speed.launch_s < 1
     assert launched == ["digest_blocks", *EVERY] * 3 * 5, "the least of five counts"
     assert kernel.overhead_bytes == speed.overhead_bytes(128) != stated
 
@@ -223,19 +206,6 @@ def test_a_boundary_that_is_set_wins_over_the_gate() -> None:
         settings = RetrievalSettings.from_environ(environ)
         assert gate(8, settings).passes(tokens, split_of(tokens, 128, settings)) is not gated
     assert not RetrievalSettings.from_mapping({"dense_boundary": 9}, "here").gate
-
-
-def test_the_benchmark_counts() -> None:
-    figures = measure_launches(32, 8, 128).figures
-    counted = {name: figures[name] for name in list(figures)[:6]}
-    assert counted == {
-        "device_calls_an_order": 1,
-        "device_ops_a_sparse_layer": 4,
-        "device_ops_in_most_steps": 2,
-        "device_ops_off_the_device": 3,
-        "host_waits_a_step": 0,
-        "sparse_from_tokens": 32_768,
-    }
 
 
 def test_only_launches_of_one_compiled_kernel_are_alike() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvrecall.attention.kernels import oracle
-from kvrecall.attention.kernels.device import Bucket, DeviceStep, Facts
+from kvrecall.attention.kernels.device import Bucket, DeviceStep, SequenceFacts
 from kvrecall.attention.kernels.oracle import attend_plainly
 
 KV_HEADS = 2
@@ -21,7 +21,7 @@ class Cache:
     query: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
-    facts: list[Facts]
+    facts: list[SequenceFacts]
     tables: torch.Tensor
     step: DeviceStep
 
@@ -39,7 +39,7 @@ class Cache:
         return Cache(self.query, self.keys, self.values, self.facts[one], self.tables[one], step)
 
 
-def step_of(facts: list[Facts], tables: torch.Tensor, group: int) -> DeviceStep:
+def step_of(facts: list[SequenceFacts], tables: torch.Tensor, group: int) -> DeviceStep:
     """All of whose blocks are attended to: int32 ``tables [sequences, kv_heads, width]``."""
     bucket = Bucket.of(KV_HEADS, facts, 0)
     packed = torch.from_numpy(bucket.pack(facts, tables[:, 0].numpy(), []))
@@ -57,7 +57,7 @@ def cache(lengths: list[int], group: int, dim: int, size: int, dtype: torch.dtyp
     tables = torch.randperm(count).view(len(lengths), KV_HEADS, width).to(torch.int32)
     places = (torch.randperm(len(lengths)) * 2).tolist()
     facts = [
-        Facts(place, -(-length // size), 0, 0, -(-length // size), length)
+        SequenceFacts(place, -(-length // size), 0, 0, -(-length // size), length)
         for place, length in zip(places, lengths, strict=True)
     ]
     keys, values = (torch.randn(count, size, KV_HEADS, dim).to(dtype) for _ in range(2))

@@ -18,10 +18,10 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog
 from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
+from kvrecall.engines.vllm.attention.device_selection import TritonKernel
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.step import StepPlanner
-from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
 from kvrecall.engines.vllm.compat import runner
 from kvrecall.engines.vllm.device.inline import InlineDevice
 
@@ -65,7 +65,7 @@ class Dense:
 
 class Builder(RetrievalBuilder, Dense):
     block_size = BLOCK
-    make_kernel = make_whole = None  # type: ignore[assignment]
+    make_kernel = make_dense = None  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self._kernel = TritonKernel(shape_of(16, 4, 128, torch.bfloat16), META)
@@ -76,7 +76,7 @@ class Builder(RetrievalBuilder, Dense):
         self._decoded = 1
         self._layer_names = ["layer"]
         self._plain = False
-        self._group = RetrievalGroup(self._activity, HeatTotals(), loads_in_step=False)
+        self._group = RetrievalGroup(self._activity, HeatTotals(), self._kernel)
         self._planner = StepPlanner(SETTINGS, self._kernel, self._group.freshness, self._activity)
 
 
@@ -139,14 +139,13 @@ def test_the_number_that_all_ranks_agree_on_decides(builder: Builder) -> None:
 
 
 def test_digests_of_a_step_whose_layers_did_not_run_are_planned_again(builder: Builder) -> None:
-    builder._group.add("layer", SimpleNamespace(), None)  # type: ignore[arg-type]
+    layer = SimpleNamespace(digested=0)
+    builder._group.add("layer", layer)  # type: ignore[arg-type]
     digested = []
-    for layers in (0, 0, 1, 0):
-        before = builder._activity.blocks_digested
-        build(builder, [70_000], [1])
-        digested.append(builder._activity.blocks_digested - before)
-        for _ in range(layers):
-            builder._group.freshness.layer_digested()
+    for runs in (False, False, True, False):
+        step = build(builder, [70_000], [1]).retrieval.step
+        digested.append(step.stale_count)
+        layer.digested += step.stale_count * runs
     assert digested[0] == digested[1] == digested[2] > 100
     assert digested[3] < 10, "what the step wrote"
 

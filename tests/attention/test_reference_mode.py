@@ -42,7 +42,7 @@ def engine(start: Callable[..., Engine], folder: Path) -> Engine:
     return start(
         model=str(folder),
         dtype="float32",
-        worker_extension_cls="kvrecall.engines.vllm.attention.activity.ActivityExtension",
+        worker_extension_cls="kvrecall.engines.vllm.attention.backend.ActivityExtension",
         num_gpu_blocks_override=90,
         pool=pool,
         env=ENVIRON,

@@ -15,6 +15,8 @@ import torch
 from kvrecall.attention.residency import Admission, Residency
 from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.engines.vllm.attention import host_selection
+from kvrecall.engines.vllm.attention.base import AttentionParameters
 from kvrecall.engines.vllm.attention.cpu import attend, halves, schedule
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.attention.heat import HeatTotals
@@ -26,7 +28,7 @@ from kvrecall.engines.vllm.attention.offloaded import (
     checksums_of_layer,
     digests_of_layer,
 )
-from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape, OffloadedRow, Terms
+from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow
 from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.slots import ALIGNMENT
@@ -141,16 +143,25 @@ SHAPES = {
 SINKS = torch.tensor([5.0, 6.0, 7.0, 8.0])
 
 
-@pytest.mark.parametrize("shape", list(SHAPES.values()), ids=list(SHAPES))
-@pytest.mark.parametrize("tokens", [769, 1000, 1153, 4097])
-@pytest.mark.parametrize("stay", [0, 1])
-def test_blocks_read_in_place_give_the_same_bits(
-    tokens: int, stay: int, shape: KernelShape
-) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tokens", "stay"),
+    [
+        ("float32", 769, 0),
+        ("float32", 4097, 1),
+        ("bfloat16", 1000, 1),
+        ("bfloat16", 1153, 0),
+        ("fp8", 769, 1),
+        ("fp8", 4097, 0),
+        ("sinks", 1000, 0),
+        ("sinks", 1153, 1),
+    ],
+)
+def test_blocks_read_in_place_give_the_same_bits(kind: str, tokens: int, stay: int) -> None:
     torch.manual_seed(tokens)
+    shape = SHAPES[kind]
     settings = replace(SETTINGS, topk_share=0.3)
     eighths = (0.5, 2.0) if shape.fp8 else ()
-    terms = Terms(shape.head_dim**-0.5, 0.0, SINKS if shape.sinks else None, *eighths)
+    terms = AttentionParameters(shape.head_dim**-0.5, 0.0, SINKS if shape.sinks else None, *eighths)
     bench = Bench(shape, settings, 100, terms)
     sequence = bench.sequence(tokens)
     queries = [torch.randn_like(sequence.query) for _ in range(4)]
@@ -167,6 +178,27 @@ def test_blocks_read_in_place_give_the_same_bits(
     row = OffloadedRow(offloaded, slice(0, 1), table[0], tokens, False)
     got = bench.whole.attend(row, sequence.query[None], bench.cache, terms)
     assert torch.equal(got, dense)
+    assert bench.activity.blocks_in_place > 0
+
+
+@pytest.mark.parametrize("share", [0.3, 0.02])
+def test_pytorch_selects_what_compiled_code_does(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of blocks on the device, and of some that have left it, by narrowing and without."""
+    torch.manual_seed(1)
+    settings = replace(SETTINGS, topk_share=share)
+    bench = Bench(shape_of(), settings, 100)
+    sequence = bench.sequence(6000)
+    want = bench.decode(sequence)
+    offloaded = offload(bench, sequence, 6000, 20, settings)
+    monkeypatch.setattr(host_selection, "is_compiled", lambda: False)
+    table = sequence.block_ids.to(torch.int32)[None]
+    planned = bench.planner.plan([BatchRow(1, 6000, False)], table, {0: offloaded})
+    assert planned is not None
+    assert planned.plan.search is None
+    got = bench.layer.attend(sequence.query[None], bench.cache, planned, bench.terms)
+    assert torch.equal(got, want)
     assert bench.activity.blocks_in_place > 0
 
 
@@ -191,7 +223,7 @@ def test_tokens_computed_over_blocks_in_the_arena_give_the_same_bits(
     scale = bench.shape.head_dim**-0.5
     for (first, count), query, result in zip(pieces, queries, want, strict=True):
         row = OffloadedRow(offloaded, slice(0, count), table, first + count, True)
-        got = bench.whole.attend(row, query, bench.cache, Terms(scale))
+        got = bench.whole.attend(row, query, bench.cache, AttentionParameters(scale))
         assert torch.equal(got, result)
 
 
@@ -223,7 +255,7 @@ def test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits(
     for part in parts:
         part[ids] = 255  # no numbers
     offsets = tuple(at * record.shape[1] for at in range(split.middle))
-    count = 0 if bench.kernel.in_place else slots_of(split, split.middle, settings)[1]
+    count = 0 if bench.kernel.on_host else slots_of(split, split.middle, settings)[1]
     arrival = Arrival("one", split.init, offsets, tuple(bench.take(count).tolist()))
     bench.group.register({"layer": bench.cache})
     starts = {"layer": 0, digests_of_layer("layer"): page}
@@ -240,7 +272,7 @@ def test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits(
     step = bench.planner.plan([BatchRow(1, 3000, False)], table, {0: offloaded})
     assert step is not None
     got = bench.layer.attend(
-        sequence.query[None], bench.cache, step, Terms(bench.shape.head_dim**-0.5)
+        sequence.query[None], bench.cache, step, AttentionParameters(bench.shape.head_dim**-0.5)
     )
     assert torch.equal(got, want)
     assert bench.activity.blocks_left == split.middle
@@ -276,8 +308,8 @@ def test_a_sequence_leaves_in_parts_and_its_arena_with_it() -> None:
     want = bench.decode(sequence)
     split = split_of(3000, BLOCK, SETTINGS)
     ids = sequence.block_ids[split.init : split.local].tolist()
-    bench.group = RetrievalGroup(bench.activity, HeatTotals(), in_place=True)
-    bench.group.add("layer", bench.layer, bench.whole)
+    bench.group = RetrievalGroup(bench.activity, HeatTotals(), bench.kernel)
+    bench.group.add("layer", bench.layer)
     bench.group.register({"layer": bench.cache})
     page = bench.cache[0].nbytes
     arena = Arena.create(len(ids) * page)
@@ -300,7 +332,7 @@ def test_a_sequence_leaves_in_parts_and_its_arena_with_it() -> None:
     step = bench.planner.plan([BatchRow(1, 3000, False)], table, {0: offloaded})
     assert step is not None
     got = bench.layer.attend(
-        sequence.query[None], bench.cache, step, Terms(bench.shape.head_dim**-0.5)
+        sequence.query[None], bench.cache, step, AttentionParameters(bench.shape.head_dim**-0.5)
     )
     assert torch.equal(got, want)
     assert not bench.group.take(OffloadOrders([], {}, ["one"]), records)
@@ -347,8 +379,8 @@ def test_an_arena_is_read_at_any_distance_that_a_table_can_name(near: int, far: 
     middle = 3 * REACH // 2
     cache = torch.from_numpy(room[middle : middle + bench.cache.nbytes]).view(bench.cache.dtype)
     cache = cache.view(bench.cache.shape).copy_(bench.cache)
-    group = RetrievalGroup(bench.activity, HeatTotals(), in_place=True)
-    group.add("layer", bench.layer, bench.whole)
+    group = RetrievalGroup(bench.activity, HeatTotals(), bench.kernel)
+    group.add("layer", bench.layer)
     group.register({"layer": cache})
     last, offsets = int(sequence.block_ids[-1]), tuple(at * page for at in range(len(ids)))
     leaves = Departure("one", split.init, tuple(ids.tolist()), offsets, ())

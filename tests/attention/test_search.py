@@ -129,14 +129,21 @@ NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.skipif(not is_compiled(), reason="nothing is compiled here")
-@pytest.mark.parametrize("share", [0.2, 0.02])
 @pytest.mark.parametrize(
-    "overflows",
-    ["a query", "all queries", "a key", "all keys", "products", "nothing that was ever a digest"],
+    ("overflows", "value", "share"),
+    [
+        ("a query", NAN, 0.2),
+        ("a query", INF, 0.02),
+        ("all queries", NAN, 0.02),
+        ("a key", INF, 0.2),
+        ("all keys", NAN, 0.2),
+        ("all keys", INF, 0.02),
+        ("products", NAN, 0.02),
+        ("nothing that was ever a digest", NAN, 0.2),
+    ],
 )
-@pytest.mark.parametrize("value", [NAN, INF])
 def test_a_model_that_overflows_is_given_blocks_of_its_sequence(
-    share: float, overflows: str, value: float, threads: int
+    overflows: str, value: float, share: float
 ) -> None:
     """As many as it seeks, each once, whatever they are worth: a number that is none of the
     sequence's would have attention read anywhere. Heads that did not overflow find what they do
@@ -200,10 +207,6 @@ def test_pytorch_gives_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(int8, "_numkong", lambda: None)
     assert torch.equal(best(point, coded, 0.1), found)
     assert torch.equal(ExactSelector(digest).choose(query, [coded], 40, 0.125), chosen)
-
-
-def test_numkong_is_used() -> None:
-    assert int8._numkong() is not None
 
 
 def test_a_library_that_is_wrong_is_not_used(
@@ -415,10 +418,6 @@ def unknown() -> Iterator[None]:
     yield
     search._native.cache_clear()
     is_compiled.cache_clear()
-
-
-def test_the_search_is_compiled() -> None:
-    assert is_compiled()
 
 
 def test_a_search_with_another_result_is_not_used(

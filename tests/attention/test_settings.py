@@ -179,12 +179,6 @@ def test_spaces_around_a_value_mean_nothing(around: str) -> None:
     assert RetrievalSettings.from_environ(environ) == wanted
 
 
-def test_regimes() -> None:
-    settings = RetrievalSettings(dense_boundary=10, offload_boundary=20)
-    regimes = [settings.regime(tokens, 1) for tokens in (9, 10, 19, 20)]
-    assert regimes == [Regime.DENSE, Regime.SPARSE, Regime.SPARSE, Regime.OFFLOAD]
-
-
 def test_in_the_reference_mode_the_prompts_length_decides() -> None:
     settings = RetrievalSettings(dense_boundary=10, offload_boundary=20, mode="retrievalkv")
     regimes = [settings.regime(100, tokens) for tokens in (9, 10, 19, 20)]
@@ -246,14 +240,6 @@ def test_init_and_local_tokens_always_take_part(
         assert split.attended_tokens <= tokens
     if split.chosen == split.middle:
         assert split.attended_tokens == tokens
-
-
-def test_seeds_defaults_attend_to_what_the_notes_say() -> None:
-    shares = [
-        split_of(1024 * kilo, 128, RetrievalSettings()).attended_tokens / (1024 * kilo)
-        for kilo in (32, 64, 128, 1024)
-    ]
-    assert shares == pytest.approx([0.40, 0.30, 0.25, 0.21], abs=0.01)
 
 
 def test_small_shares_get_finer_digests() -> None:

@@ -16,6 +16,7 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention import cuda
 from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog
 from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
+from kvrecall.engines.vllm.attention.base import KernelShape
 from kvrecall.engines.vllm.attention.checks import (
     require_block_size,
     require_engine,
@@ -23,9 +24,9 @@ from kvrecall.engines.vllm.attention.checks import (
     require_retrieval,
 )
 from kvrecall.engines.vllm.attention.cpu import CpuKernel, KeyReader, RetrievalBackend
-from kvrecall.engines.vllm.attention.layer import RetrievalLayer, share_beside
-from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, KernelShape, StepPlanner
-from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
+from kvrecall.engines.vllm.attention.device_selection import TritonKernel
+from kvrecall.engines.vllm.attention.layer import RetrievalLayer
+from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, StepPlanner
 from kvrecall.engines.vllm.compat import runner
 from kvrecall.errors import EngineError
 
@@ -330,9 +331,10 @@ def test_blocks_that_the_device_kernel_cannot_read_are_refused() -> None:
         with pytest.raises(EngineError, match="power of two"):
             TritonKernel(shape, torch.device("cuda"))
     kernel = TritonKernel(KernelShape(4, 2, 64, 32, torch.float32, ""), torch.device("cpu"))
-    kernel.check(torch.zeros(3, 2, 32, 128))
+    layer = RetrievalLayer("layer", FEW, kernel, Activity())
     with pytest.raises(EngineError, match=r"torch.float32 and shape \[blocks, 2, 32, 128\]"):
-        kernel.check(torch.zeros(3, 2, 32, 128, dtype=torch.float16))
+        layer.digest_rows(torch.zeros(3, 2, 32, 128, dtype=torch.float16))
+    layer.digest_rows(torch.zeros(3, 2, 32, 128))
 
 
 class Flex:
@@ -355,13 +357,17 @@ def test_layers_of_other_backends_are_refused() -> None:
     require_retrieval(SimpleNamespace(attn_backend=RetrievalBackend))
 
 
-@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize(
+    ("longest", "connector", "copies"),
+    [(131_072, "RecallConnector", True), (65_536, "RecallConnector", False), (131_072, "", False)],
+)
 def test_device_memory_is_left_for_digests_and_copies(
-    copies: bool, monkeypatch: pytest.MonkeyPatch
+    longest: int, connector: str, copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As much as they take, below what vLLM found; unless the user has set a size. Copies of dense
-    layers have as many pages as there are blocks."""
+    """As much as they take, below what vLLM found; unless the user has set a size. Where sequences
+    leave the device, copies of dense layers have as many pages as there are blocks."""
     settings = RetrievalSettings(topk_share=0.01)
+    monkeypatch.setattr(cuda, "active_settings", lambda _: settings)
     spec = FullAttentionSpec(128, num_kv_heads=4, head_size=128, dtype=torch.bfloat16)
     specs = {f"model.layers.{at}.self_attn.attn": spec for at in range(8)}
     blocks, kv = 10, 8 * spec.page_size_bytes
@@ -373,32 +379,17 @@ def test_device_memory_is_left_for_digests_and_copies(
     pages = blocks * settings.dense_layers * spec.page_size_bytes * copies
     found = blocks * kv + digests + pages
     monkeypatch.setattr(Worker, "determine_available_memory", lambda self: found)
-    runner.leave_room(lambda config, specs: share_beside(specs, settings, copies))
+    runner.leave_room(cuda.share_beside)
     worker = SimpleNamespace(
         cache_config=SimpleNamespace(kv_cache_memory_bytes=None),
-        vllm_config=None,
+        vllm_config=SimpleNamespace(
+            model_config=SimpleNamespace(max_model_len=longest, hf_text_config=SimpleNamespace()),
+            kv_transfer_config=SimpleNamespace(kv_connector=connector),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+            speculative_config=None,
+        ),
         model_runner=SimpleNamespace(get_kv_cache_spec=lambda: specs),
     )
     assert Worker.determine_available_memory(worker) == pytest.approx(blocks * kv, abs=8)
     worker.cache_config.kv_cache_memory_bytes = found
     assert Worker.determine_available_memory(worker) == found
-
-
-@pytest.mark.parametrize(
-    ("longest", "connector", "copies"),
-    [(131_072, "RecallConnector", True), (65_536, "RecallConnector", False), (131_072, "", False)],
-)
-def test_room_for_copies_is_left_where_sequences_leave_the_device(
-    longest: int, connector: str, copies: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = RetrievalSettings()
-    monkeypatch.setattr(cuda, "active_settings", lambda _: settings)
-    spec = FullAttentionSpec(128, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
-    specs = {f"model.layers.{at}.self_attn.attn": spec for at in range(32)}
-    vllm_config = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=longest, hf_text_config=SimpleNamespace()),
-        kv_transfer_config=SimpleNamespace(kv_connector=connector),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
-        speculative_config=None,
-    )
-    assert cuda._share_beside(vllm_config, specs) == share_beside(specs, settings, copies)

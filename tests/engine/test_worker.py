@@ -499,9 +499,8 @@ def test_all_ranks_and_groups_decide_by_the_greatest_measurement(
     measured = (32 << 20, 512 << 20)
     machine.worker._retrieval = {0: []}
     for number in measured:
-        group = RetrievalGroup(
-            Activity(), HeatTotals(), overhead_bytes=number, settle_gate=settled.append
-        )
+        kernel: Any = SimpleNamespace(overhead_bytes=number)
+        group = RetrievalGroup(Activity(), HeatTotals(), kernel, settled.append)
         machine.worker._retrieval[0].append(group)
     for others, most in ((64 << 20, 512 << 20), (1 << 30, 1 << 30)):
         monkeypatch.setattr(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey
+from kvrecall.engines.vllm.connector.audit import GENERATION_S
 from kvrecall.pool.base import Verdict
 from kvrecall.pool.disk.slabs import FileIo
 
@@ -51,6 +52,19 @@ def scribble(host: Any) -> None:
     for block in list(pool._host.blocks.values()):
         record = pool.arena.array()[block.offset : block.offset + facts.record_bytes]
         record ^= 0x10
+
+
+def retune(host: Any) -> None:
+    """The model's norms are other ones, and no call to the workers told it."""
+    model = host.engine().model_executor.driver_worker.worker.get_model()
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            weight.data[::2] *= 1.5
+
+
+def age(host: Any) -> None:
+    """What the engine saves from now on is of its writer's next generation."""
+    host.connector()._s._auditor._since -= GENERATION_S
 
 
 def clear(host: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the hazard policy takes for chance: in its life tables, and in its rival's hits."""
+"""What the hazard policy takes for chance: in its life tables, and in its shadow cache's hits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvrecall.pool.eviction.lifetable import AgeBins, LifeTable
-from kvrecall.pool.eviction.rival import Rival
+from kvrecall.pool.eviction.shadow import ShadowCache
 
 CHAIN = 20.0
 
@@ -21,8 +21,7 @@ def table_of(shares: tuple[float, float], blocks: float) -> LifeTable:
             table.entered[kind][age] = blocks
         table.used[kind][place] = share * blocks
         table.entered[kind][place + 1] = (1.0 - share) * blocks
-    for _ in table.refresh(4 * CHAIN, CHAIN):
-        pass
+    table.refresh(4 * CHAIN, CHAIN)
     return table
 
 
@@ -37,23 +36,22 @@ def test_classes_that_differ_by_more_are_two(shares: tuple[float, float], blocks
     assert chances[1, 0] - chances[0, 0] > 0.5 * (shares[1] - shares[0])
 
 
-def play(rival: Rival, requests: int, hits: int) -> list[bool]:
+def play(shadow: ShadowCache, requests: int, hits: int) -> list[bool]:
     """Requests of 10 blocks to 8 chains by turns, of which the tier hits so many blocks; whether
-    the rival is better after each 32."""
+    the shadow cache is better after each 32."""
     found = []
     for number in range(requests):
         which = number % 8
-        rival.use(range(100 * which, 100 * which + 10), hits)
+        shadow.use(range(100 * which, 100 * which + 10), hits)
         if number % 4 == 0:
-            rival.use([10_000 + number], 0)  # fills the rival's tier
+            shadow.use([10_000 + number], 0)  # fills the shadow cache
         if number % 32 == 31:
-            rival.look(CHAIN)
-            found.append(rival.is_better)
+            found.append(shadow.compare(CHAIN))
     return found
 
 
-def test_the_rival_is_better_once_it_hits_more_and_for_a_while() -> None:
-    found = play(Rival(100), 32 * 150, 9)
+def test_the_shadow_cache_is_better_once_it_hits_more_and_for_a_while() -> None:
+    found = play(ShadowCache(100), 32 * 150, 9)
     began = found.index(True)
     assert began >= 15
     assert found[began : began + 80] == [True] * 80
@@ -61,24 +59,24 @@ def test_the_rival_is_better_once_it_hits_more_and_for_a_while() -> None:
 
 
 @pytest.mark.parametrize("hits", [10, 11])
-def test_the_rival_is_not_better_with_as_many_hits_or_fewer(hits: int) -> None:
-    assert not any(play(Rival(100), 32 * 100, hits))
+def test_the_shadow_cache_is_not_better_with_as_many_hits_or_fewer(hits: int) -> None:
+    assert not any(play(ShadowCache(100), 32 * 100, hits))
 
 
 def test_one_request_is_no_proof() -> None:
-    rival = Rival(100)
-    play(rival, 32 * 20, 10)
-    rival.use(range(10), 0)
-    assert not any(play(rival, 32 * 20, 10))
+    shadow = ShadowCache(100)
+    play(shadow, 32 * 20, 10)
+    shadow.use(range(10), 0)
+    assert not any(play(shadow, 32 * 20, 10))
 
 
 def test_a_tier_that_was_not_filled_twice_proves_nothing() -> None:
-    found = play(Rival(1000), 32 * 40, 5)  # 320 blocks entered it
+    found = play(ShadowCache(1000), 32 * 40, 5)  # 320 blocks entered it
     assert not any(found)
 
 
-def test_pauses_grow_while_the_rival_wins() -> None:
-    found = play(Rival(100), 32 * 600, 8)
+def test_pauses_grow_while_the_shadow_cache_wins() -> None:
+    found = play(ShadowCache(100), 32 * 600, 8)
     pauses, length = [], 0
     for is_better in found:
         if is_better:

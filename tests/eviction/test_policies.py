@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Sequence
 
@@ -9,54 +8,44 @@ import pytest
 
 from kvrecall.block import BlockKey
 from kvrecall.errors import ConfigError
-from kvrecall.pool.eviction import (
-    POLICY_NAMES,
-    EvictionPolicy,
-    hazard,
-    lfu,
-    make_policy,
-    queues,
-)
-from kvrecall.pool.eviction.base import PART
+from kvrecall.pool.eviction import POLICY_NAMES, KeyedPolicy, make_policy
 from kvrecall.pool.eviction.classes import CLASSES, levels
-from kvrecall.pool.eviction.hazard import HazardPolicy
 from kvrecall.pool.eviction.lifetable import _Level
-from kvrecall.pool.eviction.queues import Links, LruPolicy
-from kvrecall.pool.hints import NOT_AGAIN, Advice
-from kvrecall.pool.names import DictNames
+from kvrecall.pool.eviction.queues import QueueLinks
+from kvrecall.pool.eviction.warmup import WarmUp
+from kvrecall.pool.hints import Advice
 from kvrecall.testing.policy_contract import PolicyContract, anything, keys_of, store
 
 
 class TestLru(PolicyContract):
-    def make(self) -> EvictionPolicy:
+    def make(self) -> KeyedPolicy:
         return make_policy("lru", self.CAPACITY)
 
 
-class TestFifo(PolicyContract):
-    def make(self) -> EvictionPolicy:
-        return make_policy("fifo", self.CAPACITY)
-
-
-class TestLfu(PolicyContract):
-    def make(self) -> EvictionPolicy:
-        return make_policy("lfu", self.CAPACITY)
-
-
 class TestS3Fifo(PolicyContract):
-    def make(self) -> EvictionPolicy:
+    def make(self) -> KeyedPolicy:
         return make_policy("s3fifo", self.CAPACITY)
 
 
 class TestHazard(PolicyContract):
-    def make(self) -> EvictionPolicy:
+    def make(self) -> KeyedPolicy:
         return make_policy("hazard", self.CAPACITY)
 
 
-class TaughtPolicy(HazardPolicy):
+def hazard(capacity_blocks: int, remember: int | None = None) -> KeyedPolicy:
+    return KeyedPolicy(lambda names: WarmUp(capacity_blocks, QueueLinks(names), remember))
+
+
+def inner(policy: KeyedPolicy) -> WarmUp:
+    assert isinstance(policy.policy, WarmUp)
+    return policy.policy
+
+
+class TaughtPolicy(KeyedPolicy):
     """Has seen a thousand seconds of requests before its time begins."""
 
     def __init__(self, capacity_blocks: int, remember: int | None = None) -> None:
-        super().__init__(capacity_blocks, remember)
+        super().__init__(lambda names: WarmUp(capacity_blocks, QueueLinks(names), remember))
         for number in range(1000):
             chain = keys_of(f"teacher {number % 2}", 3)
             super().access(chain, float(number))
@@ -82,8 +71,9 @@ class TaughtPolicy(HazardPolicy):
         now: float,
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
+        advice: Advice | None = None,
     ) -> None:
-        super().access(chain, 1000.0 + now, hanging, ending)
+        super().access(chain, 1000.0 + now, hanging, ending, advice)
 
     def admit(
         self,
@@ -105,27 +95,23 @@ class TaughtPolicy(HazardPolicy):
 
 
 class TestTaughtHazard(PolicyContract):
-    def make(self) -> EvictionPolicy:
+    def make(self) -> KeyedPolicy:
         return TaughtPolicy(self.CAPACITY)
 
 
 class TestHazardWithoutMemory(PolicyContract):
-    def make(self) -> EvictionPolicy:
+    def make(self) -> KeyedPolicy:
         return TaughtPolicy(self.CAPACITY, remember=0)
-
-
-class TestHazardWithLittleMemory(PolicyContract):
-    def make(self) -> EvictionPolicy:
-        return TaughtPolicy(self.CAPACITY, remember=30)
-
-
-def test_every_policy_has_its_name() -> None:
-    assert [make_policy(name, 5).name for name in POLICY_NAMES] == list(POLICY_NAMES)
 
 
 @pytest.mark.parametrize(
     ("name", "capacity", "text"),
-    [("lur", 5, "did you mean 'lru'"), ("x", 5, "known: lru"), ("lru", 0, "more than 0")],
+    [
+        ("lur", 5, "did you mean 'lru'"),
+        ("x", 5, "known: lru"),
+        ("lfu", 5, "known: lru, s3fifo, hazard"),
+        ("lru", 0, "more than 0"),
+    ],
 )
 def test_wrong_settings(name: str, capacity: int, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
@@ -158,7 +144,7 @@ def test_held_blocks_are_looked_at_once(make: str) -> None:
 
 
 def test_lru_keeps_the_shared_prefix_longest() -> None:
-    policy, head = LruPolicy(), keys_of("head", 2)
+    policy, head = make_policy("lru", 100), keys_of("head", 2)
     one, two = head + keys_of("one", 2), head + keys_of("two", 2)
     store(policy, one, 1.0)
     store(policy, two, 2.0)
@@ -167,7 +153,7 @@ def test_lru_keeps_the_shared_prefix_longest() -> None:
 
 
 def test_lru_new_block_is_as_young_as_its_parent() -> None:
-    policy, chain, other = LruPolicy(), keys_of("a", 3), keys_of("b", 1)
+    policy, chain, other = make_policy("lru", 100), keys_of("a", 3), keys_of("b", 1)
     store(policy, chain[:2], 1.0)
     policy.access(chain, 2.0)
     store(policy, other, 3.0)
@@ -190,7 +176,7 @@ def test_s3fifo_lets_a_scan_pass() -> None:
 
 
 def test_hazard_never_gives_up_a_parent_first() -> None:
-    policy, chain = HazardPolicy(100), keys_of("a", 6)
+    policy, chain = hazard(100), keys_of("a", 6)
     store(policy, chain, 1.0)
     for now in range(2, 400):
         policy.access(chain[:3], float(now))
@@ -201,7 +187,7 @@ def test_hazard_never_gives_up_a_parent_first() -> None:
 
 
 def test_hazard_learns_to_refuse_what_never_comes_back() -> None:
-    policy = HazardPolicy(10)
+    policy = hazard(10)
     regulars = [keys_of(f"regular{i}", 2) for i in range(5)]
     for number in range(2000):
         now = number * 3.0
@@ -213,28 +199,30 @@ def test_hazard_learns_to_refuse_what_never_comes_back() -> None:
 
 
 def test_hazard_memory_is_bounded() -> None:
-    policy = HazardPolicy(10, remember=100)
+    policy = hazard(10, remember=100)
     for number in range(5000):
         policy.access(keys_of(f"x{number}", 3), float(number))
-    assert policy._ghosts <= 100
-    assert sum(len(queue) for queue in policy._by_bin) <= 110
-    assert len(policy._memory) <= 500
+    ranked = inner(policy)._ranked
+    ranking = ranked._ranking
+    assert ranked._ghosts <= 100
+    assert sum(len(queue) for queue in ranking._by_bin) <= 110
+    assert len(ranking.memory) <= 500
     for number in range(5000):  # no requests: blocks only come and go
         key = BlockKey(f"y{number}".encode())
         policy.insert(key, None, 0, 5000.0)
         policy.remove(key)
-    assert policy._ghosts <= 101
+    assert ranked._ghosts <= 101
     hot = keys_of("hot", 50)
     for number in range(5000, 10_000):
         store(policy, hot, float(number))
-    assert len(policy._memory) <= 500
-    assert sum(len(policy._cohorts[number].names) for number in policy._memory) <= 20_000
+    assert len(ranking.memory) <= 500
+    assert sum(len(ranking.by_number[number].names) for number in ranking.memory) <= 20_000
 
 
 def test_hazard_frees_names_that_were_used_again() -> None:
     """Each request leaves one block that is never used again, and uses 50 others: their names do
     not stay with it."""
-    policy = HazardPolicy(2_000)
+    policy = hazard(2_000)
     hot = keys_of("hot", 50)
     store(policy, hot, 0.0)
     for number in range(1, 1_000):
@@ -242,137 +230,28 @@ def test_hazard_frees_names_that_were_used_again() -> None:
         new = keys_of(f"new{number}", 51)
         store(policy, [*hot, new[-1]], float(number))
     known = 50 + 999
-    assert sum(cohort.alive for cohort in policy._cohorts) == known
-    assert sum(cohort.size for cohort in policy._cohorts) < 5 * known
+    buckets = inner(policy)._ranked._ranking.by_number
+    assert sum(bucket.alive for bucket in buckets) == known
+    assert sum(bucket.size for bucket in buckets) < 5 * known
     victims = policy.victims(known, anything, 1_000.0)
     assert sorted(victims) == sorted([*hot, *(keys_of(f"new{n}", 51)[-1] for n in range(1, 1_000))])
 
 
-@pytest.mark.parametrize("at_once", [1, 5, 10**6])
-def test_hazard_moves_ages_on_in_parts(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a long pause very many cohorts are due, some of them without a block: each reaches the
-    bin of its age, a part with each call of ``tend``, and none is passed over."""
-    monkeypatch.setattr(hazard, "_GROWN", at_once)
-    monkeypatch.setattr(hazard, "_GROWN_BEFORE_USE", 10**6)
-    policy = HazardPolicy(2_000)
+def test_hazard_moves_all_ages_on() -> None:
+    """After a long pause very many buckets are due, some of them without a block: each reaches the
+    bin of its age, and none is passed over."""
+    policy = hazard(2_000)
     for number in range(200):
         store(policy, keys_of(f"c{number % 150}", 3), number * 1.0)
-    for number in range(8):  # the youngest cohorts of their classes, each without a block then
+    for number in range(8):  # the youngest buckets of their classes, each without a block then
         policy.access(keys_of("c1", 3), 200.0 + number)
-    calls = 1
-    while policy.tend(10_000.0):
-        calls += 1
-    cohorts = [cohort for cohort in policy._cohorts if cohort.alive]
-    assert len(cohorts) > 100
-    assert calls > len(cohorts) // at_once
-    for cohort in cohorts:
-        assert policy._bins.starts[cohort.bin] <= 10_000.0 - cohort.born
-        assert 10_000.0 - cohort.born < policy._bins.ends[cohort.bin]
-
-
-@pytest.mark.parametrize("make", [*POLICY_NAMES, "taught"])
-def test_the_size_of_parts_makes_no_difference(make: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To a thread that has the policy to itself."""
-
-    def orders(part: int) -> list[list[BlockKey]]:
-        for module in (hazard, queues, lfu):
-            monkeypatch.setattr(module, "PART", part)
-        policy = TaughtPolicy(40) if make == "taught" else make_policy(make, 40)
-        rng, now = random.Random(5), 0.0
-        found: list[list[BlockKey]] = []
-        for _ in range(300):
-            now += rng.choice((0.0, 0.2, 3.0, 50.0))
-            name, length = rng.choice("abcdefgh"), rng.randrange(1, 14)
-            chain = keys_of("head", 3) + keys_of(name, length)
-            windows = [BlockKey(b"window of " + key) for key in chain]
-            policy.access(chain, now, rng.sample(windows, rng.randrange(4)))
-            places = [(key, chain[at - 1] if at else None, at) for at, key in enumerate(chain)]
-            places += [(windows[-1], chain[-1], len(chain))]
-            for key, parent, depth in places[rng.randrange(2) :]:
-                policy.insert(key, parent, depth, now, key in windows)
-            found.append(policy.victims(60, anything, now))
-            for key in found[-1][: max(0, len(found[-1]) - 40)]:
-                policy.remove(key)
-        return found
-
-    whole = orders(1000)
-    assert len(whole[-1]) > 30
-    assert orders(1) == orders(4) == whole
-
-
-def test_a_prefix_is_protected_before_what_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What evicts between the parts of a use takes the end of its chain, not the beginning."""
-    monkeypatch.setattr(queues, "PART", 2)
-    policy, old, new = LruPolicy(), keys_of("old", 7), keys_of("new", 3)
-    store(policy, old, 1.0)
-    store(policy, new, 2.0)
-    numbers = list(policy.names.numbers(old))
-    parts = policy.access_in_parts(numbers, 3.0)
-    next(parts)
-    next(parts)
-    assert policy.victims(10, anything, 3.0) == [*old[:3:-1], *new[::-1], *old[3::-1]]
-    for key in old[5:]:
-        policy.remove(key)
-    for _ in parts:
-        pass
-    assert policy.victims(10, anything, 3.0) == [*new[::-1], *old[4::-1]]
-
-
-def test_taught_between_parts_it_leaves_the_queues_of_others_alone() -> None:
-    names = DictNames()
-    links = Links(names)
-    policy, tails = HazardPolicy(1000, 0, names, links), LruPolicy(names, links)
-    chain, beside = keys_of("a", 2 * PART), keys_of("b", 5)
-    store(policy, chain, 0.0)
-    store(policy, beside, 0.0)  # right behind it in the order of use
-    numbers = list(names.numbers(chain))
-    names.keep_all(numbers)
-    parts = policy.access_in_parts(numbers, 1.0)
-    next(parts)
-    for number in range(100):
-        store(policy, keys_of("c", 3), float(number))
-    assert policy._recency is None
-    freed = list(names.numbers(beside))
-    for key in beside[::-1]:
-        policy.remove(key)
-    others = itertools.count()
-    while any(names.number(key) >= 0 for key in beside):
-        policy.access(keys_of(f"{next(others)}", 40), 100.0)
-    mine = keys_of("tail", 200)
-    for key in mine:
-        tails.insert(key, None, 0, 100.0)
-    assert set(freed) < set(names.numbers(mine))
-    for _ in parts:
-        pass
-    while mine:
-        tails.remove(mine.pop())
-        assert list(tails.oldest()) == mine
-
-
-def test_pins_of_blocks_forgotten_between_parts_are_not_kept() -> None:
-    names = DictNames()
-    policy = HazardPolicy(4000, 0, names)
-    chain = keys_of("a", PART + 5)
-    numbers = list(names.meet_all(chain))
-    names.keep_all(numbers)
-    advice = Advice(NOT_AGAIN, 60.0, 0.5, "tenant")
-    parts = policy.access_in_parts(numbers, 1.0, advice=advice)
-    while not policy._state.cells[numbers[-1]]:
-        next(parts)
-    assert not policy._kept
-    others = itertools.count()
-    while all(policy._state.cells[number] for number in numbers):  # until names are forgotten
-        policy.access(keys_of(f"{next(others)}", 40), 2.0)
-    known = {key for key in chain if policy._state.cells[names.number(key)]}
-    for _ in parts:
-        pass
-    assert {names.key(number) for number in policy._kept} == known
-    policy.access(keys_of("d", 2000), 100.0)
-    assert not policy._kept
-    names.drop_all(numbers)
-    for name in range(20):
-        policy.access(keys_of(f"{name}", 40), 101.0)
-    assert [names.number(key) for key in chain] == [-1] * len(chain)
+    policy.victims(1, anything, 10_000.0)
+    ranking = inner(policy)._ranked._ranking
+    buckets = [bucket for bucket in ranking.by_number if bucket.alive]
+    assert len(buckets) > 100
+    for bucket in buckets:
+        assert ranking._table.bins.starts[bucket.bin] <= 10_000.0 - bucket.born
+        assert 10_000.0 - bucket.born < ranking._table.bins.ends[bucket.bin]
 
 
 def test_life_table_adds_classes_in_their_order() -> None:
@@ -402,7 +281,7 @@ def test_untaught_the_least_recently_used_goes_first(name: str) -> None:
 def test_hazard_untaught_is_lru_to_the_block(step: float) -> None:
     """Whatever comes back in 15 ticks at most, and however often."""
     rng = random.Random(3)
-    policies = [HazardPolicy(100), LruPolicy()]
+    policies = [hazard(100), make_policy("lru", 100)]
     chains = [keys_of("head", 2) + keys_of(f"c{number}", rng.randrange(9)) for number in range(30)]
     now = 0.0
     for number in range(400):
@@ -421,7 +300,7 @@ def test_hazard_untaught_is_lru_to_the_block(step: float) -> None:
 
 
 def test_hazard_once_taught_forgets_the_order_of_use() -> None:
-    policy, chain = HazardPolicy(100), keys_of("a", 3)
+    policy, chain = hazard(100), keys_of("a", 3)
     for number in range(16):
         assert policy.chance(chain[0], 0.0) is None, (
             "not before 16 ticks with blocks that came back"
@@ -430,28 +309,27 @@ def test_hazard_once_taught_forgets_the_order_of_use() -> None:
     for number in range(16, 200):
         store(policy, chain, float(number))
     assert policy.chance(chain[0], 200.0) is not None
-    assert policy._recency is None
+    assert inner(policy)._lru is None
 
 
 def test_names_of_blocks_that_came_before_it_was_taught_are_freed() -> None:
-    names = DictNames()
-    policy = HazardPolicy(100, 0, names)
+    policy = hazard(100, 0)
     chain, windows = keys_of("a", 5), keys_of("window", 2)
     store(policy, chain, 0.0)
     for key in windows:
         policy.insert(key, chain[-1], 5, 0.0, hangs=True)
     for number in range(100):
         policy.access(chain, float(number), windows)
-    assert policy._recency is None
+    assert inner(policy)._lru is None
     for key in (*windows, *chain[::-1]):
         policy.remove(key)
     policy.access(keys_of("b", 2000), 200.0)  # for which names are forgotten
     policy.access(keys_of("c", 2000), 201.0)
-    assert [names.number(key) for key in (*chain, *windows)] == [-1] * 7
+    assert [policy.names.number(key) for key in (*chain, *windows)] == [-1] * 7
 
 
-@pytest.mark.parametrize("make", [HazardPolicy, TaughtPolicy])
-def test_hazard_learns_parents_it_was_not_told(make: type[HazardPolicy]) -> None:
+@pytest.mark.parametrize("make", [hazard, TaughtPolicy])
+def test_hazard_learns_parents_it_was_not_told(make: Callable[[int], KeyedPolicy]) -> None:
     policy, chain = make(100), keys_of("a", 4)
     policy.insert(chain[2], None, 2, 1.0)
     policy.insert(chain[3], chain[2], 3, 1.0)
@@ -462,7 +340,7 @@ def test_hazard_learns_parents_it_was_not_told(make: type[HazardPolicy]) -> None
 
 
 def test_hazard_tells_how_likely_a_block_comes_back() -> None:
-    policy = HazardPolicy(1000)
+    policy = hazard(1000)
     assert policy.chance(BlockKey(b"unseen"), 0.0) is None, "it has seen nothing yet"
     now = 0.0
     for turn in range(300):
@@ -475,7 +353,7 @@ def test_hazard_tells_how_likely_a_block_comes_back() -> None:
     assert cold is not None
     assert hot > 0.9
     assert cold < 0.2
-    assert LruPolicy().chance(keys_of("hot", 4)[0], now) is None
+    assert make_policy("lru", 100).chance(keys_of("hot", 4)[0], now) is None
 
 
 def test_a_chain_without_what_hangs_on_its_end_goes_next() -> None:
@@ -520,7 +398,7 @@ def test_what_hangs_on_a_block_that_is_gone_goes_first_until_it_is_back() -> Non
 
 def test_windows_inside_a_request_go_before_those_at_its_end() -> None:
     """A conversation goes on from its end; inside a request few ever hit."""
-    policy, now = HazardPolicy(4000), 0.0
+    policy, now = hazard(4000), 0.0
     for number in range(61):
         chain = keys_of(f"session {number}", 8)
         windows = [BlockKey(b"window" + key) for key in chain]

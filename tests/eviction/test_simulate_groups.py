@@ -74,7 +74,7 @@ def test_a_model_of_windows_alone_needs_no_more_than_the_last_ones() -> None:
     whole = replay_groups(trace, parse_groups("window:1024:4"), ROOM, "lru")
     assert (whole.hits, whole.moved, whole.tiers[0].written) == (10, {"window": 8}, 17 * 4)
     # Room for twelve: the second request evicts the last four of the first.
-    small = replay_groups(trace, parse_groups("window:1024:4"), [("host", 12 * 4)], "fifo")
+    small = replay_groups(trace, parse_groups("window:1024:4"), [("host", 12 * 4)], "lru")
     assert (small.hits, small.moved) == (6, {"window": 8})
 
 

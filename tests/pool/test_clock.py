@@ -41,7 +41,7 @@ class Host:
     def process(self, with_store: bool = False) -> Iterator[Pool]:
         clock = self.clocks.clock()
         disk = DiskTier(DiskConfig(self.path, 64 * MIB), clock=clock)
-        wait_until(disk._recovery.ended.is_set)
+        wait_until(disk._engine.recovered.is_set)
         remote = RemoteTier(self.store, RemoteConfig("memory"))
         below = Cascade(disk, remote) if with_store else disk
         with Pool(Arena.create(4 * MIB), below, clock=clock) as pool:

@@ -25,7 +25,7 @@ from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk import index as index_module
 from kvrecall.pool.disk.catalog import Catalog
 from kvrecall.pool.disk.folder import FolderLock
-from kvrecall.pool.disk.index import Row
+from kvrecall.pool.disk.index import IndexRow
 from kvrecall.pool.disk.slabs import address_of
 from kvrecall.pool.tier import Outcome
 from kvrecall.testing.blocks import chain, namespace, wait_until
@@ -299,7 +299,12 @@ def test_a_damaged_row_costs_its_block_only(
     bench.tier.close()
 
 
-def test_a_damaged_page_costs_its_blocks_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("large", [0, 1 << 30])
+def test_a_damaged_page_costs_its_blocks_only(
+    tmp_path: Path, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of an index that is too large to be checked page by page."""
+    monkeypatch.setattr(index_module, "_LARGE", large)
     bench = open_tier(tmp_path)
     keys = chain(NAMESPACE, 200)
     bench.put(keys)
@@ -532,7 +537,7 @@ def test_uses_are_noted_once_for_blocks_that_are_still_here() -> None:
     now = [1_000_000.0]
     catalog = Catalog("lru", 64, lambda: 64 * MIB, lambda: now[0], PoolTerms())
     rows = {
-        key: Row(place * BLOCK_BYTES, key, None, 0, BLOCK_BYTES, bytes(16), 0)
+        key: IndexRow(place * BLOCK_BYTES, key, None, 0, BLOCK_BYTES, bytes(16), 0)
         for place, key in enumerate(KEYS)
     }
     catalog.publish(list(rows.values()))

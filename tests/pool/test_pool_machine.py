@@ -2,15 +2,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import invariant, rule
-from support.between import meanwhile
-from support.counts import count_catalog, count_residents
-from support.pool_machine import CHAINS, PoolMachine
+from hypothesis.stateful import invariant
+from support.counts import count_catalog, count_host
+from support.pool_machine import PoolMachine
 
 from kvrecall.config import DiskConfig, PoolConfig, RemoteConfig
 from kvrecall.pool import Pool
@@ -18,44 +15,21 @@ from kvrecall.pool.base import PoolClient
 
 
 class CountedMachine(PoolMachine):
-    """Also counts by hand what the residents count as they go."""
+    """Also counts by hand what the tiers count as they go."""
 
     @invariant()
-    def residents_are_counted(self) -> None:
+    def tiers_are_counted(self) -> None:
         if not hasattr(self, "pool"):
             return
         assert isinstance(self.pool, Pool)
         disk = self.pool.admin.disk
         assert disk is not None
         with self.pool._changed:
-            count_residents(self.pool._host)
+            count_host(self.pool._host)
             stored = [b.slot_bytes for b in self.pool._host.blocks.values() if b.stored]
             assert +self.pool._host.stored == Counter(stored)
         with disk._catalog._lock:
             count_catalog(disk._catalog)
-
-    @rule(
-        of=CHAINS,
-        other=CHAINS,
-        share=st.sampled_from((0.5, 1.0)),
-        what=st.lists(
-            st.sampled_from(("clear", "save", "touch", "find", "unpin", "resize")), max_size=5
-        ),
-    )
-    def touch_in_parts(
-        self, of: tuple[str, str, int], other: tuple[str, str, int], share: float, what: list[str]
-    ) -> None:
-        """Between two of them other things happen."""
-        calls: dict[str, Callable[[], None]] = {
-            "clear": self.clear,
-            "save": lambda: self.save(other),
-            "touch": lambda: self.touch(other),
-            "find": lambda: self.find(other),
-            "unpin": lambda: self.unpin(other),
-            "resize": lambda: self.resize(share),
-        }
-        with meanwhile([calls[name] for name in what]):
-            self.touch(of)
 
 
 class HazardMachine(CountedMachine):

@@ -12,7 +12,7 @@ import pytest
 from kvrecall.config import DiskConfig
 from kvrecall.pool.clock import Clock
 from kvrecall.pool.disk import DiskTier, catalog, index, tier
-from kvrecall.pool.disk.index import Index, Rows
+from kvrecall.pool.disk.index import Index, IndexRows
 from kvrecall.pool.tier import Outcome
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
@@ -37,7 +37,7 @@ class Folder:
         self._gate = threading.Event()
         rows = Index.rows
 
-        def slowly(this: Index) -> Iterator[tuple[Rows, list[int]]]:
+        def slowly(this: Index) -> Iterator[tuple[IndexRows, list[int]]]:
             for number, part in enumerate(rows(this)):
                 if number:
                     self._gate.wait(30.0)
@@ -59,7 +59,7 @@ class Folder:
     def go_on(self, bench: Bench) -> None:
         self._gate.set()
         assert isinstance(bench.tier, DiskTier)
-        assert bench.tier._recovery.ended.wait(30.0)
+        assert bench.tier._engine.recovered.wait(30.0)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_blocks_without_parents_come_back(tmp_path: Path, count: int) -> None:
     bench.tier.close()
     again = opened()
     assert isinstance(again.tier, DiskTier)
-    assert again.tier._recovery.ended.wait(30.0)
+    assert again.tier._engine.recovered.wait(30.0)
     assert again.get(roots) == [Outcome.LOADED] * count
     assert again.put(KEYS[:2]) == [Outcome.STORED] * 2
     again.tier.close()
@@ -226,7 +226,7 @@ def test_recovered_blocks_are_evicted_in_the_order_of_their_uses(
         bench.tier.touch(keys)
     bench.tier.close()
     again = opened()
-    assert again._recovery.ended.wait(30.0)
+    assert again._engine.recovered.wait(30.0)
     order = [entry.key for entry in again._catalog.coldest(100)]
     assert order == [key for keys in used for key in keys[::-1]]
     again.close()
@@ -237,14 +237,14 @@ def whole(path: Path) -> tuple[DiskConfig, DiskTier]:
     config = DiskConfig(path, (8 << 20) + MANY * 6144, direct_io=False)
     write_folder(config, MANY)
     tier = DiskTier(config)
-    wait_until(tier._recovery.ended.is_set)
+    wait_until(tier._engine.recovered.is_set)
     return config, tier
 
 
 def found_again(config: DiskConfig) -> int:
     """The blocks that a new tier finds in the folder."""
     tier = DiskTier(config)
-    assert tier._recovery.ended.wait(30.0)
+    assert tier._engine.recovered.wait(30.0)
     blocks = tier.stats().blocks
     tier.close()
     return blocks

@@ -1,25 +1,23 @@
-"""A request's use is recorded in parts, and anything may happen between two of them."""
+"""What other threads say of a disk tier's blocks waits for the one that owns the orders."""
 
 from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
-from support.between import meanwhile
 from support.clocks import ManualClock
-from support.counts import count_catalog, count_names
+from support.counts import count_catalog, count_orders
 
 from kvrecall.block import BlockKey, TierName, tenant_of
 from kvrecall.config import Amount, PoolTerms, TenantRules, TenantTerms
-from kvrecall.pool import residents
 from kvrecall.pool.changes import Cause
-from kvrecall.pool.departures import Departures
 from kvrecall.pool.disk import catalog as catalog_module
 from kvrecall.pool.disk.catalog import Catalog
-from kvrecall.pool.disk.index import Row, Rows
+from kvrecall.pool.disk.index import IndexRow, IndexRows
 from kvrecall.pool.eviction import POLICY_NAMES
 from kvrecall.pool.hints import RETURNS, Advice
 from kvrecall.testing.blocks import chain, namespace
@@ -34,7 +32,7 @@ BOUNDED = PoolTerms(tenants=TenantRules(TenantTerms(disk=Amount(share=0.9))))
 class Bench:
     """A catalog, and what it should hold."""
 
-    def __init__(self, policy: str, terms: PoolTerms = BOUNDED) -> None:
+    def __init__(self, policy: str = "hazard", terms: PoolTerms = BOUNDED) -> None:
         self.clock = ManualClock()
         self.catalog = Catalog(policy, 100, lambda: 64 * MIB, self.clock, terms)
         self.here: set[BlockKey] = set()
@@ -55,160 +53,261 @@ class Bench:
             parent = of[depth] if of else keys[depth - 1] if depth else None
             if key not in self.here:
                 at = next(self.places) * SIZE
-                rows.append(Row(at, key, parent, depth, SIZE, bytes(16), 0, ANN))
+                rows.append(IndexRow(at, key, parent, depth, SIZE, bytes(16), 0, ANN))
         self.catalog.publish(rows)
 
-    def check(self, names: bool) -> None:
+    def order(self) -> list[BlockKey]:
+        return [entry.key for entry in self.catalog.coldest(1000)]
+
+    def check(self) -> None:
+        self.catalog.settle()
         count_catalog(self.catalog)
+        count_orders(self.catalog)
         assert len(self.catalog) == len(self.here)
-        if names:
-            count_names(self.catalog)
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
-@pytest.mark.parametrize("seed", range(4))
-def test_anything_may_happen_between_two_parts_of_a_use(policy: str, seed: int) -> None:
-    rng, bench = random.Random(seed), Bench(policy)
-    catalog = bench.catalog
-    head = chain(NAMESPACE, 5, "head")
-    chains = [head + chain(NAMESPACE, 7, name) for name in "abcd"]
-    windows = [chain(WINDOWS, 12, name) for name in "abcd"]
-    everything = [*itertools.chain(*chains, *windows)]
+class Changes:
+    """Whatever may happen to chains with a common head, a tail, and what hangs on them."""
 
-    def some() -> list[BlockKey]:
-        return rng.sample(everything, rng.randrange(1, 9))
+    def __init__(self, bench: Bench, rng: random.Random) -> None:
+        self.bench, self.rng = bench, rng
+        head = chain(NAMESPACE, 5, "head")
+        self.chains = [head + chain(NAMESPACE, 7, name) for name in "abcd"]
+        self.windows = [chain(WINDOWS, 12, name) for name in "abcd"]
+        self.tails = [BlockKey(keys[-1] + b"/tail") for keys in self.chains]
+        self.everything = [*itertools.chain(*self.chains, *self.windows), *self.tails]
+        catalog = bench.catalog
+        self.of_others: list[Callable[[], object]] = [
+            self.touch,
+            self.load,
+            lambda: catalog.forget(self.some(), Cause.DROPPED),
+            lambda: catalog.pin(self.some()),
+            lambda: catalog.unpin(self.some()),
+            self.clear,
+        ]
+        self.of_the_owner: list[Callable[[], object]] = [
+            self.store,
+            self.store,
+            lambda: catalog.evict(rng.randrange(1, 9), SIZE),
+            lambda: catalog.evict_bytes(5 * SIZE),
+            lambda: catalog.make_way(ANN, 64 * MIB, None),
+            lambda: catalog.fit(rng.choice((SIZE, 2 * SIZE))),
+        ]
 
-    def touch() -> None:
-        which, length = rng.randrange(4), rng.randrange(1, 13)
+    def some(self) -> list[BlockKey]:
+        return self.rng.sample(self.everything, self.rng.randrange(1, 9))
+
+    def touch(self) -> None:
+        rng, which, length = self.rng, self.rng.randrange(4), self.rng.randrange(1, 13)
         advice = rng.choice((None, None, Advice(RETURNS, 9.0, 0.2, "ann")))
-        beside = rng.sample(windows[which], rng.randrange(4))
-        catalog.touch(chains[which][:length], beside, windows[which][length - 1 : length], advice)
+        beside = [*rng.sample(self.windows[which], rng.randrange(4)), self.tails[which]]
+        ending = self.windows[which][length - 1 : length]
+        self.bench.catalog.touch(self.chains[which][:length], beside, ending, advice)
 
-    def store() -> None:
-        which, length = rng.randrange(4), rng.randrange(1, 13)
-        bench.publish(chains[which][:length])
-        if rng.random() < 0.5:
-            bench.publish(windows[which][:length], chains[which])
+    def clear(self) -> None:
+        if self.rng.random() < 0.2:
+            self.bench.catalog.forget_all()
 
-    def load() -> None:
-        entries = [entry for key in some() if (entry := catalog.acquire(key))]
-        catalog.evict(3, SIZE)
+    def store(self) -> None:
+        which, length = self.rng.randrange(4), self.rng.randrange(1, 13)
+        self.bench.publish(self.chains[which][:length])
+        if self.rng.random() < 0.5:
+            self.bench.publish(self.windows[which][:length], self.chains[which])
+        if self.rng.random() < 0.2:
+            self.bench.publish(self.tails[which : which + 1], self.chains[which][-1:])
+
+    def load(self) -> None:
+        catalog = self.bench.catalog
+        entries = [entry for key in self.some() if (entry := catalog.acquire(key))]
+        if self.rng.random() < 0.5:
+            catalog.forget(self.some(), Cause.CORRUPT)
         for entry in entries:
             catalog.release(entry)
 
-    changes: list[Callable[[], object]] = [
-        touch,
-        store,
-        store,
-        load,
-        lambda: catalog.evict(rng.randrange(1, 9), SIZE),
-        lambda: catalog.evict_bytes(5 * SIZE),
-        lambda: catalog.forget(some(), Cause.DROPPED),
-        lambda: catalog.make_way(ANN, 64 * MIB, None),
-        lambda: catalog.pin(some()),
-        lambda: catalog.unpin(some()),
-        lambda: catalog.resize_policy(rng.randrange(50, 150)),
-        lambda: rng.random() < 0.3 and catalog.forget_all(),
-    ]
-    happened = 0
-    for _ in range(80):
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("seed", range(3))
+def test_anything_may_happen_before_the_owner_knows(
+    policy: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog_module, "_AT_ONCE", 3)
+    monkeypatch.setattr("kvrecall.pool.entries._HELD_FROM", 1)
+    rng, bench = random.Random(seed), Bench(policy)
+    changes = Changes(bench, rng)
+    for _ in range(150):
         bench.clock.advance(rng.choice((0.0, 0.1, 3.0, 60.0)))
-        with meanwhile(rng.choices(changes, k=rng.randrange(12))) as actions:
-            touch()
-        happened += len(actions)
-        store()
-        bench.check(policy in ("lru", "fifo", "hazard"))
-    assert happened > 200
+        for change in rng.choices(changes.of_others, k=rng.randrange(6)):
+            change()
+        rng.choice(changes.of_the_owner)()
+        if rng.random() < 0.3:
+            bench.check()
+    bench.check()
+
+
+def test_threads_may_change_blocks_while_the_owner_evicts() -> None:
+    bench = Bench()
+    owner, ended = Changes(bench, random.Random(1)), threading.Event()
+    failures: list[BaseException] = []
+
+    def change(seed: int) -> None:
+        changes = Changes(bench, random.Random(seed))
+        try:
+            while not ended.is_set():
+                changes.rng.choice(changes.of_others)()
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    threads = [threading.Thread(target=change, args=(seed,)) for seed in (2, 3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(500):
+            bench.clock.advance(0.1)
+            owner.rng.choice(owner.of_the_owner)()
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert not failures
+    bench.check()
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-@pytest.mark.parametrize("gap", range(8))
-def test_a_block_that_leaves_meanwhile_is_used_no_more(
-    policy: str, gap: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor is one that could get its number."""
-    monkeypatch.setattr(residents, "Departures", partial(Departures, most=1))
+def test_a_block_that_left_is_used_no_more(policy: str) -> None:
+    """Nor is one that gets its number."""
     bench, keys, others = Bench(policy), chain(NAMESPACE, 12), chain(NAMESPACE, 30, "others")
     bench.publish(keys)
+    bench.check()
     bench.clock.advance(100.0)
-
-    def replace() -> None:
-        bench.catalog.forget(keys[4:], Cause.DROPPED)
-        bench.publish(others)
-
-    nothing: list[Callable[[], object]] = [lambda: None] * gap
-    with meanwhile([*nothing, replace]) as actions:
-        bench.catalog.touch(keys)
-    assert len(actions) == gap + 1
+    bench.catalog.touch(keys)
+    bench.catalog.forget(keys[4:], Cause.DROPPED)
+    bench.publish(others)
     used = {block.key: block.used for block in bench.catalog.infos()}
     assert used.keys() == bench.here == {*keys[:4], *others}
     assert set(used.values()) == {bench.clock.now}
+    assert [key for key in bench.order() if key in others] == others[::-1]
     noted = bench.catalog.take_unnoted_uses(100)
-    order = [entry.key for entry in bench.catalog.coldest(100)]
-    assert [key for key in order if key in others] == others[::-1]
     assert sorted(noted) == [(int(bench.clock.now), place * SIZE) for place in range(4)]
-    bench.check(policy in ("lru", "fifo", "hazard"))
+    bench.check()
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_an_empty_tier_may_be_ranked_anew_meanwhile(policy: str) -> None:
-    bench, keys = Bench(policy), chain(NAMESPACE, 40)
+def test_uses_beyond_the_buffer_are_lost_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_module, "_MOST_USES", 4)
+    bench, keys = Bench("lru"), chain(NAMESPACE, 9)
+    alone = [[key] for key in keys]
+    for key in alone:
+        bench.publish(key)
+    assert bench.order() == keys
+    full = [not bench.catalog.touch(key) for key in alone[:6]]
+    assert full == [False, True, True, True, True, True], "from the half on the owner is woken"
+    bench.catalog.forget(keys[8:], Cause.DROPPED)
+    bench.catalog.pin(keys[7:8])
+    assert bench.catalog.uses_lost == 2
+    assert bench.order() == [*keys[4:7], *keys[:4]]
+    assert bench.catalog.touch(alone[4])
+    bench.check()
 
-    def rank() -> None:
-        bench.catalog.resize_policy(77)
-        bench.publish(keys[:5])
 
-    with meanwhile([lambda: None, rank]) as actions:
-        bench.catalog.touch(keys)
-    assert len(actions) == 2
-    bench.check(policy in ("lru", "fifo", "hazard"))
-    with meanwhile([]):
-        bench.catalog.touch(keys)
-    bench.check(policy in ("lru", "fifo", "hazard"))
+def test_a_long_chain_fills_the_buffer_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_module, "_MOST_USED", 100)
+    bench, keys = Bench(), chain(NAMESPACE, 60)
+    assert not bench.catalog.touch(keys)
+    bench.catalog.touch(keys)
+    assert bench.catalog.uses_lost == 0
+    bench.catalog.touch(keys)
+    assert bench.catalog.uses_lost == 1
+    bench.catalog.settle()
+    assert bench.catalog.touch(keys[:10])
 
 
-def rows_of(keys: Sequence[BlockKey]) -> Rows:
+def test_pinned_and_unpinned_at_once_it_is_where_the_owner_looks() -> None:
+    bench, keys = Bench("lru"), chain(NAMESPACE, 3)
+    bench.publish(keys)
+    bench.check()
+    bench.catalog.pin(keys)
+    bench.catalog.unpin(keys[1:2])
+    assert bench.order() == keys[1:2]
+    bench.catalog.unpin(keys)
+    assert bench.order() == keys[::-1]
+    bench.check()
+
+
+def test_an_empty_tier_is_sized_anew_once_the_owner_knows_that_it_is_empty() -> None:
+    bench, keys = Bench(), chain(NAMESPACE, 9)
+    bench.publish(keys)
+    bench.check()
+    bench.catalog.forget_all()
+    bench.catalog.touch(keys)
+    bench.catalog.fit(2 * SIZE)
+    bench.publish(keys[:5])
+    bench.check()
+
+
+def test_uses_that_wait_are_for_the_policy_that_fits() -> None:
+    bench, keys = Bench(), chain(NAMESPACE, 4)
+    bench.catalog.touch(keys, advice=Advice(RETURNS, 60.0, 0.5, "ann"))
+    bench.catalog.fit(2 * SIZE)
+    bench.publish(keys)
+    assert bench.order() == [], "a hint pins them"
+    bench.clock.advance(100.0)
+    bench.catalog.touch(keys)
+    assert bench.order() == keys[::-1]
+
+
+def test_a_use_that_waits_counts() -> None:
+    bench, keys = Bench("lru"), chain(NAMESPACE, 6)
+    bench.publish(keys)
+    bench.clock.advance(100.0)
+    used = keys[:2]
+    bench.catalog.touch(used)
+    used.append(keys[3])
+    old = [block.key for block in bench.catalog.infos(bench.clock.now - 50.0)]
+    assert sorted(old) == sorted(keys[2:])
+    bench.catalog.settle()
+    again = [block.key for block in bench.catalog.infos(bench.clock.now - 50.0)]
+    assert sorted(again) == sorted(keys[2:])
+
+
+def rows_of(keys: Sequence[BlockKey]) -> IndexRows:
     count = len(keys)
     addresses = [place * SIZE for place in range(count)]
     parents = [None, *keys[:-1]]
     tags, used = [bytes(16)] * count, [1000] * count
     depths = list(range(count))
     sizes = [SIZE] * count
-    return Rows(addresses, keys, parents, depths, sizes, tags, used, [ANN] * count, [0] * count)
+    return IndexRows(
+        addresses, keys, parents, depths, sizes, tags, used, [ANN] * count, [0] * count
+    )
 
 
 @pytest.mark.parametrize("kind", ["drop", "pin", "clear", "twice"])
-@pytest.mark.parametrize("gap_at", [3, 4])
-def test_what_is_said_of_rows_between_two_holds_is_heeded(
-    kind: str, gap_at: int, monkeypatch: pytest.MonkeyPatch
+def test_what_is_said_of_rows_while_they_are_read_is_heeded(
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between those of the second of three parts (3), or after it (4)."""
-    first = {3: 4, 4: 8}[gap_at]  # of the rows that are still to come
-    bench, keys = Bench("hazard"), chain(NAMESPACE, 12)
+    """After the first four of twelve."""
+    bench, keys = Bench(), chain(NAMESPACE, 12)
     catalog = bench.catalog
-    catalog.begin_recovery()
+    catalog.begin_recovery(())
     bench.places = itertools.count(len(keys))
-    actions = {
-        "drop": [partial(catalog.forget, [keys[0], keys[8]], Cause.DROPPED)],
-        "pin": [partial(catalog.pin, keys[7:9])],
-        "clear": [catalog.forget_all],
-        "twice": [partial(bench.publish, keys[first + 2 : first + 3])],
-    }[kind]
+    of_kind: dict[str, Callable[[], object]] = {
+        "drop": partial(catalog.forget, [keys[0], keys[8]], Cause.DROPPED),
+        "pin": partial(catalog.pin, keys[7:9]),
+        "clear": catalog.forget_all,
+        "twice": partial(bench.publish, keys[6:7]),
+    }
+    actions = [of_kind[kind]]
     monkeypatch.setattr(catalog_module, "_RECOVERED", 4)
-    calls: list[float] = []
 
-    def gap(seconds: float) -> None:
-        calls.append(seconds)
-        if actions and len(calls) == gap_at:
+    def turn(seconds: float) -> None:
+        if actions:
             actions.pop()()
 
-    monkeypatch.setattr(catalog_module.time, "sleep", gap)
+    monkeypatch.setattr("kvrecall.pool.disk.catalog.time.sleep", turn)
     refused = catalog.recover(rows_of(keys))
     monkeypatch.undo()
-    rest = list(range(first, 12))
-    assert refused == {"drop": [8], "pin": [], "clear": rest, "twice": [first + 2]}[kind]
+    assert refused == {"drop": [8], "pin": [], "clear": [*range(4, 12)], "twice": [6]}[kind]
     assert catalog.rank_rest(lambda: False)
-    bench.check(names=True)
+    bench.check()
     assert len(bench.here) == {"drop": 10, "pin": 12, "clear": 0, "twice": 12}[kind]
     pinned = {block.key for block in catalog.infos() if block.pinned}
     assert pinned == (set(keys[7:9]) if kind == "pin" else set())

@@ -123,6 +123,38 @@ def ask(tier: Tier, keys: list[BlockKey]) -> list[bool]:
     return [tier.contains(key) for key in keys]
 
 
+CONFINED = """
+import socket, sys
+from kvrecall.pool.remote.mooncake import client_process
+listening = socket.create_server(("0.0.0.0", 0))
+port = listening.getsockname()[1]
+clients = [socket.create_connection((address, port)) for address in sys.argv[1:]]
+accepted = [listening.accept()[0] for _ in clients]
+client_process._confine("lo")
+for client in clients:
+    client.settimeout(0)
+    try:
+        print("ended" if client.recv(1) == b"" else "")
+    except BlockingIOError:
+        print("open")
+"""
+
+
+@needs_mooncake
+def test_a_client_that_joins_ends_connections_of_other_hosts_only() -> None:
+    """One of this host may be in use already: the master tells others of a client that is still
+    being set up, and Mooncake fails transfers on a connection that ends (-800)."""
+    own = [
+        one.address
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+        if one.family == socket.AF_INET and name != "lo"
+    ]
+    command = [sys.executable, "-c", CONFINED, "127.0.0.1", *own[:1]]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert told == ["open", "ended"][: len(told) or 1]
+
+
 @needs_mooncake
 def test_one_node_gets_what_another_put_and_what_is_not_the_block_goes(nodes: list[Node]) -> None:
     prefix = f"{next(_numbers)}."

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName, tenant_of
 from kvrecall.config import PoolConfig
 from kvrecall.pool import Pool
-from kvrecall.pool.residents import BlockInfo
+from kvrecall.pool.entries import BlockInfo
 from kvrecall.pool.service.admin import PrefixTrees, ServiceAdmin, Stat
 from kvrecall.pool.service.endpoint import AdminEndpoint, clear_dead
 from kvrecall.pool.service.prefix_tree import MAX_BLOCKS, prefix_trees

@@ -179,7 +179,7 @@ class TermsContract:
         assert engine.pool.flush(kept, 60.0)
         disk = self.admin(engine).disk
         assert disk is not None
-        assert len(disk._catalog._policy._kept) == 4  # type: ignore[attr-defined]
+        wait_until(lambda: len(disk._catalog._policy._pins) == 4)  # type: ignore[attr-defined]
         engine.save(more, ANN)
         assert engine.pool.flush(more, 60.0)
         assert [disk.contains(key) for key in (*kept, *more)] == [False] * 4 + [True] * 8

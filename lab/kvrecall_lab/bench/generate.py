@@ -38,7 +38,7 @@ SHAPES = {
 """Models of random weights, of 4 and 394 million parameters. Of a dense step of the latter over
 65,536 tokens attention is about two thirds."""
 
-_EXTENSION = "kvrecall.engines.vllm.attention.activity.ActivityExtension"
+_EXTENSION = "kvrecall.engines.vllm.attention.backend.ActivityExtension"
 _PROCESS_BYTES = 1 << 30
 """Of an engine, beside its weights, device cache and pool."""
 

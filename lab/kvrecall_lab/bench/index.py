@@ -36,7 +36,7 @@ from kvrecall.pool.admin import PoolAdmin
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.disk.index import Row
+from kvrecall.pool.disk.index import IndexRow
 from kvrecall.pool.pool import Pool
 
 GOALS = {
@@ -54,6 +54,7 @@ _SHOWN = (
 
 _FOUND = 1000  # keys of a look-up
 _WEEK_S = 7 * 24 * 3600
+_EVICTED = 512 * _BLOCK
 _MIB = 1 << 20
 
 
@@ -174,7 +175,7 @@ class _Opening:
         while self.tier.stats().blocks < blocks:
             time.sleep(0.001)
         self.read_s = self.passed_s()
-        self.tier._recovery.ended.wait()
+        self.tier._engine.recovered.wait()
         self.ranked_s = self.passed_s()
 
 
@@ -294,8 +295,23 @@ def _watch_tier(tier: DiskTier) -> WatchedLock:
     if isinstance(lock, WatchedLock):
         return lock
     watched = WatchedLock(lock)  # the same for threads that wait for it now
-    catalog._lock = watched  # type: ignore[assignment]
+    catalog._lock = watched
     return watched
+
+
+def _by_owner(tier: DiskTier, call: Callable[[], object]) -> None:
+    """Makes a call in the thread that owns the eviction orders."""
+    flusher, ended = tier._flusher, threading.Event()
+
+    def tend() -> None:
+        del flusher._tend
+        call()
+        ended.set()
+        flusher._tend()
+
+    flusher._tend = tend  # type: ignore[method-assign]
+    flusher.hurry()
+    ended.wait()
 
 
 def _pauses(tier: DiskTier, blocks: int, repeats: int) -> dict[str, float]:
@@ -306,7 +322,9 @@ def _pauses(tier: DiskTier, blocks: int, repeats: int) -> dict[str, float]:
     few = often[: max(1, blocks // 40_000)]  # some of the blocks only
     fresh = [key_of(blocks + number) for number in range(512)]
     now = int(catalog.now())
-    rows = [Row(at << 12, key, None, 0, _BLOCK, bytes(16), now) for at, key in enumerate(fresh)]
+    rows = [
+        IndexRow(at << 12, key, None, 0, _BLOCK, bytes(16), now) for at, key in enumerate(fresh)
+    ]
     with _collections() as collected:
         watch.calls("touch of 1,000", tier.touch, often)
         watch.calls("acquire, release", lambda keys: _acquire(tier, keys), once)
@@ -315,10 +333,16 @@ def _pauses(tier: DiskTier, blocks: int, repeats: int) -> dict[str, float]:
         with watch.of("list"):
             deque(tier.blocks(), maxlen=0)
         watch.calls("use of slabs", lambda _: catalog.slab_uses(), once)
-        watch.calls("eviction of 512", lambda _: catalog.evict(512, _BLOCK), few)
-        watch.calls("eviction of bytes", lambda _: catalog.evict_bytes(512 * _BLOCK), few)
+        evict, evict_bytes = (
+            partial(catalog.evict, 512, _BLOCK),
+            partial(catalog.evict_bytes, _EVICTED),
+        )
+        watch.calls("eviction of 512", lambda _: _by_owner(tier, evict), few)
+        watch.calls("eviction of bytes", lambda _: _by_owner(tier, evict_bytes), few)
         watch.calls("drop of 1,000", tier.drop, once)
-        watch.calls("new blocks, 512", lambda _: catalog.publish(rows), once)
+        watch.calls(
+            "new blocks, 512", lambda _: _by_owner(tier, partial(catalog.publish, rows)), once
+        )
         watch.calls("touch of 1,000 new ones", tier.touch, map(_new, range(repeats)))
         watch.calls(
             "namespace of another size",
@@ -338,7 +362,7 @@ def _pauses_meanwhile(tier: DiskTier, blocks: int) -> dict[str, float]:
     """Of what finds the folder's blocks, and of touches meanwhile."""
     watch, turn = _Watch(_watch_tier(tier)), 0
     with watch.of("while blocks are found"):
-        while not tier._recovery.ended.wait(0.01):
+        while not tier._engine.recovered.wait(0.01):
             tier.touch(_some(blocks, turn))
             turn += 1
     return watch.found
@@ -359,7 +383,9 @@ def _pauses_with_limits(
     watch.calls("quotas: touch of 1,000", pool.touch, often)
     watch.calls(
         "quotas: room for 512",
-        lambda keys: catalog.make_way(tenant, room + 512 * _BLOCK, keys[0]),
+        lambda keys: _by_owner(
+            tier, partial(catalog.make_way, tenant, room + 512 * _BLOCK, keys[0])
+        ),
         often,
     )
     with watch.of("expiry of a tenth"):

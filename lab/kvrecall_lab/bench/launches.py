@@ -29,7 +29,7 @@ def measure_launches(
     sequences decode sparsely."""
     import torch
 
-    from kvrecall.engines.vllm.attention.step import KernelShape
+    from kvrecall.engines.vllm.attention.base import KernelShape
     from kvrecall_lab.engines.launches import SparseSteps
 
     shape = KernelShape(heads, kv_heads, head_dim, BLOCK, torch.bfloat16, "")

@@ -18,17 +18,11 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from kvrecall.attention.selection import Split, split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
+from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape, SparseStep
 from kvrecall.engines.vllm.attention.cpu import CpuKernel, attend, halves, schedule
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 from kvrecall.engines.vllm.attention.offloaded import NearArena, OffloadedSequence, Records
-from kvrecall.engines.vllm.attention.step import (
-    BatchRow,
-    Freshness,
-    KernelShape,
-    SparseStep,
-    StepPlanner,
-    Terms,
-)
+from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, StepPlanner
 from kvrecall.pool.arena import Arena
 
 BLOCK = 128
@@ -136,8 +130,10 @@ class _Trial:
             layer, cache = self._layers[at % LAYERS], self._caches[at % LAYERS]
             acts: dict[str, Callable[[], object]] = {
                 "dense": partial(self._dense, cache),
-                "sparse": partial(layer.attend, self._query, cache, step, Terms(self._scale)),
-                "selection": partial(layer.choose, self._query, step, self._scale),
+                "sparse": partial(
+                    layer.attend, self._query, cache, step, AttentionParameters(self._scale)
+                ),
+                "selection": partial(layer.select, self._query, step, self._scale),
                 "plan": self._step,
             }
             for name, act in acts.items():
@@ -166,7 +162,7 @@ class _Trial:
         here = self._step()
         assert offloaded is not None
         assert here is not None
-        terms = Terms(self._scale)
+        terms = AttentionParameters(self._scale)
         seconds: list[float] = []
         beside: list[float] = []
         error = 0.0
@@ -235,14 +231,14 @@ class _Trial:
             self._seq_lens,
             self._starts,
             self._dense_plan,
-            Terms(self._scale),
+            AttentionParameters(self._scale),
         )
 
     def _whole_error(self) -> float:
         step = self._step(topk_share=1.0)
         assert step is not None
         cache = self._caches[0]
-        whole = self._layers[0].attend(self._query, cache, step, Terms(self._scale))
+        whole = self._layers[0].attend(self._query, cache, step, AttentionParameters(self._scale))
         return float((whole - self._dense(cache)).abs().max())
 
     def _step(self, **changed: Any) -> SparseStep | None:

@@ -243,7 +243,7 @@ def _fill_pool(llm: Any) -> None:
     for those it has. On vLLM's CPU platform only. Raises EngineError if the pool is full."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    from kvrecall.engines.vllm.attention.step import KernelShape
+    from kvrecall.engines.vllm.attention.base import KernelShape
 
     config = llm.llm_engine.vllm_config
     model, block = config.model_config, config.cache_config.block_size

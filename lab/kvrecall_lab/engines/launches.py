@@ -7,7 +7,6 @@ kernel counts as one operation, as does a copy.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,17 +16,11 @@ from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention
+from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape
+from kvrecall.engines.vllm.attention.device_selection import TritonKernel
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
-from kvrecall.engines.vllm.attention.step import (
-    BatchRow,
-    Freshness,
-    KernelShape,
-    StepPlanner,
-    StepWork,
-    Terms,
-)
-from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
+from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, StepPlanner, StepWork
 from kvrecall_lab.engines.meta import META, Operations, counting
 
 
@@ -36,10 +29,9 @@ class _Attention(RetrievalAttention):
 
     def __init__(self, layer: RetrievalLayer) -> None:
         self.sparse_layer = layer
-        self.group: Any = SimpleNamespace(freshness=Freshness())
 
-    def _terms(self, layer: Any) -> Terms:
-        return Terms(1.0)
+    def _parameters(self, layer: Any) -> AttentionParameters:
+        return AttentionParameters(1.0)
 
     def _dense(self, *args: Any) -> torch.Tensor:
         raise AssertionError("the batch has no dense part")

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.engines.vllm.attention.activity import ActivityExtension
+from kvrecall.engines.vllm.attention.backend import ActivityExtension
 from kvrecall.errors import EngineError
 
 

@@ -463,8 +463,8 @@ class RetrievalRank(Rank):
             rows = page.rows
             self.machine.watch(rows.data_ptr(), len(rows) * rows.stride(0), rows.stride(0))
         self.digests = {
-            at: impl.sparse_layer._store.rows.data_ptr()
-            for at, impl in enumerate(self.impls)
+            at: impl.sparse_layer.digest_rows(cache).data_ptr()
+            for at, (impl, cache) in enumerate(zip(self.impls, self.caches, strict=True))
             if impl.sparse_layer is not None
         }
 

@@ -27,7 +27,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from kvrecall.attention.residency import DeviceResidency
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
-from kvrecall.engines.vllm.attention.copied import CopiedLayer
+from kvrecall.engines.vllm.attention.copied import CopiedDense
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.attention.offload_scheduler import OffloadManager, OffloadPlanner
 from kvrecall.engines.vllm.connector.saver import Saver
@@ -174,7 +174,7 @@ def _numbers_remembered() -> Any:
 
 
 def _copied_once_though_open() -> Any:
-    copied = CopiedLayer.copy
+    copied = CopiedDense.copy
 
     def forget(layer: Any, kv_cache: Any, row: Any, new_tokens: int) -> Any:
         made = copied(layer, kv_cache, row, new_tokens)
@@ -182,7 +182,7 @@ def _copied_once_though_open() -> Any:
             row.kept.copied[layer._name] = -(-row.tokens // BLOCK)
         return made
 
-    return patch.object(CopiedLayer, "copy", forget)
+    return patch.object(CopiedDense, "copy", forget)
 
 
 ALL = ("one group", "several groups", "offload")

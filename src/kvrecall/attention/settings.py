@@ -57,8 +57,20 @@ def _setting(
 ) -> Any:
     """A field of ``RetrievalSettings``. ``variable``: its name without PREFIX; ``allowed``: what
     ``holds`` requires of a value, in words."""
-    told = {"variable": variable, "text": text, "allowed": allowed, "holds": holds}
-    return field(default=default, metadata=told)
+    metadata = {"variable": variable, "text": text, "allowed": allowed, "holds": holds}
+    return field(default=default, metadata=metadata)
+
+
+def _count(default: int, variable: str, text: str, least: int = 0, allowed: str = "") -> Any:
+    return _setting(
+        default, variable, text, allowed or f"{least} or more", lambda count: count >= least
+    )
+
+
+def _one_of(names: Mapping[str, object], default: str, variable: str, text: str) -> Any:
+    return _setting(
+        default, variable, text, f"one of {', '.join(names)}", lambda name: name in names
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +78,11 @@ class RetrievalSettings:
     """The settings, each declared once: default, variable, text, allowed values. Lengths are
     tokens. The first five are openGauss RetrievalKV's, with its defaults."""
 
-    init_tokens: int = _setting(
-        1024,
-        "INIT_TOKENS_NUM",
-        "first tokens of a sequence, to which every step attends",
-        "0 or more",
-        lambda tokens: tokens >= 0,
+    init_tokens: int = _count(
+        1024, "INIT_TOKENS_NUM", "first tokens of a sequence, to which every step attends"
     )
-    local_tokens: int = _setting(
-        7192,
-        "LOCAL_TOKENS_NUM",
-        "last tokens of a sequence, to which every step attends",
-        "1 or more",
-        lambda tokens: tokens >= 1,
+    local_tokens: int = _count(
+        7192, "LOCAL_TOKENS_NUM", "last tokens of a sequence, to which every step attends", least=1
     )
     topk_share: float = _setting(
         0.2,
@@ -87,12 +91,8 @@ class RetrievalSettings:
         "a share in (0, 1]; 0.2 selects a fifth of the middle blocks",
         lambda share: 0 < share <= 1,
     )
-    dense_boundary: int = _setting(
-        32 * 1024,
-        "DENSE_BOUNDARY",
-        "sequences shorter than this attend densely",
-        "0 or more",
-        lambda tokens: tokens >= 0,
+    dense_boundary: int = _count(
+        32 * 1024, "DENSE_BOUNDARY", "sequences shorter than this attend densely"
     )
     offload_boundary: int = _setting(
         64 * 1024,
@@ -100,22 +100,12 @@ class RetrievalSettings:
         "from this length on, the middle blocks of a sequence leave the device",
         "at least DENSE_BOUNDARY",
     )
-    digest: str = _setting(
-        "bounds",
-        "DIGEST",
-        "kind of digest that represents a block's keys",
-        f"one of {', '.join(DIGESTS)}",
-        lambda name: name in DIGESTS,
+    digest: str = _one_of(
+        DIGESTS, "bounds", "DIGEST", "kind of digest that represents a block's keys"
     )
-    digest_tokens: int = _setting(
-        0, "DIGEST_TOKENS", "tokens per digest vector", _BY_SHARE, lambda tokens: tokens >= 0
-    )
-    dense_layers: int = _setting(
-        2,
-        "DENSE_LAYERS",
-        "number of first layers that attend to all tokens",
-        "0 or more",
-        lambda layers: layers >= 0,
+    digest_tokens: int = _count(0, "DIGEST_TOKENS", "tokens per digest vector", allowed=_BY_SHARE)
+    dense_layers: int = _count(
+        2, "DENSE_LAYERS", "number of first layers that attend to all tokens"
     )
     gate: bool = _setting(
         True,
@@ -132,13 +122,12 @@ class RetrievalSettings:
         "a share in [0, 1]",
         lambda share: 0 <= share <= 1,
     )
-    least_blocks: int = _setting(
+    least_blocks: int = _count(
         0,
         "LEAST_BLOCKS",
         "minimum number of blocks that a step selects; a sequence with no more middle blocks "
         "attends densely",
-        _BY_SHARE,
-        lambda blocks: blocks >= 0,
+        allowed=_BY_SHARE,
     )
     index: str = _setting(
         EXACT,
@@ -148,14 +137,13 @@ class RetrievalSettings:
         f"{EXACT}, {', '.join(INDEXES)}, or package.module:Factory",
         lambda name: name == EXACT or callable(index_factory(name)),
     )
-    mode: str = _setting(
+    mode: str = _one_of(
+        MODES,
         "default",
         "MODE",
         f"{RETRIEVALKV}: as openGauss's document describes it. One mean key per block, every "
         "layer by retrieval, no gate, boundaries compared with the length of the prompt; of the "
         "other settings only the first five, CACHE_PERCENT and INDEX",
-        f"one of {', '.join(MODES)}",
-        lambda name: name in MODES,
     )
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from kvrecall.errors import TierError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import RecallState
 from kvrecall.pool.clock import Clock
-from kvrecall.pool.disk.index import Index, Row
+from kvrecall.pool.disk.index import Index, IndexRow
 from kvrecall.pool.disk.slabs import FileIo, SlabStore
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.slots import slot_bytes_of
@@ -274,7 +274,7 @@ def write_folder(config: DiskConfig, blocks: int) -> None:
             keys = [key_of(number) for number in range(done - 1, done + len(addresses))]
             index.insert(
                 [
-                    Row(
+                    IndexRow(
                         address,
                         keys[place + 1],
                         keys[place] if number % FOLDER_CHAIN else None,

@@ -15,7 +15,7 @@ from kvrecall.attention.digest import DIGESTS, Digest, coded_width, encode
 from kvrecall.attention.kernels.device import (
     Bucket,
     DeviceStep,
-    Facts,
+    SequenceFacts,
     attend_by_triton,
     choose_by_triton,
     digest_by_triton,
@@ -128,7 +128,7 @@ def _digests(device: torch.device, blocks: int, rows: int, kind: Digest) -> torc
 def _step(device: torch.device, ids: torch.Tensor, length: int, chosen: int = 0) -> DeviceStep:
     """The step of one sequence of these blocks, the batch's first; with blocks to choose all are
     middle ones."""
-    facts = [Facts(0, 0, len(ids) if chosen else 0, chosen, len(ids), length)]
+    facts = [SequenceFacts(0, 0, len(ids) if chosen else 0, chosen, len(ids), length)]
     bucket = Bucket.of(KV_HEADS, facts, 0)
     packed = torch.from_numpy(bucket.pack(facts, [ids.numpy()], []))
     return DeviceStep(packed.to(device), bucket, GROUP)

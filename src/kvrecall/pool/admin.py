@@ -12,7 +12,7 @@ from kvrecall.config import PoolTerms
 from kvrecall.errors import ConfigError
 from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.residents import BlockInfo
+from kvrecall.pool.entries import BlockInfo
 
 if TYPE_CHECKING:
     from kvrecall.pool.pool import Pool
@@ -132,4 +132,4 @@ def _parts(keys: Iterable[BlockKey]) -> Iterable[list[BlockKey]]:
     rest = iter(keys)
     while part := list(itertools.islice(rest, _AT_ONCE)):
         yield part
-        time.sleep(0)  # whoever waits for the pool's lock, or the interpreter, goes first
+        time.sleep(0)  # a turn for threads that wait for the lock, or the interpreter

@@ -27,8 +27,8 @@ class Cause(enum.StrEnum):
 
 
 class Watcher(Protocol):
-    """Is told of every block that becomes visible in a tier, or stops to be. In a remote tier,
-    which other hosts change too: of those that this pool stores there, and then finds missing.
+    """Is told of every block that enters a tier or leaves it. In a remote tier, which other hosts
+    change too: of those that this pool stores there, and then finds missing.
 
     Called under the tier's lock, in the order of the changes: must return at once and must not call
     the pool. Changes of different tiers may come from different threads.
@@ -71,8 +71,8 @@ Change = Stored | Removed | Restart
 class ChangeLog:
     """A ``Watcher`` that keeps changes, up to a number, until one reader takes them. Thread-safe.
 
-    Whoever applies all changes that it takes, in order, knows what the tiers hold: the log begins
-    with all that is there, and after an overflow it begins again, behind a ``Restart``.
+    A reader that applies all changes that it takes, in order, knows what the tiers hold: the
+    log begins with all that is there, and after an overflow it begins again, behind a ``Restart``.
     """
 
     def __init__(

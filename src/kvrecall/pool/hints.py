@@ -29,7 +29,7 @@ PINNED_SHARE = 0.1
 
 
 class Hint(NamedTuple):
-    """What a client says about the blocks of a request. Nothing of it must be true.
+    """What a client says about the blocks of a request. It may be wrong.
 
     ``returns``: a request that begins with them comes, or comes not; None: not said. ``in_s``: in
     about so many seconds. ``pin_s``: they should stay for so many seconds.

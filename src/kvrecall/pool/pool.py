@@ -22,6 +22,7 @@ from kvrecall.block import (
 )
 from kvrecall.config import DEFAULT_POLICY, PoolConfig, PoolTerms
 from kvrecall.errors import ConfigError
+from kvrecall.pool.accounts import TenantUse
 from kvrecall.pool.admin import PoolAdmin
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import (
@@ -46,12 +47,13 @@ from kvrecall.pool.departures import Departures, Refusal
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.codec import make_codec
 from kvrecall.pool.disk.folder import MediumFails
+from kvrecall.pool.entries import BlockInfo, hangs
 from kvrecall.pool.eviction import make_policy
+from kvrecall.pool.evictor import Evictor
 from kvrecall.pool.hints import Hint, HintRecord
-from kvrecall.pool.host import Block, Evictor, HostStore
+from kvrecall.pool.host import Block, HostStore
 from kvrecall.pool.names import DictNames
 from kvrecall.pool.remote.backends import store_name, with_remote
-from kvrecall.pool.residents import BlockInfo, TenantUse, hangs
 from kvrecall.pool.slots import ArenaSlots, slot_bytes_of
 from kvrecall.pool.tier import Done, Get, NullTier, Outcome, Tier
 from kvrecall.pool.write_policy import RemoteWriteBack, make_write_policy
@@ -261,7 +263,7 @@ class Pool:
             self._sizes[namespace.digest] = block_bytes
             self._names[namespace.digest] = namespace
             self._others.clear()
-            self._host.resize_policy(host_bytes // slot_bytes)
+            self._host.fit(block_bytes)
             self._below.register(namespace, block_bytes)
 
     def namespaces(self) -> list[tuple[Namespace, int]]:
@@ -439,10 +441,9 @@ class Pool:
     ) -> None:
         with self._changed:
             advice = self._hints.used(keys, self._monotonic(), tenant, hint)
-        self._host.use(self._changed, keys, hanging, ending, advice)
-        if self._writer.has_below:
-            self._below.touch(keys, hanging, ending, advice)  # look-ups need not wait for both
-            with self._changed:
+            self._host.use(keys, hanging, ending, advice)
+            if self._writer.has_below:
+                self._below.touch(keys, hanging, ending, advice)
                 self._writer.touched(keys, hanging)
 
     # -- save ------------------------------------------------------------------------------
@@ -633,9 +634,11 @@ class Pool:
         """Every block in the host, or those unused since that second."""
         with self._changed:
             blocks = list(self._host.blocks.values())
-        if unused_since is not None:
-            blocks = [block for block in blocks if block.used < unused_since]
-        return [block.info(TierName.HOST) for block in blocks]
+        before, found = float("inf") if unused_since is None else unused_since, []
+        for start in range(0, len(blocks), _LOOKED_UP):
+            with self._changed:
+                found += self._host.infos(blocks[start : start + _LOOKED_UP], before)
+        return found
 
     def host_tenants(self) -> list[TenantUse]:
         """Tenants in the host."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvrecall.block import BlockKey
 from kvrecall.config import PoolTerms, Watermarks
-from kvrecall.pool.eviction.queues import LruPolicy
+from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.host import Block
 from kvrecall.pool.tier import Tier
 
@@ -86,7 +86,7 @@ class WriteBack(WritePolicy):
 
     def __init__(self, marks: Watermarks) -> None:
         self._marks = marks
-        self._order = LruPolicy()
+        self._order = make_policy("lru", 1)
         self._sizes: dict[BlockKey, int] = {}
         self._writing = False
 
@@ -117,7 +117,7 @@ class WriteBack(WritePolicy):
             return ()
         surplus = self.unwritten_bytes - self._marks.low * host_bytes
         found: list[Block] = []
-        for key in self._order.oldest():
+        for key in self._order:
             if surplus <= 0 or len(found) == _DUE_AT_ONCE:
                 return found
             block = blocks[key]

@@ -241,7 +241,7 @@ class Writer:
         else:
             self._host.count_failure(block)
         self.keep_checksum(block, checksum.known)
-        if block.extent is None:  # withdrawn meanwhile
+        if block.number < 0:  # withdrawn meanwhile
             self._host.free(block)
         room = self._shed_at - self._below.queued()[0] if self._shed else 0
         if room > 0:

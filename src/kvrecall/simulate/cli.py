@@ -299,7 +299,7 @@ def _simulate_groups(
         loaded = load_trace(trace, hours=hours)
     rooms = [(spec.name, spec.capacity) for spec in specs]
     with progress_bar("replaying", (len(names) + 1) * len(loaded.requests)) as advance:
-        best = replay_groups(loaded, wanted, [("all", 1 << 62)], "fifo", advance).hit_rate
+        best = replay_groups(loaded, wanted, [("all", 1 << 62)], "lru", advance).hit_rate
         outcomes = [replay_groups(loaded, wanted, rooms, name, advance) for name in names]
     rows: list[Row] = [
         {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvrecall.block import BlockKey, Tenant
-from kvrecall.pool.eviction import EvictionPolicy, make_policy
+from kvrecall.pool.eviction import KeyedPolicy, make_policy
 from kvrecall.pool.hints import HintCounts, HintRecord
 from kvrecall.simulate.trace import Trace
 
@@ -66,7 +66,7 @@ class Outcome:
         return self.hits / self.accesses if self.accesses else 0.0
 
 
-PolicyMaker = Callable[[int], EvictionPolicy]
+PolicyMaker = Callable[[int], KeyedPolicy]
 """A policy that has no name, for a tier of so many blocks."""
 
 

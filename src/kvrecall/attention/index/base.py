@@ -72,25 +72,23 @@ def index_factory(name: str) -> Factory | None:
 def require_index(name: str, width: int) -> None:
     """Makes an index of vectors of that width, uses it once and closes it: one that cannot be made
     ends the start, not the first long sequence. Raises ConfigError."""
-    factory = index_factory(name)
+    factory, setting = index_factory(name), f"VLLM_RETRIEVAL_INDEX is {name!r}"
     if factory is None:
         return
     try:
         index = factory(width)
         try:
             index.add(np.ones((2, width), np.float32))
-            products, numbers = index.search(np.ones((1, width), np.float32), 2)
+            shapes = [np.shape(one) for one in index.search(np.ones((1, width), np.float32), 2)]
         finally:
             index.close()
     except Exception as error:
         raise ConfigError(
-            f"VLLM_RETRIEVAL_INDEX is {name!r}, and an index of it cannot be used: "
-            f"{type(error).__name__}: {error}"
+            f"{setting}, and an index of it cannot be used: {type(error).__name__}: {error}"
         ) from error
-    shapes = np.shape(products), np.shape(numbers)
-    if shapes != ((1, 2), (1, 2)):
+    if shapes != [(1, 2), (1, 2)]:
         raise ConfigError(
-            f"VLLM_RETRIEVAL_INDEX is {name!r}, whose search for 2 vectors by one query returns "
-            f"arrays of shapes {shapes[0]} and {shapes[1]}; both must be (1, 2), with -1 where "
-            "no vector was found (kvrecall.testing.index_contract checks an index)"
+            f"{setting}, whose search for 2 vectors by one query returns arrays of shapes "
+            f"{' and '.join(map(str, shapes))}; both must be (1, 2), with -1 where no vector was "
+            "found (kvrecall.testing.index_contract checks an index)"
         )

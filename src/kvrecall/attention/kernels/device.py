@@ -7,6 +7,7 @@ docs/gpu-check.md. Triton is imported on the first call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,16 +56,7 @@ _observers: list[list[str]] = []
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Attention over some tokens: float32 ``output [rows, group, dim]`` and ``lse [rows, group]``,
-    the natural logarithm of the sum of exponents. A row is a (sequence, KV head)."""
-
-    output: torch.Tensor
-    lse: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
+class SequenceFacts:
     """One sequence of a step. ``token``: its place in the batch. Of its ``blocks`` it attends to
     the first ``init``, to ``chosen`` of the ``middle`` ones after these, and to the rest: to
     ``length`` tokens, at least 1. ``slots``: into how many it recalls; 0: into none."""
@@ -87,7 +79,7 @@ class Facts:
 class Bucket:
     """The sizes of a step's tensors and grids, each a power of two: steps of one bucket launch the
     same kernels on the same sizes. ``kv_heads``: the model's; ``stale``: blocks to digest; the
-    others as of ``Facts``. No blocks to digest, and no slots, stay none."""
+    others as of ``SequenceFacts``. No blocks to digest, and no slots, stay none."""
 
     kv_heads: int
     sequences: int
@@ -98,14 +90,15 @@ class Bucket:
     slots: int = 0
 
     @classmethod
-    def of(cls, kv_heads: int, facts: Sequence[Facts], stale: int) -> Bucket:
+    def of(cls, kv_heads: int, facts: Sequence[SequenceFacts], stale: int) -> Bucket:
         """The smallest in which they have room. ``stale``: how many."""
-        most = [max((getattr(one, name) for one in facts), default=0) for name in _SIZES]
-        sizes = (_next_power(max(1, size)) for size in (len(facts), *most))
-        sequences, blocks, middle, attended = sizes
-        slots = max((one.slots for one in facts), default=0)
-        few = (_next_power(size) if size else 0 for size in (stale, slots))
-        stale, slots = few
+
+        def most(name: str) -> int:
+            return max((getattr(one, name) for one in facts), default=0)
+
+        sizes = len(facts), most("blocks"), most("middle"), most("attended")
+        sequences, blocks, middle, attended = (_next_power(max(1, size)) for size in sizes)
+        stale, slots = (_next_power(size) if size else 0 for size in (stale, most("slots")))
         return cls(kv_heads, sequences, stale, blocks, middle, attended, slots)
 
     @property
@@ -115,7 +108,7 @@ class Bucket:
 
     def pack(
         self,
-        facts: Sequence[Facts],
+        facts: Sequence[SequenceFacts],
         blocks: Sequence[npt.ArrayLike],
         stale: npt.ArrayLike,
         slots: Sequence[npt.ArrayLike] = (),
@@ -125,15 +118,15 @@ class Bucket:
         off the device."""
         size = self.sequences * (FACTS + self.blocks + self.slots) + self.stale + self.rows
         packed = np.zeros(size, dtype=np.int32)
-        told, table, room, _, late = self.parts(packed)
-        for row, ids, one, named in zip(told, table, facts, blocks, strict=False):
+        rows, table, slot_rows, _, padded = self.parts(packed)
+        for row, ids, one, named in zip(rows, table, facts, blocks, strict=False):
             row[:6] = one.token, one.init, one.middle, one.chosen, one.blocks, one.length
             row[6] = one.slots
             ids[: one.blocks] = np.asarray(named)[: one.blocks]
-        for into, one, given in zip(room, facts, slots, strict=False):
+        for into, one, given in zip(slot_rows, facts, slots, strict=False):
             into[: one.slots] = np.asarray(given)[: one.slots]
-        late[:] = -1
-        late[: np.size(stale)] = stale
+        padded[:] = -1
+        padded[: np.size(stale)] = stale
         return packed
 
     def parts(self, packed: Any) -> tuple[Any, Any, Any, Any, Any]:
@@ -144,26 +137,27 @@ class Bucket:
         for width in (FACTS, self.blocks, self.slots):
             views.append(packed[first : first + rows * width].reshape(rows, width))
             first += rows * width
-        told, named, slots = views
-        return told, named, slots, packed[first : first + self.rows], packed[first + self.rows :]
-
-
-_SIZES = ("blocks", "middle", "attended")
+        return (*views, packed[first : first + self.rows], packed[first + self.rows :])
 
 
 class DeviceStep:
-    """A step's sequences on the device, and room for what the kernels tell each other. All layers
-    use it in turn."""
+    """A step's sequences on the device, and buffers for what the kernels tell each other. All
+    layers use it in turn."""
 
-    def __init__(self, packed: torch.Tensor, bucket: Bucket, group: int) -> None:
-        """``packed``: of ``Bucket.pack``, on the device."""
+    def __init__(
+        self, packed: torch.Tensor, bucket: Bucket, group: int, last: DeviceStep | None = None
+    ) -> None:
+        """``packed``: of ``Bucket.pack``, on the device. ``last``: a step whose kernels are
+        launched; one of the same sizes gives its buffers."""
         self.facts, self.blocks, self.slots, self.arrived, self.stale = bucket.parts(packed)
         self.kv_heads, self.group = bucket.kv_heads, group
-        rows, device = bucket.rows, packed.device
-        self.logits = torch.empty(rows, group, bucket.middle, device=device)
-        self.scores = torch.empty(rows, bucket.middle, device=device)
-        self.table = torch.empty(rows, bucket.attended, dtype=torch.int32, device=device)
-        self.missed = torch.empty(rows, bucket.slots + 1, dtype=torch.int32, device=device)
+        size = bucket.rows, group, bucket.middle, bucket.attended, bucket.slots
+        is_alike = last is not None and last.buffers.size == size
+        buffers = last.buffers if last is not None and is_alike else None
+        self.buffers: StepBuffers = buffers or StepBuffers(size, packed.device)
+        self.logits, self.scores = self.buffers.logits, self.buffers.scores
+        self.table, self.missed = self.buffers.table, self.buffers.missed
+        self.partials = self.buffers.partials
 
     @property
     def rows(self) -> int:
@@ -173,6 +167,30 @@ class DeviceStep:
     def recalls(self) -> bool:
         """Whether blocks are recalled into slots by the device."""
         return bool(self.slots.shape[1])
+
+
+class StepBuffers:
+    """What the kernels of a step write for each other."""
+
+    def __init__(self, size: tuple[int, int, int, int, int], device: torch.device) -> None:
+        """``size``: rows, query heads to a KV head, middle and attended blocks, slots."""
+        self.size = size
+        rows, group, middle, attended, slots = size
+        self.logits = torch.empty(rows, group, middle, device=device)
+        self.scores = torch.empty(rows, middle, device=device)
+        self.table = torch.empty(rows, attended, dtype=torch.int32, device=device)
+        self.missed = torch.empty(rows, slots + 1, dtype=torch.int32, device=device)
+        self._partials = torch.empty(0, device=device)
+
+    def partials(self, splits: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the splits of each row find: sums ``[rows, splits, group, dim]``, and the logarithms
+        of their weights ``[rows, splits, group]``."""
+        size = self.size[0], splits, self.size[1]
+        heads = math.prod(size)
+        if len(self._partials) < heads * (dim + 1):
+            self._partials = self._partials.new_empty(heads * (dim + 1))
+        sums, weights = self._partials[: heads * dim], self._partials[heads * dim :][:heads]
+        return sums.view(*size, dim), weights.view(size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,8 +336,7 @@ def attend_by_triton(
     size, dim, group = keys.shape[1], query.shape[2], step.group
     share = share or max(1, _TOKENS_A_PROGRAM // size)
     splits = min(-(-step.table.shape[1] // share), _MOST_SPLITS)
-    parts = torch.empty(step.rows, splits, group, dim, device=query.device)
-    lse = torch.empty(step.rows, splits, group, device=query.device)
+    parts, lse = step.partials(splits, dim)
     wide, heads = max(16, _next_power(dim)), _next_power(group)
     _launch(
         "attend_rows", (step.rows, splits),

@@ -45,11 +45,6 @@ def products_by_torch(codes: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return torch.stack(sums).sum(0, dtype=torch.int32)
 
 
-def prepare() -> None:
-    """Loads the library in advance, so that the first token does not wait for it."""
-    _numkong()
-
-
 @functools.cache
 def _numkong() -> Any:
     """The library; None if it is missing or computes other sums than PyTorch."""

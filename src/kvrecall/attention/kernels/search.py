@@ -106,17 +106,18 @@ class Search:
             layout.narrowed(len(ids), one.count) if layout.coarse else 0
             for ids, one in zip(self._ids, sequences, strict=True)
         ]
-        most, most_few = int(counts.max()), max(few)
         rows_at_once = max(first * int(at_once.max()), layout.fine, dim)
-        room = _Room()
-        room.take("point_at", group * row_bytes)
-        room.take("sums_at", rows_at_once * group * 4)
-        room.take("packed_at", native.packed_bytes(group, row_bytes - SCALE_BYTES))
-        room.take("scales_at", group * 4)
-        room.take("weights_at", most * 4)
-        room.take("near_at", most_few * 8)
-        room.take("fine_at", group * most_few * 4)
-        self._scratch = np.empty(threads * room.nbytes + _LINE, np.int8)
+        scratch = {  # bytes of a thread
+            "point_at": group * row_bytes,
+            "sums_at": rows_at_once * group * 4,
+            "packed_at": native.packed_bytes(group, row_bytes - SCALE_BYTES),
+            "scales_at": group * 4,
+            "weights_at": int(counts.max()) * 4,
+            "near_at": max(few) * 8,
+            "fine_at": group * max(few) * 4,
+        }
+        *places, scratch_bytes = itertools.accumulate(map(_aligned, scratch.values()), initial=0)
+        self._scratch = np.empty(threads * scratch_bytes + _LINE, np.int8)
         self._logits = np.empty(heads * group * int(counts.sum()), np.float32)
         self._counters = np.empty(((2 + len(sequences) * heads) * _LINE + _LINE), np.int8)
         self._layers = np.zeros(len(sequences), np.int64)
@@ -128,12 +129,12 @@ class Search:
         self._sought = np.zeros(len(sequences), native.sought)
         logits = self._logits.ctypes.data
         for at, one in enumerate(sequences):
-            told = self._sought[at]
-            told["count"], told["few"] = one.count, few[at]
-            told["blocks"], told["at_once"], told["chunks"] = counts[at], at_once[at], chunks[at]
-            told["segments"], told["found"] = len(one.parts), self.found[at].data_ptr()
-            told["ids"], told["ends"] = self._ids[at].ctypes.data, self._ends[at].ctypes.data
-            told["logits"] = logits
+            row = self._sought[at]
+            row["count"], row["few"] = one.count, few[at]
+            row["blocks"], row["at_once"], row["chunks"] = counts[at], at_once[at], chunks[at]
+            row["segments"], row["found"] = len(one.parts), self.found[at].data_ptr()
+            row["ids"], row["ends"] = self._ids[at].ctypes.data, self._ends[at].ctypes.data
+            row["logits"] = logits
             logits += heads * group * int(counts[at]) * 4
         self._work = np.zeros(1, native.search)
         facts = {
@@ -145,8 +146,8 @@ class Search:
             "first": first,
             "fine": layout.fine,
             "row_bytes": row_bytes,
-            "room": room.nbytes,
-            **room.places,
+            "scratch_bytes": scratch_bytes,
+            **dict(zip(scratch, places, strict=True)),
             "counters": _aligned(self._counters.ctypes.data),
             "scratch": _aligned(self._scratch.ctypes.data),
             "threads": threads,
@@ -174,13 +175,13 @@ class Search:
         from head to head."""
         self._work["block_bytes"], self._work["head_bytes"] = cache_bytes
         self._enter(at, table, table.ctypes.data, table.strides[0])
-        told = self._sought[at]
-        told["far"], told["left"], told["nears"] = 1, left, self._nears[at].ctypes.data
+        row = self._sought[at]
+        row["far"], row["left"], row["nears"] = 1, left, self._nears[at].ctypes.data
 
     def _enter(self, at: int, table: torch.Tensor | Numbers, address: int, row_bytes: int) -> None:
         self._tables[at] = table
-        told = self._sought[at]
-        told["table"], told["table_row"] = address, row_bytes
+        row = self._sought[at]
+        row["table"], row["table_row"] = address, row_bytes
 
     @property
     def left(self) -> int:
@@ -200,7 +201,7 @@ class Search:
         self._start(self._address, query.data_ptr(), layers, step, scale)
 
     def _readable(self, query: torch.Tensor) -> torch.Tensor:
-        """The query as compiled code can read it, where it lies if possible, and has that told how.
+        """The query as compiled code can read it, in place if possible, and records how it lies.
         Of a view of a token an operation of PyTorch's would be made, in every layer."""
         tokens = [one.token for one in self._sequences]
         self._dtype, self._stride = query.dtype, query.stride()
@@ -212,18 +213,6 @@ class Search:
         self._work["halved"] = query.dtype is torch.bfloat16
         self._work["query_row"] = query.stride(0) * query.element_size()
         return query
-
-
-class _Room:
-    """Divides a thread's bytes of scratch memory among what it keeps there."""
-
-    def __init__(self) -> None:
-        self.places: dict[str, int] = {}
-        self.nbytes = 0
-
-    def take(self, name: str, nbytes: int) -> None:
-        self.places[name] = self.nbytes
-        self.nbytes += _aligned(nbytes)
 
 
 class _Native:
@@ -241,14 +230,10 @@ class _Native:
         self.start = search_loops.start
         # The OpenMP that PyTorch has loaded, whichever it is: another one would have other threads.
         fork = ctypes.CDLL(None).GOMP_parallel
-        called = {
-            "pack": products.nk_dots_pack_i8,
-            "dots": products.nk_dots_packed_i8,
-            "fork": fork,
-        }
-        self.functions = {
-            name: ctypes.cast(function, ctypes.c_void_p).value for name, function in called.items()
-        } | {"share": search_loops.share.address}
+        pack, dots = products.nk_dots_pack_i8, products.nk_dots_packed_i8
+        named = zip(("pack", "dots", "fork"), (pack, dots, fork), strict=True)
+        self.functions = {name: ctypes.cast(one, ctypes.c_void_p).value for name, one in named}
+        self.functions["share"] = search_loops.share.address
         self.packed_bytes = products.nk_dots_packed_size_i8
         self.packed_bytes.restype = ctypes.c_size_t
         self.packed_bytes.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
@@ -281,9 +266,9 @@ def is_compiled() -> bool:
         keys = torch.randn(2, 61, 128, 32, generator=drawn)
         query = torch.randn(2, 3, 32, generator=drawn)
         rows, ids = encode(layout.rows_of(keys)), torch.arange(60, 3, -1)
-        told = rows[:, :, layout.coarse_rows].contiguous() if layout.coarse else None
+        coarse = rows[:, :, layout.coarse_rows].contiguous() if layout.coarse else None
         search = Search((2, 3, 32), layout, [Sought([ids.numpy()], 7)])
-        search.run(query.view(1, 6, 32), [Placed(layout, [(rows, told)])], 0.2)
+        search.run(query.view(1, 6, 32), [Placed(layout, [(rows, coarse)])], 0.2)
         want = selector_of(layout).choose(query, [rows[:, ids]], 7, 0.2)
         if not torch.equal(search.found[0], want.sort(-1).values):
             _LOG.warning(

@@ -15,9 +15,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 _SEARCH = (
-    "sequences", "heads", "group", "dim", "parts", "first", "fine", "row_bytes", "room", "point_at",
-    "sums_at", "packed_at", "scales_at", "weights_at", "near_at", "fine_at", "counters", "scratch",
-    "threads", "pack", "dots", "fork", "share", "sought", "block_bytes", "head_bytes",
+    "sequences", "heads", "group", "dim", "parts", "first", "fine", "row_bytes", "scratch_bytes",
+    "point_at", "sums_at", "packed_at", "scales_at", "weights_at", "near_at", "fine_at", "counters",
+    "scratch", "threads", "pack", "dots", "fork", "share", "sought", "block_bytes", "head_bytes",
     "query", "query_row", "halved", "layers", "layer_step",
 )  # fmt: skip
 
@@ -36,7 +36,7 @@ SEARCH = np.dtype([*_record(*_SEARCH).descr, ("scale", np.float32)], align=True)
 records of them. ``first``, ``fine``: rows of a block that are read first, and those that are then
 read of the best blocks only. ``counters``, on lines of their own: the next thread, the next head of
 all sequences', and of each of those the chunks that are not done, and behind them the next one.
-``room``: bytes of ``scratch`` for a thread; ``.._at``: in it. ``pack``, ``dots``: NumKong's
+``scratch_bytes``: of ``scratch``, for a thread; ``.._at``: in it. ``pack``, ``dots``: NumKong's
 functions; ``fork``: OpenMP's, ``share``: what it calls in each of ``threads``. ``block_bytes``,
 ``head_bytes``: of the KV cache, from block to block and from head to head.
 
@@ -131,12 +131,12 @@ def _float_of(typing: Any, bits: Any) -> Any:
 
 
 @njit
-def _code(work: Any, sought: Any, head: int, room: int) -> None:
+def _code(work: Any, sought: Any, head: int, scratch: int) -> None:
     """Codes a head's queries, as ``selection.CodedQuery`` does, and packs them."""
     dim, width, size = work.dim, work.row_bytes - 4, (work.group, work.dim)
-    point = carray(_pointer(room + work.point_at), (work.group, width), np.int8)
-    scales = carray(_pointer(room + work.scales_at), work.group, np.float32)
-    query = carray(_pointer(room + work.sums_at), size, np.float32)
+    point = carray(_pointer(scratch + work.point_at), (work.group, width), np.int8)
+    scales = carray(_pointer(scratch + work.scales_at), work.group, np.float32)
+    query = carray(_pointer(scratch + work.sums_at), size, np.float32)
     begin = work.query + sought.token * work.query_row
     first = head * work.group * dim
     if work.halved:
@@ -161,26 +161,26 @@ def _code(work: Any, sought: Any, head: int, room: int) -> None:
             else:  # of maxima and minima: the positive coordinates, and the negative ones
                 point[row, at] = max(code, np.int8(0))
                 point[row, dim + at] = min(code, np.int8(0))
-    _call5(work.pack, (point.ctypes.data, work.group, width, width, room + work.packed_at))
+    _call5(work.pack, (point.ctypes.data, work.group, width, width, scratch + work.packed_at))
 
 
 @njit
 def _score(
-    work: Any, place: tuple[int, int, int], blocks: int, room: int, logits: Any, at: int
+    work: Any, place: tuple[int, int, int], blocks: int, scratch: int, logits: Any, at: int
 ) -> None:
     """Writes the scores of blocks that lie side by side to ``logits`` ``[group, blocks]`` from
     ``at`` on. ``place``: where they begin, the bytes from one to the next, and the rows of each."""
     begin, block_bytes, rows = place
     group, row_bytes = work.group, work.row_bytes
-    sums = carray(_pointer(room + work.sums_at), blocks * rows * group, np.int32)
-    scales = carray(_pointer(room + work.scales_at), group, np.float32)
+    sums = carray(_pointer(scratch + work.sums_at), blocks * rows * group, np.int32)
+    scales = carray(_pointer(scratch + work.scales_at), group, np.float32)
     for block in range(blocks):
         at_rows, nbytes = begin + block * block_bytes, rows * row_bytes
         if block + _AHEAD < blocks:
             for line in range(_AHEAD * block_bytes, _AHEAD * block_bytes + nbytes, 8 * LINE):
                 _prefetch(at_rows + line)
-        told = at_rows, room + work.packed_at, sums.ctypes.data + block * rows * group * 4
-        _call8(work.dots, (*told, rows, group, row_bytes - 4, row_bytes, group * 4))
+        args = at_rows, scratch + work.packed_at, sums.ctypes.data + block * rows * group * 4
+        _call8(work.dots, (*args, rows, group, row_bytes - 4, row_bytes, group * 4))
     for block in range(blocks):
         scale = carray(_pointer(begin + block * block_bytes + row_bytes - 4), 1, np.float32)[0]
         best, left = sums[block * rows * group :], rows
@@ -198,7 +198,7 @@ def _score(
 
 
 @njit
-def _score_first(work: Any, sought: Any, layer: Any, head: int, chunk: int, room: int) -> None:
+def _score_first(work: Any, sought: Any, layer: Any, head: int, chunk: int, scratch: int) -> None:
     """Scores a chunk of a head's blocks by the rows that are read first."""
     ids = carray(_pointer(sought.ids), sought.blocks, np.int64)
     ends = carray(_pointer(sought.ends), sought.segments, np.int64)
@@ -213,13 +213,13 @@ def _score_first(work: Any, sought: Any, layer: Any, head: int, chunk: int, room
             until += 1
         begin = layer[0, segment] + head * layer[1, segment] + ids[at] * layer[2, 0]
         place = begin, layer[2, 0], work.first
-        _score(work, place, until - at, room, logits, at)
+        _score(work, place, until - at, scratch, logits, at)
         at = until
 
 
 @njit
 def _score_fine(
-    work: Any, sought: Any, layer: Any, head: int, near: Any, fine: Any, room: int
+    work: Any, sought: Any, layer: Any, head: int, near: Any, fine: Any, scratch: int
 ) -> None:
     """Scores the blocks ``near`` by their fine rows: ``fine`` ``[group, few]``."""
     ids = carray(_pointer(sought.ids), sought.blocks, np.int64)
@@ -229,7 +229,7 @@ def _score_fine(
         while ends[segment - 1] <= near[at]:
             segment += 1
         begin = layer[2, segment] + head * layer[3, segment] + ids[near[at]] * layer[3, 0]
-        _score(work, (begin, 0, work.fine), 1, room, fine, at)
+        _score(work, (begin, 0, work.fine), 1, scratch, fine, at)
 
 
 @njit
@@ -306,18 +306,18 @@ def _take_best(weights: Any, count: int, taken: Any) -> None:
 
 
 @njit
-def _choose(work: Any, sought: Any, layer: Any, head: int, room: int) -> None:
+def _choose(work: Any, sought: Any, layer: Any, head: int, scratch: int) -> None:
     """Chooses a head's blocks, all of which have been scored."""
     found = carray(_pointer(sought.found + head * sought.count * 8), sought.count, np.int64)
-    weights = carray(_pointer(room + work.weights_at), sought.blocks, np.float32)
+    weights = carray(_pointer(scratch + work.weights_at), sought.blocks, np.float32)
     _weigh(_logits(work, sought, head), weights)
     if not sought.few:
         _take_best(weights, sought.count, found)
     else:
-        near = carray(_pointer(room + work.near_at), sought.few, np.int64)
-        fine = carray(_pointer(room + work.fine_at), (work.group, sought.few), np.float32)
+        near = carray(_pointer(scratch + work.near_at), sought.few, np.int64)
+        fine = carray(_pointer(scratch + work.fine_at), (work.group, sought.few), np.float32)
         _take_best(weights, sought.few, near)
-        _score_fine(work, sought, layer, head, near, fine, room)
+        _score_fine(work, sought, layer, head, near, fine, scratch)
         _weigh(fine, weights[: sought.few])
         _take_best(weights[: sought.few], sought.count, found)
         for at in range(sought.count):
@@ -344,9 +344,9 @@ def _choose(work: Any, sought: Any, layer: Any, head: int, room: int) -> None:
 
 
 @njit
-def _search(work: Any, unit: int, room: int) -> None:
-    """Scores chunks of a head's blocks, while there are any; whoever does the last one chooses
-    among the blocks. ``unit``: the head, counted over all sequences."""
+def _search(work: Any, unit: int, scratch: int) -> None:
+    """Scores chunks of a head's blocks, while there are any; the thread that does the last one
+    chooses among the blocks. ``unit``: the head, counted over all sequences."""
     sequence, head = unit // work.heads, unit % work.heads
     sought = carray(_pointer(work.sought), work.sequences, SOUGHT)[sequence]
     counters = work.counters + 8 * LINE * (2 + unit)
@@ -356,11 +356,11 @@ def _search(work: Any, unit: int, room: int) -> None:
     at = work.layers + sequence * work.layer_step
     layer = carray(_pointer(at), 1, np.int64)[0]
     rows = carray(_pointer(layer), (4, 1 + sought.segments), np.int64)
-    _code(work, sought, head, room)
+    _code(work, sought, head, scratch)
     while chunk < sought.chunks:
-        _score_first(work, sought, rows, head, chunk, room)
+        _score_first(work, sought, rows, head, chunk, scratch)
         if _add(counters, -1) == 1:
-            _choose(work, sought, rows, head, room)
+            _choose(work, sought, rows, head, scratch)
         chunk = _add(counters + 8, 1)
 
 
@@ -370,13 +370,13 @@ def _share(address: int) -> None:
     and each head is coded by one of them; then what is left of the others."""
     work = carray(_pointer(address), 1, SEARCH)[0]
     thread = _add(work.counters, 1)
-    room, units = work.scratch + thread * work.room, work.sequences * work.heads
+    scratch, units = work.scratch + thread * work.scratch_bytes, work.sequences * work.heads
     unit = _add(work.counters + 8 * LINE, 1)
     while unit < units:
-        _search(work, unit, room)
+        _search(work, unit, scratch)
         unit = _add(work.counters + 8 * LINE, 1)
     for other in range(units):
-        _search(work, units - 1 - (thread + other) % units, room)
+        _search(work, units - 1 - (thread + other) % units, scratch)
 
 
 def _start(address: int, query: int, layers: int, layer_step: int, scale: float) -> None:

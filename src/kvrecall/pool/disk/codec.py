@@ -21,22 +21,22 @@ _SIZES = 32
 so that a block wastes a sixty-fourth of its plain size on average."""
 
 
-class Rooms:
+class ScratchBuffers:
     """Page-aligned memory of each thread, as much as it needed at once so far."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
 
-    def room(self, nbytes: int) -> memoryview:
+    def buffer(self, nbytes: int) -> memoryview:
         """The thread's memory; the same again at its next call."""
-        room: memoryview | None = getattr(self._of_thread, "room", None)
+        room: memoryview | None = getattr(self._of_thread, "buffer", None)
         if room is None or len(room) < nbytes:
-            room = self._of_thread.room = memoryview(mmap.mmap(-1, max(nbytes, ALIGNMENT)))
+            room = self._of_thread.buffer = memoryview(mmap.mmap(-1, max(nbytes, ALIGNMENT)))
         return room[:nbytes]
 
-    def rooms(self, sizes: Sequence[int]) -> list[memoryview]:
+    def pieces(self, sizes: Sequence[int]) -> list[memoryview]:
         """Pieces of it, one after the other."""
-        room, begin, pieces = self.room(sum(sizes)), 0, []
+        room, begin, pieces = self.buffer(sum(sizes)), 0, []
         for nbytes in sizes:
             pieces.append(room[begin : begin + nbytes])
             begin += nbytes
@@ -55,7 +55,7 @@ class Packer:
         self._compressors = {codec: Compressor(codec) for codec in CODECS}
         self._codec = next((codec for codec in CODECS if codec == compression), None)
         self._chooser = Chooser(self._compressors) if self._codec is None else None
-        self._rooms = Rooms()
+        self._scratch = ScratchBuffers()
 
     def moved(self, nbytes: int, seconds: float, got: bool) -> None:
         """The medium read (``got``) or wrote so many bytes."""
@@ -65,7 +65,7 @@ class Packer:
     def pack(self, puts: Sequence[Put]) -> list[Put]:
         """The puts with compressed data where that is smaller by a slot's size. Valid until the
         thread's next call."""
-        room = self._rooms.room(sum(len(put.data) for put in puts) + FRAME_BYTES)
+        room = self._scratch.buffer(sum(len(put.data) for put in puts) + FRAME_BYTES)
         packed: list[Put] = []
         begin = 0
         for put in puts:
@@ -104,7 +104,7 @@ class BlockCodec(ABC):
 
     def __init__(self, packer: Packer | None = None) -> None:
         self.packer = packer
-        self._rooms = Rooms()
+        self._scratch = ScratchBuffers()
 
     @abstractmethod
     def knows(self, tag: bytes) -> bool:
@@ -154,7 +154,7 @@ class Plain(BlockCodec):
         ]
         if not any(own):
             return slots
-        pieces = self._rooms.rooms(own)
+        pieces = self._scratch.pieces(own)
         return [piece if piece else slot for piece, slot in zip(pieces, slots, strict=True)]
 
     def decode(
@@ -180,13 +180,13 @@ class Encrypted(BlockCodec):
     def __init__(self, cipher: Cipher, packer: Packer | None = None) -> None:
         super().__init__(packer)
         self._cipher = cipher
-        self._decrypted = Rooms()
+        self._decrypted = ScratchBuffers()
 
     def knows(self, tag: bytes) -> bool:
         return self._cipher.knows(tag)
 
     def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
-        room = self._rooms.room(sum(len(put.data) for put in puts))
+        room = self._scratch.buffer(sum(len(put.data) for put in puts))
         begin = 0
         for put in puts:
             end = begin + put.nbytes
@@ -197,7 +197,7 @@ class Encrypted(BlockCodec):
         return [room]
 
     def buffers(self, slots: Sequence[memoryview], sizes: Sequence[int]) -> Sequence[memoryview]:
-        return self._rooms.rooms(sizes)
+        return self._scratch.pieces(sizes)
 
     def decode(
         self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview,
@@ -206,7 +206,7 @@ class Encrypted(BlockCodec):
         label = _label(key, nbytes)
         if nbytes == block_bytes:
             return self._cipher.decrypt(label, tag, [read[:nbytes]], [slot[:nbytes]])
-        frame = self._decrypted.room(nbytes)
+        frame = self._decrypted.buffer(nbytes)
         right = self._cipher.decrypt(label, tag, [read[:nbytes]], [frame])
         return right and unpack(frame, slot[:block_bytes])
 

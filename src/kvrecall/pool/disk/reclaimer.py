@@ -14,16 +14,18 @@ from itertools import groupby
 from kvrecall.block import BlockKey, Tenant
 from kvrecall.config import Watermarks
 from kvrecall.pool.changes import Cause
-from kvrecall.pool.disk.catalog import Catalog, DiskCounters, Entry, SlabUse
-from kvrecall.pool.disk.index import MAX_ROWS, ROW_BYTES, WAL_BYTES, Index, is_damage
-from kvrecall.pool.disk.recovery import renew_index
-from kvrecall.pool.disk.slabs import Slab, SlabStore, address_of, slab_of
+from kvrecall.pool.disk.catalog import DiskEntry
+from kvrecall.pool.disk.engine import DiskEngine
+from kvrecall.pool.disk.index import MAX_ROWS, ROW_BYTES, WAL_BYTES
+from kvrecall.pool.disk.slabs import Slab, address_of, slab_of
+from kvrecall.pool.entries import Extent
 from kvrecall.pool.tier import Put
 
 _EVICTED_BYTES = 1 << 20  # the least, each time no slab can be emptied without a loss
+_JUDGED = 1024  # blocks that show which sizes are cold
 _MOVED_AT_ONCE = 64  # blocks of a transaction
 _GROW_RETRY_S = 10.0  # after the medium refused to grow
-_UNUSED = SlabUse()
+_UNUSED = Extent()
 
 
 class Reclaimer:
@@ -34,22 +36,16 @@ class Reclaimer:
     old slot is not reused before that: whenever the process dies, the row leads to the right bytes.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        store: SlabStore,
-        index: Index,
-        counters: DiskCounters,
-        watermarks: Watermarks,
-    ) -> None:
-        self._catalog = catalog
-        self._store = store
-        self._index = index
-        self._counters = counters
-        self._watermarks = watermarks
-        self._emptied: dict[int, list[Entry]] = {}  # by slab: entries that may still be read
+    def __init__(self, engine: DiskEngine) -> None:
+        self._engine = engine
+        self._catalog = engine.catalog
+        self._store = engine.store
+        self._index = engine.index
+        self._counters = engine.counters
+        config = engine.config
+        self._watermarks = Watermarks(config.high_watermark, config.low_watermark)
+        self._emptied: dict[int, list[DiskEntry]] = {}  # by slab: entries that may still be read
         self.surplus_bytes = 0  # that the tier is above its limit, since that was lowered
-        self._failing = False  # the index could not be written when last tried
         self._grow_at = 0.0
 
     def make_room(self, slot_bytes: int, count: int) -> None:
@@ -86,23 +82,6 @@ class Reclaimer:
             return
         self._grow_at = time.monotonic() + _GROW_RETRY_S
 
-    @property
-    def is_failing(self) -> bool:
-        """Whether the index could not be written when last tried."""
-        return self._failing
-
-    def index_works(self) -> bool:
-        """Whether rows can be written; checked before blocks are evicted for new ones."""
-        if self._failing:
-            try:
-                self._index.note_time()
-            except sqlite3.Error as error:
-                if is_damage(error):
-                    self.renew_index(str(error))
-                return not self._failing
-            self._failing = False
-        return True
-
     def _room_to_grow(self, slot_bytes: int) -> int:
         if self._store.full and time.monotonic() < self._grow_at:
             return 0
@@ -110,7 +89,9 @@ class Reclaimer:
 
     def _cold_elsewhere(self, slot_bytes: int, count: int) -> bool:
         """Whether most of the least valuable blocks are of other sizes."""
-        coldest = self._catalog.coldest(max(1, count))
+        if len(self._store.classes()) < 2:
+            return False
+        coldest = self._catalog.coldest(min(max(1, count), _JUDGED))
         return sum(entry.slot_bytes != slot_bytes for entry in coldest) * 2 > len(coldest)
 
     def _take_over(self, slot_bytes: int, count: int) -> None:
@@ -140,7 +121,7 @@ class Reclaimer:
             try:
                 self._index.delete(addresses)
             except sqlite3.Error as error:
-                self.index_failed(error)
+                self._engine.index_failed(error)
                 self._catalog.add_pending_free(addresses)
                 return
             self.give_back(addresses)
@@ -153,7 +134,7 @@ class Reclaimer:
         try:
             self._index.delete_all()
         except sqlite3.Error as error:
-            self.index_failed(error)
+            self._engine.index_failed(error)
             return
         while addresses := self._catalog.take_pending_free(MAX_ROWS):
             self.give_back(addresses)
@@ -201,7 +182,7 @@ class Reclaimer:
         none, evicts some of the least valuable blocks. If no more blocks can be evicted, blocks are
         lost with their slab, but not pinned ones: such a slab stays."""
         self._remove_emptied()
-        self.surplus_bytes = self._surplus()
+        self.surplus_bytes = self._engine.surplus_bytes
         if not self.surplus_bytes or self._emptied:
             return
         costs = self._costs()
@@ -213,13 +194,9 @@ class Reclaimer:
             except OSError as error:
                 self._counters.fault("a slab could not be emptied", error)
         self.reap()
-        self.surplus_bytes = self._surplus()
+        self.surplus_bytes = self._engine.surplus_bytes
         if not self.surplus_bytes:
             self._end_shrinking()
-
-    def _surplus(self) -> int:
-        over = self._store.file_bytes + self._store.index_bytes - self._store.limit_bytes
-        return max(0, over)
 
     def _to_evict(self) -> int:
         """Bytes to evict before the next search for a slab that can be emptied."""
@@ -254,10 +231,10 @@ class Reclaimer:
             self._emptied[slab.number] = entries
             self._remove_emptied()
 
-    def _move(self, slab: Slab, entries: Sequence[Entry]) -> None:
+    def _move(self, slab: Slab, entries: Sequence[DiskEntry]) -> None:
         slots = self._store.slot_class(slab.slot_bytes)
         places = slots.take(len(entries))
-        moves: list[tuple[Entry, int]] = list(zip(entries, places, strict=False))
+        moves: list[tuple[DiskEntry, int]] = list(zip(entries, places, strict=False))
         done = False
         try:
             with memoryview(mmap.mmap(-1, slab.slot_bytes)) as page:
@@ -297,21 +274,4 @@ class Reclaimer:
             if self._index.file_bytes() > bound:
                 self._index.compact()
         except sqlite3.Error as error:
-            self.index_failed(error)
-
-    def index_failed(self, error: sqlite3.Error) -> None:
-        """Called when the index could not be written; its pending changes are undone. A damaged one
-        is replaced."""
-        self._failing = True
-        self._counters.fault("index failed, blocks are not stored", error)
-        if is_damage(error):
-            self.renew_index(str(error))
-
-    def renew_index(self, why: str) -> None:
-        """Goes on with a new index of the same blocks, if the medium allows one."""
-        self._failing = True
-        try:
-            renew_index(self._index, self._catalog, self._store, why)
-            self._failing = False
-        except (sqlite3.Error, OSError) as error:
-            self._counters.fault("no new index can be begun", error)
+            self._engine.index_failed(error)

@@ -167,7 +167,7 @@ class SlabStore:
             self._classes[slot_bytes] = SlotClass(slot_bytes)
         return self._classes[slot_bytes]
 
-    def classes(self) -> Iterable[SlotClass]:
+    def classes(self) -> Collection[SlotClass]:
         return self._classes.values()
 
     def room_for(self, slot_bytes: int) -> int:

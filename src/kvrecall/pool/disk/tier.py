@@ -4,12 +4,9 @@ threads that fetch blocks into slots of the host; reads have priority over write
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import logging
 import mmap
 import queue
-import sqlite3
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -17,42 +14,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
-from kvrecall.config import DEFAULT_POLICY, DiskConfig, PoolTerms, Watermarks
+from kvrecall.config import DEFAULT_POLICY, DiskConfig, PoolTerms
 from kvrecall.errors import ConfigError, TierError
+from kvrecall.pool.accounts import TenantUse
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.clock import Clock
-from kvrecall.pool.compression import check_compression
 from kvrecall.pool.departures import Departure
-from kvrecall.pool.disk.catalog import Catalog, DiskCounters, Entry
+from kvrecall.pool.disk.catalog import DiskEntry
 from kvrecall.pool.disk.codec import BlockCodec, Plain
+from kvrecall.pool.disk.engine import DiskEngine
 from kvrecall.pool.disk.flusher import Flusher
-from kvrecall.pool.disk.folder import LEAST_BYTES, FolderLock, check_room, refusal
-from kvrecall.pool.disk.index import (
-    WAL_BYTES,
-    Index,
-    aside_bytes,
-    is_damage,
-)
-from kvrecall.pool.disk.reclaimer import Reclaimer
-from kvrecall.pool.disk.recovery import Recovery
+from kvrecall.pool.disk.folder import LEAST_BYTES, check_room
 from kvrecall.pool.disk.slabs import (
-    INDEX_BASE_BYTES,
-    SLAB_BITS,
     FileIo,
     SlabLost,
-    SlabStore,
     slab_of,
 )
+from kvrecall.pool.entries import BlockInfo
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.hints import Advice
-from kvrecall.pool.lockfile import leads_to
-from kvrecall.pool.residents import BlockInfo, TenantUse
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
 
-_LOG = logging.getLogger(__name__)
-_MIB = 1 << 20
 _GIB = 1 << 30
 _MERGE_BYTES = 4 << 20
 _MERGE_BLOCKS = 512  # buffers of one system call (IOV_MAX is 1024)
@@ -65,7 +49,7 @@ class _Read:
     """One system call: blocks in adjacent slots."""
 
     gets: tuple[Get, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[DiskEntry, ...]
     queued_at: float
     is_check: bool = False
 
@@ -89,40 +73,22 @@ class DiskTier(Tier):
         nothing; MediumFails if that may be different at the next start.
 
         The blocks of a large folder are found in the background: those that are not found
-        yet are misses, and new ones wait to be stored. ``codec`` (default: a checksum): see
-        ``_admit`` for folders that were written with another."""
+        yet are misses, and new ones wait to be stored. ``codec`` (default: a checksum)."""
         make_policy(policy, 1)  # before anything is touched
-        if doubt := check_room(config.path, config.capacity_bytes):
-            _LOG.warning("disk tier: %s; the tier grows as far as there is room", doubt)
-        self._config = config
-        self._capacity_bytes = config.capacity_bytes
         self._terms = terms or PoolTerms()
-        self._codec = codec or Plain()
-        self._counters = DiskCounters()
-        with contextlib.ExitStack() as undo:
-            self._lock = FolderLock(config.path)
-            undo.callback(self._lock.release)
-            try:
-                self._open_whole(io or FileIo(), policy, clock or Clock(), undo)
-            except (OSError, sqlite3.Error) as error:
-                raise refusal(config.path, error) from error
-            undo.pop_all()
+        self._engine = engine = DiskEngine(
+            config, policy, io or FileIo(), clock or Clock(), codec or Plain(), self._terms
+        )
+        self._config = config
+        self._catalog = engine.catalog
+        self._store = engine.store
+        self._codec = engine.codec
+        self._counters = engine.counters
+        self._is_compressed = engine.index.is_compressed
         self._done: queue.Queue[Done] = queue.Queue()
         self._closed = False
-        self._sizes = {ns.digest: nbytes for ns, nbytes in self._known}
-        marks = Watermarks(config.high_watermark, config.low_watermark)
-        self._reclaimer = Reclaimer(self._catalog, self._store, self._index, self._counters, marks)
-        self._flusher = Flusher(
-            self._catalog,
-            self._store,
-            self._index,
-            self._counters,
-            self._reclaimer,
-            config.max_queued_bytes,
-            self._done.put,
-            self._codec,
-            self._recovery,
-        )
+        self._sizes = {space.digest: nbytes for space, nbytes in engine.namespaces}
+        self._flusher = Flusher(engine, self._done.put)
         self._reads: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
         self._reads_end = False  # what is queued becomes a miss
         self._readers = [
@@ -132,17 +98,15 @@ class DiskTier(Tier):
         self._flusher.start()
         for reader in self._readers:
             reader.start()
-        self._recovery.ended.wait(_OPENING_S)
+        engine.recovered.wait(_OPENING_S)
 
     def register(self, namespace: Namespace, block_bytes: int) -> None:
         known = self._sizes.get(namespace.digest)
         if known == block_bytes:
             return
         self._sizes[namespace.digest] = block_bytes
-        if known is None:
-            self._catalog.resize_policy(self._capacity_bytes // slot_bytes_of(block_bytes))
-        else:
-            kept = 0 if self._index.is_compressed else block_bytes
+        if known is not None:
+            kept = 0 if self._is_compressed else block_bytes
             self._catalog.forget_namespace(namespace.digest, but_of=kept)
         self._flusher.register(namespace, block_bytes)
 
@@ -175,7 +139,8 @@ class DiskTier(Tier):
         ending: Sequence[BlockKey] = (),
         advice: Advice | None = None,
     ) -> None:
-        self._catalog.touch(chain, hanging, ending, advice)
+        if not self._catalog.touch(chain, hanging, ending, advice):
+            self._flusher.hurry()
 
     def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
         self._flusher.cancel(keys)
@@ -195,7 +160,7 @@ class DiskTier(Tier):
         accounts = self._catalog.accounts
         return dataclasses.replace(
             self._counters.stats(
-                self._capacity_bytes, self._catalog.used_bytes, len(self._catalog)
+                self._engine.capacity_bytes, self._catalog.used_bytes, len(self._catalog)
             ),
             evictions=self._catalog.evictions,
             pinned_bytes=self._catalog.pinned_bytes,
@@ -217,7 +182,7 @@ class DiskTier(Tier):
 
     def namespaces(self) -> list[tuple[Namespace, int]]:
         """Namespaces known when the tier was opened, with the bytes of their blocks."""
-        return self._known
+        return self._engine.namespaces
 
     def close(self, deadline_s: float = 10.0) -> None:
         if self._closed:
@@ -231,20 +196,14 @@ class DiskTier(Tier):
         for reader in self._readers:
             reader.join(max(0.0, until - time.monotonic()))
         read = not any(reader.is_alive() for reader in self._readers)
-        if flushed:
-            self._index.close(not (self._recovery.is_damaged or self._reclaimer.is_failing))
-        if flushed and read:
-            self._store.close()
-            self._lock.release()
-        else:
-            _LOG.error("disk tier: the medium does not answer; %s stays open", self._config.path)
+        self._engine.close(flushed, read)
 
     # -- reading ---------------------------------------------------------------------------
 
     def submit_get(self, gets: Sequence[Get]) -> None:
         """See ``Tier``. Neighbours on disk are read together."""
         now = time.monotonic()
-        run: list[tuple[Get, Entry]] = []
+        run: list[tuple[Get, DiskEntry]] = []
         size = 0
         for get in gets:
             entry = None if self._reads_end else self._catalog.acquire(get.key)
@@ -265,15 +224,15 @@ class DiskTier(Tier):
         if run:
             self._queue_read(run, now)
 
-    def _fits(self, get: Get, entry: Entry) -> bool:
+    def _fits(self, get: Get, entry: DiskEntry) -> bool:
         """Whether the block may be one of its namespace's size, whole or compressed."""
         if entry.slot_bytes == len(get.into):
             return True
         block_bytes = self._sizes.get(get.key[:NAMESPACE_BYTES], 0)
         is_size = slot_bytes_of(block_bytes) == len(get.into)
-        return self._index.is_compressed and is_size and entry.nbytes < block_bytes
+        return self._is_compressed and is_size and entry.nbytes < block_bytes
 
-    def _queue_read(self, run: Sequence[tuple[Get, Entry]], now: float) -> None:
+    def _queue_read(self, run: Sequence[tuple[Get, DiskEntry]], now: float) -> None:
         self._counters.reads_began(len(run))
         gets, entries = zip(*run, strict=True)
         self._reads.put(_Read(gets, entries, now))
@@ -317,7 +276,7 @@ class DiskTier(Tier):
             whole = end + entry.nbytes <= got
             end += entry.slot_bytes
             plain = self._sizes.get(get.key[:NAMESPACE_BYTES], 0)
-            if not self._index.is_compressed:
+            if not self._is_compressed:
                 plain = entry.nbytes
             right = whole and self._codec.decode(
                 get.key, entry.nbytes, entry.tag, place, get.into, plain
@@ -348,7 +307,7 @@ class DiskTier(Tier):
             if slot_bytes not in buffers:
                 buffers[slot_bytes] = memoryview(mmap.mmap(-1, slot_bytes))
             into = buffers[slot_bytes]
-            if not self._index.is_compressed:
+            if not self._is_compressed:
                 into = into[: entry.slot_bytes]
             get, began = Get(key, into), time.monotonic()
             try:
@@ -408,7 +367,7 @@ class DiskTier(Tier):
         ConfigError if the medium does not have that much, or too much is pinned."""
         if capacity_bytes < LEAST_BYTES:
             raise ConfigError(f"disk: {capacity_bytes} bytes is too small; the minimum is 8MiB")
-        if capacity_bytes > self._capacity_bytes:
+        if capacity_bytes > self._engine.capacity_bytes:
             try:
                 doubt = check_room(self._config.path, capacity_bytes)
             except TierError as error:
@@ -421,112 +380,13 @@ class DiskTier(Tier):
                 f"disk: {pinned / _GIB:.2f} GiB are pinned, more than pin_limit ({share:g}) "
                 f"allows of {capacity_bytes / _GIB:.2f} GiB; unpin some blocks"
             )
-        self._capacity_bytes = capacity_bytes
-        self._store.limit_bytes = capacity_bytes - aside_bytes(self._config.path)
+        self._engine.resize(capacity_bytes)
         self._flusher.hurry()
 
     @property
     def surplus_bytes(self) -> int:
         """Bytes on the medium above the limit, since that was lowered."""
-        return self._reclaimer.surplus_bytes
-
-    # -- opening ---------------------------------------------------------------------------
-
-    def _open_whole(
-        self,
-        io: FileIo,
-        policy: str,
-        clock: Clock,
-        undo: contextlib.ExitStack,
-    ) -> None:
-        """``_open``, and again with what can be read of the index if that is damaged although it
-        was closed well, or its pages are right and what they hold is not."""
-        try:
-            with contextlib.ExitStack() as attempt:
-                self._open(io, policy, clock, attempt)
-                undo.enter_context(attempt.pop_all())
-        except sqlite3.DatabaseError as error:
-            if not is_damage(error):
-                raise
-            self._open(io, policy, clock, undo, f"it is damaged ({error})")
-
-    def _open(
-        self,
-        io: FileIo,
-        policy: str,
-        clock: Clock,
-        undo: contextlib.ExitStack,
-        damage: str = "",
-    ) -> None:
-        """Opens index and slabs and finds their blocks; ``undo`` collects how to close them.
-        ``damage``: of the index, if it is known."""
-        path, capacity = self._config.path, self._config.capacity_bytes
-        self._index = Index.open(path, clock, damage)
-        undo.callback(self._index.close, False)
-        self._admit()
-        limit = capacity - aside_bytes(path)
-        if not leads_to(path, self._lock.fd):
-            raise TierError(f"disk_path: {path} was replaced by another folder just now; try again")
-        self._store = SlabStore(
-            path, limit, self._index.pool_id, io, self._config.direct_io, self._lock.fd
-        )
-        undo.callback(self._store.close)
-        self._known = self._index.namespaces()
-        used = self._index.count_in_slabs(SLAB_BITS)
-        missing = self._store.recover(used)
-        if missing:
-            _LOG.warning("disk tier: %d slabs are missing or damaged", len(missing))
-        self._shrink(used)
-        slabs = self._store.slabs()
-        blocks = (capacity - INDEX_BASE_BYTES) // (slabs[-1].slot_bytes if slabs else _MIB)
-        self._catalog = Catalog(
-            policy,
-            blocks,
-            lambda: self._capacity_bytes,
-            clock,
-            self._terms,
-            self._codec.tag_bytes,
-            sum(used.values()),
-        )
-        self._catalog.expect_pins(self._index.pinned_keys())
-        self._recovery = Recovery(
-            path, self._catalog, self._store, self._index, self._codec, self._counters
-        )
-        self._index.reserve(self._store.index_bytes - WAL_BYTES)
-
-    def _admit(self) -> None:
-        """Notes what the folder holds; see ``_admit_encryption``. Raises ConfigError if it holds
-        compressed blocks and the library is missing."""
-        self._admit_encryption()
-        if self._codec.packer is not None and not self._index.is_compressed:
-            self._index.mark_compressed()
-        if self._index.is_compressed:
-            check_compression("of this folder")
-
-    def _admit_encryption(self) -> None:
-        """Ensures that the content of the folder fits the codec. Raises TierError if a key is
-        missing; if there is a key now, plain blocks are deleted before any block is stored."""
-        if self._index.is_encrypted == self._codec.encrypts:
-            return
-        path = self._config.path
-        if not self._codec.encrypts:
-            raise TierError(
-                f"disk_path: {path} holds blocks encrypted with a key; set "
-                "encryption_key_file, or delete the folder to continue without encryption"
-            )
-        self._index.delete_all()
-        for slab in path.glob("slab-*.kv"):
-            _LOG.warning("disk tier: %s was written without encryption; deleted", slab)
-            slab.unlink()
-        self._index.mark_encrypted()
-
-    def _shrink(self, used: dict[int, int]) -> None:
-        """Releases the emptiest slabs while the tier is above its (lowered) limit. ``used``: blocks
-        in each."""
-        for slab in sorted(self._store.slabs(), key=lambda slab: used[slab.number]):
-            if self._store.file_bytes + self._store.index_bytes <= self._store.limit_bytes:
-                break
-            self._store.remove(slab.number)
+        return self._flusher.surplus_bytes
 
 
 def _all(read: _Read, outcome: Outcome) -> list[Done]:

@@ -7,27 +7,20 @@ from collections.abc import Callable
 
 from kvrecall.errors import ConfigError
 from kvrecall.pool.eviction.base import EvictionPolicy
-from kvrecall.pool.eviction.hazard import HazardPolicy
-from kvrecall.pool.eviction.lfu import LfuPolicy
-from kvrecall.pool.eviction.queues import FifoPolicy, Links, LruPolicy, S3FifoPolicy
-from kvrecall.pool.names import Names
+from kvrecall.pool.eviction.keyed import KeyedPolicy
+from kvrecall.pool.eviction.queues import LruPolicy, QueueLinks, S3FifoPolicy
+from kvrecall.pool.eviction.warmup import WarmUp
 
-_Maker = Callable[[int, Names | None, Links | None], EvictionPolicy]
-
-_MAKERS: dict[str, _Maker] = {
-    "lru": lambda capacity, names, links: LruPolicy(names, links),
-    "fifo": lambda capacity, names, links: FifoPolicy(names, links),
-    "lfu": lambda capacity, names, links: LfuPolicy(names, links),
+_MAKERS: dict[str, Callable[[int, QueueLinks], EvictionPolicy]] = {
+    "lru": lambda capacity, links: LruPolicy(links),
     "s3fifo": S3FifoPolicy,
-    "hazard": lambda capacity, names, links: HazardPolicy(capacity, None, names, links),
+    "hazard": WarmUp,
 }
 
 POLICY_NAMES: tuple[str, ...] = tuple(_MAKERS)
 
 
-def make_policy(
-    name: str, capacity_blocks: int, names: Names | None = None, links: Links | None = None
-) -> EvictionPolicy:
+def policy_over(links: QueueLinks, name: str, capacity_blocks: int) -> EvictionPolicy:
     """A new policy for a tier of ``capacity_blocks``, over the tier's names and links. Raises
     ConfigError for an unknown name or no capacity."""
     if name not in _MAKERS:
@@ -36,7 +29,12 @@ def make_policy(
         raise ConfigError(f"policy: {name!r} is unknown; known: {', '.join(POLICY_NAMES)}{hint}")
     if capacity_blocks <= 0:
         raise ConfigError(f"capacity: {capacity_blocks} blocks; it must be more than 0")
-    return _MAKERS[name](capacity_blocks, names, links)
+    return _MAKERS[name](capacity_blocks, links)
 
 
-__all__ = ["POLICY_NAMES", "EvictionPolicy", "make_policy"]
+def make_policy(name: str, capacity_blocks: int) -> KeyedPolicy:
+    """``policy_over`` names of its own, by the keys of blocks."""
+    return KeyedPolicy(lambda names: policy_over(QueueLinks(names), name, capacity_blocks))
+
+
+__all__ = ["POLICY_NAMES", "EvictionPolicy", "KeyedPolicy", "make_policy", "policy_over"]

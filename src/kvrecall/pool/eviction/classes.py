@@ -19,8 +19,8 @@ _FEATURES = _PLAIN + KINDS - 1
 _ENDED = _GROUPS * _FEATURES
 _HANGING = _ENDED + _GROUPS
 INNER = _HANGING + _GROUPS  # what hangs there and was neither used nor at the end of a request,
-BARE = INNER + 1  # and what can serve no hit as things are.
-CLASSES = BARE + 1
+ORPHANED = INNER + 1  # and what can serve no hit as things are.
+CLASSES = ORPHANED + 1
 
 
 def feature(fresh: int, pause: float | None, hint: int = 0) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -53,9 +53,8 @@ class LifeTable:
         self._levels = tuple(_Level(of, bins.count) for of in levels)
         self._hazard: Floats = np.full((classes, bins.count), _LEAST)
 
-    def refresh(self, weight: float, chain: float, factor: float = 1.0) -> Iterator[None]:
-        """Learns from the counts since the last call, and multiplies all by ``factor``; in parts,
-        one with each ``next``. What it learned takes effect with the last.
+    def refresh(self, weight: float, chain: float, factor: float = 1.0) -> None:
+        """Learns from the counts since the last call, and multiplies all by ``factor``.
 
         Counts are smoothed over neighbouring ages. Where evidence is thin, a bin leans with the
         weight of ``weight`` blocks on two priors: its group relates to the coarser one at this age
@@ -78,7 +77,6 @@ class LifeTable:
             usual[index] = share = (hits + weight * share) / (all_ + weight)
         hazard = np.broadcast_to(np.clip(usual, _LEAST, _MOST), used.shape)
         for index, level in enumerate(self._levels):
-            yield
             hazard = level.refine(hazard, used, entered, _LEANING * weight, chain, index > 0)
         self._hazard = hazard
 

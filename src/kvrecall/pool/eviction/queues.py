@@ -1,24 +1,21 @@
-"""Policies that keep blocks in queues: LRU, FIFO and S3-FIFO."""
+"""Policies that keep blocks in queues: LRU and S3-FIFO."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import ClassVar
 
-from kvrecall.block import BlockKey
-from kvrecall.pool.eviction.base import PART, EvictionPolicy
+from kvrecall.pool.eviction.base import EvictionPolicy, NumberRefs
 from kvrecall.pool.hints import Advice
-from kvrecall.pool.names import Names
 
 _SWEPT = 4096  # blocks that one search sends round again, at most
 
 
-class Links:
+class QueueLinks:
     """Columns for queues that share them: a block is in one of them at most."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: NumberRefs) -> None:
         self.names = names
         # All rare: once ``hazard`` is taught, it has no queue for the blocks that come then.
         self.older = names.column("i", is_rare=True)  # its neighbours, plus one; 0: none
@@ -33,10 +30,10 @@ class Queue:
 
     __slots__ = ("_last", "_latest", "_links", "first", "mark", "size")
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: QueueLinks) -> None:
         links.queues += 1
         self.mark = links.queues
-        """What ``Links.queue`` says of its blocks."""
+        """What ``QueueLinks.queue`` says of its blocks."""
         self._links = links
         self.first = self._last = 0  # oldest and youngest, plus one; 0: none
         self._latest = -1  # last one put in
@@ -44,11 +41,6 @@ class Queue:
 
     def __contains__(self, number: int) -> bool:
         return bool(self._links.queue.cells[number] == self.mark)
-
-    @property
-    def last(self) -> int:
-        """The youngest; -1: none."""
-        return self._last - 1
 
     def append(self, number: int) -> None:
         """A block that is in no queue becomes the youngest."""
@@ -121,161 +113,102 @@ class Queue:
             yield number
 
 
-class QueuePolicy(EvictionPolicy):
-    """Blocks leave from the front of one queue; the subclass decides where they join it.
+class LruPolicy(EvictionPolicy):
+    """Least recently used. Within one request the deepest block counts as the oldest: an access
+    refreshes the chain from its end; a new block, and one that hangs on a chain, goes right before
+    its parent.
 
     Held blocks are out of the queue; they come back to its front, because all blocks skipped with
     them were older than the rest.
     """
 
-    def __init__(
-        self, names: Names | None = None, links: Links | None = None, keeps: bool = True
-    ) -> None:
-        """``links``: of the names; shared with policies that know none of its blocks. Not
-        ``keeps``: the names of its blocks, and of what these hang on, are kept by others."""
-        super().__init__(names)
-        self._keeps = keeps
-        self._links = links or Links(self.names)
-        self._queue = Queue(self._links)
-        self._held: set[int] = set()
+    name: ClassVar[str] = "lru"
 
-    @abstractmethod
-    def _join(self, number: int, parent: int, hangs: bool) -> None:
-        """Puts a new block into the queue."""
+    def __init__(self, links: QueueLinks, keeps: bool = True) -> None:
+        """``links``: shared with policies that know none of its blocks. Not ``keeps``: the names of
+        its blocks, and of what these hang on, are kept by others."""
+        self._names, self._links, self._keeps = links.names, links, keeps
+        self._queue = Queue(links)
+        self._held: set[int] = set()
 
     def _knows(self, number: int) -> bool:
         return number in self._queue or number in self._held
 
-    def insert_n(
-        self, number: int, parent: int, depth: int, now: float, hangs: bool = False
-    ) -> None:
-        if not self._knows(number):
-            if self._keeps:
-                self.names.keep(number)
-            self._join(number, parent, hangs)
-
-    def remove_n(self, number: int) -> None:
-        if number in self._queue:
-            self._queue.take(number)
-        elif number in self._held:
-            self._held.discard(number)
-        else:
+    def insert(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> None:
+        if self._knows(number):
             return
         if self._keeps:
-            self.names.drop(number)
-
-    def hold_n(self, number: int) -> None:
-        if number in self._queue:
-            self._queue.take(number)
-            self._held.add(number)
-
-    def release_n(self, number: int) -> None:
-        if number in self._held:
-            self._held.discard(number)
-            self._queue.prepend(number)
-
-    def victims_n(self, count: int, evictable: Callable[[int], bool], now: float) -> list[int]:
-        return list(islice(filter(evictable, self._queue), count))
-
-    def oldest_n(self) -> Iterator[int]:
-        """All blocks that are not held, in eviction order. The yielded one may be removed or
-        held."""
-        return iter(self._queue)
-
-    def oldest(self) -> Iterator[BlockKey]:
-        """``oldest_n`` by key."""
-        return map(self.names.key, self._queue)
-
-
-class LruPolicy(QueuePolicy):
-    """Least recently used. Within one request the deepest block counts as the oldest: an access
-    refreshes the chain from its end; a new block, and one that hangs on a chain, goes right before
-    its parent."""
-
-    name: ClassVar[str] = "lru"
-
-    def _join(self, number: int, parent: int, hangs: bool) -> None:
+            self._names.keep(number)
         if hangs and parent >= 0:
             if self._keeps:
-                self.names.keep(parent)
+                self._names.keep(parent)
             self._links.parent.cells[number] = parent + 1
         if parent >= 0 and parent in self._queue:
             self._queue.put_before(number, parent)
         else:
             self._queue.append(number)
 
-    def remove_n(self, number: int) -> None:
-        if self._knows(number) and (parent := self._links.parent.cells[number]):
-            self._links.parent.cells[number] = 0
-            if self._keeps:
-                self.names.drop(parent - 1)
-        super().remove_n(number)
-
-    def access_in_parts(
+    def access(
         self,
         chain: Sequence[int],
         now: float,
         hanging: Sequence[int] = (),
         ending: Sequence[int] = (),
         advice: Advice | None = None,
-    ) -> Iterator[None]:
-        queue, held, mark = self._queue, self._held, self._queue.mark
-        above = -1  # the deepest block of the parts before: the next goes right before it
-        for start in range(0, len(chain), PART):
-            marks, deepest = self._links.queue.cells, -1
-            for number in reversed(chain[start : start + PART]):
-                if number < 0:
-                    continue
-                if marks[number] == mark:
-                    queue.take(number)
-                elif number in held:
-                    held.discard(number)
-                else:
-                    continue
-                if above >= 0 and marks[above] == mark:
-                    queue.put_before(number, above)
-                else:
-                    queue.append(number)
-                if deepest < 0:
-                    deepest = number
-            above = above if deepest < 0 else deepest
-            yield
-        for start in range(0, len(hanging), PART):
-            for number in hanging[start : start + PART]:
-                if number < 0 or not self._knows(number):
-                    continue
-                if number in queue:
-                    queue.take(number)
+    ) -> None:
+        queue, held = self._queue, self._held
+        marks, mark = self._links.queue.cells, queue.mark
+        for number in reversed(chain):
+            if number < 0:
+                continue
+            if marks[number] == mark:
+                queue.take(number)
+            elif number in held:
                 held.discard(number)
-                parent = self._links.parent.cells[number] - 1
-                if parent >= 0 and parent in queue:
-                    queue.put_before(number, parent)
-                else:
-                    queue.append(number)
-            yield
+            else:
+                continue
+            queue.append(number)
+        for number in hanging:
+            if number < 0 or not self._knows(number):
+                continue
+            if marks[number] == mark:
+                queue.take(number)
+            held.discard(number)
+            parent = self._links.parent.cells[number] - 1
+            if parent >= 0 and parent in queue:
+                queue.put_before(number, parent)
+            else:
+                queue.append(number)
 
-
-class FifoPolicy(QueuePolicy):
-    """First in, first out; blocks stored in one go as a chain leave from the chain's end."""
-
-    name: ClassVar[str] = "fifo"
-
-    def _join(self, number: int, parent: int, hangs: bool) -> None:
-        if hangs and parent >= 0 and parent in self._queue:
-            self._queue.put_before(number, parent)
+    def remove(self, number: int) -> None:
+        if number in self._queue:
+            self._queue.take(number)
+        elif number in self._held:
+            self._held.discard(number)
         else:
-            self._queue.append_chained(number, parent)
+            return
+        parent = self._links.parent.cells[number]
+        self._links.parent.cells[number] = 0
+        if self._keeps:
+            self._names.drop_all((parent - 1, number) if parent else (number,))
 
-    def access_in_parts(
-        self,
-        chain: Sequence[int],
-        now: float,
-        hanging: Sequence[int] = (),
-        ending: Sequence[int] = (),
-        advice: Advice | None = None,
-    ) -> Iterator[None]:
-        """Use does not matter to a queue."""
-        return iter(())
+    def hold(self, number: int) -> None:
+        if number in self._queue:
+            self._queue.take(number)
+            self._held.add(number)
+
+    def release(self, number: int) -> None:
+        if number in self._held:
+            self._held.discard(number)
+            self._queue.prepend(number)
+
+    def victims(self, count: int, evictable: Callable[[int], bool], now: float) -> list[int]:
+        return list(islice(filter(evictable, self._queue), count))
+
+    def __iter__(self) -> Iterator[int]:
+        """All blocks that are not held, in eviction order. The yielded one may be removed or
+        held."""
+        return iter(self._queue)
 
 
 class S3FifoPolicy(EvictionPolicy):
@@ -290,15 +223,12 @@ class S3FifoPolicy(EvictionPolicy):
 
     name: ClassVar[str] = "s3fifo"
 
-    def __init__(
-        self, capacity_blocks: int, names: Names | None = None, links: Links | None = None
-    ) -> None:
-        super().__init__(names)
-        links = links or Links(self.names)
+    def __init__(self, capacity_blocks: int, links: QueueLinks) -> None:
+        self._names = links.names
         self._marks = links.queue
         self._small_room = max(1, capacity_blocks // 10)
         self._ghost_room = max(1, capacity_blocks - self._small_room)
-        self._uses = self.names.column("B")
+        self._uses = self._names.column("B")
         self._small, self._main, self._ghost = Queue(links), Queue(links), Queue(links)
         self._held: dict[int, Queue] = {}  # and the queues they go back to
 
@@ -307,9 +237,7 @@ class S3FifoPolicy(EvictionPolicy):
         mark = self._marks.cells[number]
         return next((q for q in (self._small, self._main) if q.mark == mark), None)
 
-    def insert_n(
-        self, number: int, parent: int, depth: int, now: float, hangs: bool = False
-    ) -> None:
+    def insert(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> None:
         if self._queue_of(number) or number in self._held:
             return
         above = self._queue_of(parent) if hangs and parent >= 0 else None
@@ -317,56 +245,54 @@ class S3FifoPolicy(EvictionPolicy):
         if is_ghost:
             self._ghost.take(number)
         else:
-            self.names.keep(number)
+            self._names.keep(number)
         self._uses.cells[number] = 0
         if above is not None:
             above.put_before(number, parent)
         else:
             (self._main if is_ghost else self._small).append_chained(number, parent)
 
-    def access_in_parts(
+    def access(
         self,
         chain: Sequence[int],
         now: float,
         hanging: Sequence[int] = (),
         ending: Sequence[int] = (),
         advice: Advice | None = None,
-    ) -> Iterator[None]:
-        here, used = (self._small.mark, self._main.mark), (*chain, *hanging)
-        for start in range(0, len(used), PART):
-            uses, marks = self._uses.cells, self._marks.cells
-            for number in used[start : start + PART]:
-                if number >= 0 and (marks[number] in here or number in self._held):
-                    uses[number] = min(3, uses[number] + 1)
-            yield
+    ) -> None:
+        uses, marks = self._uses.cells, self._marks.cells
+        here = (self._small.mark, self._main.mark)
+        for number in (*chain, *hanging):
+            if number >= 0 and (marks[number] in here or number in self._held):
+                uses[number] = min(3, uses[number] + 1)
 
-    def remove_n(self, number: int) -> None:
+    def remove(self, number: int) -> None:
         queue = self._queue_of(number)
         if queue is not None:
             queue.take(number)
         else:
             queue = self._held.pop(number, None)
         if queue is self._main:
-            self.names.drop(number)
+            self._names.drop(number)
         elif queue is self._small:
             self._ghost.append(number)
             if self._ghost.size > self._ghost_room:
                 oldest = self._ghost.first - 1
                 self._ghost.take(oldest)
-                self.names.drop(oldest)
+                self._names.drop(oldest)
 
-    def hold_n(self, number: int) -> None:
+    def hold(self, number: int) -> None:
         queue = self._queue_of(number)
         if queue is not None:
             self._held[number] = queue
             queue.take(number)
 
-    def release_n(self, number: int) -> None:
+    def release(self, number: int) -> None:
         queue = self._held.pop(number, None)
         if queue is not None:
             queue.prepend(number)
 
-    def victims_n(self, count: int, evictable: Callable[[int], bool], now: float) -> list[int]:
+    def victims(self, count: int, evictable: Callable[[int], bool], now: float) -> list[int]:
         found: list[int] = []
         if self._small.size > self._small_room:
             self._sweep_small(count, evictable, found)

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, TierName
 from kvrecall.errors import ConfigError
+from kvrecall.pool.accounts import TenantUse
 from kvrecall.pool.base import PoolStats
+from kvrecall.pool.entries import BlockInfo, hangs
 from kvrecall.pool.pool import Pool
-from kvrecall.pool.residents import BlockInfo, TenantUse, hangs
 from kvrecall.pool.service.prefix_tree import PrefixTree, prefix_trees
 
 _TENANTS_SHOWN = 200

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Tenant, TierName
-from kvrecall.pool.residents import BlockInfo
+from kvrecall.pool.entries import BlockInfo
 
 MAX_BLOCKS = 200_000
 """With more blocks in a pool no trees are built: they would delay its engines."""

@@ -8,6 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
+from kvrecall.engines.vllm.device import device_of
+from kvrecall.engines.vllm.device.base import Event
+
 logger = logging.getLogger("vllm.kvrecall")
 
 
@@ -73,6 +78,37 @@ def totals_of(activities: Iterable[Activity]) -> dict[str, int]:
     return totals
 
 
+class RecallCounts:
+    """How many selected blocks off the device were in their slots, and how many were recalled, as
+    the device counts them. The host reads copies of the counts when they have arrived."""
+
+    def __init__(self, device: torch.device, block_bytes: int) -> None:
+        """``block_bytes``: keys and values of a block, of one KV head."""
+        self.totals = torch.zeros(2, dtype=torch.int64, device=device)
+        """See ``DeviceResidency``."""
+        self.changed = False
+        """Whether the device has counted since the last copy."""
+        self._block_bytes = block_bytes
+        self._copy: tuple[torch.Tensor, Event] | None = None
+        self._added = [0, 0]
+
+    def add_to(self, activity: Activity, wait: bool = False) -> None:
+        """Adds what has arrived, and queues the next copy. ``wait``: until all counts are added."""
+        while self._copy is not None or self.changed:
+            if self._copy is None:
+                self._copy, self.changed = device_of(self.totals.device).fetch(self.totals), False
+            totals, event = self._copy
+            if wait:
+                event.wait()
+            elif not event.is_reached():
+                return
+            before, self._added, self._copy = self._added, totals.tolist(), None
+            loaded = self._added[1] - before[1]
+            activity.blocks_hit += self._added[0] - before[0]
+            activity.blocks_loaded += loaded
+            activity.bytes_loaded += loaded * self._block_bytes
+
+
 class ActivityLog:
     """Logs the activity since the last report, at most once in ``every`` seconds."""
 
@@ -104,15 +140,3 @@ class ActivityLog:
             "%(blocks_in_place)d read in place",
             new,
         )
-
-
-class ActivityExtension:
-    """A vLLM ``worker_extension_cls``: ``llm.collective_rpc("retrieval_activity")``."""
-
-    vllm_config: Any
-
-    def retrieval_activity(self) -> dict[str, int]:
-        """Totals of this worker."""
-        from kvrecall.engines.vllm.attention.backend import retrieval_groups
-
-        return totals_of(group.counted(wait=True) for group in retrieval_groups(self.vllm_config))

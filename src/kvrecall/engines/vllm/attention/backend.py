@@ -19,9 +19,10 @@ from vllm.config import get_current_vllm_config
 from kvrecall.attention.index.base import require_index
 from kvrecall.attention.settings import Regime, RetrievalSettings
 from kvrecall.engines.vllm.attention import checks
-from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog
+from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog, totals_of
+from kvrecall.engines.vllm.attention.base import AttentionKernel, AttentionParameters, SparseStep
 from kvrecall.engines.vllm.attention.checks import offload_hindrance
-from kvrecall.engines.vllm.attention.group import RetrievalGroup, WholeLayer
+from kvrecall.engines.vllm.attention.group import DenseOffload, RetrievalGroup
 from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
@@ -31,11 +32,8 @@ from kvrecall.engines.vllm.attention.step import (
     DensePart,
     KeptCopy,
     OffloadedRow,
-    RowKernel,
-    SparseStep,
     StepPlanner,
     StepWork,
-    Terms,
 )
 from kvrecall.engines.vllm.compat import config, runner
 from kvrecall.engines.vllm.device import device_of
@@ -68,7 +66,7 @@ class RetrievalAttention:
         # The builder sets these; ``sparse_layer`` is None if the layer stays dense.
         self.group: RetrievalGroup | None = None
         self.sparse_layer: RetrievalLayer | None = None
-        self.whole_layer: WholeLayer | None = None
+        self.dense_offload: DenseOffload | None = None
         self.measured = 0
         """``overhead_bytes`` where the gate depends on a measurement; 0: it does not."""
 
@@ -76,14 +74,14 @@ class RetrievalAttention:
     def approximation(self) -> str:
         """What KV of decoded tokens depends on besides the weights: the settings that decide what
         sparse decoding computes."""
-        told = [
+        names = [
             f"{field.name}={getattr(self._settings, field.name)}"
             for field in fields(self._settings)
             if field.name not in _RESIDENCE
         ]
         if self._settings.gate and self.measured:
-            told.append(f"measured={self.measured}")
-        return ", ".join(told)
+            names.append(f"measured={self.measured}")
+        return ", ".join(names)
 
     def forward(
         self,
@@ -114,36 +112,33 @@ class RetrievalAttention:
             self._dense(layer, query[places], key[places], value[places], cache, metadata, part)
             return part
 
+        parameters = self._parameters(layer)
         beside = work.beside_offloaded if sparse is None else work.beside_sparse
         if beside is not None:
             output[beside.tokens] = attend(beside.tokens, kv_cache, beside.metadata)
         if sparse is not None and work.step is not None and work.step.sequences:
             heads = output.view(-1, *query.shape[1:])
-            sparse.attend(query, kv_cache, work.step, self._terms(layer), heads)
+            sparse.attend(query, kv_cache, work.step, parameters, heads)
         for row in work.offloaded:
-            if sparse is not None and not row.prefills:
-                continue
-            assert self.whole_layer is not None
-            here, plainly = row.places, partial(attend, row.places)
-            terms = self._terms(layer)
-            found = self.whole_layer.attend(row, query[here], kv_cache, terms, plainly)
-            output[here] = found.view_as(output[here])
-            if sparse is not None:
-                self.whole_layer.forget(row.sequence.key, memory=False)
+            if sparse is None or row.prefills:
+                assert self.dense_offload is not None
+                here, plainly = row.places, partial(attend, row.places)
+                found = self.dense_offload.attend(row, query[here], kv_cache, parameters, plainly)
+                output[here] = found.view_as(output[here])
         return output
 
     def _digest(self, kv_cache: torch.Tensor, work: StepWork | None) -> SparseStep | None:
         """Computes the step's digests; returns the step if there is one for this layer."""
         if work is None or work.step is None or self.sparse_layer is None:
             return None
-        self.sparse_layer.digest(kv_cache, work.step.stale)
-        assert self.group is not None
-        self.group.freshness.layer_digested()
+        self.sparse_layer.digest(kv_cache, work.step.stale, work.step.stale_count)
         return work.step
 
-    def _terms(self, layer: Any) -> Terms:
+    def _parameters(self, layer: Any) -> AttentionParameters:
         keys, values = layer._k_scale_float, layer._v_scale_float
-        return Terms(self.scale, self.logits_soft_cap or 0.0, self.sinks, keys, values)
+        return AttentionParameters(
+            self.scale, self.logits_soft_cap or 0.0, self.sinks, keys, values
+        )
 
     def _dense(self, *args: Any) -> torch.Tensor:
         """vLLM's own attention."""
@@ -178,11 +173,11 @@ class RetrievalBuilder(ABC):
         self.bind(active_settings(vllm_config))
 
     @abstractmethod
-    def make_kernel(self, kv_cache_spec: Any) -> RowKernel:
-        """What attends to chosen blocks on this platform."""
+    def make_kernel(self, kv_cache_spec: Any) -> AttentionKernel:
+        """What attends to selected blocks on this platform."""
 
     @abstractmethod
-    def make_whole(self, name: str) -> WholeLayer:
+    def make_dense(self, name: str) -> DenseOffload:
         """That layer's dense attention over partially offloaded sequences."""
 
     def bind(self, settings: RetrievalSettings) -> None:
@@ -192,28 +187,23 @@ class RetrievalBuilder(ABC):
             return
         checks.require_block_size(self.block_size, settings)
         self._settings = settings
-        on_host = self._kernel.device.type == "cpu"
+        kernel, activity, heat = self._kernel, self._activity, self._heat
         parts = settings.layout(self.block_size).kind.parts
-        require_index(settings.index, parts * self._kernel.shape.head_dim)
-        self._group = group = RetrievalGroup(
-            self._activity,
-            self._heat,
-            in_place=self._kernel.in_place,
-            loads_in_step=on_host,
-            overhead_bytes=self._kernel.overhead_bytes,
-            settle_gate=self._settle_gate,
-        )
-        told = group.freshness, self._activity, self._token_bytes()
-        self._planner = StepPlanner(settings, self._kernel, *told)
+        require_index(settings.index, parts * kernel.shape.head_dim)
+        self._group = group = RetrievalGroup(activity, heat, kernel, self._settle_gate)
+        token_bytes = self._token_bytes()
+        self._planner = StepPlanner(settings, kernel, group.freshness, activity, token_bytes)
         self._tell_boundary(settings)
         for name, impl in self._impls().items():
-            number, whole, sparse = config.layer_index(name), self.make_whole(name), None
+            number, sparse = config.layer_index(name), None
             if number >= settings.dense_layers:
-                note = partial(self._heat.note, number)
-                sparse = RetrievalLayer(name, settings, self._kernel, self._activity, note)
-            group.add(name, sparse, whole)
-            impl.group, impl.sparse_layer, impl.whole_layer = group, sparse, whole
-        self._settle_gate(self._kernel.overhead_bytes)
+                sparse = RetrievalLayer(
+                    name, settings, kernel, activity, partial(heat.note, number)
+                )
+            group.add(name, sparse)
+            impl.group, impl.sparse_layer = group, sparse
+            impl.dense_offload = self.make_dense(name)
+        self._settle_gate(kernel.overhead_bytes)
 
     def _settle_gate(self, overhead_bytes: int) -> None:
         """The gate decides by this number: also as sequences do that leave the device, and on other
@@ -247,41 +237,36 @@ class RetrievalBuilder(ABC):
     def _tell_boundary(self, settings: RetrievalSettings) -> None:
         """Logs from which length on sequences decode sparsely."""
         most = self.vllm_config.model_config.max_model_len
-        if most <= settings.dense_boundary:  # which is told at start
+        if most <= settings.dense_boundary:  # the checks say so
             return
         gate = self._planner.gate
         longest = most - 1  # the last token of a sequence of max_model_len is not decoded further
         least = gate.sparse_from(self.block_size, longest)
         ungated = replace(gate, settings=replace(settings, gate=False))
-        if least is None and ungated.sparse_from(self.block_size, longest) is None:
-            logger.warning(
-                "kvrecall: RETRIEVAL CAN NEVER ACT: a sequence of max_model_len=%d has no more "
-                "blocks between its first %d and last %d tokens than a step selects of them, at "
-                "least %d; lower VLLM_RETRIEVAL_INIT_TOKENS_NUM, VLLM_RETRIEVAL_LOCAL_TOKENS_NUM "
-                "or VLLM_RETRIEVAL_LEAST_BLOCKS",
-                most,
-                settings.init_tokens,
-                settings.local_tokens,
-                settings.fewest_blocks,
-            )
-            return
-        if least is None:
-            logger.warning(
-                "kvrecall: RETRIEVAL CAN NEVER ACT: dense attention is expected to be faster at "
-                "every length up to max_model_len=%d; VLLM_RETRIEVAL_GATE=0 decodes sparsely from "
-                "VLLM_RETRIEVAL_DENSE_BOUNDARY=%d on all the same",
-                most,
+        if least is not None:
+            logger.info(
+                "kvrecall: retrieval: with this model sequences decode sparsely from %d tokens on, "
+                "and densely below (VLLM_RETRIEVAL_DENSE_BOUNDARY=%d; a layer's launches cost as "
+                "much as reading %d MiB of KV)",
+                least,
                 settings.dense_boundary,
+                gate.overhead_bytes >> 20,
             )
             return
-        logger.info(
-            "kvrecall: retrieval: with this model sequences decode sparsely from %d tokens on, and "
-            "densely below (VLLM_RETRIEVAL_DENSE_BOUNDARY=%d; a layer's launches cost as much as "
-            "reading %d MiB of KV)",
-            least,
-            settings.dense_boundary,
-            gate.overhead_bytes >> 20,
+        why = (
+            "dense attention is expected to be faster at every length up to "
+            f"max_model_len={most}; VLLM_RETRIEVAL_GATE=0 decodes sparsely from "
+            f"VLLM_RETRIEVAL_DENSE_BOUNDARY={settings.dense_boundary} on all the same"
         )
+        if ungated.sparse_from(self.block_size, longest) is None:
+            why = (
+                f"a sequence of max_model_len={most} has no more blocks between its first "
+                f"{settings.init_tokens} and last {settings.local_tokens} tokens than a step "
+                f"selects of them, at least {settings.fewest_blocks}; lower "
+                "VLLM_RETRIEVAL_INIT_TOKENS_NUM, VLLM_RETRIEVAL_LOCAL_TOKENS_NUM or "
+                "VLLM_RETRIEVAL_LEAST_BLOCKS"
+            )
+        logger.warning("kvrecall: RETRIEVAL CAN NEVER ACT: %s", why)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -327,8 +312,6 @@ class RetrievalBuilder(ABC):
             if sequence is not None:
                 offloaded[at] = sequence
         step = self._planner.plan(rows, table, offloaded)
-        if step is not None:
-            self._group.freshness.planned(self._group.sparse_layers)
         sparse = [] if step is None else [one.row for one in step.sequences]
         if sparse:
             self._warn_of_missing_offload(rows)
@@ -346,8 +329,10 @@ class RetrievalBuilder(ABC):
             kept = None
             if row.decodes:
                 kept = self._group.kept(sequence.key, -(-row.tokens // self.block_size))
-            told = table[at], row.tokens, not row.decodes, self.alone(common, rows, at, kept), kept
-            offloaded_rows.append(OffloadedRow(sequence, here, *told))
+            alone = self.alone(common, rows, at, kept)
+            offloaded_rows.append(
+                OffloadedRow(sequence, here, table[at], row.tokens, not row.decodes, alone, kept)
+            )
         beside_offloaded = self._without(offloaded, common, rows)
         return StepWork(step, True, beside_sparse, tuple(offloaded_rows), beside_offloaded)
 
@@ -409,6 +394,16 @@ class RetrievalBuilder(ABC):
                 self._hindrance,
             )
             self._hindrance = None
+
+
+class ActivityExtension:
+    """A vLLM ``worker_extension_cls``: ``llm.collective_rpc("retrieval_activity")``."""
+
+    vllm_config: Any
+
+    def retrieval_activity(self) -> dict[str, int]:
+        """Totals of this worker."""
+        return totals_of(group.counted(wait=True) for group in retrieval_groups(self.vllm_config))
 
 
 def retrieval_groups(vllm_config: Any) -> tuple[RetrievalGroup, ...]:

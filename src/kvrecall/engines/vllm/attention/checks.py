@@ -38,7 +38,7 @@ def backends() -> dict[str, str]:
 
 def reads_in_place() -> bool:
     """Whether attention reads offloaded blocks in the arena, so that a sequence needs no slots: see
-    ``RowKernel.in_place``."""
+    ``AttentionKernel.on_host``."""
     return f"{_HERE}.cpu.RetrievalBackend" in backends().values()
 
 
@@ -100,7 +100,7 @@ def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
 
 
 def _require_speculation(vllm_config: Any, settings: RetrievalSettings) -> None:
-    """Raises EngineError for speculation whose tokens cannot be told, or that has layers of its
+    """Raises EngineError for speculation whose tokens cannot be known, or that has layers of its
     own."""
     speculative = vllm_config.speculative_config
     if speculative is None:

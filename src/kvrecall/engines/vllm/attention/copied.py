@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from kvrecall.attention.kernels.device import Piece
-from kvrecall.attention.residency import Ints
 from kvrecall.engines.vllm.attention.activity import Activity
-from kvrecall.engines.vllm.attention.step import KeptCopy, OffloadedRow, Terms
+from kvrecall.engines.vllm.attention.base import AttentionParameters
+from kvrecall.engines.vllm.attention.step import KeptCopy, OffloadedRow
 from kvrecall.engines.vllm.device import device_of
 
 
@@ -25,8 +25,8 @@ class KeptCopies:
         self._kept: dict[str, KeptCopy] = {}
 
     def of(self, key: str, blocks: int) -> KeptCopy | None:
-        """A page for each of the sequence's blocks; None, and it has none any more, if there are
-        not so many."""
+        """A page for each of the sequence's blocks; None if too few are free, and the sequence then
+        gives up those it had."""
         kept = self._kept.setdefault(key, KeptCopy())
         more = max(0, blocks - len(kept.pages))
         if more > len(self._free):
@@ -44,7 +44,7 @@ class KeptCopies:
             self._free.extend(kept.pages.tolist())
 
 
-class CopiedLayer:
+class CopiedDense:
     """One layer's dense attention over partially offloaded sequences. Owned by the worker's thread.
 
     It needs all of a sequence's keys, and vLLM's kernels for GPUs read one cache. So the sequence's
@@ -59,15 +59,12 @@ class CopiedLayer:
         self._activity = activity
         self._pages: torch.Tensor | None = None
 
-    def forget(self, key: str, memory: bool = True) -> None:
-        """What is kept is the group's to forget."""
-
     def attend(
         self,
         row: OffloadedRow,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
-        terms: Terms,
+        parameters: AttentionParameters,
         plainly: Callable[[torch.Tensor, Any], torch.Tensor],
     ) -> torch.Tensor:
         return plainly(self.copy(kv_cache, row, len(query)), row.metadata)
@@ -75,37 +72,29 @@ class CopiedLayer:
     def copy(self, kv_cache: torch.Tensor, row: OffloadedRow, new_tokens: int) -> torch.Tensor:
         """A cache, of the same strides in a block, with the sequence's blocks: in its pages, or in
         their order. ``new_tokens``: its last, which this step computes, and might yet again."""
-        count, size = -(-row.tokens // kv_cache.shape[2]), kv_cache.shape[2]
-        kept = row.kept
+        count, kept, sequence = -(-row.tokens // kv_cache.shape[2]), row.kept, row.sequence
         if kept is None:
-            room = _room(kv_cache, count)
-            self._copy(kv_cache, row, 0, room, np.arange(count, dtype=np.int64))
-            return room
-        if self._pages is None or len(self._pages) != len(kv_cache):
-            self._pages = _room(kv_cache, len(kv_cache))
-        first = kept.copied.get(self._name, 0)
-        self._copy(kv_cache, row, first, self._pages, kept.pages[first:count])
-        kept.copied[self._name] = (row.tokens - new_tokens) // size
-        return self._pages
-
-    def _copy(
-        self, kv_cache: torch.Tensor, row: OffloadedRow, first: int, room: torch.Tensor, into: Ints
-    ) -> None:
-        """The sequence's blocks from ``first`` on, to these blocks of ``room``."""
-        sequence, size = row.sequence, kv_cache.element_size()
-        end = first + len(into)
-        ids = row.table[:end].numpy().astype(np.int64)
+            copies, first, into = _like(kv_cache, count), 0, np.arange(count, dtype=np.int64)
+        else:
+            if self._pages is None or len(self._pages) != len(kv_cache):
+                self._pages = _like(kv_cache, len(kv_cache))
+            copies, first = self._pages, kept.copied.get(self._name, 0)
+            into = kept.pages[first:count]
+        ids, size = row.table[:count].numpy().astype(np.int64), kv_cache.element_size()
         sources = kv_cache.data_ptr() + ids * (kv_cache.stride(0) * size)
         middle = slice(sequence.init, sequence.init + sequence.count)
         sources[middle] = sequence.addresses(self._name)
         nbytes = kv_cache[0].numel() * size
-        targets = room.data_ptr() + into * nbytes
+        targets = copies.data_ptr() + into * nbytes
         device_of(kv_cache.device).move(sources[first:], targets, Piece(1, nbytes, 0))
         self._activity.bytes_staged += nbytes * len(into)
+        if kept is not None:
+            kept.copied[self._name] = (row.tokens - new_tokens) // kv_cache.shape[2]
+        return copies
 
 
-def _room(kv_cache: torch.Tensor, blocks: int) -> torch.Tensor:
+def _like(kv_cache: torch.Tensor, blocks: int) -> torch.Tensor:
     """A cache of so many blocks, one behind the other, each like the other cache's."""
     elements = kv_cache[0].numel()
-    room = torch.empty(blocks * elements, dtype=kv_cache.dtype, device=kv_cache.device)
-    return room.as_strided((blocks, *kv_cache.shape[1:]), (elements, *kv_cache.stride()[1:]))
+    made = torch.empty(blocks * elements, dtype=kv_cache.dtype, device=kv_cache.device)
+    return made.as_strided((blocks, *kv_cache.shape[1:]), (elements, *kv_cache.stride()[1:]))

@@ -7,7 +7,7 @@ every row becomes a sequence of its own, of one KV head.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -22,22 +22,23 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from kvrecall.attention.digest import Layout, encode
-from kvrecall.attention.kernels.device import Addresses, Piece
-from kvrecall.attention.kernels.search import Search
-from kvrecall.attention.residency import DeviceResidency, Ints
+from kvrecall.attention.kernels.search import is_compiled
+from kvrecall.attention.residency import Ints
 from kvrecall.attention.selection import OVERHEAD_BYTES
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
-from kvrecall.engines.vllm.attention.offloaded import stride_to
-from kvrecall.engines.vllm.attention.step import (
+from kvrecall.engines.vllm.attention.base import (
+    AttentionKernel,
+    AttentionParameters,
+    DigestStore,
     KernelShape,
-    OffloadedRow,
-    RowKernel,
+    SparseLayer,
     SparseSequence,
     SparseStep,
-    Terms,
 )
+from kvrecall.engines.vllm.attention.host_selection import HostPlan, HostSelection
+from kvrecall.engines.vllm.attention.offloaded import stride_to
+from kvrecall.engines.vllm.attention.step import OffloadedRow
 from kvrecall.engines.vllm.compat import config
-from kvrecall.engines.vllm.device.base import Batch
 from kvrecall.errors import EngineError
 
 _FP8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
@@ -121,7 +122,7 @@ def attend(
     seq_lens: torch.Tensor,
     starts: torch.Tensor,
     plan: torch.Tensor,
-    terms: Terms,
+    parameters: AttentionParameters,
     output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of sequences' last tokens over the blocks in its row of the table. ``query``:
@@ -138,24 +139,24 @@ def attend(
         output=output,
         query_start_loc=starts,
         seq_lens=seq_lens,
-        scale=terms.scale,
+        scale=parameters.scale,
         causal=True,
         alibi_slopes=None,
         sliding_window=-1,
         block_table=table,
-        softcap=terms.softcap,
+        softcap=parameters.softcap,
         scheduler_metadata=plan,
-        s_aux=_sinks_of(terms),
-        k_scale=terms.key_scale,
-        v_scale=terms.value_scale,
+        s_aux=_sinks_of(parameters),
+        k_scale=parameters.key_scale,
+        v_scale=parameters.value_scale,
         kv_cache_dtype=_stored_as(shape),
     )
     return output
 
 
-def _sinks_of(terms: Terms) -> torch.Tensor | None:
+def _sinks_of(parameters: AttentionParameters) -> torch.Tensor | None:
     """As the kernel takes them."""
-    sinks = terms.sinks
+    sinks = parameters.sinks
     takes = sinks is None or sinks.dtype in (torch.bfloat16, torch.float32)
     return sinks if sinks is None or takes else sinks.float()
 
@@ -166,46 +167,24 @@ def write_tokens(
     keys: torch.Tensor,
     values: torch.Tensor,
     slots: torch.Tensor,
-    terms: Terms | None = None,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
-    """Packs keys and values ``[tokens, kv_heads, dim]`` into their slots of the cache."""
-    scales = (1.0, 1.0) if terms is None else (terms.key_scale, terms.value_scale)
-    caches = halves(kv_cache, True)
-    stored = _stored_as(shape)
+    """Packs keys and values ``[tokens, kv_heads, dim]`` into their slots of the cache. ``scales``:
+    what a stored 1 is, of keys and of values."""
+    caches, stored = halves(kv_cache, True), _stored_as(shape)
     ops.cpu_attn_reshape_and_cache(keys, values, *caches, slots, shape.isa, *scales, stored)
 
 
-@dataclass(frozen=True, slots=True)
-class CpuPlan:
-    """``tokens``: int64, the sequences' places in the batch; ``span``: the same where they are side
-    by side, else None. ``table``: int32 ``[sequences *
-    kv_heads, width]``, whose chosen part every layer overwrites, from ``split.init`` on, before it
-    attends. ``distances``: the same in bytes from the start of a layer's cache, which then counts
-    instead; None if no sequence is partially offloaded. ``seq_lens``: int32, tokens in each row's
-    blocks; ``starts``: int32, 0, 1, 2 ... to the number of rows; ``schedule``: vLLM's, of all rows
-    or, with sinks, of those of a KV head."""
-
-    tokens: torch.Tensor
-    span: slice | None
-    table: torch.Tensor
-    seq_lens: torch.Tensor
-    starts: torch.Tensor
-    schedule: torch.Tensor
-    distances: Ints | None = None
-
-
-class CpuKernel(RowKernel):
+class CpuKernel(AttentionKernel):
     """vLLM's CPU kernel."""
 
     device = torch.device("cpu")
-    chooses = False
-    in_place = True
+    on_host = True
     overhead_bytes = OVERHEAD_BYTES
 
     def __init__(self, shape: KernelShape) -> None:
         self.shape = shape
-        self._head = torch.arange(shape.kv_heads, dtype=torch.int32)[:, None]
-        self._row_bytes = shape.block_size * shape.token_bytes // shape.kv_heads
+        is_compiled()  # compiles, so that the first step does not
 
     @cached_property
     def _reader(self) -> KeyReader:
@@ -221,109 +200,40 @@ class CpuKernel(RowKernel):
 
         return KeyReader(shape.block_size, shape.head_dim, shape.dtype, pack)
 
-    def check(self, kv_cache: torch.Tensor) -> None:
+    def read_keys(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        """Keys of these blocks, as stored: ``[blocks, kv_heads, tokens, dim]``, of the shape's
+        dtype."""
+        keys = self._reader.read(kv_cache, block_ids)
+        fp8 = self.shape.fp8
+        return keys if fp8 is None else keys.contiguous().view(fp8).to(self.shape.dtype)
+
+    def selection(self, layer: SparseLayer, kv_cache: torch.Tensor) -> HostSelection:
         if not kv_cache.is_contiguous():
             raise EngineError(
                 f"retrieval attention needs each layer's KV cache in one piece; this one has shape "
                 f"{tuple(kv_cache.shape)} and strides {kv_cache.stride()}. Remove `retrieval` "
                 "from VLLM_PLUGINS"
             )
+        return HostSelection(self.shape, layer, len(kv_cache))
 
-    def read_keys(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-        keys = self._reader.read(kv_cache, block_ids)
-        fp8 = self.shape.fp8
-        return keys if fp8 is None else keys.contiguous().view(fp8).to(self.shape.dtype)
-
-    def move(self, sources: Addresses, targets: Addresses, piece: Piece) -> None:
-        Batch(sources, targets, np.full(len(sources), piece.nbytes)).copy_here()
-
-    def digests(self, blocks: int, rows: int, width: int) -> torch.Tensor:
-        return torch.empty(self.shape.kv_heads, blocks, rows, width, dtype=torch.int8)
-
-    def digest(
-        self, kv_cache: torch.Tensor, block_ids: torch.Tensor, rows: torch.Tensor, layout: Layout
-    ) -> None:
+    def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor, store: DigestStore) -> None:
         for ids in torch.split(block_ids, _AT_ONCE):
-            rows[:, ids] = encode(layout.rows_of(self.read_keys(kv_cache, ids))).transpose(0, 1)
+            rows = encode(store.layout.rows_of(self.read_keys(kv_cache, ids)))
+            store.rows[:, ids] = rows.transpose(0, 1)
 
-    def plan(self, stale: torch.Tensor, sequences: Sequence[SparseSequence]) -> SparseStep:
-        if not sequences:
-            return SparseStep(stale, (), None)
-        heads = self.shape.kv_heads
-        width = max(sequence.split.attended_blocks for sequence in sequences)
-        table = torch.zeros(len(sequences) * heads, width, dtype=torch.int32)
-        head = torch.arange(heads, dtype=torch.int32)[:, None]
-        away = any(sequence.offloaded is not None for sequence in sequences)
-        for at, sequence in enumerate(sequences):
-            split, blocks = sequence.split, sequence.table
-            rows = table[at * heads : (at + 1) * heads]
-            rows[:, : split.init] = blocks[: split.init] * heads + head
-            last = split.init + split.chosen
-            rows[:, last : split.attended_blocks] = (
-                blocks[split.local : split.blocks] * heads + head
-            )
-        lens = [sequence.split.attended_tokens for sequence in sequences]
-        seq_lens = torch.tensor(lens, dtype=torch.int32).repeat_interleave(heads)
-        starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32)
-        places = [sequence.token for sequence in sequences]
-        first, end = places[0], places[-1] + 1
-        span = slice(first, end) if places == list(range(first, end)) else None
-        tokens = torch.tensor(places)
-        ours = slice(None, None, heads if self.shape.sinks else 1)
-        told = seq_lens[ours].contiguous(), starts[: len(seq_lens[ours]) + 1]
-        distances = None
-        if away:
-            distances = table.numpy().astype(np.int64) * self._row_bytes
-        plan = CpuPlan(tokens, span, table, seq_lens, starts, self.schedule(*told), distances)
-        return SparseStep(stale, tuple(sequences), plan)
+    def schedule(
+        self, stale: torch.Tensor, sequences: Sequence[SparseSequence], layout: Layout | None
+    ) -> SparseStep:
+        plan = None
+        if sequences:
+            plan = HostPlan(self.shape, sequences, layout)
+            plan.work = self._work(plan)
+        return SparseStep(stale, len(stale), tuple(sequences), plan)
 
-    def schedule(self, seq_lens: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """The kernel's work plan for rows of one KV head."""
-        return schedule(self.shape, seq_lens, starts)
-
-    def choose(self, *args: object) -> None:
-        return
-
-    def fetch(self, *args: object) -> None:
-        return
-
-    def residency(self, blocks: int) -> DeviceResidency:
-        raise NotImplementedError("the layers keep the slots of a CPU")
-
-    def number(self, *args: object) -> None:
-        return
-
-    def forget(self, *args: object) -> None:
-        return
-
-    def collect(self, *args: object) -> None:
-        return
-
-    def enter(self, step: SparseStep, at: int, ids: torch.Tensor) -> None:
-        plan, heads, split = step.plan, self.shape.kv_heads, step.sequences[at].split
-        rows = slice(at * heads, (at + 1) * heads), slice(split.init, split.init + split.chosen)
-        named = ids * heads + self._head
-        if plan.distances is None:
-            plan.table[rows] = named
-        else:
-            plan.distances[rows] = named.numpy().astype(np.int64) * self._row_bytes
-
-    def enter_found(self, step: SparseStep, search: Search) -> None:
-        plan, heads = step.plan, self.shape.kv_heads
-        choosing = [(at, one) for at, one in enumerate(step.sequences) if one.split.middle]
-        for place, (at, sequence) in enumerate(choosing):
-            rows = slice(at * heads, (at + 1) * heads), slice(sequence.split.init, None)
-            if plan.distances is None:
-                search.enter_names(place, plan.table[rows])
-                continue
-            left = 0 if sequence.offloaded is None else sequence.offloaded.count
-            cache_bytes = heads * self._row_bytes, self._row_bytes
-            search.enter_distances(place, plan.distances[rows], left, cache_bytes)
-
-    def enter_in_place(self, step: SparseStep, at: int, distances: Ints) -> None:
-        plan, heads, split = step.plan, self.shape.kv_heads, step.sequences[at].split
-        rows = slice(at * heads, (at + 1) * heads), slice(split.init, split.init + split.chosen)
-        plan.distances[rows] = distances + self._head.numpy() * self._row_bytes
+    def _work(self, plan: HostPlan) -> torch.Tensor:
+        """Of all rows or, with sinks, of those of a KV head."""
+        seq_lens = plan.seq_lens[:: self.shape.kv_heads if self.shape.sinks else 1].contiguous()
+        return schedule(self.shape, seq_lens, plan.starts[: len(seq_lens) + 1])
 
     def attend(
         self,
@@ -331,45 +241,44 @@ class CpuKernel(RowKernel):
         kv_cache: torch.Tensor,
         step: SparseStep,
         output: torch.Tensor,
-        terms: Terms,
+        parameters: AttentionParameters,
     ) -> None:
-        plan, shape = step.plan, self.shape
+        shape, plan = self.shape, step.plan
         span = plan.span
         here = plan.tokens if span is None else span
         rows = query[here].reshape(-1, shape.group, shape.head_dim).contiguous()
         caches, table = halves(kv_cache), plan.table
         if plan.distances is not None:
             caches, table = far_halves(kv_cache, plan.distances)
-        if terms.sinks is not None:
-            found = self._attend_by_head(rows, caches, table, plan, terms)
+        into = None
+        if parameters.sinks is not None:
+            found = self._attend_by_head(rows, caches, table, plan, parameters)
         else:
-            into = None
             if span is not None and output.is_contiguous():
                 into = output[span].view(rows.shape)
-            told = table, plan.seq_lens, plan.starts, plan.schedule
-            found = attend(shape, rows, caches, *told, terms, into)
-            if into is not None:
-                return
-        output[here] = found.view(-1, *output.shape[1:])
+            args = table, plan.seq_lens, plan.starts, plan.work
+            found = attend(shape, rows, caches, *args, parameters, into)
+        if into is None:
+            output[here] = found.view(-1, *output.shape[1:])
 
     def _attend_by_head(
         self,
         rows: torch.Tensor,
         caches: tuple[torch.Tensor, torch.Tensor],
         table: torch.Tensor,
-        plan: CpuPlan,
-        terms: Terms,
+        plan: HostPlan,
+        parameters: AttentionParameters,
     ) -> torch.Tensor:
         """A call has the same sinks for all its rows: one call for the rows of a KV head."""
         shape, heads = self.shape, self.shape.kv_heads
-        assert terms.sinks is not None
+        assert parameters.sinks is not None
         found = torch.empty_like(rows)
         starts = plan.starts[: len(plan.tokens) + 1]
-        for head, sinks in enumerate(terms.sinks.view(heads, shape.group)):
+        for head, sinks in enumerate(parameters.sinks.view(heads, shape.group)):
             ours = slice(head, None, heads)
-            told = table[ours], plan.seq_lens[ours].contiguous(), starts, plan.schedule
-            of_head = replace(terms, sinks=sinks)
-            found[ours] = attend(shape, rows[ours].contiguous(), caches, *told, of_head)
+            args = table[ours], plan.seq_lens[ours].contiguous(), starts, plan.work
+            of_head = replace(parameters, sinks=sinks)
+            found[ours] = attend(shape, rows[ours].contiguous(), caches, *args, of_head)
         return found
 
 
@@ -414,7 +323,7 @@ class KeyReader:
         return packed.index_select(-1, self._places).view(shape)
 
 
-class InPlaceLayer:
+class InPlaceDense:
     """One layer's dense attention over partially offloaded sequences, whose blocks the kernel reads
     where they lie: in the arena, and in the cache."""
 
@@ -422,15 +331,12 @@ class InPlaceLayer:
         self._shape = shape
         self._name = name
 
-    def forget(self, key: str, memory: bool = True) -> None:
-        """Nothing is kept."""
-
     def attend(
         self,
         row: OffloadedRow,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
-        terms: Terms,
+        parameters: AttentionParameters,
         plainly: object = None,
     ) -> torch.Tensor:
         sequence, shape = row.sequence, self._shape
@@ -443,19 +349,14 @@ class InPlaceLayer:
         starts = torch.tensor([0, len(query)], dtype=torch.int32)
         plan = schedule(shape, seq_lens, starts, whole=True)
         query = query.reshape(-1, shape.heads, shape.head_dim).contiguous()
-        return attend(shape, query, caches, table, seq_lens, starts, plan, terms)
+        return attend(shape, query, caches, table, seq_lens, starts, plan, parameters)
 
 
 class RetrievalBackend(CPUAttentionBackend):
     """Registered in place of CPU_ATTN under its name: the KV bytes are the same."""
 
-    @staticmethod
-    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        return RetrievalImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
-        return RetrievalMetadataBuilder
+    get_impl_cls = staticmethod(lambda: RetrievalImpl)
+    get_builder_cls = staticmethod(lambda: RetrievalMetadataBuilder)
 
 
 class RetrievalMetadataBuilder(RetrievalBuilder, CPUAttentionMetadataBuilder):
@@ -467,8 +368,8 @@ class RetrievalMetadataBuilder(RetrievalBuilder, CPUAttentionMetadataBuilder):
         fp8 = config.fp8_type(self.vllm_config) if kv_cache_spec.dtype is torch.uint8 else None
         return CpuKernel(KernelShape(*shape, self.dtype, self.isa, fp8, self.has_sinks()))
 
-    def make_whole(self, name: str) -> InPlaceLayer:
-        return InPlaceLayer(self._kernel.shape, name)
+    def make_dense(self, name: str) -> InPlaceDense:
+        return InPlaceDense(self._kernel.shape, name)
 
 
 class RetrievalImpl(RetrievalAttention, CPUAttentionBackendImpl):

@@ -25,15 +25,17 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
+from kvrecall.attention.digest import coded_width
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
+from kvrecall.engines.vllm.attention.base import KernelShape
 from kvrecall.engines.vllm.attention.checks import offload_hindrance
-from kvrecall.engines.vllm.attention.copied import CopiedLayer
-from kvrecall.engines.vllm.attention.layer import share_beside
+from kvrecall.engines.vllm.attention.copied import CopiedDense
+from kvrecall.engines.vllm.attention.device_selection import TritonKernel
+from kvrecall.engines.vllm.attention.layer import CHECKSUM_BYTES
 from kvrecall.engines.vllm.attention.plugin import active_settings
-from kvrecall.engines.vllm.attention.step import BatchRow, KeptCopy, KernelShape
-from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
+from kvrecall.engines.vllm.attention.step import BatchRow, KeptCopy
 from kvrecall.engines.vllm.compat import runner
-from kvrecall.engines.vllm.compat.config import most_of_ranks
+from kvrecall.engines.vllm.compat.config import layer_index, most_of_ranks
 from kvrecall.engines.vllm.device import device_of
 
 logger = logging.getLogger("vllm.kvrecall")
@@ -68,8 +70,8 @@ class DeviceBuilder(RetrievalBuilder):
             )
         return kernel
 
-    def make_whole(self, name: str) -> CopiedLayer:
-        return CopiedLayer(name, self._activity)
+    def make_dense(self, name: str) -> CopiedDense:
+        return CopiedDense(name, self._activity)
 
     def alone(self, common: Any, rows: Sequence[BatchRow], at: int, kept: KeptCopy | None) -> Any:
         blocks = -(-rows[at].tokens // self.block_size)
@@ -86,19 +88,29 @@ class DeviceAttention(RetrievalAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        runner.leave_room(_share_beside)
+        runner.leave_room(share_beside)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
 
 
-def _share_beside(vllm_config: Any, specs: Mapping[str, Any]) -> float:
-    """Of the memory for the KV cache: digests, and, where sequences are to leave the device, the
-    dense layers' copies of them."""
+def share_beside(vllm_config: Any, specs: Mapping[str, Any]) -> float:
+    """The share of a GPU's memory for the KV cache that must be left for the digests of all blocks
+    and, where sequences are to leave the device, for as many pages of dense layers as there are
+    blocks. ``specs``: the layers' KV cache specs of vLLM's, by name."""
     settings = active_settings(vllm_config)
     long = settings.offload_boundary < vllm_config.model_config.max_model_len
     copies = long and offload_hindrance(vllm_config) is None
-    return share_beside(specs, settings, copies)
+    kv = beside = 0
+    for name, spec in specs.items():
+        kv += spec.page_size_bytes
+        if layer_index(name) >= settings.dense_layers:
+            layout = settings.layout(spec.block_size, narrows=False)
+            width = coded_width(layout.kind.parts * spec.head_size)
+            beside += spec.num_kv_heads * layout.rows * width + CHECKSUM_BYTES
+        elif copies:
+            beside += spec.page_size_bytes
+    return beside / (beside + kv)
 
 
 class FlashBuilder(DeviceBuilder, FlashAttentionMetadataBuilder):
@@ -112,13 +124,8 @@ class FlashImpl(DeviceAttention, FlashAttentionImpl):
 class FlashBackend(FlashAttentionBackend):
     """Registered in place of FLASH_ATTN under its name: the KV bytes are the same."""
 
-    @staticmethod
-    def get_impl_cls() -> type[FlashAttentionImpl]:
-        return FlashImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
-        return FlashBuilder
+    get_impl_cls = staticmethod(lambda: FlashImpl)
+    get_builder_cls = staticmethod(lambda: FlashBuilder)
 
 
 class TritonBuilder(DeviceBuilder, TritonAttentionMetadataBuilder):
@@ -132,10 +139,5 @@ class TritonImpl(DeviceAttention, TritonAttentionImpl):
 class TritonBackend(TritonAttentionBackend):
     """Registered in place of TRITON_ATTN under its name."""
 
-    @staticmethod
-    def get_impl_cls() -> type[TritonAttentionImpl]:
-        return TritonImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
-        return TritonBuilder
+    get_impl_cls = staticmethod(lambda: TritonImpl)
+    get_builder_cls = staticmethod(lambda: TritonBuilder)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kvrecall.engines.vllm.attention.activity import Activity
+from kvrecall.engines.vllm.attention.base import AttentionKernel, AttentionParameters
 from kvrecall.engines.vllm.attention.copied import KeptCopies
 from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
@@ -20,7 +21,7 @@ from kvrecall.engines.vllm.attention.offloaded import (
     checksums_of_layer,
     digests_of_layer,
 )
-from kvrecall.engines.vllm.attention.step import Freshness, KeptCopy, OffloadedRow, Terms
+from kvrecall.engines.vllm.attention.step import Freshness, KeptCopy, OffloadedRow
 from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.errors import EngineError
@@ -29,7 +30,7 @@ from kvrecall.pool.base import ArenaHandle
 logger = logging.getLogger("vllm.kvrecall")
 
 
-class WholeLayer(Protocol):
+class DenseOffload(Protocol):
     """A layer's dense attention over partially offloaded sequences."""
 
     def attend(
@@ -37,15 +38,11 @@ class WholeLayer(Protocol):
         row: OffloadedRow,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
-        terms: Terms,
+        parameters: AttentionParameters,
         plainly: Callable[[torch.Tensor, Any], torch.Tensor],
     ) -> torch.Tensor:
         """Attention of the row's tokens with these queries over its whole sequence. ``plainly``:
         vLLM's attention of these tokens over a cache, by metadata."""
-
-    def forget(self, key: str, memory: bool = True) -> None:
-        """The sequence has ended, or was never known; with ``memory`` False it returns in the next
-        step."""
 
 
 class RetrievalGroup:
@@ -60,37 +57,33 @@ class RetrievalGroup:
         self,
         activity: Activity,
         heat: HeatTotals,
-        in_place: bool = False,
-        loads_in_step: bool = True,
-        overhead_bytes: int = 0,
+        kernel: AttentionKernel,
         settle_gate: Callable[[int], None] = lambda overhead_bytes: None,
     ) -> None:
-        """``in_place``: as of ``RowKernel``; otherwise dense layers keep copies of offloaded
-        sequences. ``loads_in_step``: whether loaded blocks are in place when ``note_restored`` is
-        called. ``overhead_bytes``: of the layers' gate; ``settle_gate``: tells them the number that
-        all of the engine decide by."""
-        self.activity = activity
+        """``settle_gate``: tells the layers' gate the ``overhead_bytes`` that all of the engine
+        decide by."""
         self.heat = heat
-        self.overhead_bytes = overhead_bytes
+        self.overhead_bytes = kernel.overhead_bytes
         self.settle_gate = settle_gate
         self.freshness = Freshness()
-        self._in_place = in_place
+        self._activity = activity
+        self._kernel = kernel
         self._near: dict[ArenaHandle | None, NearArena] = {}
-        self._loads_in_step = loads_in_step
         self._copies = KeptCopies(0)
         self._caches: Mapping[str, torch.Tensor] = {}
+        self._layer_names: list[str] = []
         self._sparse: dict[str, RetrievalLayer] = {}
-        self._whole: dict[str, WholeLayer] = {}
         self._sequences: dict[str, OffloadedSequence] = {}
         self._rows: dict[int, str] = {}
 
     # ---- as the metadata builder and the layers ask ---------------------------------------
 
-    def add(self, name: str, sparse: RetrievalLayer | None, whole: WholeLayer) -> None:
+    def add(self, name: str, sparse: RetrievalLayer | None) -> None:
         """``sparse``: None if the layer stays dense."""
+        self._layer_names.append(name)
         if sparse is not None:
             self._sparse[name] = sparse
-        self._whole[name] = whole
+            self.freshness.follow(sparse)
 
     def sequence(self, last_block: int) -> OffloadedSequence | None:
         """The offloaded sequence whose last token of this step is written into that block."""
@@ -108,27 +101,22 @@ class RetrievalGroup:
 
     def counted(self, wait: bool = False) -> Activity:
         """The activity, with what a device has told by now; ``wait``: with all that it did."""
-        for sparse in self._sparse.values():
-            sparse.collect(wait)
-        return self.activity
+        if self._kernel.counts is not None:
+            self._kernel.counts.add_to(self._activity, wait)
+        return self._activity
 
     # ---- as the connector asks -----------------------------------------------------------
 
     @property
     def layer_names(self) -> tuple[str, ...]:
         """Those of its layers, sparse or not."""
-        return tuple(self._whole)
-
-    @property
-    def sparse_layers(self) -> int:
-        """How many of its layers have digests."""
-        return len(self._sparse)
+        return tuple(self._layer_names)
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Registers the device KV cache, one tensor per layer. Returns what the pool stores beside
         the KV of the group: each sparse layer's digests and their checksums, a row per block."""
         self._caches = caches
-        if not self._in_place:
+        if not self._kernel.on_host:
             self._copies = KeptCopies(len(next(iter(caches.values()))))
         pages = {}
         for name, layer in self._sparse.items():
@@ -143,7 +131,7 @@ class RetrievalGroup:
     def note_restored(self, block_ids: Iterable[int]) -> None:
         """These blocks, or the null block, came from the pool with their digests. Damaged digests
         are stale; so are all, if they are still on their way and cannot be verified."""
-        if not self._loads_in_step:
+        if self._kernel.device.type != "cpu":
             return
         real = torch.tensor([block for block in block_ids if block], dtype=torch.int64)
         self.freshness.restored_blocks(real.tolist())
@@ -155,7 +143,7 @@ class RetrievalGroup:
         full, or the null block."""
         real = torch.tensor([block for block in block_ids if block], dtype=torch.int64)
         stale = self.freshness.take_stale(real)
-        self.activity.blocks_digested += len(stale)
+        self._activity.blocks_digested += len(stale)
         real, stale = self._sent(real), self._sent(stale)
         for name, sparse in self._sparse.items():
             sparse.digest(self._caches[name], stale)
@@ -193,7 +181,7 @@ class RetrievalGroup:
 
     def _bases(self, records: Records) -> Mapping[str, int]:
         """The arena's address for each layer that reads it in place. Raises EngineError."""
-        if not self._in_place:
+        if not self._kernel.on_host:
             return {}
         if records.arena not in self._near:
             self._near[records.arena] = NearArena(records, self._caches)
@@ -207,8 +195,6 @@ class RetrievalGroup:
             return
         for sparse in self._sparse.values():
             sparse.forget(key)
-        for whole in self._whole.values():
-            whole.forget(key)
         self._copies.forget(key)
         arena = gone.records.arena
         if arena in self._near and not any(
@@ -222,6 +208,7 @@ class RetrievalGroup:
         if sequence is None:
             if records is None:
                 return False
+            self._forget(order.request_id)
             try:
                 near = self._bases(records)
             except EngineError as error:
@@ -236,11 +223,11 @@ class RetrievalGroup:
         sequence.offsets = np.concatenate([sequence.offsets, added])
         sequence.slots = torch.cat([sequence.slots, torch.tensor(order.slots, dtype=torch.int32)])
         if isinstance(order, Arrival):
-            self.activity.blocks_left += len(added)
+            self._activity.blocks_left += len(added)
             for name, sparse in self._sparse.items():
                 sparse.arrive(sequence, self._caches[name])
             return True
-        self.activity.blocks_offloaded += len(added)
+        self._activity.blocks_offloaded += len(added)
         leaving = torch.tensor(order.block_ids, dtype=torch.int64)
         stale = self._sent(self.freshness.take_stale(leaving))
         leaving = self._sent(leaving)

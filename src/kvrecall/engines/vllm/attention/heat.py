@@ -34,9 +34,9 @@ class HeatTotals:
         layers, self._layers = self._layers, {}
         return {layer: totals.tolist() for layer, totals in layers.items()}
 
-    def add(self, told: Mapping[Any, Sequence[Sequence[int]]]) -> None:
+    def add(self, counts: Mapping[Any, Sequence[Sequence[int]]]) -> None:
         """Adds the counts of a worker."""
-        for layer, rows in told.items():
+        for layer, rows in counts.items():
             totals = self._layers.setdefault(int(layer), np.zeros((2, PLACES), dtype=np.int64))
             totals += np.asarray(rows, dtype=np.int64)
 

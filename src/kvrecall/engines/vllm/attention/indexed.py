@@ -11,8 +11,8 @@ from kvrecall.attention.index.search import SequenceIndex
 from kvrecall.engines.vllm.attention.activity import Activity
 
 _IDLE_STEPS = 64
-"""An index that no sequence has used for so many sparse steps is dropped: vLLM's attention layers
-are not told when a sequence on the device ends."""
+"""An index that no sequence has used for so many sparse steps is dropped: vLLM does
+not tell attention layers when a sequence on the device ends."""
 
 Digests = Callable[[int], torch.Tensor]
 """Those of a sequence's middle blocks from a place on: int8 ``[kv_heads, blocks, rows, width]``."""
@@ -30,48 +30,44 @@ class _Held:
     def is_of(self, ids: torch.Tensor, written: torch.Tensor) -> bool:
         """Whether it holds the leading ones of these blocks, as they are."""
         count = len(self.ids)
+        if self.ids[0] != ids[0]:
+            return False
         return torch.equal(self.ids, ids[:count]) and torch.equal(self.written, written[:count])
 
 
 class SequenceIndexes:
     """Finds the index of a sequence, and adds what it lacks. An index of a sequence on the device
-    is known by its blocks: their numbers, and whether they were digested since."""
+    is known by its blocks: their numbers, and how often they were digested."""
 
     def __init__(self, make: Callable[[], SequenceIndex], activity: Activity) -> None:
         self._make = make
         self._activity = activity
-        self._by_block: dict[int, list[_Held]] = {}  # the first middle one
+        self._held: list[_Held] = []
         self._by_key: dict[str, SequenceIndex] = {}
         self._step = 0
 
     def begin_step(self) -> None:
-        """Drops what no sequence uses any more."""
+        """Drops indexes that no sequence uses."""
         self._step += 1
         if self._step % _IDLE_STEPS:
             return
-        for block, held in list(self._by_block.items()):
-            kept = [one for one in held if one.used > self._step - _IDLE_STEPS]
-            for one in held:
-                if one not in kept:
-                    one.index.close()
-            self._by_block[block] = kept
-            if not kept:
-                del self._by_block[block]
+        held, self._held = self._held, []
+        for one in held:
+            if one.used > self._step - _IDLE_STEPS:
+                self._held.append(one)
+            else:
+                one.index.close()
 
     def on_device(
         self, ids: torch.Tensor, written: torch.Tensor, digests: Digests
     ) -> SequenceIndex:
         """The index of these middle blocks, complete. ``written``: how often the digest of each was
         written: int64, as ``ids``."""
-        held = self._by_block.setdefault(int(ids[0]), [])
-        found = max(
-            (one for one in held if one.is_of(ids, written)),
-            key=lambda one: len(one.ids),
-            default=None,
-        )
+        known = (one for one in self._held if one.is_of(ids, written))
+        found = max(known, key=lambda one: len(one.ids), default=None)
         if found is None:
             found = _Held(self._make(), ids[:0], written[:0])
-            held.append(found)
+            self._held.append(found)
         self._complete(found.index, len(ids), digests)
         found.ids, found.written, found.used = ids.clone(), written.clone(), self._step
         return found.index

@@ -17,14 +17,10 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
-from kvrecall.engines.vllm.attention.cpu import CpuKernel, InPlaceLayer
-from kvrecall.engines.vllm.attention.step import (
-    BatchRow,
-    DensePart,
-    KernelShape,
-    SparseStep,
-    Terms,
-)
+from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape, SparseStep
+from kvrecall.engines.vllm.attention.cpu import CpuKernel, InPlaceDense
+from kvrecall.engines.vllm.attention.host_selection import HostPlan
+from kvrecall.engines.vllm.attention.step import BatchRow, DensePart
 
 
 class LatentKernel(CpuKernel):
@@ -34,9 +30,9 @@ class LatentKernel(CpuKernel):
     def read_keys(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         return kv_cache.index_select(0, block_ids)[:, None]
 
-    def schedule(self, seq_lens: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    def _work(self, plan: HostPlan) -> torch.Tensor:
         """The kernel needs none."""
-        return torch.empty(0)
+        return plan.work
 
     def attend(
         self,
@@ -44,13 +40,14 @@ class LatentKernel(CpuKernel):
         kv_cache: torch.Tensor,
         step: SparseStep,
         output: torch.Tensor,
-        terms: Terms,
+        parameters: AttentionParameters,
     ) -> None:
         """``output``: ``[tokens, heads, value width]``."""
         plan = step.plan
         found = output.new_zeros(len(plan.tokens), *output.shape[1:])
         rows = query[plan.tokens].contiguous()
-        ops.mla_decode_kvcache_cpu(found, rows, kv_cache, terms.scale, plan.table, plan.seq_lens)
+        scale = parameters.scale
+        ops.mla_decode_kvcache_cpu(found, rows, kv_cache, scale, plan.table, plan.seq_lens)
         output[plan.tokens] = found
 
 
@@ -96,7 +93,7 @@ class LatentImpl(RetrievalAttention, CPUMLAImpl):
             )
             beside = replace(attn_metadata, decode=part)
             output[others] = super().forward_mqa(query[others], cache, beside, layer)[0]
-        self.sparse_layer.attend(query, cache, step, Terms(self.scale), output)
+        self.sparse_layer.attend(query, cache, step, AttentionParameters(self.scale), output)
         return output, None
 
 
@@ -108,9 +105,9 @@ class LatentBuilder(RetrievalBuilder, MLACommonMetadataBuilder):
         shape = (self.num_heads, 1, spec.head_size, spec.block_size, spec.dtype, "")
         return LatentKernel(KernelShape(*shape, latent=True))
 
-    def make_whole(self, name: str) -> InPlaceLayer:
+    def make_dense(self, name: str) -> InPlaceDense:
         """Never called: latents stay on the device."""
-        return InPlaceLayer(self._kernel.shape, name)
+        return InPlaceDense(self._kernel.shape, name)
 
     def _without(
         self, taken: Collection[int], common: Any, rows: Sequence[BatchRow]
@@ -123,10 +120,5 @@ class LatentBuilder(RetrievalBuilder, MLACommonMetadataBuilder):
 class LatentBackend(CPUMLABackend):
     """Registered in place of CPU_MLA under its name: the KV bytes are the same."""
 
-    @staticmethod
-    def get_impl_cls() -> type[CPUMLAImpl]:
-        return LatentImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[MLACommonMetadataBuilder]:
-        return LatentBuilder
+    get_impl_cls = staticmethod(lambda: LatentImpl)
+    get_builder_cls = staticmethod(lambda: LatentBuilder)

@@ -92,6 +92,15 @@ class OffloadedSequence:
         base = self.near.get(layer) or self.records.memory.ctypes.data
         return self.offsets + (base + self.records.layers[layer])
 
+    def require_inside(self, layer: str, kv_cache: torch.Tensor) -> None:
+        """Raises IndexError if a page of the layer lies outside the arena, or a slot outside its
+        cache: both are read and written by address."""
+        begins = self.offsets + self.records.layers[layer]
+        last, slots = len(self.records.memory) - kv_cache[0].nbytes, self.slots.tolist()
+        inside = begins.min(initial=0) >= 0 and begins.max(initial=0) <= last
+        if not (inside and all(0 <= slot < len(kv_cache) for slot in slots)):
+            raise IndexError(f"blocks of {self.key} lie outside of the arena or of the cache")
+
     @property
     def begins(self) -> Ints:
         """Addresses of the offloaded blocks' records."""

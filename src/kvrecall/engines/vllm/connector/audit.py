@@ -1,10 +1,11 @@
 """The audit: an engine loads a writer's blocks only after it has seen that it computes the same.
 
-No list of what KV depends on is ever complete. Every block therefore carries the *origin* of its
-writer, a number drawn when an engine starts, and an engine loads only blocks of origins that it has
-proved: it computes the first hit on another origin's blocks and then compares them. An engine that
-has proved an origin writes under it from then on, so that few are left to prove. Of the hits on
-proved origins, one in a few thousand is checked again, by its last block.
+No list of what KV depends on is ever complete. Every block therefore carries its *origin*: the
+writer, a number drawn when an engine starts and when its weights change, and the *generation*, the
+hours that the writer had run. An engine loads only blocks that are proved: it computes the first
+hit on another writer's blocks and then compares them. That proves the writer's blocks up to the
+generation compared; those of later ones need an audit of their own, because weights may change
+unseen. Of the hits on proved blocks, one in a few thousand is checked again, by its last block.
 
 Proofs are kept per namespace, and separately for prompts with images or sound, which take other
 paths through a model. Everything here belongs to the scheduler side and runs in its thread.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -38,23 +40,38 @@ logger = logging.getLogger("vllm.kvrecall")
 COMPARED = 16
 """Blocks compared from the start of a hit, and as many from its end."""
 
+GENERATION_S = 3600.0
+"""Length of a writer's generation: how long its blocks may be loaded without another audit, and so
+how long others may load what it writes after a change of its weights that nothing noticed."""
+
+_WRITER_BYTES = 6  # of an origin; the others are the generation
+_LAST = (1 << 8 * (ORIGIN_BYTES - _WRITER_BYTES)) - 1
 _BUSY = 64  # hits for which a repeated audit is put off while other requests are in the engine
 _LEASE_S = 5.0
 
 
+def _parts(origin: bytes) -> tuple[bytes, int]:
+    """Writer and generation."""
+    return origin[:_WRITER_BYTES], int.from_bytes(origin[_WRITER_BYTES:], "big")
+
+
 @dataclass(slots=True)
 class Belief:
-    """The audit state of one namespace's writers. ``writes``: the origin of its own blocks.
-    ``hits``: on proved origins, since the last audit."""
+    """The audit state of one namespace's writers. ``proved``: by writer, up to which generation.
+    ``hits``: on proved blocks, since the last audit."""
 
-    writes: bytes
-    proved: set[bytes]
+    proved: dict[bytes, int]
     hits: int = 0
+
+    def trusts(self, origin: bytes) -> bool:
+        """Whether blocks of this origin are proved."""
+        writer, generation = _parts(origin)
+        return generation <= self.proved.get(writer, -1)
 
 
 @dataclass(slots=True)
 class _Audit:
-    """A request that computes blocks which the pool has. ``repeated``: their origins were proved
+    """A request that computes blocks which the pool has. ``repeated``: they were proved
     before. ``leased``: offsets by ticket. ``awaited``: tickets of blocks being promoted to the
     host, with their runs. ``left``: blocks to compare: KV group, index, offset, origin, and tokens
     up to the end of its KV.
@@ -89,6 +106,7 @@ class Auditor:
         every: int | None,
         tally: Tally,
         refuted: Callable[[Namespace], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``every``: hits between repeated audits; 0: none, None: every block is trusted.
         ``refuted``: called when the engine computes other KV than a namespace contains."""
@@ -97,23 +115,26 @@ class Auditor:
         self._every = every
         self._tally = tally
         self._refuted = refuted
-        self._own = secrets.token_bytes(ORIGIN_BYTES)
+        self._clock = clock
+        self._begin_writer()
         self._beliefs: dict[tuple[bytes, bool], Belief] = {}
         self._audits: dict[int, _Audit] = {}
         self._numbers = itertools.count()
 
-    def origin(self, state: RequestState) -> bytes:
-        """The origin under which this request's blocks are written."""
-        return self._belief(state).writes
+    def origin(self) -> bytes:
+        """The origin of blocks that are written now."""
+        generation = min(int((self._clock() - self._since) / GENERATION_S), _LAST)
+        return self._writer + generation.to_bytes(ORIGIN_BYTES - _WRITER_BYTES, "big")
 
     def trusted(self, state: RequestState, offsets: Sequence[int], group: int | None = None) -> int:
         """Number of these leased blocks of a KV group (the chain), from the first on, that may be
         read."""
         if self._every is None or not offsets or state.namespace is None:
             return 0 if state.namespace is None else len(offsets)
-        proved = self._belief(state).proved
+        belief = self._belief(state)
         origins = self._origins(self._facts.chain if group is None else group, offsets)
-        return next((i for i, one in enumerate(origins) if one not in proved), len(origins))
+        others = {one for one in set(origins) if not belief.trusts(one)}
+        return next((i for i, one in enumerate(origins) if one in others), len(origins))
 
     def admit(
         self, state: RequestState, hit: Hit, offsets: Sequence[Sequence[int]], alone: bool
@@ -165,7 +186,7 @@ class Auditor:
         return 0 if self._begin(state, last, repeated=True) else tokens
 
     def _is_due(self, belief: Belief, alone: bool) -> bool:
-        """Counts a hit on proved origins; whether it is to be audited."""
+        """Counts a hit on proved blocks; whether it is to be audited."""
         belief.hits += 1
         due = self._every and belief.hits >= self._every
         return bool(due and (alone or belief.hits >= (self._every or 0) + _BUSY))
@@ -177,7 +198,7 @@ class Auditor:
         if self._every is None or state.namespace is None:
             return
         belief = self._belief(state)
-        if belief.proved == {self._own} and not self._is_under_way(belief):
+        if len(belief.proved) == 1 and not self._is_under_way(belief):
             most = min(COMPARED, self._facts.exact_blocks - hit.chain.first)
             runs = [run.part(0, most) for run in hit.runs]
             self._begin(state, runs, repeated=False)
@@ -247,8 +268,8 @@ class Auditor:
 
     def renew(self) -> None:
         """The engine's weights have changed. What was proved before says nothing of blocks of the
-        new ones, here or in other engines, so those are written under a new origin."""
-        self._own = secrets.token_bytes(ORIGIN_BYTES)
+        new ones, here or in other engines, so those are another writer's."""
+        self._begin_writer()
         self._beliefs.clear()
         for number in list(self._audits):
             self._close(number)
@@ -263,12 +284,15 @@ class Auditor:
 
     # ---- within --------------------------------------------------------------------------
 
+    def _begin_writer(self) -> None:
+        self._writer, self._since = secrets.token_bytes(_WRITER_BYTES), self._clock()
+
     def _belief(self, state: RequestState) -> Belief:
         assert state.namespace is not None
         key = state.namespace.digest, state.has_media
         belief = self._beliefs.get(key)
         if belief is None:
-            belief = self._beliefs[key] = Belief(self._own, {self._own})
+            belief = self._beliefs[key] = Belief({self._writer: _LAST})
         return belief
 
     def _origins(self, group: int, offsets: Sequence[int]) -> list[bytes]:
@@ -367,11 +391,10 @@ class Auditor:
 
     def _prove(self, audit: _Audit, total: Deviation) -> None:
         belief = audit.belief
-        new = audit.origins - belief.proved
-        belief.proved |= audit.origins
-        if belief.writes == self._own:
-            belief.writes = min(audit.origins)
-        if new or total.unequal:
+        is_new = not all(map(belief.trusts, audit.origins))
+        for writer, generation in map(_parts, audit.origins):
+            belief.proved[writer] = max(generation, belief.proved.get(writer, -1))
+        if is_new or total.unequal:
             logger.info(
                 "kvrecall: audit passed: this engine computes the same KV as the pool "
                 "contains under %s: %d blocks compared, %d of them bit-identical, the "

@@ -80,7 +80,7 @@ def block_at(table: Sequence[int] | dict[int, int], index: int, end: int) -> int
 
 class Saver:
     """Reserves slots for blocks, orders their copies, and commits those that every rank has made.
-    ``origin``: the origin of a request's blocks. ``reachable``: of blocks ``[start, stop)`` of a
+    ``origin``: that of blocks written now. ``reachable``: of blocks ``[start, stop)`` of a
     group of a request, which can be needed by a hit; None: all. Only ``flush`` blocks."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Saver:
         facts: EngineFacts,
         finder: HitFinder,
         reachable: Reachable,
-        origin: Callable[[RequestState], bytes],
+        origin: Callable[[], bytes],
         tally: Tally,
     ) -> None:
         self._pool = pool
@@ -319,7 +319,7 @@ class Saver:
         if not rows:
             return False
         assert state.namespace is not None
-        kind = state.namespace.digest, group, self._origin(state)
+        kind = state.namespace.digest, group, self._origin()
         number = self._ordered.get(kind)
         if number is None:
             number = self._ordered[kind] = next(self._numbers)

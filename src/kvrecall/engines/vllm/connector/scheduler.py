@@ -126,7 +126,7 @@ class RecallScheduler:
             clock,
         )
         self._finder = HitFinder(pool, facts, first_needed)
-        self._auditor = Auditor(pool, facts, settings.audit_every, self.tally, self._refuted)
+        self._auditor = Auditor(pool, facts, settings.audit_every, self.tally, self._refuted, clock)
         self.misses = MissExplainer(pool, facts, self.tally, settings.explain_misses, self._states)
         self._saver = Saver(pool, facts, self._finder, reachable, self._auditor.origin, self.tally)
 

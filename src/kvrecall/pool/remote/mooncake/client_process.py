@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ipaddress
 import mmap
 import os
 import socket
@@ -144,27 +145,41 @@ def _client(setup: ClientSetup) -> tuple[Any, ctypes.c_char | None]:
 
 def _confine(device: str) -> None:
     """Has the ports that Mooncake opened, on all interfaces whatever it is told, take connections
-    over one interface only, and ends those there are. Raises RuntimeError if the system forbids
-    it."""
-    fds = [int(name) for name in os.listdir("/proc/self/fd")]
-    sockets = [socket.socket(fileno=os.dup(fd)) for fd in fds if _is_socket(fd)]
-    ours = [sock for sock in sockets if sock.family in (socket.AF_INET, socket.AF_INET6)]
-    listening = [s for s in ours if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
-    try:
-        for sock in listening:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device.encode())
-    except OSError as error:
-        raise RuntimeError(
-            f"local_hostname is this machine's loopback, but the ports of Mooncake's client cannot "
-            f"be bound to {device} ({error.strerror}); that takes Linux 5.7 or CAP_NET_RAW"
-        ) from error
-    ports = {sock.getsockname()[1] for sock in listening}
-    for sock in ours:
-        if sock not in listening and sock.getsockname()[1] in ports:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-    for sock in sockets:
-        sock.close()
+    over one interface only, and ends those there are from other hosts. Those of this host stay:
+    its clients transfer as soon as the master knows this one, and Mooncake fails what is under way
+    on a connection that ends. Raises RuntimeError if the system forbids it."""
+    with _tcp_sockets() as sockets:
+        listening = [s for s in sockets if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
+        ports = {sock.getsockname()[1] for sock in listening}
+        try:
+            for sock in listening:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device.encode())
+        except OSError as error:
+            raise RuntimeError(
+                "local_hostname is this machine's loopback, but the ports of Mooncake's client "
+                f"cannot be bound to {device} ({error.strerror}); that takes Linux 5.7 or "
+                "CAP_NET_RAW"
+            ) from error
+    with _tcp_sockets() as sockets:  # again: some were accepted meanwhile
+        for sock in sockets:
+            with contextlib.suppress(OSError):  # it is not connected (any more)
+                if sock.getsockname()[1] in ports and not _is_loopback(sock.getpeername()[0]):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def _tcp_sockets() -> Iterator[list[socket.socket]]:
+    """This process's sockets of IP, as duplicates."""
+    with contextlib.ExitStack() as stack:
+        fds = [int(name) for name in os.listdir("/proc/self/fd")]
+        sockets = [
+            stack.enter_context(socket.socket(fileno=os.dup(fd))) for fd in fds if _is_socket(fd)
+        ]
+        yield [sock for sock in sockets if sock.family in (socket.AF_INET, socket.AF_INET6)]
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.removeprefix("::ffff:").partition("%")[0]).is_loopback
 
 
 def _is_socket(fd: int) -> bool:

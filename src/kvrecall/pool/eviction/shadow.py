@@ -1,4 +1,4 @@
-"""The rival: recency on a sample of the blocks, which shows whether a learned order is worth it."""
+"""LRU on a sample of the blocks, which shows whether a learned order is worth it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
-_SAMPLE = 4096  # blocks in the rival's tier, at most
-_TRIAL = 16  # looks until the two are compared, and until its tier was filled so many times:
-_TURNS = 2.0  # before, the tier shows what was kept in another order
+_SAMPLE = 4096  # blocks in the shadow cache, at most
+_TRIAL = 16  # looks until the two are compared, and until it was filled so many times:
+_TURNS = 2.0  # before, it shows what was kept in another order
 _CHANCE = 1.0  # standard deviations of the difference: what may be lost by chance
-_WORTH = 0.002  # of the rival's hits: a smaller difference does not matter
+_WORTH = 0.002  # of the shadow's hits: a smaller difference does not matter
 _FADE = 0.98  # of the hits, with each further look
 _FIRST_PAUSE = 80  # looks for which the loser rests; twice as long each time that it loses again
 _LONGEST_PAUSE = 1024
 
 
-class Rival:
+class ShadowCache:
     """An LRU tier of one block in ``every`` (SHARDS, Waldspurger et al., FAST 2015), and the hits
     of both on these blocks. Of a tier of up to 4,096 blocks it is LRU, to the block. It knows
     chains alone, so it is no measure for a tier that also holds what hangs on them."""
@@ -25,9 +25,9 @@ class Rival:
         self.every = -(-capacity_blocks // _SAMPLE)
         self._room = max(1, capacity_blocks // self.every)
         self._resident: OrderedDict[int, None] = OrderedDict()  # the oldest first
-        self._ours = self._theirs = 0.0
+        self._own_hits = self._shadow_hits = 0.0
         self._apart = 0.0  # the sum of squares of the difference, request by request
-        self._filled = -self._room  # blocks that entered the rival's tier, once it was full
+        self._filled = -self._room  # blocks that entered it, once it was full
         self._left = _TRIAL
         self._pause = _FIRST_PAUSE
         self.is_better = False
@@ -48,14 +48,14 @@ class Rival:
             hits = sum(not number % every for number in chain[:hits])
             chain = [number for number in chain if not number % every]
         if not self.is_better:
-            theirs = 0
+            found = 0
             for number in chain:
                 if number not in resident:
                     break
-                theirs += 1
-            self._ours += hits
-            self._theirs += theirs
-            self._apart += (theirs - hits) ** 2
+                found += 1
+            self._own_hits += hits
+            self._shadow_hits += found
+            self._apart += (found - hits) ** 2
         before = len(resident)
         for number in reversed(chain):
             resident[number] = None
@@ -70,24 +70,26 @@ class Rival:
             if not number % self.every:
                 self._resident.pop(number, None)
 
-    def look(self, chain: float) -> None:
-        """Decides, now and then. The two are compared request by request (a paired test), since
-        most requests hit the same in both; a lead of one ``chain``, the blocks of a request, is
-        none. After a pause the comparison begins anew."""
+    def compare(self, chain: float) -> bool:
+        """Whether the learned order should not be used at present, decided now and then. The two
+        are compared request by request (a paired test), since most requests hit the same in both; a
+        lead of one ``chain``, the blocks of a request, is none. After a pause the comparison begins
+        anew."""
         self._left -= 1
         is_early = not self.is_better and self._filled < _TURNS * self._room
         if self._left > 0 or is_early or self._is_over:
-            return
-        lead = self._theirs - self._ours - chain / self.every
+            return self.is_better
+        lead = self._shadow_hits - self._own_hits - chain / self.every
         if self.is_better:
             self.is_better, self._left, keep = False, _TRIAL, 0.0
             self._filled = 0
-        elif lead > max(_CHANCE * math.sqrt(self._apart), _WORTH * self._theirs):
+        elif lead > max(_CHANCE * math.sqrt(self._apart), _WORTH * self._shadow_hits):
             self.is_better, self._left, keep = True, self._pause, 1.0
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         else:
             self._left, keep = 1, _FADE
             if lead < 0:
                 self._pause = max(self._pause // 2, _FIRST_PAUSE)
-        self._ours, self._theirs = keep * self._ours, keep * self._theirs
+        self._own_hits, self._shadow_hits = keep * self._own_hits, keep * self._shadow_hits
         self._apart *= keep
+        return self.is_better

@@ -1,0 +1,231 @@
+"""Selection of blocks on the host, which reads digests and blocks where they lie: those of
+sequences that have left the device are read in the arena."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from kvrecall.attention.digest import Layout
+from kvrecall.attention.index.base import index_factory
+from kvrecall.attention.index.search import SequenceIndex
+from kvrecall.attention.kernels.search import Placed, Search, Sought, is_compiled
+from kvrecall.attention.residency import Ints
+from kvrecall.attention.selection import selector_of
+from kvrecall.engines.vllm.attention.base import (
+    DigestStore,
+    KernelShape,
+    Selection,
+    SparseLayer,
+    SparseSequence,
+    SparseStep,
+)
+from kvrecall.engines.vllm.attention.indexed import SequenceIndexes
+from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
+
+
+class HostPlan:
+    """What a kernel on the host reads in a step; each layer enters the blocks that it selects.
+
+    ``tokens``: int64, the sequences' places in the batch; ``span``: the same where they are side by
+    side, else None. ``table``: int32 ``[sequences * kv_heads, width]``, in which a block of a head
+    is named ``block * kv_heads + head``. ``distances``: the same in bytes from the start of a
+    layer's cache, which then counts instead; None if no sequence is partially offloaded.
+    ``seq_lens``: int32, tokens in each row's blocks; ``starts``: int32, 0, 1, 2 ... to the number
+    of rows. ``search``: finds the blocks of all sequences with middle ones and enters them; None if
+    layers find them one after the other. ``work``: vLLM's plan for the kernel's threads.
+    """
+
+    def __init__(
+        self, shape: KernelShape, sequences: Sequence[SparseSequence], layout: Layout | None
+    ) -> None:
+        """``layout``: as of ``AttentionKernel.schedule``."""
+        heads = self._heads = shape.kv_heads
+        self._head = torch.arange(heads, dtype=torch.int32)[:, None]
+        self._head_bytes = shape.block_size * shape.token_bytes // heads
+        width = max(sequence.split.attended_blocks for sequence in sequences)
+        self.table = torch.zeros(len(sequences) * heads, width, dtype=torch.int32)
+        for at, sequence in enumerate(sequences):
+            split, blocks = sequence.split, sequence.table
+            rows, last = self.table[self._rows(at)], split.init + split.chosen
+            rows[:, : split.init] = blocks[: split.init] * heads + self._head
+            named = blocks[split.local : split.blocks] * heads + self._head
+            rows[:, last : split.attended_blocks] = named
+        self.distances: Ints | None = None
+        if any(sequence.offloaded is not None for sequence in sequences):
+            self.distances = self.table.numpy().astype(np.int64) * self._head_bytes
+        lens = [sequence.split.attended_tokens for sequence in sequences]
+        self.seq_lens = torch.tensor(lens, dtype=torch.int32).repeat_interleave(heads)
+        self.starts = torch.arange(len(self.seq_lens) + 1, dtype=torch.int32)
+        places = [sequence.token for sequence in sequences]
+        first, end = places[0], places[-1] + 1
+        self.tokens = torch.tensor(places)
+        self.span = slice(first, end) if places == list(range(first, end)) else None
+        self.work = torch.empty(0)
+        self.search = None if layout is None else self._prepared(shape, sequences, layout)
+
+    def enter(self, at: int, sequence: SparseSequence, places: Ints, away: Ints) -> None:
+        """The step's sequence ``at`` attends to these of its middle blocks: ``[kv_heads, chosen]``.
+        ``away``: distances from the cache of those that are off the device."""
+        columns = slice(sequence.split.init, sequence.split.init + sequence.split.chosen)
+        if self.distances is None:
+            named = sequence.blocks[torch.from_numpy(places)] * self._heads + self._head
+            self.table[self._rows(at), columns] = named
+            return
+        here = sequence.blocks[len(away) :].numpy().astype(np.int64)
+        begins = np.concatenate([away, here * self._heads * self._head_bytes])
+        heads = self._head.numpy() * self._head_bytes
+        self.distances[self._rows(at), columns] = begins[places] + heads
+
+    def _rows(self, at: int) -> slice:
+        return slice(at * self._heads, (at + 1) * self._heads)
+
+    def _prepared(
+        self, shape: KernelShape, sequences: Sequence[SparseSequence], layout: Layout
+    ) -> Search | None:
+        """A search for the middle blocks, which enters them."""
+        choosing = [(at, one) for at, one in enumerate(sequences) if one.split.middle]
+        if not choosing or not is_compiled():
+            return None
+        size = shape.kv_heads, shape.group, shape.head_dim
+        search = Search(size, layout, [_sought(one) for _, one in choosing])
+        for place, (at, one) in enumerate(choosing):
+            rows = self._rows(at), slice(one.split.init, None)
+            if self.distances is None:
+                search.enter_names(place, self.table[rows])
+            else:
+                cache_bytes = self._heads * self._head_bytes, self._head_bytes
+                search.enter_distances(place, self.distances[rows], one.left, cache_bytes)
+        return search
+
+
+def _sought(sequence: SparseSequence) -> Sought:
+    """Among its middle blocks: first those that are off the device, then the others."""
+    here = sequence.blocks[sequence.left :].numpy().astype(np.int64)
+    parts = [here] if sequence.offloaded is None else [np.arange(sequence.left), here]
+    return Sought(parts, sequence.split.chosen, sequence.token)
+
+
+@dataclass(slots=True)
+class _LeftBlocks:
+    """A sequence's blocks off the device: how many, their digests, how far from the layer's cache
+    each begins, in bytes, and all of this for a search."""
+
+    count: int
+    digests: DigestStore
+    away: Ints
+    placed: Placed
+
+
+class HostSelection(Selection):
+    """One layer's on the host: by compiled code for all sequences at once, else for one after
+    another by PyTorch or vector indexes."""
+
+    def __init__(self, shape: KernelShape, layer: SparseLayer, blocks: int) -> None:
+        self._shape = shape
+        self._layer = layer
+        self._layout = layer.settings.layout(shape.block_size)
+        self._selector = selector_of(self._layout)
+        self.store = DigestStore(shape, self._layout, blocks)
+        self._placed = self._place()
+        self._left: dict[str, _LeftBlocks] = {}
+        factory, self._indexes = index_factory(layer.settings.index), None
+        if factory is not None:
+            sizes = self._layout, shape.kv_heads, shape.head_dim
+            self._indexes = SequenceIndexes(partial(SequenceIndex, factory, *sizes), layer.activity)
+            self.store.written = torch.zeros(blocks, dtype=torch.int64)
+
+    def select(self, query: torch.Tensor, step: SparseStep, scale: float, noted: bool) -> None:
+        plan: HostPlan = step.plan
+        search = plan.search
+        if search is None:
+            self._select_each(query, step, scale, noted)
+            return
+        # Few steps of Python: after a layer's attention each waits for memory (docs/log.md).
+        if not self._left:
+            search.run(query, (self._placed,), scale)
+        else:
+            placed = [self._placed_for(one) for one in step.sequences if one.split.middle]
+            search.run(query, placed, scale)
+            self._layer.activity.blocks_in_place += search.left
+        if noted:
+            choosing = (one for one in step.sequences if one.split.middle)
+            for sequence, places in zip(choosing, search.found, strict=True):
+                self._layer.note_selected(sequence.split, places.numpy())
+
+    def depart(
+        self, sequence: OffloadedSequence, digests: torch.Tensor, kv_cache: torch.Tensor
+    ) -> None:
+        sequence.require_inside(self._layer.name, kv_cache)
+        left = self._left.get(sequence.key)
+        store = DigestStore(self._shape, self._layout) if left is None else left.digests
+        first = 0 if left is None else left.count
+        count = first + digests.shape[1]
+        store.reach(count)
+        store.write(torch.arange(first, count), digests)
+        away = sequence.addresses(self._layer.name)[:count] - kv_cache.data_ptr()
+        self._left[sequence.key] = _LeftBlocks(count, store, away, self._place(store, away))
+
+    def forget(self, key: str) -> None:
+        self._left.pop(key, None)
+        if self._indexes is not None:
+            self._indexes.forget(key)
+
+    def _select_each(
+        self, query: torch.Tensor, step: SparseStep, scale: float, noted: bool
+    ) -> None:
+        shape, none = self._shape, np.empty(0, dtype=np.int64)
+        if self._indexes is not None:
+            self._indexes.begin_step()
+        for at, one in enumerate(step.sequences):
+            if not one.split.middle:
+                continue
+            grouped = query[one.token].reshape(shape.kv_heads, shape.group, shape.head_dim)
+            left = None if one.offloaded is None else self._left[one.offloaded.key]
+            # In the sequence's order, so that the sum does not depend on where blocks lie.
+            places = self._find(one, left, grouped, scale).sort(-1).values.numpy()
+            step.plan.enter(at, one, places, none if left is None else left.away)
+            self._layer.activity.blocks_in_place += int((places < one.left).sum())
+            if noted:
+                self._layer.note_selected(one.split, places)
+
+    def _find(
+        self, one: SparseSequence, left: _LeftBlocks | None, query: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Places of the chosen blocks among the sequence's middle ones: int64 ``[kv_heads,
+        chosen]``. ``query``: ``[kv_heads, group, dim]``."""
+        ids = one.blocks[one.left :].to(torch.int64)
+        if self._indexes is not None:
+            digests = partial(self._from, ids, left)
+            if one.offloaded is None:
+                assert self.store.written is not None
+                index = self._indexes.on_device(ids, self.store.written[ids], digests)
+            else:
+                index = self._indexes.off_device(one.offloaded.key, one.split.middle, digests)
+            return index.choose(query, one.split.chosen, scale)
+        parts = [(self.store, ids)]
+        if left is not None:
+            parts.insert(0, (left.digests, torch.arange(left.count)))
+        rows = [store.rows[:, blocks] for store, blocks in parts]
+        coarse = [c[:, blocks] for store, blocks in parts if (c := store.coarse) is not None]
+        return self._selector.choose(query, rows, one.split.chosen, scale, coarse or None)
+
+    def _from(self, ids: torch.Tensor, left: _LeftBlocks | None, first: int) -> torch.Tensor:
+        """The digests of a sequence's middle blocks from a place on, the last of which are ``ids``:
+        int8 ``[kv_heads, blocks, rows, width]``."""
+        if left is None:
+            return self.store.rows[:, ids[first:]]
+        there = left.digests.rows[:, first : left.count]
+        return torch.cat([there, self.store.rows[:, ids[max(0, first - left.count) :]]], 1)
+
+    def _placed_for(self, one: SparseSequence) -> Placed:
+        return self._placed if one.offloaded is None else self._left[one.offloaded.key].placed
+
+    def _place(self, left: DigestStore | None = None, away: Ints | None = None) -> Placed:
+        """For a search: the digests of a sequence's blocks that left, and of the device's."""
+        stores = [self.store] if left is None else [left, self.store]
+        return Placed(self._layout, [(one.rows, one.coarse) for one in stores], away)

@@ -1,0 +1,183 @@
+"""A learned policy that is LRU until it has learned something, and wherever LRU hits more."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from kvrecall.pool.eviction.base import EvictionPolicy
+from kvrecall.pool.eviction.hazard import HazardPolicy
+from kvrecall.pool.eviction.queues import LruPolicy, QueueLinks
+from kvrecall.pool.eviction.shadow import ShadowCache
+from kvrecall.pool.hints import Advice
+
+_PINNED_SHARE = 0.5  # of a tier: what the pins of all tenants' hints may keep
+
+
+class WarmUp(EvictionPolicy):
+    """``hazard`` as a tier uses it. Until ``HazardPolicy`` is warm this is ``LruPolicy``, to the
+    block, and admits all. From then on the blocks are ranked by what was learned; by age, while a
+    shadow cache shows that LRU would hit more. What hints pin is never a victim.
+    """
+
+    name: ClassVar[str] = "hazard"
+    learns: ClassVar[bool] = True
+
+    def __init__(
+        self, capacity_blocks: int, links: QueueLinks, remember: int | None = None
+    ) -> None:
+        self._shadow = ShadowCache(capacity_blocks)
+        self._pins = HintPins(capacity_blocks)
+        self._ranked = HazardPolicy(
+            capacity_blocks, links.names, remember, self._shadow.compare, self._forget
+        )
+        # Gone once the other is warm, and so it keeps no names.
+        self._lru: LruPolicy | None = LruPolicy(links, keeps=False)
+        self._held: set[int] = set()
+
+    def _forget(self, numbers: Sequence[int]) -> None:
+        self._shadow.forget(numbers)
+        self._pins.drop(numbers)
+
+    def insert(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> None:
+        if hangs:
+            self._shadow.end()
+        self._ranked.insert(number, parent, depth, now, hangs)
+        if self._lru is not None:
+            self._lru.insert(number, parent, depth, now, hangs)
+        if number in self._pins:
+            self._hold(number)
+
+    def access(
+        self,
+        chain: Sequence[int],
+        now: float,
+        hanging: Sequence[int] = (),
+        ending: Sequence[int] = (),
+        advice: Advice | None = None,
+    ) -> None:
+        self._end_pins(now)
+        pinned: Sequence[int] = ()
+        self._ranked.maintain(now)
+        if chain:
+            self._shadow.use(chain, self._ranked.leading_residents(chain))
+            if advice is not None and advice.pin_s:
+                pinned = chain[self._ranked.own_part(chain) :]
+        self._ranked.access(chain, now, hanging, ending, advice)
+        if self._ranked.is_warm:
+            self._lru = None
+        elif self._lru is not None:
+            self._lru.access(chain, now, hanging)
+        if advice is not None and pinned:
+            known = [number for number in pinned if self._ranked.is_known(number)]
+            for number in self._pins.add(known, now, advice):
+                self._hold(number)
+
+    def remove(self, number: int) -> None:
+        self._pins.drop((number,))
+        self._held.discard(number)
+        if self._lru is not None:
+            self._lru.remove(number)
+        self._ranked.remove(number)
+
+    def hold(self, number: int) -> None:
+        self._held.add(number)
+        self._hold(number)
+
+    def _hold(self, number: int) -> None:
+        self._ranked.hold(number)
+        if self._lru is not None:
+            self._lru.hold(number)
+
+    def release(self, number: int) -> None:
+        self._held.discard(number)
+        if number not in self._pins:
+            self._release(number)
+
+    def _release(self, number: int) -> None:
+        self._ranked.release(number)
+        if self._lru is not None:
+            self._lru.release(number)
+
+    def _end_pins(self, now: float) -> None:
+        for number in self._pins.end(now):
+            if number not in self._held:
+                self._release(number)
+
+    def victims(self, count: int, evictable: Callable[[int], bool], now: float) -> list[int]:
+        self._end_pins(now)
+        if self._lru is None:
+            return self._ranked.victims(count, evictable, now)
+        pins = self._pins
+        if not len(pins):
+            return self._lru.victims(count, evictable, now)
+        # Used since it was pinned, a block is in the queue again.
+        return self._lru.victims(count, lambda n: n not in pins and evictable(n), now)
+
+    def admit(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> bool:
+        return number in self._pins or self._ranked.admit(number, parent, depth, now, hangs)
+
+    def chance(self, number: int, now: float) -> float | None:
+        return self._ranked.chance(number, now)
+
+
+class HintPins:
+    """The blocks that hints pin for a time, up to a share of the tier for each tenant, and half of
+    it for all."""
+
+    def __init__(self, capacity_blocks: int) -> None:
+        self._capacity = capacity_blocks
+        self._pinned: dict[int, tuple[float, str]] = {}  # until when, and whose
+        self._by_tenant: dict[str, int] = {}
+        self._ends: list[tuple[float, int, list[int]]] = []  # a heap
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._pinned)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._pinned
+
+    def add(self, numbers: Sequence[int], now: float, advice: Advice) -> list[int]:
+        """Pins blocks, the first of them as far as there is room. Returns those."""
+        tenant, until = advice.tenant, now + advice.pin_s
+        left = int(min(
+            self._capacity * advice.share - self._by_tenant.get(tenant, 0),
+            self._capacity * _PINNED_SHARE - len(self._pinned),
+        ))  # fmt: skip
+        pinned: list[int] = []
+        for number in numbers:
+            if number in self._pinned:
+                end, owner = self._pinned[number]
+                self._pinned[number] = max(until, end), owner
+            elif left > 0:
+                left -= 1
+                self._pinned[number] = until, tenant
+                self._by_tenant[tenant] = self._by_tenant.get(tenant, 0) + 1
+            else:
+                break
+            pinned.append(number)
+        if pinned:
+            self._count += 1
+            heapq.heappush(self._ends, (until, self._count, pinned))
+        return pinned
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """These blocks are pinned no more."""
+        for number in numbers if self._pinned else ():
+            if number in self._pinned:
+                _, tenant = self._pinned.pop(number)
+                left = self._by_tenant.pop(tenant) - 1
+                if left:
+                    self._by_tenant[tenant] = left
+
+    def end(self, now: float) -> list[int]:
+        """Ends the pins that are past; returns their blocks."""
+        ended: list[int] = []
+        while self._ends and self._ends[0][0] <= now:
+            for number in heapq.heappop(self._ends)[2]:
+                if number in self._pinned and self._pinned[number][0] <= now:
+                    ended.append(number)
+                    self.drop((number,))
+        return ended
