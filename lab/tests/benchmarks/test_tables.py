@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,11 @@ def _decode() -> Report:
 
 def _needle() -> Report:
     settings = RetrievalSettings(init_tokens=128, local_tokens=256, dense_boundary=512)
-    variants = (DENSE, Variant("retrieval", True, settings))
+    variants = (DENSE, Variant("retrieval", settings))
     right, replies = (True, False), ("a", "b")
     facts = {"settings": dataclasses.asdict(settings)}
     records = [Record(n, "single", 0.5, "?", ("a",), right, replies) for n in (2048, 8192)]
-    return report_of(Results(variants, records, {"retrieval": 7}), "m", ["single"], facts)
+    return report_of(Results(variants, records, Counter(retrieval=7)), "m", ["single"], facts)
 
 
 @pytest.fixture(scope="module")

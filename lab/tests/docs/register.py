@@ -132,13 +132,13 @@ _BENCH: Mapping[str, Kind] = {
         more=" --no-engines --repetitions 1 --tokens 128", needs="mooncake.store"
     ),
     "python -m kvrecall_lab.bench decode": Elsewhere(
-        "tests/attention/test_bench.py", '["bench", "decode", '
+        "lab/tests/benchmarks/test_decode.py", '"kvrecall_lab.bench", "decode"'
     ),
     "python -m kvrecall_lab.bench generate": Elsewhere(
         "lab/tests/benchmarks/test_generate.py", 'figures_of("generate", '
     ),
     "python -m kvrecall_lab.bench needle": Elsewhere(
-        "lab/tests/benchmarks/test_needle_engine.py", '["bench", "needle", '
+        "lab/tests/benchmarks/test_needle_engine.py", '"kvrecall_lab.bench", "needle", '
     ),
     "python -m kvrecall_lab.bench all": Runs(more=" --only lookup --add", before=scenes.repository),
     "python -m kvrecall_lab.bench publish": Runs(

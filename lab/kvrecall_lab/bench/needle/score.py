@@ -1,8 +1,9 @@
-"""Scores with intervals and sign tests: the report and the heat map."""
+"""Scores with intervals and sign tests, and the report."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,15 +17,13 @@ _Z = 1.96  # for a 95 % interval
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A variant under comparison. ``settings``: those of retrieval; None for dense attention or if
-    unknown."""
+    """A variant under comparison. ``settings``: those of retrieval; None for dense attention."""
 
     name: str
-    retrieval: bool
     settings: RetrievalSettings | None = None
 
 
-DENSE = Variant("dense", False)
+DENSE = Variant("dense")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +45,17 @@ class Record:
 
 @dataclass(slots=True)
 class Results:
-    """Replies of all variants. ``selected``: blocks selected under each variant with retrieval;
-    None for a server that does not report them."""
+    """Replies of all variants, the first of which is dense. ``selected``: blocks selected under
+    each of the others."""
 
     variants: tuple[Variant, ...]
     records: list[Record] = field(default_factory=list)
-    selected: dict[str, int | None] = field(default_factory=dict)
+    selected: Counter[str] = field(default_factory=Counter)
 
     def require_active(self) -> None:
         """Raises KvrecallError if a variant with retrieval selected no block."""
         for variant in self.variants:
-            count = self.selected.get(variant.name)
-            if variant.retrieval and count is None:
-                raise KvrecallError(
-                    "whether retrieval acted is unknown: the server's metrics contain no "
-                    "kvrecall_retrieval_* counters (they come with RecallConnector)"
-                )
-            if variant.retrieval and not count:
+            if variant.settings and not self.selected[variant.name]:
                 raise KvrecallError(
                     f"{variant.name}: retrieval did not act, no block was selected; the "
                     "lengths may be within the dense boundary, or init and local tokens "
@@ -72,8 +65,7 @@ class Results:
     @property
     def active(self) -> bool:
         """Whether retrieval selected blocks in every variant with retrieval."""
-        retrieval = [variant for variant in self.variants if variant.retrieval]
-        return bool(retrieval) and all(self.selected.get(variant.name) for variant in retrieval)
+        return all(self.selected[variant.name] for variant in self.variants[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,27 +177,24 @@ def report_of(
             for length in lengths
         }
 
-    has_dense = not all(variant.retrieval for variant in variants)
-    compared = []
-    for number, variant in enumerate(variants):
-        settings = variant.settings
-        if variant.retrieval:
-            compared.append(
-                {
-                    "name": variant.name,
-                    "share": settings and settings.topk_share,
-                    "digest": settings and f"{settings.digest} of {settings.tokens_a_digest}",
-                    "blocks_selected": results.selected.get(variant.name),
-                    "results": scores(number),
-                    "against_dense": against_dense(number) if has_dense else {},
-                }
-            )
+    compared: list[dict[str, Any]] = [
+        {
+            "name": variant.name,
+            "share": settings.topk_share,
+            "digest": f"{settings.digest} of {settings.tokens_a_digest}",
+            "blocks_selected": results.selected[variant.name],
+            "results": scores(number),
+            "against_dense": against_dense(number),
+        }
+        for number, variant in enumerate(variants)
+        if (settings := variant.settings) is not None
+    ]
     figures = {
         "model": model,
         "lengths": lengths,
-        "dense": next((scores(n) for n, one in enumerate(variants) if not one.retrieval), {}),
-        "retrieval": compared[0]["results"] if compared else {},
-        "share": compared[0]["share"] if compared else None,
+        "dense": scores(0),
+        "retrieval": compared[0]["results"],
+        "share": compared[0]["share"],
         "active": results.active,
         "questions": len(records),
         "arms": compared,
@@ -224,10 +213,7 @@ def report_of(
             lost = "; ".join(f"{pair.lost}, {pair.gained}" for pair in split)
             rows.append((f"{length:,}", f"{name} ({len(here)})", *cells, lost))
     notes = ["per cent right of the questions asked (in brackets), with Wilson's 95 % interval"]
-    if len(variants) > 1:
-        notes.append(
-            f"lost, gained: questions that only {variants[0].name} answered, and only the other"
-        )
+    notes.append("lost, gained: questions that only dense answered, and only the other")
     notes += [f"{one['name']}: {one['blocks_selected']} blocks chosen" for one in compared]
     columns = ("tokens", "task", *(variant.name for variant in variants), "lost, gained")
     return Report("needle", columns, tuple(rows), figures, tuple(notes))
