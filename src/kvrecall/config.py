@@ -417,8 +417,8 @@ class Settings(BaseModel):
     )
     disk_compression: Compression = _setting(
         Owner.POOL,
-        "lossless compression of blocks on disk: `none`, `lz4`, `zstd`, or `auto`: what brings "
-        "blocks back soonest, by the measured speeds of the disk and of unpacking",
+        "lossless compression of blocks on disk: `none`, `lz4`, `zstd`, or `auto`: `zstd` where "
+        "the disk, as measured, is so slow that blocks come back sooner by it",
         "none",
     )
     direct_io: bool = _setting(
@@ -500,7 +500,7 @@ class Settings(BaseModel):
     remote_compression: Compression = _setting(
         Owner.POOL,
         "lossless compression of blocks in the remote store: `none`, `lz4`, `zstd`, or `auto`: "
-        "what brings blocks back soonest, by the measured speeds of the store and of unpacking",
+        "`zstd` where the store, as measured, is so slow that blocks come back sooner by it",
         "none",
     )
     admin_socket: File | None = _setting(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.errors import ConfigError, hidden, hide
+from kvrecall.ownership import ACCESS, exposure
 
 _MAX_BYTES = 64 << 10
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
@@ -123,7 +124,11 @@ def read_private(path: Path, name: str, cure: str) -> bytes:
     except OSError as error:
         raise ConfigError(f"{name}: {path}: {error.strerror}") from error
     try:
-        _check_private(os.fstat(fd), path, name)
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{name}: {path} is not a file")
+        if why := exposure(path, status, ACCESS, root_too=True):
+            raise ConfigError(f"{name}: {why}")
         with os.fdopen(fd, "rb", closefd=False) as file:
             raw = file.read(_MAX_BYTES + 1)
     except OSError as error:
@@ -134,21 +139,6 @@ def read_private(path: Path, name: str, cure: str) -> bytes:
     if len(raw) > _MAX_BYTES:
         raise ConfigError(f"{name}: {path} is larger than {_MAX_BYTES >> 10} KiB")
     return raw
-
-
-def _check_private(status: os.stat_result, path: Path, name: str) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"{name}: {path} is not a file")
-    mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o077:
-        raise ConfigError(
-            f"{name}: {path} has mode {mode:04o}, so others may read it; run: chmod 600 {path}"
-        )
-    if status.st_uid not in (os.geteuid(), 0):
-        raise ConfigError(
-            f"{name}: {path} belongs to user {status.st_uid}, who could change it; it must "
-            f"belong to user {os.geteuid()} or to root"
-        )
 
 
 def _file_of(value: object) -> str | None:

@@ -39,25 +39,11 @@ def tier(
     return DiskTier(DiskConfig(folder, nbytes), "lru", codec=codec)
 
 
-class TestCompressedDiskTier(TierContract):
-    shrinks = True
-
-    def make(self, path: Path) -> Tier:
-        return tier(path, "zstd")
-
-
 class TestCompressedAndEncryptedDiskTier(TierContract):
     shrinks = True
 
     def make(self, path: Path) -> Tier:
         return tier(path, "lz4", key=KEY)
-
-
-class TestAsDecidedDiskTier(TierContract):
-    shrinks = True
-
-    def make(self, path: Path) -> Tier:
-        return tier(path, "auto")
 
 
 class Blocks:
@@ -207,14 +193,13 @@ def test_damage_is_found_and_the_block_dropped(tmp_path: Path, key: bytes | None
 def test_only_threads_of_the_tier_compress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Never the one that stores or asks, which may be the engine's."""
     seen: set[str] = set()
-    for name in ("pack", "trial"):
-        ours = getattr(Compressor, name)
+    ours = Compressor.pack
 
-        def watched(self: Compressor, *args: object, ours: Any = ours) -> Any:
-            seen.add(threading.current_thread().name)
-            return ours(self, *args)
+    def watched(self: Compressor, *args: Any) -> int:
+        seen.add(threading.current_thread().name)
+        return ours(self, *args)
 
-        monkeypatch.setattr(Compressor, name, watched)
+    monkeypatch.setattr(Compressor, "pack", watched)
     theirs = disk_codec.unpack
 
     def unpack(frame: memoryview, into: memoryview) -> bool:

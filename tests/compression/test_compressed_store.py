@@ -17,37 +17,19 @@ from kvrecall.pool.remote.compressed import CompressedStore
 from kvrecall.pool.remote.objects import make_store
 from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Object, Store
-from kvrecall.pool.remote.tier import RemoteTier
-from kvrecall.pool.tier import Tier
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.pool_contract import Engine
 from kvrecall.testing.store_contract import StoreContract
-from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, TierContract
+from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE
 
 MIB = 1 << 20
 KEY = secrets.token_bytes(32)
-
-
-class TestCompressedDirectory(StoreContract):
-    def make(self, path: Path) -> Store:
-        return CompressedStore(make_store({"url": f"file://{path}/store"}), "zstd")
 
 
 class TestCompressedAndEncryptedDirectory(StoreContract):
     def make(self, path: Path) -> Store:
         inner = StagedStore(make_store({"url": f"file://{path}/store"}), Cipher([KEY]))
         return CompressedStore(inner, "lz4", section_bytes=3_100_000)
-
-
-class TestAsItIsGotSoonest(StoreContract):
-    def make(self, path: Path) -> Store:
-        return CompressedStore(make_store({"url": f"file://{path}/store"}), "auto")
-
-
-class TestCompressedRemoteTier(TierContract):
-    def make(self, path: Path) -> Tier:
-        store = CompressedStore(MemoryStore(), "zstd")
-        return RemoteTier(store, RemoteConfig("test"))
 
 
 class Host:

@@ -14,10 +14,8 @@ from kvrecall.pool import compression
 from kvrecall.pool.compression import (
     CODECS,
     FRAME_BYTES,
-    Chooser,
     Codec,
     Compressor,
-    Trial,
     unpack,
 )
 
@@ -143,61 +141,24 @@ def test_a_value_of_another_size_is_refused(nbytes: int) -> None:
     assert restored(framed(compressor, kv(65_536)), nbytes) is None
 
 
-def chosen(get_s: float, data: memoryview, put_s: float = 0.0) -> Codec | None:
-    """What `auto` chooses with a medium that takes so many seconds a byte."""
-    chooser = Chooser({codec: Compressor(codec) for codec in CODECS})
-    if put_s:
-        chooser.moved(MIB, put_s * MIB, got=False)
-    if get_s:
-        chooser.moved(MIB, get_s * MIB, got=True)
-    choice = chooser.choose(data)
-    assert chooser.last == choice
-    return choice
+def is_on(get_s: float, put_s: float = 0.0) -> bool:
+    """Whether `auto` compresses for a medium that takes so many seconds a byte."""
+    compressor = Compressor("auto")
+    compressor.moved(MIB, put_s * MIB, got=False)
+    compressor.moved(MIB, get_s * MIB, got=True)
+    return compressor.is_on
 
 
 def test_a_slow_medium_is_compressed_for_and_a_fast_one_is_not() -> None:
-    assert chosen(1e-6, kv(MIB)) == "zstd"  # a megabyte a second: the better ratio wins
-    assert chosen(1e-12, kv(MIB)) is None  # a terabyte a second
-    assert chosen(1e-6, noise(MIB)) is None
-    assert chosen(0.0, kv(MIB)) is None  # nothing measured
-
-
-class Known(Compressor):
-    """A codec of which ratio and speed are known, the same for all values."""
-
-    def __init__(self, ratio: float, unpack_s: float) -> None:
-        self.known = Trial(ratio, unpack_s)
-
-    def trial(self, data: memoryview) -> Trial:
-        return self.known
-
-
-@pytest.mark.parametrize("seed", range(200))
-def test_no_hit_comes_later_by_auto(seed: int) -> None:
-    """Simulated: a medium of 1 MB/s to 100 GB/s, codecs that save up to three quarters, at 0.1 to
-    20 GB/s. What is chosen arrives no later than plain bytes; where a codec would halve the time,
-    one is chosen."""
-    rng = random.Random(seed)
-    get_s = 10 ** rng.uniform(-11, -6)
-    codecs = {name: Known(rng.uniform(1.0, 4.0), 10 ** rng.uniform(-10.3, -8)) for name in CODECS}
-    chooser = Chooser(codecs)  # type: ignore[arg-type]
-    chooser.moved(MIB, get_s * MIB, got=True)
-    choice = chooser.choose(noise(64))
-
-    def arrives(name: Codec | None) -> float:
-        if name is None:
-            return get_s
-        return get_s / codecs[name].known.ratio + codecs[name].known.unpack_s
-
-    assert arrives(choice) <= get_s
-    best = min(map(arrives, CODECS))
-    if best < 0.5 * get_s:
-        assert choice is not None
+    assert is_on(1e-6)  # a megabyte a second
+    assert not is_on(1e-9)  # a gigabyte a second
+    assert not is_on(0.0)  # nothing measured
+    assert Compressor("zstd").is_on
 
 
 def test_gets_count_rather_than_puts() -> None:
-    assert chosen(0.0, kv(MIB), put_s=1e-6) == "zstd"
-    assert chosen(1e-12, kv(MIB), put_s=1e-6) is None
+    assert is_on(0.0, put_s=1e-6)
+    assert not is_on(1e-12, put_s=1e-6)
 
 
 def test_a_frame_goes_into_memory_that_is_not_aligned() -> None:

@@ -51,11 +51,6 @@ def in_the_clear(folder: Path, blocks: list[BlockKey] = KEYS) -> int:
     return sum(any(content(key, 64) in data for data in files) for key in blocks)
 
 
-class TestSealedDiskTier(TierContract):
-    def make(self, path: Path) -> Tier:
-        return DiskTier(DiskConfig(path, 64 * MIB), codec=Encrypted(Cipher([OLD])))
-
-
 class TestSealedBufferedDiskTier(TierContract):
     def make(self, path: Path) -> Tier:
         io = FaultyIo(DiskFaults(no_direct=True))

@@ -16,20 +16,13 @@ from kvrecall.pool.cipher import TAG_BYTES, Cipher, make_key_file
 from kvrecall.pool.remote.objects import make_store
 from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Store
-from kvrecall.pool.remote.tier import RemoteTier
-from kvrecall.pool.tier import Tier
 from kvrecall.testing.blocks import chain, content, wait_until
 from kvrecall.testing.pool_contract import Engine
 from kvrecall.testing.store_contract import Counter, StoreContract, names, value
-from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, TierContract
+from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE
 
 MIB = 1 << 20
 OLD, NEW = secrets.token_bytes(32), secrets.token_bytes(32)
-
-
-class TestSealedDirectory(StoreContract):
-    def make(self, path: Path) -> Store:
-        return StagedStore(make_store({"url": f"file://{path}/store"}), Cipher([OLD]))
 
 
 class TestSealedWithSmallSections(StoreContract):
@@ -38,12 +31,6 @@ class TestSealedWithSmallSections(StoreContract):
     def make(self, path: Path) -> Store:
         inner = make_store({"url": f"file://{path}/store"})
         return StagedStore(inner, Cipher([NEW, OLD]), section_bytes=3_100_000)
-
-
-class TestSealedRemoteTier(TierContract):
-    def make(self, path: Path) -> Tier:
-        store = StagedStore(MemoryStore(), Cipher([OLD]))
-        return RemoteTier(store, RemoteConfig("test"))
 
 
 def encrypted(inner: Store, *keys: bytes, section_bytes: int = MIB) -> Counter:

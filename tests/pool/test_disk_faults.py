@@ -316,7 +316,7 @@ def test_a_slab_that_is_emptied_stays_while_its_blocks_are_read(start: Start, io
     bench.put(first)
     bench.put(last)
     disk.drop(first[300:])
-    assert len(disk._catalog.slab_uses()) == 2
+    assert len(disk.catalog.slab_uses()) == 2
     gate = threading.Event()
 
     def read(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -327,7 +327,7 @@ def test_a_slab_that_is_emptied_stays_while_its_blocks_are_read(start: Start, io
     io.read = read  # type: ignore[method-assign]
     bench.submit_get(last[:10:2])  # not neighbours, so each is a read of its own
     disk.resize(10 * MIB)
-    wait_until(lambda: len(disk._catalog.slab_uses()) == 1)
+    wait_until(lambda: len(disk.catalog.slab_uses()) == 1)
     disk.wait_pins_durable(10.0)  # two more rounds of the flusher
     gate.set()
     assert bench.collect(last[:10:2]) == [Outcome.LOADED] * 5

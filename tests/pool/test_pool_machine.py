@@ -28,8 +28,8 @@ class CountedMachine(PoolMachine):
             count_host(self.pool._host)
             stored = [b.slot_bytes for b in self.pool._host.blocks.values() if b.stored]
             assert +self.pool._host.stored == Counter(stored)
-        with disk._catalog._lock:
-            count_catalog(disk._catalog)
+        with disk.catalog._lock:
+            count_catalog(disk.catalog)
 
 
 class HazardMachine(CountedMachine):

@@ -142,24 +142,24 @@ def test_pins_of_blocks_not_found_yet(folder: Folder) -> None:
     bench = folder.open()
     folder.go_on(bench)
     assert isinstance(bench.tier, DiskTier)
-    bench.tier.pin(KEYS[10:14])
+    bench.tier.catalog.pin(KEYS[10:14])
     assert bench.tier.wait_pins_durable(10.0)
     bench.tier.close()
     bench = folder.open()
     assert isinstance(bench.tier, DiskTier)
-    assert bench.tier.pinned_keys() == frozenset(KEYS[10:14])
-    bench.tier.unpin(KEYS[10:12])
-    bench.tier.pin(KEYS[20:22])
+    assert bench.tier.catalog.pinned_keys() == frozenset(KEYS[10:14])
+    bench.tier.catalog.unpin(KEYS[10:12])
+    bench.tier.catalog.pin(KEYS[20:22])
     folder.go_on(bench)
     assert bench.tier.wait_pins_durable(10.0)
     expected = {*KEYS[12:14], *KEYS[20:22]}
-    assert {block.key for block in bench.tier.blocks() if block.pinned} == expected
+    assert {block.key for block in bench.tier.catalog.infos() if block.pinned} == expected
     bench.tier.close()
     bench = folder.bench()
     assert isinstance(bench.tier, DiskTier)
     folder.go_on(bench)
-    assert bench.tier.pinned_keys() == expected
-    assert {block.key for block in bench.tier.blocks() if block.pinned} == expected
+    assert bench.tier.catalog.pinned_keys() == expected
+    assert {block.key for block in bench.tier.catalog.infos() if block.pinned} == expected
     bench.tier.close()
 
 
@@ -227,7 +227,7 @@ def test_recovered_blocks_are_evicted_in_the_order_of_their_uses(
     bench.tier.close()
     again = opened()
     assert again._engine.recovered.wait(30.0)
-    order = [entry.key for entry in again._catalog.coldest(100)]
+    order = [entry.key for entry in again.catalog.coldest(100)]
     assert order == [key for keys in used for key in keys[::-1]]
     again.close()
 
@@ -277,7 +277,7 @@ def test_however_slowly_rows_are_deleted_a_cleared_tier_stays_empty(
     opened.clear()
     wait_until(begun.is_set)
     opened.close()
-    assert opened._catalog.pending_free == 0
+    assert opened.catalog.pending_free == 0
     assert "dropped blocks" not in caplog.text
     assert found_again(config) == 0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.disks import DiskFaults, FaultyIo
-from support.tiers import FaultyTier, LatencyTier, MemoryTier, RecordingTier
+from support.tiers import FaultyTier, MemoryTier
 
 from kvrecall.block import BlockKey, TierName
 from kvrecall.config import DiskConfig
@@ -25,29 +25,14 @@ class TestDiskTier(TierContract):
         return DiskTier(DiskConfig(path, 64 * MIB))
 
 
-class TestBufferedDiskTier(TierContract):
-    def make(self, path: Path) -> Tier:
-        return DiskTier(DiskConfig(path, 64 * MIB), io=FaultyIo(DiskFaults(no_direct=True)))
-
-
 class TestMemoryTier(TierContract):
     def make(self, path: Path) -> Tier:
         return MemoryTier()
 
 
-class TestLatencyTier(TierContract):
-    def make(self, path: Path) -> Tier:
-        return LatencyTier(MemoryTier(), 0.02)
-
-
 class TestFaultyTier(TierContract):
     def make(self, path: Path) -> Tier:
         return FaultyTier(MemoryTier())
-
-
-class TestRecordingTier(TierContract):
-    def make(self, path: Path) -> Tier:
-        return RecordingTier(MemoryTier())
 
 
 def test_null_tier_takes_and_finds_nothing() -> None:

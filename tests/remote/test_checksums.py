@@ -175,10 +175,16 @@ def test_a_slot_that_is_used_again_has_no_old_checksum(
         assert sum(tier.corrupt for tier in other.stats().tiers) == 0
 
 
-@pytest.mark.parametrize("key_file", [False, True], ids=["checksum", "encrypted"])
-@pytest.mark.parametrize("remote_compression", ["none", "zstd"])
-@pytest.mark.parametrize("disk_compression", ["none", "zstd"])
-@pytest.mark.parametrize("disk_first", [True, False], ids=["disk first", "store first"])
+@pytest.mark.parametrize(
+    ("disk_first", "disk_compression", "remote_compression", "key_file"),
+    [
+        (True, "none", "zstd", False),
+        (True, "zstd", "none", True),
+        (False, "zstd", "zstd", False),
+        (False, "none", "none", True),
+        (False, "zstd", "zstd", True),
+    ],
+)
 def test_every_form_of_a_block_comes_back(
     open_pool: OpenPool,
     store: MemoryStore,

@@ -25,7 +25,7 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.backends import make_store
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
-from kvrecall.pool.remote.mooncake.client_process import Request
+from kvrecall.pool.remote.mooncake.client_process import ClientRequest
 from kvrecall.pool.remote.mooncake.master import MasterFlags, check_master
 from kvrecall.pool.remote.mooncake.store import ClientLost
 from kvrecall.pool.remote.mooncake.wheel import built_protocols, package_folder
@@ -394,7 +394,7 @@ def test_no_section_is_used_again_while_a_call_may_still_write_to_it(lone: Maste
     assert client is not None
     os.kill(client._process.pid, signal.SIGSTOP)
     with pytest.raises(ClientLost, match="did not answer"):
-        client.call(Request("get", ["one"], [0], [64]), 0.2)
+        client.call(ClientRequest("get", ["one"], [0], [64]), 0.2)
     assert not client.is_alive
     node.close()
 

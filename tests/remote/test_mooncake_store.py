@@ -37,32 +37,6 @@ class TestMooncakeStore(StoreContract):
         return Counter(Apart(node, f"{path.name}."))
 
 
-class EncryptedNode(Node):
-    """A host whose client of Mooncake sees encrypted values only."""
-
-    def __init__(self, master: Master) -> None:
-        self.arena = Arena.create(16 << 20)
-        inner = MooncakeStore(MooncakeSettings.of(master.options()))
-        self.store = StagedStore(inner, Cipher([secrets.token_bytes(32)]))
-
-
-@pytest.fixture(scope="module")
-def encrypted(master: Master) -> Iterator[EncryptedNode]:
-    node = EncryptedNode(master)
-    yield node
-    node.close()
-
-
-@needs_mooncake
-class TestEncryptedMooncakeStore(StoreContract):
-    @pytest.fixture(autouse=True)
-    def _node(self, encrypted: EncryptedNode) -> None:
-        self.node = encrypted
-
-    def open(self, path: Path) -> Counter:
-        return Counter(Apart(self.node, f"{path.name}."))
-
-
 class CompressedNode(Node):
     """A host whose values are compressed, then also encrypted if there is a ``cipher``."""
 
@@ -81,33 +55,25 @@ def compressed(master: Master, request: pytest.FixtureRequest) -> Iterator[Compr
 
 
 @needs_mooncake
-class TestCompressedMooncakeStore(StoreContract):
-    @pytest.fixture(autouse=True)
-    def _node(self, compressed: CompressedNode) -> None:
-        self.node = compressed
-
-    def open(self, path: Path) -> Counter:
-        return Counter(Apart(self.node, f"{path.name}."))
-
-    def test_values_that_shrink(self) -> None:
-        """Mooncake gets values whose size is not known before."""
-        store, arena = self.node.store, self.node.arena.memory
-        names = [f"shrinks{seed}" for seed in range(8)]
-        nbytes = 300_000
-        for place, name in enumerate(names):
-            part = arena[place * nbytes : (place + 1) * nbytes]
-            part[:] = kv(nbytes, seed=place)
-            assert store.put([Object(name, (memoryview(bytearray(64)), part))]) == [True]
-            part[:] = bytes(nbytes)
-        assert store.exists([*names, "never"]) == [True] * 8 + [False]
-        objects = [
-            Object(name, (memoryview(bytearray(64)), arena[at * nbytes : (at + 1) * nbytes]))
-            for at, name in enumerate(names)
-        ]
-        assert store.get(objects) == [True] * 8
-        for place, item in enumerate(objects):
-            assert item.parts[1] == kv(nbytes, seed=place)
-        given, stored = store.sizes  # type: ignore[attr-defined]
-        assert stored < given
-        store.remove(names)
-        assert store.exists(names) == [False] * 8
+def test_values_that_shrink(compressed: CompressedNode) -> None:
+    """Mooncake gets values whose size is not known before."""
+    store, arena = compressed.store, compressed.arena.memory
+    names = [f"shrinks{seed}" for seed in range(8)]
+    nbytes = 300_000
+    for place, name in enumerate(names):
+        part = arena[place * nbytes : (place + 1) * nbytes]
+        part[:] = kv(nbytes, seed=place)
+        assert store.put([Object(name, (memoryview(bytearray(64)), part))]) == [True]
+        part[:] = bytes(nbytes)
+    assert store.exists([*names, "never"]) == [True] * 8 + [False]
+    objects = [
+        Object(name, (memoryview(bytearray(64)), arena[at * nbytes : (at + 1) * nbytes]))
+        for at, name in enumerate(names)
+    ]
+    assert store.get(objects) == [True] * 8
+    for place, item in enumerate(objects):
+        assert item.parts[1] == kv(nbytes, seed=place)
+    given, stored = store.sizes  # type: ignore[attr-defined]
+    assert stored < given
+    store.remove(names)
+    assert store.exists(names) == [False] * 8

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from support.clocks import ManualClock
 from support.stores import MemoryStore
-from support.tiers import MemoryTier
 
 from kvrecall.config import DiskConfig, RemoteConfig
 from kvrecall.errors import ConfigError
@@ -30,24 +29,12 @@ class TestRemoteTier(TierContract):
         return RemoteTier(MemoryStore(), RemoteConfig("memory"))
 
 
-class TestSlowRemoteTier(TierContract):
-    def make(self, path: Path) -> Tier:
-        store = MemoryStore()
-        store.delay_s = 0.02
-        return RemoteTier(store, RemoteConfig("memory"))
-
-
 class TestCascade(TierContract):
     def make(self, path: Path) -> Tier:
-        remote = RemoteTier(MemoryStore(), RemoteConfig("memory"))
-        return Cascade(DiskTier(DiskConfig(path, 64 * MIB)), remote)
-
-
-class TestCascadeOverASlowStore(TierContract):
-    def make(self, path: Path) -> Tier:
         store = MemoryStore()
         store.delay_s = 0.02
-        return Cascade(MemoryTier(), RemoteTier(store, RemoteConfig("memory")))
+        remote = RemoteTier(store, RemoteConfig("memory"))
+        return Cascade(DiskTier(DiskConfig(path, 64 * MIB)), remote)
 
 
 class Host:

@@ -135,7 +135,7 @@ def survivors(folder: Path, oracle: Path, disk_bytes: int) -> tuple[int, int, in
         for name in pinned:
             keys = chain(NAMESPACE, CHAIN_BLOCKS, name)
             assert all(disk.contains(key) for key in keys), "a pinned block is lost"
-            assert disk.pinned_keys().issuperset(keys), "a pin is lost"
+            assert disk.catalog.pinned_keys().issuperset(keys), "a pin is lost"
         for name in names:
             keys = chain(NAMESPACE, CHAIN_BLOCKS, name)
             lost += CHAIN_BLOCKS - len(engine.recall(keys))

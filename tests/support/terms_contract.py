@@ -124,7 +124,7 @@ class TermsContract:
             assert engine.pool.flush(flood, 60.0)
         disk = self.pool_of(engine.pool).admin.disk
         assert disk is not None
-        assert {use.tenant: use.used_bytes for use in disk.tenants()} == {
+        assert {use.tenant: use.used_bytes for use in disk.catalog.tenants()} == {
             ANN: 30 * SLOT_BYTES,
             EVE: limit,
         }
@@ -179,7 +179,7 @@ class TermsContract:
         assert engine.pool.flush(kept, 60.0)
         disk = self.admin(engine).disk
         assert disk is not None
-        wait_until(lambda: len(disk._catalog._policy._pins) == 4)  # type: ignore[attr-defined]
+        wait_until(lambda: len(disk.catalog._policy._pins) == 4)  # type: ignore[attr-defined]
         engine.save(more, ANN)
         assert engine.pool.flush(more, 60.0)
         assert [disk.contains(key) for key in (*kept, *more)] == [False] * 4 + [True] * 8

@@ -290,7 +290,7 @@ def _collections() -> Iterator[list[float]]:
 
 
 def _watch_tier(tier: DiskTier) -> WatchedLock:
-    catalog = tier._catalog
+    catalog = tier.catalog
     lock = cast(object, catalog._lock)
     if isinstance(lock, WatchedLock):
         return lock
@@ -316,7 +316,7 @@ def _by_owner(tier: DiskTier, call: Callable[[], object]) -> None:
 
 def _pauses(tier: DiskTier, blocks: int, repeats: int) -> dict[str, float]:
     """Of operations on a tier that is at rest, and of collections of garbage."""
-    catalog = tier._catalog
+    catalog = tier.catalog
     watch = _Watch(_watch_tier(tier))
     once, often = [_some(blocks, 100)], [_some(blocks, 100 + turn) for turn in range(repeats)]
     few = often[: max(1, blocks // 40_000)]  # some of the blocks only
@@ -328,10 +328,10 @@ def _pauses(tier: DiskTier, blocks: int, repeats: int) -> dict[str, float]:
     with _collections() as collected:
         watch.calls("touch of 1,000", tier.touch, often)
         watch.calls("acquire, release", lambda keys: _acquire(tier, keys), once)
-        watch.calls("pin of 1,000", tier.pin, once)
-        watch.calls("unpin of 1,000", tier.unpin, once)
+        watch.calls("pin of 1,000", tier.catalog.pin, once)
+        watch.calls("unpin of 1,000", tier.catalog.unpin, once)
         with watch.of("list"):
-            deque(tier.blocks(), maxlen=0)
+            deque(tier.catalog.infos(), maxlen=0)
         watch.calls("use of slabs", lambda _: catalog.slab_uses(), once)
         evict, evict_bytes = (
             partial(catalog.evict, 512, _BLOCK),
@@ -373,7 +373,7 @@ def _pauses_with_limits(
 ) -> tuple[dict[str, float], float]:
     """Of operations on a tier whose tenants have limits, the pool's lock included, until all is
     cleared; and the seconds that takes."""
-    catalog, tenant = tier._catalog, SHARED
+    catalog, tenant = tier.catalog, SHARED
     lock = pool._changed._lock = WatchedLock(pool._changed._lock)  # type: ignore[attr-defined]
     watch = _Watch(_watch_tier(tier), lock)
     often = [_some(blocks, 100 + turn) for turn in range(repeats)]
@@ -390,7 +390,7 @@ def _pauses_with_limits(
     )
     with watch.of("expiry of a tenth"):
         PoolAdmin(pool, tier, old, pool.admin.now).expire()
-    watch.calls("quotas: list of tenants", lambda _: tier.tenants(), often)
+    watch.calls("quotas: list of tenants", lambda _: tier.catalog.tenants(), often)
     began = time.perf_counter()
     with watch.of("clear"):
         tier.clear()
@@ -406,6 +406,6 @@ def _new(kind: int) -> list[BlockKey]:
 
 
 def _acquire(tier: DiskTier, keys: Sequence[BlockKey]) -> None:
-    catalog = tier._catalog
+    catalog = tier.catalog
     for entry in [entry for key in keys if (entry := catalog.acquire(key))]:
         catalog.release(entry)

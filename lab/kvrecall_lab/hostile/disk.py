@@ -111,7 +111,7 @@ def _ended(tier: DiskTier, count: int) -> dict[BlockKey, Outcome]:
 def _filled(folder: Path) -> None:
     with _tier(folder) as tier:
         _put(tier, _OLD)
-        tier.pin(_OLD[:3])
+        tier.catalog.pin(_OLD[:3])
         tier.wait_pins_durable(_WAIT_S)
         _get(tier, _OLD)
 

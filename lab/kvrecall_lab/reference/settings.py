@@ -19,7 +19,7 @@ from kvrecall.config import (
     shown_default,
 )
 from kvrecall.pool.remote.mooncake import settings as mooncake
-from kvrecall.pool.remote.objects import Options
+from kvrecall.pool.remote.objects import ObjectOptions
 from kvrecall_lab.reference.commands import commands
 from kvrecall_lab.reference.markdown import code, plain, sentence, table
 
@@ -96,7 +96,7 @@ def type_of(hint: Any) -> str:
 
 
 def _objects() -> str:
-    hints = typing.get_type_hints(Options, include_extras=True)
+    hints = typing.get_type_hints(ObjectOptions, include_extras=True)
     rows = [
         (
             code(name),
@@ -104,7 +104,7 @@ def _objects() -> str:
             sentence(plain(declared.description or "")),
             "required" if declared.is_required() else _shown(declared.default),
         )
-        for name, declared in Options.model_fields.items()
+        for name, declared in ObjectOptions.model_fields.items()
     ]
     return (
         "## Of `remote`, kind `objects`\n\nBeside `kind` in the object `remote`. See "

@@ -48,7 +48,7 @@ class PoolAdmin:
         in both appears twice."""
         yield from self.pool.host_blocks()
         if self.disk is not None:
-            yield from self.disk.blocks()
+            yield from self.disk.catalog.infos()
 
     # -- dropping --------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ class PoolAdmin:
 
         host = {block.key for block in self.pool.host_blocks(now - youngest) if is_old(block)}
         if self.disk is not None:
-            for block in self.disk.blocks(now - youngest):
+            for block in self.disk.catalog.infos(now - youngest):
                 if is_old(block) and (block.key in host or not self.pool.is_in_host(block.key)):
                     host.discard(block.key)
                     yield block.key
@@ -95,11 +95,13 @@ class PoolAdmin:
         more = [block for block in self.blocks() if block.key in wanted and not block.pinned]
         _check_pins(more, TierName.HOST, *self.pool.pin_room())
         if self.disk is not None:
-            _check_pins(more, TierName.DISK, self.disk.pinned_bytes, self.disk.pin_limit)
+            _check_pins(
+                more, TierName.DISK, self.disk.catalog.pinned_bytes, self.disk.catalog.pin_limit
+            )
         for part in _parts(wanted):
             self.pool.pin(part)
             if self.disk is not None:
-                self.disk.pin(part)
+                self.disk.catalog.pin(part)
         self._wait_durable()
 
     def unpin(self, keys: Collection[BlockKey]) -> None:
@@ -111,7 +113,7 @@ class PoolAdmin:
     def _unpin(self, keys: Collection[BlockKey]) -> None:
         self.pool.unpin(keys)
         if self.disk is not None:
-            self.disk.unpin(keys)
+            self.disk.catalog.unpin(keys)
 
     def _wait_durable(self) -> None:
         if self.disk is not None and not self.disk.wait_pins_durable(10.0):

@@ -47,7 +47,7 @@ class Departures:
         self._names = names
         self._now = now
         self._most = most
-        self._place = names.column("I", is_rare=True)  # of the latest in the ring, plus one, or 0
+        self._place = names.column("I")  # of the latest in the ring, plus one, or 0
         self._numbers = array("i")
         self._at = array("d")
         self._what = array("B")

@@ -187,7 +187,7 @@ class Pool:
         self._disk = disk
         self._unreadable = Departures(DictNames(), self._host.now, _MOST_UNREADABLE)  # in a store
         if disk is not None:
-            self._host.pins.update(disk.pinned_keys())
+            self._host.pins.update(disk.catalog.pinned_keys())
         self._resizing = threading.Lock()
         self.admin = PoolAdmin(self, disk, terms, clock)
         self._reaper = threading.Thread(target=self._reap, name="kvrecall-pool", daemon=True)
@@ -343,7 +343,7 @@ class Pool:
                 if unreadable is not None and (left is None or unreadable.at > left.at):
                     tier, left = TierName.REMOTE, unreadable
             if disk is not None:
-                is_here, departure = disk.known_of(key)
+                is_here, departure = disk.catalog.known_of(key)
                 if is_here:
                     return self._below_has(disk.name)
                 if departure is not None and (left is None or departure.at > left.at):

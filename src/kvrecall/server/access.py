@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvrecall.addresses import is_loopback
 from kvrecall.errors import ConfigError, hide
-from kvrecall.pool.remote.backends import is_loopback
 from kvrecall.secret import read_private
 
 OWN_HEADER = "x-kvrecall"

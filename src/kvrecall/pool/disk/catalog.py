@@ -44,8 +44,8 @@ from kvrecall.pool.tier import Outcome
 
 _STALE_S = 10.0  # a last use is written to the index again when it is older than this
 _RECOVERED = 512  # rows taken over under one hold
-_PREPARED = 8 * _RECOVERED  # names for which there is memory before the lock is taken
 _AT_ONCE = 64  # blocks that change under one hold of the lock: half a millisecond, on slow memory
+_ADDED = 32  # new blocks, the same
 _SCANNED = 1 << 12  # numbers looked through under one hold
 _NUMBERS = 1 << 13
 _MOST_USES = 256  # requests whose uses wait for the owner; further ones are not recorded
@@ -349,7 +349,6 @@ class Catalog(EntryTable):
         it does not: dropped since the recovery began, or here already."""
         refused: list[int] = []
         for places in _turns(range(len(rows.keys)), _RECOVERED):
-            self.prepare()
             self.settle()
             if not self._take_many(rows, slice(places[0], places[-1] + 1)):
                 refused += self._take_each(rows, places)
@@ -401,10 +400,10 @@ class Catalog(EntryTable):
                 return False
             names = self._table
             numbers = names.meet_many(keys)
-            names.keep_many(numbers)
+            names.keep_all(numbers)
         with self._lock:
             above = names.meet_many(over)
-            names.keep_many(above)
+            names.keep_all(above)
             late = self._late  # what was said, and came, meanwhile
             if late is None or late.has_any or self._state.array()[numbers].any():
                 names.drop_all([*numbers.tolist(), *above.tolist()])
@@ -455,15 +454,10 @@ class Catalog(EntryTable):
             self._settle(order[start : start + _RECOVERED].tolist())
         return True
 
-    def prepare(self) -> None:
-        """Has memory for the next new names, so that it need not be taken from the system under the
-        lock."""
-        self._table.prepare(_PREPARED)
-
     def publish(self, rows: Sequence[IndexRow]) -> None:
         """Makes durable blocks visible. The orders know them after ``settle``."""
         self.settle()
-        for part in _parts(rows, _AT_ONCE):
+        for part in _turns(rows, _ADDED):
             with self._lock:
                 now = self.now()
                 for row in part:
@@ -684,6 +678,7 @@ class Catalog(EntryTable):
             for number in going:
                 self._forget(number, cause)
             self.evictions += len(going)
+        _give_turn()
         self.settle()
         return going
 
@@ -814,11 +809,16 @@ def _parts(items: Iterable[T], size: int) -> Iterator[Sequence[T]]:
 
 
 def _turns(items: Iterable[T], size: int = _AT_ONCE) -> Iterator[Sequence[T]]:
-    """Parts, each for one hold of the lock. Between two the interpreter is left to others, which
-    would wait up to five milliseconds for it."""
+    """Parts, each for one hold of the lock, with a turn for others after each."""
     for part in _parts(items, size):
         yield part
-        time.sleep(0)
+        _give_turn()
+
+
+def _give_turn() -> None:
+    """Lets go of the interpreter. A thread that waits for a lock that was just released could
+    otherwise take it up to five milliseconds later, if it is free then."""
+    time.sleep(0)
 
 
 _Select = Callable[[slice], Bools]

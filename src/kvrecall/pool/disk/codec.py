@@ -6,13 +6,14 @@ import mmap
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Literal
 
 from kvrecall.block import BlockKey
 from kvrecall.config import Compression
 from kvrecall.errors import TierError
 from kvrecall.pool.checksum import CHECKSUM_BYTES, checksum_of
 from kvrecall.pool.cipher import TAG_BYTES, Cipher
-from kvrecall.pool.compression import CODECS, FRAME_BYTES, Chooser, Codec, Compressor, unpack
+from kvrecall.pool.compression import FRAME_BYTES, Codec, Compressor, unpack
 from kvrecall.pool.slots import ALIGNMENT
 from kvrecall.pool.tier import Put
 
@@ -50,33 +51,25 @@ class Packer:
     smaller than the plain block, by which the two are told apart.
     """
 
-    def __init__(self, compression: Codec | str) -> None:
+    def __init__(self, compression: Codec | Literal["auto"]) -> None:
         """``compression``: a codec, or `auto`. ConfigError if the library is missing."""
-        self._compressors = {codec: Compressor(codec) for codec in CODECS}
-        self._codec = next((codec for codec in CODECS if codec == compression), None)
-        self._chooser = Chooser(self._compressors) if self._codec is None else None
+        self._compressor = Compressor(compression)
         self._scratch = ScratchBuffers()
 
     def moved(self, nbytes: int, seconds: float, got: bool) -> None:
         """The medium read (``got``) or wrote so many bytes."""
-        if self._chooser is not None:
-            self._chooser.moved(nbytes, seconds, got)
+        self._compressor.moved(nbytes, seconds, got)
 
     def pack(self, puts: Sequence[Put]) -> list[Put]:
         """The puts with compressed data where that is smaller by a slot's size. Valid until the
         thread's next call."""
+        if not self._compressor.is_on:
+            return list(puts)
         room = self._scratch.buffer(sum(len(put.data) for put in puts) + FRAME_BYTES)
         packed: list[Put] = []
         begin = 0
         for put in puts:
-            codec = self._codec
-            plain = put.data[: put.nbytes]
-            if self._chooser is not None:
-                codec = self._chooser.choose(plain)
-            if codec is None:
-                packed.append(put)
-                continue
-            used = self._compressors[codec].pack(plain, room[begin:])
+            used = self._compressor.pack(put.data[: put.nbytes], room[begin:])
             step = max(ALIGNMENT, len(put.data) // _SIZES // ALIGNMENT * ALIGNMENT)
             slot = -(-used // step) * step
             if slot >= len(put.data):

@@ -251,7 +251,6 @@ class Flusher:
                 self._counters.fault(
                     "a slab was deleted or truncated", SlabLost(errno.EIO, str(number))
                 )
-        self._catalog.prepare()
         self._catalog.settle()
         self._reclaimer.reap(self._is_late_or_cleared)
         self._note_pins()

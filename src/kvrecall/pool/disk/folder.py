@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 
 from kvrecall.errors import TierError
+from kvrecall.ownership import WRITE, exposure
 from kvrecall.pool.disk.index import is_damage
 from kvrecall.pool.lockfile import LockHeld, lock_path
 
@@ -104,20 +105,8 @@ def _check_own(folder: Path, status: os.stat_result) -> None:
             f"disk_path: {folder} is a symbolic link; name the folder that it leads to, "
             f"{os.path.realpath(folder)}"
         )
-    _check_owner(folder, status)
-    if status.st_mode & 0o022:
-        raise TierError(
-            f"disk_path: {folder} has mode {stat.S_IMODE(status.st_mode):04o}, so others can write "
-            f"to it; run: chmod 700 {folder}, or name a folder below it, which kvrecall makes"
-        )
-
-
-def _check_owner(path: Path, status: os.stat_result) -> None:
-    if status.st_uid != os.getuid():
-        raise TierError(
-            f"disk_path: {path} belongs to user {status.st_uid}, not to {os.getuid()}; give it "
-            "to this user (chown), or use another folder"
-        )
+    if why := exposure(folder, status, WRITE):
+        raise TierError(f"disk_path: {why}")
 
 
 def _keep_private(fd: int, folder: Path) -> None:
@@ -127,7 +116,8 @@ def _keep_private(fd: int, folder: Path) -> None:
     os.fchmod(fd, 0o700)
     for path in (file for name in _OWN for file in folder.glob(name)):
         status = path.lstat()
-        _check_owner(path, status)
+        if why := exposure(path, status, 0):
+            raise TierError(f"disk_path: {why}")
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise TierError(
                 f"disk_path: {path} is a link, or not a file; remove it, or use another folder"

@@ -9,18 +9,16 @@ import mmap
 import queue
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import DEFAULT_POLICY, DiskConfig, PoolTerms
 from kvrecall.errors import ConfigError, TierError
-from kvrecall.pool.accounts import TenantUse
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.clock import Clock
-from kvrecall.pool.departures import Departure
 from kvrecall.pool.disk.catalog import DiskEntry
 from kvrecall.pool.disk.codec import BlockCodec, Plain
 from kvrecall.pool.disk.engine import DiskEngine
@@ -31,7 +29,6 @@ from kvrecall.pool.disk.slabs import (
     SlabLost,
     slab_of,
 )
-from kvrecall.pool.entries import BlockInfo
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.slots import slot_bytes_of
@@ -80,7 +77,8 @@ class DiskTier(Tier):
             config, policy, io or FileIo(), clock or Clock(), codec or Plain(), self._terms
         )
         self._config = config
-        self._catalog = engine.catalog
+        self.catalog = engine.catalog
+        """Its entries: to list and to pin them."""
         self._store = engine.store
         self._codec = engine.codec
         self._counters = engine.counters
@@ -107,24 +105,20 @@ class DiskTier(Tier):
         self._sizes[namespace.digest] = block_bytes
         if known is not None:
             kept = 0 if self._is_compressed else block_bytes
-            self._catalog.forget_namespace(namespace.digest, but_of=kept)
+            self.catalog.forget_namespace(namespace.digest, but_of=kept)
         self._flusher.register(namespace, block_bytes)
 
     def contains(self, key: BlockKey) -> bool:
-        return key in self._catalog
+        return key in self.catalog
 
     def tiers_of(self, keys: Sequence[BlockKey]) -> list[TierName | None]:
-        here = self._catalog.present(keys)
+        here = self.catalog.present(keys)
         if here.all():
             return [self.name] * len(keys)
         return [self.name if one else None for one in here.tolist()]
 
     def depth_of(self, key: BlockKey) -> int | None:
-        return self._catalog.depth_of(key)
-
-    def known_of(self, key: BlockKey) -> tuple[bool, Departure | None]:
-        """Whether the block is here; and why and when it left, as far as that is remembered."""
-        return self._catalog.known_of(key)
+        return self.catalog.depth_of(key)
 
     def submit_put(self, puts: Sequence[Put]) -> list[PutVerdict]:
         return self._flusher.submit(puts)
@@ -139,31 +133,31 @@ class DiskTier(Tier):
         ending: Sequence[BlockKey] = (),
         advice: Advice | None = None,
     ) -> None:
-        if not self._catalog.touch(chain, hanging, ending, advice):
+        if not self.catalog.touch(chain, hanging, ending, advice):
             self._flusher.hurry()
 
     def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
         self._flusher.cancel(keys)
-        self._catalog.forget(keys, cause)
+        self.catalog.forget(keys, cause)
 
     def clear(self) -> None:
         self._flusher.cancel(None)
-        self._catalog.forget_all()
+        self.catalog.forget_all()
 
     def watch(self, watcher: Watcher) -> None:
-        self._catalog.watch(watcher)
+        self.catalog.watch(watcher)
 
     def sweep(self, watcher: Watcher) -> Iterator[None]:
-        return self._catalog.sweep(watcher)
+        return self.catalog.sweep(watcher)
 
     def stats(self) -> TierStats:
-        accounts = self._catalog.accounts
+        accounts = self.catalog.accounts
         return dataclasses.replace(
             self._counters.stats(
-                self._engine.capacity_bytes, self._catalog.used_bytes, len(self._catalog)
+                self._engine.capacity_bytes, self.catalog.used_bytes, len(self.catalog)
             ),
-            evictions=self._catalog.evictions,
-            pinned_bytes=self._catalog.pinned_bytes,
+            evictions=self.catalog.evictions,
+            pinned_bytes=self.catalog.pinned_bytes,
             over_quota=accounts.refused,
             quota_evictions=accounts.evicted,
             full=int(self._store.full),
@@ -206,10 +200,10 @@ class DiskTier(Tier):
         run: list[tuple[Get, DiskEntry]] = []
         size = 0
         for get in gets:
-            entry = None if self._reads_end else self._catalog.acquire(get.key)
+            entry = None if self._reads_end else self.catalog.acquire(get.key)
             if entry is not None and not self._fits(get, entry):
-                self._catalog.release(entry)
-                self._catalog.forget([get.key], Cause.RESIZED)
+                self.catalog.release(entry)
+                self.catalog.forget([get.key], Cause.RESIZED)
                 entry = None
             if entry is None:
                 self._done.put(Done(get.key, Outcome.MISS))
@@ -245,8 +239,8 @@ class DiskTier(Tier):
                 if done.outcome is Outcome.CORRUPT:
                     self._counters.warn("a corrupt block is dropped")
                 if done.outcome in (Outcome.CORRUPT, Outcome.ERROR):
-                    self._catalog.forget([done.key], Cause.CORRUPT)
-                self._catalog.release(entry)
+                    self.catalog.forget([done.key], Cause.CORRUPT)
+                self.catalog.release(entry)
                 self._counters.read_done(done.outcome, waited)
                 self._done.put(done)
 
@@ -297,8 +291,8 @@ class DiskTier(Tier):
         block is right, MISS if it is gone. Drops damaged blocks. Blocks; one pass over a medium in
         use."""
         buffers: dict[int, memoryview] = {}
-        for key in self._catalog.in_order(keys):
-            entry = self._catalog.acquire(key)
+        for key in self.catalog.in_order(keys):
+            entry = self.catalog.acquire(key)
             if entry is None:
                 yield key, Outcome.MISS
                 continue
@@ -315,52 +309,24 @@ class DiskTier(Tier):
                 (done,) = self._read(_Read((get,), (entry,), began, is_check=True))
                 outcome = done.outcome
                 if outcome is not Outcome.LOADED:
-                    self._catalog.forget([key], Cause.CORRUPT)
+                    self.catalog.forget([key], Cause.CORRUPT)
                     self._counters.reads_began(1)
                     self._counters.read_done(outcome, time.monotonic() - began)
             finally:
-                self._catalog.release(entry)
+                self.catalog.release(entry)
             yield key, outcome
 
     # -- administration --------------------------------------------------------------------
-
-    def pin(self, keys: Collection[BlockKey]) -> None:
-        self._catalog.pin(keys)
-
-    def unpin(self, keys: Collection[BlockKey]) -> None:
-        self._catalog.unpin(keys)
 
     def wait_pins_durable(self, timeout_s: float) -> bool:
         """Waits until the present pins would survive a restart. False if that fails."""
         self._flusher.hurry()
         return self._flusher.wait_pins_noted(timeout_s)
 
-    def pinned_keys(self) -> frozenset[BlockKey]:
-        """Pinned keys, of blocks that are here or not."""
-        return self._catalog.pinned_keys()
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self._catalog.pinned_bytes
-
-    @property
-    def pin_limit(self) -> int:
-        """Limit of bytes of pinned blocks."""
-        return self._catalog.pin_limit
-
     @property
     def path(self) -> Path:
         """The folder."""
         return self._config.path
-
-    def blocks(self, unused_since: float | None = None) -> Iterator[BlockInfo]:
-        """Every block, or those unused since that second, as they are when their turn
-        comes."""
-        return self._catalog.infos(unused_since)
-
-    def tenants(self) -> list[TenantUse]:
-        """Tenants in the tier."""
-        return self._catalog.tenants()
 
     def resize(self, capacity_bytes: int) -> None:
         """Sets the limit. Shrinking continues in the background, see ``surplus_bytes``. Raises
@@ -374,7 +340,7 @@ class DiskTier(Tier):
                 raise ConfigError(str(error)) from error
             if doubt:
                 raise ConfigError(f"{doubt}; free some room, or resize to less")
-        pinned, share = self.pinned_bytes, self._terms.pin_limit
+        pinned, share = self.catalog.pinned_bytes, self._terms.pin_limit
         if pinned > share * capacity_bytes:
             raise ConfigError(
                 f"disk: {pinned / _GIB:.2f} GiB are pinned, more than pin_limit ({share:g}) "

@@ -89,8 +89,8 @@ class HazardPolicy(EvictionPolicy):
         self._bucket = names.column("I")
         self._parent = names.column("i")
         self._children = names.column("i")  # resident ones, of a resident block or not
-        self._hung = names.column("i", is_rare=True)  # the first of those that hang on it
-        self._hung_next = names.column("i", is_rare=True)
+        self._hung = names.column("i")  # the first of those that hang on it
+        self._hung_next = names.column("i")
         self._ghosts = 0
         self._has_groups = False  # a block that hangs on a chain was seen
         self._is_by_age = False

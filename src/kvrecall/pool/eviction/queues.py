@@ -18,10 +18,10 @@ class QueueLinks:
     def __init__(self, names: NumberRefs) -> None:
         self.names = names
         # All rare: once ``hazard`` is taught, it has no queue for the blocks that come then.
-        self.older = names.column("i", is_rare=True)  # its neighbours, plus one; 0: none
-        self.younger = names.column("i", is_rare=True)
-        self.queue = names.column("i", is_rare=True)  # the number of its queue; 0: none
-        self.parent = names.column("i", is_rare=True)  # plus one, for what hangs, if known
+        self.older = names.column("i")  # its neighbours, plus one; 0: none
+        self.younger = names.column("i")
+        self.queue = names.column("i")  # the number of its queue; 0: none
+        self.parent = names.column("i")  # plus one, for what hangs, if known
         self.queues = 0  # so far
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import ipaddress
 import json
 import logging
 import socket
@@ -12,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from kvrecall.addresses import is_loopback
 from kvrecall.config import RemoteConfig
 from kvrecall.errors import ConfigError
 from kvrecall.factories import factory_of
@@ -136,13 +136,3 @@ def store_name(config: RemoteConfig) -> str:
         where = [str(options.get(name, "")).rstrip("/") for name in ("url", "endpoint")]
     text = json.dumps([config.kind, where])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host``, a name or an address, is this machine's loopback interface."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
-from kvrecall.pool.compression import CODECS, FRAME_BYTES, Chooser, Codec, Compressor, unpack
-from kvrecall.pool.remote.sections import SECTION_BYTES, Sections, one_after_the_other
+from kvrecall.pool.compression import FRAME_BYTES, Codec, Compressor, unpack
+from kvrecall.pool.remote.sections import SECTION_BYTES, Sections, first_found, one_after_the_other
 from kvrecall.pool.remote.store import Object, SizingStore, Store
 
 _SMALL_BYTES = 64
@@ -25,15 +25,12 @@ class CompressedStore:
     exposed = ""
 
     def __init__(
-        self, inner: Store, codec: Codec | Literal["auto"], section_bytes: int = SECTION_BYTES
+        self, inner: Store, compression: Codec | Literal["auto"], section_bytes: int = SECTION_BYTES
     ) -> None:
-        """Takes ownership of ``inner``, which registers no memory. ``codec``: `auto`: as
-        ``Chooser`` decides for each value."""
+        """Takes ownership of ``inner``, which registers no memory."""
         assert isinstance(inner, SizingStore)
         self._inner: SizingStore = inner
-        self._compressors = {name: Compressor(name) for name in CODECS}
-        self._codec = None if codec == "auto" else codec
-        self._chooser = Chooser(self._compressors) if codec == "auto" else None
+        self._compressor = Compressor(compression)
         self._sections = Sections("compression", section_bytes)
         self._lock = threading.Lock()
         self._plain_bytes = self._stored_bytes = 0
@@ -52,27 +49,17 @@ class CompressedStore:
         return [a or b for a, b in zip(answers[: len(names)], answers[len(names) :], strict=True)]
 
     def put(self, objects: Sequence[Object]) -> list[bool]:
-        stored = [False] * len(objects)
-        codecs = [self._codec_of(item) for item in objects]
-        for codec in set(codecs):
-            places = [place for place, its in enumerate(codecs) if its == codec]
-            some = [objects[place] for place in places]
-            answers = self._put_packed(codec, some) if codec else self._put_plain(some)
-            for place, answer in zip(places, answers, strict=True):
-                stored[place] = answer
-        return stored
+        has_large = [_split(item)[1] is not None for item in objects]
+        if not (all(has_large) and self._compressor.is_on):
+            return self._put_plain(objects)
+        return self._put_packed(objects)
 
     def get(self, objects: Sequence[Object]) -> list[bool]:
         """In the form that is stored now first, then in the other."""
         forms = [self._get_packed, self._get_plain]
-        if self._chooser is not None and self._chooser.last is None:
+        if not self._compressor.is_on:
             forms.reverse()
-        found = [False] * len(objects)
-        for form in forms:
-            missing = [place for place, is_there in enumerate(found) if not is_there]
-            for place, is_there in zip(missing, form([objects[p] for p in missing]), strict=True):
-                found[place] = is_there
-        return found
+        return [size >= 0 for size in first_found(objects, forms)]
 
     def remove(self, names: Sequence[str]) -> None:
         self._inner.remove([*map(_packed_name, names), *names])
@@ -83,12 +70,6 @@ class CompressedStore:
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _codec_of(self, item: Object) -> Codec | None:
-        _, large = _split(item)
-        if large is None or self._chooser is None:
-            return self._codec if large is not None else None
-        return self._chooser.choose(large)
-
     def _put_plain(self, objects: Sequence[Object]) -> list[bool]:
         began = time.perf_counter()
         answers = self._inner.put(objects)
@@ -97,12 +78,12 @@ class CompressedStore:
         self._count(nbytes, nbytes)
         return answers
 
-    def _put_packed(self, codec: Codec, objects: Sequence[Object]) -> list[bool]:
+    def _put_packed(self, objects: Sequence[Object]) -> list[bool]:
         def put(some: Sequence[Object], section: memoryview) -> list[int]:
             packed = []
             begin = 0
             for item in some:
-                nbytes = self._pack(codec, item, section[begin:])
+                nbytes = self._pack(item, section[begin:])
                 packed.append(Object(_packed_name(item.name), (section[begin : begin + nbytes],)))
                 begin += nbytes
             began = time.perf_counter()
@@ -116,25 +97,23 @@ class CompressedStore:
 
         return [size >= 0 for size in self._sections.answers(objects, FRAME_BYTES, put, True)]
 
-    def _pack(self, codec: Codec, item: Object, into: memoryview) -> int:
+    def _pack(self, item: Object, into: memoryview) -> int:
         smalls, large = _split(item)
         assert large is not None
         begin = 0
         for part in smalls:
             into[begin : begin + part.nbytes] = part
             begin += part.nbytes
-        return begin + self._compressors[codec].pack(large, into[begin:])
+        return begin + self._compressor.pack(large, into[begin:])
 
-    def _get_plain(self, objects: Sequence[Object]) -> list[bool]:
-        if not objects:
-            return []
+    def _get_plain(self, objects: Sequence[Object]) -> list[int]:
         began = time.perf_counter()
         answers = self._inner.get(objects)
         found = sum(item.nbytes for item, ok in zip(objects, answers, strict=True) if ok)
         self._moved(found, began, got=True)
-        return answers
+        return [0 if ok else -1 for ok in answers]
 
-    def _get_packed(self, objects: Sequence[Object]) -> list[bool]:
+    def _get_packed(self, objects: Sequence[Object]) -> list[int]:
         def get(some: Sequence[Object], section: memoryview) -> list[int]:
             pieces = list(one_after_the_other([i.nbytes + FRAME_BYTES for i in some], section))
             began = time.perf_counter()
@@ -147,7 +126,7 @@ class CompressedStore:
                 for item, piece, size in zip(some, pieces, sizes, strict=True)
             ]
 
-        return [size >= 0 for size in self._sections.answers(objects, FRAME_BYTES, get, False)]
+        return self._sections.answers(objects, FRAME_BYTES, get, False)
 
     def _unpack(self, value: memoryview, item: Object) -> bool:
         smalls, large = _split(item)
@@ -161,8 +140,7 @@ class CompressedStore:
         return unpack(value[begin:], large)
 
     def _moved(self, nbytes: int, began: float, got: bool) -> None:
-        if self._chooser is not None:
-            self._chooser.moved(nbytes, time.perf_counter() - began, got)
+        self._compressor.moved(nbytes, time.perf_counter() - began, got)
 
     def _count(self, plain: int, stored: int) -> None:
         with self._lock:

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from kvrecall.block import BlockKey
 
 _OWN_S = 120.0  # what this host stored itself
-_THERE_S = 10.0  # what the store said it has
-_ABSENT_S = 0.25  # what the store said it has not; promised blocks come a moment later
+_THERE_S = 10.0  # what the store answered it has
+_ABSENT_S = 0.25  # what the store answered it has not; promised blocks come a moment later
 _DROPPED_S = 60.0  # what was dropped here
 _MAX_ENTRIES = 1 << 18
 
 
-class Belief(enum.Enum):
-    """What the cache knows about a block in a store."""
+class Existence(enum.Enum):
+    """What the cache knows of a block in a store."""
 
     UNKNOWN = "unknown"
     THERE = "there"
@@ -26,10 +26,10 @@ class Belief(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class _Answer:
     """``depth`` is None where the block was not stored by this host."""
 
-    belief: Belief
+    existence: Existence
     until: float
     nbytes: int = 0
     depth: int | None = None
@@ -40,62 +40,62 @@ class ExistenceCache:
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
-        self._entries: OrderedDict[BlockKey, Entry] = OrderedDict()
+        self._entries: OrderedDict[BlockKey, _Answer] = OrderedDict()
         self.blocks = 0  # believed to be there
         self.nbytes = 0
 
-    def of(self, key: BlockKey) -> Belief:
+    def of(self, key: BlockKey) -> Existence:
         entry = self._entries.get(key)
         if entry is None or entry.until < self._monotonic():
-            return Belief.UNKNOWN
-        return entry.belief
+            return Existence.UNKNOWN
+        return entry.existence
 
     def depth_of(self, key: BlockKey) -> int | None:
         entry = self._entries.get(key)
-        return None if entry is None or entry.belief is not Belief.THERE else entry.depth
+        return None if entry is None or entry.existence is not Existence.THERE else entry.depth
 
     def stored(self, key: BlockKey, nbytes: int, depth: int) -> None:
         """Records that this host stored the block."""
-        self._note(key, Entry(Belief.THERE, self._monotonic() + _OWN_S, nbytes, depth))
+        self._note(key, _Answer(Existence.THERE, self._monotonic() + _OWN_S, nbytes, depth))
 
-    def told(self, key: BlockKey, is_there: bool, nbytes: int) -> None:
+    def answered(self, key: BlockKey, is_there: bool, nbytes: int) -> None:
         """Records an answer of the store. Blocks dropped here stay dropped."""
-        if self.of(key) is Belief.DROPPED:
+        if self.of(key) is Existence.DROPPED:
             return
         if is_there:
-            self._note(key, Entry(Belief.THERE, self._monotonic() + _THERE_S, nbytes))
+            self._note(key, _Answer(Existence.THERE, self._monotonic() + _THERE_S, nbytes))
         else:
-            self._note(key, Entry(Belief.ABSENT, self._monotonic() + _ABSENT_S))
+            self._note(key, _Answer(Existence.ABSENT, self._monotonic() + _ABSENT_S))
 
     def dropped(self, key: BlockKey) -> None:
         """Records a dropped block: it is not found any more."""
-        self._note(key, Entry(Belief.DROPPED, self._monotonic() + _DROPPED_S))
+        self._note(key, _Answer(Existence.DROPPED, self._monotonic() + _DROPPED_S))
 
     def drop_all(self) -> None:
         """Drops all known blocks: they are not found any more."""
-        for key in [k for k, entry in self._entries.items() if entry.belief is Belief.THERE]:
+        for key in [k for k, entry in self._entries.items() if entry.existence is Existence.THERE]:
             self.dropped(key)
 
-    def doubt(self, key: BlockKey) -> None:
+    def invalidate(self, key: BlockKey) -> None:
         """The store did not answer for the block. What was dropped here stays dropped."""
         entry = self._entries.get(key)
-        if entry is not None and entry.belief is not Belief.DROPPED:
+        if entry is not None and entry.existence is not Existence.DROPPED:
             self._count(self._entries.pop(key), -1)
 
-    def doubt_all(self) -> None:
+    def invalidate_all(self) -> None:
         """The store may have changed altogether."""
-        kept = [(k, e) for k, e in self._entries.items() if e.belief is Belief.DROPPED]
+        kept = [(k, e) for k, e in self._entries.items() if e.existence is Existence.DROPPED]
         self._entries = OrderedDict(kept)
         self.blocks = self.nbytes = 0
 
-    def _note(self, key: BlockKey, entry: Entry) -> None:
+    def _note(self, key: BlockKey, entry: _Answer) -> None:
         self._count(self._entries.pop(key, None), -1)
         self._entries[key] = entry
         self._count(entry, 1)
         if len(self._entries) > _MAX_ENTRIES:
             self._count(self._entries.popitem(last=False)[1], -1)
 
-    def _count(self, entry: Entry | None, sign: int) -> None:
-        if entry is not None and entry.belief is Belief.THERE:
+    def _count(self, entry: _Answer | None, sign: int) -> None:
+        if entry is not None and entry.existence is Existence.THERE:
             self.blocks += sign
             self.nbytes += sign * entry.nbytes

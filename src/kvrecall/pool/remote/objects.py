@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import itertools
 import os
 import re
 import secrets
@@ -22,9 +23,10 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
+from kvrecall.addresses import is_loopback
 from kvrecall.config import allowed_by
 from kvrecall.errors import ConfigError, TierError
-from kvrecall.pool.remote.backends import is_loopback
+from kvrecall.ownership import WRITE, exposure
 from kvrecall.pool.remote.store import Object
 
 T = TypeVar("T")
@@ -40,7 +42,7 @@ _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)  # or a link, 
 _LARGE_FOR_S = 300.0  # how long a folder that was too large to list is taken for large
 
 
-class Options(BaseModel):
+class ObjectOptions(BaseModel):
     """Options of ``{"kind": "objects", "url": ...}``."""
 
     model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
@@ -63,16 +65,16 @@ class Options(BaseModel):
     environment, from the machine's role, or from a file: `{"file": "/path"}`."""
 
 
-def _read(raw: Mapping[str, object]) -> Options:
+def _read(raw: Mapping[str, object]) -> ObjectOptions:
     """Raises ConfigError. ``options`` may hold secrets: errors show their names only."""
-    known = Options.model_fields
+    known = ObjectOptions.model_fields
     for name in raw:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
             raise ConfigError(f"remote: unknown option {name!r}; {hint}")
     try:
-        return Options.model_validate(dict(raw))
+        return ObjectOptions.model_validate(dict(raw))
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         name = str(detail["loc"][0])
@@ -156,8 +158,8 @@ class ObjectStore:
             known |= listed
             if complete:
                 unknown.difference_update(members)
-        unknown -= known
-        known.update(self._where(self._is_there, list(unknown)))
+        left = list(unknown - known)
+        known.update(itertools.compress(left, self._each(self._is_there, left)))
         return [path in known for path in paths]
 
     def put(self, objects: Sequence[Object]) -> list[bool]:
@@ -165,18 +167,17 @@ class ObjectStore:
         return [True] * len(objects)
 
     def get(self, objects: Sequence[Object]) -> list[bool]:
-        return self._each(self._get, objects)
+        sizes = self.get_up_to(objects)
+        return [size == item.nbytes for size, item in zip(sizes, objects, strict=True)]
 
     def get_up_to(self, objects: Sequence[Object]) -> list[int]:
-        return self._each(self._get_up_to, objects)
+        return self._each(self._fill, objects)
 
     def remove(self, names: Sequence[str]) -> None:
         paths = [path_of(name) for name in names]
-        if self._lists:
-            batches = [paths[at : at + _PAGE] for at in range(0, len(paths), _PAGE)]
-            self._each(self._remove, batches)
-        else:
-            self._each(self._remove, [[path] for path in paths])
+        at_once = _PAGE if self._lists else 1
+        batches = [paths[at : at + at_once] for at in range(0, len(paths), at_once)]
+        self._each(self._remove, batches)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -195,12 +196,6 @@ class ObjectStore:
         data = parts[0] if len(parts) == 1 else b"".join(parts)
         # In one request: visible as a whole, and nothing half uploaded is ever left behind.
         _obstore().put(self._backend, path_of(item.name), data, use_multipart=False)
-
-    def _get(self, item: Object) -> bool:
-        return self._fill(item) == item.nbytes
-
-    def _get_up_to(self, item: Object) -> int:
-        return self._fill(item)
 
     def _fill(self, item: Object) -> int:
         """Fills the parts; returns the value's size, -1 if it does not exist or is larger. Whatever
@@ -245,10 +240,6 @@ class ObjectStore:
                 future.cancel()
             wait(futures)
             raise
-
-    def _where(self, true: Callable[[str], bool], items: Sequence[str]) -> set[str]:
-        answers = self._each(true, items)
-        return {item for item, is_so in zip(items, answers, strict=True) if is_so}
 
     def _listed(self, folder: str, wanted: int) -> tuple[set[str], bool]:
         """The result of listing ``folder`` if that may take fewer round trips than querying
@@ -414,16 +405,7 @@ def _own_folder(folder: Path) -> int:
         if folder.is_symlink():
             why = f"{folder} is a symbolic link; name the folder it leads to"
         raise ConfigError(f"remote: url is 'file://{folder}': {why}") from error
-    status = os.fstat(fd)
-    mode = stat.S_IMODE(status.st_mode)
-    why = ""
-    if status.st_uid != os.geteuid():
-        why = f"{folder} belongs to user {status.st_uid}, not to {os.geteuid()}; use a folder of "
-        why += "this user's"
-    elif mode & 0o022:
-        why = f"others can write to {folder} (mode {mode:04o}); run: chmod 700, or name a folder "
-        why += "below it, which kvrecall makes"
-    if why:
+    if why := exposure(folder, os.fstat(fd), WRITE):
         os.close(fd)
         raise ConfigError(f"remote: url is 'file://{folder}': {why}")
     return fd

@@ -97,6 +97,20 @@ class Sections:
             )
 
 
+def first_found(
+    objects: Sequence[Object], ways: Sequence[Callable[[Sequence[Object]], list[int]]]
+) -> list[int]:
+    """Gets values in the first way, then in each other one those still missing (-1)."""
+    found = [-1] * len(objects)
+    for get in ways:
+        missing = [place for place, size in enumerate(found) if size < 0]
+        if missing:
+            sizes = get([objects[place] for place in missing])
+            for place, size in zip(missing, sizes, strict=True):
+                found[place] = size
+    return found
+
+
 def one_after_the_other(sizes: Sequence[int], section: memoryview) -> Iterator[memoryview]:
     """Pieces of ``section`` of these sizes."""
     begin = 0

@@ -9,13 +9,13 @@ from functools import partial
 import numpy as np
 
 from kvrecall.pool.cipher import TAG_BYTES, Cipher
-from kvrecall.pool.remote.sections import SECTION_BYTES, Sections, one_after_the_other
+from kvrecall.pool.remote.sections import SECTION_BYTES, Sections, first_found, one_after_the_other
 from kvrecall.pool.remote.store import Object, RegisteringStore, SizingStore, Store
 
 
 class StagedStore:
     """Passes values on to ``inner`` in *sections*: the only memory that ``inner`` may register, so
-    that whoever reaches its transport reads and writes values in transit at most. See ``Store`` for
+    that who reaches its transport reads and writes values in transit at most. See ``Store`` for
     the contract.
 
     Others may change a section at any time: a value is copied out first and only then decrypted or,
@@ -63,15 +63,12 @@ class StagedStore:
         get: Callable[[str, Sequence[Object], memoryview], list[int]],
     ) -> list[int]:
         """Gets what was stored with the first key, then what is missing with the others."""
-        found = [-1] * len(objects)
-        for key in self._keys:
-            missing = [place for place, size in enumerate(found) if size < 0]
-            wanted = [objects[place] for place in missing]
+
+        def with_key(key: str, some: Sequence[Object]) -> list[int]:
             call = partial(get, key)
-            answers = self._sections.answers(wanted, self._tag_bytes, call, leaving=False)
-            for place, size in zip(missing, answers, strict=True):
-                found[place] = size
-        return found
+            return self._sections.answers(some, self._tag_bytes, call, leaving=False)
+
+        return first_found(objects, [partial(with_key, key) for key in self._keys])
 
     def remove(self, names: Sequence[str]) -> None:
         self._inner.remove([_staged(name, key) for key in self._keys for name in names])

@@ -24,7 +24,7 @@ from kvrecall.pool.counters import Histogram, TierCounters
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.remote.calls import BatchSize, CallQueue, CircuitBreaker
 from kvrecall.pool.remote.compressed import CompressedStore
-from kvrecall.pool.remote.existence import Belief, ExistenceCache
+from kvrecall.pool.remote.existence import Existence, ExistenceCache
 from kvrecall.pool.remote.store import Object, Store
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
@@ -162,10 +162,10 @@ class RemoteTier(Tier):
     # -- questions -------------------------------------------------------------------------
 
     def contains(self, key: BlockKey) -> bool:
-        return self._existence.of(key) is Belief.THERE and self._is_up()
+        return self._existence.of(key) is Existence.THERE and self._is_up()
 
     def is_silent(self, key: BlockKey) -> bool:
-        is_open = self._existence.of(key) in (Belief.UNKNOWN, Belief.THERE)
+        is_open = self._existence.of(key) in (Existence.UNKNOWN, Existence.THERE)
         return is_open and (key in self._unanswered or not self._is_up())
 
     def depth_of(self, key: BlockKey) -> int | None:
@@ -176,11 +176,11 @@ class RemoteTier(Tier):
             if self._closed or not keys or not self._is_up():
                 return True
             of, asking = self._existence.of, self._asking
-            if not every and of(keys[0]) is not Belief.UNKNOWN:
+            if not every and of(keys[0]) is not Existence.UNKNOWN:
                 return True
             if not every and keys[0] in asking:
                 return False
-            unknown = [k for k in keys if of(k) is Belief.UNKNOWN]
+            unknown = [k for k in keys if of(k) is Existence.UNKNOWN]
             if every and asking.issuperset(unknown):
                 return not unknown
             if self._asks >= _ASKS_WAITING:
@@ -213,7 +213,7 @@ class RemoteTier(Tier):
             for put in puts:
                 queued_bytes, limit = self._queued_bytes, self._config.max_queued_bytes
                 is_full = queued_bytes > 0 and queued_bytes + put.nbytes > limit
-                if put.key in self._storing or self._existence.of(put.key) is Belief.THERE:
+                if put.key in self._storing or self._existence.of(put.key) is Existence.THERE:
                     verdicts.append(PutVerdict.PRESENT)
                 elif not takes or is_full:
                     verdicts.append(PutVerdict.SHED)
@@ -236,7 +236,7 @@ class RemoteTier(Tier):
             for get in gets:
                 nbytes = self._sizes.get(get.key[:NAMESPACE_BYTES], 0)
                 fits = nbytes > 0 and slot_bytes_of(nbytes) == len(get.into)
-                dropped = self._existence.of(get.key) is Belief.DROPPED
+                dropped = self._existence.of(get.key) is Existence.DROPPED
                 if self._closed or not is_up or dropped or not fits:
                     self._done.put(Done(get.key, Outcome.MISS))
                 else:
@@ -283,7 +283,7 @@ class RemoteTier(Tier):
     # -- changes ---------------------------------------------------------------------------
 
     def watch(self, watcher: Watcher) -> None:
-        """``watcher`` is told what this tier stores from now on, and which of it is dropped here,
+        """``watcher`` learns what this tier stores from now on, and which of it is dropped here,
         or found missing: what other hosts store and the store itself evicts is not known here."""
         with self._lock:
             self._watchers = (*self._watchers, watcher)
@@ -447,7 +447,7 @@ class RemoteTier(Tier):
         believed = [
             key
             for key, outcome in outcomes.items()
-            if outcome is Outcome.MISS and self._existence.of(key) is Belief.THERE
+            if outcome is Outcome.MISS and self._existence.of(key) is Existence.THERE
         ]
         if believed:
             names = [name_of(key) for key in believed]
@@ -494,9 +494,9 @@ class RemoteTier(Tier):
                     self._existence.dropped(key)
                     self._withdraw((key,), Cause.CORRUPT)
                 elif key not in outcomes:
-                    self._existence.doubt(key)
+                    self._existence.invalidate(key)
                 elif outcome is Outcome.MISS:
-                    self._existence.told(key, False, 0)
+                    self._existence.answered(key, False, 0)
                     self._withdraw((key,), Cause.LOST)
                 self._ledger.read_done(outcome, now - item.at)
                 self._done.put(Done(key, outcome, checksums.get(key)))
@@ -517,7 +517,7 @@ class RemoteTier(Tier):
             self._note_answered(keys, bool(answers))
             for key, is_there in zip(keys, answers, strict=False):
                 nbytes = self._sizes.get(key[:NAMESPACE_BYTES], 0)
-                self._existence.told(key, is_there and nbytes > 0, nbytes)
+                self._existence.answered(key, is_there and nbytes > 0, nbytes)
                 if not is_there:
                     self._withdraw((key,), Cause.LOST)
             self._asking.difference_update(keys)
@@ -535,7 +535,7 @@ class RemoteTier(Tier):
 
     def _call_drops(self, batch: list[BlockKey]) -> None:
         with self._lock:  # some may have been stored anew meanwhile
-            gone = [key for key in batch if self._existence.of(key) is Belief.DROPPED]
+            gone = [key for key in batch if self._existence.of(key) is Existence.DROPPED]
             names = [name_of(key) for key in gone if key not in self._storing]
         if not names or self._closed or self._breaker.is_open:
             return
@@ -562,7 +562,7 @@ class RemoteTier(Tier):
             return []
         if self._breaker.worked():
             with self._lock:
-                self._existence.doubt_all()
+                self._existence.invalidate_all()
                 self._withdraw(list(self._reported), Cause.LOST)
             _LOG.warning("remote tier: the store answers again")
         return answers

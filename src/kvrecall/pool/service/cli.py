@@ -13,12 +13,12 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
+from kvrecall.addresses import split_address
 from kvrecall.config import PoolConfig, format_size, help_of, option_of, service_settings
 from kvrecall.errors import ConfigError, errors_shown
 from kvrecall.jsonfile import read_object
 from kvrecall.pool.cipher import make_key_file, rotate_key_file
 from kvrecall.pool.remote.mooncake.master import MasterFlags, check_master, run_master
-from kvrecall.pool.remote.mooncake.settings import split_address
 from kvrecall.pool.service import tables
 from kvrecall.pool.service.admin import (
     DEFAULT_SOCKET,

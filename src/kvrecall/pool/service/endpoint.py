@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import socket
-import stat
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from kvrecall.config import PoolConfig
 from kvrecall.errors import ConfigError, TierError
+from kvrecall.ownership import ACCESS, exposure
 from kvrecall.pool.arena import available_memory
 from kvrecall.pool.lockfile import LockHeld, leads_to, lock_path
 from kvrecall.pool.pool import Pool
@@ -114,13 +114,8 @@ def check_socket(path: Path) -> None:
 
 def check_folder(folder: Path) -> None:
     """Raises ConfigError if others than this user can enter ``folder``."""
-    status = folder.stat()
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(
-            f"socket: {folder} must be a folder of this user that no other user can enter "
-            f"(mode 0700, not {stat.S_IMODE(status.st_mode):04o}); give the socket its own "
-            "folder"
-        )
+    if why := exposure(folder, folder.stat(), ACCESS):
+        raise ConfigError(f"socket: {why}, or give the socket a folder of its own")
 
 
 @contextlib.contextmanager

@@ -185,7 +185,7 @@ class Inventory:
         used: dict[BlockKey, float] = {}  # of those in the host: the later use counts
         if query.older_than_s is not None or query.younger_than_s is not None:
             used = {block.key: block.used for block in self.pool.host_blocks()}
-            for block in admin.disk.blocks() if admin.disk is not None and used else ():
+            for block in admin.disk.catalog.infos() if admin.disk is not None and used else ():
                 if block.key in used:
                     used[block.key] = max(used[block.key], block.used)
         now, tenants = admin.now(), frozenset(query.tenants)
@@ -271,7 +271,11 @@ class Inventory:
         """Tenants that hold most, and how many there are."""
         disk_tier = self.pool.admin.disk
         host = {use.tenant: use for use in self.pool.host_tenants()}
-        disk = {use.tenant: use for use in disk_tier.tenants()} if disk_tier is not None else {}
+        disk = (
+            {use.tenant: use for use in disk_tier.catalog.tenants()}
+            if disk_tier is not None
+            else {}
+        )
         views = []
         for tenant in {**host, **disk}:
             uses = [tier.get(tenant, TenantUse(tenant, 0, None, 0, 0)) for tier in (host, disk)]

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
+from kvrecall.addresses import split_address
 from kvrecall.block import Namespace, TierName
 from kvrecall.errors import ConfigError
 from kvrecall.pool.changes import ChangeLog, Restart
 from kvrecall.pool.gate import Gate
 from kvrecall.pool.history import EventHistory
 from kvrecall.pool.pool import Pool
-from kvrecall.pool.remote.mooncake.settings import split_address
 from kvrecall.pool.runs import Run, runs_of
 
 _LOG = logging.getLogger(__name__)

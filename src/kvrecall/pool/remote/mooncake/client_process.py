@@ -54,7 +54,7 @@ class ClientSetup(msgspec.Struct, frozen=True):
     calls: int
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True):
+class ClientRequest(msgspec.Struct, frozen=True, array_like=True):
     """``op``: exists, put, get, remove or close. ``offsets``, ``sizes``: where the value of each
     name is in the memory, or goes to, and its size, for a get the most."""
 
@@ -64,7 +64,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     sizes: list[int] = []
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True):
+class ClientReply(msgspec.Struct, frozen=True, array_like=True):
     """Mooncake's code for each name, or the error."""
 
     codes: list[int]
@@ -72,11 +72,11 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+REQUESTS: msgspec.msgpack.Decoder[ClientRequest] = msgspec.msgpack.Decoder(ClientRequest)
+REPLIES: msgspec.msgpack.Decoder[ClientReply] = msgspec.msgpack.Decoder(ClientReply)
 
 
-def send(sock: socket.socket, message: Request | Reply) -> None:
+def send(sock: socket.socket, message: ClientRequest | ClientReply) -> None:
     body = _ENCODER.encode(message)
     sock.sendall(_LENGTH.pack(len(body)) + body)
 
@@ -110,14 +110,14 @@ def main(text: str) -> None:
     try:
         client, memory = _client(setup)
     except (ImportError, OSError, RuntimeError) as error:
-        send(sockets[0], Reply([], error=str(error)))
+        send(sockets[0], ClientReply([], error=str(error)))
         return
     putting, getting = (threading.Semaphore(setup.calls) for _ in range(2))
     priority = SpinPriority()
     workers = [_Worker(client, memory, sock, putting, getting, priority) for sock in sockets]
     for worker in workers[1:]:
         threading.Thread(target=worker.run, daemon=True).start()
-    send(sockets[0], Reply([0]))
+    send(sockets[0], ClientReply([0]))
     workers[0].run()
     os._exit(0)
 
@@ -213,12 +213,12 @@ class _Worker:
         self._getting = getting
         self._priority = priority
         self._sock = sock
-        self._answers: dict[str, Callable[[Request], Reply]] = {
-            "exists": lambda request: Reply(self._client.batch_is_exist(request.names)),
+        self._answers: dict[str, Callable[[ClientRequest], ClientReply]] = {
+            "exists": lambda request: ClientReply(self._client.batch_is_exist(request.names)),
             "put": self._put,
             "get": self._get,
-            "remove": lambda request: Reply(self._client.batch_remove(request.names, True)),
-            "close": lambda request: Reply([self._client.close()]),
+            "remove": lambda request: ClientReply(self._client.batch_remove(request.names, True)),
+            "close": lambda request: ClientReply([self._client.close()]),
         }
 
     def run(self) -> None:
@@ -226,26 +226,26 @@ class _Worker:
             try:
                 reply = self._answers[request.op](request)
             except Exception as error:  # noqa: BLE001 - C++ may throw anything
-                reply = Reply([], error=f"{type(error).__name__}: {error}")
+                reply = ClientReply([], error=f"{type(error).__name__}: {error}")
             send(self._sock, reply)
 
-    def _put(self, request: Request) -> Reply:
+    def _put(self, request: ClientRequest) -> ClientReply:
         with self._putting, self._priority.call("put", sum(request.sizes)) as call:
             codes = self._client.batch_put_from(
                 request.names, self._addresses(request), request.sizes
             )
             call.moved = not any(codes)
-        return Reply(codes)
+        return ClientReply(codes)
 
-    def _get(self, request: Request) -> Reply:
+    def _get(self, request: ClientRequest) -> ClientReply:
         with self._getting, self._priority.call("get", sum(request.sizes)) as call:
             codes = self._client.batch_get_into(
                 request.names, self._addresses(request), request.sizes
             )
             call.moved = min(codes, default=0) > 0
-        return Reply(codes)
+        return ClientReply(codes)
 
-    def _addresses(self, request: Request) -> list[int]:
+    def _addresses(self, request: ClientRequest) -> list[int]:
         assert self._memory is not None
         base = ctypes.addressof(self._memory)
         return [base + offset for offset in request.offsets]

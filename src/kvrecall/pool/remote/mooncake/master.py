@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvrecall.addresses import is_loopback
 from kvrecall.errors import ConfigError, TierError
-from kvrecall.pool.remote.backends import is_loopback
 from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
 from kvrecall.pool.remote.mooncake.store import MooncakeStore
 from kvrecall.pool.remote.mooncake.wheel import package_folder

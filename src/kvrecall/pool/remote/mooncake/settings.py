@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvrecall.addresses import is_loopback, split_address
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import read_json
-from kvrecall.pool.remote.backends import is_loopback
 from kvrecall.pool.remote.mooncake.wheel import why_unfit
 from kvrecall.secret import MOONCAKE, refuse_open
 
@@ -81,14 +81,6 @@ class MooncakeSettings:
         _check(values, source)
         device = _LOOPBACK if is_loopback(_host(values)) else ""
         return cls(_as_setup(values, source), _address(values, source), device)
-
-
-def split_address(text: str) -> tuple[str, int] | None:
-    """``host:port`` as a pair; None if the text has another form."""
-    host, colon, port = text.rpartition(":")
-    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
-        return None
-    return host.strip("[]"), int(port)
 
 
 def _read(path: Path) -> dict[str, object]:

@@ -21,9 +21,9 @@ import msgspec
 from kvrecall.errors import TierError
 from kvrecall.pool.remote.mooncake.client_process import (
     REPLIES,
+    ClientReply,
+    ClientRequest,
     ClientSetup,
-    Reply,
-    Request,
     receive,
     send,
 )
@@ -112,7 +112,7 @@ class MooncakeStore:
             self._connected()
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        return [code == 1 for code in self._call(Request("exists", list(names))).codes]
+        return [code == 1 for code in self._call(ClientRequest("exists", list(names))).codes]
 
     def put(self, objects: Sequence[Object]) -> list[bool]:
         return [code == 0 for code in self._move("put", objects, self._putting)]
@@ -132,12 +132,12 @@ class MooncakeStore:
             some = objects[start : start + _AT_ONCE]
             names = [item.name for item in some]
             offsets = [self._offset(item) for item in some]
-            request = Request(way, names, offsets, [item.nbytes for item in some])
+            request = ClientRequest(way, names, offsets, [item.nbytes for item in some])
             with turn:
                 yield from self._call(request).codes
 
     def remove(self, names: Sequence[str]) -> None:
-        self._call(Request("remove", list(names)))
+        self._call(ClientRequest("remove", list(names)))
 
     def close(self) -> None:
         self._closed = True
@@ -146,10 +146,10 @@ class MooncakeStore:
         if client is not None:
             client.close()
 
-    def _call(self, request: Request) -> Reply:
+    def _call(self, request: ClientRequest) -> ClientReply:
         """Mooncake's answer. Raises TierError if its master or its client does not answer."""
         if not request.names:
-            return Reply([])
+            return ClientReply([])
         reply = self._connected().call(request, _CALL_S)
         if reply.codes and all(code in _RPC_FAILED for code in reply.codes):
             self._failed()
@@ -277,7 +277,7 @@ class Client:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def call(self, request: Request, limit_s: float) -> Reply:
+    def call(self, request: ClientRequest, limit_s: float) -> ClientReply:
         """Raises ClientLost, after which no part of the call continues; TierError if it failed."""
         try:
             sock = self._idle.get(timeout=limit_s)
@@ -294,7 +294,7 @@ class Client:
             raise TierError(f"Mooncake's client: {reply.error}")
         return reply
 
-    def _receive(self, sock: socket.socket, limit_s: float) -> Reply:
+    def _receive(self, sock: socket.socket, limit_s: float) -> ClientReply:
         sock.settimeout(limit_s)
         try:
             reply = receive(sock, REPLIES)
@@ -310,7 +310,7 @@ class Client:
         """Removes the client from the cluster if it answers; ends the process. Idempotent."""
         if self.is_alive:
             with contextlib.suppress(TierError):
-                self.call(Request("close", []), _CLOSE_S)
+                self.call(ClientRequest("close", []), _CLOSE_S)
         self._kill()
         for sock in self._all:
             sock.close()
