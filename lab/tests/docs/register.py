@@ -117,7 +117,7 @@ _BENCH: Mapping[str, Kind] = {
     "python -m kvrecall_lab.bench soak": Elsewhere("lab/tests/benchmarks/test_soak.py", '"soak", '),
     "kvrecall bench disk": Runs(more=" --size 64MiB"),
     "kvrecall bench lookup": Runs(),
-    "python -m kvrecall_lab.bench index": Runs(more=" --blocks 2000 --repeats 2 --passes 1"),
+    "python -m kvrecall_lab.bench index": Runs(more=" --blocks 5000 --repeats 2 --passes 1"),
     "python -m kvrecall_lab.bench step": Runs(more=" --sequences 4 --steps 40 --block-size 16"),
     "python -m kvrecall_lab.bench misses": Elsewhere(
         "lab/tests/benchmarks/test_misses.py", '"misses", '
