@@ -48,9 +48,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 LONGEST = """server/test_serve remote/test_mooncake router/test_engines
 attention/test_offload engine/test_variants attention/test_engine
-test_command_line eviction/test_policies eviction/test_simulate engine/test_groups
+test_command_line eviction/test_policies simulate/test_replay engine/test_groups
 attention/test_reference_mode engine/test_recall engine/test_finer test_doctor engine/test_events
-eviction/test_simulate_fleet eviction/test_simulate_groups eviction/test_hints
+simulate/test_fleet simulate/test_groups eviction/test_hints
 server/test_serve_config engine/test_audit attention/test_kernels gpu_check/test_gpucheck
 attention/test_search hicache/test_sglang distribution/test_wheel attention/test_pgvector
 objects/test_objects pool/test_crash pool/test_pool_machine""".split()

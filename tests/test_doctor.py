@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ from support import configs
 from support.commands import Commands
 from typer.testing import CliRunner
 
-from kvrecall.config import DiskConfig, PoolConfig
+from kvrecall.config import DiskConfig, PoolConfig, RecallSettings
 from kvrecall.doctor import cli, installed
-from kvrecall.doctor.finding import Finding, State
-from kvrecall.doctor.pool import check_disk, file_system_of, read_settings
+from kvrecall.doctor.pool import check_folder, check_pool, file_system_of, read_settings
 from kvrecall.engines.vllm.compat.versions import BUILT_ON, SUPPORTED
 from kvrecall.pool import Pool
 from kvrecall.pool.service.endpoint import ServiceThread
+from kvrecall.server.checks import Finding, Health
 from kvrecall.testing.blocks import chain
 from kvrecall.testing.pool_contract import Engine
 from kvrecall.testing.tier_contract import NAMESPACE
@@ -45,8 +44,8 @@ def one(report: dict[str, Any], area: str, check: str) -> dict[str, Any]:
     return found
 
 
-def states(findings: Iterator[Finding]) -> dict[str, State]:
-    return {each.check: each.state for each in findings}
+def of_pool(config: PoolConfig) -> dict[str, Finding]:
+    return {each.check: each for each in check_pool(RecallSettings(config))}
 
 
 def test_the_shape_of_json() -> None:
@@ -55,7 +54,7 @@ def test_the_shape_of_json() -> None:
     assert report["doctor"] == 1
     for each in report["findings"]:
         assert list(each) == ["area", "check", "state", "found", "cure", "figures"]
-        assert each["state"] in set(State)
+        assert each["state"] in set(Health)
         assert each["found"]
     names = [(each["area"], each["check"]) for each in report["findings"]]
     assert len(names) == len(set(names)), "a program finds a check by its area and name"
@@ -89,18 +88,18 @@ def vllm_of(version: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("version", "serves", "state"),
     [
-        (f"{BUILT_ON}.1+cu130", True, State.OK),
-        ("99.0.0", True, State.BROKEN),
-        ("0.9.2", True, State.BROKEN),
-        ("0.1.dev1+g1234567", True, State.WARNING),  # from source, without tags
-        (None, True, State.BROKEN),
-        (None, False, State.WARNING),
+        (f"{BUILT_ON}.1+cu130", True, Health.OK),
+        ("99.0.0", True, Health.BROKEN),
+        ("0.9.2", True, Health.BROKEN),
+        ("0.1.dev1+g1234567", True, Health.WARNING),  # from source, without tags
+        (None, True, Health.BROKEN),
+        (None, False, Health.WARNING),
     ],
 )
 def test_versions_of_vllm(
     version: str | None,
     serves: bool,
-    state: State,
+    state: Health,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -108,9 +107,9 @@ def test_versions_of_vllm(
     found = {each.check: each for each in installed.check_packages(serves)}
     assert found["vllm"].state is state
     assert found["vllm"].figures == {"version": version, "supported": SUPPORTED}
-    assert bool(found["vllm"].cure) == (state is not State.OK)
+    assert bool(found["vllm"].cure) == (state is not Health.OK)
     assert found["objects"].cure == "pip install 'kvrecall[objects]'"
-    assert (found["torch"].state is State.BROKEN) == (version is not None)
+    assert (found["torch"].state is Health.BROKEN) == (version is not None)
 
 
 def test_extras_are_those_of_the_project() -> None:
@@ -139,7 +138,7 @@ def test_an_engine_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.getenv("PYTHONPATH", "")]))
     found = {each.check: each for each in installed.check_engine(None)}
-    assert {each.state for each in found.values()} == {State.BROKEN}
+    assert {each.state for each in found.values()} == {Health.BROKEN}
     assert "libcudart.so.13" in found["torch"].found
     assert "killed by SIGILL after torch" in found["process"].found
 
@@ -217,10 +216,10 @@ def test_what_lies_on_disk_already(tmp_path: Path) -> None:
     config = PoolConfig(8 * MIB, DiskConfig(tmp_path, 16 * MIB))
     with Pool.open(config) as pool:
         fill(pool, 5)
-        found = {each.check: each for each in check_disk(DiskConfig(tmp_path, 16 * MIB))}
+        found = of_pool(config)
         assert found["disk"].figures["holder"] == str(os.getpid())
     before = {path.name for path in tmp_path.iterdir()}
-    for each in (found, {f.check: f for f in check_disk(DiskConfig(tmp_path, 16 * MIB))}):
+    for each in (found, of_pool(config)):
         (stored,) = each["stored"].figures["namespaces"]  # type: ignore[misc]
         assert stored["blocks"] == 5
     assert {path.name for path in tmp_path.iterdir()} == before
@@ -257,8 +256,8 @@ def test_file_systems(folder: str, kind: str) -> None:
 
 
 def test_a_folder_in_memory_is_a_warning() -> None:
-    found = check_disk(DiskConfig(Path("/dev/shm/kvrecall-doctor"), 8 * MIB))
-    assert states(found)["file system"] is State.WARNING
+    (found, *_) = check_folder(DiskConfig(Path("/dev/shm/kvrecall-doctor"), 8 * MIB))
+    assert (found.check, found.state) == ("file system", Health.WARNING)
 
 
 def test_a_service(tmp_path: Path) -> None:
@@ -279,7 +278,7 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
     (tmp_path / "pool.json").write_text('{"host_size": "1GiB"}')
     settings, found = read_settings(tmp_path / "pool.json", {"host_size": "2MiB"})
     assert settings is not None
-    assert (settings.pool.host_bytes, found.state) == (2 * MIB, State.OK)
+    assert (settings.pool.host_bytes, found.state) == (2 * MIB, Health.OK)
 
 
 # -- the model ----------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ _ROOMS = {
         "Check this machine: what is installed, what fits, what is missing, what would hit.",
     ),
     "pool": (
-        "kvrecall.pool.service.cli",
+        "kvrecall.pool_cli",
         "Run and administer a pool: serve, stat, ls, verify, drop, pin, resize, key.",
     ),
     "why": (
@@ -110,13 +110,13 @@ def usage_line(error: Any) -> str:
         return ""
     from pydantic import ValidationError
 
-    said = " ".join(error.format_message().split()).rstrip(".").replace(": Value error, ", ": ")
+    message = " ".join(error.format_message().split()).rstrip(".").replace(": Value error, ", ": ")
     if isinstance(error.__cause__, ValidationError):
         given = repr(error.__cause__.errors()[0]["input"])
-        said += "" if given in said else f", not {given}"
-    said += "" if said.endswith("?") else "."
+        message += "" if given in message else f", not {given}"
+    message += "" if message.endswith("?") else "."
     command = error.ctx.command_path if error.ctx else _called(sys.argv[1:])
-    return f"{command}: {said[:1].lower()}{said[1:]} Try '{command} --help'"
+    return f"{command}: {message[:1].lower()}{message[1:]} Try '{command} --help'"
 
 
 def _called(words: Sequence[str]) -> str:

@@ -99,8 +99,8 @@ def errors_shown() -> Iterator[None]:
     except (KvrecallError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None:
             raise  # a bug, or a failed connection
-        said = _of_path(error) if isinstance(error, OSError) else str(error)
-        print(f"kvrecall: {said}", file=sys.stderr, flush=True)
+        message = _of_path(error) if isinstance(error, OSError) else str(error)
+        print(f"kvrecall: {message}", file=sys.stderr, flush=True)
         raise SystemExit(status_of(error)) from error
 
 

@@ -1,9 +1,9 @@
 """Reads hand-written JSON files strictly; errors name line, column, cause and cure.
 
-The standard library says whether a text is JSON; ``_Reader`` then notes where each value stands, so
-that a wrong *value* can be pointed at too, and refuses what JSON does not have (NaN, repeated keys,
-unlimited nesting). ``_explained`` recognises common mistakes in pasted configuration: full-width
-punctuation, missing colons and braces, comments, trailing commas.
+The standard library says whether a text is JSON; ``_PlaceReader`` then notes where each value
+stands, so that a wrong *value* can be pointed at too, and refuses what JSON does not have (NaN,
+repeated keys, unlimited nesting). ``_explained`` recognises common mistakes in pasted
+configuration: full-width punctuation, missing colons and braces, comments, trailing commas.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,9 +82,9 @@ class Document:
         try:
             inner, offsets = _parsed(value, origin)
         except json.JSONDecodeError as error:
-            place, said = _explained(error, origin)
+            place, message = _explained(error, origin)
             where = f"{self.source}:{place}"
-            raise ConfigError(f"{where}: {name} is JSON in a string: {said}") from error
+            raise ConfigError(f"{where}: {name} is JSON in a string: {message}") from error
         places = {(*path, *part): origin.offset(at) for part, at in offsets.items() if part}
         changed = _replaced(self.value, path, inner)
         return Document(self.source, changed, self._text, {**self._offsets, **places})
@@ -161,8 +161,8 @@ def parse_json(text: str, source: str) -> Document:
     try:
         value, offsets = _parsed(text, origin)
     except json.JSONDecodeError as error:
-        place, said = _explained(error, origin)
-        raise ConfigError(f"{source}:{place}: {said}") from error
+        place, message = _explained(error, origin)
+        raise ConfigError(f"{source}:{place}: {message}") from error
     return Document(source, value, text, offsets)
 
 
@@ -172,7 +172,7 @@ def _parsed(text: str, origin: _Origin) -> tuple[object, dict[JsonPath, int]]:
     if _FRAGMENT.match(text, start):
         raise json.JSONDecodeError(_without_braces(text, origin), text, start)
     _check_grammar(text)
-    reader = _Reader(text, origin)
+    reader = _PlaceReader(text, origin)
     value, _ = reader.value(start, ())
     return value, reader.offsets
 
@@ -205,8 +205,8 @@ def _open_at(text: str, end: int) -> list[int]:
         elif token[2] and still_open:
             still_open.pop()
         if len(still_open) > MAX_DEPTH:
-            said = f"nested more than {MAX_DEPTH} deep; no configuration needs that"
-            raise json.JSONDecodeError(said, text, still_open[-1])
+            message = f"nested more than {MAX_DEPTH} deep; no configuration needs that"
+            raise json.JSONDecodeError(message, text, still_open[-1])
     return still_open
 
 
@@ -219,12 +219,26 @@ def read_object(path: Path, what: str) -> tuple[dict[str, Any], Document]:
     return document.value, document
 
 
+def read_under(
+    file: Path | None, options: Mapping[str, object], option_of: Callable[[str], str]
+) -> tuple[dict[str, object], Callable[[str], str]]:
+    """The pool settings in a file, if there is one, overridden by ``options``; and where a setting
+    stands, for errors: its option, or ``file:line:column``. Raises ConfigError."""
+    if file is None:
+        return dict(options), option_of
+    settings, document = read_object(file, "pool settings")
+    return {
+        **settings,
+        **options,
+    }, lambda key: option_of(key) if key in options else document.where((key,))
+
+
 def _place(text: str, offset: int) -> str:
     """``line:column``, both counted from 1, the column in characters."""
     return f"{text.count(chr(10), 0, offset) + 1}:{offset - text.rfind(chr(10), 0, offset)}"
 
 
-class _Reader:
+class _PlaceReader:
     """Reads a text that is JSON, and notes in ``offsets`` where its values begin, those with a key
     at the key. Raises JSONDecodeError for what is refused."""
 
@@ -248,8 +262,8 @@ class _Reader:
                 key, colon = _SCALARS.raw_decode(text, at)
                 if key in read:
                     first = self._origin.place(self.offsets[(*path, key)])
-                    said = f"the key {key!r:.80} is repeated (first at {first})"
-                    raise json.JSONDecodeError(said, text, at)
+                    message = f"the key {key!r:.80} is repeated (first at {first})"
+                    raise json.JSONDecodeError(message, text, at)
                 self.offsets[(*path, key)] = at
                 at = self._next(self._next(colon) + 1)
             read[key], at = self.value(at, (*path, key))
@@ -306,28 +320,29 @@ def _explained(error: json.JSONDecodeError, origin: _Origin) -> tuple[str, str]:
     elif error.msg == "Expecting ':' delimiter" and key:
         expected = f"':' after the key {key[0]}"
     if expected is None:
-        said = _SAID.get(error.msg, error.msg)
+        message = _SAID.get(error.msg, error.msg)
         if error.msg.startswith("Invalid control character"):
-            said = f"the control character {_shown(found)} in a text; escape it, or close the text"
+            message = f"the control character {_shown(found)} in a text; escape it, or close the "
+            message += "text"
     elif before.endswith(",") and (found in ("}", "]") or not found):
-        at, said = len(before) - 1, "a comma with nothing after it; remove it"
+        at, message = len(before) - 1, "a comma with nothing after it; remove it"
     elif not found:
-        said = f"the {origin.whole} ends here; expected {expected}"
+        message = f"the {origin.whole} ends here; expected {expected}"
         if still_open := _open_at(text, at):
             opened = still_open[-1]
-            said += f": the {text[opened]!r} of {origin.place(opened)} is not closed"
+            message += f": the {text[opened]!r} of {origin.place(opened)} is not closed"
     elif error.msg == "Extra data" and found in ("}", "]"):
-        said = f"{found!r} closes nothing: there is one more of it than was opened"
+        message = f"{found!r} closes nothing: there is one more of it than was opened"
     elif before[-1:].isdigit() and at == len(before) and (word or found in "0123456789._"):
-        said = "not a JSON number (decimal, no leading zeros, no units)"
+        message = "not a JSON number (decimal, no leading zeros, no units)"
     elif word and error.msg.startswith("Expecting property"):
-        said = f'the key {word[0]} must be in double quotes: "{word[0]}"'
+        message = f'the key {word[0]} must be in double quotes: "{word[0]}"'
     elif word and word[0] in _MISTAKEN_WORDS:
-        said = f"{word[0]} is not JSON; write {_MISTAKEN_WORDS[word[0]]}"
+        message = f"{word[0]} is not JSON; write {_MISTAKEN_WORDS[word[0]]}"
     elif word and error.msg == "Expecting value":
         label = re.search(r'"([^"\n]*)"\s*:$', before)
         shown = "***" if label and is_secret(label[1]) else word[0]
-        said = f'{shown} is not a JSON value; a text must be in double quotes: "{shown}"'
+        message = f'{shown} is not a JSON value; a text must be in double quotes: "{shown}"'
     else:
         cure = ""
         if found in _FULL_WIDTH:
@@ -338,8 +353,8 @@ def _explained(error: json.JSONDecodeError, origin: _Origin) -> tuple[str, str]:
             cure = "; JSON has no comments, remove it"
         elif error.msg == "Expecting ',' delimiter" and found in '"{[':
             cure = "; a comma is missing"
-        said = f"expected {expected}, found {_shown(found)}{cure}"
-    return origin.place(at), said
+        message = f"expected {expected}, found {_shown(found)}{cure}"
+    return origin.place(at), message
 
 
 _EXPECTED = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import enum
 import json
 import os
 import re
@@ -15,7 +16,8 @@ from kvrecall.environment import CACHE_HOME, HUB_CACHE, HUB_HOME, OLD_HUB_CACHE
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import MAX_BYTES, read_json
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""Of a model of the Hugging Face hub."""
 
 _LINEAR = {
     "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
@@ -59,6 +61,28 @@ _PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
 """Where models of several kinds of input have the fields of their text model."""
 
 
+class CacheKind(enum.StrEnum):
+    """Which blocks of a prefix a layer needs to continue it."""
+
+    FULL = "full"  # all of them
+    WINDOW = "window"  # those that the last tokens attend to
+    CHUNK = "chunk"  # those since the last multiple of the chunk's size
+    STATE = "state"  # the one that ends with it
+
+    def needed(self, reach: int, tokens: int, block_tokens: int) -> range:
+        """The blocks that a hit of ``tokens`` needs; ``reach``: of a window or chunk, in tokens."""
+        end = -(-tokens // block_tokens)
+        match self:
+            case CacheKind.FULL:
+                return range(end)
+            case CacheKind.WINDOW:
+                return range(max(0, tokens - reach + 1) // block_tokens, end)
+            case CacheKind.CHUNK:
+                return range(tokens // reach * reach // block_tokens, end)
+            case CacheKind.STATE:
+                return range(max(0, end - 1), end)
+
+
 def hub_cache() -> Path:
     """Where Hugging Face's libraries keep models."""
     given = os.environ.get(HUB_CACHE) or os.environ.get(OLD_HUB_CACHE)
@@ -77,7 +101,7 @@ def find_config(model: str, cache: Path) -> Path:
         if not (path / "config.json").exists():
             raise ConfigError(f"{path}: is not a model folder: it has no config.json")
         return path / "config.json"
-    if path.exists() or not _HUB_ID.fullmatch(model):
+    if path.exists() or not HUB_ID.fullmatch(model):
         return path
     copy = cache / f"models--{model.replace('/', '--')}"
     with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvrecall.router.events import Subscriptions
+from kvrecall.events.subscriber import Subscriptions
 from kvrecall.router.fleet import Fleet
 from kvrecall.router.metrics import RouterMetrics
 from tests.docs.pages import anchors

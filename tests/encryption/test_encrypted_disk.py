@@ -19,8 +19,8 @@ from kvrecall.pool.cipher import TAG_BYTES, Cipher, make_key_file, read_keys, ro
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.codec import Encrypted
 from kvrecall.pool.disk.slabs import FileIo
-from kvrecall.pool.service.cli import app
 from kvrecall.pool.tier import Outcome, Tier
+from kvrecall.pool_cli import app
 from kvrecall.testing.blocks import chain, content, wait_until
 from kvrecall.testing.pool_contract import Engine
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench, TierContract

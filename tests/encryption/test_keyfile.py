@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from kvrecall.config import RecallSettings
 from kvrecall.errors import ConfigError
 from kvrecall.pool.cipher import make_key_file, read_keys, rotate_key_file
-from kvrecall.pool.service.cli import app
-from kvrecall.server.preflight import check_pool
+from kvrecall.pool_cli import app
+from kvrecall.server.checks import check_pool
 
 KEY = bytes(range(100, 132))
 OTHER = bytes(range(7, 39))

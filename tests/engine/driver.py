@@ -182,7 +182,18 @@ class Host:
 
     def log_changes(self, most: int) -> None:
         """From now on the log of the pool's changes holds so many."""
-        self.connector()._events._log._most = most
+        self.connector()._events._log._log._most = most
+
+    def replaced(self, planted: str = "") -> dict[str, str | None]:
+        """See there. ``planted``: a function of vLLM's scheduler module that is replaced before."""
+        from replaced import replaced
+        from vllm.v1.core.sched import scheduler
+
+        from kvrecall.nicety import nicety
+
+        if planted:
+            setattr(scheduler, planted, nicety("a plant")(getattr(scheduler, planted)))
+        return replaced()
 
     def service(self) -> str | None:
         """Which life of the pool service the engine is joined to; None if to none."""

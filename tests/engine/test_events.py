@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvrecall.engines.vllm.compat.patches import PATCHES
 from kvrecall.processes.ports import free_port
 from kvrecall.testing.blocks import wait_until
 
@@ -224,6 +225,22 @@ def test_an_overflow_begins_again(engine_and_router: tuple[Engine, Router]) -> N
     kinds = [type(event).__name__ for event in router.events[before:]]
     assert "AllBlocksCleared" in kinds
     assert router.media.get("GPU", set()) <= set(held["GPU"])
+
+
+def test_what_is_replaced_of_vllms_is_in_the_table(
+    engine_and_router: tuple[Engine, Router],
+) -> None:
+    """In an engine that publishes events, after all that the tests above did with it."""
+    engine, _ = engine_and_router
+    found = engine.replaced()
+    targets = {name: patch.target for name, patch in PATCHES.items()}
+    assert {place: name for place, name in found.items() if name is None} == {}
+    for place, name in found.items():
+        assert targets[name].rpartition(".")[2].rpartition(":")[2] == place.rpartition(".")[2]
+    assert {"whole-replay", "reschedule", "aside", "fingerprint-early"} <= {*found.values()}
+    planted = engine.replaced(planted="create_request_queue")
+    assert planted.keys() - found.keys() == {"vllm.v1.core.sched.scheduler.create_request_queue"}
+    assert planted["vllm.v1.core.sched.scheduler.create_request_queue"] is None
 
 
 def test_a_reopened_folder_is_published(

@@ -48,8 +48,8 @@ from kvrecall.engines.vllm.connector.wire import (
     Load,
     StepReport,
 )
+from kvrecall.modelconfig import CacheKind
 from kvrecall.plan.groups import Group
-from kvrecall.plan.layers import Kind
 from kvrecall.pool import Pool
 from kvrecall.testing.blocks import wait_until
 
@@ -574,7 +574,7 @@ def test_the_pool_keeps_what_the_plan_says(pool: Pool, shape: str) -> None:
     ):
         kept = sum(key.startswith(space.digest) for key in pool._host.blocks)
         named = "chunk" if isinstance(spec, ChunkedLocalAttentionSpec) else kind.kind
-        group = Group(Kind(str(named)), kind.reach or 0, 1, kind.block_size, 0, 0)
+        group = Group(CacheKind(str(named)), kind.reach or 0, 1, kind.block_size, 0, 0)
         # The last of 1,710 tokens is not full, nor is the last of the answer computed.
         assert kept == pytest.approx(group.pool_blocks(1709), abs=1)
 

@@ -643,8 +643,10 @@ ALIKE = {Reason.SHORT, Reason.NOT_ASKED, Reason.NOT_POOLED, Reason.UNKNOWN, Reas
 """Reasons that a request has whatever anybody did before; of the others it is new."""
 
 
-@pytest.mark.parametrize("reason", [*Reason, None])
-@pytest.mark.parametrize("explain", ["tokens", "blocks"])
+@pytest.mark.parametrize(
+    ("reason", "explain"),
+    [*((reason, "tokens") for reason in (*Reason, None)), (Reason.DIVERGED, "blocks")],
+)
 def test_no_reason_depends_on_what_another_tenant_did(
     tmp_path: Path, reason: Reason | None, explain: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import statistics
@@ -26,7 +27,7 @@ from kvrecall.pool.hints import (
 from kvrecall.simulate.cli import app
 from kvrecall.simulate.replay import TierSpec, clairvoyant_hits, replay
 from kvrecall.simulate.trace import BLOCK_TOKENS, Trace, trace_of
-from kvrecall.simulate.workload import HINTS, MIXED, agents, silent
+from kvrecall.simulate.workload import HINTS, MIXED, agents
 from kvrecall.testing.policy_contract import anything, keys_of
 
 ONE, TWO = Tenant("1" * 16), Tenant("2" * 16)
@@ -313,7 +314,8 @@ def test_hints_help_if_true_and_do_no_harm_if_not() -> None:
 def test_a_liar_and_a_silent_tenant_lose_nothing_to_an_honest_one() -> None:
     tier = [TierSpec("host", 800)]
     trace = sessions(MIXED, 15)
-    before = replay(silent(trace), tier, "hazard").tenants
+    silent = tuple(dataclasses.replace(request, hint=None) for request in trace.requests)
+    before = replay(Trace("silent", silent), tier, "hazard").tenants
     after = replay(trace, tier, "hazard").tenants
     rates = {name: (before[name].hit_rate, after[name].hit_rate) for name in before}
     assert set(rates) == {"honest", "none", "lying"}

@@ -15,9 +15,9 @@ from support import configs
 from typer.testing import CliRunner
 
 from kvrecall.errors import ConfigError
+from kvrecall.modelconfig import CacheKind
 from kvrecall.plan.cli import app
 from kvrecall.plan.groups import Group, hit_unit
-from kvrecall.plan.layers import Kind
 from kvrecall.plan.model import ModelShape, read_shape
 from kvrecall.plan.sizing import hit_bytes
 from kvrecall.simulate.cli import app as simulate
@@ -128,7 +128,7 @@ def test_a_hit_loads_what_its_last_tokens_need(tmp_path: Path) -> None:
 def test_a_window_takes_little_of_the_device_and_of_the_pool(tmp_path: Path) -> None:
     shape = shape_of(tmp_path, configs.GEMMA_3_4B)
     window, full = shape.groups(128)[0], shape.groups(128)[-1]
-    assert (window.kind, full.kind) == (Kind.WINDOW, Kind.FULL)
+    assert (window.kind, full.kind) == (CacheKind.WINDOW, CacheKind.FULL)
     assert (window.device_blocks(32768), full.device_blocks(32768)) == (9, 256)
     assert (window.device_blocks(300), full.device_blocks(300)) == (3, 3)
     assert (window.pool_blocks(32768), full.pool_blocks(32768)) == (2 * 8, 256)
@@ -137,7 +137,7 @@ def test_a_window_takes_little_of_the_device_and_of_the_pool(tmp_path: Path) -> 
 
 def test_a_state_is_kept_where_the_prompt_ends(tmp_path: Path) -> None:
     state = shape_of(tmp_path, configs.QWEN3_NEXT_80B).groups(128)[0]
-    assert state.kind is Kind.STATE
+    assert state.kind is CacheKind.STATE
     assert state.device_blocks(32768) == 2
     assert (state.pool_blocks(32768), state.pool_blocks(0)) == (1, 0)
 
@@ -145,7 +145,7 @@ def test_a_state_is_kept_where_the_prompt_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
 def test_ranks_hold_shards_of_states_and_heads(tmp_path: Path, ranks: int) -> None:
     shape = shape_of(tmp_path, configs.QWEN3_NEXT_80B)
-    states = [g for g in shape.groups(128, ranks) if g.kind is Kind.STATE]
+    states = [g for g in shape.groups(128, ranks) if g.kind is CacheKind.STATE]
     assert {g.record_bytes for g in states} == {12 * (CONV + STATE)}, "each shard once"
     full = shape.groups(128, ranks)[-1]
     assert full.record_bytes == 12 * 2 * KIB * full.block_tokens
@@ -209,7 +209,7 @@ def test_pages_are_made_equal_by_more_tokens_or_by_padding(tmp_path: Path) -> No
 def test_which_layers_have_a_window(tmp_path: Path, extra: dict[str, Any], windows: int) -> None:
     plain = {k: v for k, v in configs.QWEN3_8B.items() if "window" not in k}
     shape = shape_of(tmp_path, {**plain, "sliding_window": 4096, **extra})
-    assert sum(cache.kind is Kind.WINDOW for cache in shape.caches) == windows
+    assert sum(cache.kind is CacheKind.WINDOW for cache in shape.caches) == windows
 
 
 @pytest.mark.parametrize(
@@ -340,11 +340,11 @@ def test_sessions_on_the_devices(tmp_path: Path) -> None:
 # -- vLLM's own ---------------------------------------------------------------------------------
 
 _SPECS = {
-    "FullAttentionSpec": Kind.FULL,
-    "MLAAttentionSpec": Kind.FULL,
-    "SlidingWindowSpec": Kind.WINDOW,
-    "ChunkedLocalAttentionSpec": Kind.CHUNK,
-    "MambaSpec": Kind.STATE,
+    "FullAttentionSpec": CacheKind.FULL,
+    "MLAAttentionSpec": CacheKind.FULL,
+    "SlidingWindowSpec": CacheKind.WINDOW,
+    "ChunkedLocalAttentionSpec": CacheKind.CHUNK,
+    "MambaSpec": CacheKind.STATE,
 }
 _SMALL = {
     "vocab_size": 512, "intermediate_size": 64, "intermediate_size_mlp": 64,

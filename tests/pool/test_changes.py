@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
+from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import Amount, DiskConfig, PoolConfig, PoolTerms, TenantRules, TenantTerms
 from kvrecall.pool import Pool
 from kvrecall.pool.changes import Cause, ChangeLog, Removed, Restart, Stored
-from kvrecall.pool.runs import runs_of
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine
 
@@ -63,47 +62,13 @@ def open_pool(path: Path | None, host_blocks: int = 16, terms: PoolTerms | None 
 
 CHAINS = [chain(NAMESPACE, 8, name) for name in "abcdef"]
 OF_OTHER = [chain(OTHER, 8, name) for name in "ab"]
-OTHERS = ["clear", "read", "flush", "restart", "repeat", "toggle"]
+OTHERS = ["clear", "read", "flush", "restart", "repeat"]
 ACTIONS = st.one_of(
     st.tuples(st.just("save"), st.integers(0, 7), st.integers(1, 8)),
     st.tuples(st.just("recall"), st.integers(0, 7), st.integers(1, 8)),
     st.tuples(st.just("drop"), st.integers(0, 7), st.integers(0, 7)),
     st.tuples(st.sampled_from(OTHERS), st.integers(0, 1), st.just(0)),
 )
-
-
-class LiveReader:
-    """Knows the blocks of the namespaces that are live, as a router does of an engine."""
-
-    def __init__(self, pool: Pool, most: int) -> None:
-        self.log = ChangeLog(pool.sweep, most)
-        pool.watch(self.log)
-        self.live: dict[bytes, int] = {}
-        self._abandoned: dict[bytes, int] = {}
-        self.held: set[tuple[TierName, bytes]] = set()
-
-    def toggle(self, digest: bytes) -> None:
-        """A namespace becomes live, or is abandoned."""
-        if self.live.pop(digest, None) is None:
-            self.live[digest] = 0
-            self._abandoned.pop(digest, None)
-        else:
-            self._abandoned[digest] = 0
-        self.log.repeat({digest})
-
-    def read(self) -> None:
-        for run in runs_of(self.log.take(), self.live, self._abandoned):
-            if isinstance(run, Restart):
-                self.held.clear()
-                continue
-            blocks = {(run.tier, run.namespace + one) for one in run.hashes}
-            self.held = self.held | blocks if run.stored else self.held - blocks
-
-    def read_all(self) -> set[tuple[TierName, bytes]]:
-        self.read()
-        while not self.log.is_complete:
-            self.read()
-        return self.held
 
 
 @given(st.lists(ACTIONS, max_size=30), st.integers(1, 40), st.booleans())
@@ -118,7 +83,7 @@ def test_a_reader_knows_what_the_pool_holds(
     every = CHAINS + OF_OTHER
     with open_pool(path) as pool:
         engine = Engine(pool)
-        reader, of_live = Reader(pool, most), LiveReader(pool, most)
+        reader = Reader(pool, most)
         for action, which, length in actions:
             keys = every[which]
             match action:
@@ -134,20 +99,15 @@ def test_a_reader_knows_what_the_pool_holds(
                     pool.flush([key for each in every for key in each], 10.0)
                 case "read":
                     reader.read()
-                    of_live.read()
                 case "restart":
                     reader.log.restart()
                 case "repeat":
                     reader.log.repeat()
-                case "toggle":
-                    of_live.toggle((NAMESPACE, OTHER)[which].digest)
         engine.close()
         if with_disk:
             wait_until(lambda: pool.stats().queued_writes == 0)
             pool.flush([key for each in every for key in each], 10.0)
         assert reader.read_all() == held(pool)
-        there = {one for one in held(pool) if one[1][:NAMESPACE_BYTES] in of_live.live}
-        assert of_live.read_all() == there
 
 
 def test_what_is_repeated_of_a_namespace_is_its_blocks_alone(tmp_path: Path) -> None:

@@ -314,7 +314,7 @@ def test_stats_have_latencies(tmp_path: Path) -> None:
 
 def test_imports_neither_torch_nor_vllm() -> None:
     code = (
-        "import kvrecall.pool.pool, kvrecall.pool.service.cli, sys\n"
+        "import kvrecall.pool.pool, kvrecall.pool_cli, sys\n"
         "sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from kvrecall.errors import ConfigError
+from kvrecall.events.subscriber import Publisher
 from kvrecall.router.addresses import address, addresses, instances
 from kvrecall.router.bodies import Body
-from kvrecall.router.events import Publisher
 from kvrecall.router.fleet import Address, Fleet
 from kvrecall.router.prefixes import CHUNK_BYTES, PrefixMap, Prompt, prompt_of
 from kvrecall.router.router import Completion, prompt_only

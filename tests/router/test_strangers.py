@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -27,6 +29,7 @@ from kvrecall.router.application import application
 from kvrecall.router.bodies import Body
 from kvrecall.router.fleet import Address, Fleet
 from kvrecall.router.router import RouterSettings
+from kvrecall.server.access import Access
 
 from .cluster import Router, until
 
@@ -111,6 +114,34 @@ def test_without_an_engine(tmp_path: Path) -> None:
             for path in ("/v1/completions", "/v1/chat/completions"):
                 assert alone.client.post(path, json=odd).status_code in (400, 503)
         assert alone.inflight() == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "client", "headers", "listed"),
+    [
+        (("one",), "127.0.0.1", {}, False),
+        (("one",), "192.0.2.9", {"authorization": "Bearer one"}, True),
+        ((), "127.0.0.1", {}, True),
+        ((), "192.0.2.9", {}, False),
+        ((), "127.0.0.1", {"origin": "https://evil.example"}, False),
+    ],
+)
+def test_health_lists_instances_to_those_who_may_use_the_router(
+    keys: tuple[str, ...], client: str, headers: dict[str, str], listed: bool
+) -> None:
+    roster = Roster({"--engine": ["127.0.0.1:9"], "--prefill": [], "--decode": []}, None)
+    access = Access(keys, public=re.compile("/v1/.*"))
+    app = application(RouterSettings(roster, 256, 4, 1, 1000, 600.0, access))
+
+    async def ask() -> dict[str, Any]:
+        transport = httpx.ASGITransport(app, client=(client, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            found: dict[str, Any] = (await http.get("/health", headers=headers)).json()
+            return found
+
+    state = asyncio.run(ask())
+    assert ("instances" in state) is listed
+    assert ("127.0.0.1:9" in str(state)) is listed
 
 
 def test_an_engine_that_talks_nonsense(tmp_path: Path) -> None:

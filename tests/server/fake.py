@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator
 
 from kvrecall.engines.base import (
     EngineInfo,
+    EngineLoad,
     Finish,
     GenerateError,
     GenerateRequest,
-    Load,
     Pace,
     RecallSplit,
     RequestView,
@@ -20,7 +20,7 @@ from kvrecall.engines.base import (
 
 SPLIT = RecallSplit(device=128, host=256, disk=384, computed=5)
 INFO = EngineInfo(("tiny",), "m", "bfloat16", "cpu", 4096, 8, 8192, 128, 64, 1, "0")
-IDLE = Load(running=0, waiting=0, unfinished=0, max_running=8, blocks=64, used_share=0.25)
+IDLE = EngineLoad(running=0, waiting=0, unfinished=0, max_running=8, blocks=64, used_share=0.25)
 
 
 class FakeEngine:
@@ -53,7 +53,7 @@ class FakeEngine:
         self.ended = False
         self.insight = FakeInsight()
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         return self.now
 
     def drain(self) -> None:

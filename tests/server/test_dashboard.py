@@ -20,8 +20,8 @@ from fastapi.testclient import TestClient
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from support.clocks import ManualClock
 
+from kvrecall.events.subscriber import Subscriptions
 from kvrecall.processes.ports import free_port
-from kvrecall.router.events import Subscriptions
 from kvrecall.router.fleet import Fleet
 from kvrecall.router.metrics import RouterMetrics
 from kvrecall.server.dashboard import cached_prefixes, history

@@ -12,7 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+from starlette.testclient import TestClient
 
 from kvrecall.engines.base import Listener, ServeSpec
 from kvrecall.errors import ConfigError
@@ -89,6 +91,37 @@ def test_keys(method: str, path: str, headers: dict[str, str], status: int) -> N
     if status == 401:
         scheme = "Basic" if path.startswith("/dashboard") else "Bearer"
         assert reply.headers["www-authenticate"].startswith(scheme)
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/metrics-json", 200), ("/metrics", 404), ("/metrics/", 404), ("/metricsx", 404)],
+)
+def test_metrics_on_another_address_close_no_path_of_management(path: str, status: int) -> None:
+    spec = ServeSpec("m", "127.0.0.1", 1, {}, listeners=(Listener("metrics", "127.0.0.1", 2),))
+    plan = Plan(spec, homes={Plane.METRICS: "metrics"})
+    assert ask("GET", path, {}, plan=plan).status_code == status
+
+
+def test_paths_are_those_that_routes_are_compared_with() -> None:
+    """Also behind a prefix: what the guard opens and what the router serves is one path."""
+    app = FastAPI(root_path="/api")
+    access = guard.Access(keys=("one",), open_paths=("/health",))
+    app.add_middleware(
+        guard.Guard, access=access, refuse=lambda status, _: Response(status_code=status),
+        max_body_bytes=1, max_requests=1, limit_name="",
+    )  # fmt: skip
+
+    @app.get("/{path:path}")
+    async def served(path: str, request: Request) -> dict[str, object]:
+        return {"path": path, "admitted": request.scope.get(guard.ADMITTED)}
+
+    client = TestClient(app, base_url="http://localhost")
+    assert client.get("/api/health").json() == {"path": "health", "admitted": False}
+    assert client.get("/health").json() == {"path": "health", "admitted": False}
+    assert client.get("/health", headers=KEY).json() == {"path": "health", "admitted": True}
+    assert client.get("/apihealth", headers=KEY).json()["path"] == "apihealth"
+    assert client.get("/apihealth").status_code == client.get("/api").status_code == 401
 
 
 @pytest.mark.parametrize(

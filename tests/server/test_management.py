@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrecall.engines.base import (
+    EngineLoad,
     Fault,
     GenerateError,
     Listener,
-    Load,
     Phase,
     RequestView,
     Role,
@@ -295,7 +295,7 @@ def families() -> CollectorRegistry:
 
 
 def test_figures_under_mindies_names() -> None:
-    load = Load(
+    load = EngineLoad(
         running=4,
         waiting=0,
         unfinished=4,
@@ -327,9 +327,9 @@ def test_figures_under_mindies_names() -> None:
 MINDIE = ["TTFT", "TBT", "waitingInferRequestNum", "processingInferRequestNum", "remainBlocks"]
 
 
-def samples(figures: MindieMetrics, load: Load) -> dict[str, float]:
+def samples(figures: MindieMetrics, load: EngineLoad) -> dict[str, float]:
     """name -> value of a vector, ``name/tier`` where a sample has a tier; its form is checked."""
-    told = MetricsVector(figures, lambda: load, "127.0.0.2:1026").told()
+    told = MetricsVector(figures, lambda: load, "127.0.0.2:1026").body()
     assert told.pop("resultType") == "vector"
     result: Any = told.pop("result")
     assert not told
@@ -353,7 +353,7 @@ def test_averages_are_of_the_last_requests() -> None:
     def average(seconds: float, count: int) -> str:
         for _ in range(count):
             first.observe(seconds)
-        told: Any = vector.told()["result"]
+        told: Any = vector.body()["result"]
         return str(told[0]["value"])
 
     assert average(1, 0) == "0"

@@ -12,11 +12,11 @@ import pytest
 from kvrecall.config import RecallSettings
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import parse_json
+from kvrecall.server.checks import check_pool
 from kvrecall.server.mindie.planner import Beside, plan_config
 from kvrecall.server.mindie.reader import Problems, validate
 from kvrecall.server.mindie.schema import Effect, MindieConfig, effect_of
 from kvrecall.server.plan import Plan, Plane
-from kvrecall.server.preflight import check_terms
 
 from .configs import Json, backend, deploy, model, right, schedule, server, write
 
@@ -365,7 +365,7 @@ def test_mooncake_off_this_host_needs_a_word(tmp_path: Path) -> None:
     assert plain is not None
     words = r"kvrecall serve --allow-plaintext, or allowPlaintext true beside kvPoolConfig.backend"
     with pytest.raises(ConfigError, match=words):
-        check_terms(RecallSettings.from_mapping(plain).pool)
+        check_pool(RecallSettings.from_mapping(plain).pool, here=False)
     config = right()
     mooncake(config)
     path = write(tmp_path, config, away)

@@ -19,8 +19,7 @@ import pytest
 
 from kvrecall.block import tenant_of
 from kvrecall.errors import ExitStatus
-from kvrecall.pool.service.admin import Drop, ServiceAdmin
-from kvrecall.pool.service.inventory import Query
+from kvrecall.pool.service.admin import Drop, Query, ServiceAdmin
 
 from .conftest import tiny_server
 from .live import KVRECALL, LiveServer

@@ -8,7 +8,7 @@ from typing import Any
 from click.testing import Result
 from typer.testing import CliRunner
 
-from kvrecall.pool.service.cli import app
+from kvrecall.pool_cli import app
 
 
 def pool(*words: object) -> Result:

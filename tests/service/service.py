@@ -10,9 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvrecall.pool.service.admin import ServiceAdmin, Stat
+from kvrecall.pool.service.admin import Overview, ServiceAdmin, Stat
 from kvrecall.pool.service.client import ServiceClient
-from kvrecall.pool.service.inventory import Overview
 from kvrecall.processes.command import as_child
 
 MIB = 1 << 20
@@ -26,11 +25,17 @@ def run(folder, host_bytes, max_files, events):
     if max_files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
     folder = Path(folder)
+
+    def publish(pool):
+        from kvrecall.events.publisher import EventPublisher
+
+        return EventPublisher(pool, "127.0.0.1", events).close
+
     serve(
         PoolConfig(host_bytes, DiskConfig(folder / "disk", 256 << 20)),
         folder / "pool.sock",
         lambda: print("ready", flush=True),
-        ("127.0.0.1", events, "") if events else None,
+        publish if events else None,
     )
 
 children = set()

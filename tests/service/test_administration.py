@@ -21,9 +21,9 @@ from kvrecall.config import (
 )
 from kvrecall.errors import ConfigError
 from kvrecall.pool.service import protocol as p
+from kvrecall.pool.service.admin import Inventory, PrefixTrees
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread
-from kvrecall.pool.service.inventory import Inventory
 from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import Engine
 
@@ -132,7 +132,10 @@ def test_a_model_with_several_groups(at: tuple[object, ...], service: ServiceThr
     chains = rows(*at, "--by", "chain", "-n", full.digest.hex())
     assert set(chains) == {keys[-1].hex()}
     assert rows(*at, "--by", "chain", "-n", window.digest.hex()) == {}
-    trees = {tree.namespace: tree for tree in Inventory(service.pool).prefix_trees(100)}
+    trees = {
+        tree.namespace: tree
+        for tree in PrefixTrees(100).run(Inventory(service.pool), lambda *_: None)
+    }
     beside = trees[window.digest.hex()]
     assert (beside.model, beside.blocks) == ("one, KV group 1: window of 1024", 6)
     assert beside.nodes == () != trees[full.digest.hex()].nodes
@@ -143,7 +146,7 @@ def test_a_model_with_several_groups(at: tuple[object, ...], service: ServiceThr
 
 def as_text(service: ServiceThread) -> str:
     """The prefix trees."""
-    return repr(Inventory(service.pool).prefix_trees(100))
+    return repr(PrefixTrees(100).run(Inventory(service.pool), lambda *_: None))
 
 
 def test_drop_by_tenant_leaves_pinned_blocks(at: tuple[object, ...]) -> None:
@@ -265,7 +268,7 @@ def test_another_protocol_is_refused_in_words(at: tuple[object, ...]) -> None:
         sock.connect(str(at[1]))
         sock.sendall(p.frame_of(p.Hello(p.PROTOCOL - 1, "0.0.9")))
         refusal = p.read_reply(sock.recv(4096)[4:])
-    assert isinstance(refusal, p.Refusal)
+    assert isinstance(refusal, p.Rejection)
     assert f"the client kvrecall 0.0.9 (protocol {p.PROTOCOL - 1}); run the same" in refusal.reason
 
 

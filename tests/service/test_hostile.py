@@ -31,10 +31,9 @@ from kvrecall.pool.base import ArenaHandle, Verdict
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.service import endpoint, server
 from kvrecall.pool.service import protocol as p
-from kvrecall.pool.service.admin import Drop
+from kvrecall.pool.service.admin import Drop, Query
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread, SocketLock, wait_for_memory
-from kvrecall.pool.service.inventory import Query
 from kvrecall.pool.service.link import Link, LinkLost
 from kvrecall.pool.service.server import Patience
 from kvrecall.testing.blocks import chain, namespace, wait_until
@@ -222,7 +221,7 @@ def test_another_version_is_refused_by_name(path: Path, tmp_path: Path) -> None:
         framer.feed(sock.recv(1 << 16))
         (body,) = framer.take()
         refusal = p.read_reply(body)
-    assert isinstance(refusal, p.Refusal)
+    assert isinstance(refusal, p.Rejection)
     assert "kvrecall 9.9" in refusal.reason
     assert "run the same version" in refusal.reason
 
@@ -343,7 +342,7 @@ def test_messages_that_are_right_but_out_of_order(
         while 50 not in numbers:
             framer.feed(sock.recv(1 << 16))
             replies = [p.read_reply(body) for body in framer.take()]
-            numbers += [r.number for r in replies if not isinstance(r, p.Welcome | p.Refusal)]
+            numbers += [r.number for r in replies if not isinstance(r, p.Welcome | p.Rejection)]
     healthy.commit(OWN)
     assert healthy.find(OWN).blocks == 3
     healthy.clear()
@@ -470,7 +469,7 @@ def test_a_service_that_names_bytes_outside_of_its_arena(tmp_path: Path, offset:
 
     def replies(request: p.Message) -> p.Message | None:
         if isinstance(request, p.Register):
-            return p.Done(request.number)
+            return p.Acknowledged(request.number)
         if isinstance(request, p.Poll):
             return p.RecallReply(request.number, True, (offset,), p.TIERS.pack([TierName.HOST]))
         if isinstance(request, p.Reserve):
@@ -557,6 +556,14 @@ def test_a_start_waits_for_the_arena_of_the_dead_service_and_no_other(
     other.close()
     impossible = 1 << 60
     started: list[str] = []
+    looked_for: list[int] = []
+    mappers_of = endpoint.mappers_of
+
+    def looked(inode: int) -> object:
+        looked_for.append(inode)
+        return mappers_of(inode)
+
+    monkeypatch.setattr(endpoint, "mappers_of", looked)
 
     def start(name: str, old: int | None) -> threading.Thread:
         thread = threading.Thread(
@@ -568,7 +575,7 @@ def test_a_start_waits_for_the_arena_of_the_dead_service_and_no_other(
     threads = [start("after another", gone), start("first of its kind", None)]
     wait_until(lambda: len(started) == 2)
     threads.append(start("after it", inode))
-    time.sleep(0.5)
+    wait_until(lambda: looked_for.count(inode) >= 3)
     assert len(started) == 2
     mapper.stdin.close()
     mapper.wait()

@@ -286,8 +286,7 @@ def test_slots_wait_for_the_worker_of_a_killed_engine(
     process.kill()
     process.wait()
     try:
-        wait_until(lambda: client.stats().leases == 0)
-        time.sleep(1.0)
+        wait_until(lambda: client.stats().leases == 0)  # and the seat was tried in the same turn
         assert client.stats().reserved == 10, "a worker is still writing to these"
     finally:
         os.kill(worker, signal.SIGKILL)
@@ -299,15 +298,20 @@ def test_wrong_bytes_never_under_load_and_kills(service: Service) -> None:
     victim = player(service, "play", 99)
     for process in [*players, victim]:
         assert line_of(process) == "ready\n"
+
+    def play(lookups: int) -> None:
+        """Until the players have looked up so many blocks more."""
+        before = service.look().stats.lookups
+        wait_until(lambda: service.look().stats.lookups >= before + lookups)
+
     for _ in range(2):
-        time.sleep(1.0)
+        play(1000)
         service.kill()
-        time.sleep(0.3)
         service.start()
-    time.sleep(0.5)
+    play(1000)
     victim.kill()
     victim.wait()
-    time.sleep(0.5)
+    play(1000)
     for process in players:
         assert process.stdin is not None
         process.stdin.write("enough\n")

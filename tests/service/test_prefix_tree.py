@@ -11,9 +11,8 @@ from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName, tenant
 from kvrecall.config import PoolConfig
 from kvrecall.pool import Pool
 from kvrecall.pool.entries import BlockInfo
-from kvrecall.pool.service.admin import PrefixTrees, ServiceAdmin, Stat
+from kvrecall.pool.service.admin import MAX_BLOCKS, PrefixTrees, ServiceAdmin, Stat, prefix_trees
 from kvrecall.pool.service.endpoint import AdminEndpoint, clear_dead
-from kvrecall.pool.service.prefix_tree import MAX_BLOCKS, prefix_trees
 
 SPACE = Namespace.of({"dtype": "float32"})
 WINDOWS = Namespace.of({"dtype": "float32", "group": "0: window of 40 tokens"})

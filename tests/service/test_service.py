@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+from support.clocks import HostClocks
 
 from kvrecall.block import TierName
 from kvrecall.config import (
@@ -100,7 +102,7 @@ def test_serve_reads_pool_json(tmp_path: Path) -> None:
     config.write_text(
         json.dumps({"backend": "service", "socket": str(tmp_path / "s"), "host_size": "16MiB"})
     )
-    code = "from kvrecall.pool.service.cli import app; app()"
+    code = "from kvrecall.pool_cli import app; app()"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "serve", "--config", str(config)],
         stdout=subprocess.PIPE,
@@ -236,14 +238,20 @@ def test_blocks_that_are_not_used_expire(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     disk = DiskConfig(tmp_path / "disk", 64 << 20)
     terms = PoolTerms(tenants=TenantRules(TenantTerms(ttl_s=1000.0)))
-    service = ServiceThread(PoolConfig(16 << 20, disk, terms=terms), tmp_path / "sock")
+    host = HostClocks()
+    service = ServiceThread(
+        PoolConfig(16 << 20, disk, terms=terms),
+        tmp_path / "sock",
+        make=partial(Pool.open, clock=host.clock()),
+    )
     client = ServiceClient(tmp_path / "sock", call_timeout_s=60.0)
     client.register(ONE, SIZES[ONE])
     engine = Engine(client, SIZES[ONE])
     assert engine.save(chain(ONE, 10)) == {Verdict.RESERVED: 10}
-    now = service.pool.admin.now
-    service.pool.admin.now = lambda: now() + 1001.0
-    wait_until(lambda: client.find(chain(ONE, 10)).blocks == 0)
+    assert client.flush(chain(ONE, 10), 60.0)
+    host.advance(1001.0)
+    wait_until(lambda: not list(service.pool.admin.blocks()))  # a look-up would be a use
+    assert client.find(chain(ONE, 10)).blocks == 0
     engine.close()
     client.close()
     service.close()

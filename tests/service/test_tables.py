@@ -12,9 +12,9 @@ import sys
 import pytest
 from rich.console import Console, RenderableType
 
+from kvrecall import pool_cli
 from kvrecall.pool.base import PoolStats, TierStats
-from kvrecall.pool.service import tables
-from kvrecall.pool.service.inventory import By, ClientView, Listing, Overview, Row, TenantView
+from kvrecall.pool.service.admin import By, ClientView, Listing, ListingRow, Overview, TenantView
 
 TIB = 1 << 40
 COUNT = 987_654_321_098
@@ -49,7 +49,7 @@ def printed(shown: RenderableType, columns: int) -> str:
 
 
 def listed(by: By, name: str) -> Listing:
-    row = Row(
+    row = ListingRow(
         name, DIGEST[:64], MODEL, "1: sliding window of 1024", TENANT, 1 << 20, 1_048_575, COUNT,
         999 * TIB, COUNT, 999 * TIB, COUNT, 3e6, 9e9, {},
     )  # fmt: skip
@@ -63,7 +63,7 @@ def test_the_overview(columns: int) -> None:
         4_194_304, "0.1.0", 9e6, "/run/kvrecall/pool.sock", "/var/lib/kvrecall", CLIENTS, stats,
         COUNT, TENANTS, 1000, "through",
     )  # fmt: skip
-    text = printed(tables.overview(now, now, 1.0), columns)
+    text = printed(pool_cli.overview_of(now, now, 1.0), columns)
     for title in ("used", "of", "pinned", "blocks", "hits", "read", "written", "evicted",
                   "over quota", "shed", "no room", "errors", "corrupt"):  # fmt: skip
         assert re.search(rf"│ {title} ", text), title
@@ -86,7 +86,7 @@ def test_the_overview(columns: int) -> None:
     ],
 )
 def test_a_listing(by: By, name: str, columns: int) -> None:
-    text = printed(tables.listing(listed(by, name)), columns)
+    text = printed(pool_cli.listing_of(listed(by, name)), columns)
     assert "9999998 more; see --limit" in text
     cells = [re.split("[│┃]", line) for line in text.splitlines()]
     place = 0 if by is By.MODEL else 1
@@ -100,15 +100,15 @@ def test_a_listing(by: By, name: str, columns: int) -> None:
 
 _SCRIPT = """
 import sys, threading
-from kvrecall.pool.service import tables
-started, start = threading.Event(), tables.Progress.start
-tables.Progress.start = lambda bar: (start(bar), started.set())
-tables._LONG_S = 0.0
-with tables.progress("dropping") as report:
+from kvrecall import pool_cli
+started, start = threading.Event(), pool_cli.Progress.start
+pool_cli.Progress.start = lambda bar: (start(bar), started.set())
+pool_cli._LONG_S = 0.0
+with pool_cli.progress_bar("dropping") as report:
     report(1, 2)
     sys.stderr.isatty() and started.wait()
-tables._LONG_S = 3600.0
-with tables.progress("soon done"):
+pool_cli._LONG_S = 3600.0
+with pool_cli.progress_bar("soon done"):
     pass
 print("[]")
 """

@@ -53,7 +53,7 @@ for line in sys.stdin:
         print(json.dumps([status, out.read().decode(), err.read().decode()]), flush=True)
 """
 _ROOMS = (
-    "kvrecall.pool.service.cli kvrecall.server.launch kvrecall.server.mindie.planner "
+    "kvrecall.pool_cli kvrecall.server.launch kvrecall.server.mindie.planner "
     "kvrecall.router.router kvrecall.simulate.cli kvrecall.plan.cli kvrecall.doctor.cli "
     "kvrecall.bench.cli"
 ).split()

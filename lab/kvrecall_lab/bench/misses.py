@@ -34,8 +34,7 @@ import typer
 from kvrecall.bench.report import Report, progress
 from kvrecall.block import BlockKey, tenant_of
 from kvrecall.errors import EngineError
-from kvrecall.pool.service.admin import Drop, List, ServiceAdmin
-from kvrecall.pool.service.inventory import By, Query
+from kvrecall.pool.service.admin import By, Drop, List, Query, ServiceAdmin
 from kvrecall.processes.server import ServerProcess
 from kvrecall.server.access import OWN_HEADER
 from kvrecall_lab.models import write_model

@@ -34,8 +34,8 @@ from kvrecall.processes.command import as_child
 from kvrecall.processes.master import Master
 from kvrecall.processes.ports import free_port
 from kvrecall.simulate.trace import read_trace
-from kvrecall.simulate.workload import thinned
 from kvrecall_lab.bench.peers import PEERS
+from kvrecall_lab.variants import thinned
 
 
 @contextlib.contextmanager

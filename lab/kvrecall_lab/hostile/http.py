@@ -22,7 +22,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from kvrecall.engines.base import EngineInfo, Load, ServeSpec
+from kvrecall.engines.base import EngineInfo, EngineLoad, ServeSpec
 from kvrecall.processes.ports import free_port
 from kvrecall.processes.server import ServerProcess
 from kvrecall.server.application import attach_all
@@ -289,7 +289,7 @@ def _engine() -> Any:
     return SimpleNamespace(
         info=info,
         insight=SimpleNamespace(),
-        load=lambda: Load(0, 0, 0, 8, 64, 0.0),
+        load=lambda: EngineLoad(0, 0, 0, 8, 64, 0.0),
         alive=alive,
         draining=False,
     )

@@ -10,8 +10,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 
-from kvrecall.engines.base import Load
-from kvrecall.router.events import Publisher, Subscriptions
+from kvrecall.engines.base import EngineLoad
+from kvrecall.events.subscriber import Publisher, Subscriptions
 from kvrecall.router.fleet import Address, Fleet
 from kvrecall.router.metrics import RouterMetrics
 from kvrecall.server.metrics import MetricsVector, MindieMetrics
@@ -24,7 +24,7 @@ gives the router's. A counter's samples end in `_total`; a histogram's in `_buck
 `_sum`. What to watch and when to act: [Operations](../operations.md).
 """
 _TITLES = ("metric", "type", "labels", "meaning")
-_IDLE = Load(running=0, waiting=0, unfinished=0, max_running=1, blocks=0, used_share=0.0)
+_IDLE = EngineLoad(running=0, waiting=0, unfinished=0, max_running=1, blocks=0, used_share=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def mindie_families() -> list[Family]:
 def mindie_vector() -> list[str]:
     """The additional metrics of MindIE's JSON form."""
     metrics = MindieMetrics("model", lambda: _IDLE, lambda: ())
-    told: Any = MetricsVector(metrics, lambda: _IDLE, "host:port").told()["result"]
+    told: Any = MetricsVector(metrics, lambda: _IDLE, "host:port").body()["result"]
     known = {sample.name for metric in metrics.collect() for sample in metric.samples}
     names = dict.fromkeys(sample["metric"][0]["__name__"] for sample in told)
     return [name for name in names if name not in known]

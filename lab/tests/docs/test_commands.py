@@ -100,11 +100,10 @@ def test_every_command_has_an_entry_in_the_register() -> None:
 
 def test_what_running_text_names_has_one_too() -> None:
     """Or is the beginning of one: `kvrecall bench --help`."""
-    known = [f"{shape} " for shape in REGISTER]
-    for page in (page for page in PAGES if page.name not in PAST):
-        shapes = set(named_in_text(page))
-        unknown = {one for one in shapes if not any(k.startswith(f"{one} ") for k in known)}
-        assert not unknown, named(page)
+    known = {f"{shape} " for shape in REGISTER}
+    pages = [page for page in PAGES if page.name not in PAST]
+    shapes = {(named(page), shape) for page in pages for shape in named_in_text(page)}
+    assert not {each for each in shapes if not any(k.startswith(f"{each[1]} ") for k in known)}
 
 
 def test_every_entry_of_the_register_is_of_a_command() -> None:
@@ -113,17 +112,19 @@ def test_every_entry_of_the_register_is_of_a_command() -> None:
 
 def test_what_runs_it_elsewhere_is_still_there() -> None:
     for shape, kind in REGISTER.items():
-        if isinstance(kind, Elsewhere | ByItself):
-            file = kind.test if isinstance(kind, Elsewhere) else kind.script
-            assert kind.text in (ROOT / file).read_text(), f"{file} runs {shape} no more"
+        match kind:
+            case Elsewhere(file, text) | ByItself(file, text):
+                assert text in (ROOT / file).read_text(), f"{file} runs {shape} no more"
 
 
 def test_a_section_says_what_its_commands_need() -> None:
     for command in COMMANDS:
         kind = REGISTER.get(command.shape)
-        if isinstance(kind, Needs):
-            said = any(word in command.section for word in kind.words)
-            assert said, f"{command.where}: {command.shape} needs {kind.what}"
+        if isinstance(kind, Needs) and not any(word in command.section for word in kind.words):
+            raise AssertionError(
+                f"{command.where}: {command.shape} needs {kind.what}; the section says none of "
+                f"{kind.words}"
+            )
 
 
 MAKE = [shape for shape in REGISTER if shape.startswith("make ")]

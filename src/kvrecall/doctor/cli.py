@@ -15,22 +15,24 @@ from rich.table import Table
 
 from kvrecall import __version__
 from kvrecall.config import help_of
-from kvrecall.doctor.finding import Finding, State
 from kvrecall.doctor.installed import check_engine, check_packages
 from kvrecall.doctor.machine import check_machine
 from kvrecall.doctor.model import check_layout
 from kvrecall.doctor.pool import check_pool, read_settings
 from kvrecall.errors import ExitStatus, hidden
+from kvrecall.server.checks import Finding, Health
 
 app = typer.Typer(add_completion=False)
 
 JSON_VERSION = 1
 """Version of the ``--json`` schema: raised when a key is removed or changes its meaning."""
-_STYLES = {State.OK: "green", State.NOTE: "dim", State.WARNING: "yellow", State.BROKEN: "bold red"}
+_STYLES = {
+    Health.OK: "green", Health.NOTE: "dim", Health.WARNING: "yellow", Health.BROKEN: "bold red",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class Scope:
     """What to check. ``imports``: whether to import vLLM, in a child process."""
 
     model: str | None = None
@@ -63,7 +65,7 @@ def doctor(
     options = tuple((name, value) for name, value in given.items() if value is not None)
     console = Console(stderr=True)
     with console.status("looking ...") as status:
-        findings = list(examine(Subject(model, pool_config, options, not quick), status.update))
+        findings = list(examine(Scope(model, pool_config, options, not quick), status.update))
     if as_json:
         typer.echo(json.dumps(report(findings)))
     else:
@@ -71,9 +73,7 @@ def doctor(
     raise typer.Exit(ExitStatus.OK if fits(findings) else ExitStatus.FAILED)
 
 
-def examine(
-    subject: Subject, progress: Callable[[str], None] = lambda _: None
-) -> Iterator[Finding]:
+def examine(subject: Scope, progress: Callable[[str], None] = lambda _: None) -> Iterator[Finding]:
     """All checks, the quick ones first; ``progress`` receives what takes longer."""
     yield from _checked(check_packages(serves=subject.model is not None))
     yield from _checked(check_machine())
@@ -102,11 +102,11 @@ def _checked(findings: Iterator[Finding]) -> Iterator[Finding]:
     except Exception as error:  # noqa: BLE001 - whatever it is, the other checks go on
         found = hidden(f"a check failed itself: {type(error).__name__}: {error}")
         cure = "report it: this is a bug in kvrecall"
-        yield Finding("doctor", "check", State.WARNING, " ".join(found.split()), cure)
+        yield Finding("doctor", "check", Health.WARNING, " ".join(found.split()), cure)
 
 
 def fits(findings: list[Finding]) -> bool:
-    return not any(each.state is State.BROKEN for each in findings)
+    return not any(each.state is Health.BROKEN for each in findings)
 
 
 def report(findings: list[Finding]) -> dict[str, object]:
@@ -133,6 +133,6 @@ def _show(findings: list[Finding]) -> None:
         table.add_row(f"[{style}]{each.state.value}[/]", each.check, escape(each.found) + cure)
     console = Console()
     console.print(table)
-    counts = {state: sum(each.state is state for each in findings) for state in State}
-    verdict = "fits" if fits(findings) else f"{counts[State.BROKEN]} broken"
-    console.print(f"{verdict}; warnings: {counts[State.WARNING]}, notes: {counts[State.NOTE]}")
+    counts = {state: sum(each.state is state for each in findings) for state in Health}
+    verdict = "fits" if fits(findings) else f"{counts[Health.BROKEN]} broken"
+    console.print(f"{verdict}; warnings: {counts[Health.WARNING]}, notes: {counts[Health.NOTE]}")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import kvrecall
-from kvrecall.doctor.finding import Finding, State
 from kvrecall.engines.vllm.compat.versions import (
     BUILT_ON,
     DISTRIBUTIONS,
@@ -22,6 +21,7 @@ from kvrecall.engines.vllm.compat.versions import (
     installed_version,
 )
 from kvrecall.engines.vllm.probe import MARK
+from kvrecall.server.checks import Finding, Health
 
 _AREA = "installed"
 _ENGINE = "engine"
@@ -50,12 +50,12 @@ def check_packages(serves: bool) -> Iterator[Finding]:
     """``serves``: whether this machine is to serve a model, which requires vLLM."""
     where = str(Path(kvrecall.__file__).parent)
     yield Finding(
-        _AREA, "kvrecall", State.OK, f"{kvrecall.__version__} in {where}",
+        _AREA, "kvrecall", Health.OK, f"{kvrecall.__version__} in {where}",
         figures={"version": kvrecall.__version__, "path": where},
     )  # fmt: skip
     python = ".".join(map(str, sys.version_info[:3]))
     yield Finding(
-        _AREA, "python", State.OK, f"{python}, {sys.executable}", figures={"version": python}
+        _AREA, "python", Health.OK, f"{python}, {sys.executable}", figures={"version": python}
     )
     version = installed_version(*DISTRIBUTIONS)
     yield _vllm(version, serves)
@@ -64,34 +64,34 @@ def check_packages(serves: bool) -> Iterator[Finding]:
     for extra, (names, purpose) in EXTRAS.items():
         yield _extra(extra, names, purpose)
     if sglang := installed_version("sglang"):
-        yield Finding(_AREA, "sglang", State.OK, sglang, figures={"version": sglang})
+        yield Finding(_AREA, "sglang", Health.OK, sglang, figures={"version": sglang})
 
 
 def _vllm(version: str | None, serves: bool) -> Finding:
     figures = {"version": version, "supported": SUPPORTED}
     if version is None:
-        state = State.BROKEN if serves else State.WARNING
+        state = Health.BROKEN if serves else Health.WARNING
         found = "not installed; required by `kvrecall serve` and the connector, but not by a pool "
         found += "service, the router, plan and simulate"
         return Finding(_AREA, "vllm", state, found, _GET_VLLM, figures)
     match fit_of(version):
         case Fit.TESTED:
-            return Finding(_AREA, "vllm", State.OK, version, figures=figures)
+            return Finding(_AREA, "vllm", Health.OK, version, figures=figures)
         case Fit.UNNUMBERED:
             found = f"{version} does not say which version it is"
-            return Finding(_AREA, "vllm", State.WARNING, found, _GET_SUPPORTED, figures)
+            return Finding(_AREA, "vllm", Health.WARNING, found, _GET_SUPPORTED, figures)
         case Fit.REFUSED:
             found = f"{version}; kvrecall is for {SUPPORTED} and refuses others"
-            return Finding(_AREA, "vllm", State.BROKEN, found, _GET_SUPPORTED, figures)
+            return Finding(_AREA, "vllm", Health.BROKEN, found, _GET_SUPPORTED, figures)
 
 
 def _needed_by_vllm(name: str, vllm: str | None, why: str) -> Finding:
     version = installed_version(name)
     figures = {"version": version}
     if version is not None:
-        return Finding(_AREA, name, State.OK, version, figures=figures)
-    state = State.NOTE if vllm is None or name == "triton" else State.BROKEN
-    cure = "" if state is State.NOTE else _GET_VLLM
+        return Finding(_AREA, name, Health.OK, version, figures=figures)
+    state = Health.NOTE if vllm is None or name == "triton" else Health.BROKEN
+    cure = "" if state is Health.NOTE else _GET_VLLM
     return Finding(_AREA, name, state, f"not installed{why}", cure, figures)
 
 
@@ -100,11 +100,11 @@ def _extra(extra: str, names: tuple[str, ...], purpose: str) -> Finding:
     there = [f"{name} {version}" for name, version in versions.items() if version]
     is_whole = bool(there) and (extra == "mooncake" or len(there) == len(names))
     if is_whole:
-        return Finding(_AREA, extra, State.OK, ", ".join(there), figures=versions)
+        return Finding(_AREA, extra, Health.OK, ", ".join(there), figures=versions)
     return Finding(
         _AREA,
         extra,
-        State.NOTE,
+        Health.NOTE,
         f"not installed; for: {purpose}",
         f"pip install 'kvrecall[{extra}]'",
         versions,
@@ -122,14 +122,14 @@ def check_engine(model: str | None, uses_mooncake: bool = False) -> Iterator[Fin
         if name in stages:
             yield read(stages[name])
     if "mooncake" in stages and "error" in stages["mooncake"]:
-        state = State.BROKEN if uses_mooncake else State.WARNING
+        state = Health.BROKEN if uses_mooncake else Health.WARNING
         cure = "see docs/remote.md; other versions of Mooncake's package need other libraries"
         found = f"import mooncake.store fails: {stages['mooncake']['error']}"
         yield Finding(_ENGINE, "mooncake", state, found, cure)
     if model is not None and "model" in stages:
         yield _model(stages["model"])
     if ending:
-        yield Finding(_ENGINE, "process", State.BROKEN, ending, _GET_VLLM)
+        yield Finding(_ENGINE, "process", Health.BROKEN, ending, _GET_VLLM)
 
 
 def _probe(model: str | None) -> tuple[dict[str, dict[str, Any]], str]:
@@ -150,8 +150,8 @@ def _probe(model: str | None) -> tuple[dict[str, dict[str, Any]], str]:
     except subprocess.TimeoutExpired as error:
         printed, status = error.stdout or b"", 0
     lines = printed.decode(errors="replace").splitlines()
-    told = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
-    stages = {str(each.pop("stage")): each for each in told}
+    reports = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
+    stages = {str(each.pop("stage")): each for each in reports}
     after = f"after {', '.join(stages)}" if stages else "before anything was imported"
     if status < 0:
         name = signal.Signals(-status).name
@@ -165,7 +165,7 @@ def _probe(model: str | None) -> tuple[dict[str, dict[str, Any]], str]:
 
 
 def _failed(check: str, what: str, facts: Mapping[str, Any], cure: str = _GET_VLLM) -> Finding:
-    return Finding(_ENGINE, check, State.BROKEN, f"{what} fails: {facts['error']}", cure)
+    return Finding(_ENGINE, check, Health.BROKEN, f"{what} fails: {facts['error']}", cure)
 
 
 def _gpu(facts: Mapping[str, Any]) -> Finding:
@@ -180,13 +180,13 @@ def _gpu(facts: Mapping[str, Any]) -> Finding:
             f"{one['name']} ({format_size(one['nbytes'])}, {format_size(one['free_bytes'])} free)"
             for one in devices
         )
-        return Finding(_ENGINE, "gpu", State.OK, names, figures=figures)
+        return Finding(_ENGINE, "gpu", Health.OK, names, figures=figures)
     if built_for:
         found = f"torch is built for {built_for} but finds no device"
         cure = "check the driver and the environment (CUDA_VISIBLE_DEVICES on NVIDIA), or install "
         cure += "'kvrecall[cpu]'"
-        return Finding(_ENGINE, "gpu", State.WARNING, found, cure, figures)
-    return Finding(_ENGINE, "gpu", State.NOTE, "none: torch is built for CPUs", figures=figures)
+        return Finding(_ENGINE, "gpu", Health.WARNING, found, cure, figures)
+    return Finding(_ENGINE, "gpu", Health.NOTE, "none: torch is built for CPUs", figures=figures)
 
 
 def _import(facts: Mapping[str, Any]) -> Finding:
@@ -194,15 +194,15 @@ def _import(facts: Mapping[str, Any]) -> Finding:
         return _failed("vllm", "import vllm", facts)
     if not facts["platform"]:
         found = "vLLM finds no platform to run on"
-        return Finding(_ENGINE, "vllm", State.BROKEN, found, _GET_VLLM, facts)
+        return Finding(_ENGINE, "vllm", Health.BROKEN, found, _GET_VLLM, facts)
     found = f"platform {facts['platform']}, {facts['device']}"
-    return Finding(_ENGINE, "platform", State.OK, found, figures=facts)
+    return Finding(_ENGINE, "platform", Health.OK, found, figures=facts)
 
 
 def _connector(facts: Mapping[str, Any]) -> Finding:
     if "error" in facts:
         return _failed("connector", "kvrecall's connector", facts, _GET_SUPPORTED)
-    return Finding(_ENGINE, "connector", State.OK, f"{facts['class']} loads", figures=facts)
+    return Finding(_ENGINE, "connector", Health.OK, f"{facts['class']} loads", figures=facts)
 
 
 def _model(facts: Mapping[str, Any]) -> Finding:
@@ -210,10 +210,10 @@ def _model(facts: Mapping[str, Any]) -> Finding:
         return _failed("model", "vLLM's configuration of it", facts, "see vLLM's supported models")
     if not facts["generates"]:
         found = "it does not generate text, which kvrecall serve requires"
-        return Finding(_ENGINE, "model", State.BROKEN, found, "use vllm serve", facts)
+        return Finding(_ENGINE, "model", Health.BROKEN, found, "use vllm serve", facts)
     if not facts["prefix_caching"]:
         found = "vLLM disables prefix caching for it here, and the pool requires prefix caching"
-        return Finding(_ENGINE, "model", State.BROKEN, found, "serve it with --no-pool", facts)
+        return Finding(_ENGINE, "model", Health.BROKEN, found, "serve it with --no-pool", facts)
     found = f"vLLM accepts it: {facts['architecture']}, {facts['dtype']}, up to "
     found += f"{facts['max_model_len']:,} tokens, with prefix caching and the pool"
-    return Finding(_ENGINE, "model", State.OK, found, figures=facts)
+    return Finding(_ENGINE, "model", Health.OK, found, figures=facts)

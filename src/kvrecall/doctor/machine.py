@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 
 from kvrecall.config import format_size
-from kvrecall.doctor.finding import Finding, State
 from kvrecall.pool.arena import available_memory
+from kvrecall.server.checks import Finding, Health
 
 _AREA = "machine"
 _FEATURES = (
@@ -47,7 +47,7 @@ def _cpu(cpuinfo: Path) -> Finding:
     found = f"{name}, {cores} cores for this process; {', '.join(features) or 'no known features'}"
     if "aes" not in flags:
         found += "; without aes, encryption is slow"
-    return Finding(_AREA, "cpu", State.OK, found, figures=figures)
+    return Finding(_AREA, "cpu", Health.OK, found, figures=figures)
 
 
 def _memory() -> Finding:
@@ -58,7 +58,7 @@ def _memory() -> Finding:
     if is_limited:
         found += f"; limited by the cgroup, the machine has {format_size(free)} free"
     figures = {"total_bytes": total, "available_bytes": room, "cgroup_limited": is_limited}
-    return Finding(_AREA, "memory", State.OK, found, figures=figures)
+    return Finding(_AREA, "memory", Health.OK, found, figures=figures)
 
 
 def _shared_memory(folder: Path) -> Finding:
@@ -66,15 +66,15 @@ def _shared_memory(folder: Path) -> Finding:
         system = os.statvfs(folder)
     except OSError as error:
         found, cure = f"{folder}: {error.strerror}", f"mount a tmpfs at {folder}"
-        return Finding(_AREA, "shared memory", State.WARNING, found, cure)
+        return Finding(_AREA, "shared memory", Health.WARNING, found, cure)
     total, free = system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize
     figures = {"total_bytes": total, "free_bytes": free}
     found = f"{folder}: {format_size(free)} of {format_size(total)} free"
     if free >= _LEAST_SHM:
-        return Finding(_AREA, "shared memory", State.OK, found, figures=figures)
+        return Finding(_AREA, "shared memory", Health.OK, found, figures=figures)
     found += "; vLLM's worker processes exchange messages there (the pool itself does not use it)"
     cure = "give the container more: --shm-size 2g, or an emptyDir with medium Memory"
-    return Finding(_AREA, "shared memory", State.WARNING, found, cure, figures)
+    return Finding(_AREA, "shared memory", Health.WARNING, found, cure, figures)
 
 
 def _limit(number: int) -> tuple[int | None, int | None]:
@@ -88,7 +88,7 @@ def _locked_memory() -> Finding:
     soft, hard = _limit(resource.RLIMIT_MEMLOCK)
     found = "unlimited" if soft is None else f"{format_size(soft)}; RDMA transfers need more"
     figures = {"soft_bytes": soft, "hard_bytes": hard}
-    state = State.OK if soft is None else State.NOTE
+    state = Health.OK if soft is None else Health.NOTE
     return Finding(_AREA, "locked memory", state, found, figures=figures)
 
 
@@ -97,18 +97,20 @@ def _open_files() -> Finding:
     figures = {"soft": soft, "hard": hard}
     found = "unlimited" if hard is None else f"{hard:,} at most"
     if hard is None or hard >= _LEAST_FILES:
-        return Finding(_AREA, "open files", State.OK, found, figures=figures)
+        return Finding(_AREA, "open files", Health.OK, found, figures=figures)
     found += "; servers need one for each connection"
     cure = f"raise it to {_LEAST_FILES} or more (ulimit -Hn, LimitNOFILE)"
-    return Finding(_AREA, "open files", State.WARNING, found, cure, figures)
+    return Finding(_AREA, "open files", Health.WARNING, found, cure, figures)
 
 
 def _processes(namespace: Path) -> Finding:
     is_own = namespace.stat().st_ino != _FIRST_PID_NAMESPACE
     figures = {"own_namespace": is_own, "user": os.getuid()}
     if not is_own:
-        return Finding(_AREA, "processes", State.OK, "the machine's own PID namespace", "", figures)
+        return Finding(
+            _AREA, "processes", Health.OK, "the machine's own PID namespace", "", figures
+        )
     found = "a PID namespace of its own (a container): a pool service and its engines must share "
     found += "the PID namespace and the user"
     cure = "across containers, use --pid container:NAME or shareProcessNamespace"
-    return Finding(_AREA, "processes", State.NOTE, found, cure, figures)
+    return Finding(_AREA, "processes", Health.NOTE, found, cure, figures)

@@ -7,15 +7,14 @@ from collections import Counter
 from collections.abc import Iterator
 
 from kvrecall.config import DEFAULT_MATCH_UNIT, MatchUnit, RecallSettings, format_size
-from kvrecall.doctor.finding import Finding, State
 from kvrecall.errors import ConfigError
 from kvrecall.modelconfig import Fields, find_config, hub_cache
 from kvrecall.plan.groups import Group, chain_of, hit_unit
 from kvrecall.plan.model import ModelShape, read_shape
 from kvrecall.plan.sizing import Use, sequence_of
 from kvrecall.pool.slots import slot_bytes_of
+from kvrecall.server.checks import Finding, Health, check_model
 from kvrecall.server.plan import BLOCK_SIZE
-from kvrecall.server.preflight import check_model
 from kvrecall.server.servable import Machine, fields_of, refusals
 
 _AREA = "model"
@@ -29,23 +28,23 @@ def check_layout(model: str, settings: RecallSettings | None) -> Iterator[Findin
         check_model(model)
     except ConfigError as error:
         cure = "name a model folder, or a hub id such as Qwen/Qwen3-0.6B"
-        yield Finding(_AREA, "folder", State.BROKEN, str(error), cure)
+        yield Finding(_AREA, "folder", Health.BROKEN, str(error), cure)
         return
     fields = fields_of(model)
     if fields is None:
         found = f"{model} is neither a local folder nor in the hub's cache: its layout is unknown"
         cure = "vLLM downloads it from the hub when it starts"
-        yield Finding(_AREA, "folder", State.NOTE, found, cure)
+        yield Finding(_AREA, "folder", Health.NOTE, found, cure)
         return
     served = _served(fields)
     yield served
     try:
         shape = read_shape(find_config(model, hub_cache()))
     except ConfigError as error:
-        if served.state is State.BROKEN:
+        if served.state is Health.BROKEN:
             return
         found = f"{error}; block sizes are unknown until vLLM starts"
-        yield Finding(_AREA, "layout", State.NOTE, found)
+        yield Finding(_AREA, "layout", Health.NOTE, found)
         return
     groups = shape.groups(BLOCK_SIZE)
     yield _layout(shape, groups)
@@ -60,9 +59,9 @@ def _served(fields: Fields) -> Finding:
     figures = {"architecture": fields.architecture, "refused": [each.reason for each in refused]}
     if not refused:
         found = f"kvrecall serves {fields.architecture} with a pool, judging by its config.json"
-        return Finding(_AREA, "served", State.OK, found, figures=figures)
+        return Finding(_AREA, "served", Health.OK, found, figures=figures)
     found = "; ".join(each.reason for each in refused)
-    return Finding(_AREA, "served", State.BROKEN, found, refused[0].cure, figures)
+    return Finding(_AREA, "served", Health.BROKEN, found, refused[0].cure, figures)
 
 
 def _layout(shape: ModelShape, groups: tuple[Group, ...]) -> Finding:
@@ -91,14 +90,14 @@ def _layout(shape: ModelShape, groups: tuple[Group, ...]) -> Finding:
     if len(groups) == 1:
         found += f"{format_size(chain.record_bytes)} per block of {chain.block_tokens} tokens"
         found += f", {_keeps(chain)}" if chain.reach else ""
-        return Finding(_AREA, "layout", State.OK, found, figures=figures)
+        return Finding(_AREA, "layout", Health.OK, found, figures=figures)
     parts = [
         f"{count} of {group.layers} layers ({_keeps(group)}; {format_size(group.record_bytes)} per "
         f"block of {group.block_tokens} tokens)"
         for group, count in Counter(groups).items()
     ]
     found += f"{len(groups)} KV groups: {', '.join(parts)}"
-    return Finding(_AREA, "layout", State.OK, found, figures=figures)
+    return Finding(_AREA, "layout", Health.OK, found, figures=figures)
 
 
 def _keeps(group: Group) -> str:
@@ -123,7 +122,7 @@ def _hits(groups: tuple[Group, ...], match_unit: MatchUnit) -> Finding:
     if "state" in present:
         found += "; states exist where a block or a prompt ended a step of the engine"
     figures = {"unit_tokens": unit, "kinds": present}
-    return Finding(_AREA, "hits", State.OK, found, figures=figures)
+    return Finding(_AREA, "hits", Health.OK, found, figures=figures)
 
 
 def _room(
@@ -140,12 +139,12 @@ def _room(
         tokens = blocks * context // one.records
         figures = {"tier": tier, "bytes": nbytes, "blocks": blocks, "tokens": tokens}
         found = f"{tier} of {format_size(nbytes)}: {blocks:,} blocks, {tokens:,} tokens"
-        state, cure = State.OK, ""
+        state, cure = Health.OK, ""
         if blocks == 0:
-            state = State.BROKEN
+            state = Health.BROKEN
             cure = f"set {tier}_size to at least a few hundred times {format_size(slot)}"
         elif tier == "host" and tokens < shape.max_context:
-            state = State.WARNING
+            state = Health.WARNING
             found += f", less than one sequence of {shape.max_context:,}"
             cure = "set a larger host_size; otherwise longer prefixes are recalled in part"
         yield Finding(_AREA, f"{tier} blocks", state, found, cure, figures)

@@ -7,33 +7,23 @@ import errno
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kvrecall.config import DiskConfig, RecallSettings, RemoteConfig, format_size, option_of
-from kvrecall.doctor.finding import Finding, State
+from kvrecall.config import DiskConfig, RecallSettings, RemoteConfig, option_of
 from kvrecall.errors import ConfigError, KvrecallError, TierError
-from kvrecall.jsonfile import read_object
-from kvrecall.pool.arena import available_memory, check_memory
-from kvrecall.pool.cipher import read_cipher
-from kvrecall.pool.compression import check_compression
-from kvrecall.pool.disk.folder import LOCK_NAME, check_room, own_bytes, standing_part
+from kvrecall.jsonfile import read_under
+from kvrecall.pool.disk.folder import standing_part
 from kvrecall.pool.disk.index import INDEX_NAME, counts_in
-from kvrecall.pool.eviction import make_policy
-from kvrecall.pool.remote.backends import check_store
 from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
-from kvrecall.pool.service.admin import ServiceAdmin, Stat
-from kvrecall.pool.service.inventory import model_of
+from kvrecall.pool.service.admin import ServiceAdmin, Stat, model_of
 from kvrecall.pool.service.peers import credentials
-from kvrecall.server.preflight import holder_of
+from kvrecall.server.checks import Finding, Health, pool_findings
 
 _AREA = "pool"
 _IN_MEMORY = ("tmpfs", "ramfs")
 _OVER_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "ceph", "lustre", "glusterfs")
 _OF_CONTAINER = ("overlay", "aufs")
-_PACKAGES = {"mooncake": ("mooncake", "mooncake"), "objects": ("obstore", "objects")}
-"""By kind of remote store: the module it needs, and the extra that installs it."""
 _OCTAL = re.compile(r"\\(\d{3})")  # how mountinfo writes spaces
 _PROBE_S = 1.0
 
@@ -45,86 +35,33 @@ def read_settings(
     takes them."""
     source = "options" if file is None else str(file)
     try:
-        given, document = ({}, None) if file is None else read_object(file, "pool settings")
-        settings = RecallSettings.from_mapping(
-            {**given, **options},
-            lambda key: (
-                option_of(key) if document is None or key in options else document.where_key(key)
-            ),
-        )
+        given, place = read_under(file, options, option_of)
+        settings = RecallSettings.from_mapping(given, place)
     except ConfigError as error:
-        return None, Finding(_AREA, "settings", State.BROKEN, str(error), "correct it")
+        return None, Finding(_AREA, "settings", Health.BROKEN, str(error), "correct it")
     figures: dict[str, object] = {"source": source, "backend": settings.backend}
-    found = f"{source}: {settings.backend}" if given or options else "the defaults"
-    return settings, Finding(_AREA, "settings", State.OK, found, figures=figures)
+    found = f"{source}: {settings.backend}" if given else "the defaults"
+    return settings, Finding(_AREA, "settings", Health.OK, found, figures=figures)
 
 
 def check_pool(settings: RecallSettings) -> Iterator[Finding]:
+    """The server's checks of a pool, and what a person would want to know beside them."""
     if settings.service is not None:
         yield _service(settings.service.socket)
         return
     pool = settings.pool
-    yield _host(pool.host_bytes)
-    yield _tried("policy", pool.policy, lambda: make_policy(pool.policy, 1))
-    key_file = pool.encryption_key_file
-    if key_file is not None:
-        yield _tried("encryption", f"key file {key_file}", lambda: read_cipher(key_file))
-    if pool.disk is not None:
-        yield from check_disk(pool.disk)
-        yield from _compression(pool.disk.compression)
-    if pool.remote is not None:
-        yield from _remote(pool.remote, sealed=key_file is not None)
+    for each in pool_findings(pool):
+        yield each
+        if each.check == "disk" and each.figures and pool.disk is not None:
+            yield from check_folder(pool.disk)
+        if each.check == "remote" and each.state is Health.OK and pool.remote is not None:
+            yield from _master(pool.remote)
 
 
-def _tried(check: str, found: str, attempt: Callable[[], object], cure: str = "") -> Finding:
-    try:
-        attempt()
-    except (KvrecallError, OSError) as error:
-        return Finding(_AREA, check, State.BROKEN, str(error), cure)
-    return Finding(_AREA, check, State.OK, found)
-
-
-def _host(nbytes: int) -> Finding:
-    figures = {"bytes": nbytes, "available_bytes": available_memory()}
-    try:
-        check_memory(nbytes, "set a smaller host_size")
-    except ConfigError as error:
-        return Finding(_AREA, "host", State.BROKEN, str(error), "set a smaller host_size", figures)
-    return Finding(_AREA, "host", State.OK, f"{format_size(nbytes)} of memory fit", figures=figures)
-
-
-def check_disk(disk: DiskConfig) -> Iterator[Finding]:
-    """Checks the folder of a disk tier, which need not exist yet."""
+def check_folder(disk: DiskConfig) -> Iterator[Finding]:
+    """The file system of a disk tier's folder, which need not exist yet, and what lies in it."""
     folder = disk.path.expanduser().absolute()
-    held = own_bytes(folder) if folder.is_dir() else 0
-    try:
-        doubt = check_room(folder, disk.capacity_bytes)
-        standing = standing_part(folder)
-    except (TierError, OSError) as error:
-        cure = "use another disk_path, or another disk_size"
-        yield Finding(_AREA, "disk", State.BROKEN, str(error), cure)
-        return
-    system = os.statvfs(standing)
-    free = system.f_bavail * system.f_frsize
-    figures: dict[str, object] = {
-        "path": str(folder), "bytes": disk.capacity_bytes, "free_bytes": free, "held_bytes": held,
-    }  # fmt: skip
-    found = f"{folder}: {format_size(disk.capacity_bytes)} fit ({format_size(free)} free, "
-    found += f"{format_size(held)} its own)"
-    if holder := holder_of(folder / LOCK_NAME):
-        found += f"; in use by process {holder}"
-        figures["holder"] = holder
-    if doubt:
-        yield Finding(
-            _AREA,
-            "disk",
-            State.WARNING,
-            doubt,
-            "free some room, or set a smaller disk_size",
-            figures,
-        )
-    else:
-        yield Finding(_AREA, "disk", State.OK, found, figures=figures)
+    standing = standing_part(folder)
     yield _file_system(standing)
     if disk.direct_io:
         yield _direct_io(standing)
@@ -144,8 +81,8 @@ def _file_system(folder: Path) -> Finding:
         found = f"{kind}: the container's own layer, deleted with the container"
         cure = "mount a volume there"
     else:
-        return Finding(_AREA, "file system", State.OK, kind or "unknown", figures=figures)
-    return Finding(_AREA, "file system", State.WARNING, found, cure, figures)
+        return Finding(_AREA, "file system", Health.OK, kind or "unknown", figures=figures)
+    return Finding(_AREA, "file system", Health.WARNING, found, cure, figures)
 
 
 def file_system_of(folder: Path, mountinfo: str) -> str:
@@ -169,10 +106,10 @@ def _direct_io(folder: Path) -> Finding:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             found = f"cannot create a file in {folder}: {error.strerror}"
-            return Finding(_AREA, "direct I/O", State.BROKEN, found, "use another disk_path")
+            return Finding(_AREA, "direct I/O", Health.BROKEN, found, "use another disk_path")
         found = "not supported by this file system; reads and writes go through the page cache"
-        return Finding(_AREA, "direct I/O", State.NOTE, found, figures={"direct": False})
-    return Finding(_AREA, "direct I/O", State.OK, "works (O_DIRECT)", figures={"direct": True})
+        return Finding(_AREA, "direct I/O", Health.NOTE, found, figures={"direct": False})
+    return Finding(_AREA, "direct I/O", Health.OK, "works (O_DIRECT)", figures={"direct": True})
 
 
 def _stored(folder: Path) -> Finding:
@@ -180,10 +117,10 @@ def _stored(folder: Path) -> Finding:
     try:
         stored = [{"model": model_of(parts), "blocks": n} for parts, n in counts_in(folder)]
     except TierError as error:
-        return Finding(_AREA, "stored", State.WARNING, str(error), "the pool starts empty")
+        return Finding(_AREA, "stored", Health.WARNING, str(error), "the pool starts empty")
     models = "; ".join(f"{each['blocks']} of {each['model']}" for each in stored)
     found = f"blocks by namespace: {models or 'none'}. An engine hits blocks of its own namespace"
-    return Finding(_AREA, "stored", State.OK, found, figures={"namespaces": stored})
+    return Finding(_AREA, "stored", Health.OK, found, figures={"namespaces": stored})
 
 
 def _service(path: Path) -> Finding:
@@ -199,43 +136,24 @@ def _service(path: Path) -> Finding:
     except (OSError, KvrecallError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         found = f"no pool service at {path}: {reason}; engines run without a pool"
-        return Finding(_AREA, "service", State.WARNING, found, start)
+        return Finding(_AREA, "service", Health.WARNING, found, start)
     figures = {"socket": str(path), "pid": overview.pid, "version": overview.version}
     if seen != overview.pid:
         found = f"the service at {path} is in another PID namespace; its memory cannot be mapped "
         found += "here"
         cure = "share one: --pid container:NAME, or shareProcessNamespace"
-        return Finding(_AREA, "service", State.BROKEN, found, cure, figures)
+        return Finding(_AREA, "service", Health.BROKEN, found, cure, figures)
     if user != os.getuid():
         found = f"the service at {path} runs as user {user}, and this process as {os.getuid()}"
-        return Finding(_AREA, "service", State.BROKEN, found, "run both as one user", figures)
+        return Finding(_AREA, "service", Health.BROKEN, found, "run both as one user", figures)
     found = f"{path}: process {overview.pid}, kvrecall {overview.version}"
-    return Finding(_AREA, "service", State.OK, found, figures=figures)
+    return Finding(_AREA, "service", Health.OK, found, figures=figures)
 
 
-def _remote(remote: RemoteConfig, sealed: bool) -> Iterator[Finding]:
-    package, extra = _PACKAGES.get(remote.kind, ("", ""))
-    if package and not find_spec(package):
-        cure = f"pip install 'kvrecall[{extra}]'"
-        found = f"{remote.kind} needs the package {package}, which is not installed"
-        yield Finding(_AREA, "remote", State.BROKEN, found, cure)
+def _master(remote: RemoteConfig) -> Iterator[Finding]:
+    if remote.kind != "mooncake":
         return
-    settings = _tried("remote", remote.kind, lambda: check_store(remote, sealed))
-    yield settings
-    yield from _compression(remote.compression)
-    if settings.state is State.OK and remote.kind == "mooncake":
-        mooncake = MooncakeSettings.of(remote.options)
-        if mooncake.doubt:
-            yield Finding(_AREA, "remote protocol", State.WARNING, mooncake.doubt)
-        yield _master(mooncake)
-
-
-def _compression(compression: str) -> Iterator[Finding]:
-    if compression != "none":
-        yield _tried("compression", compression, lambda: check_compression(compression))
-
-
-def _master(settings: MooncakeSettings) -> Finding:
+    settings = MooncakeSettings.of(remote.options)
     host, port = settings.master
     where = f"Mooncake's master at {host}:{port}"
     figures = {"host": host, "port": port, "protocol": settings.setup["protocol"]}
@@ -244,5 +162,6 @@ def _master(settings: MooncakeSettings) -> Finding:
     except OSError as error:
         found = f"{where}: {error.strerror or error}; the remote tier works once it runs"
         cure = f"start it (kvrecall pool master --host {host} --port {port}), or open its port"
-        return Finding(_AREA, "remote master", State.WARNING, found, cure, figures)
-    return Finding(_AREA, "remote master", State.OK, f"{where} is reachable", figures=figures)
+        yield Finding(_AREA, "remote master", Health.WARNING, found, cure, figures)
+    else:
+        yield Finding(_AREA, "remote master", Health.OK, f"{where} is reachable", figures=figures)

@@ -325,7 +325,7 @@ class Generator(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """The load of an engine at a moment."""
 
     running: int  # sequences in the batch
@@ -444,7 +444,7 @@ class Insight(Protocol):
         """None if retrieval has selected no block."""
 
 
-class Engine(Generator, Protocol):
+class ServingEngine(Generator, Protocol):
     """A running engine, for all planes of a server."""
 
     @property
@@ -454,7 +454,7 @@ class Engine(Generator, Protocol):
     def insight(self) -> Insight:
         """Its observable state while it runs."""
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """Does not wait."""
 
     @property

@@ -14,13 +14,12 @@ from rich.text import Text
 from kvrecall.config import DEFAULT_POLICY, format_count, format_size, parse_size
 from kvrecall.environment import CPU_KV_SPACE
 from kvrecall.errors import ConfigError, errors_shown
-from kvrecall.modelconfig import find_config, hub_cache
+from kvrecall.modelconfig import CacheKind, find_config, hub_cache
 from kvrecall.plan.groups import Group, chain_of, hit_unit
-from kvrecall.plan.layers import Kind
 from kvrecall.plan.model import ModelShape, read_shape
 from kvrecall.plan.sizing import (
     BreakEven,
-    Links,
+    CardLinks,
     Site,
     TierPlan,
     Use,
@@ -154,7 +153,7 @@ def _summary(
     shape: ModelShape,
     site: Site,
     use: Use,
-    links: Links,
+    links: CardLinks,
     tiers: list[TierPlan],
     even: BreakEven,
     bandwidths: dict[str, int],
@@ -214,12 +213,12 @@ def _trace_block_bytes(groups: tuple[Group, ...], use: Use) -> int:
     every = sum(
         group.record_bytes // group.block_tokens
         for group in groups
-        if group.kind in (Kind.FULL, Kind.CHUNK)
+        if group.kind in (CacheKind.FULL, CacheKind.CHUNK)
     )
     some = sum(
         group.record_bytes * group.pool_blocks(use.context)
         for group in groups
-        if group.kind in (Kind.WINDOW, Kind.STATE)
+        if group.kind in (CacheKind.WINDOW, CacheKind.STATE)
     )
     return BLOCK_TOKENS * every + round(some * BLOCK_TOKENS / use.context)
 
@@ -238,7 +237,9 @@ def _group(group: Group, use: Use) -> dict[str, Any]:
     }
 
 
-def _warnings(shape: ModelShape, use: Use, links: Links, fits: bool, any_tier: bool) -> list[str]:
+def _warnings(
+    shape: ModelShape, use: Use, links: CardLinks, fits: bool, any_tier: bool
+) -> list[str]:
     warnings = []
     if shape.max_context and use.context > shape.max_context:
         warnings.append(f"the context is longer than the model's {shape.max_context} tokens")
@@ -288,8 +289,8 @@ def _print(report: dict[str, Any], console: Console, rate_given: bool) -> None:
     console.print(facts)
     console.print(_groups_table(report))
     if len(report["groups"]) > 1 or report["groups"][0]["reach"]:
-        told = f"kvrecall simulate TRACE --groups {report['simulate_groups']} --capacity SIZE"
-        console.print(told, soft_wrap=True, highlight=False)
+        command = f"kvrecall simulate TRACE --groups {report['simulate_groups']} --capacity SIZE"
+        console.print(command, soft_wrap=True, highlight=False)
     table = Table(caption="of all hosts together; 1 GiB = 1.074 GB, 1 TiB = 1.100 TB")
     table.add_column("tier")
     for title in ("size", "blocks", "tokens", "sessions", "hit rate so far"):

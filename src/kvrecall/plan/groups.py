@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, lcm
 
-from kvrecall.plan.layers import Cache, Kind
+from kvrecall.modelconfig import CacheKind
+from kvrecall.plan.layers import LayerCache
 
 _ALIGNMENT = 16  # tokens that divide a block of attention layers, in backends for GPUs
 _LATENT_ALIGNMENT = 128  # of blocks beside recurrent layers
@@ -24,7 +25,7 @@ class Group:
     """``layers``: how many it has. ``reach``: of a window or chunk, in tokens. ``device_bytes``: of
     a block on one rank, with padding. ``record_bytes``: of a block in the pool, of all ranks."""
 
-    kind: Kind
+    kind: CacheKind
     reach: int
     layers: int
     block_tokens: int
@@ -35,13 +36,13 @@ class Group:
         """Blocks that a running sequence of ``context`` tokens holds."""
         every = -(-context // self.block_tokens)
         match self.kind:
-            case Kind.FULL:
+            case CacheKind.FULL:
                 return every
-            case Kind.WINDOW:
+            case CacheKind.WINDOW:
                 return min(every, -(-(self.reach - 1) // self.block_tokens) + 1)
-            case Kind.CHUNK:
+            case CacheKind.CHUNK:
                 return min(every, -(-self.reach // self.block_tokens))
-            case Kind.STATE:
+            case CacheKind.STATE:
                 return 2  # the one that runs, and the last boundary's
 
     def pool_blocks(self, context: int) -> int:
@@ -49,9 +50,9 @@ class Group:
         its prompt and its answer end, the state where its prompt ends."""
         every = -(-context // self.block_tokens)
         match self.kind:
-            case Kind.WINDOW:
+            case CacheKind.WINDOW:
                 return max(1, min(every, 2 * -(-(self.reach - 1) // self.block_tokens)))
-            case Kind.STATE:
+            case CacheKind.STATE:
                 return min(1, every)
         return every
 
@@ -61,34 +62,25 @@ class Group:
 
     def needed(self, hit: int) -> int:
         """Records that a hit of ``hit`` tokens, a multiple of all block sizes, loads."""
-        every = -(-hit // self.block_tokens)
-        match self.kind:
-            case Kind.FULL:
-                return every
-            case Kind.WINDOW:
-                return every - max(0, hit - self.reach + 1) // self.block_tokens
-            case Kind.CHUNK:
-                return every - hit // self.reach * self.reach // self.block_tokens
-            case Kind.STATE:
-                return min(1, every)
+        return len(self.kind.needed(self.reach, hit, self.block_tokens))
 
 
 @dataclass(frozen=True, slots=True)
-class _Page:
+class _LayerPage:
     """A layer's cache and its block: ``real`` bytes on a rank, in ``padded`` ones."""
 
-    cache: Cache
+    cache: LayerCache
     tokens: int
     real: int
     padded: int
 
 
-def groups_of(caches: Sequence[Cache], block_tokens: int, ranks: int = 1) -> tuple[Group, ...]:
+def groups_of(caches: Sequence[LayerCache], block_tokens: int, ranks: int = 1) -> tuple[Group, ...]:
     """vLLM's groups of these layers, with those that come first in the model first."""
     pages = _pages(caches, _block_tokens(caches, block_tokens, ranks), ranks)
     if _is_uniform(caches):
         return (_group(pages, sum(page.padded for page in pages), ranks),) if pages else ()
-    buckets: dict[tuple[object, ...], list[_Page]] = {}
+    buckets: dict[tuple[object, ...], list[_LayerPage]] = {}
     for page in _unified(pages):
         key = (page.cache, page.tokens, page.padded)
         buckets.setdefault(key, []).append(page)
@@ -104,7 +96,7 @@ def groups_of(caches: Sequence[Cache], block_tokens: int, ranks: int = 1) -> tup
 
 def chain_of(groups: Sequence[Group]) -> Group:
     """The group whose blocks the others hang on: the first with full attention, else the first."""
-    return next((group for group in groups if group.kind is Kind.FULL), groups[0])
+    return next((group for group in groups if group.kind is CacheKind.FULL), groups[0])
 
 
 def hit_unit(groups: Iterable[Group]) -> int:
@@ -112,14 +104,14 @@ def hit_unit(groups: Iterable[Group]) -> int:
     return lcm(*(group.block_tokens for group in groups))
 
 
-def _is_uniform(caches: Sequence[Cache]) -> bool:
+def _is_uniform(caches: Sequence[LayerCache]) -> bool:
     """Whether all layers need the same blocks of a prefix, so that they are one group."""
     kinds = {(cache.kind, cache.reach) for cache in caches}
     states = {cache.state for cache in caches}
     return len(kinds) <= 1 and (len(states) <= 1)
 
 
-def _block_tokens(caches: Sequence[Cache], given: int, ranks: int) -> int:
+def _block_tokens(caches: Sequence[LayerCache], given: int, ranks: int) -> int:
     """Of attention layers: enough for the largest recurrent state, if there are any."""
     states = [cache.state.rank_bytes(ranks) for cache in caches if cache.state]
     tokens = [cache.rank_token_bytes(ranks) for cache in caches if not cache.state]
@@ -131,16 +123,16 @@ def _block_tokens(caches: Sequence[Cache], given: int, ranks: int) -> int:
     return max(given, -(-raised // _ALIGNMENT) * _ALIGNMENT)
 
 
-def _pages(caches: Sequence[Cache], tokens: int, ranks: int) -> list[_Page]:
+def _pages(caches: Sequence[LayerCache], tokens: int, ranks: int) -> list[_LayerPage]:
     pages = []
     for cache in caches:
         real = cache.state.rank_bytes(ranks) if cache.state else 0
         real = real or cache.rank_token_bytes(ranks) * tokens
-        pages.append(_Page(cache, tokens, real, real))
+        pages.append(_LayerPage(cache, tokens, real, real))
     return pages
 
 
-def _unified(pages: Sequence[_Page]) -> list[_Page]:
+def _unified(pages: Sequence[_LayerPage]) -> list[_LayerPage]:
     """With equal pages: more tokens in a block where that fits exactly, padding elsewhere."""
     largest = max(page.real for page in pages)
     unified = []
@@ -152,7 +144,7 @@ def _unified(pages: Sequence[_Page]) -> list[_Page]:
     return unified
 
 
-def _group(pages: Sequence[_Page], device_bytes: int, ranks: int) -> Group:
+def _group(pages: Sequence[_LayerPage], device_bytes: int, ranks: int) -> Group:
     first = pages[0]
     return Group(
         kind=first.cache.kind,
@@ -164,7 +156,7 @@ def _group(pages: Sequence[_Page], device_bytes: int, ranks: int) -> Group:
     )
 
 
-def _record_bytes(page: _Page, ranks: int) -> int:
+def _record_bytes(page: _LayerPage, ranks: int) -> int:
     if page.cache.state:
         return page.real * ranks
     return page.cache.token_bytes * page.tokens

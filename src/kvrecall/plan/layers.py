@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass
 
 from kvrecall.errors import ConfigError
-from kvrecall.modelconfig import Fields
+from kvrecall.modelconfig import CacheKind, Fields
 
 DTYPE_BYTES = {
     "float32": 4, "float": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2,
@@ -36,17 +36,8 @@ _DENSE = ("mlp", "-")
 _EXPERTS = ("moe", "E")
 
 
-class Kind(enum.StrEnum):
-    """Which blocks of a prefix a layer needs to continue it."""
-
-    FULL = "full"  # all of them
-    WINDOW = "window"  # those that the last tokens attend to
-    CHUNK = "chunk"  # those since the last multiple of the chunk's size
-    STATE = "state"  # the one that ends with it
-
-
 @dataclass(frozen=True, slots=True)
-class State:
+class RecurrentState:
     """The state of a recurrent layer: the last inputs of its convolution, and its memory.
 
     ``width``: of the convolution, of all ranks. ``per_group``, ``groups``: of Mamba-2, whose
@@ -69,19 +60,19 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
+class LayerCache:
     """What a layer caches. ``reach``: of a window or chunk, in tokens. ``head_bytes``: keys and
     values of a token in one of its ``heads``; an MLA layer has one latent vector instead, the same
     on all ranks. ``attends``: tokens that it attends to at most; 0: all it keeps. ``state``: of a
     recurrent layer, which has no heads."""
 
-    kind: Kind
+    kind: CacheKind
     reach: int = 0
     head_bytes: int = 0
     heads: int = 0
     is_latent: bool = False
     attends: int = 0
-    state: State | None = None
+    state: RecurrentState | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -105,7 +96,7 @@ class Ffn(enum.Enum):
 class Layer:
     """``mixing``: parameters of attention or recurrence."""
 
-    caches: tuple[Cache, ...]
+    caches: tuple[LayerCache, ...]
     mixing: int
     ffn: Ffn
 
@@ -120,7 +111,7 @@ def read_layers(fields: Fields, kv_dtype: str) -> tuple[Layer, ...]:
     owners = len(kinds) - fields.number("num_kv_shared_layers", default=0)
     layers = []
     for place, kind in enumerate(kinds):
-        caches: list[Cache] = []
+        caches: list[LayerCache] = []
         mixing = 0
         if kind in (*_FULL, *_WINDOW, *_CHUNK, *_BOTH):
             own = fields.of_layer(place)
@@ -128,7 +119,7 @@ def read_layers(fields: Fields, kv_dtype: str) -> tuple[Layer, ...]:
             mixing += _attention_params(own, kind)
         if kind in (*_STATE, *_BOTH):
             state, params = _state(fields, kind, model_dtype)
-            caches.append(Cache(Kind.STATE, state=state))
+            caches.append(LayerCache(CacheKind.STATE, state=state))
             mixing += params
         if not all(cache.state or cache.token_bytes for cache in caches):
             raise ConfigError(f"{fields.source}: layer {place} has attention heads of size 0")
@@ -210,7 +201,7 @@ def kv_heads(fields: Fields) -> int:
     return fields.number("num_key_value_heads", "num_kv_heads", default=heads) or heads
 
 
-def _attention(fields: Fields, kind: str, dtype: str) -> list[Cache]:
+def _attention(fields: Fields, kind: str, dtype: str) -> list[LayerCache]:
     each = DTYPE_BYTES[dtype]
     scales = 2 * _SCALE_BYTES if dtype.endswith("_per_token_head") else 0
     if latent := fields.number("kv_lora_rank", default=0):
@@ -218,24 +209,24 @@ def _attention(fields: Fields, kind: str, dtype: str) -> list[Cache]:
         index = fields.number("index_head_dim", default=0) if fields.has("index_topk") else 0
         packed = _SPARSE_FP8_BYTES if index and dtype.startswith("fp8") else width * each + scales
         if not index:
-            return [Cache(Kind.FULL, head_bytes=packed, heads=1, is_latent=True)]
+            return [LayerCache(CacheKind.FULL, head_bytes=packed, heads=1, is_latent=True)]
         key = index + -(-index // _INDEX_QUANT) * _SCALE_BYTES
         chosen = fields.number("index_topk")
         return [
-            Cache(Kind.FULL, head_bytes=packed, heads=1, is_latent=True, attends=chosen),
-            Cache(Kind.FULL, head_bytes=key, heads=1, is_latent=True, attends=1),
+            LayerCache(CacheKind.FULL, head_bytes=packed, heads=1, is_latent=True, attends=chosen),
+            LayerCache(CacheKind.FULL, head_bytes=key, heads=1, is_latent=True, attends=1),
         ]
     size, heads = head_size(fields), kv_heads(fields)
     if kind in _WINDOW:
         reach = fields.number("sliding_window", default=0)
-        made = Kind.WINDOW if reach else Kind.FULL
+        made = CacheKind.WINDOW if reach else CacheKind.FULL
     elif kind in _CHUNK:
-        made, reach = Kind.CHUNK, max(1, fields.number("attention_chunk_size"))
+        made, reach = CacheKind.CHUNK, max(1, fields.number("attention_chunk_size"))
     else:
-        made, reach = Kind.FULL, 0
+        made, reach = CacheKind.FULL, 0
         size = fields.number("global_head_dim", default=0) or size
         heads = fields.number("num_global_key_value_heads", default=0) or heads
-    return [Cache(made, reach, 2 * size * each + scales, heads)]
+    return [LayerCache(made, reach, 2 * size * each + scales, heads)]
 
 
 def _attention_params(fields: Fields, kind: str) -> int:
@@ -253,7 +244,7 @@ def _attention_params(fields: Fields, kind: str) -> int:
     return 2 * hidden * head * (heads + kv_heads(fields))
 
 
-def _state(fields: Fields, kind: str, dtype: str) -> tuple[State, int]:
+def _state(fields: Fields, kind: str, dtype: str) -> tuple[RecurrentState, int]:
     """The state of a recurrent layer, and the parameters that compute it."""
     hidden = fields.number("hidden_size", "n_embd", "d_model")
     each = DTYPE_BYTES.get(dtype, 2)
@@ -262,18 +253,20 @@ def _state(fields: Fields, kind: str, dtype: str) -> tuple[State, int]:
         heads, size = linear.number("num_heads"), linear.number("head_dim")
         inputs = linear.number("short_conv_kernel_size", default=4) - 1
         wide = heads * size
-        state = State(3 * wide, inputs, wide * size, each, 4)  # its memory is float32
+        state = RecurrentState(3 * wide, inputs, wide * size, each, 4)  # its memory is float32
         return state, 4 * hidden * wide + 2 * size * (hidden + wide)
     if kind == "conv":
         wide = fields.number("conv_dim", default=hidden)
-        return State(wide, fields.number("conv_L_cache", default=3) - 1, 0, each, 0), 4 * hidden**2
+        return RecurrentState(
+            wide, fields.number("conv_L_cache", default=3) - 1, 0, each, 0
+        ), 4 * hidden**2
     if fields.has("linear_num_value_heads"):
         keys = fields.number("linear_num_key_heads") * fields.number("linear_key_head_dim")
         heads = fields.number("linear_num_value_heads")
         values = heads * fields.number("linear_value_head_dim")
         named = fields.text("mamba_ssm_dtype") if fields.model_type.startswith("qwen3_5") else ""
         memory = values * fields.number("linear_key_head_dim")
-        state = State(
+        state = RecurrentState(
             2 * keys + values, fields.number("linear_conv_kernel_dim") - 1, memory, each,
             DTYPE_BYTES.get(named, each),
         )  # fmt: skip
@@ -284,11 +277,11 @@ def _state(fields: Fields, kind: str, dtype: str) -> tuple[State, int]:
         inputs = fields.number("mamba_d_conv") - 1
         steps = -(-hidden // 16)
         params = 3 * hidden * wide + wide * (2 * steps + 2 * size)
-        return State(wide, inputs, wide * size, each, each), params
+        return RecurrentState(wide, inputs, wide * size, each, each), params
     return _mamba2(fields, hidden, each)
 
 
-def _mamba2(fields: Fields, hidden: int, each: int) -> tuple[State, int]:
+def _mamba2(fields: Fields, hidden: int, each: int) -> tuple[RecurrentState, int]:
     heads = fields.number("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
     expanded = fields.number("mamba_expand", "expand", default=2) * hidden
     wide = fields.number("mamba_d_ssm", default=0) or expanded
@@ -299,7 +292,7 @@ def _mamba2(fields: Fields, hidden: int, each: int) -> tuple[State, int]:
     states = fields.number("mamba_d_state", "ssm_state_size")
     inputs = fields.number("mamba_d_conv", "conv_kernel") - 1
     memory_bytes = DTYPE_BYTES.get(fields.text("mamba_ssm_cache_dtype"), each)
-    state = State(
+    state = RecurrentState(
         wide + 2 * groups * states, inputs, wide * states, each, memory_bytes,
         per_group=2 * states, groups=groups,
     )  # fmt: skip

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrecall.errors import ConfigError
-from kvrecall.modelconfig import Fields, read_fields
+from kvrecall.modelconfig import CacheKind, Fields, read_fields
 from kvrecall.plan.groups import Group, groups_of
 from kvrecall.plan.layers import (
     DTYPE_BYTES,
-    Cache,
     Ffn,
-    Kind,
     Layer,
+    LayerCache,
     dtype_of,
     experts_of,
     head_size,
@@ -31,7 +30,7 @@ class ModelShape:
     layers: int
     kv_heads: int
     is_latent: bool  # MLA: one latent vector for all heads, the same on all ranks
-    caches: tuple[Cache, ...]
+    caches: tuple[LayerCache, ...]
     attention_width: int  # query heads x head size
     params: int
     active_params: int
@@ -46,7 +45,7 @@ class ModelShape:
     @property
     def full_bytes_per_token(self) -> int:
         """Of the layers that keep all tokens: what each further token of a hit adds."""
-        return sum(cache.token_bytes for cache in self.caches if cache.kind is Kind.FULL)
+        return sum(cache.token_bytes for cache in self.caches if cache.kind is CacheKind.FULL)
 
     def groups(self, block_tokens: int, ranks: int = 1) -> tuple[Group, ...]:
         """vLLM's KV groups, for a ``--block-size`` of ``block_tokens``."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from kvrecall.config import format_size, setting_of
 from kvrecall.errors import ConfigError
+from kvrecall.modelconfig import CacheKind
 from kvrecall.plan.groups import Group, hit_unit
-from kvrecall.plan.layers import Kind
 from kvrecall.plan.model import ModelShape
 from kvrecall.pool.disk.index import ROW_BYTES
 from kvrecall.pool.slots import slot_bytes_of
-from kvrecall.simulate import groups as simulated
+from kvrecall.simulate.groups import GroupSpec
 from kvrecall.simulate.replay import TierSpec, replay
 from kvrecall.simulate.trace import BLOCK_TOKENS, Trace
 
@@ -57,7 +58,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class CardLinks:
     """Device memory that links between cards take, after Ascend's rules for pooled KV (HCCL), and
     how far to lower the memory factor for them."""
 
@@ -71,14 +72,14 @@ class Links:
         return round(now - self.lower_by, 4)
 
 
-def links_of(cards: int, will_grow: bool = False) -> Links:
+def links_of(cards: int, will_grow: bool = False) -> CardLinks:
     """For ``cards`` cards (dies) that pool together. ``will_grow``: more may join later,
     so memory for the maximum number of links is reserved."""
     wanted = max(0, cards - 1)
     links = min(wanted, MOST_LINKS)
     nbytes = links * LINK_BYTES
     steps = MOST_STEPS if will_grow else min(MOST_STEPS, -(-nbytes // STEP_BYTES))
-    return Links(cards, links, nbytes, round(steps * STEP, 4), wanted >= MOST_LINKS)
+    return CardLinks(cards, links, nbytes, round(steps * STEP, 4), wanted >= MOST_LINKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class BreakEven:
         return bandwidth > self.at_start
 
 
-def device_tier_bytes(shape: ModelShape, site: Site, links: Links) -> int:
+def device_tier_bytes(shape: ModelShape, site: Site, links: CardLinks) -> int:
     """Device memory left for KV on all hosts. ConfigError if the weights do not fit."""
     if site.device_bytes == 0:
         return 0
@@ -152,7 +153,7 @@ def hit_bytes(groups: tuple[Group, ...], tokens: int) -> int:
     return sum(group.record_bytes * group.needed(tokens) for group in groups)
 
 
-def tiers_of(shape: ModelShape, site: Site, use: Use, links: Links) -> list[TierPlan]:
+def tiers_of(shape: ModelShape, site: Site, use: Use, links: CardLinks) -> list[TierPlan]:
     """The tiers that have room, nearest first."""
     groups = shape.groups(use.block_tokens, site.tensor_parallel)
     one = sequence_of(groups, use, site.tensor_parallel)
@@ -180,28 +181,28 @@ def tiers_of(shape: ModelShape, site: Site, use: Use, links: Links) -> list[Tier
     ]  # fmt: skip
 
 
-def groups_of_trace(groups: tuple[Group, ...], step_tokens: int) -> tuple[simulated.GroupSpec, ...]:
+def groups_of_trace(groups: tuple[Group, ...], step_tokens: int) -> tuple[GroupSpec, ...]:
     """What ``kvrecall simulate`` calls these groups: those that are alike as one, with the record
     of a trace's block. Empty if only states are kept."""
-    sizes: dict[tuple[simulated.Kind, int], int] = {}
+    sizes: dict[tuple[CacheKind, int], int] = {}
     for group in groups:
-        is_state = group.kind is Kind.STATE
+        is_state = group.kind is CacheKind.STATE
         reach = group.state_tokens(step_tokens) if is_state else group.reach
         nbytes = group.record_bytes
         nbytes = nbytes if is_state else nbytes // group.block_tokens * BLOCK_TOKENS
-        key = simulated.Kind(group.kind.value), reach
+        key = group.kind, reach
         sizes[key] = sizes.get(key, 0) + nbytes
-    if all(kind is simulated.Kind.STATE for kind, _ in sizes):
+    if all(kind is CacheKind.STATE for kind, _ in sizes):
         return ()
-    specs = [simulated.GroupSpec(*key, nbytes) for key, nbytes in sizes.items()]
-    return tuple(sorted(specs, key=lambda spec: list(simulated.Kind).index(spec.kind)))
+    specs = [GroupSpec(*key, nbytes) for key, nbytes in sizes.items()]
+    return tuple(sorted(specs, key=lambda spec: list(CacheKind).index(spec.kind)))
 
 
 def with_trace(
     tiers: list[TierPlan],
     trace: Trace,
     policy: str,
-    groups: tuple[simulated.GroupSpec, ...],
+    groups: tuple[GroupSpec, ...],
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[TierPlan]:
     """The tiers with their hit rates on a trace, as one pool for all its requests. ``groups``: of
@@ -212,36 +213,20 @@ def with_trace(
         raise ConfigError(
             f"the {small.name} tier holds less than a block of the trace (512 tokens)"
         )
-    if [group.kind for group in groups] != [simulated.Kind.FULL]:
-        return _with_groups(tiers, trace, policy, groups, advance)
-    specs = [TierSpec(t.name, t.tokens // BLOCK_TOKENS) for t in tiers]
-    outcome = replay(trace, specs, policy, advance)
-    hits = 0
-    found = []
-    for tier, count in zip(tiers, outcome.tiers, strict=True):
-        hits += count.hits
-        found.append(replace(tier, hit_rate=hits / outcome.accesses))
-    return found
-
-
-def _with_groups(
-    tiers: list[TierPlan],
-    trace: Trace,
-    policy: str,
-    groups: tuple[simulated.GroupSpec, ...],
-    advance: Callable[[int], None],
-) -> list[TierPlan]:
-    """A hit may need records of several tiers, so the rate up to a tier is that of a pool that ends
-    with it."""
     if not groups:
         raise ConfigError("--trace: a model that keeps only states is not simulated")
-    rooms = [(tier.name, tier.nbytes) for tier in tiers]
-    found = []
-    for count, tier in enumerate(tiers, 1):
-        seen = advance if count == len(tiers) else lambda _: None
-        outcome = simulated.replay_groups(trace, groups, rooms[:count], policy, seen)
-        found.append(replace(tier, hit_rate=outcome.hit_rate))
-    return found
+    if [group.kind for group in groups] == [CacheKind.FULL]:
+        specs = [TierSpec(tier.name, tier.tokens // BLOCK_TOKENS) for tier in tiers]
+        outcome = replay(trace, specs, policy, advance)
+        read = accumulate(count.read for count in outcome.tiers)
+        rates = [hits / outcome.accesses for hits in read]
+    else:  # a hit may need records of several tiers: the rate of a pool that ends with the tier
+        specs = [TierSpec(tier.name, tier.nbytes) for tier in tiers]
+        rates = []
+        for count in range(1, len(tiers) + 1):
+            seen = advance if count == len(tiers) else lambda _: None
+            rates.append(replay(trace, specs[:count], policy, seen, groups).hit_rate)
+    return [replace(tier, hit_rate=rate) for tier, rate in zip(tiers, rates, strict=True)]
 
 
 def break_even(shape: ModelShape, use: Use, prefill_rate: float) -> BreakEven:

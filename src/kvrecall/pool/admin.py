@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from kvrecall.block import BlockKey, TierName
 from kvrecall.config import PoolTerms
@@ -14,12 +14,20 @@ from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.entries import BlockInfo
 
-if TYPE_CHECKING:
-    from kvrecall.pool.pool import Pool
-
 _AT_ONCE = 64  # blocks, in a millisecond or two, so that engines are answered in between
 _EXPIRY_S = 60.0
 _GIB = 1 << 30
+
+
+class HostSide(Protocol):
+    """What ``PoolAdmin`` needs of a pool; see ``Pool``."""
+
+    def host_blocks(self, unused_since: float | None = None) -> list[BlockInfo]: ...
+    def is_in_host(self, key: BlockKey) -> bool: ...
+    def drop(self, keys: Sequence[BlockKey], cause: Cause) -> None: ...
+    def pin(self, keys: Collection[BlockKey]) -> None: ...
+    def unpin(self, keys: Collection[BlockKey]) -> None: ...
+    def pin_room(self) -> tuple[int, int]: ...
 
 
 class PoolAdmin:
@@ -28,7 +36,7 @@ class PoolAdmin:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: HostSide,
         disk: DiskTier | None,
         terms: PoolTerms,
         clock: Callable[[], float],

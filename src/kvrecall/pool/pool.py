@@ -194,13 +194,13 @@ class Pool:
         self._reaper.start()
 
     @classmethod
-    def open(cls, config: PoolConfig) -> Pool:
+    def open(cls, config: PoolConfig, clock: Clock | None = None) -> Pool:
         """Opens the pool a configuration describes, without its disk if the medium fails. Raises
         ConfigError or TierError, with nothing left behind, if the memory is not available, or the
         disk is not usable as it is set."""
         make_policy(config.policy, 1)  # before anything is touched
         cipher = read_cipher(config.encryption_key_file)
-        clock = Clock()
+        clock = clock or Clock()
         with contextlib.ExitStack() as undo:
             arena = Arena.create(config.host_bytes, most_bytes=config.host_most_bytes)
             terms = _terms_of(config)

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvrecall.errors import TierError
-from kvrecall.pool.service.admin import ServiceAdmin, Stat
-from kvrecall.pool.service.inventory import Overview
+from kvrecall.pool.service.admin import Overview, ServiceAdmin, Stat
 from kvrecall.processes.child import ChildProcess
 from kvrecall.processes.command import kvrecall
 

@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, urlsplit
 import httpx
 
 from kvrecall.errors import ConfigError
-from kvrecall.router.events import Publisher
+from kvrecall.events.subscriber import Publisher
 from kvrecall.router.fleet import Address
 
 _OPTIONS = {"engine": "--engine", "prefill": "--prefill", "decode": "--decode"}

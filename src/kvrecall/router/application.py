@@ -14,7 +14,7 @@ from kvrecall.router.fleet import Fleet
 from kvrecall.router.prefixes import prompt_of
 from kvrecall.router.router import Completion, Router, RouterSettings, error_response, passed_on
 from kvrecall.router.upstream import InstanceFailedError
-from kvrecall.server.guard import Guard
+from kvrecall.server.guard import ADMITTED, Guard
 from kvrecall.server.replies import ReplyError, while_connected
 
 _MAX_BODY_BYTES = 40 << 20
@@ -103,17 +103,17 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Fast
         return error_response(503, "no instance is up", "service_unavailable")
 
     @app.get("/health")
-    async def health() -> Response:
-        """200 while any instance can serve; the body lists them all."""
-        state = {
-            "status": "ok" if fleet.can_serve else "no instance is up",
-            "open_requests": open_requests,
-            "instances": [
+    async def health(request: Request) -> Response:
+        """200 while any instance can serve. The body lists the instances to those who may use the
+        router."""
+        state: dict[str, object] = {"status": "ok" if fleet.can_serve else "no instance is up"}
+        if request.scope.get(ADMITTED):
+            state["open_requests"] = open_requests
+            state["instances"] = [
                 {"url": x.url, "role": str(x.role), "up": x.healthy, "inflight": x.inflight}
                 | ({"leaving": True} if x.leaves else {})
                 for x in (*fleet.all, *fleet.leaving)
-            ],
-        }
+            ]
         return JSONResponse(state, 200 if fleet.can_serve else 503)
 
     @app.get("/metrics")
@@ -137,6 +137,6 @@ def _passed_on(request: Request) -> dict[str, str]:
     found = {name: value for name, value in request.headers.items() if name in PASSED_ON}
     for name, value in found.items():
         if len(value) > _LONGEST_HEADER:
-            told = f"{name}: {len(value)} characters; allowed: {_LONGEST_HEADER}"
-            raise ReplyError(431, told)
+            message = f"{name}: {len(value)} characters; allowed: {_LONGEST_HEADER}"
+            raise ReplyError(431, message)
     return found

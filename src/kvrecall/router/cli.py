@@ -7,13 +7,16 @@ import os
 import re
 import resource
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvrecall.environment import API_KEY
 from kvrecall.errors import ConfigError, errors_shown, hide
 from kvrecall.traces import check_endpoint
+
+if TYPE_CHECKING:
+    from kvrecall.router.router import RouterSettings
 
 _FILES = 1 << 16
 _PUBLIC = re.compile("/v1/.*")  # what clients on other hosts may use while there is no key
@@ -102,39 +105,52 @@ def route(
         )
     with errors_shown():
         try:
-            import uvicorn
+            import uvicorn  # noqa: F401 - named if it is missing
 
             from kvrecall.router.addresses import Roster
-            from kvrecall.router.application import application
             from kvrecall.router.router import RouterSettings
-            from kvrecall.server.access import Access, check_reach, known_hosts, read_keys
-            from kvrecall.server.connections import PromptProtocol
-            from kvrecall.server.preflight import check_port
+            from kvrecall.server.access import Access, known_hosts, read_keys
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"the router needs {error.name}; install it with: pip install 'kvrecall[router]'"
             ) from error
-        roster = Roster(given, instances)
-        if f"http://{host}:{port}" in [one.url for those in roster.read() for one in those]:
-            raise ConfigError(
-                f"--port: {host}:{port} is the router's own address and an instance's; give the "
-                "router another port"
-            )
         keys = _keys() if api_key_file is None else read_keys(api_key_file, "--api-key-file")
-        check_reach("--host", host, bool(keys), allow_unauthenticated)
-        check_port(host, port)
-        if otlp_traces_endpoint is not None:
-            check_endpoint(otlp_traces_endpoint)
-    settings = RouterSettings(
-        roster=roster,
-        prefill_min_tokens=prefill_min_tokens,
-        imbalance=imbalance,
-        retries=retries,
-        max_requests=max_requests,
-        timeout_s=timeout,
-        access=Access(keys, known_hosts(allowed_host or (), host), public=_PUBLIC),
-        traces_endpoint=otlp_traces_endpoint,
-    )
+        settings = RouterSettings(
+            roster=Roster(given, instances),
+            prefill_min_tokens=prefill_min_tokens,
+            imbalance=imbalance,
+            retries=retries,
+            max_requests=max_requests,
+            timeout_s=timeout,
+            access=Access(keys, known_hosts(allowed_host or (), host), public=_PUBLIC),
+            traces_endpoint=otlp_traces_endpoint,
+        )
+        _check(settings, host, port, allow_unauthenticated)
+    _run(settings, host, port)
+
+
+def _check(settings: RouterSettings, host: str, port: int, allow_unauthenticated: bool) -> None:
+    """Raises ConfigError if the router cannot or must not listen there."""
+    from kvrecall.server.access import check_reach
+    from kvrecall.server.checks import check_port
+
+    if f"http://{host}:{port}" in [one.url for those in settings.roster.read() for one in those]:
+        raise ConfigError(
+            f"--port: {host}:{port} is the router's own address and an instance's; give the "
+            "router another port"
+        )
+    check_reach("--host", host, bool(settings.access.keys), allow_unauthenticated)
+    check_port(host, port)
+    if settings.traces_endpoint is not None:
+        check_endpoint(settings.traces_endpoint)
+
+
+def _run(settings: RouterSettings, host: str, port: int) -> None:
+    import uvicorn
+
+    from kvrecall.router.application import application
+    from kvrecall.server.connections import PromptProtocol
+
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     _allow_files()

@@ -8,9 +8,9 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvrecall.block import TierName
-from kvrecall.router.events import Subscription, Subscriptions
+from kvrecall.events.holdings import TIERS
+from kvrecall.events.subscriber import Subscription, Subscriptions
 from kvrecall.router.fleet import Fleet
-from kvrecall.router.holdings import TIERS
 
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from kvrecall.events.hashes import HashRule
+from kvrecall.events.wire import BlockHash
 from kvrecall.router.bodies import MOST_PROMPT, Body, begin_of
-from kvrecall.router.holdings import BlockHash, HashRule
 
 CHUNK_BYTES = 256
 _BYTES_PER_TOKEN = 4  # of text: for estimates

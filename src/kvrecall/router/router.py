@@ -20,15 +20,21 @@ from starlette.types import Receive, Scope, Send
 
 from kvrecall.engines.base import HANDOVER, RECALL_HEADER, REPORT
 from kvrecall.errors import ConfigError
+from kvrecall.events.subscriber import Subscriptions
 from kvrecall.router.addresses import Roster
 from kvrecall.router.bodies import Body, aside, fields_of, value_of
-from kvrecall.router.events import Subscriptions
 from kvrecall.router.fleet import Expected, Fleet, Instance
 from kvrecall.router.metrics import RouterMetrics
 from kvrecall.router.prefixes import Prompt
 from kvrecall.router.tokens import Tokens
 from kvrecall.router.traces import CompletionSpan, RouterTraces, calling
-from kvrecall.router.upstream import Answer, Headers, InstanceFailedError, Stream, Upstream
+from kvrecall.router.upstream import (
+    Headers,
+    InstanceFailedError,
+    InstanceReply,
+    ReplyStream,
+    Upstream,
+)
 from kvrecall.server.access import Access
 
 log = logging.getLogger("kvrecall.router")
@@ -343,7 +349,7 @@ class Router:
             request.forget()
             request.decode = instance
             self.metrics.first_byte_seconds.observe(time.monotonic() - began)
-            if isinstance(got, Stream):
+            if isinstance(got, ReplyStream):
                 return self._streamed(request, instance, got, held)
             return self._whole(request, got)
         self.metrics.requests.labels("failed").inc()
@@ -368,7 +374,7 @@ class Router:
         else:
             log.warning("%s instance %s: %s", role, instance.url, error)
 
-    def _whole(self, request: Completion, answer: Answer) -> Response:
+    def _whole(self, request: Completion, answer: InstanceReply) -> Response:
         fields: dict[str, Any] = dict(answer.fields())
         usage = value_of(fields.get("usage"), dict[str, Any])
         if answer.status == 200 and usage is not None:
@@ -392,7 +398,7 @@ class Router:
         self,
         request: Completion,
         instance: Instance,
-        stream: Stream,
+        stream: ReplyStream,
         held: contextlib.ExitStack,
     ) -> Response:
         async def events() -> AsyncGenerator[bytes, None]:
@@ -405,8 +411,8 @@ class Router:
                 request.outcome = "broken"
                 why = str(error) or type(error).__name__
                 self._failed(instance.word, instance, InstanceFailedError(why, gone=True))
-                told = {"message": f"{instance.name} broke off", "type": "router_error"}
-                yield f"data: {json.dumps({'error': told | {'code': 502}})}\n\n".encode()
+                broken = {"message": f"{instance.name} broke off", "type": "router_error"}
+                yield f"data: {json.dumps({'error': broken | {'code': 502}})}\n\n".encode()
 
         def ended() -> None:
             self.metrics.requests.labels(request.outcome).inc()
@@ -421,7 +427,7 @@ class Router:
 class _StreamedReply(StreamingResponse):
     """A stream that releases its resources however it ends, even before it began."""
 
-    def __init__(self, events: AsyncIterator[bytes], stream: Stream, header: str) -> None:
+    def __init__(self, events: AsyncIterator[bytes], stream: ReplyStream, header: str) -> None:
         super().__init__(events)
         self.raw_headers = _headers(stream.headers, {RECALL_HEADER: header})
         self._stream = stream
@@ -442,7 +448,7 @@ def _headers(given: Headers, own: Mapping[str, str]) -> Headers:
     return made + [(name, value) for name, value in given if name not in names]
 
 
-def passed_on(answer: Answer, own: Mapping[str, str] | None = None) -> Response:
+def passed_on(answer: InstanceReply, own: Mapping[str, str] | None = None) -> Response:
     """An instance's reply, with headers of the router's."""
     response = Response(answer.content, answer.status)
     response.raw_headers += _headers(answer.headers, own or {})

@@ -24,15 +24,15 @@ _UNKNOWN = (
 """Fields with which a prompt has other tokens, or blocks, than /tokenize says."""
 
 
-class _Part(msgspec.Struct, gc=False):
+class _MessagePart(msgspec.Struct, gc=False):
     type: str | None = None
 
 
-class _Message(msgspec.Struct, gc=False):
-    content: str | list[_Part] | None = None
+class _ChatMessage(msgspec.Struct, gc=False):
+    content: str | list[_MessagePart] | None = None
 
 
-_messages = msgspec.json.Decoder(list[_Message])
+_messages = msgspec.json.Decoder(list[_ChatMessage])
 
 
 def is_text(body: Body) -> bool:
@@ -67,11 +67,11 @@ def _asked(body: Body) -> bytes | None:
     return msgspec.json.encode({**fields, "prompt": msgspec.Raw(prompt)})
 
 
-class _Answer(msgspec.Struct):
+class _TokenIds(msgspec.Struct):
     tokens: tuple[int, ...]
 
 
-_answer = msgspec.json.Decoder(_Answer)
+_answer = msgspec.json.Decoder(_TokenIds)
 
 
 def _tokens_in(content: bytes) -> tuple[int, ...] | None:
@@ -94,11 +94,11 @@ class Tokens:
         known."""
         if prompt.given is not None:
             return prompt.given if await aside(body.nbytes, is_text, body) else None
-        asked = await aside(body.nbytes, _asked, body)
-        if asked is None:
+        question = await aside(body.nbytes, _asked, body)
+        if question is None:
             return None
         try:
-            answer = await self._upstream.ask(instance, "/tokenize", asked, headers, _TOKENIZE_S)
+            answer = await self._upstream.ask(instance, "/tokenize", question, headers, _TOKENIZE_S)
         except InstanceFailedError:
             return None
         if answer.status != 200:

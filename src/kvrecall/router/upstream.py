@@ -36,16 +36,16 @@ _OF_THE_CONNECTION = frozenset(
 Headers = list[tuple[bytes, bytes]]
 
 
-class _Model(msgspec.Struct):
+class _ListedModel(msgspec.Struct):
     id: str
     parent: str | None = None
 
 
-class _Models(msgspec.Struct):
-    data: list[_Model]
+class _ModelList(msgspec.Struct):
+    data: list[_ListedModel]
 
 
-_models = msgspec.json.Decoder(_Models)
+_models = msgspec.json.Decoder(_ModelList)
 
 
 class InstanceFailedError(Exception):
@@ -55,7 +55,7 @@ class InstanceFailedError(Exception):
     ``reply``: the instance's reply, if any.
     """
 
-    def __init__(self, why: str, gone: bool, reply: Answer | None = None) -> None:
+    def __init__(self, why: str, gone: bool, reply: InstanceReply | None = None) -> None:
         shown = "".join(letter if letter.isprintable() else " " for letter in why[:_LONGEST_REASON])
         super().__init__(shown)
         self.gone = gone
@@ -63,7 +63,7 @@ class InstanceFailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class InstanceReply:
     """A whole reply. ``headers``: those that are meant for the client."""
 
     status: int
@@ -75,7 +75,7 @@ class Answer:
         return fields_of(self.content)
 
 
-class Stream:
+class ReplyStream:
     """A streamed reply whose first event has arrived. ``close`` aborts it at the instance."""
 
     def __init__(self, response: httpx.Response, events: AsyncGenerator[bytes, None]) -> None:
@@ -147,13 +147,13 @@ class Upstream:
             frozenset(one.id for one in listed if not one.parent),
         )
 
-    async def get(self, instance: Instance, path: str, headers: Mapping[str, str]) -> Answer:
+    async def get(self, instance: Instance, path: str, headers: Mapping[str, str]) -> InstanceReply:
         """GET. Raises InstanceFailedError."""
         return await self._get(instance, path, headers, _LOOK_UP_S)
 
     async def _get(
         self, instance: Instance, path: str, headers: Mapping[str, str], limit_s: float
-    ) -> Answer:
+    ) -> InstanceReply:
         """``limit_s``: for each step, connecting and waiting; twice that for both."""
         request = self._client.build_request(
             "GET", instance.url + path, headers=_raw(headers), timeout=limit_s
@@ -168,7 +168,7 @@ class Upstream:
         content: bytes,
         headers: Mapping[str, str],
         limit_s: float | None = None,
-    ) -> Answer:
+    ) -> InstanceReply:
         """POST for a whole reply. Raises InstanceFailedError for failures worth a retry.
         ``limit_s``: for its head, and again for the rest; None: the client's timeout."""
         limit_s = limit_s or self._timeout_s
@@ -178,7 +178,7 @@ class Upstream:
 
     async def stream(
         self, instance: Instance, path: str, content: bytes, headers: Mapping[str, str]
-    ) -> Stream | Answer:
+    ) -> ReplyStream | InstanceReply:
         """POST for a stream, whose first event has arrived, or a whole reply if the instance
         refuses, or answers with one. Raises InstanceFailedError."""
         limit_s = self._timeout_s
@@ -187,7 +187,7 @@ class Upstream:
         if response.status_code != 200 or not _is_stream(response):
             # also to ``"stream": "false"``, which vLLM takes for false
             return _usable(instance, await _whole(instance, response, limit_s))
-        stream = Stream(response, _events(instance, response))
+        stream = ReplyStream(response, _events(instance, response))
         try:
             with _failures(instance):
                 async with asyncio.timeout(limit_s):
@@ -206,10 +206,10 @@ class Upstream:
                 response = await self._client.send(request, stream=True)
         if 300 <= response.status_code < 400:
             await response.aclose()
-            told = (
+            message = (
                 f"{instance.name} answered {response.status_code}, and redirects are not followed"
             )
-            raise InstanceFailedError(told, gone=False)
+            raise InstanceFailedError(message, gone=False)
         return response
 
     def _post(
@@ -247,7 +247,7 @@ def _failures(instance: Instance) -> Iterator[None]:
 
 async def _whole(
     instance: Instance, response: httpx.Response, limit_s: float, most: int = _MOST_REPLY
-) -> Answer:
+) -> InstanceReply:
     """The reply, as encoded as it came, within ``limit_s``. Raises InstanceFailedError."""
     content = bytearray()
     try:
@@ -256,14 +256,14 @@ async def _whole(
                 async for chunk in response.aiter_raw():
                     content += chunk
                     if len(content) > most:
-                        told = f"{instance.name} answers with more than {most} bytes"
-                        raise InstanceFailedError(told, gone=False)
+                        message = f"{instance.name} answers with more than {most} bytes"
+                        raise InstanceFailedError(message, gone=False)
     finally:
         await response.aclose()
-    return Answer(response.status_code, bytes(content), _end_to_end(response))
+    return InstanceReply(response.status_code, bytes(content), _end_to_end(response))
 
 
-def _usable(instance: Instance, answer: Answer) -> Answer:
+def _usable(instance: Instance, answer: InstanceReply) -> InstanceReply:
     if answer.status in _OTHERS_MAY_SERVE:
         raise InstanceFailedError(f"{instance.name} answered {answer.status}", False, answer)
     return answer
@@ -289,8 +289,8 @@ async def _events(instance: Instance, response: httpx.Response) -> AsyncGenerato
         del buffer[:begin]
         searched = len(buffer)
         if searched > _MOST_EVENT:
-            told = f"{instance.name} sent an event of more than {_MOST_EVENT} bytes"
-            raise InstanceFailedError(told, gone=False)
+            message = f"{instance.name} sent an event of more than {_MOST_EVENT} bytes"
+            raise InstanceFailedError(message, gone=False)
     if buffer:
         yield bytes(buffer)
 

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvrecall.engines.base import Engine
+from kvrecall.engines.base import ServingEngine
 from kvrecall.server.access import HEALTH, Access, known_hosts
 from kvrecall.server.dashboard.routes import dashboard_router
 from kvrecall.server.guard import Guard
@@ -27,6 +27,7 @@ from kvrecall.server.routes import business_router
 
 _MANAGEMENT_PATHS = ("/load",)  # of vLLM's application
 _METRICS_PATHS = ("/metrics",)
+_OWN_JSON = "/metrics-json"  # a path of the management plane
 _PUBLIC = re.compile(
     "/(|generate|generate_stream|infer|infer_token|tokenize|detokenize|version|metrics|info"
     "|v1/(chat|completions|messages|responses|models|tokenizer)(/.*)?"
@@ -37,7 +38,7 @@ _PUBLIC = re.compile(
 
 def attach_all(
     app: FastAPI,
-    engine: Engine,
+    engine: ServingEngine,
     keys: Sequence[str] = (),
     origins: Sequence[str] = (),
     *,
@@ -67,7 +68,7 @@ def attach_all(
         *(_METRICS_PATHS if metrics is not app else ()),
     )
     if closed:
-        app.add_middleware(Closed, prefixes=closed)
+        app.add_middleware(Closed, prefixes=closed, but=_OWN_JSON if management is app else "")
     for name, each in {"": app, **apps}.items():
         if each is not management:
             _include_first(each, health_router(engine))
@@ -132,8 +133,8 @@ async def _reply_error(_: Request, error: Exception) -> Response:
 async def _no_such_path(request: Request, error: Exception) -> Response:
     """404 and 405 of the router; errors of vLLM's routes keep vLLM's form."""
     assert isinstance(error, HTTPException)
-    told = ReplyError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-    return JSONResponse(told.body(), error.status_code, error.headers)
+    reply = ReplyError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    return JSONResponse(reply.body(), error.status_code, error.headers)
 
 
 async def _unreadable(_: Request, error: Any) -> Response:
@@ -143,16 +144,16 @@ async def _unreadable(_: Request, error: Any) -> Response:
 
 
 class Closed:
-    """Answers 404 to paths with one of ``prefixes``, which another address serves."""
+    """Answers 404 to paths with one of ``prefixes``, which another address serves, except ``but``.
+    Prefixes, because vLLM's own /metrics matches every path that begins so."""
 
-    def __init__(self, app: ASGIApp, prefixes: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, prefixes: tuple[str, ...], but: str = "") -> None:
         self._app = app
         self._prefixes = prefixes
+        self._but = but
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http" and scope["path"].startswith(self._prefixes):
-            app = ReplyError(
-                404, f"{scope['path']} is on another address of this server"
-            ).response()
+        app, path = self._app, scope.get("path", "")
+        if scope["type"] == "http" and path.startswith(self._prefixes) and path != self._but:
+            app = ReplyError(404, f"{path} is on another address of this server").response()
         await app(scope, receive, send)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvrecall.config import default_socket, help_of, option_of
 from kvrecall.engines.base import DEFAULT_MAX_N, MAX_N_LIMIT, Limits, Role, ServeSpec
 from kvrecall.errors import ConfigError, errors_shown
+
+if TYPE_CHECKING:
+    from kvrecall.server.plan import Plan
 
 _POOL = "Pool"
 _ACCESS = "Access"
@@ -154,54 +157,11 @@ def serve(
     max_n: _MaxN = DEFAULT_MAX_N,
 ) -> None:
     """Serve a model: OpenAI and MindIE/TGI routes, with recall from the pool."""
-    given = context.params
-    words = tuple(vllm_options or ())
-    if model is not None and model.startswith("-"):  # kvrecall serve -- --vllm-option
-        words, model = (model, *words), None
-    recall = {
-        **_given(given, "host_size disk_path disk_size disk_compression"),
-        **_given(given, "encryption_key_file async_write"),
-        **({"backend": "service"} if pool_service or pool_socket else {}),
-        **({"socket": pool_socket} if pool_socket else {}),
-    }
-    engine = _given(given, "block_size max_model_len served_model_name dtype kv_cache_dtype")
-    engine |= _given(given, "kv_cache_memory_bytes enforce_eager otlp_traces_endpoint")
-    spec = ServeSpec(
-        model=model or "",
-        host=host,
-        port=port,
-        options={name.replace("_", "-"): value for name, value in engine.items()},
-        extra_args=words,
-        recall=recall if pool else None,
-        limits=Limits(max_n=max_n),
-        role=role,
-        retrieval=retrieval,
-    )
     with errors_shown():
         from kvrecall.server import launch  # imports the pool
-        from kvrecall.server.access import read_keys
-        from kvrecall.server.plan import Plane
 
-        _refuse_odd(model, words, recall, pool)
-        if api_key_file is not None:
-            spec = replace(spec, keys=read_keys(api_key_file, "--api-key-file"))
-        planes = {Plane(name): text for name, text in _given(given, "management metrics").items()}
-        if config is None:
-            plan = launch.plan_model(spec, pool_config, allow_plaintext, planes)
-            if not spec.model:
-                typer.echo(
-                    f"kvrecall: no MODEL given: serving the example {plan.spec.model}, whose "
-                    "answers mean nothing. For your own: kvrecall serve MODEL",
-                    err=True,
-                )
-        else:
-            if planes:
-                raise ConfigError(
-                    f"--{min(planes)} and --config: the file says where the planes are "
-                    "(managementIpAddress, managementPort, metricsPort)"
-                )
-            told = {name for name in given if _from_command_line(context, name)}
-            plan = launch.plan_file(config, spec, told, pool_config, allow_plaintext)
+        spec = _spec_of(context.params)
+        plan = _plan_of(context, spec)
         plan = replace(
             plan,
             allowed_hosts=tuple(allowed_host or ()),
@@ -209,6 +169,63 @@ def serve(
             stop_by_get=stop_by_get,
         )
         raise typer.Exit(launch.run(plan))
+
+
+def _spec_of(given: dict[str, Any]) -> ServeSpec:
+    """The server that the options ask for. Raises ConfigError."""
+    from kvrecall.server.access import read_keys
+
+    model, words = given["model"], tuple(given["vllm_options"] or ())
+    if model is not None and model.startswith("-"):  # kvrecall serve -- --vllm-option
+        words, model = (model, *words), None
+    recall = _given(given, "host_size disk_path disk_size disk_compression")
+    recall |= _given(given, "encryption_key_file async_write")
+    if given["pool_service"] or given["pool_socket"]:
+        recall["backend"] = "service"
+    if given["pool_socket"]:
+        recall["socket"] = given["pool_socket"]
+    _refuse_odd(model, words, recall, given["pool"])
+    key_file = given["api_key_file"]
+    engine = _given(given, "block_size max_model_len served_model_name dtype kv_cache_dtype")
+    engine |= _given(given, "kv_cache_memory_bytes enforce_eager otlp_traces_endpoint")
+    return ServeSpec(
+        model=model or "",
+        host=given["host"],
+        port=given["port"],
+        options={name.replace("_", "-"): value for name, value in engine.items()},
+        extra_args=words,
+        recall=recall if given["pool"] else None,
+        limits=Limits(max_n=given["max_n"]),
+        role=given["role"],
+        retrieval=given["retrieval"],
+        keys=() if key_file is None else read_keys(key_file, "--api-key-file"),
+    )
+
+
+def _plan_of(context: typer.Context, spec: ServeSpec) -> Plan:
+    """The plan of a model, or of MindIE's config.json. Raises ConfigError."""
+    from kvrecall.server import launch
+    from kvrecall.server.plan import Plane
+
+    given = context.params
+    pool_config, allow_plaintext = given["pool_config"], given["allow_plaintext"]
+    planes = {Plane(name): text for name, text in _given(given, "management metrics").items()}
+    if given["config"] is not None:
+        if planes:
+            raise ConfigError(
+                f"--{min(planes)} and --config: the file says where the planes are "
+                "(managementIpAddress, managementPort, metricsPort)"
+            )
+        named = {name for name in given if _from_command_line(context, name)}
+        return launch.plan_file(given["config"], spec, named, pool_config, allow_plaintext)
+    plan = launch.plan_model(spec, pool_config, allow_plaintext, planes)
+    if not spec.model:
+        typer.echo(
+            f"kvrecall: no MODEL given: serving the example {plan.spec.model}, whose answers mean "
+            "nothing. For your own: kvrecall serve MODEL",
+            err=True,
+        )
+    return plan
 
 
 def _refuse_odd(

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from fastapi import APIRouter
 
 from kvrecall.config import RecallSettings, parse_size
-from kvrecall.engines.base import Engine, EngineInfo, Role
+from kvrecall.engines.base import EngineInfo, Role, ServingEngine
 from kvrecall.server.plan import Plan
 from kvrecall.server.replies import ReplyError
 
@@ -27,7 +27,7 @@ _UNKNOWN = (
 ).split()
 
 
-def served_model(engine: Engine, model: str) -> str:
+def served_model(engine: ServingEngine, model: str) -> str:
     """The name of the model in a path ``/v2/models/{model:path}/...``, which may also name a
     version, of which there is one. Raises ReplyError 404 unless it is served."""
     names = engine.info.names
@@ -37,7 +37,7 @@ def served_model(engine: Engine, model: str) -> str:
     return name
 
 
-def add_business_descriptions(router: APIRouter, engine: Engine, plan: Plan) -> None:
+def add_business_descriptions(router: APIRouter, engine: ServingEngine, plan: Plan) -> None:
     """Triton's, of the server and the model."""
     info = engine.info
 
@@ -83,7 +83,7 @@ def add_business_descriptions(router: APIRouter, engine: Engine, plan: Plan) -> 
         }
 
 
-def add_management_descriptions(router: APIRouter, engine: Engine, plan: Plan) -> None:
+def add_management_descriptions(router: APIRouter, engine: ServingEngine, plan: Plan) -> None:
     """Adds the routes of the management plane that describe model, bounds, load and
     configuration."""
     info = engine.info

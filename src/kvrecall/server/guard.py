@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,6 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvrecall.engines.base import LONGEST_ID
 from kvrecall.server.access import DASHBOARD, OWN_HEADER, Access
 
+ADMITTED = "kvrecall.admitted"
+"""In the scope of a request to an open path: whether it would have been let in elsewhere, too."""
 _SILENCE_S = 10.0  # until a body begins, and added to the time that its bytes may take
 _DROPPING_S = 2.0  # for the rest of a body that is refused
 _SLOWEST = 64 << 10  # bytes of a body a second
@@ -79,9 +80,10 @@ class Guard:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        headers, path = Headers(scope=scope), get_route_path(scope)
+        headers, path = Headers(scope=scope), _route_path(scope)
         method = scope.get("method", "GET")
         if method in ("GET", "HEAD") and path in self._access.open_paths:
+            scope[ADMITTED] = self._admits(scope, headers, path, method)
             await self._app(scope, receive, send)
             return
         upload = _Upload(headers, receive)
@@ -115,11 +117,18 @@ class Guard:
         finally:
             self.running -= 1
 
+    def _admits(self, scope: Scope, headers: Headers, path: str, method: str) -> bool:
+        try:
+            self._check(scope, headers, path, method)
+        except _TurnedAway:
+            return False
+        return True
+
     def _check(self, scope: Scope, headers: Headers, path: str, method: str) -> None:
         """Raises _TurnedAway unless the request may reach its route."""
         if len(headers.get("x-request-id", "")) > LONGEST_ID:
-            told = f"X-Request-Id: {len(headers['x-request-id'])} characters; allowed: {LONGEST_ID}"
-            raise _TurnedAway(431, told)
+            length = len(headers["x-request-id"])
+            raise _TurnedAway(431, f"X-Request-Id: {length} characters; allowed: {LONGEST_ID}")
         scheme, _, value = headers.get("authorization", "").partition(" ")
         if self._digests and scheme.lower() == "bearer" and self._is_key(value.encode()):
             return
@@ -301,6 +310,13 @@ class _Values:
             f"the body has more than {_MOST_VALUES} values (members, items) besides token ids, or "
             f"more than {_LARGEST_IDS} of these",
         )
+
+
+def _route_path(scope: Scope) -> str:
+    """The path that routes are compared with: without the prefix at which the application is."""
+    path: str = scope["path"]
+    inside = path.removeprefix(scope.get("root_path", ""))
+    return inside if inside[:1] in ("", "/") else path
 
 
 def _repeating(body: bytes, receive: Receive) -> Receive:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,9 +15,9 @@ from kvrecall.config import RecallSettings, option_of, parse_size
 from kvrecall.engines.base import Role, ServeSpec
 from kvrecall.environment import VLLM_KEY
 from kvrecall.errors import ConfigError, EngineError
-from kvrecall.jsonfile import read_object
-from kvrecall.server import preflight
-from kvrecall.server.plan import ENGINE_DEFAULTS, Plan, Plane, shared_listeners
+from kvrecall.jsonfile import read_under
+from kvrecall.server.checks import check_model, check_pool, check_port
+from kvrecall.server.plan import ENGINE_DEFAULTS, Plan, Plane, shared_listeners, vllm_options
 from kvrecall.server.servable import check_served
 from kvrecall.traces import OPTION, check_endpoint
 
@@ -130,14 +129,9 @@ def _recall(options: Mapping[str, object] | None, file: Path | None) -> Mapping[
         if file is not None:
             raise ConfigError("--pool-config and --no-pool contradict each other")
         return None
-    settings, document = ({}, None) if file is None else read_object(file, "pool settings")
-    given = {**settings, **options}
-
-    def place(key: str) -> str:
-        if document is None or key in options:
-            return "--pool-socket" if key == "socket" else option_of(key)
-        return document.where_key(key)
-
+    given, place = read_under(
+        file, options, lambda key: "--pool-socket" if key == "socket" else option_of(key)
+    )
     RecallSettings.from_mapping(given, place)
     return given
 
@@ -158,15 +152,12 @@ def check(plan: Plan) -> tuple[str, ...]:
 
     Raises ConfigError or TierError.
     """
-    found: tuple[str, ...] = ()
     from kvrecall.engines.vllm.compat.options import check_options, installed_options
     from kvrecall.engines.vllm.compat.versions import require_installed_version
 
     require_installed_version()
     spec = plan.spec
-    preflight.check_model(spec.model)
     check_options(spec.options, spec.extra_args, installed_options())
-    check_served(spec)
     endpoint = _traces_endpoint(spec)
     if endpoint is not None:
         check_endpoint(endpoint)
@@ -176,37 +167,36 @@ def check(plan: Plan) -> tuple[str, ...]:
         from kvrecall.attention.settings import RetrievalSettings  # imports torch
 
         RetrievalSettings.from_environ(os.environ)
-    if spec.recall is not None:
-        settings = RecallSettings.from_mapping(spec.recall)
-        if settings.service is None:  # the service owns memory and disk, and may start later
-            preflight.check_pool(settings.pool)
-            found = preflight.doubts(settings.pool)
+    found = check_settings(plan)
     for host, port in ((spec.host, spec.port), *((x.host, x.port) for x in spec.listeners)):
-        preflight.check_port(host, port)
+        check_port(host, port)
     plan.check_reach(_has_key(spec))
     return found
 
 
+def check_settings(plan: Plan, here: bool = True) -> tuple[str, ...]:
+    """Checks the model and the pool of a plan, as ``check`` does. ``here``: as in
+    ``pool_findings``."""
+    check_model(plan.spec.model)
+    check_served(plan.spec)
+    if plan.spec.recall is None:
+        return ()
+    settings = RecallSettings.from_mapping(plan.spec.recall)
+    if settings.service is not None:  # it owns memory and disk, and may start later
+        return ()
+    return check_pool(settings.pool, here)
+
+
 def _has_key(spec: ServeSpec) -> bool:
     """Whether an API key is given, to kvrecall or to vLLM."""
-    return bool(spec.keys or os.environ.get(VLLM_KEY) or any(_after(spec.extra_args, "--api-key")))
+    of_vllm = (value for name, value in vllm_options(spec.extra_args) if name == "api-key")
+    return bool(spec.keys or os.environ.get(VLLM_KEY) or any(of_vllm))
 
 
 def _traces_endpoint(spec: ServeSpec) -> str | None:
     """The collector that spans go to, given before -- or after it."""
-    given = _after(spec.extra_args, OPTION)
-    found = given[-1] if given else spec.options.get(OPTION.removeprefix("--"))
+    found = {**spec.options, **dict(vllm_options(spec.extra_args))}.get(OPTION.removeprefix("--"))
     return None if found is None else str(found)
-
-
-def _after(words: Sequence[str], option: str) -> list[str]:
-    """The values of ``option``, one for each time that it is given."""
-    found = []
-    for word, following in pairwise((*words, "")):
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") == option:
-            found.append(value if equals else following)
-    return found
 
 
 def _check_shared(spec: ServeSpec) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from kvrecall.engines.base import Engine, GenerateRequest, RequestView, Sampling, miss_text
+from kvrecall.engines.base import GenerateRequest, RequestView, Sampling, ServingEngine, miss_text
 from kvrecall.server.descriptions import add_management_descriptions, served_model
 from kvrecall.server.metrics import MetricsVector, MindieMetrics
 from kvrecall.server.plan import SHUTDOWN_TIMEOUT_S, Plan, Plane
@@ -32,7 +32,7 @@ class Stopping:
     """Stops the server on request: refuses new requests, and lets running ones finish within a
     time limit or aborts them."""
 
-    def __init__(self, engine: Engine, bound_s: float = SHUTDOWN_TIMEOUT_S) -> None:
+    def __init__(self, engine: ServingEngine, bound_s: float = SHUTDOWN_TIMEOUT_S) -> None:
         self._engine = engine
         self._bound_s = bound_s
         self._task: asyncio.Task[None] | None = None
@@ -74,7 +74,7 @@ class Stopping:
             await asyncio.sleep(_POLL_S)
 
 
-def health_router(engine: Engine) -> APIRouter:
+def health_router(engine: ServingEngine) -> APIRouter:
     """Whether the engine lives; on every plane."""
     router = APIRouter(tags=["management"])
 
@@ -86,7 +86,7 @@ def health_router(engine: Engine) -> APIRouter:
     return router
 
 
-def management_router(engine: Engine, plan: Plan, metrics: MindieMetrics) -> APIRouter:
+def management_router(engine: ServingEngine, plan: Plan, metrics: MindieMetrics) -> APIRouter:
     """The routes of the management plane, except the dashboard."""
     router = health_router(engine)
     _add_health(router, engine, metrics)
@@ -97,7 +97,7 @@ def management_router(engine: Engine, plan: Plan, metrics: MindieMetrics) -> API
 
     @router.get("/metrics-json")
     async def metrics_json() -> Response:
-        return JSONResponse(vector.told())
+        return JSONResponse(vector.body())
 
     @router.get("/why/{request_id:path}")
     async def why(request_id: str) -> Response:
@@ -114,7 +114,7 @@ def management_router(engine: Engine, plan: Plan, metrics: MindieMetrics) -> API
     return router
 
 
-def _why(engine: Engine, request_id: str) -> list[dict[str, object]]:
+def _why(engine: ServingEngine, request_id: str) -> list[dict[str, object]]:
     """The requests of that id, why the rest of their prompts was computed, and that in words.
     Raises ReplyError 404 if there are none."""
     insight = engine.insight
@@ -131,7 +131,7 @@ def _why(engine: Engine, request_id: str) -> list[dict[str, object]]:
     return [{**asdict(view), "why": _words(engine, view)} for view in found]
 
 
-def _words(engine: Engine, view: RequestView) -> str:
+def _words(engine: ServingEngine, view: RequestView) -> str:
     if view.missed is not None:
         return miss_text(view.missed)
     if not view.split:
@@ -141,7 +141,7 @@ def _words(engine: Engine, view: RequestView) -> str:
     return "everything that could be recalled was"
 
 
-def _add_health(router: APIRouter, engine: Engine, metrics: MindieMetrics) -> None:
+def _add_health(router: APIRouter, engine: ServingEngine, metrics: MindieMetrics) -> None:
     @router.get("/v2/health/live")
     async def live() -> Response:
         await _check_alive(engine)
@@ -181,13 +181,13 @@ def _add_health(router: APIRouter, engine: Engine, metrics: MindieMetrics) -> No
         return await _probe(request, engine, metrics, seconds)
 
 
-async def _check_alive(engine: Engine) -> None:
+async def _check_alive(engine: ServingEngine) -> None:
     if not await engine.alive():
         raise ReplyError(503, "the engine has died")
 
 
 async def _probe(
-    request: Request, engine: Engine, metrics: MindieMetrics, limit_s: int
+    request: Request, engine: ServingEngine, metrics: MindieMetrics, limit_s: int
 ) -> Response:
     """Computes one token, in a request of its own, within the limit. A server too busy to run it in
     time is healthy, as in MindIE, if other requests progress meanwhile."""

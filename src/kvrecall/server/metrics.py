@@ -22,7 +22,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from kvrecall.engines.base import Load
+from kvrecall.engines.base import EngineLoad
 from kvrecall.nicety import nicety
 
 Json = dict[str, object]
@@ -58,28 +58,25 @@ class MindieMetrics(Collector):
     def __init__(
         self,
         model: str,
-        load: Callable[[], Load],
+        load: Callable[[], EngineLoad],
         source: Callable[[], Iterable[Metric]] = REGISTRY.collect,
     ) -> None:
         self._model = model
         self._load = load
         self._source = source
 
-    def collect(self) -> Iterator[Metric]:
-        """The families, in a fixed order."""
-        yield from self._collected()
-
     @nicety("the metrics under MindIE's names", ())
-    def _collected(self) -> Sequence[Metric]:
+    def collect(self) -> Sequence[Metric]:
+        """The families, in a fixed order."""
         return list(self._families())
 
     def _families(self) -> Iterator[Metric]:
         families = {family.name: family for family in self._source()}
         yield from self._requests(families)
-        for name, theirs in _COUNTERS.items():
-            yield self._counter(name, f"As {theirs}.", total(families.get(theirs)))
-        for name, theirs in _GAUGES.items():
-            yield self._gauge(name, f"As {theirs}.", total(families.get(theirs)))
+        for name, original in _COUNTERS.items():
+            yield self._counter(name, f"As {original}.", total(families.get(original)))
+        for name, original in _GAUGES.items():
+            yield self._gauge(name, f"As {original}.", total(families.get(original)))
         yield self._gauge("num_requests_swapped", "vLLM never swaps: 0.", 0)
         load = self._load()
         for name, rate in (
@@ -93,8 +90,8 @@ class MindieMetrics(Collector):
             "cpu_cache_usage_perc", "Share of the pool's host tier in use.", _share(used, room)
         )
         yield from self._hits(families)
-        for name, theirs in _HISTOGRAMS.items():
-            yield self._histogram(name, f"As {theirs}.", families.get(theirs))
+        for name, original in _HISTOGRAMS.items():
+            yield self._histogram(name, f"As {original}.", families.get(original))
 
     def work_done(self) -> float:
         """A number that grows with every step that generates a token."""
@@ -137,20 +134,20 @@ class MindieMetrics(Collector):
         yield from (rates, hits)
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=("model_name",))
-        family.add_metric((self._model,), value)
-        return family
+        return self._with_model(CounterMetricFamily(name, text, labels=("model_name",)), value)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=("model_name",))
+        return self._with_model(GaugeMetricFamily(name, text, labels=("model_name",)), value)
+
+    def _with_model(self, family: CounterMetricFamily | GaugeMetricFamily, value: float) -> Metric:
         family.add_metric((self._model,), value)
         return family
 
-    def _histogram(self, name: str, text: str, theirs: Metric | None) -> Metric:
+    def _histogram(self, name: str, text: str, original: Metric | None) -> Metric:
         family = HistogramMetricFamily(name, text, labels=("model_name",))
         buckets: dict[str, float] = {}
         total_sum = 0.0
-        for sample in theirs.samples if theirs is not None else ():
+        for sample in original.samples if original is not None else ():
             if sample.name.endswith("_bucket"):
                 bound = sample.labels["le"]
                 buckets[bound] = buckets.get(bound, 0) + sample.value
@@ -190,14 +187,16 @@ class MetricsVector:
     Values are strings, as in MindIE.
     """
 
-    def __init__(self, metrics: MindieMetrics, load: Callable[[], Load], instance: str) -> None:
+    def __init__(
+        self, metrics: MindieMetrics, load: Callable[[], EngineLoad], instance: str
+    ) -> None:
         self._metrics = metrics
         self._load = load
         self._instance = instance
         self._first = _Recent()
         self._between = _Recent()
 
-    def told(self) -> Json:
+    def body(self) -> Json:
         """The body of the reply."""
         families = {family.name: family for family in self._metrics.collect()}
         return {"resultType": "vector", "result": [*self._mindie(families), *self._rest(families)]}

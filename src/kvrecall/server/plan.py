@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -93,7 +93,7 @@ class Plan:
     def bounds(self) -> dict[str, str]:
         """The limits of requests and connections, in words; unlimited ones are omitted."""
         limits = self.spec.limits
-        told = {
+        bounds = {
             "body": f"{self.max_body_bytes / 2**20:g} MB",
             "requests": f"{self.max_links} at once on each address",
             "prompt": _tokens(limits.max_input_tokens),
@@ -103,7 +103,7 @@ class Plan:
             "next token": f"within {limits.token_timeout_s:g} s" if limits.token_timeout_s else "",
             "request": f"within {limits.total_timeout_s:g} s" if limits.total_timeout_s else "",
         }
-        return {name: text for name, text in told.items() if text}
+        return {name: text for name, text in bounds.items() if text}
 
 
 def shared_listeners(
@@ -123,3 +123,28 @@ def shared_listeners(
 
 def _tokens(most: int) -> str:
     return f"at most {most} tokens" if most else ""
+
+
+_SHORT = {
+    "tp": "tensor-parallel-size",
+    "pp": "pipeline-parallel-size",
+    "dp": "data-parallel-size",
+    "dcp": "decode-context-parallel-size",
+    "pcp": "prefill-context-parallel-size",
+}
+
+
+def vllm_options(words: Sequence[str]) -> list[tuple[str, str]]:
+    """vLLM's options among command-line words, by their long names without dashes, with their
+    values."""
+    named: list[tuple[str, str]] = []
+    for word in words:
+        text = word.lstrip("-")
+        if word != text and not text[:1].isdigit():
+            name, _, value = text.partition("=")
+            name = name.replace("_", "-")
+            named.append((_SHORT.get(name, name), value))
+        elif named:
+            name, value = named.pop()
+            named.append((name, f"{value} {word}".strip()))
+    return named

@@ -151,8 +151,8 @@ def recall_headers(update: Update) -> dict[str, str]:
     """The sources of the prompt, and why the rest was computed."""
     headers = {RECALL_HEADER: _listed(update.split.as_dict())}
     if update.split.missed is not None:
-        told = {name: value for name, value in update.split.missed.items() if name != "text"}
-        headers[MISSED_HEADER] = _listed(told)
+        miss = {name: value for name, value in update.split.missed.items() if name != "text"}
+        headers[MISSED_HEADER] = _listed(miss)
     return headers
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from kvrecall.engines.base import REQUEST_HEADER, Engine, GenerateError, GenerateRequest
+from kvrecall.engines.base import REQUEST_HEADER, GenerateError, GenerateRequest, ServingEngine
 from kvrecall.server.descriptions import add_business_descriptions, served_model
 from kvrecall.server.forms.base import Form, Strict, described, parsed
 from kvrecall.server.forms.mindie import InferBody
@@ -40,7 +40,7 @@ class TokenizerBody(Strict):
     do_decode: bool | None = None
 
 
-def business_router(engine: Engine, plan: Plan) -> APIRouter:
+def business_router(engine: ServingEngine, plan: Plan) -> APIRouter:
     """The routes of the business plane that vLLM lacks."""
     router = APIRouter(tags=["kvrecall"])
     _add_generate(router, engine)
@@ -69,7 +69,7 @@ async def _serve(
     return streamed(first, updates, body.writer(request), body.frame, headers)
 
 
-def _add_generate(router: APIRouter, engine: Engine) -> None:
+def _add_generate(router: APIRouter, engine: ServingEngine) -> None:
     async def tgi(request: Request, stream: bool = False) -> Response:
         raw = await json_object(request)
         if raw.get("inputs") is None:
@@ -94,7 +94,7 @@ def _add_generate(router: APIRouter, engine: Engine) -> None:
         return await tgi(request)
 
 
-def _add_infer(router: APIRouter, engine: Engine) -> None:
+def _add_infer(router: APIRouter, engine: ServingEngine) -> None:
     @router.post("/infer", openapi_extra=described(InferBody))
     async def infer(request: Request) -> Response:
         body = parsed(InferBody, await json_object(request))
@@ -107,7 +107,7 @@ def _add_infer(router: APIRouter, engine: Engine) -> None:
         return await infer(request)
 
 
-def _add_openai(router: APIRouter, engine: Engine) -> None:
+def _add_openai(router: APIRouter, engine: ServingEngine) -> None:
     """Adds MindIE's OpenAI-like routes that vLLM lacks."""
 
     @router.get("/v1/models/{model:path}")
@@ -116,8 +116,8 @@ def _add_openai(router: APIRouter, engine: Engine) -> None:
             if card["id"] == model:
                 return JSONResponse(card)
         error = {"message": f"no model {model!r} is served", "type": "NotFoundError"}
-        told = {"error": {**error, "param": "model", "code": 404}}  # OpenAI's form, as vLLM's
-        return JSONResponse(told, status_code=404)
+        body = {"error": {**error, "param": "model", "code": 404}}  # OpenAI's form, as vLLM's
+        return JSONResponse(body, status_code=404)
 
     @router.post("/v1/tokenizer", openapi_extra=described(TokenizerBody))
     async def tokenizer(request: Request) -> Response:
@@ -130,7 +130,7 @@ def _add_openai(router: APIRouter, engine: Engine) -> None:
         return JSONResponse({"token_number": len(tokens), "tokens": shown})
 
 
-def _add_triton(router: APIRouter, engine: Engine) -> None:
+def _add_triton(router: APIRouter, engine: ServingEngine) -> None:
     running: dict[str, str | None] = {}  # ids of requests -> the names that clients gave them
     base = "/v2/models/{model:path}"
 

@@ -6,22 +6,21 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from kvrecall.engines.base import CONTEXT_PARALLEL, ServeSpec
 from kvrecall.engines.vllm.compat.versions import DISTRIBUTIONS, installed_version
 from kvrecall.errors import ConfigError
-from kvrecall.modelconfig import Fields, find_config, hub_cache, read_fields
+from kvrecall.modelconfig import CacheKind, Fields, find_config, hub_cache, read_fields
 from kvrecall.nicety import nicety
 from kvrecall.plan.groups import chain_of, groups_of
-from kvrecall.plan.layers import Cache, Kind, read_layers
-from kvrecall.server.plan import BLOCK_SIZE
+from kvrecall.plan.layers import LayerCache, read_layers
+from kvrecall.server.plan import BLOCK_SIZE, vllm_options
 
 _CPU_KV = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 _CPU_FP8 = frozenset({"avx512f", "amx_tile"})
 _NEEDS_GPU = "serve it on a GPU"
-_CONTEXT = {"-dcp": "decode-context-parallel-size", "-pcp": "prefill-context-parallel-size"}
+_CONTEXT = ("decode-context-parallel-size", "prefill-context-parallel-size")
 _MAMBA1 = ("jamba", "mamba", "falcon_mamba")
 _MAMBA2 = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
 
@@ -39,7 +38,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class ModelRefusal:
     """``needs_pool``: whether the model can be served without a pool."""
 
     reason: str
@@ -64,13 +63,10 @@ class Asked:
     @classmethod
     def of(cls, spec: ServeSpec) -> Asked:
         given = {name: str(value) for name, value in spec.options.items() if value is not None}
-        words = [part for word in spec.extra_args for part in word.split("=", 1)]
-        for name, value in pairwise(words):
-            if name.startswith("--") or name in _CONTEXT:
-                given[_CONTEXT.get(name, name[2:].replace("_", "-"))] = value
+        given |= dict(vllm_options(spec.extra_args))
         dtype = given.get("kv-cache-dtype", "auto")
         block, step = (given.get(name, "") for name in ("block-size", "max-num-batched-tokens"))
-        context = (f"--{name} {given[name]}" for name in _CONTEXT.values() if name in given)
+        context = (f"--{name} {given[name]}" for name in _CONTEXT if name in given)
         return cls(
             dtype,
             int(block) if block.isdecimal() else BLOCK_SIZE,
@@ -82,7 +78,7 @@ class Asked:
 
 def refusals(
     fields: Fields | None, machine: Machine, pooled: bool = True, asked: Asked = Asked()
-) -> Iterator[Refusal]:
+) -> Iterator[ModelRefusal]:
     """Why the model cannot be served; ``pooled``: with a pool. ``fields``: of its ``config.json``,
     if that is known."""
     found = () if fields is None else _refusals(fields, machine, asked)
@@ -91,35 +87,37 @@ def refusals(
             yield refusal
 
 
-def _of_ranks(machine: Machine, asked: Asked) -> Iterator[Refusal]:
+def _of_ranks(machine: Machine, asked: Asked) -> Iterator[ModelRefusal]:
     if asked.context and machine.is_cpu:
         why = "its model runner does not support it"
         if asked.context.startswith("--decode"):
             why = "its attention does not return the softmax sums by which ranks merge their parts"
         reason = f"{asked.context}: vLLM 0.32 has no context parallelism on a CPU, where {why}"
-        yield Refusal(reason, "leave it out", needs_pool=False)
+        yield ModelRefusal(reason, "leave it out", needs_pool=False)
     elif asked.context:
-        yield Refusal(f"{asked.context}: {CONTEXT_PARALLEL}", "leave it out, or add --no-pool")
+        yield ModelRefusal(f"{asked.context}: {CONTEXT_PARALLEL}", "leave it out, or add --no-pool")
 
 
-def _refusals(fields: Fields, machine: Machine, asked: Asked) -> Iterator[Refusal]:
+def _refusals(fields: Fields, machine: Machine, asked: Asked) -> Iterator[ModelRefusal]:
     name, kv_cache_dtype = fields.architecture, asked.kv_cache_dtype
     if fields.is_encoder_decoder:
-        yield Refusal(
+        yield ModelRefusal(
             f"{name} is an encoder-decoder model: its decoder attends to an encoder's output, and "
             "vLLM supports no KV connector for such models",
             "serve it with --no-pool",
         )
     if fields.has("cross_attention_layers"):
-        yield Refusal(
+        yield ModelRefusal(
             f"{name} attends to images in layers of their own (cross-attention), and vLLM has no "
             "such model since 0.11",
             "serve one that reads images as tokens, such as Qwen2.5-VL or Gemma 3",
             needs_pool=False,
         )
-    others = {cache.kind for cache in _caches(fields)} - {Kind.FULL} if asked.retrieval else set()
+    others = (
+        {cache.kind for cache in _caches(fields)} - {CacheKind.FULL} if asked.retrieval else set()
+    )
     if others:
-        yield Refusal(
+        yield ModelRefusal(
             f"{name} has layers that keep a {' and a '.join(sorted(others))}, and retrieval "
             "attention is for models with full attention in every layer",
             "remove --retrieval",
@@ -128,20 +126,20 @@ def _refusals(fields: Fields, machine: Machine, asked: Asked) -> Iterator[Refusa
     if not machine.is_cpu:
         return
     if fields.has("index_topk"):
-        yield Refusal(
+        yield ModelRefusal(
             f"{name} chooses tokens by an indexer with a cache of its own (sparse attention, DSA), "
             "which vLLM does not run on a CPU",
             _NEEDS_GPU,
             needs_pool=False,
         )
     elif fields.has("kv_lora_rank") and "amx_tile" not in machine.features:
-        yield Refusal(
+        yield ModelRefusal(
             f"{name} has latent attention (MLA), for which vLLM turns prefix caching off on a CPU "
             "without AMX, and a pool works only on top of it",
             f"{_NEEDS_GPU} or a CPU with AMX, or with --no-pool",
         )
     if fields.model_type in _MAMBA1:
-        yield Refusal(
+        yield ModelRefusal(
             f"{name} has Mamba-1 layers, for whose prompts vLLM 0.32 has no kernel on a CPU",
             _NEEDS_GPU,
             needs_pool=False,
@@ -149,20 +147,20 @@ def _refusals(fields: Fields, machine: Machine, asked: Asked) -> Iterator[Refusa
     caches = _caches(fields) if any(map(fields.has, _MAMBA2)) else []
     block = chain_of(groups_of(caches, asked.block_tokens)).block_tokens if caches else 0
     if block and not 0 < asked.step_tokens <= block:
-        yield Refusal(
+        yield ModelRefusal(
             f"{name} has Mamba-2 layers: vLLM 0.32's kernel for a CPU ends in an error when a step "
             "of more than one block has to keep a state",
             f"add -- --max-num-batched-tokens {block} (one block)",
         )
     if kv_cache_dtype not in _CPU_KV:
-        yield Refusal(
+        yield ModelRefusal(
             f"--kv-cache-dtype {kv_cache_dtype}: vLLM's attention on a CPU keeps KV only in the "
             "model's dtype or in fp8",
             f"leave it out, or {_NEEDS_GPU}",
             needs_pool=False,
         )
     elif kv_cache_dtype.startswith("fp8") and _is_x86() and not machine.features & _CPU_FP8:
-        yield Refusal(
+        yield ModelRefusal(
             f"--kv-cache-dtype {kv_cache_dtype}: vLLM keeps KV in fp8 only on processors with "
             "AVX-512 or AMX, and this one has neither",
             "leave it out",
@@ -170,7 +168,7 @@ def _refusals(fields: Fields, machine: Machine, asked: Asked) -> Iterator[Refusa
         )
 
 
-def _caches(fields: Fields) -> list[Cache]:
+def _caches(fields: Fields) -> list[LayerCache]:
     """What the layers cache; nothing if that is not known."""
     try:
         return [cache for layer in read_layers(fields, "auto") for cache in layer.caches]
@@ -188,7 +186,7 @@ def check_served(spec: ServeSpec) -> None:
 
 
 @nicety("the check of the model's config.json")
-def _refusal(spec: ServeSpec, pooled: bool) -> Refusal | None:
+def _refusal(spec: ServeSpec, pooled: bool) -> ModelRefusal | None:
     return next(refusals(fields_of(spec.model), Machine.this(), pooled, Asked.of(spec)), None)
 
 

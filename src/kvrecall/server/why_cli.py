@@ -59,18 +59,18 @@ def why(
     try:
         reply = httpx.get(f"{url.rstrip('/')}/why/{name}", timeout=_TIMEOUT_S, headers=headers)
         answer = reply.json()
-        told = answer["error"] if reply.status_code != 200 else answer["requests"]
+        content = answer["error"] if reply.status_code != 200 else answer["requests"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         raise KvrecallError(
             f"no kvrecall server answers at {url}: {error}; name its address with --url"
         ) from error
     if reply.status_code != 200:
-        typer.echo(told, err=True)
+        typer.echo(content, err=True)
         raise typer.Exit(ExitStatus.FAILED)
     if as_json:
         typer.echo(json.dumps(answer))
         return
-    for request in told:
+    for request in content:
         split = ", ".join(f"{name} {tokens}" for name, tokens in request["split"].items() if tokens)
         typer.echo(f"{request['id']}: {request['prompt_tokens']} prompt tokens: {split or '-'}")
         typer.echo(f"  {request['why']}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import accumulate
 from typing import Annotated, Any, get_args
 
 import typer
-from rich.console import Console, JustifyMethod
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -25,8 +26,8 @@ from kvrecall.simulate.arguments import (
     store_of,
 )
 from kvrecall.simulate.fleet import WINDOW_S, FleetOutcome, Routing, replay_fleet
-from kvrecall.simulate.groups import parse_groups, replay_groups
-from kvrecall.simulate.replay import Outcome, TierSpec, clairvoyant_hits, replay
+from kvrecall.simulate.groups import BLOCKS, GroupSpec, parse_groups
+from kvrecall.simulate.replay import ReplayOutcome, TierSpec, clairvoyant_hits, replay
 from kvrecall.simulate.trace import Trace
 from kvrecall.simulate.workload import HINTS, MIXED, WORKLOAD_HOURS, WORKLOADS
 
@@ -129,78 +130,111 @@ def simulate(
     requests are spread over hosts in two ways: all of a session to one host, or each to any; what
     crosses the network to and from the store is reported. The last line is JSON.
     """
-    if workload:
-        with errors_shown():
-            trace = _workload_of(trace, workload)
-        if not (capacity or capacity_blocks or tiers):
-            capacity_blocks = "" if groups else str(WORKLOAD_BLOCKS)
-        policy = policy or ("" if hosts > 1 or store else ",".join(WORKLOAD_POLICIES))
-    policy = policy or DEFAULT_POLICY
-    if not trace:
-        raise typer.BadParameter("give TRACE, a file, or --workload NAME")
-    if hosts > 1 or store:
-        sized = (capacity, capacity_blocks, tiers)
-        _simulate_fleet(trace, hours, hosts, store, sized, block_bytes, policy, groups, as_json)
-        return
-    if groups:
-        _simulate_groups(
-            trace, hours, groups, (capacity, tiers, policy), capacity_blocks + block_bytes, as_json
-        )
-        return
     with errors_shown():
+        if workload and trace:
+            raise ConfigError(
+                f"--workload: {workload!r}, but {trace!r} is given as TRACE; give one"
+            )
+        if workload:
+            trace = SYNTHETIC + workload
+            if not (capacity or capacity_blocks or tiers or groups):
+                capacity_blocks = str(WORKLOAD_BLOCKS)
+            policy = policy or ("" if hosts > 1 or store else ",".join(WORKLOAD_POLICIES))
+        if not trace:
+            raise typer.BadParameter("give TRACE, a file, or --workload NAME")
+        policy = policy or DEFAULT_POLICY
+        names = POLICY_NAMES if policy == "all" else tuple(dict.fromkeys(policy.split(",")))
+        if (hosts > 1 or store) and (groups or len(names) > 1):
+            other = "--groups" if groups else f"--policy {policy}"
+            raise ConfigError(f"{other} does not go together with --hosts and --store")
+        if groups and (capacity_blocks or block_bytes):
+            raise ConfigError(
+                "--groups has sizes of its own: without --capacity-blocks, --block-bytes"
+            )
+        kinds = parse_groups(groups) if groups else BLOCKS
         size = block_size(block_bytes)
-        specs = parse_tiers(capacity, capacity_blocks, tiers, size)
-        names = _policies(policy)
+        specs = parse_tiers(capacity, capacity_blocks, tiers, 1 if groups else size)
+        _check_capacity(specs, kinds)
+        behind = store_of(store, size)
         for name in names:
             make_policy(name, specs[0].capacity)
         loaded = load_trace(trace, hints, hours)
-    rows = _run(loaded, specs, names, size)
-    if not as_json:
-        _print_table(rows, size)
-    typer.echo(json.dumps(_summary(rows, policy)))
+    if hosts > 1 or store:
+        line = _simulate_fleet(loaded, hosts, specs, behind, policy, size, not as_json)
+    else:
+        if groups:
+            rows = _replay_groups(loaded, specs, names, kinds)
+            show = _print_groups
+        else:
+            rows = _replay_blocks(loaded, specs, names, size)
+            show = partial(_print_blocks, block_bytes=size)
+        if not as_json:
+            show(rows)
+        line = _summary(rows, policy)
+    typer.echo(json.dumps(line))
+
+
+def _check_capacity(tiers: Sequence[TierSpec], groups: Sequence[GroupSpec]) -> None:
+    """Raises ConfigError unless each tier has room for a record of each group."""
+    smallest = sum(group.nbytes for group in groups)
+    for tier in tiers:
+        if tier.capacity < smallest:
+            raise ConfigError(
+                f"{tier.name}: {format_size(tier.capacity)} is less than a record of each group "
+                f"({format_size(smallest)})"
+            )
+
+
+def _print_table(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], caption: str
+) -> None:
+    console = Console()
+    padding = (0, 1) if console.width >= 100 or len(headings) < 10 else 0
+    table = Table(title=Text(title), caption=caption, padding=padding)
+    for heading in headings:
+        is_text = heading in ("policy", "tier", "sessions")
+        table.add_column(heading, justify="left" if is_text else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _amount(blocks: float, block_bytes: int) -> str:
+    """In bytes, if the size of a block is known."""
+    if block_bytes:
+        return format_size(int(blocks * block_bytes))
+    return format_count(blocks) if isinstance(blocks, int) else f"{blocks:,.1f}".removesuffix(".0")
 
 
 def _simulate_fleet(
-    trace: str,
-    hours: float | None,
+    trace: Trace,
     hosts: int,
-    store: str,
-    sized: tuple[str, str, str],
-    block_bytes: str,
+    tiers: Sequence[TierSpec],
+    store: TierSpec | None,
     policy: str,
-    groups: str,
-    as_json: bool,
-) -> None:
-    """The command for several hosts, or one with a store."""
-    with errors_shown():
-        if groups or policy == "all" or "," in policy:
-            other = "--groups" if groups else f"--policy {policy}"
-            raise ConfigError(f"{other} does not go together with --hosts and --store")
-        size = block_size(block_bytes)
-        specs = parse_tiers(*sized, size)
-        behind = store_of(store, size)
-        make_policy(policy, 1)
-        loaded = load_trace(trace, hours=hours)
-    routings = get_args(Routing)
-    with progress_bar("replaying", len(routings) * len(loaded.requests)) as advance:
-        outcomes = [
-            replay_fleet(loaded, hosts, specs, behind, routing, policy, advance)
+    block_bytes: int,
+    shown: bool,
+) -> Row:
+    """Replays for both ways to route; returns the line of JSON."""
+    routings: tuple[Routing, ...] = get_args(Routing)
+    with progress_bar("replaying", len(routings) * len(trace.requests)) as advance:
+        outcomes = {
+            routing: replay_fleet(trace, hosts, tiers, store, routing, policy, advance)
             for routing in routings
-        ]
-    rows = [_fleet_row(outcome, size) for outcome in outcomes]
-    if not as_json:
-        _print_fleet(loaded.name, hosts, outcomes, size)
-    first = outcomes[0]
-    line = {
-        "trace": loaded.name,
+        }
+    if shown:
+        _print_fleet(trace, hosts, outcomes, block_bytes)
+    first = outcomes[routings[0]]
+    line: Row = {
+        "trace": trace.name,
         "policy": policy,
         "hosts": hosts,
-        "requests": first.requests,
+        "requests": len(trace.requests),
         "sessions": first.sessions,
         "blocks": first.accesses,
         "seconds": round(first.seconds, 1),
     }
-    typer.echo(json.dumps(line | dict(zip(routings, rows, strict=True))))
+    return line | {name: _fleet_row(outcome, block_bytes) for name, outcome in outcomes.items()}
 
 
 def _fleet_row(outcome: FleetOutcome, block_bytes: int) -> Row:
@@ -221,195 +255,138 @@ def _fleet_row(outcome: FleetOutcome, block_bytes: int) -> Row:
     return row
 
 
-def _print_fleet(name: str, hosts: int, outcomes: Sequence[FleetOutcome], block_bytes: int) -> None:
-    def amount(blocks: float) -> str:
-        return (
-            format_size(int(blocks * block_bytes))
-            if block_bytes
-            else f"{blocks:,.1f}".removesuffix(".0")
-        )
-
-    first = outcomes[0]
-    title = f"{name}: {first.requests:,} requests of {first.sessions:,} sessions on {hosts:,} hosts"
-    table = Table(title=Text(title))
-    for heading in ("sessions", "tier", "capacity, all", "hits", "rate", "written", "evicted"):
-        left = heading in ("sessions", "tier")
-        table.add_column(heading, justify="left" if left else "right")
-    for outcome in outcomes:
-        label: str = outcome.routing
-        hits = 0
-        for tier in outcome.tiers:
-            hits += tier.hits
-            table.add_row(
-                label, tier.name, amount(tier.capacity), amount(tier.hits),
-                f"{hits / outcome.accesses:.4f}", amount(tier.writes), amount(tier.evictions),
-            )  # fmt: skip
-            label = ""
-    table.caption = (
-        "sticky: a session stays on one host; spread: each request goes to any\n"
-        "rate: share of blocks hit by the tier and those before it"
-    )
-    console = Console()
-    console.print(table)
-    network = Table(title="a second, on average and in the busiest minute, of all hosts")
-    for heading in ("sessions", "from the store", "at most", "to the store", "at most",
-                    "busiest host"):  # fmt: skip
-        network.add_column(heading, justify="left" if heading == "sessions" else "right")
-    for outcome in outcomes:
-        traffic, seconds = outcome.traffic, max(outcome.seconds, 1.0)
-        network.add_row(
-            outcome.routing,
-            amount(traffic.read / seconds),
-            amount(traffic.most_read / WINDOW_S),
-            amount(traffic.written / seconds),
-            amount(traffic.most_written / WINDOW_S),
-            f"{outcome.busiest:.2f} of the mean",
-        )
-    network.caption = f"in {'bytes' if block_bytes else 'blocks; --block-bytes gives bytes'}"
-    console.print(network)
-
-
-def _simulate_groups(
-    trace: str,
-    hours: float | None,
-    groups: str,
-    sized: tuple[str, str, str],
-    others: str,
-    as_json: bool,
+def _print_fleet(
+    trace: Trace, hosts: int, outcomes: Mapping[Routing, FleetOutcome], block_bytes: int
 ) -> None:
-    """The command for a model with several KV groups."""
-    capacity, tiers, policy = sized
-    with errors_shown():
-        if others:
-            raise ConfigError(
-                "--groups has sizes of its own: without --capacity-blocks, --block-bytes"
-            )
-        wanted = parse_groups(groups)
-        smallest = sum(group.nbytes for group in wanted)
-        specs = parse_tiers(capacity, "", tiers, 1)
-        for spec in specs:
-            if spec.capacity < smallest:
-                raise ConfigError(
-                    f"{spec.name}: {format_size(spec.capacity)} is less than a record of each "
-                    f"group ({format_size(smallest)})"
-                )
-        names = _policies(policy)
-        for name in names:
-            make_policy(name, 1)
-        loaded = load_trace(trace, hours=hours)
-    rooms = [(spec.name, spec.capacity) for spec in specs]
-    with progress_bar("replaying", (len(names) + 1) * len(loaded.requests)) as advance:
-        best = replay_groups(loaded, wanted, [("all", 1 << 62)], "lru", advance).hit_rate
-        outcomes = [replay_groups(loaded, wanted, rooms, name, advance) for name in names]
-    rows: list[Row] = [
+    def amounts(*blocks: float) -> list[str]:
+        return [_amount(each, block_bytes) for each in blocks]
+
+    tiers, network = [], []
+    for routing, outcome in outcomes.items():
+        label: str = routing
+        rates = accumulate(tier.read for tier in outcome.tiers)
+        for tier, hits in zip(outcome.tiers, rates, strict=True):
+            moved = amounts(tier.capacity, tier.read)
+            rate = f"{hits / outcome.accesses:.4f}"
+            tiers.append((label, tier.name, *moved, rate, *amounts(tier.written, tier.evicted)))
+            label = ""
+        traffic, seconds = outcome.traffic, max(outcome.seconds, 1.0)
+        crossed = amounts(
+            traffic.read / seconds, traffic.most_read / WINDOW_S,
+            traffic.written / seconds, traffic.most_written / WINDOW_S,
+        )  # fmt: skip
+        network.append((routing, *crossed, f"{outcome.busiest:.2f} of the mean"))
+    sessions = next(iter(outcomes.values())).sessions
+    _print_table(
+        f"{trace.name}: {len(trace.requests):,} requests of {sessions:,} sessions on {hosts:,} "
+        "hosts",
+        ("sessions", "tier", "capacity, all", "hits", "rate", "written", "evicted"),
+        tiers,
+        "sticky: a session stays on one host; spread: each request goes to any\n"
+        "rate: share of blocks hit by the tier and those before it",
+    )
+    _print_table(
+        "a second, on average and in the busiest minute, of all hosts",
+        ("sessions", "from the store", "at most", "to the store", "at most", "busiest host"),
+        network,
+        f"in {'bytes' if block_bytes else 'blocks; --block-bytes gives bytes'}",
+    )
+
+
+def _replay_groups(
+    trace: Trace, tiers: Sequence[TierSpec], policies: Sequence[str], groups: Sequence[GroupSpec]
+) -> list[Row]:
+    """A row of JSON for each policy."""
+    with progress_bar("replaying", (len(policies) + 1) * len(trace.requests)) as advance:
+        best = replay(trace, [TierSpec("all", 1 << 62)], "lru", advance, groups).hit_rate
+        outcomes = {name: replay(trace, tiers, name, advance, groups) for name in policies}
+    return [
         {
-            "policy": outcome.policy,
+            "policy": name,
             "hit_rate": round(outcome.hit_rate, 6),
             "unlimited": round(best, 6),
-            "trace": loaded.name,
-            "requests": outcome.requests,
+            "trace": trace.name,
+            "requests": len(trace.requests),
             "blocks": outcome.accesses,
             "hits": outcome.hits,
-            "groups": groups,
+            "groups": ",".join(map(str, groups)),
             "read_bytes": outcome.moved,
             "tiers": [asdict(tier) for tier in outcome.tiers],
         }
-        for outcome in outcomes
+        for name, outcome in outcomes.items()
     ]
-    if not as_json:
-        _print_groups(rows)
-    if len(names) == 1:
-        typer.echo(json.dumps(rows[0]))
-        return
-    first = max(rows, key=lambda row: float(row["hit_rate"]))
-    kept = {name: first[name] for name in ("hit_rate", "unlimited")}
-    typer.echo(json.dumps({"policy": policy, "best": first["policy"], **kept, "policies": rows}))
 
 
 def _print_groups(rows: Sequence[Row]) -> None:
     first = rows[0]
-    title = f"{first['trace']}: {first['requests']:,} requests, {first['blocks']:,} blocks"
-    table = Table(title=Text(title))
-    for heading in ("policy", "rate", "best", "tier", "capacity", "read", "written", "evicted",
-                    "bypassed"):  # fmt: skip
-        justify: JustifyMethod = "left" if heading in ("policy", "tier") else "right"
-        table.add_column(heading, justify=justify)
+    moved = ("capacity", "read", "written", "evicted", "bypassed")
+    shown = []
     for row in rows:
-        shown = (row["policy"], f"{row['hit_rate']:.4f}", f"{row['unlimited']:.4f}")
+        label = (row["policy"], f"{row['hit_rate']:.4f}", f"{row['unlimited']:.4f}")
         for tier in row["tiers"]:
-            amounts = ("capacity", "read", "written", "evicted", "bypassed")
-            table.add_row(*shown, tier["name"], *(format_size(tier[name]) for name in amounts))
-            shown = ("", "", "")
+            shown.append((*label, tier["name"], *(format_size(tier[name]) for name in moved)))
+            label = ("", "", "")
     of_each = ", ".join(f"{kind} {format_size(n)}" for kind, n in first["read_bytes"].items())
-    table.caption = (
+    _print_table(
+        f"{first['trace']}: {first['requests']:,} requests, {first['blocks']:,} blocks",
+        ("policy", "rate", "best", "tier", *moved),
+        shown,
         f"rate: share of the blocks that is hit by every group ({first['policy']} read {of_each});"
-        "\nbest: in a pool without limit"
+        "\nbest: in a pool without limit",
     )
-    Console().print(table)
 
 
-def _run(
-    trace: Trace, specs: Sequence[TierSpec], names: Sequence[str], block_bytes: int
+def _replay_blocks(
+    trace: Trace, tiers: Sequence[TierSpec], policies: Sequence[str], block_bytes: int
 ) -> list[Row]:
     """A row of JSON for each policy."""
-    rooms = accumulate(spec.capacity for spec in specs)
-    with progress_bar("replaying", (len(names) + len(specs)) * len(trace.requests)) as advance:
-        bounds = [clairvoyant_hits(trace, room, advance) / trace.blocks for room in rooms]
-        outcomes = [replay(trace, specs, name, advance) for name in names]
-    return [_row(trace, outcome, bounds, block_bytes) for outcome in outcomes]
+    capacities = accumulate(tier.capacity for tier in tiers)
+    parts = (len(policies) + len(tiers)) * len(trace.requests)
+    with progress_bar("replaying", parts) as advance:
+        bounds = [clairvoyant_hits(trace, each, advance) / trace.blocks for each in capacities]
+        outcomes = {name: replay(trace, tiers, name, advance) for name in policies}
+    return [_row(trace, name, found, bounds, block_bytes) for name, found in outcomes.items()]
 
 
-def _row(trace: Trace, outcome: Outcome, bounds: Sequence[float], block_bytes: int) -> Row:
+def _row(
+    trace: Trace, policy: str, outcome: ReplayOutcome, bounds: Sequence[float], block_bytes: int
+) -> Row:
     tiers = []
-    hits = 0
-    for tier, bound in zip(outcome.tiers, bounds, strict=True):
-        hits += tier.hits
+    read = accumulate(tier.read for tier in outcome.tiers)
+    for tier, hits, bound in zip(outcome.tiers, read, bounds, strict=True):
         row: Row = {
             "tier": tier.name,
             "capacity_blocks": tier.capacity,
-            "hits": tier.hits,
+            "hits": tier.read,
             "hit_rate_up_to_here": round(hits / outcome.accesses, 6),
             "clairvoyant_up_to_here": round(bound, 6),
-            "read_blocks": tier.hits,
-            "written_blocks": tier.writes,
-            "evicted_blocks": tier.evictions,
+            "read_blocks": tier.read,
+            "written_blocks": tier.written,
+            "evicted_blocks": tier.evicted,
             "bypassed_blocks": tier.bypassed,
         }
         if block_bytes:
-            row["capacity_bytes"] = tier.capacity * block_bytes
-            row["read_bytes"] = tier.hits * block_bytes
-            row["written_bytes"] = tier.writes * block_bytes
+            for name in ("capacity", "read", "written"):
+                row[f"{name}_bytes"] = row[f"{name}_blocks"] * block_bytes
         tiers.append(row)
+    tenants = {name: round(count.hit_rate, 6) for name, count in outcome.tenants.items()}
     return {
-        "policy": outcome.policy,
+        "policy": policy,
         "hit_rate": round(outcome.hit_rate, 6),
         "clairvoyant": round(bounds[-1], 6),
         "capacity_blocks": sum(tier.capacity for tier in outcome.tiers),
         "trace": trace.name,
-        "requests": outcome.requests,
+        "requests": len(trace.requests),
         "blocks": outcome.accesses,
         "hits": outcome.hits,
         "tiers": tiers,
         "hints": hints_of(outcome, bounds),
         "client_hints": asdict(outcome.client_hints),
-        "tenants": {name: round(count.hit_rate, 6) for name, count in outcome.tenants.items()}
-        if len(outcome.tenants) > 1
-        else {},
+        "tenants": tenants if len(tenants) > 1 else {},
     }
 
 
-def _workload_of(trace: str, workload: str) -> str:
-    """The name for ``load_trace``. Raises ConfigError if both are given."""
-    if trace:
-        raise ConfigError(f"--workload: {workload!r}, but {trace!r} is given as TRACE; give one")
-    return SYNTHETIC + workload
-
-
-def _policies(names: str) -> tuple[str, ...]:
-    return POLICY_NAMES if names == "all" else tuple(dict.fromkeys(names.split(",")))
-
-
-def hints_of(outcome: Outcome, bounds: Sequence[float]) -> list[str]:
+def hints_of(outcome: ReplayOutcome, bounds: Sequence[float]) -> list[str]:
     """Why a tier adds less than half a per cent to the tiers before it, and what to do. ``bounds``:
     the best possible hit rate of each tier together with those before it."""
     if not outcome.hits:
@@ -417,11 +394,11 @@ def hints_of(outcome: Outcome, bounds: Sequence[float]) -> list[str]:
         return [f"nothing is hit: {why if bounds[-1] else 'no block of the trace is used twice'}"]
     hints = []
     for place, tier in enumerate(outcome.tiers[1:], 1):
-        if tier.hits > _LITTLE * outcome.accesses:
+        if tier.read > _LITTLE * outcome.accesses:
             continue
         before = outcome.tiers[:place]
         names = " and ".join(each.name for each in before)
-        if not any(each.evictions for each in before):
+        if not any(each.evicted for each in before):
             why = f"{names} holds the whole trace without evicting a block"
         elif bounds[place] - bounds[place - 1] <= _LITTLE:
             why = f"with {names} alone the best possible is about the same"
@@ -429,58 +406,50 @@ def hints_of(outcome: Outcome, bounds: Sequence[float]) -> list[str]:
             why = f"it is no larger than {names}, whose blocks it holds too; try a larger one"
         else:
             why = "its blocks are evicted before they are used again; try a larger one"
-        hints.append(f"{tier.name} adds {'little' if tier.hits else 'nothing'}: {why}")
+        hints.append(f"{tier.name} adds {'little' if tier.read else 'nothing'}: {why}")
     return hints
 
 
-def _print_table(rows: Sequence[Row], block_bytes: int) -> None:
-    def amount(blocks: int) -> str:
-        return format_size(blocks * block_bytes) if block_bytes else format_count(blocks)
-
-    console = Console()
+def _print_blocks(rows: Sequence[Row], block_bytes: int) -> None:
     first = rows[0]
-    table = Table(
-        title=Text(f"{first['trace']}: {first['requests']:,} requests, {first['blocks']:,} blocks"),
-        padding=(0, 1) if console.width >= 100 else 0,
-    )
-    for heading in ("policy", "tier", "capacity", "hits", "rate", "best", "of it",
-                    "written", "evicted", "bypassed"):  # fmt: skip
-        justify: JustifyMethod = "left" if heading in ("policy", "tier") else "right"
-        table.add_column(heading, justify=justify)
-    for row in rows:
-        for tier in row["tiers"]:
-            rate, bound = tier["hit_rate_up_to_here"], tier["clairvoyant_up_to_here"]
-            moved = (tier[f"{name}_blocks"] for name in ("written", "evicted", "bypassed"))
-            table.add_row(
-                row["policy"], tier["tier"], amount(tier["capacity_blocks"]), amount(tier["hits"]),
-                f"{rate:.4f}", f"{bound:.4f}", f"{rate / bound:.0%}" if bound else "-",
-                *map(amount, moved),
-            )  # fmt: skip
+    shown = [
+        (
+            row["policy"], tier["tier"],
+            _amount(tier["capacity_blocks"], block_bytes), _amount(tier["hits"], block_bytes),
+            f"{tier['hit_rate_up_to_here']:.4f}", f"{bound:.4f}",
+            f"{tier['hit_rate_up_to_here'] / bound:.0%}" if bound else "-",
+            *(_amount(tier[f"{name}_blocks"], block_bytes)
+              for name in ("written", "evicted", "bypassed")),
+        )
+        for row in rows
+        for tier in row["tiers"]
+        for bound in (tier["clairvoyant_up_to_here"],)
+    ]  # fmt: skip
     unit = (
         f"bytes, at {format_size(block_bytes)} a block"
         if block_bytes
         else "blocks; --block-bytes SIZE gives bytes"
     )
     with_those = " by the tier and those before it" if len(first["tiers"]) > 1 else ""
-    table.caption = (
+    _print_table(
+        f"{first['trace']}: {first['requests']:,} requests, {first['blocks']:,} blocks",
+        ("policy", "tier", "capacity", "hits", "rate", "best", "of it",
+         "written", "evicted", "bypassed"),
+        shown,
         f"in {unit}\nrate: share of blocks hit{with_those}; best: upper bound of any policy "
-        "(clairvoyant)"
-    )
-    console.print(table)
+        "(clairvoyant)",
+    )  # fmt: skip
     for hint in dict.fromkeys(hint for row in rows for hint in row["hints"]):
-        console.print(f"hint: {hint}", highlight=False, markup=False)
+        Console().print(f"hint: {hint}", highlight=False, markup=False)
 
 
 def _summary(rows: Sequence[Row], policy: str) -> Row:
     if len(rows) == 1:
         return rows[0]
     best = max(rows, key=lambda row: float(row["hit_rate"]))
-    return {
-        "policy": policy,
-        "best": best["policy"],
-        "hit_rate": best["hit_rate"],
-        "clairvoyant": best["clairvoyant"],
-        "rates": {row["policy"]: row["hit_rate"] for row in rows}
-        | {"clairvoyant": best["clairvoyant"]},
-        "policies": list(rows),
-    }
+    line = {"policy": policy, "best": best["policy"]}
+    line |= {n: best[n] for n in ("hit_rate", "clairvoyant", "unlimited") if n in best}
+    if "clairvoyant" in best:
+        rates = {row["policy"]: row["hit_rate"] for row in rows}
+        line["rates"] = rates | {"clairvoyant": best["clairvoyant"]}
+    return line | {"policies": list(rows)}

@@ -9,8 +9,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvrecall.block import BlockKey
-from kvrecall.simulate.replay import Tier, TierCount, TierSpec
-from kvrecall.simulate.trace import Request, Trace
+from kvrecall.simulate.groups import BLOCKS
+from kvrecall.simulate.replay import (
+    BlockCount,
+    SimulatedPool,
+    SimulatedTier,
+    TierCount,
+    TierSpec,
+    tiers_of,
+)
+from kvrecall.simulate.trace import Trace, TraceRequest
 
 Routing = Literal["sticky", "spread"]
 """``sticky``: all requests of a session go to one host; ``spread``: each goes to any."""
@@ -22,7 +30,7 @@ WINDOW_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class StoreTraffic:
     """Blocks that cross the network between hosts and store: all, and the most in any minute."""
 
     read: int
@@ -31,28 +39,18 @@ class Traffic:
     most_written: int
 
 
-@dataclass(frozen=True, slots=True)
-class FleetOutcome:
+@dataclass(slots=True)
+class FleetOutcome(BlockCount):
     """Result of a replay. ``tiers``: sums over all hosts, then the store, if there is one.
     ``sessions`` as the trace shows them; ``busiest``: share of the blocks that the busiest host was
     asked for, times the hosts (1: all are asked for the same)."""
 
-    routing: Routing
-    requests: int
-    accesses: int
-    sessions: int
-    busiest: float
-    seconds: float
-    tiers: tuple[TierCount, ...]
-    traffic: Traffic
-
-    @property
-    def hits(self) -> int:
-        return sum(tier.hits for tier in self.tiers)
-
-    @property
-    def hit_rate(self) -> float:
-        return self.hits / self.accesses if self.accesses else 0.0
+    routing: Routing = "sticky"
+    sessions: int = 0
+    busiest: float = 0.0
+    seconds: float = 0.0
+    tiers: Sequence[TierCount] = ()
+    traffic: StoreTraffic = StoreTraffic(0, 0, 0, 0)
 
 
 def replay_fleet(
@@ -71,55 +69,38 @@ def replay_fleet(
     ``spread``, each request) goes to a host drawn at random, always the same draw for a trace.
     ``advance(1)`` is called for each request. Raises ConfigError as ``replay``.
     """
-    rooms = [[Tier(spec, policy, picky=spec is tiers[-1]) for spec in tiers] for _ in range(hosts)]
-    shared = None if store is None else Tier(store, STORE_POLICY, picky=False)
+    shared = [] if store is None else [SimulatedTier(store, STORE_POLICY, picky=False)]
+    network = TierCount("", 0) if store is None else shared[0].count
+    pools = [SimulatedPool([*tiers_of(tiers, policy), *shared], BLOCKS) for _ in range(hosts)]
     rng = random.Random(1)
     home: dict[int, int] = {}
-    asked = Counter[int]()
-    read, written = Counter[int](), Counter[int]()
-    accesses = sessions = 0
+    requested, read, written = Counter[int](), Counter[int](), Counter[int]()
+    outcome = FleetOutcome(routing=routing)
     for request, session in zip(trace.requests, sessions_of(trace.requests), strict=True):
         advance(1)
-        sessions = max(sessions, session + 1)
-        chain = request.chain
-        accesses += len(chain)
+        outcome.sessions = max(outcome.sessions, session + 1)
+        outcome.accesses += len(request.chain)
         host = rng.randrange(hosts)
         if routing == "sticky":
             host = home.setdefault(session, host)
-        asked[host] += len(chain)
-        mine = rooms[host] if shared is None else [*rooms[host], shared]
-        for key in chain:
-            room = next((room for room in mine if key in room.resident), None)
-            if room is None:
-                break
-            room.count.hits += 1
-            if room is shared:
-                read[int(request.now // WINDOW_S)] += 1
-        before = 0 if shared is None else shared.count.writes
-        for room in mine:
-            room.policy.access(chain, request.now)
-            room.fill(chain, request.now)
-        if shared is not None:
-            written[int(request.now // WINDOW_S)] += shared.count.writes - before
-    last = (shared.count,) if shared is not None else ()
-    return FleetOutcome(
-        routing,
-        len(trace.requests),
-        accesses,
-        sessions,
-        max(asked.values(), default=0) * hosts / accesses if accesses else 0.0,
-        trace.requests[-1].now - trace.requests[0].now,
-        (*(_sum([own[place].count for own in rooms]) for place in range(len(tiers))), *last),
-        Traffic(
-            read.total(),
-            written.total(),
-            max(read.values(), default=0),
-            max(written.values(), default=0),
-        ),
+        requested[host] += len(request.chain)
+        before = network.read, network.written
+        outcome.hits += pools[host].serve(request.chain, request.now)
+        window = int(request.now // WINDOW_S)
+        read[window] += network.read - before[0]
+        written[window] += network.written - before[1]
+    if outcome.accesses:
+        outcome.busiest = max(requested.values()) * hosts / outcome.accesses
+    outcome.seconds = trace.requests[-1].now - trace.requests[0].now
+    own = (_sum([pool.counts[place] for pool in pools]) for place in range(len(tiers)))
+    outcome.tiers = (*own, *(tier.count for tier in shared))
+    outcome.traffic = StoreTraffic(
+        network.read, network.written, max(read.values()), max(written.values())
     )
+    return outcome
 
 
-def sessions_of(requests: Sequence[Request]) -> Iterator[int]:
+def sessions_of(requests: Sequence[TraceRequest]) -> Iterator[int]:
     """The session of each request, numbered as they begin.
 
     Traces name none. A request continues the session whose last request it repeats to its last full
@@ -141,10 +122,8 @@ def sessions_of(requests: Sequence[Request]) -> Iterator[int]:
 
 def _sum(counts: Sequence[TierCount]) -> TierCount:
     """One tier of all hosts."""
-    total = TierCount(counts[0].name, sum(count.capacity for count in counts))
+    total = TierCount(counts[0].name, 0)
     for count in counts:
-        total.hits += count.hits
-        total.writes += count.writes
-        total.evictions += count.evictions
-        total.bypassed += count.bypassed
+        for name in ("capacity", "read", "written", "evicted", "bypassed"):
+            setattr(total, name, getattr(total, name) + getattr(count, name))
     return total

@@ -5,16 +5,20 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvrecall.block import BlockKey, Tenant
+from kvrecall.modelconfig import CacheKind
 from kvrecall.pool.eviction import KeyedPolicy, make_policy
-from kvrecall.pool.hints import HintCounts, HintRecord
+from kvrecall.pool.hints import Advice, HintCounts, HintRecord
+from kvrecall.simulate.groups import BLOCKS, GroupLayout, GroupRecord, GroupSpec
 from kvrecall.simulate.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """A tier of the replay: a name for people and its capacity in blocks."""
+    """A tier of the replay: a name for people and its capacity, in blocks or, of a model with
+    groups, in bytes."""
 
     name: str
     capacity: int
@@ -22,20 +26,20 @@ class TierSpec:
 
 @dataclass(slots=True)
 class TierCount:
-    """Counts of a tier, in blocks. ``hits`` are the blocks served from here (nearest tier first),
-    ``bypassed`` those that the policy did not admit."""
+    """A tier, and what went through it, in the units of its capacity. ``bypassed``: what the policy
+    did not admit, or had no room for."""
 
     name: str
     capacity: int
-    hits: int = 0
-    writes: int = 0
-    evictions: int = 0
+    read: int = 0
+    written: int = 0
+    evicted: int = 0
     bypassed: int = 0
 
 
 @dataclass(slots=True)
-class TenantCount:
-    """Blocks that a tenant's requests asked for, repeats included, and those that they hit."""
+class BlockCount:
+    """Blocks that requests asked for, repeats included, and those that they hit."""
 
     accesses: int = 0
     hits: int = 0
@@ -45,68 +49,126 @@ class TenantCount:
         return self.hits / self.accesses if self.accesses else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Result of a replay; ``accesses`` counts blocks, repeats included; ``client_hints``: the
-    hints of the clients, and what came of them; ``tenants``: their shares, by name."""
+@dataclass(slots=True)
+class ReplayOutcome(BlockCount):
+    """Result of a replay. ``moved``: what hits read, by kind of group, in the units of the tiers.
+    ``client_hints``: the hints of the clients, and what came of them; ``tenants``: their shares, by
+    name."""
 
-    policy: str
-    requests: int
-    accesses: int
-    tiers: tuple[TierCount, ...]
+    tiers: Sequence[TierCount] = ()
+    moved: Mapping[str, int] = field(default_factory=dict)
     client_hints: HintCounts = field(default_factory=HintCounts)
-    tenants: Mapping[Tenant, TenantCount] = field(default_factory=dict)
-
-    @property
-    def hits(self) -> int:
-        return sum(tier.hits for tier in self.tiers)
-
-    @property
-    def hit_rate(self) -> float:
-        return self.hits / self.accesses if self.accesses else 0.0
+    tenants: Mapping[Tenant, BlockCount] = field(default_factory=dict)
 
 
 PolicyMaker = Callable[[int], KeyedPolicy]
 """A policy that has no name, for a tier of so many blocks."""
 
 
-class Tier:
-    """Residents and counts of one tier. ``picky``: the policy may refuse new blocks."""
+class SimulatedTier:
+    """Residents and counts of one tier. ``picky``: the policy may refuse new blocks.
+    ``record``: the usual size of a record."""
 
-    def __init__(self, spec: TierSpec, policy: str | PolicyMaker, picky: bool) -> None:
-        if isinstance(policy, str):
-            self.policy = make_policy(policy, spec.capacity)
-        else:
-            self.policy = policy(spec.capacity)
-        self.picky = picky
-        self.resident: set[BlockKey] = set()
+    def __init__(
+        self, spec: TierSpec, policy: str | PolicyMaker, picky: bool, record: int = 1
+    ) -> None:
+        make = partial(make_policy, policy) if isinstance(policy, str) else policy
+        self.policy = make(spec.capacity // record)
+        self.resident: dict[BlockKey, int] = {}  # and its size
         self.count = TierCount(spec.name, spec.capacity)
+        self._picky = picky
+        self._used = 0
 
-    def fill(self, chain: Sequence[BlockKey], now: float) -> None:
-        """Stores the missing blocks of ``chain``, prefix first, as far as there is space. The
-        chain's own blocks are leased meanwhile: they are not evicted for each other."""
-        resident, policy, count = self.resident, self.policy, self.count
-        leased = frozenset(chain)
-        parent: BlockKey | None = None
-        for depth, key in enumerate(chain):
-            if key not in resident:
-                if len(resident) >= count.capacity:
-                    admitted = not self.picky or policy.admit(key, parent, depth, now)
-                    victims = (
-                        policy.victims(1, lambda block: block not in leased, now)
-                        if admitted
-                        else []
-                    )
-                    if not victims:
-                        count.bypassed += sum(1 for left in chain[depth:] if left not in resident)
-                        return
-                    policy.remove(victims[0])
-                    resident.remove(victims[0])
-                    count.evictions += 1
-                resident.add(key)
-                policy.insert(key, parent, depth, now)
-                count.writes += 1
-            parent = key
+    def fill(self, records: Sequence[GroupRecord], now: float) -> None:
+        """Stores the missing ones, each after its parent, as far as there is space. The records
+        are leased meanwhile: they are not evicted for each other."""
+        resident, count = self.resident, self.count
+        leased = frozenset(record.key for record in records)
+        refused: set[BlockKey | None] = set()
+        for record in records:
+            key, parent, depth, nbytes, hangs = record
+            if key in resident:
+                continue
+            if parent in refused or not self._make_room(record, leased, now):
+                refused.add(key)
+                count.bypassed += nbytes
+                continue
+            resident[key] = nbytes
+            self._used += nbytes
+            count.written += nbytes
+            self.policy.insert(key, parent, depth, now, hangs)
+
+    def _make_room(self, record: GroupRecord, leased: frozenset[BlockKey], now: float) -> bool:
+        key, parent, depth, nbytes, hangs = record
+        capacity, policy = self.count.capacity, self.policy
+        if self._used + nbytes <= capacity:
+            return True
+        if self._picky and not policy.admit(key, parent, depth, now, hangs):
+            return False
+        while self._used + nbytes > capacity:
+            victims = policy.victims(1, lambda block: block not in leased, now)
+            if not victims:
+                return False
+            policy.remove(victims[0])
+            freed = self.resident.pop(victims[0])
+            self._used -= freed
+            self.count.evicted += freed
+        return True
+
+
+def tiers_of(
+    specs: Sequence[TierSpec], policy: str | PolicyMaker, record: int = 1
+) -> list[SimulatedTier]:
+    """Empty tiers, of which the last one's policy may refuse blocks."""
+    return [SimulatedTier(spec, policy, spec is specs[-1], record) for spec in specs]
+
+
+class SimulatedPool:
+    """Tiers that one host sees, nearest first, and the model whose records they hold. ``moved``:
+    what hits read, by kind of group."""
+
+    def __init__(self, tiers: Sequence[SimulatedTier], groups: Sequence[GroupSpec]) -> None:
+        self._tiers = tiers
+        self._layout = GroupLayout(groups)
+        self.counts = [tier.count for tier in tiers]
+        self.moved = {str(group.kind): 0 for group in groups}
+
+    def serve(self, chain: Sequence[BlockKey], now: float, advice: Advice | None = None) -> int:
+        """Hits the longest boundary at which every group has the records that it needs, each from
+        the nearest tier that has it; then every tier sees the access and stores what it lacks of
+        what the request leaves (write-through down, promotion up). Returns the blocks hit."""
+        layout, holder = self._layout, self._holder
+        is_full = layout.chain.kind is CacheKind.FULL
+        reach = len(chain)
+        if is_full:
+            reach = next((n for n, key in enumerate(chain) if holder(key) is None), reach)
+        hit, used = reach, layout.beside(chain, reach)
+        while not (
+            all(holder(key) for _, key in reversed(used))
+            and (is_full or all(map(holder, layout.of_chain(chain, hit))))
+        ):
+            hit -= 1
+            used = layout.beside(chain, hit)
+        for group, key in (*((layout.chain, key) for key in layout.of_chain(chain, hit)), *used):
+            tier = holder(key)
+            assert tier is not None
+            tier.count.read += group.nbytes
+            self.moved[group.kind] += group.nbytes
+        hanging = [key for _, key in used]
+        if hit < reach:
+            hanging = list(dict.fromkeys((*hanging, *layout.missed(chain, hit, reach))))
+        ending = [key for _, key in layout.beside(chain, len(chain))]
+        records = list(layout.records(chain, hit))
+        for tier in self._tiers:
+            tier.policy.access(chain, now, hanging, ending, advice)
+            tier.fill(records, now)
+        return hit
+
+    def _holder(self, key: BlockKey) -> SimulatedTier | None:
+        for tier in self._tiers:
+            if key in tier.resident:
+                return tier
+        return None
 
 
 def replay(
@@ -114,42 +176,28 @@ def replay(
     tiers: Sequence[TierSpec],
     policy: str | PolicyMaker,
     advance: Callable[[int], None] = lambda _: None,
-) -> Outcome:
-    """Replays ``trace``, nearest tier first. Raises ConfigError for an unknown policy or a capacity
-    of 0.
-
-    Per request: the longest prefix of which every block lies in some tier is hit, each block from
-    the nearest tier that has it; every tier sees the access; then every tier stores what it lacks
-    of the chain (write-through down, promotion up). As in the pool, only the last tier's policy may
-    refuse blocks; the others pass blocks on and admit all.
-    ``advance(1)`` is called for each request (progress).
+    groups: Sequence[GroupSpec] = BLOCKS,
+) -> ReplayOutcome:
+    """Replays ``trace`` against tiers, nearest first, for a model whose layers form ``groups``, the
+    chain first; with ``groups`` only full blocks count. As in the pool, only the last tier's policy
+    may refuse blocks; the others pass blocks on and admit all. ``advance(1)`` is called for each
+    request (progress). Raises ConfigError for an unknown policy or a capacity of 0.
     """
-    rooms = [Tier(spec, policy, picky=spec is tiers[-1]) for spec in tiers]
-    tenants: dict[Tenant, TenantCount] = {}
+    pool = SimulatedPool(tiers_of(tiers, policy, groups[0].nbytes), groups)
+    outcome = ReplayOutcome(tiers=pool.counts, moved=pool.moved)
+    tenants: dict[Tenant, BlockCount] = {}
     hints = HintRecord()
     for request in trace.requests:
         advance(1)
-        chain = request.chain
-        count = tenants.setdefault(request.tenant, TenantCount())
-        count.accesses += len(chain)
-        for key in chain:
-            room = next((room for room in rooms if key in room.resident), None)
-            if room is None:
-                break
-            room.count.hits += 1
-            count.hits += 1
+        is_cut = request.is_partial and groups is not BLOCKS
+        chain = request.chain[:-1] if is_cut else request.chain
         advice = hints.used(chain, request.now, request.tenant, request.hint)
-        for room in rooms:
-            room.policy.access(chain, request.now, advice=advice)
-            room.fill(chain, request.now)
-    return Outcome(
-        rooms[0].policy.name,
-        len(trace.requests),
-        sum(count.accesses for count in tenants.values()),
-        tuple(room.count for room in rooms),
-        hints.counts,
-        tenants,
-    )
+        hits = pool.serve(chain, request.now, advice)
+        for count in (outcome, tenants.setdefault(request.tenant, BlockCount())):
+            count.accesses += len(chain)
+            count.hits += hits
+    outcome.client_hints, outcome.tenants = hints.counts, tenants
+    return outcome
 
 
 def clairvoyant_hits(

@@ -27,7 +27,7 @@ class TraceError(ConfigError):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """One request: its arrival in seconds and its blocks, prefix first.
 
     Equal keys mean equal blocks *and* equal prefixes (the ids of the format are chained).
@@ -47,7 +47,7 @@ class Trace:
     """Requests in order of arrival. Blocks have ``BLOCK_TOKENS`` tokens."""
 
     name: str
-    requests: tuple[Request, ...]
+    requests: tuple[TraceRequest, ...]
 
     @property
     def blocks(self) -> int:
@@ -80,7 +80,7 @@ def trace_of(
         hint = next((each for each in more if isinstance(each, Hint)), None)
         tenant = next((each for each in more if isinstance(each, str)), SHARED)
         chain = tuple(known[number] for number in ids)
-        rows.append(Request(now, chain, True in more, hint, Tenant(tenant)))
+        rows.append(TraceRequest(now, chain, True in more, hint, Tenant(tenant)))
     return Trace(name, tuple(rows))
 
 

@@ -1,4 +1,4 @@
-"""Synthetic workloads, and variants of a given trace, for evaluation outside of the tuning set.
+"""Synthetic workloads, for evaluation outside of the tuning set.
 
 Every workload is a function of a seed and gives the same trace each time. Blocks are 512 tokens;
 only full blocks appear (unlike Mooncake's traces, whose last id of a request may be partial).
@@ -9,14 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from kvrecall.block import BlockKey, Tenant
+from kvrecall.block import Tenant
 from kvrecall.errors import ConfigError
 from kvrecall.pool.hints import Hint
-from kvrecall.simulate.trace import BLOCK_TOKENS, Request, Trace, block_key, trace_of
+from kvrecall.simulate.trace import BLOCK_TOKENS, Trace, trace_of
 
 Row = (
     tuple[float, list[int]]
@@ -229,12 +228,12 @@ def agents(seed: int, hints: str = "none", sessions: int = 40) -> Iterator[Row]:
     for number in range(sessions):
         made.session(rng.uniform(0.0, 2700.0), number % len(kinds))
     for now, chain, hint, tenant in sorted(made.rows, key=lambda row: row[0]):
-        said = HINTS[kinds[tenant]](rng, hint)
+        given = HINTS[kinds[tenant]](rng, hint)
         if hints == MIXED:
             own = tenant * _ID_SPACE
-            yield now, [own + number for number in chain], said, Tenant(kinds[tenant])
+            yield now, [own + number for number in chain], given, Tenant(kinds[tenant])
         else:
-            yield now, chain, said
+            yield now, chain, given
 
 
 def _noisy(rng: random.Random, hint: Hint) -> Hint | None:
@@ -297,44 +296,3 @@ def make_workload(
         raise ConfigError(f"hints: {hints!r}, but clients of {name!r} give none; agents do")
     made = agents(seed, hints) if name == "agents" else WORKLOADS[name](seed)
     return trace_of(f"synthetic:{name}", (row for row in made if row[0] < hours * 3600.0))
-
-
-def silent(trace: Trace) -> Trace:
-    """The trace whose clients say nothing."""
-    return Trace(trace.name, tuple(replace(request, hint=None) for request in trace.requests))
-
-
-def part(trace: Trace, first: float, last: float) -> Trace:
-    """The requests between two shares of the trace's length, by count."""
-    count = len(trace.requests)
-    requests = trace.requests[int(first * count) : int(last * count)]
-    return Trace(f"{trace.name}[{first:g}:{last:g}]", requests)
-
-
-def thinned(trace: Trace, every: int) -> Trace:
-    """One session in ``every``. A session is known by the first of its blocks that less than one
-    request in fifty has: what comes before are prompts that sessions share."""
-    uses = Counter(key for request in trace.requests for key in request.chain)
-    common = len(trace.requests) / 50
-
-    def is_kept(request: Request) -> bool:
-        own = next((key for key in request.chain if uses[key] < common), request.chain[-1])
-        return random.Random(own).randrange(1 << 30) % every == 0
-
-    kept = (request for request in trace.requests if request.chain and is_kept(request))
-    return Trace(f"{trace.name}/{every}", tuple(kept))
-
-
-def doubled(trace: Trace, later: float) -> Trace:
-    """The trace laid over itself, ``later`` seconds apart: twice the load, nothing shared but
-    the first block of each request."""
-    twins: dict[BlockKey, BlockKey] = {}
-
-    def twin(request: Request) -> Request:
-        for key in request.chain[1:]:
-            twins.setdefault(key, block_key(-1 - len(twins)))
-        chain = request.chain[:1] + tuple(twins[key] for key in request.chain[1:])
-        return Request(request.now + later, chain, request.is_partial)
-
-    both = [*trace.requests, *map(twin, trace.requests)]
-    return Trace(f"{trace.name}x2", tuple(sorted(both, key=lambda request: request.now)))

@@ -103,8 +103,11 @@ class Engine:
         self._arena.close()
 
 
+Start = Callable[..., Engine]
+
+
 @contextmanager
-def engines(make: Callable[..., PoolClient], disk_path: Path) -> Iterator[Callable[..., Engine]]:
+def engines(make: Callable[..., PoolClient], disk_path: Path) -> Iterator[Start]:
     """Yields a function that starts a pool with room for ``blocks`` in the host, and an engine on
     it; closes them all. ``make``: as ``PoolContract.make``, with further arguments."""
     started: list[Engine] = []
@@ -135,15 +138,13 @@ class PoolContract:
         pool.drop(keys)
 
     @pytest.fixture
-    def start(self, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    def start(self, tmp_path: Path) -> Iterator[Start]:
         """See ``engines``."""
         with engines(self.make, tmp_path / "disk") as start:
             yield start
 
     @pytest.mark.parametrize("disk", [False, True])
-    def test_saved_chain_is_found_and_recalled(
-        self, start: Callable[..., Engine], disk: bool
-    ) -> None:
+    def test_saved_chain_is_found_and_recalled(self, start: Start, disk: bool) -> None:
         engine = start(disk=disk)
         keys = chain(NAMESPACE, 20)
         assert engine.pool.find(keys).blocks == 0
@@ -151,7 +152,7 @@ class PoolContract:
         assert engine.pool.find(keys).tiers == (TierName.HOST,) * 20
         assert engine.recall(keys) == (TierName.HOST,) * 20
 
-    def test_it_knows_why_a_block_is_missing(self, start: Callable[..., Engine]) -> None:
+    def test_it_knows_why_a_block_is_missing(self, start: Start) -> None:
         engine = start(blocks=8, disk=False)
         keys, others = chain(NAMESPACE, 4, "a"), chain(NAMESPACE, 8, "b")
         assert engine.why(keys[0]) == Absence(Presence.UNKNOWN)
@@ -177,20 +178,18 @@ class PoolContract:
         engine.save(keys[:1])
         assert engine.why(keys[0]).presence is Presence.HERE
 
-    def test_arena_can_be_used_to_the_last_slot(self, start: Callable[..., Engine]) -> None:
+    def test_arena_can_be_used_to_the_last_slot(self, start: Start) -> None:
         engine = start(blocks=64, disk=False)
         assert engine.save(chain(NAMESPACE, 64)) == {Verdict.RESERVED: 64}
         assert engine.pool.find(chain(NAMESPACE, 64)).blocks == 64
 
-    def test_slots_of_a_chain_are_adjacent_and_ascending(
-        self, start: Callable[..., Engine]
-    ) -> None:
+    def test_slots_of_a_chain_are_adjacent_and_ascending(self, start: Start) -> None:
         pool = start(disk=False).pool
         offsets = [answer.offset for answer in pool.reserve(chain(NAMESPACE, 30))]
         steps = [after - before for before, after in itertools.pairwise(offsets)]
         assert steps == [SLOT_BYTES] * 29
 
-    def test_finds_the_longest_prefix_only(self, start: Callable[..., Engine]) -> None:
+    def test_finds_the_longest_prefix_only(self, start: Start) -> None:
         engine = start()
         keys = chain(NAMESPACE, 10)
         engine.save(keys[:4])
@@ -200,9 +199,7 @@ class PoolContract:
         assert engine.pool.find(keys[6:]).blocks == 4
 
     @pytest.mark.parametrize("disk", [False, True])
-    def test_locates_single_blocks_with_gaps(
-        self, start: Callable[..., Engine], disk: bool
-    ) -> None:
+    def test_locates_single_blocks_with_gaps(self, start: Start, disk: bool) -> None:
         engine = start(disk=disk)
         keys = chain(NAMESPACE, 10)
         assert engine.pool.locate(keys).tiers == (None,) * 10
@@ -217,7 +214,7 @@ class PoolContract:
         assert engine.pool.locate([keys[2], keys[2], keys[0]]).tiers == (host, host, None)
         assert engine.pool.locate([]).tiers == ()
 
-    def test_locates_on_disk_and_in_the_host(self, start: Callable[..., Engine]) -> None:
+    def test_locates_on_disk_and_in_the_host(self, start: Start) -> None:
         engine = start()
         keys = chain(NAMESPACE, 9)
         engine.save(keys[::2])
@@ -229,7 +226,7 @@ class PoolContract:
         assert engine.recall(keys[2:3]) == (TierName.DISK,)
         assert engine.pool.locate(keys[:4]).tiers == (TierName.DISK, None, TierName.HOST, None)
 
-    def test_locating_is_no_use(self, start: Callable[..., Engine]) -> None:
+    def test_locating_is_no_use(self, start: Start) -> None:
         """It counts as a lookup, and leaves the order of eviction as it is."""
         engine = start(blocks=8, disk=False)
         old, new = chain(NAMESPACE, 4, "old"), chain(NAMESPACE, 4, "new")
@@ -242,7 +239,7 @@ class PoolContract:
         assert engine.pool.locate(old).blocks == 0
         assert engine.pool.locate(new).blocks == 4
 
-    def test_uncommitted_blocks_are_not_found(self, start: Callable[..., Engine]) -> None:
+    def test_uncommitted_blocks_are_not_found(self, start: Start) -> None:
         engine = start()
         keys = chain(NAMESPACE, 4)
         engine.pool.reserve(keys)
@@ -254,21 +251,21 @@ class PoolContract:
         engine.pool.commit(keys)
         assert engine.pool.find(keys).blocks == 0
 
-    def test_abandoned_slots_can_be_reserved_again(self, start: Callable[..., Engine]) -> None:
+    def test_abandoned_slots_can_be_reserved_again(self, start: Start) -> None:
         engine = start(blocks=8, disk=False)
         for _ in range(3):
             answers = engine.pool.reserve(chain(NAMESPACE, 8))
             assert {answer.verdict for answer in answers} == {Verdict.RESERVED}
             engine.pool.abandon(chain(NAMESPACE, 8))
 
-    def test_a_key_is_reserved_by_one_only(self, start: Callable[..., Engine]) -> None:
+    def test_a_key_is_reserved_by_one_only(self, start: Start) -> None:
         engine = start()
         keys = chain(NAMESPACE, 6)
         engine.pool.reserve(keys[:3])
         assert engine.save(keys) == {Verdict.PRESENT: 3, Verdict.RESERVED: 3}
         assert engine.save(keys) == {Verdict.PRESENT: 6}
 
-    def test_the_same_key_twice_in_one_call(self, start: Callable[..., Engine]) -> None:
+    def test_the_same_key_twice_in_one_call(self, start: Start) -> None:
         engine = start(blocks=8, disk=False)
         key = chain(NAMESPACE, 1)[0]
         answers = engine.pool.reserve([key, key])
@@ -278,7 +275,7 @@ class PoolContract:
         assert engine.recall([key, key]) == (TierName.HOST,) * 2
         assert engine.pool.stats().leases == 0
 
-    def test_leased_blocks_are_not_evicted(self, start: Callable[..., Engine]) -> None:
+    def test_leased_blocks_are_not_evicted(self, start: Start) -> None:
         engine = start(blocks=16, disk=False)
         keys = chain(NAMESPACE, 10)
         engine.save(keys)
@@ -292,15 +289,13 @@ class PoolContract:
         engine.pool.release(ticket)
         assert engine.save(chain(NAMESPACE, 16, "fourth")) == {Verdict.RESERVED: 16}
 
-    def test_reserved_blocks_are_not_evicted(self, start: Callable[..., Engine]) -> None:
+    def test_reserved_blocks_are_not_evicted(self, start: Start) -> None:
         engine = start(blocks=8, disk=False)
         engine.pool.reserve(chain(NAMESPACE, 6))
         assert engine.save(chain(NAMESPACE, 8, "b")) == {Verdict.RESERVED: 2, Verdict.REFUSED: 6}
         assert engine.pool.stats().refused == 6
 
-    def test_saving_a_suffix_does_not_evict_its_own_prefix(
-        self, start: Callable[..., Engine]
-    ) -> None:
+    def test_saving_a_suffix_does_not_evict_its_own_prefix(self, start: Start) -> None:
         engine = start(blocks=8, disk=False)
         keys = chain(NAMESPACE, 12)
         engine.save(keys[:6])
@@ -308,7 +303,7 @@ class PoolContract:
         assert engine.save(keys) == {Verdict.PRESENT: 6, Verdict.RESERVED: 2, Verdict.REFUSED: 4}
         assert engine.pool.find(keys).blocks == 8
 
-    def test_hints_are_recorded(self, start: Callable[..., Engine]) -> None:
+    def test_hints_are_recorded(self, start: Start) -> None:
         engine = start(blocks=16, disk=False)
         keys = chain(NAMESPACE, 4, "hinted")
         engine.save(keys)
@@ -319,7 +314,7 @@ class PoolContract:
         assert (stats.hints, stats.hints_believed) == (1, 0)
         assert (stats.hints_true, stats.hints_false) == (1, 0)
 
-    def test_suffixes_leave_before_prefixes(self, start: Callable[..., Engine]) -> None:
+    def test_suffixes_leave_before_prefixes(self, start: Start) -> None:
         engine = start(blocks=16, disk=False)
         old, new = chain(NAMESPACE, 12, "old"), chain(NAMESPACE, 8, "new")
         engine.save(old)
@@ -328,7 +323,7 @@ class PoolContract:
         engine.save(new)
         assert engine.pool.find(old).blocks == 8
 
-    def test_what_hangs_on_a_chain_leaves_before_it(self, start: Callable[..., Engine]) -> None:
+    def test_what_hangs_on_a_chain_leaves_before_it(self, start: Start) -> None:
         engine = start(blocks=16, disk=False)
         pool, windows = engine.pool, namespace("windows")
         pool.register(windows, BLOCK_BYTES)
@@ -344,9 +339,7 @@ class PoolContract:
         assert pool.find(keys).blocks == 6
         pool.touch([], hanging)
 
-    def test_a_block_is_not_evicted_for_what_hangs_on_it(
-        self, start: Callable[..., Engine]
-    ) -> None:
+    def test_a_block_is_not_evicted_for_what_hangs_on_it(self, start: Start) -> None:
         engine = start(blocks=8, disk=False)
         windows = namespace("windows")
         engine.pool.register(windows, BLOCK_BYTES)
@@ -357,7 +350,7 @@ class PoolContract:
         assert engine.pool.find(keys).blocks == 8
         assert engine.pool.stats().leases == 0
 
-    def test_the_chains_of_many_sequences_take_one_call(self, start: Callable[..., Engine]) -> None:
+    def test_the_chains_of_many_sequences_take_one_call(self, start: Start) -> None:
         """Each is answered as if it had been reserved alone, the first ones first."""
         engine = start(blocks=8, disk=False)
         one, two, three = (chain(NAMESPACE, 4, name) for name in ("one", "two", "three"))
@@ -386,9 +379,7 @@ class PoolContract:
         engine.save(chain(NAMESPACE, 1, "other"))
         assert engine.pool.find(two).blocks == 3, "a chain leaves from its end"
 
-    def test_a_tail_takes_free_room_only_and_leaves_first(
-        self, start: Callable[..., Engine]
-    ) -> None:
+    def test_a_tail_takes_free_room_only_and_leaves_first(self, start: Start) -> None:
         engine = start(blocks=8, disk=False)
         keys, other = chain(NAMESPACE, 6), chain(NAMESPACE, 2, "other")
         old, used = (NAMESPACE.tail_key(key[NAMESPACE_BYTES:]) for key in keys[:2])
@@ -409,7 +400,7 @@ class PoolContract:
         assert engine.save([late], parents=[keys[4]]) == {Verdict.REFUSED: 1}
         assert engine.pool.locate([*keys, *other]).blocks == 8
 
-    def test_parents_are_those_of_a_chain_or_one_each(self, start: Callable[..., Engine]) -> None:
+    def test_parents_are_those_of_a_chain_or_one_each(self, start: Start) -> None:
         pool = start(disk=False).pool
         keys = chain(NAMESPACE, 3)
         for call in (pool.reserve, lambda *more, **given: pool.acquire(more[0], 1.0, **given)):
@@ -420,7 +411,7 @@ class PoolContract:
         assert pool.stats().reserved == 0
         assert pool.locate(keys).blocks == 0
 
-    def test_hanging_blocks_come_back_from_the_disk(self, start: Callable[..., Engine]) -> None:
+    def test_hanging_blocks_come_back_from_the_disk(self, start: Start) -> None:
         engine = start()
         keys, windows = chain(NAMESPACE, 6), namespace("windows")
         engine.pool.register(windows, BLOCK_BYTES)
@@ -436,7 +427,7 @@ class PoolContract:
         host = TierName.HOST
         assert engine.pool.locate(hanging).tiers == (TierName.DISK, host, host)
 
-    def test_poll_of_an_unknown_ticket_is_a_bug(self, start: Callable[..., Engine]) -> None:
+    def test_poll_of_an_unknown_ticket_is_a_bug(self, start: Start) -> None:
         engine = start(disk=False)
         ticket = engine.pool.acquire([], 1.0)
         assert engine.wait(ticket).offsets == ()
@@ -444,7 +435,7 @@ class PoolContract:
         with pytest.raises(KeyError):
             engine.pool.poll(ticket)
 
-    def test_register_refuses_what_cannot_be(self, start: Callable[..., Engine]) -> None:
+    def test_register_refuses_what_cannot_be(self, start: Start) -> None:
         engine = start(blocks=4, disk=False)
         with pytest.raises(ConfigError, match="cannot hold one block"):
             engine.pool.register(namespace("huge"), 5 * SLOT_BYTES)
@@ -453,7 +444,7 @@ class PoolContract:
         with pytest.raises(ConfigError, match="more than 0"):
             engine.pool.register(namespace("none"), 0)
 
-    def test_unregistered_namespace(self, start: Callable[..., Engine]) -> None:
+    def test_unregistered_namespace(self, start: Start) -> None:
         engine = start(blocks=4, disk=False)
         strange = chain(namespace("strange"), 2)
         assert engine.pool.find(strange).blocks == 0
@@ -461,7 +452,7 @@ class PoolContract:
         with pytest.raises(KeyError):
             engine.pool.reserve(strange)
 
-    def test_flush_makes_durable_and_a_new_pool_finds(self, start: Callable[..., Engine]) -> None:
+    def test_flush_makes_durable_and_a_new_pool_finds(self, start: Start) -> None:
         engine = start()
         keys = chain(NAMESPACE, 30)
         engine.save(keys)
@@ -474,20 +465,18 @@ class PoolContract:
         assert engine.recall(keys) == (TierName.DISK,) * 30
         assert engine.recall(keys) == (TierName.HOST,) * 30
 
-    def test_flush_without_a_disk_is_true_at_once(self, start: Callable[..., Engine]) -> None:
+    def test_flush_without_a_disk_is_true_at_once(self, start: Start) -> None:
         engine = start(disk=False)
         assert engine.pool.flush(chain(NAMESPACE, 3), 0.0)
 
-    def test_flush_of_blocks_the_pool_never_got_is_false(
-        self, start: Callable[..., Engine]
-    ) -> None:
+    def test_flush_of_blocks_the_pool_never_got_is_false(self, start: Start) -> None:
         engine = start()
         keys = chain(NAMESPACE, 3)
         engine.save(keys[:2])
         assert not engine.pool.flush(keys, 5.0)
         assert engine.pool.flush(keys[:2], 60.0)
 
-    def test_evicted_from_the_host_is_kept_on_disk(self, start: Callable[..., Engine]) -> None:
+    def test_evicted_from_the_host_is_kept_on_disk(self, start: Start) -> None:
         engine = start(blocks=16)
         keys = chain(NAMESPACE, 12)
         engine.save(keys)
@@ -499,7 +488,7 @@ class PoolContract:
         assert TierName.DISK in engine.pool.find(keys).tiers
         assert TierName.DISK in engine.recall(keys)
 
-    def test_recall_of_more_than_fits_is_cut(self, start: Callable[..., Engine]) -> None:
+    def test_recall_of_more_than_fits_is_cut(self, start: Start) -> None:
         engine = start(blocks=16)
         keys = chain(NAMESPACE, 32)
         for part in (keys[:8], keys[8:16], keys[16:24], keys[24:]):
@@ -510,7 +499,7 @@ class PoolContract:
         assert 8 <= len(tiers) <= 16
         assert engine.pool.stats().leases == 0
 
-    def test_two_recalls_share_one_load(self, start: Callable[..., Engine]) -> None:
+    def test_two_recalls_share_one_load(self, start: Start) -> None:
         engine = start()
         keys = chain(NAMESPACE, 10)
         engine.save(keys)
@@ -528,7 +517,7 @@ class PoolContract:
         assert disk.reads == 10
         assert engine.pool.stats().leases == 0
 
-    def test_release_before_ready_leaves_nothing(self, start: Callable[..., Engine]) -> None:
+    def test_release_before_ready_leaves_nothing(self, start: Start) -> None:
         engine = start()
         keys = chain(NAMESPACE, 10)
         engine.save(keys)
@@ -544,9 +533,7 @@ class PoolContract:
         assert engine.pool.flush(other[:8], 60.0)
 
     @pytest.mark.parametrize("disk", [False, True])
-    def test_clear_drops_all_that_is_not_leased(
-        self, start: Callable[..., Engine], disk: bool
-    ) -> None:
+    def test_clear_drops_all_that_is_not_leased(self, start: Start, disk: bool) -> None:
         engine = start(disk=disk)
         keys = chain(NAMESPACE, 20)
         engine.save(keys)
@@ -564,7 +551,7 @@ class PoolContract:
         assert engine.pool.flush(keys, 60.0)
 
     @pytest.mark.parametrize("disk", [False, True])
-    def test_drop_of_some_blocks(self, start: Callable[..., Engine], disk: bool) -> None:
+    def test_drop_of_some_blocks(self, start: Start, disk: bool) -> None:
         engine = start(disk=disk)
         keys = chain(NAMESPACE, 10)
         engine.save(keys)
@@ -575,9 +562,7 @@ class PoolContract:
         assert engine.save(keys) == {Verdict.PRESENT: 8, Verdict.RESERVED: 2}
         assert engine.recall(keys) == (TierName.HOST,) * 10
 
-    def test_namespaces_of_other_block_sizes_share_the_arena(
-        self, start: Callable[..., Engine]
-    ) -> None:
+    def test_namespaces_of_other_block_sizes_share_the_arena(self, start: Start) -> None:
         engine = start(blocks=64, disk=False)
         small, large = namespace("small"), namespace("large")
         engine.pool.register(small, 1000)
@@ -596,9 +581,7 @@ class PoolContract:
         little.close()
         big.close()
 
-    def test_room_with_slots_being_filled_is_not_taken_over(
-        self, start: Callable[..., Engine]
-    ) -> None:
+    def test_room_with_slots_being_filled_is_not_taken_over(self, start: Start) -> None:
         engine = start(blocks=256, disk=False)
         small = namespace("small")
         engine.pool.register(small, 1000)
@@ -614,7 +597,7 @@ class PoolContract:
         assert engine.recall(keys[128:]) == (TierName.HOST,) * 128
         little.close()
 
-    def test_counts_lookups_and_hits(self, start: Callable[..., Engine]) -> None:
+    def test_counts_lookups_and_hits(self, start: Start) -> None:
         engine = start(disk=False)
         keys = chain(NAMESPACE, 10)
         engine.save(keys[:4])
@@ -624,7 +607,7 @@ class PoolContract:
         assert stats.tiers[0].blocks == 4
         assert stats.tiers[0].used_bytes == 4 * SLOT_BYTES
 
-    def test_close_is_idempotent_and_ends_everything(self, start: Callable[..., Engine]) -> None:
+    def test_close_is_idempotent_and_ends_everything(self, start: Start) -> None:
         engine = start()
         keys = chain(NAMESPACE, 4)
         engine.save(keys)

@@ -65,14 +65,7 @@ class Bench:
     def get_among(self, keys: list[BlockKey]) -> list[Outcome]:
         """As ``get``, ignoring completions of other operations."""
         self.submit_get(keys)
-        done: dict[BlockKey, Outcome] = {}
-
-        def complete() -> bool:
-            done.update({item.key: item.outcome for item in self.tier.poll(0.01)})
-            return done.keys() >= set(keys)
-
-        wait_until(complete)
-        return [done[key] for key in keys]
+        return self.collect(keys, among=True)
 
     def holds(self, keys: list[BlockKey]) -> bool:
         """Whether the first slots hold the right bytes of ``keys``."""
@@ -81,15 +74,16 @@ class Bench:
             for n, key in enumerate(keys)
         )
 
-    def collect(self, keys: list[BlockKey]) -> list[Outcome]:
-        """Waits for a completion of each of ``keys``; returns the outcomes in that order."""
+    def collect(self, keys: list[BlockKey], among: bool = False) -> list[Outcome]:
+        """Waits for a completion of each of ``keys``; returns the outcomes in that order.
+        ``among``: others may complete, too."""
         done: dict[BlockKey, Outcome] = {}
 
         def complete() -> bool:
             for item in self.tier.poll(0.01):
-                assert item.key not in done
+                assert among or item.key not in done
                 done[item.key] = item.outcome
-            return len(done) == len(keys)
+            return done.keys() >= set(keys) if among else len(done) == len(keys)
 
         wait_until(complete)
         return [done[key] for key in keys]

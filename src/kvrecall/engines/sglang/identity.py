@@ -82,8 +82,8 @@ def page_of(host_pool: Any) -> dict[str, str]:
     device's is that of the values."""
     device_pool = getattr(host_pool, "device_pool", None)
     names = {"layout": host_pool, "dtype": host_pool, "page_size": host_pool}
-    told = {name: str(getattr(owner, name, "")) for name, owner in names.items()}
-    return told | {"device_dtype": str(getattr(device_pool, "dtype", ""))}
+    layout = {name: str(getattr(owner, name, "")) for name, owner in names.items()}
+    return layout | {"device_dtype": str(getattr(device_pool, "dtype", ""))}
 
 
 def read_settings(

@@ -20,14 +20,14 @@ _POLL_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class HiCachePage:
     """A page and the pieces of host memory that hold or receive it, in order."""
 
     key: BlockKey
     pieces: tuple[memoryview, ...]
 
 
-class Pages:
+class HiCachePages:
     """A pool, for a caller that waits. One call at a time; others wait their turn."""
 
     def __init__(self, settings: RecallSettings) -> None:
@@ -58,7 +58,7 @@ class Pages:
                     return found.blocks
                 time.sleep(_POLL_S)
 
-    def put(self, pages: Sequence[Page], parent: BlockKey | None = None) -> list[bool]:
+    def put(self, pages: Sequence[HiCachePage], parent: BlockKey | None = None) -> list[bool]:
         """Stores a chain of pages; returns which of them are in the pool now."""
         keys = [page.key for page in pages]
         with self._lock:
@@ -82,7 +82,7 @@ class Pages:
                 self._pool.abandon([key for key in reserved if key not in filled])
             return [answer.verdict is not Verdict.REFUSED for answer in answers]
 
-    def get(self, pages: Sequence[Page], parent: BlockKey | None = None) -> list[bool]:
+    def get(self, pages: Sequence[HiCachePage], parent: BlockKey | None = None) -> list[bool]:
         """Fills pages; returns which of them were found. Missing pages are skipped."""
         found = [False] * len(pages)
         begin = 0
@@ -106,7 +106,7 @@ class Pages:
 
     # -- under the lock --------------------------------------------------------------------
 
-    def _get(self, pages: Sequence[Page], parent: BlockKey | None) -> int:
+    def _get(self, pages: Sequence[HiCachePage], parent: BlockKey | None) -> int:
         """Fills pages up to the first missing one; returns their number."""
         arena = self._current()
         if arena is None:
@@ -152,13 +152,13 @@ class Pages:
         self._arena = self._handle = None
 
 
-def _gather(page: Page, arena: Arena, offset: int) -> None:
+def _gather(page: HiCachePage, arena: Arena, offset: int) -> None:
     for piece in page.pieces:
         arena.view(offset, piece.nbytes)[:] = piece
         offset += piece.nbytes
 
 
-def _scatter(page: Page, arena: Arena, offset: int) -> None:
+def _scatter(page: HiCachePage, arena: Arena, offset: int) -> None:
     for piece in page.pieces:
         piece[:] = arena.view(offset, piece.nbytes)
         offset += piece.nbytes

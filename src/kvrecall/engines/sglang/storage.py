@@ -39,7 +39,7 @@ from kvrecall.engines.sglang.identity import (
     read_settings,
     settings_of,
 )
-from kvrecall.engines.sglang.pages import Page, Pages
+from kvrecall.engines.sglang.pages import HiCachePage, HiCachePages
 
 _FLAT = "flat"  # one tensor, as the host pool flattens a page
 _PIECES = "pieces"  # the pieces of the host pool's buffers, in its order
@@ -67,7 +67,7 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
         self._namespaces: dict[tuple[str, int, str], Namespace] = {}
         self._sizes: dict[str, int] = {}  # of the pages of a pool by its name, once known
         self.registered_pools: dict[str, Any] = {}
-        self._pages = Pages(settings)
+        self._pages = HiCachePages(settings)
 
     # -- the engine's memory ---------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _by_pieces(
         self, keys: Sequence[str], host_indices: torch.Tensor
-    ) -> tuple[Namespace, list[Page]]:
+    ) -> tuple[Namespace, list[HiCachePage]]:
         pointers, sizes = self.mem_pool_host.get_page_buffer_meta(host_indices)
         each, rest = divmod(len(pointers), len(keys))
         if rest or not each:
@@ -166,7 +166,7 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
         nbytes = self._sizes["kv"] = sum(sizes[:each])
         namespace = self._namespace("kv", nbytes, _PIECES)
         return namespace, [
-            Page(key_of(namespace, key), tuple(pieces[n * each : (n + 1) * each]))
+            HiCachePage(key_of(namespace, key), tuple(pieces[n * each : (n + 1) * each]))
             for n, key in enumerate(keys)
         ]
 
@@ -275,10 +275,7 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
         if not keys:
             return []
         whole = [target.contiguous() for target in into]
-        namespace = self._namespace(pool, _nbytes(whole[0]), _FLAT)
-        found = self._pages.get(
-            [Page(key_of(namespace, k), (_bytes(t),)) for k, t in zip(keys, whole, strict=True)]
-        )
+        found = self._pages.get(self._flat(pool, keys, whole))
         for target, filled, is_there in zip(into, whole, found, strict=True):
             if is_there and filled is not target:
                 target.copy_(filled)
@@ -290,10 +287,14 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
         if not keys:
             return []
         whole = [value.contiguous() for value in values]
+        return self._pages.put(self._flat(pool, keys, whole))
+
+    def _flat(
+        self, pool: str, keys: Sequence[str], whole: Sequence[torch.Tensor]
+    ) -> list[HiCachePage]:
         namespace = self._namespace(pool, _nbytes(whole[0]), _FLAT)
-        return self._pages.put(
-            [Page(key_of(namespace, k), (_bytes(v),)) for k, v in zip(keys, whole, strict=True)]
-        )
+        pairs = zip(keys, whole, strict=True)
+        return [HiCachePage(key_of(namespace, key), (_bytes(data),)) for key, data in pairs]
 
     def _namespace(self, pool: str, nbytes: int, form: str) -> Namespace:
         kind = pool, nbytes, form

@@ -60,7 +60,7 @@ def doubt_of(config: RemoteConfig) -> str:
     nothing is known against it. Raises ConfigError."""
     if config.kind != "mooncake":
         return ""
-    from kvrecall.pool.remote.mooncake import MooncakeSettings  # which needs this module
+    from kvrecall.pool.remote.mooncake import MooncakeSettings  # only if it is used
 
     return MooncakeSettings.of(config.options).doubt
 
@@ -128,7 +128,7 @@ def store_name(config: RemoteConfig) -> str:
     options = {k: v for k, v in config.options.items() if k != "allow_plaintext"}
     where: object = sorted((name, repr(value)) for name, value in options.items())
     if config.kind == "mooncake":
-        from kvrecall.pool.remote.mooncake import MooncakeSettings  # which needs this module
+        from kvrecall.pool.remote.mooncake import MooncakeSettings  # only if it is used
 
         host, port = MooncakeSettings.of(options).master
         where = [socket.gethostname() if is_loopback(host) else host, port]

@@ -22,7 +22,6 @@ from kvrecall.pool.arena import available_memory
 from kvrecall.pool.lockfile import LockHeld, leads_to, lock_path
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.peers import credentials, mappers_of
-from kvrecall.pool.service.publisher import EventPublisher
 from kvrecall.pool.service.server import Patience, Server
 
 _LOG = logging.getLogger(__name__)
@@ -163,11 +162,11 @@ def serve(
     config: PoolConfig,
     path: Path,
     on_ready: Callable[[], None],
-    events: tuple[str, int, str] | None = None,
+    publish: Callable[[Pool], Callable[[], None]] | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then stores queued blocks for at most ``FLUSH_S`` seconds.
-    ``events``: host and port at which KV events are published, and their topic. Raises ConfigError
-    or TierError, with nothing left behind, if it cannot start."""
+    ``publish``: starts a publisher of the pool's changes, and returns its ``close``. Raises
+    ConfigError or TierError, with nothing left behind, if it cannot start."""
     lock = SocketLock(path)
     try:
         with listening(path) as listener, contextlib.ExitStack() as stack:
@@ -175,8 +174,8 @@ def serve(
             pool = Pool.open(config)
             stack.callback(pool.close, FLUSH_S)
             lock.note_arena(pool.arena_handle().inode)
-            if events is not None:
-                stack.callback(EventPublisher(pool, *events).close)
+            if publish is not None:
+                stack.callback(publish(pool))
             server = Server(pool, listener, config)
             _tune()
             for number in (signal.SIGTERM, signal.SIGINT):

@@ -295,7 +295,7 @@ class Link:
                 self._changed.notify_all()
 
     def _sort(self, reply: p.Reply) -> None:
-        if isinstance(reply, p.Refusal):
+        if isinstance(reply, p.Rejection):
             self.fail(reply.reason)
             return
         number = 0 if isinstance(reply, p.Welcome) else reply.number

@@ -3,7 +3,7 @@
 A frame is a little-endian 32-bit length and that many bytes: one message, an array whose first
 element is its tag. KV bytes never travel here; they stay in the arena, which both sides map.
 
-A client sends ``Hello`` first, and the service answers ``Welcome`` or ``Refusal``. Each request
+A client sends ``Hello`` first, and the service answers ``Welcome`` or ``Rejection``. Each request
 with a ``number`` gets a reply of the same number, in any order; all others have no reply. The
 service processes the requests of a connection in order.
 
@@ -247,13 +247,13 @@ class Welcome(Message, frozen=True, tag=64):
     arena: ArenaHandle
 
 
-class Refusal(Message, frozen=True, tag=65):
+class Rejection(Message, frozen=True, tag=65):
     """The connection ends, for this reason."""
 
     reason: Text
 
 
-class Done(Message, frozen=True, tag=66):
+class Acknowledged(Message, frozen=True, tag=66):
     number: Number
 
 
@@ -325,8 +325,8 @@ class Administered(Message, frozen=True, tag=77):
 
 Reply = (
     Welcome
-    | Refusal
-    | Done
+    | Rejection
+    | Acknowledged
     | Trouble
     | FoundReply
     | LocatedReply

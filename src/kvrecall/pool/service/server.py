@@ -28,8 +28,7 @@ from kvrecall.errors import ConfigError
 from kvrecall.pool.arena import take_seat
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
-from kvrecall.pool.service.admin import Drop, command_of
-from kvrecall.pool.service.inventory import ClientView, Inventory, Overview, Query
+from kvrecall.pool.service.admin import ClientView, Drop, Inventory, Overview, Query, command_of
 from kvrecall.pool.service.peers import Peer, credentials
 from kvrecall.pool.service.sessions import Reaper, Registered, Session
 
@@ -188,7 +187,7 @@ class Server:
                 self._refused = pid, uid
                 _LOG.warning("pool service: process %d refused: %s", pid, reason)
             with sock, contextlib.suppress(OSError):
-                sock.send(p.frame_of(p.Refusal(reason)))
+                sock.send(p.frame_of(p.Rejection(reason)))
             return
         connection = Connection(self, Peer.of(sock))
         self._connections.add(connection)
@@ -371,7 +370,7 @@ class Connection(asyncio.Protocol):
         self._server.rejected += 1
         _LOG.warning("pool service: process %d: %s", self.peer.pid, reason)
         if self._transport is not None and not self._transport.get_write_buffer_size():
-            self._transport.write(p.frame_of(p.Refusal(reason)))
+            self._transport.write(p.frame_of(p.Rejection(reason)))
         self.end()
 
     def end(self) -> None:
@@ -437,7 +436,7 @@ class Connection(asyncio.Protocol):
         def clear() -> p.Message:
             if namespaces:
                 Drop(Query(namespaces), True).run(self._server.inventory, lambda *_: None)
-            return p.Done(request.number)
+            return p.Acknowledged(request.number)
 
         return self._later(self._command(clear))
 
@@ -472,7 +471,7 @@ class Connection(asyncio.Protocol):
         """Answers when ``work`` is done."""
         if len(self._slow) >= _MAX_SLOW:
             work.close()
-            return p.Refusal(f"more than {_MAX_SLOW} requests at once")
+            return p.Rejection(f"more than {_MAX_SLOW} requests at once")
         task = self._server.loop.create_task(work)
         self._slow.add(task)
         task.add_done_callback(self._worked)

@@ -133,10 +133,10 @@ class Session:
                 except ConfigError as error:
                     return p.Trouble(number, str(error))
                 self.namespaces.add(digest)
-                return p.Done(number)
+                return p.Acknowledged(number)
             case p.Bye(number):
                 self.end()
-                return p.Done(number)
+                return p.Acknowledged(number)
         return None
 
     def end_leases(self) -> None:

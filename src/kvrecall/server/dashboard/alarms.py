@@ -216,7 +216,7 @@ RULES = (
 )
 
 
-class _Watch:
+class _RuleState:
     """The state of one rule."""
 
     __slots__ = ("_before", "count", "detail", "last", "rule", "since", "wrong")
@@ -254,7 +254,7 @@ class Alarms:
 
     def __init__(self, kept_s: float) -> None:
         self._kept_s = kept_s
-        self._watches = [_Watch(rule) for rule in RULES]
+        self._watches = [_RuleState(rule) for rule in RULES]
 
     def see(self, sample: Sample) -> None:
         """Evaluates a sample. Samples come in chronological order."""

@@ -10,8 +10,7 @@ from typing import Any
 from kvrecall.block import SHARED
 from kvrecall.engines.base import EngineInfo
 from kvrecall.errors import KvrecallError
-from kvrecall.pool.service.admin import PrefixTrees, ServiceAdmin
-from kvrecall.pool.service.prefix_tree import PrefixNode, PrefixTree
+from kvrecall.pool.service.admin import PrefixNode, PrefixTree, PrefixTrees, ServiceAdmin
 
 _FRESH_S = 4.0  # an answer is reused for this long
 _SHARE = 0.02  # share of the time that queries may take

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from kvrecall import __version__
-from kvrecall.engines.base import REASONS, Engine, Heat
+from kvrecall.engines.base import REASONS, Heat, ServingEngine
 from kvrecall.server.dashboard.alarms import ENGINE_DOWN, POOL_AWAY
 from kvrecall.server.dashboard.cached_prefixes import CachedPrefixes
 from kvrecall.server.dashboard.history import EVERY_S, KEPT, History
@@ -41,7 +41,7 @@ _NO_HEAT = (
 )
 
 
-def dashboard_router(engine: Engine) -> APIRouter:
+def dashboard_router(engine: ServingEngine) -> APIRouter:
     """The dashboard of a running engine. Its history begins at once if the serving event loop
     runs, otherwise with the first poll."""
     info, insight = engine.info, engine.insight

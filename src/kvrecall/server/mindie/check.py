@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvrecall.config import RecallSettings
-from kvrecall.errors import ConfigError, ExitStatus, KvrecallError
-from kvrecall.jsonfile import JsonPath
+from kvrecall.errors import ExitStatus, KvrecallError
+from kvrecall.server.launch import check_settings
 from kvrecall.server.mindie.planner import Beside, plan_config
 from kvrecall.server.mindie.reader import Problems, dotted, read_config
 from kvrecall.server.mindie.schema import Effect, effect_of, fields_of
-from kvrecall.server.plan import Plan
-from kvrecall.server.preflight import check_model, check_terms, doubts
-from kvrecall.server.servable import check_served
 
 EXAMPLE = r"""{
   "Version": "1.0.0",
@@ -60,30 +54,28 @@ _WHO = "kvrecall config check"
 
 
 def explain(file: Path, every: bool, allow_plaintext: bool = False) -> int:
-    """Prints a table of the fields and the errors; returns the exit status."""
-    console, errors = _console(), Console(stderr=True, soft_wrap=True)
-    try:
-        config, _ = read_config(file)
-    except Problems as error:
-        for line in error.lines:
-            errors.print(escape(f"{_WHO}: {line}"), highlight=False)
-        return ExitStatus.WRONG_SETTINGS
-    except ConfigError as error:
-        errors.print(escape(f"{_WHO}: {error}"), highlight=False)
-        return ExitStatus.WRONG_SETTINGS
-    console.print(_table(config, every))
-    try:
-        plan = _planned(file, allow_plaintext)
-    except KvrecallError as error:
-        errors.print(escape(f"{_WHO}: {error}"), highlight=False)
-        return ExitStatus.WRONG_SETTINGS
-    _print_plan(console, plan)
-    return 0
+    """Prints ``report`` as tables, the problems on stderr; returns the exit status."""
+    found = report(file, every, allow_plaintext)
+    # as wide as the terminal, or wide enough for the tables without one
+    console = Console() if sys.stdout.isatty() else Console(width=140)
+    if found["fields"]:
+        console.print(_fields_table(found["fields"]))
+    if found["ok"]:
+        console.print(_effective_table(found["effective"]))
+        for warning in found["warnings"]:
+            console.print(f"[yellow]warning:[/] {escape(warning)}")
+        for note in found["notes"]:
+            console.print(f"[dim]note:[/] {escape(note)}")
+        return ExitStatus.OK
+    errors = Console(stderr=True, soft_wrap=True)
+    for line in found["problems"]:
+        errors.print(escape(f"{_WHO}: {line}"), highlight=False)
+    return ExitStatus.WRONG_SETTINGS
 
 
 def report(file: Path, every: bool, allow_plaintext: bool = False) -> dict[str, Any]:
-    """What ``explain`` prints, for JSON: ``ok``, ``problems`` (a line each), ``fields`` and the
-    ``effective`` settings, as far as the file can be read."""
+    """``ok``, ``problems`` (a line each), ``fields`` and the ``effective`` settings, as far as the
+    file can be read. ``every``: fields that are not given, too."""
     found: dict[str, Any] = {"file": str(file), "ok": False, "problems": [], "fields": []}
     try:
         config, _ = read_config(file)
@@ -98,79 +90,57 @@ def report(file: Path, every: bool, allow_plaintext: bool = False) -> dict[str, 
             for path, value, given, field in fields_of(config)
             if given or every
         ]
-        plan = _planned(file, allow_plaintext)
+        plan = plan_config(file, Beside(allow_plaintext=allow_plaintext))
+        warnings = [*plan.warnings, *check_settings(plan, here=False)]
     except Problems as error:
         return found | {"problems": list(error.lines)}
     except KvrecallError as error:
         return found | {"problems": [str(error)]}
+    spec = plan.spec
+    scheme = "https" if spec.tls else "http"
+    planes = {"business": f"{scheme}://{spec.host}:{spec.port}"}
+    planes |= {each.name: f"{scheme}://{each.host}:{each.port}" for each in spec.listeners}
     effective = {
-        "model": plan.spec.model,
-        "options": {k: v for k, v in plan.spec.options.items() if v is not None},
-        "pool": None if plan.spec.recall is None else dict(plan.spec.recall),
+        "model": spec.model,
+        "planes": planes,
+        "options": {k: v for k, v in spec.options.items() if v is not None},
+        "pool": None if spec.recall is None else dict(spec.recall),
         "bounds": plan.bounds(),
     }
     return found | {
         "ok": True,
         "effective": effective,
-        "warnings": list(plan.warnings),
+        "warnings": warnings,
         "notes": list(plan.notes),
     }
 
 
-def _planned(file: Path, allow_plaintext: bool) -> Plan:
-    """The plan of a file, with its model and pool checked. Raises KvrecallError."""
-    plan = plan_config(file, Beside(allow_plaintext=allow_plaintext))
-    check_model(plan.spec.model)
-    check_served(plan.spec)
-    if plan.spec.recall is not None:
-        settings = RecallSettings.from_mapping(plan.spec.recall)
-        if settings.service is None:
-            check_terms(settings.pool)
-            return replace(plan, warnings=(*plan.warnings, *doubts(settings.pool)))
-    return plan
-
-
-def _console() -> Console:
-    """A console as wide as the terminal, or wide enough for the tables without one."""
-    return Console() if sys.stdout.isatty() else Console(width=140)
-
-
-def _table(config: BaseModel, every: bool) -> Table:
+def _fields_table(fields: list[dict[str, Any]]) -> Table:
     table = Table("field", "value", "here", "what it does")
-    section: JsonPath | None = None
-    for path, value, given, field in fields_of(config):
-        if not (given or every):
-            continue
-        if path[:-1] != section:
-            section = path[:-1]
+    section: str | None = None
+    for each in fields:
+        above, _, name = each["field"].rpartition(".")
+        if above != section:
+            section = above
             table.add_section()
-            table.add_row(f"[bold]{escape(dotted(section)) or 'config.json'}[/]")
+            table.add_row(f"[bold]{escape(section) or 'config.json'}[/]")
+        value, effect = each["value"], Effect(each["effect"])
         text = f"{value:g}" if isinstance(value, float) else str(value)
-        shown = text if given else f"({text})" if value is not None else ""
-        effect = effect_of(field)
+        shown = text if each["given"] else f"({text})" if value is not None else ""
         marked = f"[{_STYLES[effect]}]{effect.value}[/]"
-        table.add_row(f"  {path[-1]}", escape(shown), marked, escape(field.description or ""))
+        table.add_row(f"  {name}", escape(shown), marked, escape(each["text"]))
     return table
 
 
-def _print_plan(console: Console, plan: Plan) -> None:
-    """Prints the effective configuration of vLLM and the pool."""
+def _effective_table(effective: dict[str, Any]) -> Table:
+    """The settings of vLLM and the pool that the file amounts to."""
+    rows = {"model": effective["model"]}
+    rows |= {f"{name} plane": url for name, url in effective["planes"].items()}
+    rows |= effective["bounds"]
+    rows |= {f"vllm --{name}": value for name, value in effective["options"].items()}
+    pool = effective["pool"] or {"": "off"}
+    rows |= {f"pool {name}".rstrip(): value for name, value in pool.items()}
     table = Table("effective setting", "value")
-    spec = plan.spec
-    table.add_row("model", escape(spec.model))
-    scheme = "https" if spec.tls else "http"
-    table.add_row("business plane", f"{scheme}://{spec.host}:{spec.port}")
-    for each in spec.listeners:
-        table.add_row(f"{each.name} plane", f"{scheme}://{each.host}:{each.port}")
-    for name, text in plan.bounds().items():
-        table.add_row(name, text)
-    for name, value in spec.options.items():
-        if value is not None:
-            table.add_row(f"vllm --{name}", escape(str(value)))
-    for name, value in (spec.recall or {"pool": "off"}).items():
-        table.add_row(f"pool {name}", escape(str(value)))
-    console.print(table)
-    for warning in plan.warnings:
-        console.print(f"[yellow]warning:[/] {escape(warning)}")
-    for note in plan.notes:
-        console.print(f"[dim]note:[/] {escape(note)}")
+    for name, value in rows.items():
+        table.add_row(name, escape(str(value)))
+    return table

@@ -18,7 +18,13 @@ from kvrecall.jsonfile import Document, JsonPath, read_object
 from kvrecall.pool.remote.mooncake import MooncakeSettings
 from kvrecall.server.mindie.reader import dotted, problem, read_config
 from kvrecall.server.mindie.schema import Effect, MindieConfig, effect_of, fields_of
-from kvrecall.server.plan import ENGINE_DEFAULTS, Plan, Plane, shared_listeners
+from kvrecall.server.plan import (
+    ENGINE_DEFAULTS,
+    Plan,
+    Plane,
+    shared_listeners,
+    vllm_options,
+)
 from kvrecall.server.tls import TlsFiles
 
 _GIB = 1 << 30
@@ -83,7 +89,7 @@ class _Planner:
         self._weights = beside.model or str(self._resolved(self._model.modelWeightPath))
         self._host = beside.host or self._server.ipAddress
         self._port = beside.port or self._server.port
-        self._told = [*beside.options.items(), *_named(beside.words)]  # to vLLM
+        self._told = [*beside.options.items(), *vllm_options(beside.words)]  # to vLLM
         self._notes: list[str] = []
         self._warnings: list[str] = []
         self._wins: list[str] = []
@@ -341,14 +347,14 @@ class _Planner:
         """Adds notes on fields about the pool that have no effect."""
         pool, model = self._backend.kvPoolConfig, self._model
         if model.cpuMemSize > 0:
-            said = f"cpuMemSize {model.cpuMemSize:g} is without effect: "
+            message = f"cpuMemSize {model.cpuMemSize:g} is without effect: "
             size = int(model.cpuMemSize * _GIB)
             if settings is None:
-                self._notes.append(f"{said}there is no pool (kvPoolConfig)")
+                self._notes.append(f"{message}there is no pool (kvPoolConfig)")
             elif settings.get("backend", "embedded") != "embedded":
-                self._notes.append(f"{said}the pool's memory is its service's (host_size there)")
+                self._notes.append(f"{message}the pool's memory is its service's (host_size there)")
             elif settings.get("host_size") != size:
-                self._notes.append(f"{said}host_size is {settings.get('host_size')}")
+                self._notes.append(f"{message}host_size is {settings.get('host_size')}")
         given = pool.model_fields_set
         if settings is None and ("asyncWrite" in given or self._beside.recall):
             self._notes.append("asynchronous writes are without effect: there is no pool")
@@ -397,10 +403,10 @@ class _Planner:
         embedded = pool.backend == "embedded"
         if not embedded:
             settings.setdefault("backend", pool.backend)
-        if (told := settings.get("backend", "embedded")) != pool.backend:
+        if (backend := settings.get("backend", "embedded")) != pool.backend:
             path = (*_POOL, "backend")
             where = document.where(("backend",))
-            raise self._wrong(path, f"is {pool.backend!r}, but {where} says {told!r}")
+            raise self._wrong(path, f"is {pool.backend!r}, but {where} says {backend!r}")
         if embedded:
             self._default_host_size(settings)
         RecallSettings.from_mapping(settings, document.where_key)
@@ -493,8 +499,8 @@ class _Planner:
             self._warnings += [w for w in files.check() if w not in self._warnings]
         except ConfigError as error:
             at = "httpsEnabled" if prefix == "tls" else f"{prefix}Cert"
-            said = "is true" if prefix == "tls" else f"is {self._tls_field(prefix, 'Cert')!r}"
-            raise self._wrong((*_SERVER, at), f"{said}; {error}") from error
+            value = "is true" if prefix == "tls" else f"is {self._tls_field(prefix, 'Cert')!r}"
+            raise self._wrong((*_SERVER, at), f"{value}; {error}") from error
         return files
 
     def _tls_files(self, prefix: str) -> TlsFiles:
@@ -534,26 +540,3 @@ def _is_unspecified(host: str) -> bool:
 
 def _was(value: object) -> str:
     return "file: nothing" if value is None else f"file: {value}"
-
-
-_SHORT = {
-    "tp": "tensor-parallel-size",
-    "pp": "pipeline-parallel-size",
-    "dp": "data-parallel-size",
-}
-
-
-def _named(words: tuple[str, ...]) -> list[tuple[str, str]]:
-    """vLLM's options among command-line words, by their long names without dashes, with their
-    values."""
-    named: list[tuple[str, str]] = []
-    for word in words:
-        text = word.lstrip("-")
-        if word != text and not text[:1].isdigit():
-            name, _, value = text.partition("=")
-            name = name.replace("_", "-")
-            named.append((_SHORT.get(name, name), value))
-        elif named:
-            name, value = named.pop()
-            named.append((name, f"{value} {word}".strip()))
-    return named

@@ -230,7 +230,7 @@ class CpuKernel(AttentionKernel):
             plan.work = self._work(plan)
         return SparseStep(stale, len(stale), tuple(sequences), plan)
 
-    def _work(self, plan: HostPlan) -> torch.Tensor:
+    def _work(self, plan: HostPlan) -> Any:
         """Of all rows or, with sinks, of those of a KV head."""
         seq_lens = plan.seq_lens[:: self.shape.kv_heads if self.shape.sinks else 1].contiguous()
         return schedule(self.shape, seq_lens, plan.starts[: len(seq_lens) + 1])

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,11 @@ class HostPlan:
     layers find them one after the other. ``work``: vLLM's plan for the kernel's threads.
     """
 
+    __slots__ = (
+        "_head", "_head_bytes", "_heads", "distances", "search", "seq_lens", "span", "starts",
+        "table", "tokens", "work",
+    )  # fmt: skip
+
     def __init__(
         self, shape: KernelShape, sequences: Sequence[SparseSequence], layout: Layout | None
     ) -> None:
@@ -65,7 +71,7 @@ class HostPlan:
         first, end = places[0], places[-1] + 1
         self.tokens = torch.tensor(places)
         self.span = slice(first, end) if places == list(range(first, end)) else None
-        self.work = torch.empty(0)
+        self.work: Any = None
         self.search = None if layout is None else self._prepared(shape, sequences, layout)
 
     def enter(self, at: int, sequence: SparseSequence, places: Ints, away: Ints) -> None:
@@ -131,7 +137,7 @@ class HostSelection(Selection):
         self._layout = layer.settings.layout(shape.block_size)
         self._selector = selector_of(self._layout)
         self.store = DigestStore(shape, self._layout, blocks)
-        self._placed = self._place()
+        self._placed = (self._place(),)
         self._left: dict[str, _LeftBlocks] = {}
         factory, self._indexes = index_factory(layer.settings.index), None
         if factory is not None:
@@ -147,7 +153,7 @@ class HostSelection(Selection):
             return
         # Few steps of Python: after a layer's attention each waits for memory (docs/log.md).
         if not self._left:
-            search.run(query, (self._placed,), scale)
+            search.run(query, self._placed, scale)
         else:
             placed = [self._placed_for(one) for one in step.sequences if one.split.middle]
             search.run(query, placed, scale)
@@ -223,7 +229,7 @@ class HostSelection(Selection):
         return torch.cat([there, self.store.rows[:, ids[max(0, first - left.count) :]]], 1)
 
     def _placed_for(self, one: SparseSequence) -> Placed:
-        return self._placed if one.offloaded is None else self._left[one.offloaded.key].placed
+        return self._placed[0] if one.offloaded is None else self._left[one.offloaded.key].placed
 
     def _place(self, left: DigestStore | None = None, away: Ints | None = None) -> Placed:
         """For a search: the digests of a sequence's blocks that left, and of the device's."""

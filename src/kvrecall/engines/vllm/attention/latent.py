@@ -30,9 +30,8 @@ class LatentKernel(CpuKernel):
     def read_keys(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         return kv_cache.index_select(0, block_ids)[:, None]
 
-    def _work(self, plan: HostPlan) -> torch.Tensor:
+    def _work(self, plan: HostPlan) -> None:
         """The kernel needs none."""
-        return plan.work
 
     def attend(
         self,

@@ -59,6 +59,7 @@ class RetrievalLayer:
         """As of ``SparseLayer``."""
         self._layer = SparseLayer(name, settings, activity, note)
         self._kernel = kernel
+        self._activity, self._heads, self._is_noted = activity, kernel.shape.kv_heads, bool(note)
         self._selection: Selection | None = None
         self._checksums = torch.empty(0, CHECKSUM_BYTES, dtype=torch.uint8)
         self.digested = 0
@@ -89,7 +90,7 @@ class RetrievalLayer:
         assert self._selection is not None
         self._selection.store.wrote(ids)
         damaged = block_ids[damaged_among(self._digests(ids), self._checksums[ids]).cpu()]
-        self._layer.activity.digests_mended += len(damaged)
+        self._activity.digests_mended += len(damaged)
         return damaged
 
     def depart(
@@ -126,9 +127,9 @@ class RetrievalLayer:
             anew = DigestStore(self._kernel.shape, layout, len(blocks), self._kernel.device)
             self._kernel.digest(blocks, ids, anew)
             stored[self._sent(damaged)] = anew.rows.transpose(0, 1)
-            self._layer.activity.digests_mended += len(damaged)
+            self._activity.digests_mended += len(damaged)
         selection.depart(sequence, stored.transpose(0, 1), kv_cache)
-        self._layer.activity.bytes_digests += pages.nbytes + signed.nbytes
+        self._activity.bytes_digests += pages.nbytes + signed.nbytes
 
     def digest_rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """The digests' bytes, a row a block: uint8 ``[blocks, kv_heads, bytes]``, a view."""
@@ -163,9 +164,9 @@ class RetrievalLayer:
     def select(self, query: torch.Tensor, step: SparseStep, scale: float) -> None:
         """Selects every sequence's blocks, as ``attend`` does: as of ``Selection.select``."""
         assert self._selection is not None
-        activity = self._layer.activity
-        activity.count_layer(step.counts, self._kernel.shape.kv_heads)
-        noted = self._layer.note is not None and activity.steps_sparse % _SEEN_EVERY == 1
+        # Few objects: after a layer's attention each waits for memory (docs/log.md).
+        self._activity.count_layer(step.counts, self._heads)
+        noted = self._is_noted and self._activity.steps_sparse % _SEEN_EVERY == 1
         self._selection.select(query, step, scale, noted)
 
     def _sent(self, values: torch.Tensor) -> torch.Tensor:

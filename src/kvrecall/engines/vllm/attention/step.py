@@ -158,7 +158,8 @@ class Freshness:
         ids = block_ids.numpy().astype(np.int64)
         self._reach(int(ids.max(initial=-1)))
         stale = ids[~self._fresh[ids]]
-        stale = stale[np.sort(np.unique(stale, return_index=True)[1])]
+        if len(stale) > 1:  # sequences may share blocks
+            stale = stale[np.sort(np.unique(stale, return_index=True)[1])]
         self._fresh[stale] = True
         self._taken += len(stale)
         return torch.from_numpy(stale)

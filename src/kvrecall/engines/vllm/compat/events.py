@@ -1,87 +1,28 @@
-"""vLLM's KV cache events, built from changes of a pool."""
+"""vLLM's publisher of KV cache events, and its events of the pool's tiers."""
 
 from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from vllm.distributed.kv_events import (
-    MEDIUM_CPU,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EventPublisherFactory,
-    ZmqEventPublisher,
-)
+from vllm.distributed import kv_events
+from vllm.distributed.kv_events import EventPublisherFactory, ZmqEventPublisher
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kvrecall.block import TierName
+from kvrecall.engines.vllm.compat.patches import install
 from kvrecall.errors import ConfigError
-from kvrecall.pool.gate import Gate
-from kvrecall.pool.history import EventHistory
-from kvrecall.pool.runs import Run
+from kvrecall.events.gate import EventGate
+from kvrecall.events.history import EventHistory
+from kvrecall.events.log import PoolEvents
+from kvrecall.events.wire import short_hash
+from kvrecall.nicety import nicety
+from kvrecall.pool.pool import Pool
 
 _LOG = logging.getLogger("vllm.kvrecall")
 _ANYWHERE = "tcp://*:"
 _EVERYWHERE = ("0.0.0.0", "::", "")  # as --host
-
-# vLLM names its media in code, except storage, whose name older versions lack.
-_MEDIA = {TierName.HOST: MEDIUM_CPU, TierName.DISK: "STORAGE", TierName.REMOTE: "STORAGE"}
-
-
-def _published(hashes: Sequence[bytes]) -> list[Any]:
-    """Hashes as vLLM publishes them: their last 64 bits, unless its environment says otherwise,
-    which it reads for each hash."""
-    if hashes and isinstance(maybe_convert_block_hash(BlockHash(hashes[0])), int):
-        return [int.from_bytes(one[-8:], "big") for one in hashes]
-    return list(hashes)
-
-
-def stored(run: Run, ownership: str | None) -> Any:
-    """Blocks are in a tier. Their tokens are not known to the pool: as in the events of vLLM's own
-    offloading, ``token_ids`` is empty and ``block_size`` 0. ``ownership``: of a remote tier's."""
-    return _event(
-        BlockStored,
-        block_hashes=_published(run.hashes),
-        parent_block_hash=None if run.parent is None else _published([run.parent])[0],
-        token_ids=[],
-        block_size=0,
-        lora_id=None,
-        lora_name=None,
-        medium=_MEDIA[run.tier],
-        group_idx=run.group,
-        **_place(run.tier, ownership),
-    )
-
-
-def removed(run: Run, ownership: str | None) -> Any:
-    """Blocks have left a tier."""
-    return _event(
-        BlockRemoved,
-        block_hashes=_published(run.hashes),
-        medium=_MEDIA[run.tier],
-        group_idx=run.group,
-        **_place(run.tier, ownership),
-    )
-
-
-def _place(tier: TierName, ownership: str | None) -> dict[str, str | None]:
-    if tier is TierName.REMOTE:
-        return {"locality": "REMOTE", "ownership": ownership}
-    return {"locality": "LOCAL"}
-
-
-def cleared() -> Any:
-    """Whatever was published before is void, in all tiers."""
-    return AllBlocksCleared()
-
-
-def _event(kind: Any, **fields: Any) -> Any:
-    """An event without the fields that this version of vLLM does not have."""
-    known = kind.__struct_fields__
-    return kind(**{name: value for name, value in fields.items() if name in known})
 
 
 def are_published(vllm_config: Any) -> bool:
@@ -116,7 +57,7 @@ class _WholePublisher(ZmqEventPublisher):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._history = EventHistory(options.get("buffer_steps", 10_000))
-        self._gate: Gate | None = None
+        self._gate: EventGate | None = None
         super().__init__(*arguments, **options)
 
     def _socket_setup(self) -> None:
@@ -125,7 +66,7 @@ class _WholePublisher(ZmqEventPublisher):
         listens = {name: _port_of(where, name == "_endpoint") for name, where in told.items()}
         ports = {name: address for name, address in listens.items() if address is not None}
         if ports:
-            self._gate = Gate(list(ports.values()))
+            self._gate = EventGate(list(ports.values()))
             for name, inner in zip(ports, self._gate.inner, strict=True):
                 setattr(self, name, inner)
         super()._socket_setup()
@@ -160,30 +101,47 @@ def _port_of(endpoint: str | None, connects: bool) -> tuple[str, int] | None:
     return host.strip("[]").removeprefix("::ffff:"), int(port)  # as ``listen_at`` writes IPv4's
 
 
+class _Publishers(dict[str, Any]):
+    """A registry of publishers that can be marked as a patch."""
+
+
 def replay_everything() -> None:
     """From now on this process's publishers replay all that is stored, not only what changed in the
-    last batches. For all supported versions."""
-    registry = getattr(EventPublisherFactory, "_registry", {})
-    if registry.get("zmq") is ZmqEventPublisher and hasattr(ZmqEventPublisher, "_service_replay"):
-        registry["zmq"] = _WholePublisher
-    elif registry.get("zmq") is not _WholePublisher:
+    last batches."""
+    plain = EventPublisherFactory._registry.get("zmq")
+    if plain is ZmqEventPublisher and hasattr(ZmqEventPublisher, "_service_replay"):
+        install("whole-replay", lambda registry: _Publishers(registry | {"zmq": _WholePublisher}))
+    elif plain is not _WholePublisher:
         _LOG.warning(
             "kvrecall: this vLLM publishes KV events in a way of its own; a reader that begins "
             "late learns only of blocks in batches that vLLM can still replay"
         )
 
 
-class DeviceClears:
-    """Detects that vLLM has emptied the device's prefix cache. It publishes ``AllBlocksCleared``
-    then, which voids the pool's blocks too."""
+class EngineEvents:
+    """The events of an engine's own pool, for vLLM to publish. Used by the engine's thread."""
 
-    def __init__(self, kv_cache_manager: Any) -> None:
-        self._blocks = kv_cache_manager.block_pool
-        self._seen = self._blocks.cached_block_hash_to_block  # a clear makes a new one
+    def __init__(
+        self, pool: Pool, live: Callable[[], Mapping[bytes, int]], kv_cache_manager: Any
+    ) -> None:
+        """``live``: as ``PoolEvents`` takes it."""
+        self._log = PoolEvents(pool, live)
+        self._device = kv_cache_manager.block_pool
+        self._blocks = self._device.cached_block_hash_to_block  # a clear makes a new one
 
-    def happened(self) -> bool:
-        """Whether it did since the last call."""
-        now = self._blocks.cached_block_hash_to_block
-        is_new = now is not self._seen
-        self._seen = now
-        return is_new
+    @nicety("the publishing of KV events", lambda _: [])
+    def take(self) -> list[Any]:
+        """Events since the last call, in order, as objects of vLLM's classes. All blocks of the
+        pool follow once more where vLLM has emptied the device's prefix cache: it publishes
+        ``AllBlocksCleared`` then, which voids them too."""
+        before, self._blocks = self._blocks, self._device.cached_block_hash_to_block
+        # As vLLM publishes hashes: their last 64 bits, unless its environment says otherwise.
+        is_short = isinstance(maybe_convert_block_hash(BlockHash(bytes(32))), int)
+        hash_of = short_hash if is_short else bytes
+        return [of_vllm(**event) for event in self._log.take(self._blocks is not before, hash_of)]
+
+
+def of_vllm(type: str, **fields: Any) -> Any:
+    """Without fields that this version of vLLM does not have."""
+    kind = getattr(kv_events, type)
+    return kind(**{name: fields[name] for name in kind.__struct_fields__ if name in fields})

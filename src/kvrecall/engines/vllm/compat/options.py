@@ -36,7 +36,7 @@ _ALIKE = 3  # suggestions
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class EngineOptions:
     """Names with dashes. ``numbers``: those that take one number; ``choices``: those that take one
     of some words. Any that is in ``names`` alone takes what it likes."""
 
@@ -45,7 +45,7 @@ class Options:
     choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-def read_options(vllm: Path) -> Options:
+def read_options(vllm: Path) -> EngineOptions:
     """The options of the vLLM in the folder ``vllm``. Raises OSError if its files are others."""
     cli_args = next((name for name in _CLI_ARGS if (vllm / name).is_file()), _CLI_ARGS[0])
     texts = [(vllm / name).read_text(encoding="utf-8") for name in (_ENGINE_ARGS, cli_args)]
@@ -60,14 +60,14 @@ def read_options(vllm: Path) -> Options:
             words = _COMMENT.sub("", text)
             if not _STRING.sub("", words).replace(",", "").strip():  # no names of other types
                 literals[name] = _STRING.findall(words)
-    return Options(
+    return EngineOptions(
         frozenset(kinds.keys() | written),
         frozenset(name for name, kind in kinds.items() if kind in _NUMBERS),
         {name: literals[kind] for name, kind in kinds.items() if literals.get(kind)},
     )
 
 
-def installed_options() -> Options | None:
+def installed_options() -> EngineOptions | None:
     """The options of the installed vLLM; None if they are unknown: none or another than the tested
     version, or a plug-in for another platform, which may add some."""
     version = installed_version(*DISTRIBUTIONS)
@@ -83,7 +83,7 @@ def installed_options() -> Options | None:
 
 
 def check_options(
-    given: Mapping[str, object], words: Sequence[str], options: Options | None
+    given: Mapping[str, object], words: Sequence[str], options: EngineOptions | None
 ) -> None:
     """Raises ConfigError for the first of ``given`` (long names and values) and ``words`` of a
     command line that vLLM cannot take."""
@@ -131,7 +131,7 @@ def _grouped(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     yield from found
 
 
-def _check_values(shown: str, name: str, values: Sequence[str], options: Options) -> None:
+def _check_values(shown: str, name: str, values: Sequence[str], options: EngineOptions) -> None:
     choices = options.choices.get(name)
     if choices is None and name not in options.numbers:
         return

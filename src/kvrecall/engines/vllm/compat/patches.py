@@ -181,6 +181,15 @@ TABLE = (
         "vLLM chooses a unit itself.",
     ),
     Patch(
+        "whole-replay",
+        "vllm.distributed.kv_events:EventPublisherFactory._registry",
+        "Replaces the `zmq` publisher of KV events by a subclass, which replays all that is stored "
+        "and bounds what readers may send. Only if the engine publishes events.",
+        "vLLM repeats the last batches alone, and binds ZeroMQ's sockets to the network; a "
+        "publisher of another name is not allowed in `kv_events_config`.",
+        "vLLM's publisher can repeat what is stored, and bounds what readers send.",
+    ),
+    Patch(
         "offloadable-spec",
         "vllm.model_executor.layers.attention.attention:Attention.get_kv_cache_spec",
         "Gives full-attention layers a KV cache spec whose blocks may leave the device. Only with "

@@ -39,7 +39,6 @@ from kvrecall.engines.vllm.compat import (
 from kvrecall.engines.vllm.compat.logs import show_pool_lines
 from kvrecall.engines.vllm.compat.serving import end_with_parent
 from kvrecall.engines.vllm.compat.versions import BESIDE_OTHERS
-from kvrecall.engines.vllm.connector.events import PoolEvents
 from kvrecall.engines.vllm.connector.metrics import RecallPromMetrics, RecallStats
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
@@ -79,7 +78,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
     _worker: RecallWorker | None = None
     _pool: PoolClient | None = None
     _endpoint: AdminEndpoint | None = None
-    _events: PoolEvents | None = None
+    _events: events.EngineEvents | None = None
     _traces: Traces | None = None
     _handled: BaseException | None = None
     """What the caller of a step may be handling: the step has not raised it."""
@@ -269,7 +268,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         if handle.nbytes:  # none while a pool service is not there
             scheduler.on_workers(self._vllm_config, functools.partial(_map_arena, handle=handle))
 
-    def _pool_events(self, side: RecallScheduler) -> PoolEvents | None:
+    def _pool_events(self, side: RecallScheduler) -> events.EngineEvents | None:
         """What publishes the pool's tiers; None if the engine publishes no events, or if the pool
         is not its own."""
         if not events.are_published(self._vllm_config):
@@ -280,8 +279,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
                 "is a service's, which publishes its own: kvrecall pool serve --events PORT"
             )
             return None
-        cleared = events.DeviceClears(self._kv_cache_manager)
-        return PoolEvents(self._pool, lambda: side.namespaces.live, cleared.happened)
+        return events.EngineEvents(self._pool, lambda: side.namespaces.live, self._kv_cache_manager)
 
     @nicety("the start of traces")
     def _begin_traces(self, side: RecallScheduler, facts: EngineFacts) -> Traces | None:

@@ -1,8 +1,9 @@
 """How kvrecall reaches a device: every copy, move and wait of its own goes through ``Device``, and
 nothing outside this room names CUDA's streams, events or page-locking.
 
-Forms: ``InlineDevice`` for the CPU, ``AcceleratorDevice`` for the others, and one for tests
-(simulated), whose streams run late and in every order that events allow.
+Forms: ``InlineDevice`` for the CPU, ``AcceleratorDevice`` for the others, and in the laboratory one
+that is simulated, whose streams run late and in every order that events allow, one that counts what
+is asked of it, and one without memory.
 """
 
 from __future__ import annotations

@@ -50,27 +50,27 @@ class Batch:
         for run in self.runs(max(1, len(self.sizes))):
             self.copy_run(run)
 
-    def runs(self, most: int) -> list[Run]:
+    def runs(self, most: int) -> list[ItemRun]:
         """All items, in runs of up to ``most``."""
         is_even = _are_even(self.sources, self.targets, self.sizes)
         edges = np.flatnonzero(np.diff(is_even, prepend=False, append=False)).tolist()
         count = len(self.sizes)
-        whole: list[Run] = []
+        whole: list[ItemRun] = []
         done = 0
         for first, last in [*zip(edges[::2], edges[1::2], strict=True), (count, count)]:
             begin, end = max(first, done), min(last + 2, count)
             if done < begin:
-                whole.append(Run(done, begin, False))
+                whole.append(ItemRun(done, begin, False))
             if begin < end:
-                whole.append(Run(begin, end, True))
+                whole.append(ItemRun(begin, end, True))
             done = end
         return [
-            Run(begin, min(begin + most, run.end), run.is_even)
+            ItemRun(begin, min(begin + most, run.end), run.is_even)
             for run in whole
             for begin in range(run.begin, run.end, most)
         ]
 
-    def copy_run(self, run: Run) -> None:
+    def copy_run(self, run: ItemRun) -> None:
         """Copies one of ``runs`` in host memory, by this thread. Items at even distances are one
         call: taking the GIL back after each costs two threads a fifth of their bandwidth."""
         items = slice(run.begin, run.end)
@@ -85,7 +85,7 @@ class Batch:
             memmove(target, source, nbytes)
 
 
-class Run(NamedTuple):
+class ItemRun(NamedTuple):
     """Items ``[begin, end)`` of a batch; ``is_even``: of one size and at even distances, at both
     ends."""
 

@@ -8,7 +8,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class DeviceFacts:
     """``capability``: such as ``9.0``; "" where the device's kind has none. Sizes in bytes."""
 
     name: str
@@ -24,7 +24,7 @@ def built_for() -> str:
     return next((f"{name} {version}" for name, version in versions.items() if version), "")
 
 
-def accelerators() -> list[Facts]:
+def accelerators() -> list[DeviceFacts]:
     """The devices that this process sees, by number."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
@@ -33,9 +33,9 @@ def accelerators() -> list[Facts]:
     return [_facts(module, number) for number in range(torch.accelerator.device_count())]
 
 
-def _facts(module: object, number: int) -> Facts:
+def _facts(module: object, number: int) -> DeviceFacts:
     properties = module.get_device_properties(number)  # type: ignore[attr-defined]
     free, total = module.mem_get_info(number)  # type: ignore[attr-defined]
     numbers = getattr(properties, "major", None), getattr(properties, "minor", None)
     capability = ".".join(map(str, numbers)) if None not in numbers else ""
-    return Facts(str(properties.name), capability, int(total), int(free))
+    return DeviceFacts(str(properties.name), capability, int(total), int(free))

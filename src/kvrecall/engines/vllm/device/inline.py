@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvrecall.attention.kernels.device import Piece
-from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event, Run, Stream
+from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event, ItemRun, Stream
 
 _WORTH_SHARING = 4 << 20
 """One thread copies batches of fewer bytes."""
@@ -67,7 +67,7 @@ class InlineStream(Stream):
                 helper.result()
 
 
-def _copy_parts(batch: Batch, parts: deque[Run]) -> None:
+def _copy_parts(batch: Batch, parts: deque[ItemRun]) -> None:
     """Copies parts of a batch as long as there are any."""
     while parts:
         try:

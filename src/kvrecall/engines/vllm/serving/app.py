@@ -46,7 +46,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.executor import Executor
 
 from kvrecall.config import RecallSettings, default_socket, split_for_service
-from kvrecall.engines.base import Engine, Limits, Listener, Role, ServeSpec
+from kvrecall.engines.base import Limits, Listener, Role, ServeSpec, ServingEngine
 from kvrecall.engines.vllm.attention import plugin
 from kvrecall.engines.vllm.compat import events, waits
 from kvrecall.engines.vllm.compat.plugins import name_own_plugins
@@ -70,7 +70,7 @@ from kvrecall.pool.service.child import ChildService
 
 log = logging.getLogger("kvrecall.server")
 
-Attach = Callable[[FastAPI, Engine, Sequence[str], Sequence[str]], Mapping[str, FastAPI]]
+Attach = Callable[[FastAPI, ServingEngine, Sequence[str], Sequence[str]], Mapping[str, FastAPI]]
 """Completes vLLM's application with the API keys and the origins of pages that may use it, and
 gives those of the further listeners, by their names."""
 Protocol = type[asyncio.Protocol]
@@ -253,9 +253,9 @@ async def _serve(args: Namespace, spec: ServeSpec, attach: Attach, protocol: Pro
         _, sock = setup_server(args, reuse_port=False)
     except OSError as error:
         raise EngineError(f"cannot listen on {spec.host}:{spec.port}: {error.strerror}") from error
-    sockets: Mapping[str, socket.socket] = {}
-    try:
-        sockets = _bound(spec.listeners)
+    with contextlib.ExitStack() as bound:
+        bound.callback(sock.close)
+        sockets = {each.name: bound.enter_context(_bound(each)) for each in spec.listeners}
         async with _engine(args, spec.limits) as engine:
             app, others = await _application(engine, args, spec, attach)
             _tell_addresses(args, spec)
@@ -268,9 +268,6 @@ async def _serve(args: Namespace, spec: ServeSpec, attach: Attach, protocol: Pro
                     **_uvicorn(args, spec),
                 )
         await shutdown
-    finally:
-        sock.close()
-        _close(sockets)
     if engine.died:
         log.error("the engine died; see its own message above")
         return 1
@@ -381,27 +378,13 @@ def _uvicorn(args: Namespace, spec: ServeSpec) -> dict[str, Any]:
     return kwargs
 
 
-def _bound(listeners: Sequence[Listener]) -> dict[str, socket.socket]:
-    """A bound socket for each, by its name, so that the addresses are taken.
-
-    Raises EngineError, with nothing left open.
-    """
-    sockets: dict[str, socket.socket] = {}
-    for listener in listeners:
-        try:
-            sockets[listener.name] = create_server_socket(
-                (listener.host, listener.port), reuse_port=False
-            )
-        except OSError as error:
-            _close(sockets)
-            where = f"{listener.host}:{listener.port} ({listener.name})"
-            raise EngineError(f"cannot listen on {where}: {error.strerror}") from error
-    return sockets
-
-
-def _close(sockets: Mapping[str, socket.socket]) -> None:
-    for sock in sockets.values():
-        sock.close()
+def _bound(listener: Listener) -> socket.socket:
+    """A bound socket, so that the address is taken. Raises EngineError."""
+    try:
+        return create_server_socket((listener.host, listener.port), reuse_port=False)
+    except OSError as error:
+        where = f"{listener.host}:{listener.port} ({listener.name})"
+        raise EngineError(f"cannot listen on {where}: {error.strerror}") from error
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""The ``Engine`` interface over vLLM's async engine, for the MindIE and TGI routes and management.
+"""``ServingEngine`` over vLLM's async engine, for the MindIE and TGI routes and management.
 
 Prompts go through vLLM's own renderer, so that the same text gives the same blocks on every route.
 """
@@ -29,12 +29,12 @@ from vllm.version import __version__ as VLLM_VERSION
 from kvrecall.engines.base import (
     HINT,
     EngineInfo,
+    EngineLoad,
     Fault,
     Finish,
     GenerateError,
     GenerateRequest,
     Limits,
-    Load,
     Pace,
     RecallSplit,
     Sampling,
@@ -52,8 +52,8 @@ from kvrecall.engines.vllm.serving.served_llm import (
 
 
 class VllmEngine:
-    """See Engine. ``handler`` is vLLM's for completions, over ``engine``; its pool can be asked
-    at ``pool_socket``."""
+    """See ServingEngine. ``handler`` is vLLM's for completions, over ``engine``; its pool answers
+    queries at ``pool_socket``."""
 
     def __init__(
         self,
@@ -75,25 +75,22 @@ class VllmEngine:
         return self._engine.draining
 
     def drain(self) -> None:
-        """See Engine.drain."""
         self._engine.draining = True
 
     async def end_all(self) -> None:
-        """See Engine.end_all."""
         await self._engine.end_all()
 
     async def alive(self) -> bool:
-        """See Engine.alive."""
         try:
             await self._engine.check_health()
         except EngineDeadError:
             return False
         return True
 
-    def load(self) -> Load:
-        """See Engine.load. Running, waiting and used are as of the engine's last step."""
+    def load(self) -> EngineLoad:
+        """Running, waiting and used are as of the engine's last step."""
         prompts, answers = self._engine.steps.throughputs()
-        return Load(
+        return EngineLoad(
             running=int(_gauge("vllm:num_requests_running")),
             waiting=int(_gauge("vllm:num_requests_waiting")),
             unfinished=max(self._engine.get_num_unfinished_requests(), self._engine.searches),
@@ -105,12 +102,11 @@ class VllmEngine:
         )
 
     async def models(self) -> Sequence[Mapping[str, object]]:
-        """See Engine.models."""
         found = await self._handler.models.show_available_models()
         return [card.model_dump() for card in found.data]
 
     async def tokens(self, text: str) -> Sequence[str]:
-        """See Engine.tokens. Bytes of a character that is split over tokens go with its last."""
+        """Bytes of a character that is split over tokens go with its last."""
         async with _faults():
             body = CompletionRequest(prompt=text, add_special_tokens=False)
             rendered = await self._rendered(body)
@@ -120,12 +116,10 @@ class VllmEngine:
         return _spread(text, decoded, [token in self._special for token in ids])
 
     async def stop(self, request_id: str) -> None:
-        """See Engine.stop."""
         self._stopped.add(request_id)
         await self._engine.abort(request_id)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
-        """See Generator.generate."""
         async with _faults():
             outputs = self._outputs(request, await self._render(request))
             ledger = self._handler.ledger()

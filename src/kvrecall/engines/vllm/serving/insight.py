@@ -77,10 +77,10 @@ class ConnectorReports:
 
     def stat_logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
         """One of vLLM's stat loggers, which feeds this."""
-        return _Reader(self)
+        return _StatsReader(self)
 
 
-class _Reader(StatLoggerBase):
+class _StatsReader(StatLoggerBase):
     def __init__(self, reports: ConnectorReports) -> None:
         self._reports = reports
 
@@ -208,23 +208,19 @@ class RequestLog:
         output.kv_transfer_params = {**params, REPORT: split, **({MISSED: miss} if miss else {})}
 
     def live(self, most: int) -> tuple[Sequence[RequestView], int]:
-        """See Insight.live."""
         states = list(self._engine.output_processor.request_states.values())
         return [self._live_view(state) for state in states[-most:]], len(states)
 
     def ended(self, since: float) -> Sequence[RequestView]:
-        """See Insight.ended."""
         return [view for view in self._ended if view.ended > since]
 
     def requests(self, request_id: str) -> Sequence[RequestView]:
-        """See Insight.requests."""
         states = list(self._engine.output_processor.request_states.values())
         found = [self._live_view(state) for state in states]
         found += self._by_id.values()
         return [view for view in found if _is_of(view.id, request_id)]
 
     def heat(self) -> Heat | None:
-        """See Insight.heat."""
         return self._reports.heat.heat()
 
     def _live_view(self, state: Any) -> RequestView:

@@ -57,7 +57,7 @@ class Ledger:
         self._pooled = pooled
         self._prompts: dict[str, int] = {}
         self._cached: dict[str, int] = {}
-        self._told: dict[str, dict[str, object]] = {}
+        self._reports: dict[str, dict[str, object]] = {}
 
     @nicety("the report of a request")
     def note(self, output: RequestOutput) -> None:
@@ -73,9 +73,9 @@ class Ledger:
         report = params.get(REPORT)
         if isinstance(report, dict):
             unit = params.get(UNIT, report.get("unit", 0))
-            told = {**report, "unit": unit, "missed": params.get(MISSED)}
-            if key not in self._told or all(one.index == 0 for one in output.outputs):
-                self._told[key] = told
+            latest = {**report, "unit": unit, "missed": params.get(MISSED)}
+            if key not in self._reports or all(one.index == 0 for one in output.outputs):
+                self._reports[key] = latest
 
     async def watch(self, outputs: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
         """Passes ``outputs`` (RequestOutput, or pairs ending in one) on, noting each."""
@@ -86,12 +86,12 @@ class Ledger:
     @nicety("the report of a request")
     def split(self) -> RecallSplit | None:
         """The sum over the prompts; None if nothing is known (beam search reports nothing)."""
-        known = self._told.keys() | self._cached.keys()
+        known = self._reports.keys() | self._cached.keys()
         if not known:
             return None
         parts = [
             RecallSplit.of_report(
-                self._told.get(key),
+                self._reports.get(key),
                 self._prompts.get(key, 0),
                 self._cached.get(key, 0),
                 self._pooled,

@@ -193,10 +193,10 @@ class ServedLLM(AsyncLLM):
                 except TimeoutError:
                     if end is not None and clock() >= end:
                         name = "e2eTimeout" if total == limit else "the request's timeout"
-                        said = f"request took longer than {total:g} s ({name})"
+                        message = f"request took longer than {total:g} s ({name})"
                     else:
-                        said = f"no token for {step:g} s (tokenTimeout)"
-                    raise RequestTimeoutError(said) from None
+                        message = f"no token for {step:g} s (tokenTimeout)"
+                    raise RequestTimeoutError(message) from None
                 yield output
         finally:
             await outputs.aclose()

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.config import DiskConfig, PoolConfig
+from kvrecall.config import DiskConfig, PoolConfig, RemoteConfig
 from kvrecall.engines.base import ServeSpec
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.disk.folder import FolderLock
 from kvrecall.processes.ports import free_port
-from kvrecall.server import launch, preflight
+from kvrecall.server import checks, launch
 
 KVRECALL = Path(sys.executable).parent / "kvrecall"
 
@@ -37,19 +37,19 @@ def model(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", ["/none", "./none", "../none", "~/none", "none", "a/b/c", ""])
 def test_missing_model(name: str) -> None:
     with pytest.raises(ConfigError, match=r"there is no folder|not a model folder"):
-        preflight.check_model(name)
+        checks.check_model(name)
 
 
 def test_model(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    preflight.check_model(str(model))
-    preflight.check_model("Qwen/Qwen3-0.6B")
+    checks.check_model(str(model))
+    checks.check_model("Qwen/Qwen3-0.6B")
     with pytest.raises(ConfigError, match=r"no config\.json"):
-        preflight.check_model(str(tmp_path))
+        checks.check_model(str(tmp_path))
     with pytest.raises(ConfigError, match="is a file"):
-        preflight.check_model(str(model / "config.json"))
+        checks.check_model(str(model / "config.json"))
     monkeypatch.chdir(tmp_path.parent)
     with pytest.raises(ConfigError, match="no folder"):  # not the hub: the first part is a folder
-        preflight.check_model(f"{tmp_path.name}/modell")
+        checks.check_model(f"{tmp_path.name}/modell")
 
 
 def test_port() -> None:
@@ -58,10 +58,10 @@ def test_port() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use"):
-            preflight.check_port("127.0.0.1", port)
-    preflight.check_port("127.0.0.1", port)
+            checks.check_port("127.0.0.1", port)
+    checks.check_port("127.0.0.1", port)
     with pytest.raises(ConfigError, match="not an address of this machine"):
-        preflight.check_port("192.0.2.1", port)
+        checks.check_port("192.0.2.1", port)
 
 
 def disk(path: Path, size: int = 8 << 20) -> PoolConfig:
@@ -69,27 +69,48 @@ def disk(path: Path, size: int = 8 << 20) -> PoolConfig:
 
 
 def test_pool(tmp_path: Path) -> None:
-    preflight.check_pool(disk(tmp_path / "new" / "deeper"))
+    checks.check_pool(disk(tmp_path / "new" / "deeper"))
     assert not (tmp_path / "new").exists()
     with pytest.raises(TierError, match="disk_size"):
-        preflight.check_pool(disk(tmp_path, 1 << 60))
+        checks.check_pool(disk(tmp_path, 1 << 60))
     (tmp_path / "file").write_text("")
     with pytest.raises(TierError, match="not a folder"):
-        preflight.check_pool(disk(tmp_path / "file"))
+        checks.check_pool(disk(tmp_path / "file"))
     with pytest.raises(TierError, match="not a folder"):
-        preflight.check_pool(disk(tmp_path / "file" / "below"))
+        checks.check_pool(disk(tmp_path / "file" / "below"))
     with pytest.raises(ConfigError, match=r"host_size: .* this machine .* left"):
-        preflight.check_pool(PoolConfig(host_bytes=1 << 60))
+        checks.check_pool(PoolConfig(host_bytes=1 << 60))
+
+
+MOONCAKE = {
+    "local_hostname": "127.0.0.1",
+    "metadata_server": "P2PHANDSHAKE",
+    "master_server_address": "127.0.0.1:50051",
+}
+
+
+def test_a_store_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mooncake's tier is away then, as when its master is; another store cannot be made at all."""
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    pool = PoolConfig(
+        1 << 20, remote=RemoteConfig("mooncake", {**MOONCAKE, "allow_plaintext": True})
+    )
+    assert "mooncake is not installed; pip install 'kvrecall[mooncake]'" in checks.check_pool(pool)
+    assert not any("not installed" in each for each in checks.check_pool(pool, here=False))
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    url = {"url": "s3://bucket", "allow_plaintext": True}
+    with pytest.raises(ConfigError, match=r"pip install 'kvrecall\[objects\]'"):
+        checks.check_pool(PoolConfig(1 << 20, remote=RemoteConfig("objects", url)))
 
 
 def test_folder_in_use(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(TierError, match=f"in use by process {os.getpid()}"):
-        preflight.check_pool(disk(tmp_path))
+        checks.check_pool(disk(tmp_path))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     lock.release()
-    preflight.check_pool(disk(tmp_path))
+    checks.check_pool(disk(tmp_path))
 
 
 def test_help_is_fast_and_without_engine() -> None:

@@ -14,8 +14,8 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrecall.pool import history as room
-from kvrecall.pool.history import EventHistory
+from kvrecall.events import history as room
+from kvrecall.events.history import EventHistory
 
 Json = dict[str, Any]
 SIZE = 2

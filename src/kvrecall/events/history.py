@@ -1,8 +1,5 @@
 """What a publisher of KV events can repeat: its last batches as they were, and of all before them
-what they have left stored.
-
-Events are vLLM's, in its wire format (vllm/distributed/kv_events.py).
-"""
+what they have left stored."""
 
 from __future__ import annotations
 
@@ -15,11 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvrecall.events.wire import (
+    CLEARED,
+    DEVICE_MEDIUM,
+    PLACE,
+    REMOVED,
+    STORED,
+    Batch,
+    Event,
+    Hash,
+    encode,
+)
+
 if TYPE_CHECKING:
     import zmq
-
-Batch = tuple[int, bytes]
-"""Its number, and MessagePack of ``[seconds, events, rank]``."""
 
 _PATIENCE_S = 2.0  # with readers that take replays slower than they are sent, at once
 _PATIENCE_SHARE = 0.1  # of all time
@@ -30,7 +36,6 @@ _OF_REQUEST = ("session_id",)  # fields that say why a block was reported, not w
 _OF_BLOCKS = ("type", "block_hashes", "parent_block_hash", "token_ids", "extra_keys")
 
 _END = (-1).to_bytes(8, "big", signed=True)
-_Hash = int | bytes
 _Place = tuple[Any, ...]  # medium, locality, ownership, group
 
 
@@ -39,7 +44,7 @@ class _Block(msgspec.Struct, frozen=True, gc=False):
     its event; ``tokens``: 32 bits each, empty if they were not told. Not seen by the garbage
     collector: an engine's steps would wait while it looks at each."""
 
-    parent: _Hash | None
+    parent: Hash | None
     about: Mapping[str, Any]
     tokens: bytes
     extra: Any
@@ -60,7 +65,7 @@ class EventHistory:
         self._lock = threading.Lock()
         self._kept: deque[Batch] = deque()
         self._kept_bytes = 0
-        self._held: dict[_Place, dict[_Hash, _Block]] = {}
+        self._held: dict[_Place, dict[Hash, _Block]] = {}
         self._count = 0
         self._abouts: dict[bytes, Mapping[str, Any]] = {}
         self._rank: Any = 0
@@ -137,13 +142,13 @@ class EventHistory:
             if not isinstance(event, dict):  # of a version that publishes rows
                 continue
             kind = event["type"]
-            if kind == "AllBlocksCleared":
+            if kind == CLEARED:
                 self._held.clear()
                 self._abouts.clear()
                 self._count = 0
-            elif kind == "BlockStored":
+            elif kind == STORED:
                 self._stored(event)
-            elif kind == "BlockRemoved":
+            elif kind == REMOVED:
                 held = self._held.get(_place_of(event), {})
                 for block in event["block_hashes"]:
                     self._count -= held.pop(block, None) is not None
@@ -175,11 +180,11 @@ class EventHistory:
         """The table as at most so many batches, in which a block comes after its parent."""
         count = max(_IN_A_BATCH, -(-self._count // most))
         batches: list[bytes] = []
-        events: list[dict[str, Any]] = [{"type": "AllBlocksCleared"}]
+        events: list[Event] = [{"type": CLEARED}]
         room = count
 
         def end() -> None:
-            batches.append(msgspec.msgpack.encode([time.time(), events, self._rank]))
+            batches.append(encode(events, self._rank))
             events.clear()
             time.sleep(0)  # a turn for the engine's thread
 
@@ -195,17 +200,16 @@ class EventHistory:
 
 
 def _place_of(event: Mapping[str, Any]) -> _Place:
-    names = ("medium", "locality", "ownership", "group_idx")
-    return tuple(event.get(name) for name in names)
+    return tuple(event.get(name) for name in PLACE)
 
 
 def _is_not_of_device(place: _Place) -> bool:
-    return place[0] not in (None, "GPU")
+    return place[0] not in (None, DEVICE_MEDIUM)
 
 
-def _events_of(held: Mapping[_Hash, _Block], most: int) -> Iterator[dict[str, Any]]:
+def _events_of(held: Mapping[Hash, _Block], most: int) -> Iterator[Event]:
     """``BlockStored`` of all these blocks, parents first, of at most ``most`` blocks each."""
-    run: list[tuple[_Hash, _Block]] = []
+    run: list[tuple[Hash, _Block]] = []
     for block in _parents_first(held):
         one = held[block]
         if run:
@@ -219,11 +223,11 @@ def _events_of(held: Mapping[_Hash, _Block], most: int) -> Iterator[dict[str, An
         yield _event_of(run)
 
 
-def _parents_first(held: Mapping[_Hash, _Block]) -> Iterator[_Hash]:
-    done: set[_Hash] = set()
+def _parents_first(held: Mapping[Hash, _Block]) -> Iterator[Hash]:
+    done: set[Hash] = set()
     for block in held:
         above = []
-        at: _Hash | None = block
+        at: Hash | None = block
         while at is not None and at in held and at not in done:
             done.add(at)
             above.append(at)
@@ -231,12 +235,12 @@ def _parents_first(held: Mapping[_Hash, _Block]) -> Iterator[_Hash]:
         yield from reversed(above)
 
 
-def _event_of(run: Sequence[tuple[_Hash, _Block]]) -> dict[str, Any]:
+def _event_of(run: Sequence[tuple[Hash, _Block]]) -> Event:
     first = run[0][1]
     tokens = array("I")
     tokens.frombytes(b"".join(one.tokens for _, one in run))
-    event: dict[str, Any] = {
-        "type": "BlockStored",
+    event: Event = {
+        "type": STORED,
         "block_hashes": [block for block, _ in run],
         "parent_block_hash": first.parent,
         "token_ids": tokens.tolist(),

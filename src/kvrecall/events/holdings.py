@@ -1,102 +1,21 @@
-"""What a publisher's KV events say that it holds, and vLLM's block hashes of a prompt, by which the
-two are joined."""
+"""The blocks that a publisher's KV events say it holds."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-
-import cbor2
-import xxhash
+from collections.abc import Iterable, Sequence
 
 from kvrecall.block import TierName
+from kvrecall.events.hashes import HashRule, rule_of
+from kvrecall.events.wire import BlockHash
 
-_SEED = "vllm-none-hash"
 _MOST_BLOCKS = 4_000_000  # of one publisher, as many as it can replay: some 350 MB
 _MOST_COMING = 1_000_000  # blocks that one engine was sent
 _MOST_NAMES, _LONGEST_NAME = 1024, 1024  # of groups, and of stores
 _COMING_S = 30.0  # from sending a prompt until its blocks must have been reported
-_LOW = (1 << 64) - 1
 _BITS = {TierName.DEVICE: 1, TierName.HOST: 2, TierName.DISK: 4, TierName.REMOTE: 8}
 TIERS = tuple(_BITS)
 """Nearest first."""
 DEVICE, REMOTE = _BITS[TierName.DEVICE], _BITS[TierName.REMOTE]
-
-BlockHash = int
-"""The last 64 bits of vLLM's block hash, as vLLM publishes it by default."""
-
-
-def short_hash(published: int | bytes) -> BlockHash:
-    """A hash as events carry it: its last 64 bits, or all of its bytes."""
-    if isinstance(published, bytes):
-        return int.from_bytes(published[-8:], "big")
-    return published & _LOW
-
-
-# -- block hashes ---------------------------------------------------------------------------
-
-
-def _pickled(value: object) -> bytes:
-    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def _cbor(value: object) -> bytes:
-    encoded: bytes = cbor2.dumps(value, canonical=True)
-    return encoded
-
-
-def _sha256(encoded: bytes) -> bytes:
-    return hashlib.sha256(encoded).digest()
-
-
-_ALGORITHMS: Mapping[str, tuple[Callable[[object], bytes], Callable[[bytes], bytes]]] = {
-    "sha256_cbor": (_cbor, _sha256),
-    "sha256": (_pickled, _sha256),
-    "xxhash_cbor": (_cbor, xxhash.xxh3_128_digest),
-    "xxhash": (_pickled, xxhash.xxh3_128_digest),
-}
-"""vLLM's ``prefix_caching_hash_algo`` by name: how a block is encoded, and hashed."""
-
-
-@dataclass(frozen=True, slots=True)
-class HashRule:
-    """How an engine hashes blocks: its algorithm, and the tokens of a block."""
-
-    algorithm: str
-    block_size: int
-
-    def chain(self, tokens: Sequence[int], salt: str | None = None) -> tuple[BlockHash, ...]:
-        """The hashes of all whole blocks of a prompt, as vLLM computes them (v1/core/
-        kv_cache_utils.py): of the parent's hash, the tokens, and for the first block the salt. The
-        root is vLLM's, of PYTHONHASHSEED if that is set."""
-        encode, digest = _ALGORITHMS[self.algorithm]
-        parent = digest(encode(os.environ.get("PYTHONHASHSEED", _SEED)))
-        extra: tuple[tuple[str, str], ...] | None = (("cache_salt", salt),) if salt else None
-        size = self.block_size
-        made = []
-        for start in range(0, len(tokens) - size + 1, size):
-            parent = digest(encode((parent, tuple(tokens[start : start + size]), extra)))
-            made.append(short_hash(parent))
-            extra = None
-        return tuple(made)
-
-
-def rule_of(
-    first: BlockHash, tokens: Sequence[int], block_size: int, salt: str | None
-) -> HashRule | None:
-    """The rule by which ``first`` is the hash of the first block of ``tokens``; None if it is of no
-    known algorithm, or the engine's root is random or of another PYTHONHASHSEED."""
-    for name in _ALGORITHMS:
-        rule = HashRule(name, block_size)
-        if rule.chain(tokens[:block_size], salt) == (first,):
-            return rule
-    return None
-
-
-# -- holdings -------------------------------------------------------------------------------
 
 
 class Holdings:

@@ -1,8 +1,8 @@
 """Follows the KV events of publishers, of engines and of pool services, in vLLM's wire format.
 
-A publisher has a PUB socket with batches numbered from 0, and a ROUTER socket that repeats its last
-batches. The router asks it for all that it still has when it begins, and for what is missing when a
-number was left out.
+A publisher has a PUB socket with batches, and a ROUTER socket that repeats its last ones. A
+subscription asks it for all that it still has when it begins, and for what is missing when a number
+was left out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import enum
 import logging
-import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -20,10 +19,19 @@ from typing import Any
 import msgspec
 
 from kvrecall.block import TierName
-from kvrecall.router import zmtp
-from kvrecall.router.holdings import Holdings, short_hash
+from kvrecall.events import zmtp
+from kvrecall.events.holdings import Holdings
+from kvrecall.events.wire import (
+    AllBlocksCleared,
+    Batch,
+    BlockStored,
+    EventBatch,
+    decode,
+    short_hash,
+    tier_of_event,
+)
 
-log = logging.getLogger("kvrecall.router")
+_LOG = logging.getLogger("kvrecall.router")
 
 _REPLAY_S = 5.0  # without a further batch
 _BUSY_S = 60.0  # of a publisher that is there: it makes a large replay, or another reader's
@@ -34,105 +42,13 @@ _AT_ONCE = 4096  # blocks applied while nothing else runs
 _EVENT = 16  # blocks that take as long as an event without any
 _MOST_LEARNED = 1 << 20  # bytes of tokens read of a batch
 _LONGEST_BLOCK = 1 << 14  # tokens
-_MEDIA = {
-    "GPU": TierName.DEVICE,
-    "CPU": TierName.HOST,
-    "STORAGE": TierName.DISK,
-    "DISK": TierName.DISK,
-}
-_Hash = int | bytes
-
-
-class _BlockStored(msgspec.Struct, tag="BlockStored", gc=False):
-    block_hashes: list[_Hash]
-    parent_block_hash: _Hash | None = None
-    token_ids: msgspec.Raw = msgspec.Raw()
-    block_size: int = 0
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: list[list[Any] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-    locality: str | None = None
-    ownership: str | None = None
-
-
-class _BlockRemoved(msgspec.Struct, tag="BlockRemoved", gc=False):
-    block_hashes: list[_Hash]
-    medium: str | None = None
-    group_idx: int | None = None
-    locality: str | None = None
-    ownership: str | None = None
-
-
-class _AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
-    pass
-
-
-class _StoredRow(_BlockStored, tag="BlockStored", array_like=True, gc=False):
-    """As some versions of vLLM publish it: an array in place of a map."""
-
-
-class _RemovedRow(_BlockRemoved, tag="BlockRemoved", array_like=True, gc=False):
-    pass
-
-
-class _ClearedRow(_AllBlocksCleared, tag="AllBlocksCleared", array_like=True):
-    pass
-
-
-class _Batch(msgspec.Struct, array_like=True):
-    """vLLM's ``EventBatch``; fields that only a newer version knows are skipped."""
-
-    ts: float
-    events: list[_BlockStored | _BlockRemoved | _AllBlocksCleared]
-    data_parallel_rank: int | None = None
-
-
-class _BatchOfRows(_Batch, array_like=True):
-    events: list[_StoredRow | _RemovedRow | _ClearedRow]  # type: ignore[assignment]
-
-
-_maps, _rows = msgspec.msgpack.Decoder(_Batch), msgspec.msgpack.Decoder(_BatchOfRows)
-
-
 _tokens = msgspec.msgpack.Decoder(list[int])
-
-
-def _decode(payload: bytes) -> _Batch:
-    """Raises msgspec.DecodeError if it is no batch."""
-    try:
-        batch = _maps.decode(payload)
-    except msgspec.ValidationError:
-        batch = _rows.decode(payload)
-    except RecursionError:
-        raise msgspec.DecodeError("nested too deep") from None
-    if not math.isfinite(batch.ts):
-        raise msgspec.ValidationError("no time")
-    return batch
-
-
-def _tier_of(medium: str | None, locality: str | None) -> TierName | None:
-    if locality == "REMOTE":
-        return TierName.REMOTE
-    return TierName.DEVICE if medium is None else _MEDIA.get(medium.upper())
-
-
-def _salt_of(event: _BlockStored) -> tuple[bool, str | None]:
-    """Whether the hash of an event's first block is of its tokens and a salt alone, and the
-    salt."""
-    keys = (event.extra_keys or [None])[0]
-    if event.lora_name is not None or (keys and (len(keys) > 1 or not isinstance(keys[0], str))):
-        return False, None
-    return True, keys[0] if keys else None
 
 
 # -- batches in order -----------------------------------------------------------------------
 
 
-class Verdict(enum.Enum):
+class BatchOutcome(enum.Enum):
     """What became of a batch."""
 
     APPLIED = "applied"
@@ -141,7 +57,7 @@ class Verdict(enum.Enum):
     UNREADABLE = "unreadable"
 
 
-class Reader:
+class EventReader:
     """Applies the batches of one publisher to its holdings, in order and each once.
 
     What is known is never more than what the publisher held after the last batch that was applied:
@@ -158,24 +74,24 @@ class Reader:
         self._begun = False
         self._to_learn = 0
 
-    def take(self, number: int, payload: bytes) -> Verdict:
+    def take(self, number: int, payload: bytes) -> BatchOutcome:
         """A batch as published."""
         verdict, parts = self.begin(number, payload)
         for _ in parts:
             pass
         return verdict
 
-    def begin(self, number: int, payload: bytes) -> tuple[Verdict, Iterator[None]]:
+    def begin(self, number: int, payload: bytes) -> tuple[BatchOutcome, Iterator[None]]:
         """``take``, in parts of some milliseconds: the batch is applied when the iterator ends."""
         try:
-            batch = _decode(payload)
+            batch = decode(payload)
         except msgspec.DecodeError:
-            return Verdict.UNREADABLE, iter(())
+            return BatchOutcome.UNREADABLE, iter(())
         if number <= self.last:
-            return Verdict.KNOWN, iter(())
+            return BatchOutcome.KNOWN, iter(())
         if number > self.last + 1:
-            return Verdict.GAP, iter(())
-        return Verdict.APPLIED, self._apply(number, batch)
+            return BatchOutcome.GAP, iter(())
+        return BatchOutcome.APPLIED, self._apply(number, batch)
 
     def skip_to(self, number: int) -> None:
         """The batches before this one are lost for good, and with them all that was known."""
@@ -184,7 +100,7 @@ class Reader:
                 self.begin_anew(restarted=False)
             self.last = number - 1
 
-    def is_followed_by(self, first: tuple[int, bytes] | None) -> bool:
+    def is_followed_by(self, first: Batch | None) -> bool:
         """Whether a replay from ``last`` on goes on where this reader is; ``first``: its first
         batch, None if it has none. If not, it is of another run of the publisher, or incomplete:
         everything is forgotten, and the publisher should be asked for all that it has."""
@@ -196,7 +112,7 @@ class Reader:
 
     def _is_last(self, number: int, payload: bytes) -> bool:
         try:
-            return number == self.last and _decode(payload).ts == self.last_ts
+            return number == self.last and decode(payload).ts == self.last_ts
         except msgspec.DecodeError:
             return False
 
@@ -213,23 +129,23 @@ class Reader:
         self.restarts += restarted
         self.lost += not restarted
 
-    def _apply(self, number: int, batch: _Batch) -> Iterator[None]:
+    def _apply(self, number: int, batch: EventBatch) -> Iterator[None]:
         self.last, self.last_ts, self._begun = number, batch.ts, True
         self.applied += 1
         self._to_learn = _MOST_LEARNED
         done = 0
         for event in batch.events:
             done += _EVENT
-            if isinstance(event, _AllBlocksCleared):
+            if isinstance(event, AllBlocksCleared):
                 self.holdings.clear()
                 continue
-            tier = _tier_of(event.medium, event.locality)
+            tier = tier_of_event(event)
             if tier is None:
                 continue
             if tier is TierName.REMOTE and event.ownership is not None:
                 self.holdings.uses_store(event.ownership)
             change = self.holdings.removed
-            if isinstance(event, _BlockStored):
+            if isinstance(event, BlockStored):
                 change = self.holdings.stored
                 done += self._learn(event)
             for start in range(0, len(event.block_hashes), _AT_ONCE):
@@ -240,7 +156,7 @@ class Reader:
                     done = 0
                     yield
 
-    def _learn(self, event: _BlockStored) -> int:
+    def _learn(self, event: BlockStored) -> int:
         """What an event says of the engine. Returns the bytes of tokens that were read, which are
         bounded for each batch."""
         self.holdings.group_is(event.group_idx, event.kv_cache_spec_kind)
@@ -249,7 +165,7 @@ class Reader:
         is_first = event.parent_block_hash is None and bool(event.block_hashes)
         if not is_first or not 0 < size <= _LONGEST_BLOCK or nbytes > self._to_learn:
             return 0
-        is_plain, salt = _salt_of(event)
+        is_plain, salt = event.salt
         if not is_plain:
             return 0
         self._to_learn -= nbytes
@@ -285,7 +201,7 @@ class Subscription:
     def __init__(self, publisher: Publisher, lag: Callable[[float], None]) -> None:
         self.publisher = publisher
         self.holdings = Holdings()
-        self.reader = Reader(self.holdings)
+        self.reader = EventReader(self.holdings)
         self.replays = 0
         self.gaps = 0
         self._lag = lag
@@ -308,8 +224,8 @@ class Subscription:
                 self._warn(str(error))
             except OSError:  # it is not there, or no longer
                 pass
-            except Exception:
-                log.exception("events of %s", self.publisher.name)
+            except Exception:  # noqa: BLE001 - logged, and connected to again
+                _LOG.exception("events of %s", self.publisher.name)
             lasted = time.monotonic() - began > _RETRY_S
             pause_s = _PAUSE_S if lasted else min(2 * pause_s, _RETRY_S)
             await asyncio.sleep(pause_s)
@@ -335,18 +251,18 @@ class Subscription:
 
     async def _take(self, number: int, payload: bytes) -> None:
         verdict = await self._apply(number, payload)
-        if verdict is Verdict.GAP:
+        if verdict is BatchOutcome.GAP:
             self.gaps += 1
             await self._catch_up()
             self.reader.skip_to(number)
             verdict = await self._apply(number, payload)
-        if verdict is Verdict.APPLIED:
+        if verdict is BatchOutcome.APPLIED:
             self._lag(min(max(0.0, time.time() - self.reader.last_ts), _LONGEST_LAG_S))
-        elif verdict is Verdict.UNREADABLE:
+        elif verdict is BatchOutcome.UNREADABLE:
             self._warn(f"not vLLM's KV events (batch {number}): is the port right?")
 
-    async def _apply(self, number: int, payload: bytes) -> Verdict:
-        """``Reader.take``, with turns for others in between."""
+    async def _apply(self, number: int, payload: bytes) -> BatchOutcome:
+        """``EventReader.take``, with turns for others in between."""
         verdict, parts = self.reader.begin(number, payload)
         for _ in parts:
             await asyncio.sleep(0)
@@ -355,7 +271,7 @@ class Subscription:
     def _warn(self, why: str) -> None:
         if not self._warned:
             self._warned = True
-            log.warning("events of %s: %s", self.publisher.name, why)
+            _LOG.warning("events of %s: %s", self.publisher.name, why)
 
     async def _catch_up(self) -> None:
         """Asks for the batch applied last and all after it; for all, if that does not follow on

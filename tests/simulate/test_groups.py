@@ -9,28 +9,29 @@ import pytest
 from typer.testing import CliRunner
 
 from kvrecall.errors import ConfigError
+from kvrecall.modelconfig import CacheKind
 from kvrecall.simulate.cli import app
-from kvrecall.simulate.groups import GroupSpec, Kind, parse_groups, replay_groups
+from kvrecall.simulate.groups import GroupSpec, parse_groups
 from kvrecall.simulate.replay import TierSpec, replay
 from kvrecall.simulate.trace import read_trace, trace_of
 from kvrecall.simulate.workload import make_workload
 
 WINDOWS = "full:10,window:1024:4"
 STATES = "full:10,state:2048:25"
-ROOM = [("host", 1 << 40)]
+ROOM = [TierSpec("host", 1 << 40)]
 
 
 def test_what_a_hit_needs() -> None:
     full, window = parse_groups(WINDOWS)
     assert list(full.needed(3)) == [0, 1, 2]
     assert [list(window.needed(n)) for n in (0, 1, 2, 3)] == [[], [0], [0, 1], [1, 2]]
-    short = GroupSpec(Kind.WINDOW, 128, 4)
+    short = GroupSpec(CacheKind.WINDOW, 128, 4)
     assert list(short.needed(7)) == [6]
-    assert list(GroupSpec(Kind.WINDOW, 513, 4).needed(7)) == [6]
-    assert list(GroupSpec(Kind.WINDOW, 514, 4).needed(7)) == [5, 6]
-    chunk = GroupSpec(Kind.CHUNK, 2048, 4)
+    assert list(GroupSpec(CacheKind.WINDOW, 513, 4).needed(7)) == [6]
+    assert list(GroupSpec(CacheKind.WINDOW, 514, 4).needed(7)) == [5, 6]
+    chunk = GroupSpec(CacheKind.CHUNK, 2048, 4)
     assert [list(chunk.needed(n)) for n in (0, 3, 4, 6)] == [[], [0, 1, 2], [], [4, 5]]
-    assert list(GroupSpec(Kind.CHUNK, 1000, 4).needed(2)) == [1]
+    assert list(GroupSpec(CacheKind.CHUNK, 1000, 4).needed(2)) == [1]
     state = parse_groups(STATES)[1]
     assert [list(state.needed(n)) for n in (0, 1, 9)] == [[], [0], [8]]
     assert list(state.kept(0, 10)) == [3, 7, 9]
@@ -51,7 +52,7 @@ def test_groups_that_cannot_be(text: str) -> None:
 
 def test_one_group_hits_as_without_groups() -> None:
     trace = make_workload("chat-lognormal", 3, 0.3)
-    alone = replay_groups(trace, parse_groups("full:10"), [("host", 4000)], "lru")
+    alone = replay(trace, [TierSpec("host", 4000)], "lru", groups=parse_groups("full:10"))
     assert alone.hits == replay(trace, [TierSpec("host", 400)], "lru").hits
     assert alone.moved == {"full": 10 * alone.hits}
 
@@ -60,9 +61,9 @@ def test_a_hit_ends_where_a_window_or_a_state_is() -> None:
     """The second request leaves the first inside: windows are there, a state is at every fourth
     block only."""
     trace = trace_of("two", [(0.0, list(range(10))), (1.0, [*range(7), 100, 101])])
-    windows = replay_groups(trace, parse_groups(WINDOWS), ROOM, "lru")
+    windows = replay(trace, ROOM, "lru", groups=parse_groups(WINDOWS))
     assert (windows.hits, windows.moved) == (7, {"full": 70, "window": 8})
-    states = replay_groups(trace, parse_groups(STATES), ROOM, "lru")
+    states = replay(trace, ROOM, "lru", groups=parse_groups(STATES))
     assert (states.hits, states.moved) == (4, {"full": 40, "state": 25})
     assert states.tiers[0].written == 12 * 10 + (3 + 2) * 25
 
@@ -71,10 +72,10 @@ def test_a_model_of_windows_alone_needs_no_more_than_the_last_ones() -> None:
     """The chain is the windows. What a hit does not need it neither moves nor saves again."""
     trace = trace_of("two", [(0.0, list(range(10))), (1.0, list(range(200, 206))),
                              (2.0, [*range(10), 100])])  # fmt: skip
-    whole = replay_groups(trace, parse_groups("window:1024:4"), ROOM, "lru")
+    whole = replay(trace, ROOM, "lru", groups=parse_groups("window:1024:4"))
     assert (whole.hits, whole.moved, whole.tiers[0].written) == (10, {"window": 8}, 17 * 4)
     # Room for twelve: the second request evicts the last four of the first.
-    small = replay_groups(trace, parse_groups("window:1024:4"), [("host", 12 * 4)], "lru")
+    small = replay(trace, [TierSpec("host", 12 * 4)], "lru", groups=parse_groups("window:1024:4"))
     assert (small.hits, small.moved) == (6, {"window": 8})
 
 
@@ -82,14 +83,14 @@ def test_a_block_that_is_not_full_does_not_count(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     rows = [{"timestamp": 0, "input_length": 1300, "hash_ids": [1, 2, 3]}] * 2
     path.write_text("\n".join(map(json.dumps, rows)))
-    outcome = replay_groups(read_trace(path), parse_groups("full:10,state:9"), ROOM, "lru")
+    outcome = replay(read_trace(path), ROOM, "lru", groups=parse_groups("full:10,state:9"))
     assert (outcome.accesses, outcome.hits) == (4, 2)
 
 
 def test_lower_tiers_serve_what_the_host_lost() -> None:
     trace = trace_of("back", [(0.0, [1, 2, 3]), (1.0, [4, 5, 6]), (2.0, [1, 2, 3])])
-    tiers = [("host", 50), ("disk", 1000)]
-    outcome = replay_groups(trace, parse_groups(WINDOWS), tiers, "lru")
+    tiers = [TierSpec("host", 50), TierSpec("disk", 1000)]
+    outcome = replay(trace, tiers, "lru", groups=parse_groups(WINDOWS))
     assert outcome.hits == 3
     assert outcome.tiers[1].read == outcome.moved["full"] + outcome.moved["window"] == 38
     assert outcome.tiers[0].evicted > 0
@@ -100,7 +101,9 @@ def test_lower_tiers_serve_what_the_host_lost() -> None:
 def test_hazard_beats_recency(groups: str, capacity: int) -> None:
     trace = make_workload("document-qa", 1, hours=1.0)
     hits = {
-        policy: replay_groups(trace, parse_groups(groups), [("host", capacity)], policy).hits
+        policy: replay(
+            trace, [TierSpec("host", capacity)], policy, groups=parse_groups(groups)
+        ).hits
         for policy in ("lru", "hazard")
     }
     assert hits["hazard"] > 1.15 * hits["lru"]

@@ -28,7 +28,7 @@ _CHUNK = 64 << 10
 _GOODBYE_S = 1.0
 
 
-class Gate:
+class EventGate:
     """Listens until ``close``, in a thread of its own. ``inner``: where the sockets behind it
     listen, in ZeroMQ's notation, one for each address."""
 

@@ -19,14 +19,14 @@ import zmq
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError
+from kvrecall.events import publisher as room
+from kvrecall.events.publisher import EventPublisher, endpoint_of
+from kvrecall.events.subscriber import Publisher, Subscription
+from kvrecall.events.wire import short_hash
 from kvrecall.pool.pool import Pool
-from kvrecall.pool.service import publisher as room
 from kvrecall.pool.service.client import ServiceClient
-from kvrecall.pool.service.publisher import EventPublisher, endpoint_of
 from kvrecall.processes.command import kvrecall
 from kvrecall.processes.ports import two_ports
-from kvrecall.router.events import Publisher, Subscription
-from kvrecall.router.holdings import short_hash
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine
 
@@ -52,7 +52,12 @@ class Follower:
         self._loop.run_until_complete(asyncio.gather(self._task, return_exceptions=True))
 
     def held(self, tier: TierName) -> set[int]:
-        return self.known.holdings.hashes(tier)
+        """Asked in its thread: it may be changing."""
+
+        async def ask() -> set[int]:
+            return self.known.holdings.hashes(tier)
+
+        return asyncio.run_coroutine_threadsafe(ask(), self._loop).result(60)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._task.cancel)
@@ -230,7 +235,7 @@ def test_a_further_namespace_publishes_its_own_blocks(tmp_path: Path, port: int)
         def settle(name: str) -> list[BlockKey]:
             """Until all that was taken from the log is published: a further block is told after
             it, of which some may not be counted yet."""
-            wait_until(lambda: publisher._log.is_complete)
+            wait_until(lambda: publisher._events.is_complete)
             keys = save(pool, name, 1)
             wait_until(lambda: hashes(keys) <= follower.held(TierName.HOST))
             wait_until(lambda: hashes(keys) <= follower.held(TierName.DISK))

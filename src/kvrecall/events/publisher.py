@@ -1,27 +1,23 @@
-"""Publishes KV events of a pool service, in the wire format of vLLM's publisher, without vLLM.
+"""Publishes KV events of a pool service as vLLM's publisher does, without vLLM.
 
-A PUB socket sends batches, each of three frames: topic, number (8 bytes, big-endian), MessagePack
-of ``[seconds, events, 0]``. A ROUTER socket repeats the batches from a number on, and ends with an
-empty one. See vllm/distributed/kv_events.py.
+A PUB socket sends batches, each of three frames: topic, number (8 bytes, big-endian), payload. A
+ROUTER socket repeats the batches from a number on, and ends with an empty one.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Iterable, Iterator, Mapping
-
-import msgspec
+from collections.abc import Iterable, Iterator
 
 from kvrecall.addresses import split_address
-from kvrecall.block import Namespace, TierName
+from kvrecall.block import Namespace
 from kvrecall.errors import ConfigError
-from kvrecall.pool.changes import ChangeLog, Restart
-from kvrecall.pool.gate import Gate
-from kvrecall.pool.history import EventHistory
+from kvrecall.events.gate import EventGate
+from kvrecall.events.history import EventHistory
+from kvrecall.events.log import PoolEvents
+from kvrecall.events.wire import Event, encode
 from kvrecall.pool.pool import Pool
-from kvrecall.pool.runs import Run, runs_of
 
 _LOG = logging.getLogger(__name__)
 _EVERY_MS = 50
@@ -31,54 +27,6 @@ _BATCH_BLOCKS = 4096  # an event without any counts as ``_EVENT_BLOCKS``: a batc
 _EVENT_BLOCKS = 16
 _QUEUED = 1000  # batches for a subscriber that does not read; it asks for more than that again
 _QUEUED_REPLAY = 16
-_LOW = (1 << 64) - 1
-_MEDIA = {TierName.HOST: "CPU", TierName.DISK: "STORAGE", TierName.REMOTE: "STORAGE"}
-
-
-class _Stored(msgspec.Struct, tag="BlockStored", omit_defaults=True):
-    """The fields that vLLM's has in every version come first, and are always there."""
-
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str
-    lora_name: str | None
-    group_idx: int | None = None
-    locality: str | None = None
-    ownership: str | None = None
-
-
-class _Removed(msgspec.Struct, tag="BlockRemoved", omit_defaults=True):
-    block_hashes: list[int]
-    medium: str
-    group_idx: int | None = None
-    locality: str | None = None
-    ownership: str | None = None
-
-
-class _Cleared(msgspec.Struct, tag="AllBlocksCleared"):
-    pass
-
-
-def _short(block_hash: bytes) -> int:
-    """The last 64 bits, as vLLM publishes them by default."""
-    return int.from_bytes(block_hash, "big") & _LOW
-
-
-def event_of(run: Run | Restart, store: str | None) -> msgspec.Struct:
-    """The event of a run of blocks; ``store`` names the remote store."""
-    if isinstance(run, Restart):
-        return _Cleared()
-    is_far = run.tier is TierName.REMOTE
-    place = ("REMOTE", run.ownership(store)) if is_far else ("LOCAL", None)
-    hashes = [_short(one) for one in run.hashes]
-    medium = _MEDIA[run.tier]
-    if not run.stored:
-        return _Removed(hashes, medium, run.group, *place)
-    parent = None if run.parent is None else _short(run.parent)
-    return _Stored(hashes, parent, [], 0, None, medium, None, run.group, *place)
 
 
 def group_of(namespace: Namespace) -> int:
@@ -119,7 +67,7 @@ class EventPublisher:
             ) from error
         self._pool = pool
         try:
-            self._gate = Gate([(host, port), (host, port + 1)])
+            self._gate = EventGate([(host, port), (host, port + 1)])
         except OSError as error:
             raise ConfigError(
                 f"--events: cannot listen at {host}:{port} and the next port: {error.strerror}; "
@@ -136,9 +84,7 @@ class EventPublisher:
         self._topic = topic.encode()
         self._history = EventHistory(_KEPT_BATCHES, _KEPT_BYTES)
         self._number = 0
-        self._groups: dict[bytes, int] = {}
-        self._log = ChangeLog(pool.sweep)
-        pool.watch(self._log)
+        self._events = PoolEvents(pool, self._groups)
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvrecall-events", daemon=True)
         self._thread.start()
@@ -161,34 +107,25 @@ class EventPublisher:
             self._context.destroy(linger=500)
             self._gate.close()
 
+    def _groups(self) -> dict[bytes, int]:
+        return {space.digest: group_of(space) for space, _ in self._pool.namespaces()}
+
     def _publish(self) -> bool:
         """One batch of what has changed. Whether there may be more at once."""
-        groups = {space.digest: group_of(space) for space, _ in self._pool.namespaces()}
-        if groups != self._groups:  # what was held of new ones was left out until now
-            self._log.repeat({digest for digest, _ in groups.items() ^ self._groups.items()})
-            self._groups = groups
-        events = events_of(self._log, groups, self._pool.store_name)
-        for batch in batches_of(events):
-            payload = msgspec.msgpack.encode([time.time(), batch, 0])
+        for batch in batches_of(self._events.take()):
+            payload = encode(batch)
             self._pub.send_multipart((self._topic, self._number.to_bytes(8, "big"), payload))
             self._history.append((self._number, payload))
             self._number += 1
-        return not self._log.is_complete
+        return not self._events.is_complete
 
 
-def events_of(
-    log: ChangeLog, groups: Mapping[bytes, int], store: str | None
-) -> list[msgspec.Struct]:
-    """The events of all changes that ``log`` has now."""
-    return [event_of(run, store) for run in runs_of(log.take(), groups)]
-
-
-def batches_of(events: Iterable[msgspec.Struct]) -> Iterator[list[msgspec.Struct]]:
+def batches_of(events: Iterable[Event]) -> Iterator[list[Event]]:
     """Events in batches of a bounded size, because queues are bounded by the number of batches."""
-    batch: list[msgspec.Struct] = []
+    batch: list[Event] = []
     room = _BATCH_BLOCKS
     for event in events:
-        size = _EVENT_BLOCKS + len(getattr(event, "block_hashes", ()))
+        size = _EVENT_BLOCKS + len(event.get("block_hashes", ()))
         if batch and size > room:
             yield batch
             batch, room = [], _BATCH_BLOCKS

@@ -40,7 +40,7 @@ def test_one_host_is_the_plain_replay(routing: Any, policy: str) -> None:
     alone = replay(trace, tiers, policy)
     found = replay_fleet(trace, 1, tiers, None, routing, policy)
     assert (found.hits, found.accesses) == (alone.hits, alone.accesses)
-    assert [tier.hits for tier in found.tiers] == [tier.hits for tier in alone.tiers]
+    assert [tier.read for tier in found.tiers] == [tier.read for tier in alone.tiers]
     assert found.traffic.read == found.traffic.written == 0
 
 
@@ -64,7 +64,7 @@ def test_a_store_makes_hosts_equal() -> None:
         found = replay_fleet(trace, 5, [TierSpec("host", 200)], store, routing, "lru")
         assert found.hits == found.accesses - len(different)
         assert found.traffic.written == len(different)
-        assert found.traffic.read == found.tiers[-1].hits
+        assert found.traffic.read == found.tiers[-1].read
 
 
 def test_the_busiest_minute() -> None:

@@ -22,7 +22,7 @@ _GREETING = _SIGNATURE + b"\3\0" + _MECHANISM + bytes(32)
 _MORE, _LONG, _COMMAND = 1, 2, 4
 
 
-class Connection:
+class ZmtpConnection:
     """A connection to a socket. Errors are OSErrors: of the network, or because the peer does not
     keep to the protocol."""
 
@@ -86,12 +86,12 @@ class Connection:
 
 
 @asynccontextmanager
-async def connection(host: str, port: int, kind: bytes) -> AsyncIterator[Connection]:
+async def connection(host: str, port: int, kind: bytes) -> AsyncIterator[ZmtpConnection]:
     """A connection while the context is open. Raises OSError, a TimeoutError after five seconds."""
     async with asyncio.timeout(_HANDSHAKE_S):
         reader, writer = await asyncio.open_connection(host, port)
     try:
-        made = Connection(reader, writer)
+        made = ZmtpConnection(reader, writer)
         async with asyncio.timeout(_HANDSHAKE_S):
             await made.shake_hands(kind)
         yield made

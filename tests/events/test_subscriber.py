@@ -15,12 +15,12 @@ import pytest
 from kvrecall.block import TierName
 from kvrecall.engines.base import ServeSpec
 from kvrecall.errors import ConfigError
-from kvrecall.pool.history import EventHistory
+from kvrecall.events import subscriber
+from kvrecall.events.hashes import HashRule
+from kvrecall.events.history import EventHistory
+from kvrecall.events.subscriber import Publisher, Subscription
 from kvrecall.processes.ports import free_port
-from kvrecall.router import events
-from kvrecall.router.events import Publisher, Subscription
-from kvrecall.router.holdings import HashRule
-from kvrecall.server.preflight import check_port
+from kvrecall.server.checks import check_port
 from kvrecall.testing.blocks import wait_until
 
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
@@ -144,8 +144,8 @@ def whole_publisher(ports: Publisher, keeps: int) -> Any:
     from kvrecall.engines.vllm.compat import events as of_vllm
 
     wait_until(lambda: all(map(is_free, (ports.port, ports.replay_port))))
-    registry = kv_events.EventPublisherFactory._registry
-    before = dict(registry)
+    factory = kv_events.EventPublisherFactory
+    before = factory._registry
     try:
         of_vllm.replay_everything()
         config = kv_events.KVEventsConfig(
@@ -158,7 +158,7 @@ def whole_publisher(ports: Publisher, keeps: int) -> Any:
         )
         return kv_events.EventPublisherFactory.create(config)
     finally:
-        registry.update(before)
+        factory._registry = before
 
 
 def test_late_readers_and_lost_batches_with_our_replay(ports: Publisher) -> None:
@@ -199,7 +199,7 @@ def test_a_publisher_that_needs_long_for_a_replay_is_waited_for(
     ports: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is there. Without an answer all that it held before would stay unknown."""
-    monkeypatch.setattr(events, "_REPLAY_S", 0.2)
+    monkeypatch.setattr(subscriber, "_REPLAY_S", 0.2)
     since = EventHistory.since
 
     def slow(self: EventHistory, start: int) -> Iterator[tuple[int, bytes]]:
