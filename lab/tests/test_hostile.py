@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from kvrecall_lab.hostile.__main__ import _line, _trial
+from kvrecall_lab.hostile.__main__ import _figures, _trial
 from kvrecall_lab.hostile.attack import Attack, attacks
 
 PROGRAM = """
@@ -44,7 +43,7 @@ def test_each_end_is_told(tmp_path: Path, body: str, how: str, seen: str) -> Non
     one = Attack("a.b", "", lambda _: "", False, 2 if "sleep" in body else 60)
     verdict = _trial(one, tmp_path, [sys.executable, "-c", PROGRAM.format(body=body)])
     assert (verdict.how, verdict.seen) == (how, seen)
-    line = json.loads(_line([verdict], 1.0))
+    line = _figures([verdict], 1.0)
     assert line["attacks"] == (0 if how == "skipped" else 1)
     assert line["skipped"] == (["a.b"] if how == "skipped" else [])
     if how not in ("held", "skipped"):

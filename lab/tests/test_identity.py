@@ -11,27 +11,22 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from kvrecall.processes.command import as_child
 from kvrecall_lab.engines.engine import Answer
-from kvrecall_lab.identity.__main__ import app
 from kvrecall_lab.identity.engines import Life, Reply
-from kvrecall_lab.identity.pairs import BLIND, EQUAL, OTHER, PAIRS, Kv
-from kvrecall_lab.identity.setups import BLOCK, KNOWN, Prompts, Setup, Shelf
+from kvrecall_lab.identity.pairs import EQUAL, OTHER, PAIRS, Kv
+from kvrecall_lab.identity.setups import BLOCK, KNOWN, Prompts
 from kvrecall_lab.identity.trial import (
-    LEAST_TOLERANCE,
     Reference,
     Verdict,
     _judge,
     _unfairness,
-    sure_tokens,
 )
 from kvrecall_lab.models import (
     ADAPTER,
     WEIGHTS,
     write_changed,
-    write_indexed,
     write_kv_scales,
     write_links,
     write_llama4,
@@ -69,20 +64,6 @@ def test_a_wrong_token_and_a_wrong_score_are_seen() -> None:
     assert "off by" in truth.fault(reply(answer(scores=(-0.1, -0.2, -0.301))))
 
 
-def test_after_an_ambiguous_token_nothing_is_compared() -> None:
-    truth = answer(gaps=(1.0, LEAST_TOLERANCE, 1.0))
-    assert sure_tokens(truth, LEAST_TOLERANCE) == 1
-    assert reference(truth).fault(reply(answer((1, 7, 8), (-0.1, -5.0, -5.0)))) == ""
-    assert reference(truth).fault(reply(answer((7, 2, 3))))
-
-
-def test_the_tolerance_is_what_cutting_the_prompt_does() -> None:
-    computed = [reply(answer())]
-    assert Reference.of(computed, computed).tolerance == LEAST_TOLERANCE
-    moved = [reply(answer(scores=(-0.1, -0.21, -0.3)))]
-    assert Reference.of(computed, moved).tolerance == pytest.approx(0.04)
-
-
 def test_the_contrast_of_two_engines_is_theirs_without_a_pool() -> None:
     moved = reference(answer(scores=(-0.1, -0.25, -0.3)))
     assert reference().contrast(moved)["known-1"] == pytest.approx(0.05)
@@ -114,45 +95,6 @@ def test_a_recall_of_other_kv_is_wrong_even_if_the_reply_is_right() -> None:
         _judge("B", Life([reply(answer(disk=BLOCK))]), reference(), verdict)
     assert "128 tokens of the other's KV" in other.wrong[0]
     assert not equal.wrong
-
-
-def test_a_verdict_names_its_faults() -> None:
-    equal = Verdict(EQUAL[0], shared=(128, 128))
-    assert equal.faults == []
-    assert replace(equal, shared=(128, 0)).faults == ["not shared: 128 and 0 tokens"]
-    silent = replace(equal, silent=["known-3 by B"])
-    assert silent.faults == ["never recalled: known-3 by B", "not shared: 128 and 128 tokens"]
-    assert replace(silent, pair=OTHER[0]).faults == ["never recalled: known-3 by B"]
-    assert "although the KV is right" in replace(equal, caught=1).faults[0]
-    assert replace(equal, unfair="it is not").faults == ["unfair: it is not"]
-    assert Verdict(OTHER[0], failed="no engine").faults == ["failed: no engine"]
-    blind = Verdict(BLIND[0], caught=1, logged=True)
-    assert blind.faults == []
-    assert replace(blind, logged=False).faults == ["not caught by the audit"]
-    assert replace(blind, caught=0).faults == ["not caught by the audit"]
-    assert len(replace(blind, wrong=["a reply"]).faults) == 2
-
-
-def test_pairs_have_names_of_their_own() -> None:
-    assert len({pair.name for pair in PAIRS}) == len(PAIRS)
-    assert all(pair.blind for pair in BLIND)
-
-
-def test_equal_setups_have_equal_keys(tmp_path: Path) -> None:
-    one, other = (Setup.of(tmp_path, dtype="float32") for _ in range(2))
-    assert one.key == other.key
-    assert one.key != Setup.of(tmp_path, dtype="bfloat16").key
-    assert one.key != one.with_adapter("a", tmp_path).key
-    assert one.key != one.with_content(tmp_path, tmp_path / "other").key
-    written: list[Path] = []
-    shelf = Shelf(tmp_path / "shelf")
-
-    def write(path: Path) -> None:
-        path.mkdir()
-        written.append(path)
-
-    assert shelf.get("a", write) == shelf.get("a", write)
-    assert len(written) == 1
 
 
 def test_a_folder_is_overwritten_without_a_trace_in_size_and_time(tmp_path: Path) -> None:
@@ -198,28 +140,9 @@ def test_variants_keep_what_they_do_not_change(tmp_path: Path) -> None:
     assert (other / ADAPTER).stat().st_size == (adapter / ADAPTER).stat().st_size
 
 
-def test_an_index_names_one_of_two_files(tmp_path: Path) -> None:
-    sources = {
-        name: write_model(tmp_path / name, seed=seed, **TINY) for seed, name in enumerate("ab")
-    }
-    one, other = (write_indexed(tmp_path / f"by-{n}", sources, n) for n in sources)
-    for shard in ("model-a.safetensors", "model-b.safetensors"):
-        assert (one / shard).read_bytes() == (other / shard).read_bytes()
-    index = json.loads((other / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"].values()) == {"model-b.safetensors"}
-
-
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     command = as_child(sys.executable, "-m", "kvrecall_lab.identity", *words)
     return subprocess.run(command, capture_output=True, text=True, timeout=580)
-
-
-def test_the_command_lists_its_pairs() -> None:
-    done = run("--list")
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [pair.name for pair in PAIRS]
-    unknown = CliRunner().invoke(app, ["--only", "nonsense"])
-    assert unknown.exit_code == 2
-    assert "no pair is called nonsense" in " ".join(unknown.output.split())
 
 
 @pytest.mark.engine

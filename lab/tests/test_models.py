@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 from support.quantised import write_w8a8
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from kvrecall_lab.models import FAMILIES, write_lora, write_model
 
@@ -76,26 +75,6 @@ def test_greedy_output_varies_and_never_stops_early(folder: Path) -> None:
     assert len({tuple(answer) for answer in answers}) == len(answers)
 
 
-def test_tokenizer_is_one_token_a_byte(folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    for text in ("plain", "  two  spaces\n\n", "naïve 前缀缓存 🙂", "\x00\x7f", ""):
-        tokens = tokenizer.encode(text)
-        assert len(tokens) == len(text.encode())
-        assert tokenizer.decode(tokens) == text
-    assert tokenizer.encode("<|im_end|>") == [tokenizer.eos_token_id] == [258]
-
-
-def test_chat_template(folder: Path) -> None:
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    text = AutoTokenizer.from_pretrained(folder).apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True
-    )
-    assert text == (
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-
-
 def test_equal_arguments_give_equal_bytes_and_another_seed_others(tmp_path: Path) -> None:
     paths = [
         write_model(tmp_path / name, hidden=64, layers=1, seed=seed)
@@ -103,20 +82,6 @@ def test_equal_arguments_give_equal_bytes_and_another_seed_others(tmp_path: Path
     ]
     digests = [hashlib.sha256((p / "model.safetensors").read_bytes()).digest() for p in paths]
     assert digests[0] == digests[1] != digests[2]
-
-
-def test_writing_again_replaces(tmp_path: Path) -> None:
-    write_model(tmp_path, "qwen2", hidden=64, layers=2)
-    write_model(tmp_path, "llama", hidden=64, layers=1)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["model_type"], config["num_hidden_layers"]) == ("llama", 1)
-    assert not [name for name in load_file(tmp_path / "model.safetensors") if "bias" in name]
-
-
-def test_a_vocabulary_without_room_for_bytes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="259"):
-        write_model(tmp_path, vocab=259 - 0)
-    assert not list(tmp_path.iterdir())
 
 
 def test_w8a8_is_close_to_its_source(tmp_path: Path) -> None:
@@ -149,11 +114,3 @@ def test_lora_covers_attention_and_differs_by_seed(tmp_path: Path) -> None:
     up = names[0]["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"]
     assert (down.shape, up.shape) == ((4, 64), (256, 4))
     assert not any(torch.equal(names[0][name], names[1][name]) for name in names[0])
-
-
-def test_the_command_writes_a_model(tmp_path: Path) -> None:
-    from kvrecall_lab.models.__main__ import app
-
-    arguments = [str(tmp_path / "m"), "--architecture", "llama", "--hidden", "64", "--layers", "1"]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
-    assert json.loads((tmp_path / "m" / "config.json").read_text())["hidden_size"] == 64

@@ -9,32 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from kvrecall.processes.command import as_child
 from kvrecall_lab.engines.engine import Answer, Question
 from kvrecall_lab.engines.kv import joined
-from kvrecall_lab.shapes.__main__ import _figures, app
 from kvrecall_lab.shapes.cases import cases_of
 from kvrecall_lab.shapes.needed import needed_bytes
 from kvrecall_lab.shapes.ranks import Saved, unequal
-from kvrecall_lab.shapes.row import Row, difference, is_rounded
+from kvrecall_lab.shapes.row import difference, is_rounded
 from kvrecall_lab.shapes.shapes import SHAPES
-
-GOOD = Row(
-    "gemma3",
-    "disk",
-    "hit",
-    groups=3,
-    hybrid_manager=True,
-    equal=True,
-    hit_tokens=608,
-    tier_tokens=32,
-    device_tokens=608,
-    bytes_moved=100,
-    bytes_needed=100,
-    device_blocks=(96, 96),
-)
 
 
 def group(kind: str, **more: Any) -> dict[str, Any]:
@@ -62,29 +45,6 @@ def test_each_kind_of_group_needs_what_later_tokens_attend_to(
     assert needed_bytes([of], loads) == blocks * 30
 
 
-def test_groups_add_up() -> None:
-    two = [group("FullAttentionSpec"), group("MambaSpec")]
-    assert needed_bytes(two, [(0, 320)]) == 11 * 30
-
-
-def test_a_row_names_its_faults() -> None:
-    assert GOOD.ok
-    unequal = replace(GOOD, equal=False, why="on from token 3 on")
-    assert unequal.faults() == ["replies differ from a device hit (on from token 3 on)"]
-    assert replace(GOOD, hit_tokens=512).faults() == ["recalled less than the device"]
-    assert replace(GOOD, bytes_moved=101).faults() == ["moved more bytes than needed"]
-    assert replace(GOOD, bytes_needed=101).faults() == ["moved fewer bytes than needed"]
-    assert "nothing recalled" in replace(GOOD, bytes_moved=0, bytes_needed=0).faults()
-    assert replace(GOOD, device_blocks=(90, 96)).faults() == ["the pool takes device blocks"]
-    assert replace(GOOD, tier_tokens=0).faults() == ["nothing came from the tier"]
-    crowd = replace(GOOD, case="preempted", hit_tokens=0)
-    assert crowd.faults() == ["nothing was preempted"]
-    assert replace(crowd, preemptions=1).ok
-    assert not replace(GOOD, equal=False).ok
-    assert not replace(GOOD, equal=False, rounded=True).ok, "it was alone in its steps"
-    assert replace(GOOD, case="samples", equal=False, rounded=True).ok
-
-
 def test_the_first_difference_is_named() -> None:
     def answer(tokens: tuple[int, ...], *scores: float) -> Answer:
         return Answer("on", tokens, "length", {}, (), (), 0.0, scores)
@@ -97,12 +57,6 @@ def test_the_first_difference_is_named() -> None:
     assert not is_rounded([answer((1, 2, 4), -0.1, -0.2, -0.3)], [right])
     assert difference([answer((1, 2, 3), -0.1, -0.2000001, -0.3)], [right]) == "on from token 1 on"
     assert difference([answer((1, 2), -0.1, -0.2)], [right]) == "on: 2 tokens, not 3"
-
-
-def test_a_model_that_does_not_run_here_is_a_row_with_the_reason() -> None:
-    refused = Row("deepseek", run=False, why="prefix caching is off")
-    assert _figures(refused) == {"model": "deepseek", "run": False, "reason": refused.why}
-    assert json.loads(json.dumps(_figures(GOOD)))["bytes_needed"] == 100
 
 
 def test_kv_of_other_ranks_is_compared_head_for_head() -> None:
@@ -137,15 +91,6 @@ def test_prompts_end_on_a_boundary_and_beside_it_and_fit() -> None:
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     command = as_child(sys.executable, "-m", "kvrecall_lab.shapes", *words)
     return subprocess.run(command, capture_output=True, text=True, timeout=580)
-
-
-def test_the_command_lists_models_and_refuses_others() -> None:
-    listed = run("--list")
-    assert [line.split()[0] for line in listed.stdout.splitlines()] == [s.name for s in SHAPES]
-    for words in (["--model", "gemma9"], ["--tier", "moon"]):
-        refused = CliRunner().invoke(app, words)
-        assert refused.exit_code == 2
-        assert words[1] in refused.output
 
 
 @pytest.mark.engine

@@ -20,10 +20,10 @@ MODEL = ROOT / "models" / "recall-tiny"
 TOKENS = 8192
 
 QUESTIONS = """
-import json
+import json, random
 from kvrecall_lab.bench.needle import tasks
-from kvrecall_lab.studies.model.evaluate import document_of
-document = document_of(777, {tokens})
+plan = tasks.Plan(singles=16, multikeys=16, groups=6, chains=8, several=8)
+document = tasks.make_document(random.Random("777/{tokens}"), plan, {tokens})
 print(json.dumps([
     [tasks.raw_prompt(document.text, question.text), question.expected]
     for question in document.questions if question.task in ("single", "multikey")

@@ -30,7 +30,7 @@ def rows(
     try:
         found = list(of(laboratory, replace(shape, ranks=False), tiers))
     finally:
-        laboratory.stop()
+        laboratory.engines.stop()
     for row in found:
         assert row.ok, f"{row.tier}, {row.case}: {'; '.join(row.faults())}"
     return found

@@ -3,7 +3,6 @@ the options of servers on a GPU, and meaningless figures."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,34 +15,13 @@ import torch
 from kvrecall.attention.digest import Layout, encode
 from kvrecall.attention.kernels.oracle import attend_plainly, logits_plainly, table_plainly
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.errors import EngineError
 from kvrecall.gpu_check import attention, servers
 from kvrecall.gpu_check.outcome import CheckError, Outcome, State, reason, tried
 from kvrecall.gpu_check.servers import SMALL, Replies
 from kvrecall.processes.server import Answer
-from kvrecall_lab.bench import sequences as measured
-from kvrecall_lab.bench.generate import Load
 
 CPU = torch.device("cpu")
 DENSE = Replies((1, 2, 3), (1, 2, 3), 0, 0)
-LOAD = Load(2048, 3, 6, 1, 16)
-ACTIVE = {
-    "steps_sparse": 5,
-    "blocks_offloaded": 9,
-    "blocks_loaded": 2,
-    "blocks_hit": 6,
-    "blocks_in_place": 0,
-}
-IDLE = dict.fromkeys(ACTIVE, 0)
-FIGURES = {
-    "at_once": 3,
-    "seconds": 4.0,
-    "tokens": 18,
-    "decode_seconds": 2.0,
-    "decode_tokens": 15,
-    "preemptions": 0,
-    "activity": ACTIVE,
-}
 
 
 def quiet(_: str) -> None:
@@ -57,10 +35,6 @@ def retrieval_tokens(device: str, progress: Any, *more: Any) -> Outcome:
 
 def decode(*arguments: Any) -> Outcome:
     return tried("decode, engine", quiet, partial(servers.measure_decode, *arguments))
-
-
-def sequences(*arguments: Any) -> Outcome:
-    return tried("sequences", quiet, partial(measured.sequences_of, *arguments))
 
 
 @pytest.fixture
@@ -137,24 +111,6 @@ def test_attention_is_compared_with_plain_torch(wrong: float, plain: dict[str, A
         attention.check_attention(CPU)
 
 
-def test_a_decoded_token_is_timed_with_its_search(plain: dict[str, Any]) -> None:
-    seen: list[str] = []
-    for name in ("search", "choose", "attend"):
-        plain[name] = lambda found, name=name: (seen.append(name), found)[1]
-    told = attention.decode_times(CPU, 16384)
-    assert seen[-3:] == ["search", "choose", "attend"]
-    assert told["blocks_read"] == round((8 + 57 + 32) / 128, 4)
-    assert told["retrieval_ms"] > 0
-
-
-@pytest.mark.long
-@pytest.mark.engine
-def test_sequences_off_the_device_on_the_cpu() -> None:
-    outcome = sequences(LOAD, SMALL, "cpu", quiet, ("retrieval",))
-    assert outcome.state is State.PASS, outcome.note
-    assert outcome.figures["retrieval"]["at_once"] == 3
-
-
 @pytest.mark.longest
 @pytest.mark.engine
 def test_tokens_of_three_servers_on_the_cpu() -> None:
@@ -172,24 +128,6 @@ def test_decoding_of_two_servers_on_the_cpu() -> None:
     seconds = outcome.figures["seconds"]
     assert set(seconds) == {"dense", "retrieval"}
     assert all(told["2048"] > 0 for told in seconds.values())
-
-
-@pytest.mark.longest
-@pytest.mark.engine
-def test_sequences_of_two_engines_on_the_cpu() -> None:
-    outcome = sequences(LOAD, SMALL, "cpu", quiet)
-    assert outcome.state is State.PASS, outcome.note
-    assert outcome.figures["dense"]["at_once"] == 1
-    assert outcome.figures["retrieval"]["at_once"] == 3
-
-
-@pytest.mark.longest
-@pytest.mark.engine
-def test_sequences_that_the_engine_refuses_fail_with_its_words() -> None:
-    load = dataclasses.replace(LOAD, options={"kv_cache_dtype": "fp8"})
-    outcome = sequences(load, SMALL, "cpu", quiet, ("retrieval",))
-    assert outcome.state is State.FAIL
-    assert outcome.note.startswith("retrieval attention does not work with kv_cache_dtype=fp8; ")
 
 
 @pytest.mark.parametrize(
@@ -333,59 +271,6 @@ def test_what_servers_on_a_gpu_are_started_with_is_what_vllm_takes(name: str) ->
     extra = tuple(words[words.index("--") + 1 :])
     args = parse_args(ServeSpec("model", "127.0.0.1", 1, {}, extra_args=extra))
     assert args.attention_backend == ("TRITON_ATTN" if name == "float32" else "FLASH_ATTN")
-
-
-def crowded(monkeypatch: pytest.MonkeyPatch, **told: Any) -> Outcome:
-    """The outcome for engines that give these figures, of dense and of retrieval."""
-    ran = []
-
-    def run(
-        load: Any, model: Path, token_bytes: int, environ: Mapping[str, str], limit_s: float
-    ) -> Any:
-        ran.append(environ)
-        found = told["retrieval" if environ else "dense"]
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    monkeypatch.setattr(measured.generate, "run", run)
-    return sequences(LOAD, SMALL, "cuda", quiet)
-
-
-def test_sequences_are_told_for_both_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    dense = {**FIGURES, "at_once": 1, "preemptions": 2, "activity": IDLE}
-    outcome = crowded(monkeypatch, dense=dense, retrieval=FIGURES)
-    assert outcome.state is State.PASS, outcome.note
-    assert outcome.note.startswith("dense: 1 at once, 7.5 tokens/s decoding; retrieval: 3 at once")
-    assert outcome.figures["retrieval"]["found_in_slots"] == 0.75
-    assert outcome.figures["retrieval"]["tokens_per_s"] == 4.5
-    assert outcome.figures["device_blocks"] == 33
-
-
-def test_sequences_that_mean_nothing_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    dense = {**FIGURES, "activity": IDLE}
-    refusal = EngineError("the engine failed:\n...\nkvrecall.errors.EngineError: not on this\nbye")
-    for told, said in (
-        ({"dense": FIGURES, "retrieval": FIGURES}, "dense: retrieval acted"),
-        ({"dense": dense, "retrieval": dense}, "offload did not act: 0 blocks left the device"),
-        ({"dense": {**dense, "tokens": 17}}, "dense: 17 of 18 tokens were decoded"),
-        ({"dense": dense, "retrieval": {**FIGURES, "tokens": 0}}, "retrieval: 0 of 18 tokens"),
-        ({"dense": dense, "retrieval": refusal}, "not on this"),
-    ):
-        outcome = crowded(monkeypatch, **told)
-        assert outcome.state is State.FAIL
-        assert outcome.note.startswith(said)
-
-
-def test_sequences_on_a_gpu_are_computed_as_vllm_schedules_them_there() -> None:
-    options = {"load_format": "dummy", "attention_backend": "FLASH_ATTN"}
-    assert measured.sequence_options("cuda") == options
-
-
-def test_a_load_knows_what_its_device_and_host_must_hold() -> None:
-    load = Load(65536, 8, 128, 2, 512)
-    assert load.device_blocks + 1 == 513 * 3
-    assert load.host_bytes(SMALL.token_bytes) == 8 * 513 * 128 * SMALL.token_bytes * 5 // 4
 
 
 @pytest.mark.parametrize(

@@ -34,17 +34,9 @@ BIAS: Mapping[str, str] = {
         "of the libraries only it waits until a write is durable and verifies what it reads"
     ),
     "remote": "for both alike: loopback instead of a network, one request at a time",
-    "compression": (
-        "for compression: blocks of a MiB, and a model of 3 million parameters, whose keys and "
-        "values vary less than a large model's; against it: one thread unpacks"
-    ),
     "decode": (
         "for retrieval: long contexts, attention alone and not the rest of the model; against it: "
         "random keys, among which no block stands out"
-    ),
-    "vectors": (
-        "for indexes: one search at a time, and no other work between searches; against them: keys "
-        "in few clusters, and selections of many blocks"
     ),
     "generate": (
         "for retrieval: a model with little but attention to do; against it: random keys and "
@@ -64,14 +56,6 @@ BIAS: Mapping[str, str] = {
 COMMANDS: Mapping[str, tuple[str, str]] = {
     **product.COMMANDS,
     "chat": ("kvrecall_lab.bench.serving", product.COMMANDS["chat"][1]),
-    "sequences": (
-        "kvrecall_lab.bench.sequences",
-        "Long sequences on a GPU at once: dense, and with their middle blocks in host memory.",
-    ),
-    "windows": (
-        "kvrecall_lab.bench.windows",
-        "``restore`` with Gemma-3's shape: windows in two of three layers.",
-    ),
     "throttle": (
         "kvrecall_lab.bench.throttle",
         "Load or recompute: a hit on a disk of several bandwidths, against computing it.",
@@ -82,7 +66,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "misses": (
         "kvrecall_lab.bench.misses",
-        "Every cause of a miss brought about on live servers: is it the one that is reported?",
+        "Causes of misses brought about on live servers: is it the one that is reported?",
     ),
     "launches": (
         "kvrecall_lab.bench.launches",
@@ -104,22 +88,9 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "kvrecall_lab.bench.remote",
         "Remote tier over Mooncake against its bare client; a remote hit against computing.",
     ),
-    "compression": (
-        "kvrecall_lab.bench.compression",
-        "Lossless compression of KV: ratios, speeds, and what a hit takes behind links of several "
-        "speeds.",
-    ),
     "decode": (
         "kvrecall_lab.bench.decode",
         "Attention of a decoded token: dense, and by retrieval with RetrievalKV's defaults.",
-    ),
-    "regimes": (
-        "kvrecall_lab.bench.decode",
-        "The same at many lengths and shares, as an engine serves it; fails above 1.05 of dense.",
-    ),
-    "vectors": (
-        "kvrecall_lab.bench.vectors",
-        "Vector indexes in place of the exact search for blocks: found, time, memory.",
     ),
     "generate": (
         "kvrecall_lab.bench.generate",

@@ -1,15 +1,9 @@
-"""``bench decode`` and ``regimes``: attention of a decoded token, dense and by retrieval.
-
-``decode`` times one length and share in detail. ``regimes`` checks over many whether retrieval is
-ever slower than dense attention, as an engine would serve them: where the gate leaves a sequence
-dense retrieval costs its planning, elsewhere its selection, loading and attention.
-"""
+"""``bench decode``: attention of a decoded token, dense and by retrieval."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,12 +11,9 @@ from kvrecall.attention.selection import Gate, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.bench.report import (
     Report,
-    Threads,
     Times,
     cells,
-    lengths_in,
     percentiles,
-    progress,
 )
 from kvrecall.errors import KvrecallError
 
@@ -33,12 +24,6 @@ MODEL_LAYERS = 28
 """A step is planned once for all layers; its cost is shared by as many as Qwen2-7B has."""
 
 SHAPE = "16 query heads, 4 KV heads of 128, bf16, blocks of 128 tokens"
-
-WORST = 1.05
-"""Most that attention by retrieval may take, in shares of dense attention's time."""
-
-CONTEXTS = (9216, 10240, 12288, 16384, 24576, 32768, 65536)
-SHARES = (0.02, 0.2, 0.6, 1.0)
 
 
 def chooses(context: int, settings: RetrievalSettings) -> bool:
@@ -63,7 +48,7 @@ def measure_decode(
     digest_tokens: Annotated[int, typer.Option(help="Keys per digest; 0: by the share.")] = 0,
     local: Annotated[int, typer.Option(min=1, help="Last tokens always attended to.")] = 7192,
     rounds: Times = 10,
-    threads: Threads = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
 ) -> Report:
     """Attention of a decoded token: dense, and by retrieval with RetrievalKV's defaults; from
     65,536 tokens on also with the middle blocks off the device."""
@@ -187,93 +172,3 @@ def _report(context: int, settings: RetrievalSettings, times: DecodeTimes, threa
         )
     columns = ("milliseconds a layer", "p10", "median", "p90")
     return Report("decode", columns, tuple(rows), figures, tuple(notes))
-
-
-# -- many lengths and shares ----------------------------------------------------------------
-
-
-def measure_regimes(
-    rounds: Times = 5,
-    threads: Threads = None,
-    lengths: Annotated[str, typer.Option(help="These only, such as 12K,64K.")] = "",
-) -> Report:
-    """Attention of a decoded token at many lengths and shares, as an engine serves it, against
-    dense; fails where it is slower than 1.05 of dense twice, or never sparse."""
-    # Boundaries at 0 (except RetrievalKV's offload boundary), so that the gate alone decides.
-    contexts = lengths_in(lengths) or CONTEXTS
-    use_threads(threads)
-    points: list[dict[str, Any]] = []
-    for context in contexts:
-        for share in SHARES:
-            settings = replace(RetrievalSettings(), dense_boundary=0, topk_share=share)
-            if not chooses(context, settings):
-                continue  # an engine attends densely here
-            best = _time(context, settings, rounds)
-            if best["as_served"] > WORST:  # machines are noisy
-                best = min(best, _time(context, settings, rounds), key=_as_served)
-            progress(f"{context} tokens, share {share}: {best['as_served']:.2f} of dense")
-            points.append(best)
-    if not points:
-        raise KvrecallError(
-            f"{max(contexts)} tokens leave no blocks to select from; use a longer context"
-        )
-    worst = max(points, key=_as_served)
-    if worst["as_served"] > WORST:
-        raise KvrecallError(
-            f"{worst['context']} tokens at share {worst['share']} take "
-            f"{worst['as_served']:.2f} of dense attention's time by retrieval; the "
-            f"limit is {WORST}"
-        )
-    figures = {
-        "worst_ratio": worst["as_served"],
-        "worst_context": worst["context"],
-        "worst_share": worst["share"],
-        "most": WORST,
-        "active": any(not point["gated"] for point in points),
-        "regimes": points,
-    }
-    rows = tuple(
-        (
-            f"{point['context']:,}",
-            str(point["share"]),
-            "dense, by the gate" if point["gated"] else "by retrieval",
-            f"{point['sparse']:.2f}",
-            "" if point["away"] is None else f"{point['away']:.2f}",
-            f"{point['as_served']:.2f}",
-        )
-        for point in points
-    )
-    columns = ("context", "share", "served", "by retrieval", "off the device", "as served")
-    notes = (
-        "times of one layer's attention, selection and loading included, in shares of dense",
-        f"worst as served: {worst['as_served']:.3f}; the bench fails above {WORST}",
-    )
-    return Report("regimes", columns, rows, figures, notes)
-
-
-def _as_served(point: Mapping[str, Any]) -> float:
-    return float(point["as_served"])
-
-
-def _time(context: int, settings: RetrievalSettings, rounds: int) -> dict[str, Any]:
-    """One length and share, times in shares of dense attention's: ``as_served``; ``sparse``, as it
-    would be without the gate; ``away``, with the middle blocks off the device, if there."""
-    from kvrecall_lab.engines import decode
-
-    times = decode.measure_decode(context, settings, rounds)
-    dense, sparse, plan = (
-        percentiles(values)["p50"] for values in (times.dense, times.sparse, times.plan)
-    )
-    planned = plan / MODEL_LAYERS / dense
-    away = None
-    if times.offload is not None:
-        away = round(percentiles(times.offload.seconds)["p50"] / dense + planned, 4)
-    sparsely = round(sparse / dense + planned, 4)
-    return {
-        "context": context,
-        "share": settings.topk_share,
-        "gated": times.gated,
-        "sparse": sparsely,
-        "away": away,
-        "as_served": round(1 + planned, 4) if times.gated else max(sparsely, away or 0.0),
-    }

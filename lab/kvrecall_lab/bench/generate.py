@@ -22,11 +22,12 @@ import typer
 
 from kvrecall.attention.settings import PREFIX, RETRIEVALKV, RetrievalSettings
 from kvrecall.bench.model import BLOCK, BenchModel
-from kvrecall.bench.report import Report, Times, lengths_in, names_in, progress
+from kvrecall.bench.report import Report, Times, names_in, progress
 from kvrecall.environment import PLUGINS
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.plan.model import ModelShape, read_shape
 from kvrecall.processes.child import server_environment
+from kvrecall_lab.bench.lengths import lengths_in
 from kvrecall_lab.bench.tables import generate_table
 from kvrecall_lab.engines.engine import START_S, EngineProcess
 
@@ -59,11 +60,8 @@ class Mode:
     retrieval: bool = True
     device_share: float = 1.0
 
-    def variables(
-        self, name: str, context: int, share: float, local: int | None = None
-    ) -> dict[str, str]:
-        """Its environment. Up to 32,768 tokens RetrievalKV's lengths are scaled to the context.
-        ``local``: the last tokens that are always attended to; None: as that says."""
+    def variables(self, name: str, context: int, share: float) -> dict[str, str]:
+        """Its environment. Up to 32,768 tokens RetrievalKV's lengths are scaled to the context."""
         if not self.retrieval:
             return {}
         plain = RetrievalSettings()
@@ -74,8 +72,6 @@ class Mode:
             found[PREFIX + "MODE"] = RETRIEVALKV
         elif self.pool:
             found[PREFIX + "OFFLOAD_BOUNDARY"] = str(min(context, plain.offload_boundary))
-        if local is not None:
-            found[PREFIX + "LOCAL_TOKENS_NUM"] = str(local)
         return {**found, PREFIX + "TOPK_PERCENT": str(share), PLUGINS: "retrieval,waits"}
 
 
@@ -107,17 +103,15 @@ def scaled(context: int) -> dict[str, str]:
 @dataclass(frozen=True, slots=True)
 class Load:
     """Up to ``sequences`` prompts of ``context`` tokens that decode ``decoded`` tokens each, on a
-    device cache of ``fits`` whole sequences and ``extra_blocks``. ``pool``: the engine has one that
-    holds all of them. ``threads``: of its worker on a CPU, None: as vLLM has it. ``options``:
-    further options of vLLM."""
+    device cache of ``fits`` whole sequences. ``pool``: the engine has one that holds all of them.
+    ``threads``: of its worker. ``options``: further options of vLLM."""
 
     context: int
     sequences: int
     decoded: int
     fits: int
-    extra_blocks: int = 0
-    pool: bool = True
-    threads: int | None = None
+    pool: bool
+    threads: int
     options: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -126,7 +120,7 @@ class Load:
 
     @property
     def device_blocks(self) -> int:
-        return self.sequence_blocks * self.fits + self.extra_blocks
+        return self.sequence_blocks * self.fits
 
     def host_bytes(self, token_bytes: int) -> int:
         """Host memory that holds all sequences."""
@@ -135,14 +129,13 @@ class Load:
 
 @contextmanager
 def engine_of(
-    load: Load, model: Path, token_bytes: int, variables: Mapping[str, str], limit_s: float
+    load: Load, model: Path, token_bytes: int, variables: Mapping[str, str]
 ) -> Iterator[EngineProcess]:
-    """An engine for the load. Raises EngineError, with the end of its output, if it does not start
-    in ``limit_s`` seconds."""
+    """An engine for the load. Raises EngineError, with the end of its output, if it does not
+    start."""
     kept = {k: v for k, v in server_environment().items() if not k.startswith(PREFIX)}
     kept.pop(PLUGINS, None)
-    if load.threads is not None:
-        kept |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(load.threads)}
+    kept |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(load.threads)}
     cache_bytes = (load.device_blocks + 1) * BLOCK * token_bytes
     kept["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(cache_bytes / 2**30))
     setup = {
@@ -164,29 +157,15 @@ def engine_of(
         log = Path(folder) / "engine.log"
         engine = EngineProcess("the engine", setup, log, environment=environment)
         try:
-            engine.wait_ready(min(START_S, limit_s))
+            engine.wait_ready()
             yield engine
         finally:
             engine.end()
 
 
-def run(
-    load: Load, model: Path, token_bytes: int, variables: Mapping[str, str], limit_s: float
-) -> dict[str, Any]:
-    """The totals of an engine that computes the prompts and decodes all of their tokens
-    (``kvrecall_lab.engines.generate``). Raises EngineError, with the end of its output, if it fails
-    or takes longer than ``limit_s``."""
-    with engine_of(load, model, token_bytes, variables, limit_s) as engine:
-        told = {"context": load.context, "decoded": load.decoded, "source": "computed"}
-        _asked(engine, "generate", limit_s, sequences=load.sequences, settle=False, **told)
-        _asked(engine, "steps", limit_s, count=0)
-        totals: dict[str, Any] = _asked(engine, "end_generation", limit_s)
-    return totals
-
-
-def _asked(engine: EngineProcess, order: str, limit_s: float, **options: Any) -> Any:
+def _asked(engine: EngineProcess, order: str, **options: Any) -> Any:
     engine.send({"do": order, **options})
-    return engine.await_reply(order, limit_s)
+    return engine.await_reply(order, START_S)
 
 
 # -- the benchmark ---------------------------------------------------------------------------
@@ -213,37 +192,23 @@ def measure_generate(
     rounds: Times = 5,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 6,
     threads: Annotated[int, typer.Option(min=1, help="Threads of an engine's worker.")] = 1,
-    local: Annotated[
-        int,
-        typer.Option(min=0, help="Last tokens always attended to by retrieval; 0: its default."),
-    ] = 0,
-    drafts: Annotated[
-        int,
-        typer.Option(min=0, help="Tokens that n-gram speculation drafts a step; on the device."),
-    ] = 0,
 ) -> Report:
     """Tokens a second and device memory of whole engines with long sequences: dense, dense with a
     pool, by retrieval on the device and off it, and in RetrievalKV's own mode. The prompts' KV is
     made up. Each engine takes turns with the dense one. Fails if one did not do what its mode says.
     """
     known = _modes(modes)
-    if drafts and any(MODES[name].pool and MODES[name].retrieval for name in known):
-        raise ConfigError(
-            f"--drafts {drafts}: retrieval refuses speculation off the device; write "
-            f"--modes {DENSE},retrieval"
-        )
     lengths, counts = lengths_in(contexts), _counts(sequences)
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
     with tempfile.TemporaryDirectory(prefix="kvrecall-generate-") as folder:
         path = Path(model)
         if model in SHAPES:
-            most = max(lengths) + (rounds * steps + _SPARE_TOKENS) * (1 + drafts)
+            most = max(lengths) + rounds * steps + _SPARE_TOKENS
             path = SHAPES[model].write(Path(folder) / model, most)
         shape = read_shape(path, name=Path(model).name)
         for context in lengths:
-            told = rounds, steps, threads, local or None, drafts
-            turns = _Turns(shape, path, context, share, fits, *told)
+            turns = _Turns(shape, path, context, share, fits, rounds, steps, threads)
             rows += turns.measure(counts, known, left_out)
     if not rows:
         raise ConfigError("; ".join(left_out))
@@ -255,8 +220,6 @@ def measure_generate(
         "threads": threads,
         "rounds": rounds,
         "steps": steps,
-        "local_tokens": local or None,
-        "drafts": drafts,
         "rows": rows,
         "left_out": left_out,
         **_first(rows),
@@ -311,8 +274,7 @@ _Rounds = list[list[Mapping[str, Any]]]
 @dataclass(frozen=True, slots=True)
 class _Turns:
     """Engines for sequences of one length, each of which takes turns with the dense one. ``fits``:
-    sequences that a device cache holds; 0: all. ``local``: as of ``Mode.variables``. ``drafts``:
-    tokens that are drafted for a sequence in a step."""
+    sequences that a device cache holds; 0: all."""
 
     shape: ModelShape
     path: Path
@@ -322,13 +284,11 @@ class _Turns:
     rounds: int
     steps: int
     threads: int
-    local: int | None = None
-    drafts: int = 0
 
     @property
     def _decoded(self) -> int:
         """The most tokens that a sequence decodes."""
-        return (self.rounds * self.steps + _SPARE_TOKENS) * (1 + self.drafts)
+        return self.rounds * self.steps + _SPARE_TOKENS
 
     def measure(
         self, counts: Sequence[int], modes: Sequence[str], left_out: list[str]
@@ -379,20 +339,7 @@ class _Turns:
     def _engine(self, name: str, count: int) -> AbstractContextManager[EngineProcess]:
         mode = MODES[name]
         decoded = self._decoded
-        options: dict[str, object] = {
-            "hf_overrides": {"max_position_embeddings": self.context + decoded}
-        }
-        if self.drafts:
-            options |= {
-                "speculative_config": {
-                    "method": "ngram",
-                    "num_speculative_tokens": self.drafts,
-                    # One token is always found again: every step drafts.
-                    "prompt_lookup_min": 1,
-                    "prompt_lookup_max": 2,
-                },
-                "async_scheduling": False,
-            }
+        options = {"hf_overrides": {"max_position_embeddings": self.context + decoded}}
         load = Load(
             self.context,
             count,
@@ -402,8 +349,8 @@ class _Turns:
             threads=self.threads,
             options=options,
         )
-        variables = mode.variables(name, self.context, self.share, self.local)
-        return engine_of(load, self.path, self.shape.kv_bytes_per_token, variables, START_S)
+        variables = mode.variables(name, self.context, self.share)
+        return engine_of(load, self.path, self.shape.kv_bytes_per_token, variables)
 
     def _both(
         self, plain: EngineProcess, engine: EngineProcess, name: str, count: int
@@ -413,15 +360,13 @@ class _Turns:
         told = {"sequences": count, "context": self.context, "decoded": self._decoded}
         for mode, one in engines.items():
             source = "pool" if MODES[mode].pool else "device"
-            _asked(one, "generate", START_S, source=source, **told)
+            _asked(one, "generate", source=source, **told)
         turns: dict[str, _Rounds] = {mode: [] for mode in engines}
         for _ in range(self.rounds):
             for mode, one in engines.items():
-                turns[mode].append(_asked(one, "steps", START_S, count=self.steps))
-        totals = {mode: _asked(one, "end_generation", START_S) for mode, one in engines.items()}
+                turns[mode].append(_asked(one, "steps", count=self.steps))
+        totals = {mode: _asked(one, "end_generation") for mode, one in engines.items()}
         _check(name, totals[name]["activity"])
-        if self.drafts and not all(one["drafted"] for one in totals.values()):
-            raise EngineError(f"--drafts {self.drafts}: no token was drafted; nothing is shown")
         dense = self._row(DENSE, count, totals[DENSE], turns[DENSE], turns[DENSE])
         return dense, self._row(name, count, totals[name], turns[name], turns[DENSE])
 
@@ -445,13 +390,10 @@ class _Turns:
             "times_dense": _times(turns, dense, "seconds"),
             "times_dense_cpu": _times(turns, dense, "cpu_seconds"),
             "times_dense_at_two_thirds": _times_at(TWO_THIRDS, turns, dense),
-            # Of a draft's blocks it is not known whether a step read them for another one, too.
-            "blocks_read_share": None if self.drafts else round(totals["read_share"], 4),
+            "blocks_read_share": round(totals["read_share"], 4),
             "device_cache_bytes": totals["cache_bytes"],
             "peak_device_bytes": totals["device_bytes"],
             "loaded_bytes": totals["loaded_bytes"],
-            "drafted": totals["drafted"],
-            "accepted": totals["accepted"],
             "blocks_in_place": did["blocks_in_place"],
             "gated": did["sequences_gated"] > 0,
             "preemptions": totals["preemptions"],

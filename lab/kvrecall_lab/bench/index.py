@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import mmap
-import random
 import statistics
 import tempfile
 import threading
@@ -39,7 +37,6 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.index import IndexRow
-from kvrecall.pool.names import MemoryColumn
 from kvrecall.pool.pool import Pool
 
 GOALS = {
@@ -57,11 +54,7 @@ _SHOWN = (
 
 _FOUND = 1000  # keys of a look-up
 _WEEK_S = 7 * 24 * 3600
-_TURN_S = 0.00075  # the mean hold while blocks are found
-_READ = 2000  # cells of a turn
-_READ_BYTES = 64 << 20  # of the array that they are in, at least
 _EVICTED = 512 * _BLOCK
-_TURNS_EVERY_S = 0.005
 _MIB = 1 << 20
 
 
@@ -83,14 +76,6 @@ def measure_index(
     in which it makes memory slow. So all is done in several passes, each with a folder of its own:
     a pause of the code's is in each of them, and of each kind the pass with the shortest tells.
     longest_seen_ms is the longest of all.
-
-    Finding, listing and clearing the blocks hold the lock for seconds, so that some holds of every
-    pass are interrupted. Beside each of the three a thread takes turns under locks of its own: of
-    0.75 ms in which it only reads its clock (idle), and as long as reading 2,000 cells all over an
-    array takes (memory). holds has of each, of all passes: the seconds that the lock was held, the
-    holds above the goal and how many of the turns would be in as many seconds (idle_too_long,
-    memory_too_long), and the longest turns; and how long that thread waited for the tier's lock, by
-    the wall clock, which it wants once between two turns.
     """
     path.mkdir(parents=True, exist_ok=True)
     found: list[dict[str, Any]] = []
@@ -114,17 +99,6 @@ def measure_index(
         for goal in (GOALS.get(name),)
     ]
     rows += [(f"pause_ms: {what}", f"{ms:.2f}", f"{goal_ms}") for what, ms in pauses.items()]
-    for what, holds in figures["holds"].items():
-        rows += [
-            (
-                f"{what}: holds above {goal_ms} ms in {holds['held_s']:.1f} s",
-                f"{holds['too_long']}",
-                "",
-            ),
-            (f"{what}: turns of reading the clock", f"{holds['idle_too_long']}", ""),
-            (f"{what}: turns of reading memory", f"{holds['memory_too_long']}", ""),
-            (f"{what}: ms waited for the lock, p99", f"{holds['waited_p99_ms']}", ""),
-        ]
     return Report("index", (f"{blocks:,} blocks", "measured", "goal"), tuple(rows), figures)
 
 
@@ -140,40 +114,27 @@ def _together(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     together["longest_pause_ms"] = max(pauses.values())
     together["longest_seen_ms"] = max(max(one.values()) for one in each)
     together["pauses_ms"] = pauses
-    together["holds"] = {
-        what: {
-            name: round(
-                (max if name.endswith("_ms") else sum)(one["holds"][what][name] for one in found), 2
-            )
-            for name in figures
-        }
-        for what, figures in found[0]["holds"].items()
-    }
     return together
 
 
 def _measure(config: DiskConfig, blocks: int, policy: str, repeats: int) -> dict[str, Any]:
     """One pass."""
     gc.freeze()  # as the service and vLLM's engine do: what was there before counts for nothing
-    machine = Machine(max(_READ_BYTES, 32 * blocks))
     with _opened(config, policy) as (pool, tier, opened):
         opened.wait_hit(_chain(blocks // _CHAIN - 1))
         opened.wait_all(blocks)
         memory = _resident_bytes() - opened.memory
         find_us = _find_us(pool, (_some(blocks, turn) for turn in range(repeats)))
         absent_us = _find_us(pool, (_new(turn) for turn in range(repeats)))
-        pauses, holds = _pauses(tier, blocks, repeats, machine)
+        pauses = _pauses(tier, blocks, repeats)
     limit = Amount(blocks * _BLOCK)
     terms = PoolTerms(tenants=TenantRules(TenantTerms(disk=limit)))
     with _opened(config, policy, terms) as (pool, tier, limited):
-        meanwhile, found = _pauses_meanwhile(tier, blocks, machine)
-        pauses |= meanwhile
-        holds |= found
+        pauses |= _pauses_meanwhile(tier, blocks)
         left = tier.stats().blocks
         limited_memory = _resident_bytes() - limited.memory
-        more, cleared, clear_s = _pauses_with_limits(pool, tier, blocks, repeats, machine)
+        more, clear_s = _pauses_with_limits(pool, tier, blocks, repeats)
         pauses |= more
-        holds |= cleared
         began = time.perf_counter()
     close_s = time.perf_counter() - began
     gc.unfreeze()
@@ -189,7 +150,6 @@ def _measure(config: DiskConfig, blocks: int, policy: str, repeats: int) -> dict
         "pauses_ms": pauses,
         "clear_s": clear_s,
         "close_s": close_s,
-        "holds": holds,
     }
 
 
@@ -263,8 +223,7 @@ def _find_us(pool: Pool, asked: Iterable[Sequence[BlockKey]]) -> float:
 
 
 class WatchedLock:
-    """A lock, locked or not, that remembers for how much processor time threads held it: the
-    longest, the sum, and how often it was above the goal."""
+    """A lock, locked or not, that remembers the most processor time that a thread held it."""
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
@@ -273,8 +232,7 @@ class WatchedLock:
 
     def begin(self) -> None:
         """Forgets what it remembers."""
-        self.longest_s = self.held_s = 0.0
-        self.too_long = 0
+        self.longest_s = 0.0
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -283,56 +241,7 @@ class WatchedLock:
     def __exit__(self, *_: object) -> None:
         spent_s = time.thread_time() - self._began[threading.get_ident()]
         self.longest_s = max(self.longest_s, spent_s)
-        self.held_s += spent_s
-        self.too_long += 1e3 * spent_s > GOALS["longest_pause_ms"]
         self._lock.release()
-
-
-class Machine:
-    """What the machine does to threads that hold a lock: one takes turns under locks of its own,
-    beside what is measured. A turn that lasts too long is the machine's. Between them it waits for
-    the lock of what is measured."""
-
-    def __init__(self, nbytes: int) -> None:
-        """``nbytes``: of the memory that is read, which is taken from the system now."""
-        column = MemoryColumn("q", 1, nbytes // 8)
-        column.array()[:: mmap.PAGESIZE // 8] = 0  # takes the memory from the system now
-        self._cells = column.cells
-        self._random = random.Random(1)
-        self.idle, self.memory = (WatchedLock(threading.Lock()) for _ in range(2))
-        self.waited_s: list[float] = []
-
-    @contextmanager
-    def beside(self, lock: WatchedLock) -> Iterator[None]:
-        """Meanwhile a thread takes turns, once at least."""
-        self.idle.begin()
-        self.memory.begin()
-        self.waited_s.clear()
-        ended = threading.Event()
-        thread = threading.Thread(target=self._take_turns, args=(ended, lock))
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
-
-    def _take_turns(self, ended: threading.Event, lock: WatchedLock) -> None:
-        cells = self._cells
-        while True:
-            places = self._random.choices(range(len(cells)), k=_READ)
-            with self.idle:
-                until = time.thread_time() + _TURN_S
-                while time.thread_time() < until:
-                    pass
-            with self.memory:
-                for place in places:
-                    cells[place]
-            began = time.perf_counter()
-            with lock:
-                self.waited_s.append(time.perf_counter() - began)
-            if ended.wait(_TURNS_EVERY_S):
-                return
 
 
 class _Watch:
@@ -341,7 +250,6 @@ class _Watch:
     def __init__(self, *locks: WatchedLock) -> None:
         self._locks = locks
         self.found: dict[str, float] = {}
-        self.holds: dict[str, dict[str, float]] = {}  # see ``measure_index``
 
     @contextmanager
     def of(self, what: str) -> Iterator[None]:
@@ -349,20 +257,6 @@ class _Watch:
             lock.begin()
         yield
         self.found[what] = 1e3 * max(lock.longest_s for lock in self._locks)
-
-    @contextmanager
-    def beside(self, what: str, machine: Machine) -> Iterator[None]:
-        """``of`` something that holds the first lock for seconds."""
-        lock = self._locks[0]
-        with machine.beside(lock), self.of(what):
-            yield
-        holds = self.holds[what] = {"held_s": lock.held_s, "too_long": lock.too_long}
-        for name, turns in (("idle", machine.idle), ("memory", machine.memory)):
-            holds[f"{name}_too_long"] = turns.too_long * lock.held_s / turns.held_s
-            holds[f"{name}_longest_ms"] = 1e3 * turns.longest_s
-        waited = sorted(machine.waited_s)
-        holds["waited_p99_ms"] = 1e3 * waited[len(waited) * 99 // 100]
-        holds["waited_longest_ms"] = 1e3 * waited[-1]
 
     def calls(
         self,
@@ -420,11 +314,8 @@ def _by_owner(tier: DiskTier, call: Callable[[], object]) -> None:
     ended.wait()
 
 
-def _pauses(
-    tier: DiskTier, blocks: int, repeats: int, machine: Machine
-) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Of operations on a tier that is at rest, and of collections of garbage; and the holds of
-    those that take seconds."""
+def _pauses(tier: DiskTier, blocks: int, repeats: int) -> dict[str, float]:
+    """Of operations on a tier that is at rest, and of collections of garbage."""
     catalog = tier.catalog
     watch = _Watch(_watch_tier(tier))
     once, often = [_some(blocks, 100)], [_some(blocks, 100 + turn) for turn in range(repeats)]
@@ -439,7 +330,7 @@ def _pauses(
         watch.calls("acquire, release", lambda keys: _acquire(tier, keys), once)
         watch.calls("pin of 1,000", tier.catalog.pin, once)
         watch.calls("unpin of 1,000", tier.catalog.unpin, once)
-        with watch.beside("list", machine):
+        with watch.of("list"):
             deque(tier.catalog.infos(), maxlen=0)
         watch.calls("use of slabs", lambda _: catalog.slab_uses(), once)
         evict, evict_bytes = (
@@ -464,26 +355,24 @@ def _pauses(
     catalog.forget(fresh, Cause.DROPPED)
     watch.found["collection of garbage"] = 1e3 * max(collected[:-1], default=0.0)
     watch.found["full collection of garbage"] = 1e3 * whole_s
-    return watch.found, watch.holds
+    return watch.found
 
 
-def _pauses_meanwhile(
-    tier: DiskTier, blocks: int, machine: Machine
-) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+def _pauses_meanwhile(tier: DiskTier, blocks: int) -> dict[str, float]:
     """Of what finds the folder's blocks, and of touches meanwhile."""
     watch, turn = _Watch(_watch_tier(tier)), 0
-    with watch.beside("while blocks are found", machine):
+    with watch.of("while blocks are found"):
         while not tier._engine.recovered.wait(0.01):
             tier.touch(_some(blocks, turn))
             turn += 1
-    return watch.found, watch.holds
+    return watch.found
 
 
 def _pauses_with_limits(
-    pool: Pool, tier: DiskTier, blocks: int, repeats: int, machine: Machine
-) -> tuple[dict[str, float], dict[str, dict[str, float]], float]:
+    pool: Pool, tier: DiskTier, blocks: int, repeats: int
+) -> tuple[dict[str, float], float]:
     """Of operations on a tier whose tenants have limits, the pool's lock included, until all is
-    cleared; the holds of that, and the seconds it takes."""
+    cleared; and the seconds that takes."""
     catalog, tenant = tier.catalog, SHARED
     lock = pool._changed._lock = WatchedLock(pool._changed._lock)  # type: ignore[attr-defined]
     watch = _Watch(_watch_tier(tier), lock)
@@ -503,12 +392,12 @@ def _pauses_with_limits(
         PoolAdmin(pool, tier, old, pool.admin.now).expire()
     watch.calls("quotas: list of tenants", lambda _: tier.catalog.tenants(), often)
     began = time.perf_counter()
-    with watch.beside("clear", machine):
+    with watch.of("clear"):
         tier.clear()
     clear_s = time.perf_counter() - began
     fresh = map(_new, range(repeats, 4 * repeats))
     watch.calls("touch of 1,000 new ones, cleared", tier.touch, fresh)
-    return watch.found, watch.holds, clear_s
+    return watch.found, clear_s
 
 
 def _new(kind: int) -> list[BlockKey]:

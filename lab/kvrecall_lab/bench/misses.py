@@ -1,19 +1,17 @@
 """``bench misses``: is each miss reported with the reason that caused it?
 
-Live servers of a small model with random weights; every cause is brought about, and the reason that
-the reply reports is compared with it: the reason itself and what belongs to it (the token at which
-a prompt was changed, and the text around it; the tier and the cause of an eviction; the parts of a
+Live servers of a small model with random weights; causes are brought about, and the reason that the
+reply reports is compared with each: the reason itself and what belongs to it (the token at which a
+prompt was changed, and the text around it; the tier and the cause of an eviction; the parts of a
 namespace that differ). Engines of another dtype, other weights and another configuration, one after
 the other, leave their blocks in a folder; one with a pool of its own on that folder is asked for
-them, and for what its pool evicted, refused and lost. Two more engines use pool services of this
-process, which stop, slow down, run out of room, end, come back empty, lose their store, and have
-an arena that cannot be mapped.
+them, and for what its pool evicted and lost. Tiers and services in trouble, which cause the other
+reasons, are in ``tests/engine/test_misses.py``.
 
-What the explanations cost is measured by the server with its own pool
-(``kvrecall_explain_seconds``: what a request waits for) and set against the time to first token of
-the same requests, each of which was alone in the engine, waited for nothing and ended with its
-first token. Beside it stands what was done while the workers computed
-(``kvrecall_explain_aside_seconds``).
+What the explanations cost is measured by the server (``kvrecall_explain_seconds``: what a request
+waits for) and set against the time to first token of the same requests, each of which was alone in
+the engine, waited for nothing and ended with its first token. Beside it stands what was done while
+the workers computed (``kvrecall_explain_aside_seconds``).
 """
 
 from __future__ import annotations
@@ -21,43 +19,24 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import httpx
 import typer
 
 from kvrecall.bench.report import Report, progress
 from kvrecall.block import BlockKey, tenant_of
-from kvrecall.config import (
-    Amount,
-    DiskConfig,
-    PoolConfig,
-    PoolTerms,
-    RemoteConfig,
-    TenantRules,
-    TenantTerms,
-)
 from kvrecall.errors import EngineError
-from kvrecall.pool.arena import Arena
-from kvrecall.pool.base import Absence, ArenaHandle, RecallState
-from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.pool import Pool
-from kvrecall.pool.remote.store import Object
-from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.service.admin import By, Drop, List, Query, ServiceAdmin
-from kvrecall.pool.service.endpoint import ServiceThread
-from kvrecall.pool.tier import NullTier
 from kvrecall.processes.server import ServerProcess
 from kvrecall.server.access import OWN_HEADER
-from kvrecall_lab.bench.throttle import ThrottledIo
 from kvrecall_lab.models import write_model
 
 GOAL_OVERHEAD = 0.01
@@ -66,13 +45,11 @@ _BLOCK = 32
 _BLOCKS = 3
 _LENGTH = _BLOCKS * _BLOCK + 5
 _BLOCK_BYTES = 2 * 2 * 2 * 64 * _BLOCK * 2  # layers, K and V, KV heads, head size, bfloat16
-_CAUSES = 31  # with what is changed at several places counted as often
+_CAUSES = 15  # with what is changed at several places counted as often
 _PAD, _LAST = 3, 255  # tokens of prompts
 _LIMIT_BYTES = 13 * _BLOCKS * _BLOCK_BYTES  # of a tenant
 _TTL_S = 2
 _SETTLE_S = 60.0
-_DEADLINE_S = 0.2
-_LOOKUP_S = 0.1
 _MOST_PUSHES = 30
 _HOST_BLOCKS = 256
 _DISK_BLOCKS = 1024
@@ -95,7 +72,6 @@ _FOREIGN: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
 then. "weights": of another seed."""
 
 
-_Kind = TypeVar("_Kind", bound=Pool)
 _Prompt = list[int]
 _Expected = Mapping[str, object]
 
@@ -119,124 +95,6 @@ class _Outcome:
         return f"wrong: {self.cause}: expected {dict(self.expected)}, reported {self.told}"
 
 
-class GatedIo(ThrottledIo):
-    """A disk whose reads can be stopped altogether."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self.gate.wait()
-        return super().read(fd, buffers, offset)
-
-
-class SwitchedStore:
-    """A ``Store`` in memory that can hang (``gate``) and fail (``is_failing``)."""
-
-    exposed = ""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.gate.set()
-        self.is_failing = False
-        self._values: dict[str, bytes] = {}
-
-    def exists(self, names: Sequence[str]) -> list[bool]:
-        self._begin()
-        return [name in self._values for name in names]
-
-    def put(self, objects: Sequence[Object]) -> list[bool]:
-        self._begin()
-        self._values |= {item.name: b"".join(item.parts) for item in objects}
-        return [True] * len(objects)
-
-    def get(self, objects: Sequence[Object]) -> list[bool]:
-        self._begin()
-        found = []
-        for item in objects:
-            value, at = self._values.get(item.name, b""), 0
-            found.append(len(value) == item.nbytes)
-            for part in item.parts if found[-1] else ():
-                part[:] = value[at : at + part.nbytes]
-                at += part.nbytes
-        return found
-
-    def remove(self, names: Sequence[str]) -> None:
-        self._begin()
-        for name in names:
-            self._values.pop(name, None)
-
-    def close(self) -> None:
-        """Has nothing to release."""
-
-    def _begin(self) -> None:
-        self.gate.wait()
-        if self.is_failing:
-            raise OSError("no route to the store")
-
-
-class SlowToTell(Pool):
-    """A pool that can be slow to say why it lacks a block, and nothing else."""
-
-    delay_s = 0.0
-
-    def why(self, key: BlockKey) -> Absence:
-        time.sleep(self.delay_s)
-        return super().why(key)
-
-
-class Unmappable(Pool):
-    """A pool whose memory no worker can map."""
-
-    def arena_handle(self) -> ArenaHandle:
-        return replace(super().arena_handle(), fd=1 << 20)
-
-
-class _Node:
-    """Where pool services of this process listen, one after the other."""
-
-    def __init__(self, place: Path) -> None:
-        place.mkdir(mode=0o700)
-        self.socket = place / "pool.sock"
-        self.io = GatedIo()
-        self._disk = place / "disk"
-        self._service: ServiceThread | None = None
-
-    def begin(
-        self,
-        kind: type[_Kind],
-        below: SwitchedStore | None = None,
-        has_disk: bool = True,
-        host_bytes: int = _HOST_BLOCKS * _BLOCK_BYTES,
-    ) -> _Kind:
-        """Starts a service and returns its pool: of host and disk, host and store, or host only."""
-
-        def make(config: PoolConfig) -> _Kind:
-            arena = Arena.create(config.host_bytes)
-            if below is not None:
-                remote = RemoteConfig("memory", call_deadline_s=60.0)
-                return kind(arena, RemoteTier(below, remote), "lru")
-            if not has_disk:
-                return kind(arena, NullTier(), "lru")
-            limit = TenantTerms(host=Amount(_LIMIT_BYTES))
-            terms = PoolTerms(tenants=TenantRules(named={tenant_of("limited"): limit}))
-            disk = DiskConfig(self._disk, _DISK_BLOCKS * (_BLOCK_BYTES + 4096))
-            return kind(arena, DiskTier(disk, "lru", io=self.io, terms=terms), "lru", terms=terms)
-
-        config = PoolConfig(host_bytes)
-        self._service = ServiceThread(config, self.socket, make=make)
-        assert isinstance(self._service.pool, kind)
-        return self._service.pool
-
-    def end(self) -> None:
-        self.io.gate.set()
-        if self._service is not None:
-            self._service.close()
-            self._service = None
-
-
 @dataclass
 class _Client:
     """Asks one server, and keeps the outcomes."""
@@ -256,16 +114,16 @@ class _Client:
     def prompts(self, count: int) -> list[_Prompt]:
         return [self.prompt() for _ in range(count)]
 
-    def seed(self, prompts: Sequence[_Prompt], salt: str | None = None, whole: bool = True) -> None:
-        """Has prompts computed and saved, and forgotten by the device. ``whole``: again until the
-        pool has refused no block, as it does while the disk is behind."""
+    def seed(self, prompts: Sequence[_Prompt], salt: str | None = None) -> None:
+        """Has prompts computed and saved, and forgotten by the device: again until the pool has
+        refused no block, as it does while the disk is behind."""
         for start in range(0, len(prompts), _AT_ONCE):
             part = list(prompts[start : start + _AT_ONCE])
             for _ in range(_MOST_PUSHES):
                 refused = self.server.metric("kvrecall_blocks_refused_total")
                 self._post(part, salt, {})
                 self.server.settle()
-                if self.server.metric("kvrecall_blocks_refused_total") == refused or not whole:
+                if self.server.metric("kvrecall_blocks_refused_total") == refused:
                     break
             else:
                 raise EngineError("the pool refuses blocks, however often they are computed")
@@ -344,11 +202,6 @@ class _Client:
             sum(each) - one for *each, one in zip(self.seconds, self.costs(), before, strict=True)
         ]
 
-    def connected(self) -> None:
-        """Waits until the engine uses the service that has begun, and its device has nothing."""
-        _wait(lambda: bool(self.server.ask("up?", 1) and self.server.metric("kvrecall_pool_up")))
-        self.server.forget_device()
-
     def _post(self, prompt: object, salt: str | None, more: Mapping[str, object]) -> Any:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0, **more}
         if salt is not None:
@@ -377,7 +230,7 @@ def measure_misses(
     ] = 1000,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
 ) -> Report:
-    """Every cause of a miss brought about on live servers: is it the one that is reported?"""
+    """Causes of misses brought about on live servers: is it the one that is reported?"""
     outcomes: list[_Outcome] = []
     rng = random.Random(seed)
     share = max(2, requests // _CAUSES + 1)
@@ -392,12 +245,6 @@ def measure_misses(
             _known_by_itself(client, share, foreign)
             _evicted(client, folder, share)
             seconds = client.seconds
-        for slow in (False, True):
-            with _shared_pool(folder, model, outcomes, rng, slow) as (client, node, pool):
-                if slow:
-                    _doubted(client, node, pool, share)
-                else:
-                    _troubled(client, node, pool, share)
     return _report(outcomes, seconds)
 
 
@@ -463,33 +310,6 @@ def _own_pool(
     progress(f"starting a server with a pool of its own ({name})")
     with ServerProcess(words, folder / f"{name}.log", progress) as server:
         yield _Client(server, folder / "admin.sock", outcomes, rng)
-
-
-@contextmanager
-def _shared_pool(
-    folder: Path, model: Path, outcomes: list[_Outcome], rng: random.Random, slow: bool
-) -> Iterator[tuple[_Client, _Node, SlowToTell]]:
-    """A server over a pool service of this process."""
-    name = "slow" if slow else "stopped"
-    place = folder / name
-    node = _Node(place)
-    config = place / "pool.json"
-    settings = {
-        "backend": "service",
-        "socket": str(node.socket),
-        "audit": 1 if slow else "off",
-        "load_or_compute": "auto" if slow else "load",
-        "load_deadline": 30.0 if slow else _DEADLINE_S,
-        "lookup_deadline": _LOOKUP_S,
-    }
-    config.write_text(json.dumps(settings))
-    with ExitStack() as stack:
-        stack.callback(node.end)
-        pool = node.begin(SlowToTell)
-        progress(f"starting a server over a pool service ({name} disk)")
-        words = _words(model, ("--dtype", "bfloat16", "--pool-config", str(config)))
-        server = stack.enter_context(ServerProcess(words, place / "server.log", progress))
-        yield _Client(server, node.socket, outcomes, rng), node, pool
 
 
 # ---- causes ------------------------------------------------------------------------------------
@@ -595,177 +415,6 @@ def _evicted(client: _Client, folder: Path, share: int) -> None:
     for prompt in prompts:
         expected = {"reason": "damaged", "tier": "disk", "cause": "corrupt", "from": 0}
         client.ask("damaged", prompt, expected, ON_DISK)
-
-
-def _troubled(client: _Client, node: _Node, pool: SlowToTell, share: int) -> None:
-    """A disk that stops, a host without room, answers that come late, and services that end, whose
-    memory cannot be mapped, whose store hangs or fails, and that come back empty."""
-    progress("a disk that stops")
-    for prompt in client.on_disk(share):
-        node.io.gate.clear()
-        expected: _Expected = {"reason": "late", "tier": "disk", "from": 0}
-        client.ask("late", prompt, expected, ON_DISK)
-        node.io.gate.set()
-        _arrived(pool)
-    client.server.forget_device()
-    on_disk = client.on_disk(share + 1)
-    node.io.gate.clear()
-    client.ask("late", on_disk[0], {"reason": "late", "tier": "disk", "from": 0}, ON_DISK)
-    for prompt in on_disk[1:]:
-        expected = {"reason": "away", "tier": "disk", "from": 0}
-        client.ask("disk silent", prompt, expected, ON_DISK)
-    node.io.gate.set()
-    _arrived(pool)
-    client.server.forget_device()
-
-    progress("a host without room, a tenant at its limit; a pool that is cleared, or slow to tell")
-    on_disk = client.on_disk(share)
-    leased = pool.acquire([one.key for one in pool.host_blocks()], 60.0)
-    for prompt in on_disk:
-        expected = {"reason": "no_room", "tier": "disk", "from": 0}
-        client.ask("no room", prompt, expected, ON_DISK)
-    fresh = client.prompts(share)
-    client.seed(fresh, whole=False)
-    for prompt in fresh:
-        expected = {"reason": "refused", "cause": "room", "tier": "host"}
-        client.ask("refused for room", prompt, expected)
-    pool.release(leased)
-    client.seed(client.prompts(13), "limited")
-    query = Query(tenants=(tenant_of("limited"),), tier="host")
-    leased = pool.acquire(client.listed(query), 60.0)
-    fresh = client.prompts(share)
-    client.seed(fresh, "limited", whole=False)
-    for prompt in fresh:
-        expected = {"reason": "refused", "cause": "quota", "tier": "host"}
-        client.ask("refused by a limit", prompt, expected, "limited")
-    pool.release(leased)
-    prompts = client.prompts(share)
-    client.seed(prompts, "cleared")
-    pool.clear()
-    for prompt in prompts:
-        expected = {"reason": "evicted", "cause": "cleared", "from": 0}
-        client.ask("cleared", prompt, expected, "cleared")
-    pool.delay_s = _DEADLINE_S
-    for prompt in client.prompts(share):
-        client.ask("slow to tell", prompt, {"reason": "unknown", "from": 0})
-        time.sleep(2 * pool.delay_s)  # until the service takes requests again
-    pool.delay_s = 0.0
-    client.server.forget_device()
-
-    progress("services that end, and others that follow")
-    on_disk = client.on_disk(share)
-    node.end()
-    _wait(lambda: "pool service at" in client.server.log_tail(400))
-    for prompt in client.prompts(share):
-        client.ask("service away", prompt, {"reason": "away", "tier": "service", "from": 0})
-    node.begin(Unmappable)
-    client.connected()
-    for prompt in on_disk:
-        client.ask("failed copy", prompt, {"reason": "failed", "from": 0}, ON_DISK)
-    node.end()
-    store = SwitchedStore()
-    node.begin(Pool, store)
-    client.connected()
-    for prompt in client.prompts(share):
-        store.gate.clear()
-        expected = {"reason": "late", "tier": "remote", "cause": "lookup", "from": 0}
-        client.ask("store silent", prompt, expected)
-        store.gate.set()
-    store.is_failing = True
-    for prompt in client.prompts(share):
-        client.ask("store away", prompt, {"reason": "away", "tier": "remote", "from": 0})
-    node.end()
-    node.begin(Pool, has_disk=False)
-    client.connected()
-    prompts = client.prompts(share)
-    client.seed(prompts, "pushed out")
-    client.push_out("pushed out")
-    for prompt in prompts:
-        expected = {"reason": "evicted", "cause": "capacity", "tier": "host", "from": 0}
-        client.ask("capacity of the host", prompt, expected, "pushed out")
-    client.server.forget_device()
-    prompts = client.prompts(share)
-    client.seed(prompts, "lost")
-    node.end()
-    node.begin(Pool, has_disk=False)
-    client.connected()
-    for prompt in prompts:
-        client.ask("lost with its service", prompt, {"reason": "unsaved", "from": 0}, "lost")
-
-
-def _doubted(client: _Client, node: _Node, pool: Pool, share: int) -> None:
-    """Hits that are audited; a disk so slow that computing is faster; an audit that fails, and a
-    pool that cannot hold what comes then."""
-    progress("hits that are audited; a disk that is slower than computing")
-    prompts = client.prompts(share)
-    client.seed(prompts)
-    for prompt in prompts:
-        expected: _Expected = {"reason": "audit", "from": (_BLOCKS - 1) * _BLOCK}
-        client.ask("audit", prompt, expected)
-    client.server.forget_device()
-    _declined(client, node.io, share)
-    client.server.forget_device()
-
-    progress("an audit that fails")
-    prompts = client.prompts(share)
-    client.seed(prompts, "abandoned")
-    (prompt,) = client.prompts(1)
-    client.seed([prompt], "tampered")
-    query = Query(tenants=(tenant_of("tampered"),), tier="host")
-    leased = pool.acquire(client.listed(query), 60.0)
-    recall = pool.poll(leased)
-    assert recall.state is RecallState.READY
-    for at in recall.offsets:
-        pool.arena.memory[at : at + _BLOCK_BYTES] = bytes(_BLOCK_BYTES)
-    pool.release(leased)
-    client.missed(prompt, "tampered")  # is audited
-    for prompt in prompts:
-        expected = {"reason": "namespace", "fields": ["epoch"], "from": 0}
-        client.ask("failed audit", prompt, expected, "abandoned")
-    node.end()
-    node.begin(Pool, has_disk=False, host_bytes=_BLOCK_BYTES // 2)
-    _wait(lambda: bool(client.server.ask("up?", 1)) and "cannot hold" in client.server.log_tail(99))
-    for prompt in client.prompts(share):
-        expected = {"reason": "not_pooled", "cause": "namespace abandoned or refused", "from": 0}
-        client.ask("block too large", prompt, expected)
-
-
-def _declined(client: _Client, io: GatedIo, share: int) -> None:
-    """Now and then the engine tries the slow disk again, and gives the load up: its own counters
-    say which of the two happened. If neither, the pool left the disk out, as it does for a while
-    after a load that was overdue."""
-    on_disk = client.on_disk(2 * share)
-    io.bytes_per_s = 100e3
-    for prompt in on_disk:
-        before = _choices(client)
-        client.ask("slow disk", prompt, {}, ON_DISK)
-        outcome, after = client.outcomes[-1], _choices(client)
-        given_up, declined = after[0] > before[0], after[1] > before[1]
-        if given_up:
-            outcome.expected = {"reason": "late", "tier": "disk"}
-        elif declined:
-            outcome.expected = {"reason": "declined"}
-            told = outcome.told or {}
-            if not told.get("load_s", 0) > told.get("compute_s", 1) > 0:
-                outcome.expected = {"reason": "declined", "load_s": "above compute_s"}
-        else:
-            outcome.expected = {"reason": "away", "tier": "disk"}
-    io.bytes_per_s = 0.0
-
-
-def _choices(client: _Client) -> tuple[float, float]:
-    """Loads given up, and blocks declined, so far."""
-    client.server.ask("choices", 1)
-    names = ("kvrecall_loads_given_up_total", "kvrecall_blocks_declined_total")
-    first, second = map(client.server.metric, names)
-    return first, second
-
-
-def _arrived(pool: Pool) -> None:
-    """Waits until what was being read has arrived, and the pool knows it."""
-    _wait(lambda: pool.stats().queued_reads == 0)
-    time.sleep(0.05)  # a read is counted as done a moment before it is reported
-    pool.stats()
 
 
 def _wait(true: Callable[[], bool]) -> None:

@@ -1,10 +1,6 @@
 """``bench remote``: the remote tier against Mooncake's bare client, over the same wire in
 one run, and a hit on another server's prefix against computing it.
 
-The bare client moves all blocks in one call, and a second time in as many calls as the tier, which
-shows what of the difference is the cost of calls. The tier puts all blocks a second time with known
-checksums, as it puts those that a disk tier has written before.
-
 A third process lends all the memory, so that every byte of tier and bare client crosses loopback
 TCP.
 """
@@ -12,16 +8,14 @@ TCP.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import json
 import math
 import mmap
 import os
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,16 +34,14 @@ from kvrecall.bench.pool import (
     slots_of,
 )
 from kvrecall.bench.report import Report, Times, Tokens, percentiles, progress
-from kvrecall.block import BlockKey
 from kvrecall.config import Compression, RemoteConfig
 from kvrecall.errors import EngineError
 from kvrecall.pool.arena import Arena
-from kvrecall.pool.checksum import checksum_of
 from kvrecall.pool.remote.compressed import CompressedStore
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
 from kvrecall.pool.remote.mooncake.store import ENVIRONMENT
 from kvrecall.pool.remote.staged import StagedStore
-from kvrecall.pool.remote.store import Object, Store
+from kvrecall.pool.remote.store import Store
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.processes.child import orders, reply_to, worker
 from kvrecall.processes.master import Master
@@ -60,15 +52,8 @@ BLOCKS = 128
 ROUNDS = 21
 TIER_GOAL = 0.9
 TTFT_GOAL = 3.0
-_CHECKS = 1000
-_PARTIES = ("tier", "tier_known", "bare", "bare_in_calls")
-_WAYS = {party: ("put",) if party == "tier_known" else ("put", "get") for party in _PARTIES}
-_RATIOS = {
-    "ratio": ("bare", "tier"),
-    "ratio_in_calls": ("bare_in_calls", "tier"),
-    "ratio_known": ("bare", "tier_known"),
-}
-"""The seconds of the first by those of the second."""
+_PARTIES = ("tier", "bare")
+_WAYS = ("put", "get")
 _REASONS = ("blocks_declined", "loads_given_up", "loads_failed")
 """Counters of reasons why a stored prefix was computed."""
 
@@ -102,13 +87,10 @@ def measure_remote(
 
 def _compare_clients(folder: Path, repeats: int, compression: Compression) -> dict[str, Any]:
     """Bandwidths (bytes per second, medians) of put and get through the tier and with the bare
-    client in one call, the ratios (medians of those of each round) to it and to the bare client in
-    as many calls as the tier, with their quartiles, those of puts with known checksums, and the
-    time of 1,000 existence checks in one call and one by one."""
+    client, which moves all blocks in one call, and the ratios, medians of those of each round, with
+    their quartiles."""
     nbytes = BLOCK_BYTES * BLOCKS
-    seconds: dict[str, list[float]] = {f"{who}_{way}": [] for who in _PARTIES for way in _WAYS[who]}
-    calls: dict[str, list[int]] = {"put": [], "get": []}
-    checks: dict[str, list[float]] = {"tier": [], "bare": [], "singly": []}
+    seconds: dict[str, list[float]] = {f"{who}_{way}": [] for who in _PARTIES for way in _WAYS}
     master = Master(folder / "master.log")
     master.start()
     lent, own = (dict(MooncakeSettings.of(master.options(n)).setup) for n in (8 * nbytes, 0))
@@ -116,42 +98,25 @@ def _compare_clients(folder: Path, repeats: int, compression: Compression) -> di
         with (
             worker(bare_client, lent, 0) as lender,
             worker(bare_client, own, nbytes) as bare,
-            _tier(master.options(0), nbytes, compression) as (tier, store, slots),
+            _tier(master.options(0), nbytes, compression) as (tier, slots),
         ):
-            reply_to(lender, "ready", "", 0, 0, 1)
-            known = [_checksums(keys_of(BLOCKS, f"known {n}/"), slots) for n in range(repeats)]
+            reply_to(lender, "ready", "", 0, 0)
             for number in range(repeats):
                 keys = keys_of(BLOCKS, f"{number}/")
                 turn = number % len(_PARTIES)
                 for who in (*_PARTIES[turn:], *_PARTIES[:turn]):
                     name = f"{who}.{number}"
-                    for way in _WAYS[who]:
-                        if who == "tier_known":
-                            sums = known[number]
-                            spent = put_all(tier, list(sums), slots, BLOCK_BYTES, [*sums.values()])
-                        elif who == "tier":
-                            before = store.calls[way]
-                            if way == "put":
-                                spent = put_all(tier, keys, slots, BLOCK_BYTES)
-                            else:
-                                spent = get_all(tier, keys, slots)
-                            calls[way].append(store.calls[way] - before)
-                        else:  # the tier is the first party of the first round
-                            parts = 1 if who == "bare" else calls[way][-1]
-                            spent = reply_to(bare, way, name, BLOCK_BYTES, BLOCKS, parts)
+                    for way in _WAYS:
+                        if who == "bare":
+                            spent = reply_to(bare, way, name, BLOCK_BYTES, BLOCKS)
+                        elif way == "put":
+                            spent = put_all(tier, keys, slots, BLOCK_BYTES)
+                        else:
+                            spent = get_all(tier, keys, slots)
                         seconds[f"{who}_{way}"].append(spent)
-                for who in ("bare", "bare_in_calls"):
-                    reply_to(bare, "remove", f"{who}.{number}", BLOCK_BYTES, BLOCKS, 1)
-                tier.drop([*keys, *known[number]])
+                reply_to(bare, "remove", f"bare.{number}", BLOCK_BYTES, BLOCKS)
+                tier.drop(keys)
                 time.sleep(0.2)  # for the store to remove them
-            for number in range(5):
-                keys = keys_of(_CHECKS, f"absent {number}/")
-                began = time.perf_counter()
-                while not tier.ask(keys):
-                    time.sleep(0.0001)
-                checks["tier"].append(time.perf_counter() - began)
-                for way in ("bare", "singly"):
-                    checks[way].append(reply_to(bare, way, f"{number}", 0, _CHECKS, 1))
             stats = tier.stats()
     finally:
         master.kill()
@@ -160,55 +125,24 @@ def _compare_clients(folder: Path, repeats: int, compression: Compression) -> di
     for party, values in seconds.items():
         who, way = party.rsplit("_", 1)
         figures[f"{way}_{who}_bytes_per_s"] = nbytes / statistics.median(values)
-    for way in ("put", "get"):
-        for name, (who, of) in _RATIOS.items():
-            if way not in _WAYS[of]:
-                continue
-            pairs = zip(seconds[f"{who}_{way}"], seconds[f"{of}_{way}"], strict=True)
-            low, middle, high = statistics.quantiles((bare / tier for bare, tier in pairs), n=4)
-            figures[f"{way}_{name}"] = round(middle, 3)
-            figures[f"{way}_{name}_quartiles"] = [round(low, 3), round(high, 3)]
-        figures[f"{way}_calls"] = statistics.median(calls[way])
+    for way in _WAYS:
+        pairs = zip(seconds[f"bare_{way}"], seconds[f"tier_{way}"], strict=True)
+        low, middle, high = statistics.quantiles((bare / tier for bare, tier in pairs), n=4)
+        figures[f"{way}_ratio"] = round(middle, 3)
+        figures[f"{way}_ratio_quartiles"] = [round(low, 3), round(high, 3)]
     if stats.given_bytes:
         figures["compressed_to"] = round(stats.compressed_bytes / stats.given_bytes, 3)
-    return figures | {f"checks_{way}_s": statistics.median(v) for way, v in checks.items()}
-
-
-def _checksums(keys: Sequence[BlockKey], slots: Sequence[memoryview]) -> dict[BlockKey, bytes]:
-    pairs = zip(keys, slots, strict=True)
-    return {key: checksum_of(key, slot[:BLOCK_BYTES]) for key, slot in pairs}
-
-
-class _CountingStore(MooncakeStore):
-    """Counts the calls that move blocks."""
-
-    def __init__(self, settings: MooncakeSettings) -> None:
-        super().__init__(settings)
-        self.calls = {"put": 0, "get": 0}
-        self._counting = threading.Lock()
-
-    def put(self, objects: Sequence[Object]) -> list[bool]:
-        self._count("put")
-        return super().put(objects)
-
-    def get_up_to(self, objects: Sequence[Object]) -> list[int]:
-        self._count("get")
-        return super().get_up_to(objects)
-
-    def _count(self, way: str) -> None:
-        with self._counting:
-            self.calls[way] += 1
+    return figures
 
 
 @contextmanager
 def _tier(
     options: Mapping[str, object], nbytes: int, compression: Compression
-) -> Iterator[tuple[RemoteTier, _CountingStore, list[memoryview]]]:
+) -> Iterator[tuple[RemoteTier, list[memoryview]]]:
     arena = Arena.create(nbytes, background=False)
     filling = os.urandom(1 << 20) if compression == "none" else kv_like(1 << 20)
     arena.memory[:] = filling * (nbytes >> 20)
-    counting = _CountingStore(MooncakeSettings.of(options))
-    store: Store = StagedStore(counting)
+    store: Store = StagedStore(MooncakeStore(MooncakeSettings.of(options)))
     if compression != "none":
         store = CompressedStore(store, compression)
     store.exists(["ready"])
@@ -217,7 +151,7 @@ def _tier(
     tier.register(NAMESPACE, BLOCK_BYTES)
     slots = slots_of(arena, BLOCKS, BLOCK_BYTES)
     try:
-        yield tier, counting, slots
+        yield tier, slots
     finally:
         tier.close()
         slots.clear()
@@ -225,8 +159,8 @@ def _tier(
 
 
 def bare_client(pipe: Connection, setup: dict[str, str], nbytes: int) -> None:
-    """A process with Mooncake's bare client: all blocks in so many calls as it is told, on
-    registered memory of ``nbytes``. With 0 it only lends the store memory."""
+    """A process with Mooncake's bare client, all blocks in one call, on registered memory of
+    ``nbytes``. With 0 it only lends the store memory."""
     for name, value in ENVIRONMENT.items():  # as the tier's own client
         os.environ.setdefault(name, value)
     from mooncake.store import MooncakeDistributedStore
@@ -240,25 +174,18 @@ def bare_client(pipe: Connection, setup: dict[str, str], nbytes: int) -> None:
         memory[:] = os.urandom(1 << 20) * (nbytes >> 20)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         client.register_buffer(address, nbytes)
-    for way, name, block_bytes, count, parts in orders(pipe):
+    for way, name, block_bytes, count in orders(pipe):
         names = [f"{name}.{place:064d}.{'0' * 32}" for place in range(count)]
         places = [address + place * block_bytes for place in range(count)]
         sizes = [block_bytes] * count
-        calls = [slice(count * n // parts, count * (n + 1) // parts) for n in range(parts)]
         good = True
         began = time.perf_counter()
         if way == "put":
-            codes = [client.batch_put_from(names[c], places[c], sizes[c]) for c in calls]
-            good = not any(map(any, codes))
+            good = not any(client.batch_put_from(names, places, sizes))
         elif way == "get":
-            codes = [client.batch_get_into(names[c], places[c], sizes[c]) for c in calls]
-            good = list(itertools.chain(*codes)) == sizes
+            good = list(client.batch_get_into(names, places, sizes)) == sizes
         elif way == "remove":
             good = bool(client.batch_remove(names, True))
-        elif way == "bare":
-            good = len(client.batch_is_exist(names)) == count
-        elif way == "singly":
-            good = len([client.is_exist(name) for name in names]) == count
         seconds = time.perf_counter() - began
         pipe.send(seconds if good else math.nan)
     client.close()
@@ -330,30 +257,12 @@ def _report(figures: Mapping[str, Any]) -> Report:
             "{:.2f} ({:.2f} to {:.2f})".format(
                 figures[f"{way}_ratio"], *figures[f"{way}_ratio_quartiles"]
             ),
-            f"{figures[f'{way}_ratio_in_calls']:.2f}",
         )
-        for way in ("put", "get")
+        for way in _WAYS
     ]
-    rows.insert(
-        1,
-        (
-            "put, checksums known, GiB/s",
-            f"{figures['put_tier_known_bytes_per_s'] / 2**30:.2f}",
-            rows[0][2],
-            "{:.2f} ({:.2f} to {:.2f})".format(
-                figures["put_ratio_known"], *figures["put_ratio_known_quartiles"]
-            ),
-            "",
-        ),
-    )
-    tier, bare = figures["checks_tier_s"], figures["checks_bare_s"]
-    rows.append(("1,000 existence checks, ms", f"{tier * 1e3:.2f}", f"{bare * 1e3:.2f}", "", ""))
     notes = [
         f"{figures['blocks']} blocks of {figures['block_bytes'] >> 10} KiB, checksums verified; "
         "both ways over loopback TCP, the memory lent by a third process",
-        f"the bare client's 1,000 checks one by one: {figures['checks_singly_s'] * 1e3:.0f} ms",
-        "to calls: to the bare client in as many calls as the tier makes, "
-        f"{figures['put_calls']:.0f} for a put and {figures['get_calls']:.0f} for a get",
     ]
     if "compressed_to" in figures:
         share, codec = figures["compressed_to"], figures["compression"]
@@ -374,7 +283,7 @@ def _report(figures: Mapping[str, Any]) -> Report:
             notes.append(f"{short} prefixes were not recalled whole ({why}); their times count")
     return Report(
         "remote",
-        ("", "tier", "bare client", "ratio", "to calls"),
+        ("", "tier", "bare client", "ratio"),
         tuple(rows),
         figures,
         tuple(notes),

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,26 +162,9 @@ def ask(client: httpx.Client, url: str, prompt: str) -> tuple[str, float, dict[s
     return text, ttft_s, split
 
 
-def play(sessions: Sequence[Session], router: RouterThread, restart: bool) -> Played:
-    """All sessions at once. ``restart``: the router is started anew when half of the requests are
-    answered; requests wait for it."""
+def play(sessions: Sequence[Session], url: str) -> Played:
+    """All sessions at once, at the router at ``url``."""
     played = Played()
-    half = sum(len(one.turns) for one in sessions) // 2
-    state = threading.Condition()
-    is_up, asking = True, 0
-
-    @contextlib.contextmanager
-    def turn_at_router() -> Iterator[None]:
-        nonlocal asking
-        with state:
-            state.wait_for(lambda: is_up)
-            asking += 1
-        try:
-            yield
-        finally:
-            with state:
-                asking -= 1
-                state.notify_all()
 
     def converse(session: Session) -> None:
         prompt = session.opening
@@ -190,87 +173,42 @@ def play(sessions: Sequence[Session], router: RouterThread, restart: bool) -> Pl
             for turn in session.turns:
                 time.sleep(turn.pause_s)
                 prompt += turn.text
-                with turn_at_router():
-                    answer, ttft_s, split = ask(client, router.url, prompt)
-                    played.add(ttft_s, split)
+                answer, ttft_s, split = ask(client, url, prompt)
+                played.add(ttft_s, split)
                 prompt += answer
 
     with ThreadPoolExecutor(len(sessions)) as clients:
-        running = [clients.submit(converse, one) for one in sessions]
-        if restart:
-            with state:
-                while not state.wait_for(lambda: len(played.ttft_s) >= half, timeout=1.0):
-                    if failed(running):
-                        break
-                is_up = False
-                state.wait_for(lambda: not asking)
-            router.restart()
-            with state:
-                is_up = True
-                state.notify_all()
-        for one in running:
+        for one in [clients.submit(converse, one) for one in sessions]:
             one.result()
     return played
-
-
-def failed(running: Sequence[Future[None]]) -> bool:
-    """Whether a session has ended with an error."""
-    return any(one.done() and one.exception() for one in running)
 
 
 # -- router and engines ---------------------------------------------------------------------
 
 
-class RouterThread:
-    """A router in a thread of this process, on a free port."""
-
-    def __init__(self, way: Way, addresses: Sequence[str]) -> None:
-        """``addresses``: of the engines, with the ports of their events."""
-        self._way = way
-        self._addresses = tuple(addresses)
-        self.url = ""
-        self._start()
-
-    def _start(self) -> None:
-        addresses = self._addresses
-        if not self._way.reads_events:
-            addresses = tuple(one.partition("?")[0] for one in addresses)
-        roster = Roster({"--engine": addresses, "--prefill": (), "--decode": ()}, None)
-        settings = RouterSettings(roster, 0, 4, 1, 1000, 600.0)
-        port = free_port()
-        app = application(settings, self._way.fleet)
-        config = uvicorn.Config(app, "127.0.0.1", port, log_level="error", access_log=False)
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, name="router", daemon=True)
-        self._thread.start()
-        self.url = f"http://127.0.0.1:{port}"
-        end = time.monotonic() + _START_S
-        while not self._server.started or httpx.get(f"{self.url}/health").status_code != 200:
-            if time.monotonic() > end:
-                raise EngineError(f"the router is not ready after {_START_S:.0f} s")
-            time.sleep(0.1)
-
-    def metric(self, name: str, **labels: str) -> float:
-        """A metric's value, summed over the labels that are not given."""
-        total = 0.0
-        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
-            wanted = all(f'{key}="{value}"' in line for key, value in labels.items())
-            if wanted and line.startswith(
-                (f"kvrecall_router_{name}{{", f"kvrecall_router_{name} ")
-            ):
-                total += float(line.rsplit(" ", 1)[1])
-        return total
-
-    def restart(self) -> None:
-        """Ends it when its requests are answered, and starts another that knows nothing."""
-        self.close()
-        self._start()
-        if self._way.reads_events:
-            time.sleep(1.0)  # it reads what the publishers still have
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(_START_S)
+@contextlib.contextmanager
+def routing(way: Way, addresses: Sequence[str]) -> Iterator[str]:
+    """A router in a thread of this process; its URL. ``addresses``: of the engines, with the ports
+    of their events."""
+    if not way.reads_events:
+        addresses = [one.partition("?")[0] for one in addresses]
+    roster = Roster({"--engine": tuple(addresses), "--prefill": (), "--decode": ()}, None)
+    port = free_port()
+    app = application(RouterSettings(roster, 0, 4, 1, 1000, 600.0), way.fleet)
+    config = uvicorn.Config(app, "127.0.0.1", port, log_level="error", access_log=False)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, name="router", daemon=True)
+    thread.start()
+    url, end = f"http://127.0.0.1:{port}", time.monotonic() + _START_S
+    while not server.started or httpx.get(f"{url}/health").status_code != 200:
+        if time.monotonic() > end:
+            raise EngineError(f"the router is not ready after {_START_S:.0f} s")
+        time.sleep(0.1)
+    try:
+        yield url
+    finally:
+        server.should_exit = True
+        thread.join(_START_S)
 
 
 @contextlib.contextmanager
@@ -327,9 +265,6 @@ def measure_router(
     ] = 3.0,
     rounds: Annotated[int, typer.Option(min=1, help="Times that each way is measured.")] = 3,
     ways: Annotated[str, typer.Option(help="Ways to choose, by name.")] = ",".join(WAYS),
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Start the router anew halfway, in every run.")
-    ] = False,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> Report:
     """Agents' sessions before two engines, whose devices hold an eighth of it each and their hosts
@@ -346,8 +281,6 @@ def measure_router(
     device = max(unique // 8, longest + 4 * BLOCK) * model.token_bytes
     host, disk = 2 * unique // 5 * model.token_bytes, 0
     played: dict[str, list[Played]] = {name: [] for name in names}
-    figures: dict[str, Any] = {}
-    expected: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as place:
         folder = Path(place)
         arguments = model.serve(folder, longest, device, BLOCK)
@@ -358,22 +291,14 @@ def measure_router(
                 order = names[number % len(names) :] + names[: number % len(names)]
                 for name in order:
                     empty(servers)
-                    router = RouterThread(WAYS[name], addresses)
-                    try:
-                        run = play(one, router, restart)
-                        if WAYS[name].reads_events:
-                            for tier in _SOURCES:
-                                seen = router.metric("expected_tokens_total", source=tier)
-                                expected[tier] = expected.get(tier, 0) + round(seen)
-                    finally:
-                        router.close()
+                    with routing(WAYS[name], addresses) as url:
+                        run = play(one, url)
                     played[name].append(run)
                     progress(
                         f"  round {number + 1}, {name}: {run.tokens.get('computed', 0)} computed"
                     )
-    for name in names:
-        figures[name] = _figures(played[name])
-    return _report(figures, expected, sessions, turns, rounds, restart, host, device)
+    figures = {name: _figures(played[name]) for name in names}
+    return _report(figures, sessions, turns, rounds, host, device)
 
 
 def _figures(runs: Sequence[Played]) -> dict[str, Any]:
@@ -404,14 +329,7 @@ def _figures(runs: Sequence[Played]) -> dict[str, Any]:
 
 
 def _report(
-    figures: dict[str, Any],
-    expected: dict[str, int],
-    sessions: int,
-    turns: int,
-    rounds: int,
-    restart: bool,
-    host: int,
-    device: int,
+    figures: dict[str, Any], sessions: int, turns: int, rounds: int, host: int, device: int
 ) -> Report:
     base = next(iter(figures.values()))
     rows = tuple(
@@ -428,20 +346,16 @@ def _report(
         for name, one in figures.items()
     )
     columns = ("choice", "computed", "ratio", "first token, p50", "p90", "p99", "mean", "ratio")
-    notes = [
+    notes = (
         f"{sessions} sessions of {turns} turns, {rounds} times; {base['prompt_tokens']:,} prompt "
         f"tokens; two engines, each with {device / 2**20:.0f} MiB on the device and "
         f"{host / 2**20:.0f} MiB of host memory",
-    ]
-    if restart:
-        notes.append("the router is started anew halfway through each run")
+    )
     shown = {
         "sessions": sessions,
         "turns": turns,
         "rounds": rounds,
-        "restart": restart,
         "engines": _ENGINES,
         "ways": figures,
-        "expected_by_events": expected,
     }
-    return Report("router", columns, rows, shown, tuple(notes))
+    return Report("router", columns, rows, shown, notes)

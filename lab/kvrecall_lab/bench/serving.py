@@ -6,7 +6,9 @@ import contextlib
 import json
 import math
 import os
+import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -85,11 +87,22 @@ def _on_lmcache(sizes: Sizes) -> Iterator[Sequence[str]]:
     server = ChildProcess(sizes.folder / "lmcache.log")
     try:
         server.launch(as_child(*command), environment)
-        server.wait_for_port(port, "LMCache's server")
+        _await_port(server, port)
         with servers(arguments=arguments, environment=environment)(sizes) as urls:
             yield urls
     finally:
         server.stop(30.0)
+
+
+def _await_port(server: ChildProcess, port: int) -> None:
+    """Waits until LMCache's server listens. Raises EngineError if it ends or times out."""
+    end = time.monotonic() + 60.0
+    while time.monotonic() < end and server.is_alive:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise EngineError(f"LMCache's server is not ready:\n{server.log_tail()}")
 
 
 DEPLOYMENTS: Mapping[str, Deployment] = {
@@ -103,14 +116,12 @@ def measure_chat(
     sessions: Times = 32,
     turns: Times = 3,
     variants: Variants = "",
-    seed: Annotated[int, typer.Option()] = 0,
-    block_size: Annotated[int, typer.Option(min=32, help="Tokens of a block.")] = BLOCK,
     budget: Budget = math.inf,
 ) -> Report:
     """The product's ``bench chat``, with these deployments, too."""
-    workload = conversations(sessions, turns, seed)
+    workload = conversations(sessions, turns)
     names = names_in(variants) or tuple(DEPLOYMENTS)
-    return measure_serving(workload, names, budget, block_size, DEPLOYMENTS)
+    return measure_serving(workload, names, budget, DEPLOYMENTS)
 
 
 def measure_replay(
@@ -124,7 +135,7 @@ def measure_replay(
 ) -> Report:
     """A slice of a recorded trace, scaled down, against live servers."""
     workload = slice_of(trace, requests, block_tokens, seconds, every)
-    return measure_serving(workload, names_in(variants), budget, BLOCK, DEPLOYMENTS)
+    return measure_serving(workload, names_in(variants), budget, DEPLOYMENTS)
 
 
 def slice_of(

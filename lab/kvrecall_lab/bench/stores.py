@@ -19,9 +19,7 @@ from kvrecall.block import BlockKey
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.pool.base import RecallState, Verdict
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.disk.codec import BlockCodec, Plain
 from kvrecall.pool.pool import Pool
-from kvrecall.pool.tier import Put
 
 _DEADLINE_S = 60.0
 _SUM_BYTES = 16
@@ -200,26 +198,6 @@ class PlainFiles(Store):
         return
 
 
-class Unchecked(Plain):
-    """Blocks without checksums, only to show the cost of checksums: no setting of a pool disables
-    them."""
-
-    _TAG = bytes(16)
-
-    def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
-        tags.update((put.key, self._TAG) for put in puts)
-        return [put.data for put in puts]
-
-    def decode(
-        self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview,
-        block_bytes: int,
-    ) -> bool:  # fmt: skip
-        return True
-
-    def checksum_in(self, tag: bytes, nbytes: int, block_bytes: int) -> bytes | None:
-        return None
-
-
 class HostStore(Store):
     """The pool's host memory: reserve, copy in, commit; acquire, copy out, release."""
 
@@ -255,10 +233,10 @@ class HostStore(Store):
 class DiskStore(Store):
     """The disk tier alone, between memory and its slab files. A put ends when it is durable."""
 
-    def __init__(self, folder: Path, nbytes: int, block_bytes: int, codec: BlockCodec) -> None:
+    def __init__(self, folder: Path, nbytes: int, block_bytes: int) -> None:
         self._bytes = block_bytes
         config = DiskConfig(folder, nbytes * 2 + (64 << 20), max_queued_bytes=nbytes)
-        self._tier = DiskTier(config, codec=codec)
+        self._tier = DiskTier(config)
         self._tier.register(NAMESPACE, block_bytes)
 
     def put(self, names: Sequence[bytes], blocks: Sequence[memoryview]) -> None:

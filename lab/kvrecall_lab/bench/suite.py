@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvrecall.bench.cli import COMMANDS
 from kvrecall.bench.report import machine
 from kvrecall.processes.child import ChildProcess
 from kvrecall.processes.command import own
@@ -172,7 +173,8 @@ def _run(step: Step, say: Say) -> dict[str, Any]:
         result = _child(step, say)
     took = round(time.monotonic() - began, 1)
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    command = " ".join(("kvrecall", "bench", *step.words))
+    program = "kvrecall bench" if step.words[0] in COMMANDS else "python -m kvrecall_lab.bench"
+    command = " ".join((program, *step.words))
     return {"command": command, "took_s": took, "load_before": load, "ended": when, **result}
 
 

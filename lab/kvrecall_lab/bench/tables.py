@@ -297,29 +297,14 @@ def _first_token(text: str, no_gpu: str) -> Make:
     """What the picture of the README shows, in one of its languages."""
 
     def make(run: Run) -> Iterator[str]:
-        found = run["results"]["restore"]
-        facts = {**run["machine"], **found}
-        layers, width = _bench_model()
-        yield text.format(
-            tokens=found["tokens"],
-            mib=found["prefix_bytes"] / 2**20,
-            layers=layers,
-            width=width,
-            dtype=found["dtype"],
-            cpu=facts["cpu"],
-            cores=facts["cores"],
-            gpu=facts["gpu"] or no_gpu,
-        )
+        from kvrecall.bench.model import BenchModel  # takes seconds: PyTorch
+
+        model = BenchModel(dtype="")
+        facts = {**run["machine"], **run["results"]["restore"]}
+        facts |= {"mib": facts["prefix_bytes"] / 2**20, "gpu": facts["gpu"] or no_gpu}
+        yield text.format_map({**facts, "layers": model.layers, "width": model.hidden})
 
     return _if_measured("restore", make)
-
-
-def _bench_model() -> tuple[int, int]:
-    """Layers and width of the model of ``restore``."""
-    from kvrecall.bench.model import BenchModel  # takes seconds: PyTorch
-
-    model = BenchModel(dtype="")
-    return model.layers, model.hidden
 
 
 def decode(run: Run) -> Iterator[str]:
@@ -394,107 +379,69 @@ def generate(found: Figures) -> Iterator[str]:
 
 
 def needle(found: Figures) -> Iterator[str]:
-    """Right answers of each variant by length, without lengths at which retrieval selects nothing
-    because every variant attends to all tokens."""
+    """Right answers of each variant by length."""
     arms = {"dense": found["dense"], **{arm["name"]: arm["results"] for arm in found["arms"]}}
-    vacuous = [n for n in found["lengths"] if not _chooses(n, found)]
-    lengths = [n for n in found["lengths"] if n not in vacuous]
     rows = []
     for name, scores in arms.items():
-        cells = [scores[str(length)]["all"] for length in lengths]
+        cells = [scores[str(length)]["all"] for length in found["lengths"]]
         rows.append(
             (name, *(f"{one['percent']:.0f} ({one['right']} of {one['asked']})" for one in cells))
         )
-    yield from _table(("per cent right", *(f"{n:,} tokens" for n in lengths)), rows)
-    if vacuous:
-        yield ""
-        shown = ", ".join(f"{n:,}" for n in vacuous)
-        yield (
-            f"Texts of {shown} tokens were asked about, too, and are left out: they have no more "
-            "blocks than retrieval takes in any case, so every variant attends to everything."
-        )
-
-
-def _chooses(tokens: int, found: Figures) -> bool:
-    """Whether a variant selects among the blocks at this length; True if its settings are unknown,
-    as those of an endpoint."""
-    from kvrecall.attention.settings import RetrievalSettings
-    from kvrecall_lab.bench.decode import chooses  # takes seconds: PyTorch
-
-    shares = [arm["share"] for arm in found["arms"]]
-    if "settings" not in found or None in shares:
-        return True
-    known = RetrievalSettings.__dataclass_fields__.keys()
-    given = {name: value for name, value in found["settings"].items() if name in known}
-    return any(chooses(tokens, RetrievalSettings(**{**given, "topk_share": s})) for s in shares)
-
-
-# -- promises --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """A measured figure and its goal. ``unit``: the format of both. ``is_limit``: ``goal`` is an
-    upper bound, otherwise a lower bound."""
-
-    text: str
-    figure: float
-    goal: float
-    unit: str = "{:g}"
-    is_limit: bool = False
-
-    @property
-    def is_kept(self) -> bool:
-        return self.figure <= self.goal if self.is_limit else self.figure >= self.goal
-
-    def row(self) -> tuple[str, ...]:
-        goal = f"{'at most' if self.is_limit else 'at least'} {self.unit.format(self.goal)}"
-        shown = f"{self.figure:.2f}" if self.unit == "{:g}" else self.unit.format(self.figure)
-        return self.text, shown, goal, "met" if self.is_kept else "**missed**"
+    yield from _table(("per cent right", *(f"{n:,} tokens" for n in found["lengths"])), rows)
 
 
 def pool(run: Run) -> Iterator[str]:
-    """The pool's promises, a line each."""
-    rows = [promise.row() for promise in _promises(run["results"])]
+    """The pool's promises: a measured figure a line, and its goal."""
+    rows = list(_promises(run["results"]))
     yield from _table(("measured", "here", "goal", "outcome"), rows)
 
 
-def _promises(results: Mapping[str, Any]) -> Iterator[Promise]:
+def _promise(
+    text: str, figure: float, goal: float, unit: str = "{:g}", is_limit: bool = False
+) -> tuple[str, ...]:
+    """``unit``: the format of both. ``is_limit``: ``goal`` is an upper bound, otherwise a lower
+    one."""
+    bound = f"{'at most' if is_limit else 'at least'} {unit.format(goal)}"
+    shown = f"{figure:.2f}" if unit == "{:g}" else unit.format(figure)
+    is_kept = figure <= goal if is_limit else figure >= goal
+    return text, shown, bound, "met" if is_kept else "**missed**"
+
+
+def _promises(results: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     good = {name: one for name, one in results.items() if "error" not in one}
     if one := good.get("lookup"):
         text = f"look-up of {one['blocks']:,} blocks, in host memory"
-        yield Promise(text, one["median_us"]["find_host"], 1000, "{:,.0f} us", True)
+        yield _promise(text, one["median_us"]["find_host"], 1000, "{:,.0f} us", True)
     if one := good.get("disk"):
-        yield Promise("disk tier reads, to bare direct I/O", one["read_ratio"], 0.85)
+        yield _promise("disk tier reads, to bare direct I/O", one["read_ratio"], 0.85)
     if one := good.get("restore"):
-        yield Promise(
-            "hit in host memory, to one on the device", one["host_to_device"], 1.3, is_limit=True
-        )
-        yield Promise(
-            "hit on disk, to one on the device", one["disk_to_device"], 2.5, is_limit=True
-        )
-        text = "slowest of these hits, to computing"
-        yield Promise(text, one["worst_hit_to_computed"], 0.1, is_limit=True)
-        yield Promise("copies to the device, to one plain copy", one["restore_to_plain"], 0.8)
+        for text, figure, goal in (
+            ("hit in host memory, to one on the device", "host_to_device", 1.3),
+            ("hit on disk, to one on the device", "disk_to_device", 2.5),
+            ("slowest of these hits, to computing", "worst_hit_to_computed", 0.1),
+        ):
+            yield _promise(text, one[figure], goal, is_limit=True)
+        yield _promise("copies to the device, to one plain copy", one["restore_to_plain"], 0.8)
     if one := good.get("overhead"):
         text = "prefill throughput that saving costs"
-        yield Promise(text, one["cost"]["p50"], 0.03, "{:.1%}", True)
+        yield _promise(text, one["cost"]["p50"], 0.03, "{:.1%}", True)
     if one := good.get("throttle"):
         text = "hit on a disk of any bandwidth, to computing, worst median"
-        yield Promise(text, one["worst_ratio"], one["goal"], is_limit=True)
+        yield _promise(text, one["worst_ratio"], one["goal"], is_limit=True)
     if one := good.get("service"):
         text = f"pool service: look-up of {one['lookup_blocks']:,} blocks"
-        yield Promise(text, one["lookup_s"]["p50"] * 1e3, 2, "{:.2f} ms", True)
+        yield _promise(text, one["lookup_s"]["p50"] * 1e3, 2, "{:.2f} ms", True)
         text = "pool service: two clients restoring, to two plain copies"
-        yield Promise(text, one["restore_to_plain"]["p50"], 0.9)
+        yield _promise(text, one["restore_to_plain"]["p50"], 0.9)
         text = f"pool service: start with {one['blocks_on_disk']:,} blocks on disk"
-        yield Promise(text, one["start_s"]["ready"]["p50"], 3, "{:.1f} s", True)
+        yield _promise(text, one["start_s"]["ready"]["p50"], 3, "{:.1f} s", True)
     if one := good.get("remote"):
-        yield Promise("remote tier puts, to Mooncake's bare client", one["put_ratio"], 0.9)
-        yield Promise("remote tier gets, to Mooncake's bare client", one["get_ratio"], 0.9)
+        for way in ("put", "get"):
+            text = f"remote tier {way}s, to Mooncake's bare client"
+            yield _promise(text, one[f"{way}_ratio"], 0.9)
         if "computed_to_remote" in one:
             text = "first token on another server's prefix, times as fast as computing it"
-            yield Promise(text, one["computed_to_remote"], 3, "{:.1f}")
+            yield _promise(text, one["computed_to_remote"], 3, "{:.1f}")
 
 
 def summary(found: Figures) -> Iterator[str]:

@@ -37,7 +37,6 @@ SPEEDS = (30.0, 3.0, 1.5, 1.0, 0.7, 0.3, 0.03, 10.0)
 """Bandwidths tried in this order, relative to the one at which loading takes as long as computing.
 The last shows that a disk that has recovered is used again."""
 
-_DROP_TO = 0.03
 _RECOVERY = 6  # hits after which a recovered disk is certainly used again
 _SETTLE_S = 120.0
 _FILLER = Namespace.of({"purpose": "pushes everything else out of the host"})
@@ -59,22 +58,16 @@ class Sample:
 
 
 class ThrottledIo(FileIo):
-    """A disk that reads ``bytes_per_s`` (0: as fast as it can), all readers together. After
-    ``slow_after`` more bytes it reads ``then_bytes_per_s``. May be changed while in use."""
+    """A disk that reads ``bytes_per_s`` (0: as fast as it can), all readers together. May be
+    changed while in use."""
 
     def __init__(self) -> None:
         self.bytes_per_s = 0.0
-        self.then_bytes_per_s = 0.0
-        self.slow_after: int | None = None
         self._one = threading.Lock()
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         got = super().read(fd, buffers, offset)
         with self._one:
-            if self.slow_after is not None:
-                self.slow_after -= got
-                if self.slow_after < 0:
-                    self.bytes_per_s, self.slow_after = self.then_bytes_per_s, None
             left, at = float(got), time.monotonic()
             while self.bytes_per_s and left > 0:
                 time.sleep(min(0.01, left / self.bytes_per_s))
@@ -87,9 +80,7 @@ class _Bench:
     """The engine, the throttled pool under it, and the samples taken."""
 
     def __init__(self, folder: Path, tokens: int, stack: ExitStack) -> None:
-        self._folder = folder
         self._tokens = tokens
-        self._stack = stack
         model = BenchModel()
         block_bytes = BLOCK * model.token_bytes
         self.prefix_bytes = tokens * model.token_bytes
@@ -109,32 +100,24 @@ class _Bench:
         )
         stack.callback(self._service.close)
         self._service.pool.register(_FILLER, block_bytes)
-        self._engine: EngineProcess | None = None
-        self.new_engine()
-        self.known = self.new_prompt()
-
-    def new_engine(self) -> None:
-        """Starts an engine without measured costs."""
-        if self._engine is not None:
-            self._engine.end()
         progress("starting an engine")
         setup = {
             "model": str(self._path),
-            "max_model_len": self._tokens + 256,
+            "max_model_len": tokens + 256,
             "max_num_batched_tokens": 512,
             "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
-            "pool": {"backend": "service", "socket": str(self._folder / "pool.sock")},
+            "pool": {"backend": "service", "socket": str(folder / "pool.sock")},
         }
-        self._engine = EngineProcess("engine", setup, self._folder / "engine.log")
-        self._stack.callback(self._engine.bury)
+        self._engine = EngineProcess("engine", setup, folder / "engine.log")
+        stack.callback(self._engine.bury)
         self._engine.wait_ready()
+        self.known = self.new_prompt()
 
     def new_prompt(self) -> tuple[int, ...]:
         return self._texts.tokens(self._tokens + TAIL)
 
     def ask(self, prompt: tuple[int, ...]) -> Answer:
         """Sends a prompt with empty device and host; waits until its blocks are stored."""
-        assert self._engine is not None
         self._engine.forget_device()
         pool = self._service.pool
         filler = chain(_FILLER, self._host_blocks, str(self._questions))
@@ -163,16 +146,14 @@ class _Bench:
         if hit.sources.get("host") or hit.sources.get("device"):
             raise EngineError(f"meant to measure the disk, the hit came from {dict(hit.sources)}")
         after = self.computed()
-        self.note(level, hit, (before + after) / 2, place)
-        return after
-
-    def note(self, level: str, hit: Answer, computed_s: float, place: str) -> None:
+        computed_s = (before + after) / 2
         loaded = hit.sources.get("disk", 0) / self._tokens
         self.samples.append(Sample(level, hit.ttft_s, computed_s, loaded))
         progress(
             f"{level}, {place}: hit {hit.ttft_s:.2f} s, computing {computed_s:.2f} s "
             f"({hit.ttft_s / computed_s:.2f}), {loaded:.0%} loaded"
         )
+        return after
 
 
 def measure_throttle(tokens: Tokens = 2048, repetitions: Times = 3) -> Report:
@@ -191,22 +172,6 @@ def measure_throttle(tokens: Tokens = 2048, repetitions: Times = 3) -> Report:
             for number in range(times):
                 place = f"{number + 1} of {times}"
                 before = bench.sample(f"{speed:g} x break-even", before, place)
-        before = bench.samples[-1].computed_s
-        for number in range(repetitions):  # the disk all but stops in the middle of a load
-            bench.io.bytes_per_s = 30 * even
-            for _ in range(3):  # the engine believes the disk to be fast
-                bench.ask(bench.known)
-            bench.io.then_bytes_per_s = _DROP_TO * even
-            bench.io.slow_after = bench.prefix_bytes // 3
-            place = f"{number + 1} of {repetitions}"
-            before = bench.sample(f"30, in the middle {_DROP_TO:g}", before, place)
-            bench.io.slow_after = None
-        for number in range(max(1, repetitions // 3)):  # an engine's first request hits a slow disk
-            bench.new_engine()
-            bench.io.bytes_per_s = _DROP_TO * even
-            hit = bench.ask(bench.known)
-            bench.computed()
-            bench.note(f"{_DROP_TO:g}, an engine's first", hit, bench.computed(), f"{number + 1}")
         return _report(bench.samples, tokens, bench.prefix_bytes, even)
 
 

@@ -19,7 +19,6 @@ import numpy as np
 import typer
 
 from kvrecall.bench.report import GIB_S, Folder, Report, latencies, progress, timed
-from kvrecall.pool.disk.codec import Plain
 from kvrecall_lab.bench.peers import (
     DiskCache,
     LmcacheCpu,
@@ -37,7 +36,6 @@ from kvrecall_lab.bench.stores import (
     Sequential,
     Store,
     StoreError,
-    Unchecked,
     drop_from_memory,
     make_durable,
 )
@@ -105,11 +103,7 @@ CANDIDATES = (
     Candidate(
         "kvrecall disk", _DISK, True,
         "the disk tier as it is: XXH3 verified, direct I/O, a put ends when it is durable",
-        lambda w: DiskStore(w.folder, w.nbytes, w.block_bytes, Plain()),
-    ),
-    Candidate(
-        "kvrecall disk, no checksums", _DISK, False, "only here: the price of the checksum",
-        lambda w: DiskStore(w.folder, w.nbytes, w.block_bytes, Unchecked()),
+        lambda w: DiskStore(w.folder, w.nbytes, w.block_bytes),
     ),
     Candidate(
         "plain files", _DISK, False, "a file a block, buffered, renamed into place",

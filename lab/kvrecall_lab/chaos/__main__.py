@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 
 from kvrecall.config import parse_size
-from kvrecall.processes.command import Keep, command_folder
+from kvrecall.processes.command import command_folder
 from kvrecall.processes.progress import ProgressLines
 from kvrecall_lab.chaos.run import MODELS, ChaosRun, Settings
+from kvrecall_lab.trials import Keep, finish, one_of
 
 app = typer.Typer(add_completion=False)
 
@@ -38,9 +39,7 @@ def chaos(
     are damaged. Every reply is compared with that of an engine without a pool. The last line is
     JSON; the exit status is 0 only if wrong, hung, failed, lost_committed and leaked_bytes are
     0."""
-    if model not in MODELS:
-        text = f"{model!r} is none of {', '.join(MODELS)}"
-        raise typer.BadParameter(text, param_hint="--model")
+    one_of([model], tuple(MODELS), "model")
     logging.getLogger("kvrecall").setLevel(logging.CRITICAL)  # losses are intended
     progress = ProgressLines("chaos")
     seed = secrets.randbelow(1 << 20) if seed is None else seed
@@ -50,8 +49,9 @@ def chaos(
         with progress.alive():
             progress(f"seed {seed}, in {folder}, {time.strftime('%H:%M:%S')}")
             report = ChaosRun(settings, folder, progress).run()
-        print(report.line(seed=seed, seconds=seconds, model=model), flush=True)
-        raise typer.Exit(0 if report.is_clean else 1)
+        finish(
+            report.figures() | {"seed": seed, "seconds": seconds, "model": model}, report.is_clean
+        )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import Counter
-from typing import Any
 
 FIGURES = ("requests", "service_kills", "engine_kills", "corruptions")
 FAULTS = ("wrong", "hung", "failed", "lost_committed", "leaked_bytes")
@@ -44,8 +42,8 @@ class Report:
         """Whether there were requests and no faults."""
         return self["requests"] > 0 and not any(self[name] for name in FAULTS)
 
-    def line(self, **more: Any) -> str:
-        """One line of JSON: figures and faults first, then the other counts."""
+    def figures(self) -> dict[str, object]:
+        """Figures and faults first, then the other counts."""
         names = (*FIGURES, *FAULTS)
         with self._lock:
             others = {n: c for n, c in sorted(self._counts.items()) if n not in names}
@@ -53,5 +51,4 @@ class Report:
                 "rejoins": len(self._rejoins),
                 "rejoin_s_max": round(max(self._rejoins, default=0.0), 2),
             }
-        line = {**{name: self[name] for name in names}, **others, **rejoins, **more}
-        return json.dumps(line, separators=(",", ":"))
+        return {**{name: self[name] for name in names}, **others, **rejoins}

@@ -25,6 +25,7 @@ from kvrecall_lab.chaos.fleet import Fleet
 from kvrecall_lab.chaos.oracle import AMBIGUOUS, Conversations, DurabilityOracle
 from kvrecall_lab.chaos.report import FAULTS, FIGURES, Report
 from kvrecall_lab.engines.engine import EngineProcess, OnLine
+from kvrecall_lab.engines.engines import Engines
 from kvrecall_lab.shapes.shapes import SHAPES, Shape, environment
 
 _DRAIN_S = 240.0
@@ -96,7 +97,7 @@ class ChaosRun:
         self._progress = progress
         self.report = Report()
         self._tmp = folder / "tmp"
-        self._started: list[EngineProcess] = []
+        self._engines = Engines(folder)
         self._reported = 0  # faults
 
     def run(self) -> Report:
@@ -106,7 +107,7 @@ class ChaosRun:
         self._shape.write(self._folder)
         service = ServiceProcess(self._folder / "s", settings.host_bytes, settings.disk_bytes)
         with ExitStack() as ending:
-            ending.callback(self._end_engines)
+            ending.callback(self._engines.stop)
             ending.callback(service.kill)
             service.start()
             oracle = DurabilityOracle(service.socket)
@@ -138,7 +139,7 @@ class ChaosRun:
                 AMBIGUOUS[self._shape.dtype],
             )  # fmt: skip
         finally:
-            reference.end()
+            self._engines.end(reference)
 
     def _fleet(
         self, service: ServiceProcess, oracle: DurabilityOracle, conversations: Conversations
@@ -166,10 +167,7 @@ class ChaosRun:
             "env": {**arguments["env"], "TMPDIR": str(self._tmp)},
             **options,
         }
-        log = self._folder / f"{name}.log"
-        process = EngineProcess(name, setup, log, heard, environment=environment())
-        self._started.append(process)
-        return process
+        return self._engines.start(name, setup, on_line=heard, environment=environment())
 
     def _answer(self, fleet: Fleet, faults: FaultInjector, service: ServiceProcess) -> None:
         self._progress(f"{self._settings.engines} engines start")
@@ -225,7 +223,7 @@ class ChaosRun:
             report.fault("failed", f"the idle service does not answer: {error}")
         if not service.stop():
             report.fault("hung", "the service did not end on SIGTERM")
-        self._end_engines()
+        self._engines.stop()
         for arena, pid in arenas_held(oracle.arenas):
             report.fault("leaked_bytes", f"process {pid} holds an arena", arena.nbytes)
         for file in (*fleet.left_in_shared_memory(), *self._tmp.glob("kvrecall*")):
@@ -246,13 +244,6 @@ class ChaosRun:
             if over > 0:
                 report.fault("leaked_bytes", "the disk tier is larger than disk_size", over)
         self._report_faults()
-
-    def _end_engines(self) -> None:
-        """Kills remaining engines, however the run ended."""
-        for process in self._started:
-            if process.is_alive:
-                process.kill()
-                process.bury()
 
 
 def slots_held(service: ServiceProcess, seconds: float = _IDLE_S) -> tuple[int, str]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from kvrecall.engines.vllm.compat.versions import VERSIONS
-from kvrecall.processes.command import Jobs, Keep, command_folder, one_of
+from kvrecall.processes.command import command_folder
 from kvrecall.processes.progress import ProgressLines
 from kvrecall_lab.compat.parts import PARTS, Seen, run_part
 from kvrecall_lab.compat.wheels import RELEASES, provide
+from kvrecall_lab.trials import Jobs, Keep, finish, one_of, run_trials
 
 app = typer.Typer(add_completion=False)
 
@@ -43,35 +41,20 @@ def compat(
     versions, parts = one_of(version, VERSIONS, "version"), one_of(part, tuple(PARTS), "part")
     with command_folder("compat", keep, large=("engines",)) as folder:
         with _progress.alive():
-            found = _run(versions, parts, jobs, folder)
-        print(json.dumps({each: _figures(each, found[each]) for each in versions}), flush=True)
-        holds = all(seen.holds for parts_seen in found.values() for seen in parts_seen.values())
-        raise typer.Exit(0 if holds else 1)
-
-
-def _run(
-    versions: Sequence[str], parts: Sequence[str], jobs: int, folder: Path
-) -> dict[str, dict[str, Seen]]:
-    """What each part of each version has shown."""
-    overlays = {each: provide(RELEASES[each], _progress) for each in versions}
-    found: dict[str, dict[str, Seen]] = {each: {} for each in versions}
-    with ThreadPoolExecutor(jobs) as workers:
-
-        def attempt(number: str, name: str) -> Seen:
-            _progress.now(f"{number} {name}")
-            return run_part(name, overlays[number], folder, f"{number}-{name}")
-
-        tries = {
-            workers.submit(attempt, number, name): (number, name)
-            for name in parts
-            for number in versions
+            overlays = {each: provide(RELEASES[each], _progress) for each in versions}
+            trials = {
+                f"{number} {name}": partial(
+                    run_part, name, overlays[number], folder, f"{number}-{name}"
+                )
+                for name in parts
+                for number in versions
+            }
+            seen = run_trials(_progress, trials, jobs, lambda one: one.text)
+        by_version = {
+            number: {name: seen[f"{number} {name}"] for name in parts} for number in versions
         }
-        for done in as_completed(tries):
-            number, name = tries[done]
-            seen = found[number][name] = done.result()
-            verdict = "ok" if seen.holds else f"FAILED: {seen.why or 'no test ran'}"
-            _progress(f"{number} {name}: {seen.passed} tests in {seen.seconds:.0f} s: {verdict}")
-    return found
+        figures = {number: _figures(number, found) for number, found in by_version.items()}
+        finish(figures, all(one.holds for one in seen.values()))
 
 
 def _figures(version: str, found: dict[str, Seen]) -> dict[str, object]:

@@ -57,6 +57,7 @@ _LIMIT_S = 1800.0
 class Seen:
     """What a part has shown. ``why``: the first test that failed and its reason; "" if none."""
 
+    name: str
     passed: int
     skipped: int
     seconds: float
@@ -65,6 +66,11 @@ class Seen:
     @property
     def holds(self) -> bool:
         return self.passed > 0 and not self.why
+
+    @property
+    def text(self) -> str:
+        verdict = "ok" if self.holds else f"FAILED: {self.why or 'no test ran'}"
+        return f"{self.name}: {self.passed} tests in {self.seconds:.0f} s: {verdict}"
 
 
 def run_part(part: str, overlay: Path | None, folder: Path, name: str) -> Seen:
@@ -91,14 +97,14 @@ def run_part(part: str, overlay: Path | None, folder: Path, name: str) -> Seen:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return Seen(0, 0, _LIMIT_S, f"not done within {_LIMIT_S:.0f} s")
-    return read_report(report)
+            return Seen(name, 0, 0, _LIMIT_S, f"not done within {_LIMIT_S:.0f} s")
+    return read_report(report, name)
 
 
-def read_report(report: Path) -> Seen:
-    """What pytest's JUnit report says."""
+def read_report(report: Path, part: str = "") -> Seen:
+    """What pytest's JUnit report says of a part."""
     if not report.is_file():
-        return Seen(0, 0, 0.0, "pytest ended without a report; see the log")
+        return Seen(part, 0, 0, 0.0, "pytest ended without a report; see the log")
     suites = ElementTree.parse(report).getroot()
     passed, skipped, seconds, whys = 0, 0, 0.0, []
     for suite in suites.iter("testsuite"):
@@ -110,7 +116,7 @@ def read_report(report: Path) -> Seen:
             passed += not (bad or is_skipped)
             name = f"{case.get('classname')}::{case.get('name')}"
             whys += [f"{name}: {_line(each.get('message') or each.tag)}" for each in bad]
-    return Seen(passed, skipped, seconds, whys[0] if whys else "")
+    return Seen(part, passed, skipped, seconds, whys[0] if whys else "")
 
 
 def _line(text: str) -> str:

@@ -1,6 +1,6 @@
 """In an engine process: long sequences that decode together, step by step, and what a step takes.
 
-The prompts' KV may be made up, from a normal distribution, in the pool or in the device cache, to
+The prompts' KV is made up, from a normal distribution, in the pool or in the device cache, to
 skip their prefill, which takes minutes each: the cost of attention and copies does not depend on
 the values.
 """
@@ -24,9 +24,8 @@ from kvrecall.errors import EngineError
 from kvrecall.pool.base import Verdict
 from kvrecall.pool.pool import Pool
 
-COMPUTED, POOL, DEVICE = "computed", "pool", "device"
-"""Where the KV of prompts comes from: the engine computes it, or it is made up, but for a prompt's
-last block, in the pool or in the device cache."""
+POOL, DEVICE = "pool", "device"
+"""Where the KV of prompts is made up, but for a prompt's last block."""
 
 _SETTLED = 8
 """Steps without prefill after which no further sequence is expected to begin."""
@@ -38,8 +37,7 @@ _AT_ONCE = 64
 @dataclass(frozen=True, slots=True)
 class Step:
     """A step that computed no prompt: its wall time and this process's processor time, the wall
-    time of its attention (None on a device), and the ``tokens`` that it decoded: one a sequence,
-    and what was drafted and accepted."""
+    time of its attention (None on a device), and the ``tokens`` that it decoded."""
 
     seconds: float
     cpu_seconds: float
@@ -57,23 +55,15 @@ class Generation:
         self._clock = _AttentionClock(self._engine.vllm_config)
         self._drawn = False
 
-    def begin(
-        self,
-        sequences: int,
-        context: int,
-        decoded: int,
-        source: str,
-        settle: bool = True,
-    ) -> None:
-        """Adds ``sequences`` prompts of ``context`` tokens, each of which decodes ``decoded``.
-        ``settle``: steps until all of them decode, or as many as there is room for. Raises
-        EngineError if there is no room for made-up KV."""
+    def begin(self, sequences: int, context: int, decoded: int, source: str) -> None:
+        """Adds ``sequences`` prompts of ``context`` tokens, each of which decodes ``decoded``, and
+        steps until all of them decode, or as many as there is room for. Raises EngineError if there
+        is no room for their KV."""
         from vllm import SamplingParams
 
         self._seen: dict[str, int] = {}
-        self._at_once = self._tokens = self._decode_tokens = 0
-        self._alone_tokens = self._blocks_read = self._most_used = self._most_held = 0
-        self._alone_seconds = 0.0
+        self._at_once = self._decode_tokens = 0
+        self._blocks_read = self._most_used = self._most_held = 0
         self._before, self._counted_before = self._totals(), self._counted()
         greedy = SamplingParams(temperature=0.0, max_tokens=decoded, ignore_eos=True)
         self._names = [str(number) for number in range(sequences)]
@@ -81,24 +71,23 @@ class Generation:
             draw = Random(name)
             prompt = [draw.randrange(1, 250) for _ in range(context)]
             self._engine.add_request(name, {"prompt_token_ids": prompt}, greedy)
-        self._prefix_bytes = _fill_pool(self._llm) if source == POOL else 0
-        if source == DEVICE:
+        if source == POOL:
+            _fill_pool(self._llm)
+        else:
             if not self._drawn:
                 self._llm.collective_rpc(_draw_device)
                 self._drawn = True
             self._enter()
-        self._began = time.perf_counter()
         alone = 0
-        while settle and self._at_once < sequences and alone < _SETTLED:
+        while self._at_once < sequences and alone < _SETTLED:
             alone = 0 if self._step() is None else alone + 1
 
     def steps(self, count: int) -> list[dict[str, Any]]:
-        """The next ``count`` steps that compute no prompt; all until the sequences have decoded
-        their tokens if 0, otherwise raises EngineError if one has."""
+        """The next ``count`` steps without a prefill. Raises EngineError if a sequence ends."""
         found: list[dict[str, Any]] = []
-        while self._engine.has_unfinished_requests() if not count else len(found) < count:
+        while len(found) < count:
             step = self._step()
-            if count and len(self._scheduler.requests) < len(self._names):
+            if len(self._scheduler.requests) < len(self._names):
                 raise EngineError("a sequence ended while it was measured")
             if step is not None:
                 found.append(asdict(step))
@@ -107,15 +96,11 @@ class Generation:
     def end(self) -> dict[str, Any]:
         """Aborts what still decodes; returns the totals since ``begin``.
 
-        ``at_once``: most sequences that decoded in one step. ``decode_seconds``, ``decode_tokens``:
-        of the steps that computed no prompt. ``prefix_bytes``: of the made-up prefixes in the pool,
-        ``loaded_bytes``: of whole blocks copied from it to the device. ``drafted``, ``accepted``:
-        tokens of speculation. ``cache_bytes``: of the
-        device cache; ``device_bytes``: the most of it in use, and the digests of the sequences
-        that decoded. ``read_share``: blocks that a layer and KV head read for a token, to the
-        blocks of its sequence.
+        ``at_once``: most sequences that decoded in one step. ``loaded_bytes``: of whole blocks
+        copied from the pool to the device. ``cache_bytes``: of the device cache;
+        ``device_bytes``: the most of it in use, and the digests of the sequences that decoded.
+        ``read_share``: blocks that a layer and KV head read for a token, to those of its sequence.
         """
-        seconds = time.perf_counter() - self._began
         activity = {name: count - self._before[name] for name, count in self._totals().items()}
         counted = {name: n - self._counted_before[name] for name, n in self._counted().items()}
         cache = self._scheduler.kv_cache_config
@@ -124,11 +109,6 @@ class Generation:
         self._engine.abort_request(self._names)
         return {
             "at_once": self._at_once,
-            "seconds": seconds,
-            "tokens": self._tokens,
-            "decode_seconds": self._alone_seconds,
-            "decode_tokens": self._alone_tokens,
-            "prefix_bytes": self._prefix_bytes,
             **counted,
             "cache_bytes": cache_bytes,
             "device_bytes": self._most_used * cache_bytes // cache.num_blocks
@@ -160,7 +140,6 @@ class Generation:
         new = {output.request_id: len(output.outputs[0].token_ids) for output in outputs}
         decoding = [key for key, count in new.items() if count > self._seen.get(key, 0) > 0]
         more = {key: count - self._seen.get(key, 0) for key, count in new.items()}
-        self._tokens += sum(more.values())
         self._seen |= new
         running = self._scheduler.running
         pool = self._scheduler.kv_cache_manager.block_pool
@@ -173,8 +152,6 @@ class Generation:
         if not decoding or any(r.num_computed_tokens < r.num_prompt_tokens for r in running):
             return None
         tokens = sum(more[key] for key in decoding)
-        self._alone_seconds += spent
-        self._alone_tokens += tokens
         return Step(spent, cpu_spent, self._clock.seconds, tokens)
 
     def _totals(self) -> dict[str, int]:
@@ -186,8 +163,6 @@ class Generation:
         names = {
             "preemptions": "vllm:num_preemptions_total",
             "loaded_bytes": "kvrecall_loaded_bytes_total",
-            "drafted": "vllm:spec_decode_num_draft_tokens_total",
-            "accepted": "vllm:spec_decode_num_accepted_tokens_total",
         }
         samples = [one for family in REGISTRY.collect() for one in family.samples]
         return {
@@ -263,10 +238,9 @@ def _draw_device(worker: Any) -> None:
             layer.kv_cache.normal_()
 
 
-def _fill_pool(llm: Any) -> int:
+def _fill_pool(llm: Any) -> None:
     """Puts every whole block of the waiting requests' prompts into the pool, with random KV, but
-    for those it has; returns their bytes. On vLLM's CPU platform only. Raises EngineError if the
-    pool is full."""
+    for those it has. On vLLM's CPU platform only. Raises EngineError if the pool is full."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     from kvrecall.engines.vllm.attention.base import KernelShape
@@ -286,16 +260,14 @@ def _fill_pool(llm: Any) -> int:
     records = _Records(shape, model.get_total_num_hidden_layers(), sparse)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     torch.manual_seed(0)
-    nbytes = 0
     for name in scheduler.requests:  # the engine's own names
         state = scheduler.connector.state_of(name)
         keys = state.keys((state.request.num_prompt_tokens - 1) // block)
         for first in range(0, len(keys), _AT_ONCE):
-            nbytes += _put(scheduler.connector.pool, keys[first : first + _AT_ONCE], records)
-    return nbytes
+            _put(scheduler.connector.pool, keys[first : first + _AT_ONCE], records)
 
 
-def _put(pool: Pool, keys: Sequence[BlockKey], records: _Records) -> int:
+def _put(pool: Pool, keys: Sequence[BlockKey], records: _Records) -> None:
     arena = torch.from_numpy(pool.arena.array())
     drawn = records.draw(len(keys))
     for reservation, record in zip(pool.reserve(keys), drawn, strict=True):
@@ -304,7 +276,6 @@ def _put(pool: Pool, keys: Sequence[BlockKey], records: _Records) -> int:
         if reservation.verdict is Verdict.RESERVED:
             arena[reservation.offset : reservation.offset + len(record)] = record
     pool.commit(keys)
-    return drawn.numel()
 
 
 class _Records:

@@ -14,10 +14,10 @@
 {"do": "memory"}           asks for the engine's device cache: blocks and KV groups
 {"do": "kv"}               asks for the KV on the device of the request that ended last
 {"do": "admissions"}       asks for the requests admitted since the last such order
-{"do": "generate", "sequences": .., "context": .., "decoded": .., "source": .., "settle": ..}
+{"do": "generate", "sequences": .., "context": .., "decoded": .., "source": ..}
                            adds prompts that decode together in the steps of the next two orders
                            only, until the last of these three (kvrecall_lab.engines.generate)
-{"do": "steps", "count": ..}       takes so many steps, or all that it takes (0)
+{"do": "steps", "count": ..}       takes so many steps
 {"do": "end_generation"}
 {"do": "close"}            ends the process, as the end of stdin does
 

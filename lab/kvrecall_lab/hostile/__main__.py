@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import json
 import os
 import signal
 import subprocess
@@ -13,20 +12,21 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvrecall.processes.command import Jobs, Keep, command_folder
+from kvrecall.processes.command import command_folder
+from kvrecall.processes.progress import ProgressLines
 from kvrecall_lab.hostile.attack import BREACHES, Attack, Breach, NotHere, attacks
+from kvrecall_lab.trials import Jobs, Keep, Listed, finish, run_trials
 
 app = typer.Typer(add_completion=False)
 
 _BREACHED, _NOT_HERE = 3, 4
-_KEYS = tuple(breach.key for breach in BREACHES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,15 @@ class Verdict:
     seen: str
     seconds: float
 
+    @property
+    def is_good(self) -> bool:
+        return self.how in ("held", "skipped")
+
+    @property
+    def text(self) -> str:
+        mark = self.how if self.is_good else self.how.upper()
+        return f"{mark:12} {self.attack.name:40} {self.seconds:5.1f} s  {self.seen}"
+
 
 @app.command()
 def hostile(
@@ -46,7 +55,7 @@ def hostile(
         list[str] | None, typer.Option(help="Attacks to run, by name or pattern; repeatable.")
     ] = None,
     engines: Annotated[bool, typer.Option(help="Also run those that start engines.")] = True,
-    show: Annotated[bool, typer.Option("--list", help="List the attacks and exit.")] = False,
+    show: Listed = False,
     jobs: Jobs = 2,
     keep: Keep = False,
     run: Annotated[str, typer.Option(hidden=True)] = "",
@@ -72,31 +81,25 @@ def hostile(
         for one in chosen:
             typer.echo(f"{one.name:40} {'engine' if one.needs_engine else '':6} {one.about}")
         return
-    with command_folder("hostile", keep) as folder, ThreadPoolExecutor(jobs) as workers:
+    with command_folder("hostile", keep) as folder:
         began = time.monotonic()
-        trials = [workers.submit(_trial, one, folder) for one in chosen]
-        verdicts = []
-        for trial in as_completed(trials):
-            verdict = trial.result()
-            verdicts.append(verdict)
-            mark = verdict.how if verdict.how in ("held", "skipped") else verdict.how.upper()
-            print(
-                f"{mark:12} {verdict.attack.name:40} {verdict.seconds:5.1f} s  {verdict.seen}",
-                flush=True,
-            )
-        print(_line(verdicts, time.monotonic() - began), flush=True)
-        bad = any(verdict.how not in ("held", "skipped") for verdict in verdicts)
-        raise typer.Exit(1 if bad else 0)
+        trials = {one.name: partial(_trial, one, folder) for one in chosen}
+        progress = ProgressLines("hostile")
+        verdicts = list(run_trials(progress, trials, jobs, lambda verdict: verdict.text).values())
+        figures = _figures(verdicts, time.monotonic() - began)
+        finish(figures, all(verdict.is_good for verdict in verdicts))
 
 
-def _line(verdicts: Sequence[Verdict], seconds: float) -> str:
+def _figures(verdicts: Sequence[Verdict], seconds: float) -> dict[str, object]:
     counts = Counter(verdict.how for verdict in verdicts)
     skipped = [verdict.attack.name for verdict in verdicts if verdict.how == "skipped"]
-    return json.dumps(
-        {"attacks": len(verdicts) - len(skipped)}
-        | {key: counts[key] for key in _KEYS}
-        | {"failed": counts["failed"], "skipped": skipped, "seconds": round(seconds)}
-    )
+    return {
+        "attacks": len(verdicts) - len(skipped),
+        **{breach.key: counts[breach.key] for breach in BREACHES},
+        "failed": counts["failed"],
+        "skipped": skipped,
+        "seconds": round(seconds),
+    }
 
 
 def _run_here(one: Attack) -> None:

@@ -7,11 +7,10 @@ import logging
 import os
 import secrets
 import subprocess
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
+from http.server import BaseHTTPRequestHandler
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ from kvrecall.processes.command import kvrecall as command
 from kvrecall.processes.ports import free_port
 from kvrecall.processes.server import ServerProcess, generate
 from kvrecall_lab.hostile.attack import NotHere, SecretSeen, attack
+from kvrecall_lab.hostile.listeners import http_server
+from kvrecall_lab.hostile.router import routing
 
 _MODEL = Path(kvrecall.__file__).parents[2] / "models" / "recall-tiny"
 _BLOCK_BYTES = 60_000
@@ -54,32 +55,19 @@ class Marks:
         return {name: {"file": str(folder / f"{name}.secret")} for name in self.of}
 
 
-class _Echo(BaseHTTPRequestHandler):
-    """Answers each request with what it was sent."""
+def _echo() -> AbstractContextManager[str]:
+    """A server that answers each request with what it was sent."""
 
-    def _answer(self) -> None:
-        sent = " ".join(f"{name}: {value}" for name, value in self.headers.items())
-        text = f"<Error><Code>AccessDenied</Code><Message>{self.path} {sent}</Message></Error>"
-        self.send_response(403, "no")
-        self.send_header("content-length", str(len(text)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(text.encode())
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        sent = " ".join(f"{name}: {value}" for name, value in handler.headers.items())
+        text = f"<Error><Code>AccessDenied</Code><Message>{handler.path} {sent}</Message></Error>"
+        handler.send_response(403, "no")
+        handler.send_header("content-length", str(len(text)))
+        handler.end_headers()
+        if handler.command != "HEAD":
+            handler.wfile.write(text.encode())
 
-    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _answer
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextmanager
-def _echo() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Echo)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
+    return http_server(answer)
 
 
 def _store(endpoint: str, files: Mapping[str, object]) -> dict[str, object]:
@@ -222,23 +210,14 @@ def a_collector_that_repeats_what_it_is_sent(_: Path) -> str:
 def a_routers_key(folder: Path) -> str:
     """The key of a router: its routes, its log, its processes."""
     marks = Marks("api_key")
-    port = free_port()
     environment = {**os.environ, API_KEY: marks.of["api_key"]}
-    words = f"router --engine http://127.0.0.1:1 --port {port}"
-    log = folder / "router.log"
-    with log.open("wb") as output:
-        child = subprocess.Popen(
-            command(*words.split()), stdout=output, stderr=output, env=environment
-        )
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
-            _await(lambda: client.get("/health"), child)
+    nowhere = ["http://127.0.0.1:1"]
+    with routing(folder, nowhere, environment=environment, is_up=False) as router:
+        with httpx.Client(base_url=router.url) as client:
             seen = _walk(client, marks, ("/health", "/metrics", "/v1/models", "/"), "api_key")
-        marks.sought(_command_lines(child.pid), "a command line")
-    finally:
-        child.terminate()
-        child.wait(20)
-    marks.sought(log.read_text(), "the log")
+        marks.sought(_command_lines(router.pid), "a command line")
+        router.stop(20.0)
+        marks.sought(router.text, "the log")
     return f"not on {seen} routes, in no log or command line"
 
 
@@ -299,21 +278,6 @@ def _walk(client: httpx.Client, marks: Marks, paths: Any, key: str) -> int:
 
 def _ends(reply: httpx.Response) -> bool:
     return "event-stream" not in reply.headers.get("content-type", "")
-
-
-def _await(get: Callable[[], httpx.Response], child: subprocess.Popen[bytes]) -> None:
-    from kvrecall.testing.blocks import wait_until
-
-    def answers() -> bool:
-        if child.poll() is not None:
-            raise AssertionError(f"it ended with status {child.returncode}")
-        try:
-            get()
-        except httpx.TransportError:
-            return False
-        return True
-
-    wait_until(answers)
 
 
 def _command_lines(pid: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import http.server
 import itertools
 import json
 import os
@@ -16,8 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from kvrecall.pool.remote.tier import name_of
 from kvrecall.processes.master import Master
 from kvrecall.testing.blocks import chain, content, namespace, wait_until
 from kvrecall_lab.hostile.attack import Crashed, GotIn, NotHere, attack
+from kvrecall_lab.hostile.listeners import http_server
 
 _NAMESPACE = namespace()
 _NBYTES = 64 << 10
@@ -379,7 +380,7 @@ def object_of_any_size(folder: Path) -> str:
     unpacks to far more."""
     del folder
     for answer in (_without_end, _bomb):
-        with _server(answer) as endpoint:
+        with http_server(answer) as endpoint:
             keys = {"access_key_id": "a", "secret_access_key": "b"}
             options = {"url": "s3://b/kv", "region": "eu", "endpoint": endpoint, "options": keys}
             store = make_store("objects", {**options, "retries": 0, "timeout": 4})
@@ -399,7 +400,14 @@ def _block_name(place: int) -> str:
     return name_of(chain(_NAMESPACE, place + 1)[place])
 
 
-def _without_end(handler: http.server.BaseHTTPRequestHandler) -> None:
+def _head(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.send_header("ETag", '"x"')
+    handler.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
+
+
+def _without_end(handler: BaseHTTPRequestHandler) -> None:
+    _head(handler)
     handler.send_header("Content-Length", str(_NBYTES))
     handler.send_header("Transfer-Encoding", "chunked")
     handler.end_headers()
@@ -408,37 +416,13 @@ def _without_end(handler: http.server.BaseHTTPRequestHandler) -> None:
         handler.wfile.write(chunk)
 
 
-def _bomb(handler: http.server.BaseHTTPRequestHandler) -> None:
+def _bomb(handler: BaseHTTPRequestHandler) -> None:
+    _head(handler)
     body = gzip.compress(bytes(60 << 20))  # less than a block
     handler.send_header("Content-Encoding", "gzip")
     handler.send_header("Content-Length", str(len(body)))
     handler.end_headers()
     handler.wfile.write(body)
-
-
-@contextmanager
-def _server(answer: Callable[[http.server.BaseHTTPRequestHandler], None]) -> Iterator[str]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("ETag", '"x"')
-            self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
-            with contextlib.suppress(OSError):
-                answer(self)
-            self.close_connection = True
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
 
 
 @attack()

@@ -7,19 +7,21 @@ import gzip
 import itertools
 import resource
 import socket
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
+import psutil
 
+from kvrecall.processes.child import ChildProcess
 from kvrecall.processes.command import kvrecall
 from kvrecall.processes.ports import free_port
 from kvrecall_lab.hostile.attack import Crashed, GotIn, SecretSeen, Stalled, attack
+from kvrecall_lab.hostile.listeners import Play, frame, listening, shake_hands
 
 _START_S = 30.0
 _PATIENCE_S = 3.0  # of somebody else: a router that is not held up answers in milliseconds
@@ -28,8 +30,6 @@ _KEY = "router-key-5f1d0c"
 _OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 _JSON = {"content-type": "application/json"}
 _POST = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-
-Play = Callable[[socket.socket], None]
 
 
 # -- the router, instances and publishers ---------------------------------------------------
@@ -45,40 +45,43 @@ class _Client(httpx.Client):
             raise Stalled(f"the router does not answer: {error!r}") from error
 
 
-class _Router:
-    """``kvrecall router``, a process, before the instances at ``urls``."""
+class Router(ChildProcess):
+    """``kvrecall router`` before the instances at ``urls``. ``is_up``: waits until it has one of
+    them, otherwise until it answers."""
 
-    def __init__(self, folder: Path, urls: Sequence[str], *words: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        urls: Sequence[str],
+        *words: str,
+        environment: Mapping[str, str] | None = None,
+        is_up: bool = True,
+    ) -> None:
+        super().__init__(folder / "router.log")
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._log = folder / "router.log"
         options = itertools.chain.from_iterable(("--engine", url) for url in urls)
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                kvrecall("router", "--port", str(self.port), *options, *words),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        self.launch(kvrecall("router", "--port", str(self.port), *options, *words), environment)
         self.client = _Client(base_url=self.url, headers=_JSON, timeout=10)
         end = time.monotonic() + _START_S
         while True:
             with contextlib.suppress(httpx.TransportError):
-                if self.client.get("/health").status_code == 200:
+                if self.client.get("/health").status_code == 200 or not is_up:
                     return
-            if self._process.poll() is not None and "Traceback" in self.log:
-                raise Crashed(f"the router ended at its start: {self.log[-300:]}")
-            if time.monotonic() > end or self._process.poll() is not None:
-                raise Stalled(f"the router does not start: {self.log[-300:]}")
+            if not self.is_alive and "Traceback" in self.text:
+                raise Crashed(f"the router ended at its start: {self.text[-300:]}")
+            if time.monotonic() > end or not self.is_alive:
+                raise Stalled(f"the router does not start: {self.text[-300:]}")
             time.sleep(0.05)
 
     @property
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
+    def text(self) -> str:
+        """Of its log."""
+        return self.log.read_text(errors="replace")
 
     @property
     def mib(self) -> int:
-        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
-        return pages * resource.getpagesize() >> 20
+        return int(psutil.Process(self.pid).memory_info().rss) >> 20
 
     def complete(self, prompt: str = "x", **more: object) -> httpx.Response:
         return self.client.post("/v1/completions", json={"prompt": prompt, **more})
@@ -88,10 +91,10 @@ class _Router:
 
     def check(self, is_told: str) -> None:
         """Somebody else is served. ``is_told``: what went on meanwhile."""
-        if self._process.poll() is not None:
-            raise Crashed(f"the router ended with status {self._process.returncode}: {is_told}")
-        if "Traceback" in self.log:
-            raise Crashed(f"{is_told}: {self.log.strip().splitlines()[-1]}")
+        if not self.is_alive:
+            raise Crashed(f"the router ended: {is_told}")
+        if "Traceback" in self.text:
+            raise Crashed(f"{is_told}: {self.text.strip().splitlines()[-1]}")
         for path in ("/health", "/v1/completions"):
             began = time.monotonic()
             try:
@@ -106,39 +109,16 @@ class _Router:
 
     def close(self) -> None:
         self.client.close()
-        self._process.kill()
-        self._process.wait()
+        self.kill()
 
 
 @contextlib.contextmanager
-def _routing(folder: Path, urls: Sequence[str], *words: str) -> Iterator[_Router]:
-    router = _Router(folder, urls, *words)
+def routing(folder: Path, urls: Sequence[str], *words: str, **options: Any) -> Iterator[Router]:
+    router = Router(folder, urls, *words, **options)
     try:
         yield router
     finally:
         router.close()
-
-
-@contextlib.contextmanager
-def _listening(play: Play) -> Iterator[int]:
-    """A server that leaves each connection to ``play``, in a thread; its port."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-
-    def played(client: socket.socket) -> None:
-        with contextlib.suppress(OSError), client:
-            play(client)
-
-    def accept() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = listener.accept()
-                threading.Thread(target=played, args=(client,), daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        listener.close()
 
 
 def _request(client: socket.socket) -> bytes:
@@ -178,25 +158,12 @@ def _instance(
         else:
             client.sendall(_reply(b'{"choices": [], "usage": {"prompt_tokens": 1}}'))
 
-    with _listening(play) as port:
+    with listening(play) as port:
         yield f"http://127.0.0.1:{port}"
 
 
-def _shake_hands(client: socket.socket, kind: bytes) -> None:
-    """As libzmq does, without security."""
-    client.sendall(b"\xff" + bytes(8) + b"\x7f\3\0" + b"NULL".ljust(20, b"\0") + bytes(32))
-    ready = b"\5READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
-    client.sendall(bytes((4, len(ready))) + ready)
-    client.recv(64, socket.MSG_WAITALL)
-    client.recv(client.recv(2, socket.MSG_WAITALL)[1], socket.MSG_WAITALL)
-
-
-def _frame(body: bytes, more: bool) -> bytes:
-    return bytes((2 | more,)) + len(body).to_bytes(8, "big") + body
-
-
 def _batch(number: int, payload: bytes) -> bytes:
-    return _frame(b"", True) + _frame(number.to_bytes(8, "big"), True) + _frame(payload, False)
+    return frame(b"", True) + frame(number.to_bytes(8, "big"), True) + frame(payload)
 
 
 def _stored(blocks: Sequence[object], **more: object) -> dict[str, object]:
@@ -213,22 +180,22 @@ def _publisher(publish: Play, replay: Play | None = None) -> Iterator[str]:
     """A publisher that plays after the handshakes; the part of an instance's URL that names it."""
 
     def live(client: socket.socket) -> None:
-        _shake_hands(client, b"PUB")
+        shake_hands(client, b"PUB")
         publish(client)
 
     def replayed(client: socket.socket) -> None:
-        _shake_hands(client, b"ROUTER")
+        shake_hands(client, b"ROUTER")
         (replay or _nothing_more)(client)
 
-    with _listening(live) as port, _listening(replayed) as replay_port:
+    with listening(live) as port, listening(replayed) as replay_port:
         yield f"?events={port}/{replay_port}"
 
 
 def _nothing_more(client: socket.socket) -> None:
     """There is nothing to replay."""
     client.recv(4096)
-    client.sendall(_frame(b"", True) + _frame(b"", True) + _frame(b"\xff" * 8, True))
-    client.sendall(_frame(b"", False))
+    client.sendall(frame(b"", True) + frame(b"", True) + frame(b"\xff" * 8, True))
+    client.sendall(frame(b""))
 
 
 def _sends(first: bytes, then: bytes = b"") -> Play:
@@ -252,7 +219,7 @@ def forty_megabytes_of_messages(folder: Path) -> str:
     """Sends the largest body, made of the smallest messages, while others ask for /health."""
     message = b'{"role":"user","content":"x"}'
     body = b'{"messages":[' + b",".join([message] * ((40 << 20) // 31)) + b"]}"
-    with _instance() as url, _routing(folder, [url]) as router:
+    with _instance() as url, routing(folder, [url]) as router:
         slowest = 0.0
         done = threading.Event()
         statuses: list[int] = []
@@ -276,7 +243,7 @@ def forty_megabytes_of_messages(folder: Path) -> str:
 @attack()
 def half_sent_bodies(folder: Path) -> str:
     """Begins more requests than may be in flight, and never ends their bodies."""
-    with _instance() as url, _routing(folder, [url], "--max-requests", "4") as router:
+    with _instance() as url, routing(folder, [url], "--max-requests", "4") as router:
         links = [router.connection() for _ in range(16)]
         for link in links:
             link.sendall(_POST + b'content-length: 99\r\n\r\n{"prompt": ')
@@ -302,7 +269,7 @@ def silent_connections(folder: Path) -> str:
     """Opens connections and says nothing."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
-    with _instance() as url, _routing(folder, [url], "--max-requests", "4") as router:
+    with _instance() as url, routing(folder, [url], "--max-requests", "4") as router:
         links = [router.connection() for _ in range(1500)]
         time.sleep(0.5)
         router.check(f"{len(links)} connections are silent")
@@ -321,7 +288,7 @@ def without_a_key(folder: Path) -> str:
     file.touch(0o600)
     file.write_text(_KEY)
     heard: list[bytes] = []
-    with _instance(heard=heard) as url, _routing(folder, [url], "--api-key-file", str(file)) as r:
+    with _instance(heard=heard) as url, routing(folder, [url], "--api-key-file", str(file)) as r:
         paths = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/metrics", "/docs", "/")
         wrong = ("", "Bearer x", f"Bearer {_KEY[:-1]}", f"Basic {_KEY}", _KEY, "Bearer \xff")
         for path, key, method in itertools.product(paths, wrong, ("GET", "POST", "HEAD")):
@@ -340,8 +307,8 @@ def without_a_key(folder: Path) -> str:
         r.check("strangers tried keys")
         if f"authorization: bearer {_KEY}".encode() not in heard[-1].lower():
             raise Stalled("the key of a client does not reach the instance")
-        arguments = Path(f"/proc/{r._process.pid}/cmdline").read_bytes()
-        if _KEY in r.log or _KEY.encode() in arguments:
+        arguments = Path(f"/proc/{r.pid}/cmdline").read_bytes()
+        if _KEY in r.text or _KEY.encode() in arguments:
             raise SecretSeen("the key is in the log or the command line")
     return "401, before the body; the key is neither in the log nor in the command line"
 
@@ -351,7 +318,7 @@ def foreign_pages(folder: Path) -> str:
     """A page in an operator's browser posts to a router on loopback, also under a name of its
     own."""
     heard: list[bytes] = []
-    with _instance(heard=heard) as url, _routing(folder, [url]) as router:
+    with _instance(heard=heard) as url, routing(folder, [url]) as router:
         for headers in (
             {"content-type": "text/plain"},
             {"content-type": "application/x-www-form-urlencoded"},
@@ -372,7 +339,7 @@ def foreign_pages(folder: Path) -> str:
 def headers_within_headers(folder: Path) -> str:
     """Hides line ends in what is passed on, to add headers upstream or lines to the log."""
     heard: list[bytes] = []
-    with _instance(heard=heard) as url, _routing(folder, [url]) as router:
+    with _instance(heard=heard) as url, routing(folder, [url]) as router:
         names = (b"x-request-id", b"x-session-id", b"traceparent", b"tracestate", b"user-agent")
         values = (
             b"a\r\n b: c",
@@ -392,7 +359,7 @@ def headers_within_headers(folder: Path) -> str:
                 )
                 link.sendall(body)
                 _first_line(link)
-            if "x-evil" in router.log:
+            if "x-evil" in router.text:
                 raise GotIn(f"{name!r} {value!r} is in the log")
         for head in heard:
             lines = head.split(b"\r\n")
@@ -423,7 +390,7 @@ def endless_replies(folder: Path) -> str:
     with (
         _instance(lambda link: way[0](link)) as bad,
         _instance() as good,
-        _routing(folder, [bad, good], "--timeout", "2") as router,
+        routing(folder, [bad, good], "--timeout", "2") as router,
     ):
         for name, play in ways.items():
             way[0] = play
@@ -473,7 +440,7 @@ def lists_without_end(folder: Path) -> str:
         _instance() as late,
     ):
         file.write_text(f"engine {slow_url}\nengine {nested_url}\nengine {good}\n")
-        with _routing(folder, [], "--instances", str(file)) as router:
+        with routing(folder, [], "--instances", str(file)) as router:
             file.write_text(f"engine {slow_url}\nengine {late}\n")
             end = time.monotonic() + 20
             while True:
@@ -495,7 +462,7 @@ def redirects_and_bombs(folder: Path) -> str:
         replies = [told, _reply(bomb, b"content-encoding: gzip\r\n")]
         with (
             _instance(lambda link: _sends(replies[0])(link)) as url,
-            _routing(folder, [url]) as router,
+            routing(folder, [url]) as router,
         ):
             key = {"authorization": "Bearer secret"}
             reply = router.client.post("/v1/completions", json={"prompt": "x"}, headers=key)
@@ -534,7 +501,7 @@ def event_flood(folder: Path) -> str:
         _publisher(empty, flood) as replays,
         _instance() as url,
         _instance() as other,
-        _routing(folder, [url + many, other + replays]) as router,
+        routing(folder, [url + many, other + replays]) as router,
     ):
         end = time.monotonic() + 5
         while time.monotonic() < end:
@@ -545,7 +512,7 @@ def event_flood(folder: Path) -> str:
         return f"others were served while {applied:.0f} batches were applied ({router.mib} MiB)"
 
 
-def _metric(router: _Router, name: str) -> float:
+def _metric(router: Router, name: str) -> float:
     lines = router.client.get("/metrics").text.splitlines()
     named = (line for line in lines if line.startswith(f"kvrecall_router_{name}{{"))
     return sum(float(line.rpartition(" ")[2]) for line in named)
@@ -556,7 +523,7 @@ def broken_events(folder: Path) -> str:
     """A publisher sends frames without end, absurd values and numbers, and then a good batch."""
     nested = b"\x93\xcb" + bytes(8) + b"\x91" * 100_000
     tokens = [1] * 2_000_000
-    endless = _frame(bytes(1 << 20), True)
+    endless = frame(bytes(1 << 20), True)
     values = [
         _batch(0, nested),
         _batch(0, _packed(_stored([1]), ts=float("nan"))),
@@ -572,8 +539,8 @@ def broken_events(folder: Path) -> str:
         _batch(2**64 - 1, _packed(_stored([3]))),
         _batch(0, _packed(_stored([3]))),
         _batch(10, b""),
-        _frame(b"", True) * 100,
-        _frame(b"", True) + _frame(b"\xff" * 5000, True) + _frame(_packed(_stored([3])), False),
+        frame(b"", True) * 100,
+        frame(b"", True) + frame(b"\xff" * 5000, True) + frame(_packed(_stored([3]))),
     ]
 
     def stalled(link: socket.socket) -> None:
@@ -610,7 +577,7 @@ def broken_events(folder: Path) -> str:
     with (
         _publisher(live, replay) as publisher,
         _instance() as url,
-        _routing(folder, [url + publisher]) as router,
+        routing(folder, [url + publisher]) as router,
     ):
         for one in plays:
             now[0] = one

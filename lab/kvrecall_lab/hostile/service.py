@@ -14,9 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain as chain_of
 from itertools import repeat
 from pathlib import Path
+
+import psutil
 
 from kvrecall import __version__
 from kvrecall.block import BlockKey, Namespace
@@ -31,7 +34,8 @@ from kvrecall.pool.service.endpoint import ServiceThread, listener_at
 from kvrecall.processes.command import as_child, kvrecall
 from kvrecall.processes.ports import two_ports
 from kvrecall.testing.blocks import chain, namespace
-from kvrecall_lab.hostile.attack import Crashed, GotIn, NotHere, Stalled, attack
+from kvrecall_lab.hostile.attack import Crashed, GotIn, NotHere, Stalled, attack, attack_of
+from kvrecall_lab.hostile.listeners import frame, shake_hands
 
 _NAMESPACE = namespace("hostile service")
 _BLOCK = 1 << 20
@@ -221,28 +225,22 @@ def socket_of_the_next(place: Path) -> str:
 def _peer_of_zeromq(port: int, kind: bytes) -> socket.socket:
     """A connection whose handshake is done, so that ZeroMQ takes what comes next for messages."""
     peer = socket.create_connection(("127.0.0.1", port), timeout=5.0)
-    peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
-    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind
-    peer.sendall(bytes([4, len(ready)]) + ready)
-    time.sleep(0.2)
+    shake_hands(peer, kind)
     return peer
 
 
-def _bytes_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _fill(place: Path, which: int, kind: bytes, parts: Iterator[bytes]) -> str:
+def _fill(place: Path, *, which: int, kind: bytes, make: Callable[[], Iterator[bytes]]) -> str:
     """``_fill_memory`` of a service."""
     port = two_ports()
     with _service(place / "pool", "--host-size=16MiB", f"--events={port}") as service:
-        return _fill_memory(service.process.pid, port, which, kind, parts)
+        return _fill_memory(service.process.pid, port, which, kind, make())
 
 
 def _fill_memory(pid: int, port: int, which: int, kind: bytes, parts: Iterator[bytes]) -> str:
     """Sends ``parts`` to an event port of a process (0: subscriptions, 1: replay) over several
     connections; it must not keep them, and must answer afterwards."""
-    before = _bytes_of(pid)
+    process = psutil.Process(pid)
+    before = process.memory_info().rss
     held = [_peer_of_zeromq(port + which, kind) for _ in range(3)]
     refused = 0
     for part in parts:
@@ -254,28 +252,58 @@ def _fill_memory(pid: int, port: int, which: int, kind: bytes, parts: Iterator[b
         if refused > 10:
             break
     time.sleep(0.5)
-    kept = _bytes_of(pid) - before
+    kept = process.memory_info().rss - before
     if kept > _KEPT:
         raise GotIn(f"the process kept {kept >> 20} MiB of a stranger's")
-    late = _peer_of_zeromq(port, b"SUB")
-    late.sendall(b"\x00\x01\x01")  # a subscription to everything
-    if not late.recv(64).startswith(b"\xff"):
-        raise Stalled("a reader that comes afterwards is not answered")
+    try:
+        _peer_of_zeromq(port, b"SUB")
+    except OSError as error:
+        raise Stalled("a reader that comes afterwards is not answered") from error
     return f"the connection ends; {kept >> 20} MiB kept"
 
 
-@attack()
-def unfinished_frame(place: Path) -> str:
-    """A reader announces a request of 400 MiB at the replay port, and sends most of it."""
-    head = b"\x02" + struct.pack(">Q", 400 << 20)
-    return _fill(place, 1, b"DEALER", chain_of([head], repeat(bytes(1 << 20), 130)))
+def _small_parts() -> Iterator[bytes]:
+    """A message of ever more parts of a kilobyte."""
+    return repeat(frame(bytes(1000), more=True) * 1000, 130)
 
 
-@attack()
-def unfinished_message(place: Path) -> str:
-    """A reader asks for a replay in a message of ever more small parts."""
-    part = b"\x03" + struct.pack(">Q", 1000) + bytes(1000)
-    return _fill(place, 1, b"DEALER", repeat(part * 1000, 130))
+def _subscriptions() -> Iterator[bytes]:
+    for first in range(0, 130_000, 1000):
+        yield b"".join(
+            b"\x00\x65\x01" + struct.pack(">QQ", number, 7).ljust(100, b"t")
+            for number in range(first, first + 1000)
+        )
+
+
+def _most_of_a_frame() -> Iterator[bytes]:
+    return chain_of([frame(b"")[:1] + (400 << 20).to_bytes(8, "big")], repeat(bytes(1 << 20), 130))
+
+
+for _name, _about, _which, _kind, _parts in (
+    (
+        "unfinished-frame",
+        "A reader announces a request of 400 MiB at the replay port, and sends most of it.",
+        1,
+        b"DEALER",
+        _most_of_a_frame,
+    ),
+    (
+        "unfinished-message",
+        "A reader asks for a replay in a message of ever more small parts.",
+        1,
+        b"DEALER",
+        _small_parts,
+    ),
+    (
+        "endless-subscriptions",
+        "A reader subscribes to one topic after the other.",
+        0,
+        b"SUB",
+        _subscriptions,
+    ),
+):
+    _run = partial(_fill, which=_which, kind=_kind, make=_parts)
+    attack_of("service", _name, _about, _run)
 
 
 @attack()
@@ -296,28 +324,10 @@ def unfinished_message_to_an_engine(place: Path) -> str:
             replay_endpoint=f"tcp://*:{port + 1}",
         )
     )
-    part = b"\x03" + struct.pack(">Q", 1000) + bytes(1000)
     try:
-        return _fill_memory(os.getpid(), port, 1, b"DEALER", repeat(part * 1000, 130))
+        return _fill_memory(os.getpid(), port, 1, b"DEALER", _small_parts())
     finally:
         publisher.shutdown()
-
-
-@attack()
-def endless_subscriptions(place: Path) -> str:
-    """A reader subscribes to one topic after the other."""
-    return _fill(
-        place,
-        0,
-        b"SUB",
-        (
-            b"".join(
-                b"\x00\x65\x01" + struct.pack(">QQ", first + number, 7).ljust(100, b"t")
-                for number in range(1000)
-            )
-            for first in range(0, 130_000, 1000)
-        ),
-    )
 
 
 @attack()
@@ -430,45 +440,6 @@ def flooding_requests(place: Path) -> str:
         if done > count // 2:
             raise Stalled(f"another client waited for {done} requests of one that floods")
     return f"another client is answered after {done} of {count} requests"
-
-
-@attack()
-def crowd(place: Path) -> str:
-    """One process takes all connections of the service."""
-    what = """
-import contextlib
-held = []
-for _ in range(600):
-    with contextlib.suppress(OSError):
-        held.append(connect())
-        held[-1].sendall(hello)
-"""
-    with (
-        _service(place / "pool", f"--host-size={_HOST}MiB") as service,
-        _stranger(service.socket, what),
-    ):
-        _serves(service.socket, "one process holds all connections")
-    return "a process has a part of the connections only"
-
-
-@attack()
-def half_and_oversized_messages(place: Path) -> str:
-    """Clients send half a greeting, half a message, lengths that are none, offsets and numbers out
-    of bounds; and stay."""
-    what = """
-frames = [b"", hello[:3], hello + b"\\x10\\0\\0\\0half", hello + b"\\xff" * 8, hello + bytes(8)]
-frames += [hello + struct.pack("<I", p.MAX_FRAME) + bytes(1 << 20)]
-frames += [hello + p.frame_of(p.Poll(-1, -1)), hello + p.frame_of(p.Stats(1 << 63))]
-many = [connect() for _ in frames]
-for one, frame in zip(many, frames):
-    one.sendall(frame)
-"""
-    with (
-        _service(place / "pool", f"--host-size={_HOST}MiB") as service,
-        _stranger(service.socket, what),
-    ):
-        _serves(service.socket, "half a message is waited for")
-    return "each costs its own connection"
 
 
 @attack()

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from kvrecall.processes.command import Jobs, Keep, command_folder
+from kvrecall.processes.command import command_folder
 from kvrecall.processes.progress import ProgressLines
 from kvrecall_lab.identity.pairs import PAIRS, Kv, Pair
 from kvrecall_lab.identity.trial import Laboratory, Verdict
+from kvrecall_lab.trials import Jobs, Keep, Listed, finish, one_of, run_trials
 
 app = typer.Typer(add_completion=False)
 
@@ -26,7 +25,7 @@ _progress = ProgressLines("identity")
 @app.command()
 def identity(
     only: Annotated[list[str] | None, typer.Option(help="A pair to try; repeatable.")] = None,
-    show: Annotated[bool, typer.Option("--list", help="List the pairs and exit.")] = False,
+    show: Listed = False,
     jobs: Jobs = 2,
     keep: Keep = False,
 ) -> None:
@@ -43,38 +42,18 @@ def identity(
         for pair in PAIRS:
             typer.echo(f"{pair.name:26} {_kind(pair):6} {pair.about}")
         return
-    chosen = _chosen(only or [])
+    known = {pair.name: pair for pair in PAIRS}
+    chosen = one_of(only, list(known), "only")
     with command_folder("identity", keep, large=("models", "pools", "cache")) as folder:
         began = time.monotonic()
         with _progress.alive():
             _progress(f"{len(chosen)} pairs, {jobs} engines at a time, in {folder}")
-            verdicts = list(_try(chosen, folder, jobs, keep))
-        print(_line(verdicts, time.monotonic() - began), flush=True)
-        raise typer.Exit(1 if any(verdict.faults for verdict in verdicts) else 0)
-
-
-def _chosen(names: Sequence[str]) -> list[Pair]:
-    known = {pair.name: pair for pair in PAIRS}
-    for name in names:
-        if name not in known:
-            text = f"no pair is called {name}; --list shows them all"
-            raise typer.BadParameter(text, param_hint="--only")
-    return [known[name] for name in names] if names else list(PAIRS)
-
-
-def _try(pairs: Sequence[Pair], folder: Path, jobs: int, keep: bool) -> Iterator[Verdict]:
-    """Yields verdicts as they are reached."""
-    laboratory = Laboratory(folder, keep)
-    workers = ThreadPoolExecutor(jobs)
-    try:
-        trials = [workers.submit(laboratory.trial, pair) for pair in pairs]
-        for done, trial in enumerate(as_completed(trials), 1):
-            verdict = trial.result()
-            _progress(f"{done}/{len(pairs)} {_text(verdict)}")
-            yield verdict
-    finally:
-        laboratory.stop()
-        workers.shutdown(cancel_futures=True)
+            laboratory = Laboratory(folder, keep)
+            trials = {name: partial(laboratory.trial, known[name]) for name in chosen}
+            stop = laboratory.lives.engines.stop
+            verdicts = list(run_trials(_progress, trials, jobs, _text, stop).values())
+        figures = _figures(verdicts, time.monotonic() - began)
+        finish(figures, not any(verdict.faults for verdict in verdicts))
 
 
 def _kind(pair: Pair) -> str:
@@ -100,28 +79,26 @@ def _text(verdict: Verdict) -> str:
     return "\n".join([*lines, f"    and {more} more"] if more else lines)
 
 
-def _line(verdicts: Sequence[Verdict], seconds: float) -> str:
-    """The verdict on all pairs, one line of JSON."""
+def _figures(verdicts: Sequence[Verdict], seconds: float) -> dict[str, object]:
+    """The verdict on all pairs."""
     equal = [one for one in verdicts if one.pair.kv is Kv.EQUAL]
     blind = [one for one in verdicts if one.pair.blind]
-    return json.dumps(
-        {
-            "pairs": len(verdicts),
-            "wrong": sum(len(one.wrong) for one in verdicts),
-            "shared_where_equal": sum(one.has_shared for one in equal),
-            "equal": len(equal),
-            "audited": len(blind),
-            "caught_by_audit": sum(one.is_caught for one in blind),
-            "replies": sum(one.replies for one in verdicts),
-            "noise": max((one.noise for one in verdicts), default=0.0),
-            "wrong_pairs": [one.pair.name for one in verdicts if one.wrong],
-            "not_shared": [one.pair.name for one in equal if not one.has_shared],
-            "not_caught": [one.pair.name for one in blind if not one.is_caught],
-            "unfair": [one.pair.name for one in verdicts if one.unfair],
-            "failed": [one.pair.name for one in verdicts if one.failed],
-            "seconds": round(seconds),
-        }
-    )
+    return {
+        "pairs": len(verdicts),
+        "wrong": sum(len(one.wrong) for one in verdicts),
+        "shared_where_equal": sum(one.has_shared for one in equal),
+        "equal": len(equal),
+        "audited": len(blind),
+        "caught_by_audit": sum(one.is_caught for one in blind),
+        "replies": sum(one.replies for one in verdicts),
+        "noise": max((one.noise for one in verdicts), default=0.0),
+        "wrong_pairs": [one.pair.name for one in verdicts if one.wrong],
+        "not_shared": [one.pair.name for one in equal if not one.has_shared],
+        "not_caught": [one.pair.name for one in blind if not one.is_caught],
+        "unfair": [one.pair.name for one in verdicts if one.unfair],
+        "failed": [one.pair.name for one in verdicts if one.failed],
+        "seconds": round(seconds),
+    }
 
 
 if __name__ == "__main__":

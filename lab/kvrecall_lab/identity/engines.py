@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.block import Namespace
-from kvrecall.errors import EngineError
 from kvrecall_lab.engines import host
 from kvrecall_lab.engines.engine import HOST, Answer, EngineProcess, Question
+from kvrecall_lab.engines.engines import Engines
 from kvrecall_lab.identity.setups import ANSWER_TOKENS, KNOWN, PAST, Prompts, Setup
 from kvrecall_lab.models import write_over
 
@@ -79,16 +79,13 @@ class Life:
         return sum(reply.foreign for reply in self.replies)
 
 
-class Engines:
-    """Starts engines, in any thread, and ends them. Owns everything in ``folder``."""
+class Lives:
+    """Runs engines of setups, in any thread. Owns everything in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._lock = threading.Lock()
         self._places: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
-        self._count = 0
-        self._running: set[EngineProcess] = set()
-        self._stopped = False
+        self.engines = Engines(folder)
 
     def live(
         self,
@@ -137,14 +134,6 @@ class Engines:
                 continued.append(Reply(name, _ask(engine, setup, prompts, name), 0))
         return computed, continued
 
-    def stop(self) -> None:
-        """Kills all engines; waiting callers get EngineError, and no engine starts any more."""
-        with self._lock:
-            self._stopped = True
-            running = list(self._running)
-        for engine in running:
-            engine.kill()
-
     @contextmanager
     def _engine(
         self, label: str, setup: Setup, pool: Path | None = None, blind: bool = False
@@ -156,22 +145,8 @@ class Engines:
             for place in sorted(setup.places):
                 stack.enter_context(self._places[place])
             setup.prepare()
-            with self._lock:
-                if self._stopped:
-                    raise EngineError(f"{label}: stopped")
-                self._count += 1
-                log = self._folder / "logs" / f"{self._count:03}-{label}.log"
-                log.parent.mkdir(parents=True, exist_ok=True)
-                module = _BLIND_HOST if blind else HOST
-                engine = EngineProcess(label, arguments, log, module=module)
-                self._running.add(engine)
-            try:
-                engine.wait_ready()
-                yield engine
-            finally:
-                engine.end()
-                with self._lock:
-                    self._running.discard(engine)
+            module = _BLIND_HOST if blind else HOST
+            yield stack.enter_context(self.engines.running(label, arguments, module=module))
 
 
 def _question(setup: Setup, prompts: Prompts, name: str) -> Question:

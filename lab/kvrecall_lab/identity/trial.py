@@ -14,7 +14,7 @@ from typing import Any
 
 from kvrecall.errors import EngineError
 from kvrecall_lab.engines.engine import Answer
-from kvrecall_lab.identity.engines import Engines, Life, Reply
+from kvrecall_lab.identity.engines import Life, Lives, Reply
 from kvrecall_lab.identity.pairs import Kv, Pair
 from kvrecall_lab.identity.setups import (
     BRANCHES,
@@ -163,13 +163,9 @@ class Laboratory:
         self._folder = folder
         self._keep = keep
         self._shelf = Shelf(folder / "models")
-        self._engines = Engines(folder)
+        self.lives = Lives(folder)
         self._lock = threading.Lock()
         self._made: dict[str, Future[Any]] = {}
-
-    def stop(self) -> None:
-        """Ends all engines; pairs under way fail."""
-        self._engines.stop()
 
     def trial(self, pair: Pair) -> Verdict:
         """Tries one pair. An engine that fails is part of the verdict."""
@@ -198,11 +194,11 @@ class Laboratory:
         shutil.copytree(saved, pool)
         theirs, own = (*KNOWN, *BRANCHES) * 3, FRESH * 2
         plan: tuple[str, ...] = own + theirs if pair.saves_first else theirs + own
-        second = self._engines.live(f"{pair.name}-b", b, prompts, plan, pool, pair.blind)
+        second = self.lives.live(f"{pair.name}-b", b, prompts, plan, pool, pair.blind)
         theirs = (*FRESH, *TWIGS)
         plan = (*KNOWN, *theirs, *KNOWN, *theirs * 2)
         before = [*first.prompts, *(PAST if b.changes else ())]
-        third = self._engines.live(f"{pair.name}-a", a, prompts, plan, pool, pair.blind, before)
+        third = self.lives.live(f"{pair.name}-a", a, prompts, plan, pool, pair.blind, before)
         _judge("A", first, alone_a, verdict)
         _judge("B", second, alone_b, verdict)
         _judge("A again", third, alone_a, verdict)
@@ -217,7 +213,7 @@ class Laboratory:
 
     def _alone(self, setup: Setup, prompts: Prompts, blocks: int) -> Reference:
         def make() -> Reference:
-            return Reference.of(*self._engines.alone("alone", setup, prompts))
+            return Reference.of(*self.lives.alone("alone", setup, prompts))
 
         alone: Reference = self._once(f"alone {setup.key} {blocks}", make)
         return alone
@@ -229,7 +225,7 @@ class Laboratory:
         def make() -> tuple[Life, Path]:
             pool = self._folder / "pools" / f"first-of-{pair.name}"
             name = f"{pair.name}-first"
-            return self._engines.live(name, setup, prompts, KNOWN * 2, pool, pair.blind), pool
+            return self.lives.live(name, setup, prompts, KNOWN * 2, pool, pair.blind), pool
 
         first: tuple[Life, Path] = self._once(f"first {setup.key} {pair.blocks} {pair.blind}", make)
         return first

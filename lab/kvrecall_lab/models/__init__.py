@@ -1,18 +1,17 @@
-"""Small models of every shape (the product's ``bench.models`` and those whose layers differ), and
+"""Small models of every shape (the product's and more), and
 folders that differ from another in one thing.
 
-``python -m kvrecall_lab.models PATH --architecture qwen3`` writes one. ``hybrid`` draws
-the weights of those; ``variants`` changes a folder.
+``experts`` and ``hybrid`` draw the weights of the families that the product has not; ``variants``
+changes a folder.
 """
 
 from functools import partial
 
-from kvrecall.bench.models import FAMILIES as DENSE
-from kvrecall.bench.models import Family
-from kvrecall.bench.models import write_model as write_dense
-from kvrecall.bench.models.folder import ADAPTER, WEIGHTS, Tensors
-from kvrecall_lab.models import hybrid
+from kvrecall.bench import random_model
+from kvrecall.bench.random_model import WEIGHTS, Family, Tensors
+from kvrecall_lab.models import experts, hybrid
 from kvrecall_lab.models.variants import (
+    ADAPTER,
     LONG_ROPE_FROM,
     write_blip2,
     write_changed,
@@ -48,7 +47,8 @@ __all__ = [
 ]
 
 FAMILIES = {
-    **DENSE,
+    **random_model.FAMILIES,
+    **experts.FAMILIES,
     **{
         name: Family(class_name, hybrid.SETTINGS[name], hybrid.weights)
         for name, class_name in {
@@ -64,5 +64,4 @@ FAMILIES = {
 three layers of gemma3_text, every other of gpt_oss, three of four of llama4_text. Three of four
 layers of qwen3_next and granitemoehybrid keep recurrent state."""
 
-write_model = partial(write_dense, families=FAMILIES)
-"""``kvrecall.bench.models.write_model`` of these families."""
+write_model = partial(random_model.write_model, families=FAMILIES)

@@ -8,6 +8,7 @@ code in the folder.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -19,7 +20,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvrecall.bench.models.folder import ADAPTER, WEIGHTS, Tensors, read, save, update, write
+from kvrecall.bench.random_model import WEIGHTS, Tensors, save
+from kvrecall.bench.random_model import write_json as write
+
+ADAPTER = "adapter_model.safetensors"
 
 LONG_ROPE_FROM = 512
 """Phi-3: engines that serve longer sequences use the long factors."""
@@ -43,6 +47,15 @@ def write_changed(
     if config is not None:
         update(path / "config.json", config)
     return path
+
+
+def read(path: Path) -> dict[str, Any]:
+    known: dict[str, Any] = json.loads(path.read_text())
+    return known
+
+
+def update(path: Path, settings: Mapping[str, object]) -> None:
+    write(path, read(path) | dict(settings))
 
 
 def write_links(path: Path, source: Path) -> Path:

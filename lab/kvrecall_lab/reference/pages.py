@@ -8,13 +8,10 @@ from pathlib import Path
 
 from kvrecall_lab.reference import (
     commands,
-    errors,
-    exits,
-    headers,
+    declared,
     metrics,
     mindie,
     settings,
-    variables,
 )
 
 COMMAND = "python -m kvrecall_lab.reference"
@@ -69,11 +66,11 @@ PAGES = (
     Page("reference/commands.md", commands.page),
     Page("reference/settings.md", settings.page),
     Page("reference/config-json.md", mindie.page),
-    Page("reference/environment.md", variables.page),
+    Page("reference/environment.md", declared.variables),
     Page("reference/metrics.md", metrics.page, needs_engine=True),
-    Page("reference/headers.md", headers.page),
-    Page("reference/exit-codes.md", exits.page),
-    Page("reference/errors.md", errors.page),
+    Page("reference/headers.md", declared.headers),
+    Page("reference/exit-codes.md", declared.exit_codes),
+    Page("reference/errors.md", declared.errors),
     Page("compat.md", _patches, is_part=True),
     Page("identity.md", _identity, is_part=True, needs_engine=True),
 )

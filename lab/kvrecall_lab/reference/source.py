@@ -1,4 +1,4 @@
-"""Declarations found in the source: constants with the text below them, errors raised."""
+"""Declarations found in the source: constants with the text below them, classes of errors."""
 
 from __future__ import annotations
 
@@ -20,15 +20,6 @@ class Constant:
     module: str
     name: str
     value: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Raised:
-    """An error where it is raised; ``text``: with the names of values in capitals."""
-
-    module: str
-    kind: str
     text: str
 
 
@@ -87,58 +78,3 @@ def below(name: str, classes: Sequence[ErrorClass]) -> set[str]:
         if more == found:
             return found
         found = more
-
-
-def raised(kinds: set[str]) -> Iterator[Raised]:
-    """Errors of these classes raised with a text, in the order of the source."""
-    for module, tree in modules().items():
-        for node in ast.walk(tree):
-            match node:
-                case ast.Call(func=ast.Name(id=kind), args=[first, *_]) if kind in kinds:
-                    if text := text_of(first):
-                        yield Raised(module, kind, text)
-
-
-def text_of(node: ast.expr) -> str:
-    """A text with the names of its values in capitals; empty if it is not a text."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.JoinedStr(values=values):
-            return "".join(
-                _placeholder(part.value) if isinstance(part, ast.FormattedValue) else text_of(part)
-                for part in values
-            )
-        case ast.BinOp(op=ast.Add(), left=left, right=right):
-            return text_of(left) + text_of(right)
-    return ""
-
-
-@cache
-def _named() -> dict[str, str]:
-    """Texts of constants whose name has one meaning in all modules."""
-    found: dict[str, set[str]] = {}
-    for tree in modules().values():
-        for node in tree.body:
-            match node:
-                case ast.Assign(
-                    targets=[ast.Name(id=name)], value=ast.Constant(value=str(value))
-                ) if name.isupper():
-                    found.setdefault(name, set()).add(value)
-    return {name: min(values) for name, values in found.items() if len(values) == 1}
-
-
-def _placeholder(node: ast.expr) -> str:
-    """A name for a value in a text: PATH for ``self.path``."""
-    match node:
-        case ast.Attribute(attr=name) | ast.Name(id=name):
-            return _named().get(name) or name.strip("_").upper()
-        case ast.Constant(value=value):
-            return str(value)
-        case ast.Call(func=ast.Attribute(value=ast.Constant(value=str()), attr="join")):
-            return "NAMES"
-        case ast.Call(args=[first, *_]):
-            return _placeholder(first)
-        case ast.Call(func=ast.Attribute(value=value)) | ast.Subscript(value=value):
-            return _placeholder(value)
-    return "..."

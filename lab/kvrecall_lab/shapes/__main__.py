@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvrecall.processes.command import Jobs, Keep, command_folder, one_of
+from kvrecall.processes.command import command_folder
 from kvrecall.processes.progress import ProgressLines
 from kvrecall_lab.shapes.row import TIERS, Row
-from kvrecall_lab.shapes.shapes import SHAPES, Shape
+from kvrecall_lab.shapes.shapes import SHAPES
 from kvrecall_lab.shapes.trial import Laboratory
+from kvrecall_lab.trials import Jobs, Keep, Listed, finish, one_of, run_trials
 
 app = typer.Typer(add_completion=False)
 
@@ -31,7 +31,7 @@ def models(
     tier: Annotated[
         list[str] | None, typer.Option(help="A tier to recall from; may be given several times.")
     ] = None,
-    show: Annotated[bool, typer.Option("--list", help="List the models and exit.")] = False,
+    show: Listed = False,
     jobs: Jobs = 2,
     keep: Keep = False,
 ) -> None:
@@ -52,39 +52,24 @@ def models(
     tiers = [one for one in TIERS if one in one_of(tier, TIERS, "tier")]
     with command_folder("models", keep, large=("models", "pools", "cache")) as folder:
         laboratory = Laboratory(folder, _progress.now)
-        rows: dict[str, list[Row]] = {}
-        with _progress.alive(), ThreadPoolExecutor(jobs) as workers:
+        with _progress.alive():
             _progress(f"{len(shapes)} models, {jobs} at a time, in {folder}")
-
-            def attempt(shape: Shape) -> list[Row]:
-                found = []
-                for row in laboratory.rows(shape, tiers if tier else shape.tiers):
-                    _progress(_text(row))
-                    found.append(row)
-                return found
-
-            tries = {workers.submit(attempt, shape): shape.name for shape in shapes}
-            try:
-                for each in as_completed(tries):
-                    rows[tries[each]] = each.result()
-            except BaseException:
-                laboratory.stop()
-                workers.shutdown(cancel_futures=True)
-                raise
-        ordered = [row for shape in shapes for row in rows[shape.name]]
-        Console(width=140).print(_table(ordered))
-        ok = all(row.ok for row in ordered)
-        print(json.dumps({"ok": ok, "rows": [_figures(row) for row in ordered]}), flush=True)
-        raise typer.Exit(0 if ok else 1)
+            trials = {
+                shape.name: partial(laboratory.rows, shape, tiers if tier else shape.tiers)
+                for shape in shapes
+            }
+            found = run_trials(_progress, trials, jobs, _text, laboratory.engines.stop)
+        rows = [row for each in found.values() for row in each]
+        Console(width=140).print(_table(rows))
+        ok = all(row.ok for row in rows)
+        finish({"ok": ok, "rows": [_figures(row) for row in rows]}, ok)
 
 
-def _text(row: Row) -> str:
-    """A row for people."""
-    if not row.run:
-        return f"{row.model}: not run: {row.why}"
-    found = "; ".join(row.faults()) or "ok"
-    moved = f"{row.hit_tokens} tokens, {row.bytes_moved} of {row.bytes_needed} bytes"
-    return f"{row.model:15} {row.tier:7} {row.case:10} {moved}: {found}"
+def _text(rows: Sequence[Row]) -> str:
+    """Rows of a model for people; the faulty ones by their faults."""
+    faulty = [f"{row.tier} {row.case}: {'; '.join(row.faults())}" for row in rows if not row.ok]
+    unrun = [f"not run: {row.why}" for row in rows if not row.run]
+    return "\n    ".join([f"{rows[0].model}: {len(rows)} rows", *unrun, *faulty])
 
 
 def _table(rows: Sequence[Row]) -> Table:

@@ -16,6 +16,7 @@ from kvrecall.errors import EngineError, KvrecallError
 from kvrecall.gpu_check.outcome import reason
 from kvrecall.pool.remote.mooncake.wheel import package_folder
 from kvrecall_lab.engines.engine import Admission, Answer, EngineProcess, Question
+from kvrecall_lab.engines.engines import Engines
 from kvrecall_lab.identity.trial import distance
 from kvrecall_lab.shapes.cases import Case, ask, cases_of, loads_of, on_and_off, rise, trust
 from kvrecall_lab.shapes.needed import needed_bytes
@@ -77,39 +78,29 @@ class Laboratory:
     def __init__(self, folder: Path, say: Callable[[str], None] = lambda _: None) -> None:
         self._folder = folder
         self._say = say
-        self._lock = threading.Lock()
         self._writing = threading.Lock()  # models are drawn from torch's one generator
-        self._numbers = count(1)
-        self._running: set[EngineProcess] = set()
-        self._stopped = False
+        self._nodes = count(1)
+        self.engines = Engines(folder)
 
-    def stop(self) -> None:
-        """Kills what runs; what waits for an answer gets EngineError, and nothing more starts."""
-        with self._lock:
-            self._stopped = True
-            running = list(self._running)
-        for engine in running:
-            engine.kill()
-
-    def rows(self, shape: Shape, tiers: Sequence[str]) -> Iterator[Row]:
-        """The rows of a shape as they come. An engine that fails is a row, the last one."""
-        ran = False
+    def rows(self, shape: Shape, tiers: Sequence[str]) -> list[Row]:
+        """The rows of a shape. An engine that fails is a row, the last one."""
+        found: list[Row] = []
         lacks_mooncake = "mooncake" in tiers and package_folder() is None
         if lacks_mooncake:
             tiers = [tier for tier in tiers if tier != "mooncake"]
         try:
-            for row in self._rows(shape, tiers) if tiers else ():
-                ran = True
-                yield row
+            found.extend(self._rows(shape, tiers) if tiers else ())
             if shape.ranks:
-                yield from self.ranks_rows(shape, tiers)
+                found.extend(self.ranks_rows(shape, tiers))
             if lacks_mooncake:
-                yield Row(shape.name, "mooncake", run=False, why="Mooncake is not installed")
+                why = "Mooncake is not installed"
+                found.append(Row(shape.name, "mooncake", run=False, why=why))
         except KvrecallError as error:
-            if self._stopped:
+            if self.engines.is_stopped:
                 raise
-            refused = isinstance(error, RefusedError) and not ran
-            yield Row(shape.name, run=not refused, why=reason(str(error)))
+            refused = isinstance(error, RefusedError) and not found
+            found.append(Row(shape.name, run=not refused, why=reason(str(error))))
+        return found
 
     def _rows(self, shape: Shape, tiers: Sequence[str]) -> Iterator[Row]:
         arguments = self._arguments(shape)
@@ -217,18 +208,12 @@ class Laboratory:
         return shape.arguments(model, self._folder / "cache")
 
     def _node(self, shape: Shape, tiers: Sequence[str]) -> AbstractContextManager[Node]:
-        folder = self._folder / "nodes" / f"{shape.name}-{next(self._numbers)}"
+        folder = self._folder / "nodes" / f"{shape.name}-{next(self._nodes)}"
         return node(folder, "mooncake" in tiers)
 
     @contextmanager
     def _engine(self, shape: Shape, arguments: Mapping[str, Any]) -> Iterator[EngineProcess]:
-        with self._lock:
-            if self._stopped:
-                raise EngineError(f"{shape.name}: stopped")
-            log = self._folder / "logs" / f"{shape.name}-{next(self._numbers)}.log"
-            log.parent.mkdir(parents=True, exist_ok=True)
-            engine = EngineProcess(shape.name, arguments, log, environment=environment())
-            self._running.add(engine)
+        engine = self.engines.start(shape.name, arguments, environment=environment())
         try:
             self._say(f"{shape.name}: an engine starts")
             try:
@@ -238,11 +223,7 @@ class Laboratory:
             self._say(f"{shape.name}: asking")
             yield engine
         finally:
-            if engine.is_alive:
-                engine.end()
-            engine.bury()
-            with self._lock:
-                self._running.discard(engine)
+            self.engines.end(engine)
 
 
 def _fill(engine: EngineProcess, cases: Sequence[Case]) -> None:

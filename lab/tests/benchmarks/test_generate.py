@@ -9,10 +9,8 @@ from lab_commands import figures_of
 
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.errors import ConfigError, EngineError
-from kvrecall_lab.bench import generate, tables
-from kvrecall_lab.bench.generate import MODES, Load
-
-MIB = 1 << 20
+from kvrecall_lab.bench import generate
+from kvrecall_lab.bench.generate import MODES
 
 
 @pytest.mark.parametrize("context", [4096, 32768, 65536, 131072])
@@ -28,13 +26,6 @@ def test_a_mode_of_retrieval_acts_at_every_length(name: str, context: int) -> No
         assert "off the device" in regime.value
     if context > 32768:
         assert (settings.init_tokens, settings.local_tokens) == (1024, 7192)
-
-
-@pytest.mark.parametrize("name", [name for name, mode in MODES.items() if mode.retrieval])
-def test_the_last_tokens_may_be_fewer(name: str) -> None:
-    variables = MODES[name].variables(name, 65536, 0.2, local=2048)
-    variables.pop("VLLM_PLUGINS")
-    assert RetrievalSettings.from_environ(variables).local_tokens == 2048
 
 
 def test_times_are_compared_round_by_round() -> None:
@@ -64,22 +55,6 @@ def test_what_another_share_of_attention_would_gain() -> None:
     assert generate._times_at(2 / 3, unknown, dense) is None
 
 
-def test_a_table_has_no_columns_without_figures() -> None:
-    row = {
-        "mode": "dense", "context": 8, "at_once": 1, "sequences": 1, "tokens_per_s": 1.0,
-        "ms_a_token": 1.0, "times_dense": 1.0, "times_dense_cpu": 1.0, "attention_share": None,
-        "times_dense_at_two_thirds": None, "blocks_read_share": 0.5, "peak_device_bytes": 1,
-        "device_cache_bytes": 1,
-    }  # fmt: skip
-    columns, _ = tables.generate_table([row])
-    assert "blocks read" in columns
-    assert not {"attention", "at 2/3"} & set(columns)
-    known = {**row, "attention_share": 0.5, "times_dense_at_two_thirds": 1.25}
-    columns, cells = tables.generate_table([row, known])
-    assert [line[columns.index("at 2/3")] for line in cells] == ["", "1.25"]
-    assert {len(line) for line in cells} == {len(columns)}
-
-
 def test_figures_of_an_engine_that_did_something_else_are_refused() -> None:
     idle = {"blocks_in_place": 0, "blocks_selected": 0, "sequences_gated": 0}
     generate._check("dense", idle)
@@ -95,7 +70,6 @@ def test_unknown_words_are_refused() -> None:
         ({"modes": "fast"}, "--modes: 'fast' is not one of dense, "),
         ({"sequences": "0"}, "--sequences: '0' is not a number"),
         ({"model": "models/absent"}, "models/absent"),
-        ({"drafts": 3}, "--drafts 3: retrieval refuses speculation off the device"),
     ):
         with pytest.raises(ConfigError, match=said):
             generate.measure_generate(**options)
@@ -104,31 +78,6 @@ def test_unknown_words_are_refused() -> None:
 def test_what_memory_has_no_room_for_is_left_out() -> None:
     with pytest.raises(ConfigError, match="1000000 sequences of 65,536 tokens: two engines need"):
         generate.measure_generate("small", sequences="1000000")
-
-
-def test_a_load_knows_what_its_device_and_host_must_hold() -> None:
-    load = Load(65536, 8, 128, 2, 512)
-    assert load.device_blocks + 1 == 513 * 3
-    assert load.host_bytes(1024) == 8 * 513 * 128 * 1024 * 5 // 4
-
-
-def test_the_first_length_and_number_of_sequences_is_told_by_itself() -> None:
-    rows = [
-        {
-            "context": context, "sequences": count, "mode": mode, "at_once": count + at,
-            "tokens_per_s": context * count + at, "peak_device_bytes": at,
-        }
-        for context in (8, 16) for count in (1, 4) for at, mode in enumerate(MODES)
-    ]  # fmt: skip
-    assert generate._first(rows) == {
-        "dense_tokens_s": 8,
-        "retrieval_tokens_s": 10,
-        "offload_tokens_s": 11,
-        "device_bytes": {mode: at for at, mode in enumerate(MODES)},
-        "sequences_at_once": {mode: 1 + at for at, mode in enumerate(MODES)},
-    }
-    few = generate._first([row for row in rows if row["mode"] != "retrieval"])
-    assert "retrieval_tokens_s" not in few
 
 
 @pytest.mark.engine
@@ -159,17 +108,3 @@ def test_engines_of_every_mode() -> None:
     assert found["dense", 1]["loaded_bytes"] == 0
     assert found["dense-pool", 1]["loaded_bytes"] == 63 * 128 * 2048
     assert 0 < found["offloaded", 1]["loaded_bytes"] < found["dense-pool", 1]["loaded_bytes"] / 2
-
-
-@pytest.mark.engine
-@pytest.mark.long
-def test_engines_that_speculate_with_fewer_last_tokens() -> None:
-    words = "--model models/recall-tiny --context 8K --rounds 1 --steps 4 --modes retrieval"
-    few = figures_of("generate", *words.split(), "--local", "256")["rows"][1]
-    dense, one = figures_of("generate", *words.split(), "--local", "256", "--drafts", "2")["rows"]
-    assert few["drafted"] == 0
-    assert few["blocks_read_share"] < 0.47, "as with the last 899 tokens"
-    for row in (dense, one):
-        assert row["drafted"] >= 4 * 2
-        assert row["accepted"] <= row["drafted"]
-    assert one["blocks_read_share"] is None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from lab_commands import figures_of
 
-from kvrecall.engines.base import Reason
-
 
 @pytest.mark.engine
 @pytest.mark.longest
@@ -14,4 +12,6 @@ def test_each_cause_is_reported() -> None:
     figures = figures_of("misses", "--requests", "60")
     assert figures["right"] == 1.0
     assert figures["requests"] >= 60
-    assert set(figures["reasons"]) == set(Reason)
+    assert {"new", "short", "diverged", "namespace", "evicted", "damaged"} <= set(
+        figures["reasons"]
+    )

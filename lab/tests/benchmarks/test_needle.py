@@ -1,18 +1,17 @@
-"""The needle bench without an engine: its texts, its questions, its counting, its picture."""
+"""The needle bench without an engine: its texts, its questions, its counting."""
 
 from __future__ import annotations
 
 import hashlib
-import random
 import re
-import struct
+from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.errors import KvrecallError
 from kvrecall_lab.bench import cli
 from kvrecall_lab.bench.needle.dataset import (
@@ -20,7 +19,6 @@ from kvrecall_lab.bench.needle.dataset import (
     PromptStyle,
     Sample,
     is_answered,
-    request_of,
 )
 from kvrecall_lab.bench.needle.score import (
     DENSE,
@@ -29,16 +27,12 @@ from kvrecall_lab.bench.needle.score import (
     Results,
     Score,
     Variant,
-    by_depth,
-    pairs,
     report_of,
-    score,
-    write_heatmap,
 )
-from kvrecall_lab.bench.needle.tasks import TASKS, approximate_tokens, is_right
+from kvrecall_lab.bench.needle.tasks import TASKS, approximate_tokens
 
 DATASET = Dataset((2048,), samples=12, seed=5)
-RETRIEVAL = Variant("retrieval", True)
+RETRIEVAL = Variant("retrieval", RetrievalSettings())
 
 
 def made(dataset: Dataset = DATASET, length: int = 2048) -> list[Sample]:
@@ -58,12 +52,6 @@ def test_every_task_is_asked_so_often_and_texts_have_their_length() -> None:
     assert len(found) == DATASET.document_count(2048) == 2
     for sample in found:
         assert 1800 < approximate_tokens(sample.document.text) < 1960
-
-
-def test_few_documents_hold_more_questions() -> None:
-    dataset = replace(DATASET, most_documents=1)
-    (sample,) = made(dataset)
-    assert len(sample.questions) == 12 * len(TASKS)
 
 
 def test_answers_can_be_verified_in_the_text() -> None:
@@ -119,22 +107,6 @@ def test_plain_replies_are_understood(task: str, reply: str, right: bool) -> Non
     assert is_answered(PromptStyle.INSTRUCT, replace(question, expected=expected), reply) is right
 
 
-def test_how_it_is_asked() -> None:
-    (sample, *_) = made()
-    question = next(q for q in sample.questions if q.task == "values")
-    recall = request_of(PromptStyle.RECALL, sample.document, question)
-    assert recall.path == "/completions"
-    assert recall.body["prompt"] == (
-        f"{sample.document.text}\n\nQuestion: {question.text}\nAnswer:"
-    )
-    plain: Any = request_of(PromptStyle.INSTRUCT, sample.document, question)
-    assert plain.path == "/chat/completions"
-    said = plain.body["messages"][0]["content"]
-    assert sample.document.text in said
-    assert said.endswith(f"Question: {question.text} Name every one of its codes.")
-    assert is_right(question, question.reply)
-
-
 def test_wilson_interval_and_sign_test() -> None:
     assert Score(10, 10).interval == (72.2, 100.0)
     assert Score(5, 10).interval == (23.7, 76.3)
@@ -148,50 +120,21 @@ def record(right: tuple[bool, ...], depth: float = 0.5, task: str = "single") ->
     return Record(2048, task, depth, "?", ("1",), right, ("",) * len(right))
 
 
-def test_counting() -> None:
-    records = [record((True, True)), record((True, False)), record((False, True), 1.0)]
-    assert (score(records, 0), score(records, 1)) == (Score(2, 3), Score(2, 3))
-    assert pairs(records, 1) == Pairs(lost=1, gained=1)
-    assert [one.depth_bin(10) for one in records] == [5, 5, 9]
-    assert by_depth(records, 0, 2)[1] == 66.7
-
-
 def test_a_report_compares_and_says_whether_retrieval_acted() -> None:
-    found = Results((DENSE, RETRIEVAL), [record((True, False))] * 3, {"retrieval": 7})
-    figures: Any = report_of(found, "m", ["single"], 4, {}).figures
+    found = Results((DENSE, RETRIEVAL), [record((True, False))] * 3, Counter(retrieval=7))
+    figures: Any = report_of(found, "m", ["single"], {}).figures
     assert figures["active"] is True
     assert figures["dense"]["2048"]["single"]["percent"] == 100.0
     assert figures["retrieval"]["2048"]["single"]["percent"] == 0.0
     assert figures["arms"][0]["against_dense"]["2048"]["single"]["lost"] == 3
-    assert figures["retrieval"]["2048"]["by_depth"] == [None, None, 0.0, None]
+    assert figures["retrieval"]["2048"]["by_depth"] == [*[None] * 5, 0.0, *[None] * 4]
 
 
-@pytest.mark.parametrize(
-    ("selected", "words"), [({"retrieval": 0}, "did not act"), ({"retrieval": None}, "is unknown")]
-)
-def test_retrieval_that_did_not_act_is_an_error(
-    selected: dict[str, int | None], words: str
-) -> None:
-    found = Results((DENSE, RETRIEVAL), [record((True, True))], selected)
+def test_retrieval_that_did_not_act_is_an_error() -> None:
+    found = Results((DENSE, RETRIEVAL), [record((True, True))])
     assert not found.active
-    with pytest.raises(KvrecallError, match=words):
+    with pytest.raises(KvrecallError, match="did not act"):
         found.require_active()
-
-
-def test_the_heat_map_is_a_picture(tmp_path: Path) -> None:
-    draw = random.Random(1)
-    records = [
-        replace(record((draw.random() < 0.9, draw.random() < 0.5), draw.random()), length=length)
-        for length in (1024, 4096, 1000)
-        for _ in range(40)
-    ]
-    path = tmp_path / "sub" / "map.png"
-    write_heatmap(Results((DENSE, RETRIEVAL), records), 10, "a model", path)
-    content = path.read_bytes()
-    assert content.startswith(b"\x89PNG")
-    width, height = struct.unpack(">II", content[16:24])
-    assert width > 400
-    assert height > 400
 
 
 @pytest.mark.parametrize(
@@ -208,11 +151,9 @@ def test_the_heat_map_is_a_picture(tmp_path: Path) -> None:
         (["--lengths", "256K"], "max_position_embeddings 131072"),
         (["--dense-boundary", "100000"], "leaves all lengths dense"),
         (["--local", "9000", "--lengths", "8K"], "no blocks to select from"),
-        (["--dense-endpoint", "http://127.0.0.1:1"], "give both"),
-        (["--endpoint", "http://127.0.0.1:1"], "no answer from"),
     ],
 )
 def test_bad_options_are_named_before_anything_starts(arguments: list[str], words: str) -> None:
     done = CliRunner().invoke(cli.app, ["needle", *arguments])
-    assert done.exit_code == (1 if words == "no answer from" else 2)
+    assert done.exit_code == 2
     assert words in done.output

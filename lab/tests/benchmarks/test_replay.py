@@ -31,25 +31,3 @@ def test_a_slice_of_a_trace_keeps_prefixes_and_scales_time(trace: Path) -> None:
     assert sessions[1].opening[:32] == sessions[0].opening
     assert len(sessions[1].opening) == 48
     assert sessions[2].opening[:16] != sessions[0].opening[:16]
-
-
-def test_of_a_thinned_trace_sessions_are_kept_whole(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    rows = [
-        (1000 * (100 * turn + session), [0, *range(session * 10 + 1, session * 10 + 3 + turn)])
-        for turn in range(2)
-        for session in range(60)
-    ]
-    path.write_text(
-        "".join(
-            json.dumps({"timestamp": t, "input_length": 1, "output_length": 1, "hash_ids": ids})
-            + "\n"
-            for t, ids in rows
-        )
-    )
-    kept = slice_of(path, 120, 16, seconds=10.0, every=3).sessions
-    assert 4 < len(kept) < 80
-    openings = [session.opening for session in kept]
-    first, second = openings[: len(kept) // 2], openings[len(kept) // 2 :]
-    assert [len(text) for text in first] == [48] * len(first)
-    assert [text[:48] for text in second] == first

@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 def test_the_same_sessions_with_every_choice() -> None:
-    figures = figures_of("router", "--sessions", "4", "--turns", "3", "--rounds", "1", "--restart")
+    figures = figures_of("router", "--sessions", "4", "--turns", "3", "--rounds", "1")
     ways = figures["ways"]
     assert list(ways) == ["turns", "least_busy", "guess", "events"]
     assert {one["requests"] for one in ways.values()} == {12}
@@ -18,4 +18,3 @@ def test_the_same_sessions_with_every_choice() -> None:
         shares = one["computed_share"] + sum(one["by_tier"].values())
         assert shares == pytest.approx(1, abs=1e-3)
     assert ways["events"]["computed_tokens"] < ways["turns"]["computed_tokens"]
-    assert sum(figures["expected_by_events"].values()) > 0

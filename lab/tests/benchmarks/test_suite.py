@@ -10,7 +10,7 @@ import pytest
 from kvrecall.bench.report import BIAS
 from kvrecall.errors import KvrecallError
 from kvrecall_lab.bench.plots import write_plots
-from kvrecall_lab.bench.suite import LATEST, Step, full, quick, run_all
+from kvrecall_lab.bench.suite import LATEST, Step, run_all
 from kvrecall_lab.bench.tables import PAGES, PLOTS, TABLES, filled, names_in, read_run
 
 ROOT = Path(__file__).parents[3]
@@ -38,23 +38,6 @@ def test_what_fails_is_recorded_and_the_others_go_on(tmp_path: Path) -> None:
     assert any("2 of 4 failed" in line for line in said)
 
 
-def test_results_of_another_run_are_kept_if_asked(tmp_path: Path) -> None:
-    out = tmp_path / "run.json"
-    first, second = (Step(name, ("lookup", "--wrong"), 60) for name in ("first", "second"))
-    run_all([first], out, "test", lambda line: None)
-    run_all([second], out, "test", lambda line: None, add=True)
-    assert json.loads(out.read_text())["results"].keys() == {"first", "second"}
-    run_all([second], out, "test", lambda line: None)
-    assert json.loads(out.read_text())["results"].keys() == {"second"}
-
-
-@pytest.mark.parametrize("steps", [full(), quick()], ids=["full", "quick"])
-def test_no_step_of_a_run_has_the_name_of_another(steps: tuple[Step, ...]) -> None:
-    names = [step.name for step in steps]
-    assert len(set(names)) == len(names) > 5
-    assert not [name for name in names if "," in name], "--only takes names with commas between"
-
-
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_a_page_says_what_was_measured(page: PurePosixPath) -> None:
     text = (ROOT / page).read_text()
@@ -71,14 +54,6 @@ def test_a_page_that_asks_for_an_unknown_table_is_refused() -> None:
     text = "<!-- bench:nothing -->\n<!-- /bench:nothing -->"
     with pytest.raises(KvrecallError, match="no table is named 'nothing'; known: machine"):
         filled(text, {}, PAGE)
-
-
-def test_tables_of_what_failed_say_so() -> None:
-    text = "<!-- bench:chat -->\n<!-- /bench:chat -->"
-    run = {"results": {"chat": {"error": "exit status 1"}}}
-    once = filled(text, run, PAGE)
-    assert "Not measured: exit status 1." in once
-    assert filled(once, run, PAGE) == once
 
 
 def test_plots_of_what_there_is_are_drawn(tmp_path: Path) -> None:

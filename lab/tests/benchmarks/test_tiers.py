@@ -14,7 +14,7 @@ from kvrecall_lab.bench.stores import Copy, Medium, Store, StoreError
 from kvrecall_lab.bench.tiers import CANDIDATES, Candidate, Size, Workspace, compare
 
 SMALL = Size(block_bytes=64 << 10, request_blocks=4, requests=2, rounds=2)
-OURS = ("kvrecall host", "kvrecall disk", "kvrecall disk, no checksums")
+OURS = ("kvrecall host", "kvrecall disk")
 PLAIN = ("memory copy", "sequential file", "plain files", "plain files, checksums")
 PEERS = {
     "Mooncake client": "mooncake.store",

@@ -113,11 +113,11 @@ _BENCH: Mapping[str, Kind] = {
         "lab/tests/benchmarks/test_router.py", 'figures_of("router", '
     ),
     "python -m kvrecall_lab.bench tiers": Runs(more=" --rounds 2 --requests 1"),
-    "kvrecall bench restore": Elsewhere("lab/tests/benchmarks/test_servers.py", "(name, "),
+    "kvrecall bench restore": Elsewhere("lab/tests/benchmarks/test_servers.py", '"restore", '),
     "python -m kvrecall_lab.bench soak": Elsewhere("lab/tests/benchmarks/test_soak.py", '"soak", '),
     "kvrecall bench disk": Runs(more=" --size 64MiB"),
     "kvrecall bench lookup": Runs(),
-    "python -m kvrecall_lab.bench index": Runs(more=" --blocks 2000 --repeats 2 --passes 1"),
+    "python -m kvrecall_lab.bench index": Runs(more=" --blocks 5000 --repeats 2 --passes 1"),
     "python -m kvrecall_lab.bench step": Runs(more=" --sequences 4 --steps 40 --block-size 16"),
     "python -m kvrecall_lab.bench misses": Elsewhere(
         "lab/tests/benchmarks/test_misses.py", '"misses", '
@@ -131,21 +131,14 @@ _BENCH: Mapping[str, Kind] = {
     "python -m kvrecall_lab.bench remote": Runs(
         more=" --no-engines --repetitions 1 --tokens 128", needs="mooncake.store"
     ),
-    "python -m kvrecall_lab.bench compression": Elsewhere(
-        "lab/tests/benchmarks/test_compression.py", '"compression", '
-    ),
     "python -m kvrecall_lab.bench decode": Elsewhere(
-        "tests/attention/test_bench.py", '["bench", "decode", '
-    ),
-    "python -m kvrecall_lab.bench regimes": Runs(more=" --rounds 3 --lengths 12K"),
-    "python -m kvrecall_lab.bench vectors": Runs(
-        swaps=(("64K,128K,1024K,4096K", "16K"), ("0.2,0.02", "0.2")), more=" --rounds 2"
+        "lab/tests/benchmarks/test_decode.py", '"kvrecall_lab.bench", "decode"'
     ),
     "python -m kvrecall_lab.bench generate": Elsewhere(
         "lab/tests/benchmarks/test_generate.py", 'figures_of("generate", '
     ),
     "python -m kvrecall_lab.bench needle": Elsewhere(
-        "lab/tests/benchmarks/test_needle_engine.py", '["bench", "needle", '
+        "lab/tests/benchmarks/test_needle_engine.py", '"kvrecall_lab.bench", "needle", '
     ),
     "python -m kvrecall_lab.bench all": Runs(more=" --only lookup --add", before=scenes.repository),
     "python -m kvrecall_lab.bench publish": Runs(
@@ -168,10 +161,6 @@ _MODELS: Mapping[str, Kind] = {
         swaps=(("/tmp/", ""), ("AFTER_SETTLE.pt", "w/model/checkpoint.pt")), silent=True
     ),
     "python -m kvrecall_lab.studies.model.export": Runs(says="bytes of weights"),
-    "python -m kvrecall_lab.studies.model.evaluate": Runs(
-        swaps=(("1024 4096 16384 32768", "128 256"), ("4096", "128")),
-        more=" --questions 1 --limit 1 --threads 1",
-    ),
 }
 _STORES: Mapping[str, Kind] = {
     "aws s3 rm": Needs("an account there", ("need an account",)),

@@ -130,40 +130,41 @@ def test_a_section_says_what_its_commands_need() -> None:
 MAKE = [shape for shape in REGISTER if shape.startswith("make ")]
 
 
-@pytest.mark.parametrize(("line", "where"), lines_of(*MAKE))
-def test_a_make_target_runs_what_there_is(line: str, where: str) -> None:
+def test_a_make_target_runs_what_there_is() -> None:
     """By make's dry run."""
-    dry = line.partition("|")[0].replace("make", "make --dry-run", 1)
-    done = subprocess.run(
-        ["bash", "-c", dry], cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"{where}: {done.stderr}"
-    for module in re.findall(r"python -m (\S+)", done.stdout):
-        assert importlib.util.find_spec(module), module
-    for script in re.findall(r"^(scripts/\S+)", done.stdout, re.MULTILINE):
-        assert (ROOT / script).is_file(), script
-    assert len(done.stdout.splitlines()) == 2, "set-up, and one more"
+    for line, where in lines_of(*MAKE):
+        dry = line.partition("|")[0].replace("make", "make --dry-run", 1)
+        done = subprocess.run(
+            ["bash", "-c", dry], cwd=ROOT, env=environment(), capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{where}: {done.stderr}"
+        for module in re.findall(r"python -m (\S+)", done.stdout):
+            assert importlib.util.find_spec(module), module
+        for script in re.findall(r"^(scripts/\S+)", done.stdout, re.MULTILINE):
+            assert (ROOT / script).is_file(), script
+        assert len(done.stdout.splitlines()) == 2, f"{where}: set-up, and one more"
 
 
-@pytest.mark.parametrize(("line", "where"), lines_of("pip install"))
-def test_an_extra_that_is_installed_is_one_of_the_project(line: str, where: str) -> None:
+def test_an_extra_that_is_installed_is_one_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    package, extras = re.fullmatch(r"pip install '?(\w+)(?:\[(.*)\])?'?", line).groups()  # type: ignore[union-attr]
-    assert package == project["name"]
-    given = set((extras or "").split(",")) - {""}
-    assert given <= set(project["optional-dependencies"]), where
+    for line, where in lines_of("pip install"):
+        found = re.fullmatch(r"pip install '?(\w+)(?:\[(.*)\])?'?", line)
+        assert found, where
+        assert found[1] == project["name"]
+        given = set((found[2] or "").split(",")) - {""}
+        assert given <= set(project["optional-dependencies"]), where
 
 
-@pytest.mark.parametrize(("line", "where"), lines_of("vllm serve"))
-def test_vllm_takes_what_it_is_given(line: str, where: str) -> None:
+def test_vllm_takes_what_it_is_given() -> None:
     """Every line, by vLLM's own parser; its connector is there and takes its settings."""
     pytest.importorskip("vllm")
     from kvrecall.engines.vllm.serving.app import FlexibleArgumentParser, make_arg_parser
 
-    words = Command(ROOT / where, "", line).words
-    options = words[words.index("serve") + 1 :]
-    config = make_arg_parser(FlexibleArgumentParser()).parse_args(options).kv_transfer_config
-    if config is not None:
-        module = importlib.import_module(config.kv_connector_module_path)
-        assert hasattr(module, config.kv_connector)
-        assert RecallSettings.from_mapping(config.kv_connector_extra_config, where)
+    parser = make_arg_parser(FlexibleArgumentParser())
+    for line, where in lines_of("vllm serve"):
+        words = Command(ROOT / where, "", line).words
+        config = parser.parse_args(words[words.index("serve") + 1 :]).kv_transfer_config
+        if config is not None:
+            module = importlib.import_module(config.kv_connector_module_path)
+            assert hasattr(module, config.kv_connector)
+            assert RecallSettings.from_mapping(config.kv_connector_extra_config, where)

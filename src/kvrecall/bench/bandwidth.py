@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvrecall.engines.vllm.connector.copier import Copier
 from kvrecall.engines.vllm.connector.pages import GroupPages, LayerPages
-from kvrecall.engines.vllm.device import device_of, peer
-from kvrecall.engines.vllm.device.base import Batch, Copy
+from kvrecall.engines.vllm.device import device_of
+from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.engines.vllm.device.pagelock import CHUNK_BYTES
 from kvrecall.pool.arena import Arena
 
@@ -33,8 +32,7 @@ def measure_bandwidth(
     The plain copy is ``copy_`` between two tensors of the same size, taken in turns with the
     restore in the same process and with the same threads. Device blocks are consecutive and so
     are slots, as they are for a prompt restored in an engine with room; ``scattered_gb_s`` is
-    the opposite case, neither of them in order. ``vllm_gb_s``: the pieces in order by the call that
-    vLLM's own OffloadingConnector would make; absent without one (a CPU, no vLLM).
+    the opposite case, neither of them in order.
     """
     if device is None:
         device = torch.accelerator.current_accelerator() or torch.device("cpu")
@@ -61,14 +59,6 @@ def measure_bandwidth(
         "store_gb_s": lambda: copier.store(in_order),
         "plain_copy_gb_s": lambda: _plain_copy(target, memory),
     }
-    theirs = peer.offloading_load(device, block_bytes // layers)
-    if theirs is not None:
-        begins = np.array([page.rows.data_ptr() for page in pages])
-        piece = block_bytes // layers
-        rows = np.arange(1, blocks + 1)[:, None]
-        places = memory.data_ptr() + np.arange(blocks * layers) * piece
-        batch = Batch(places, (begins + rows * piece).ravel(), np.full(len(places), piece))
-        work["vllm_gb_s"] = lambda: theirs(batch)
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(_ROUNDS + 1):
         for name, copy in work.items():

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import platform
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvrecall.bench.models import FAMILIES, Family, write_model
+from kvrecall.bench.random_model import write_model
 
 BLOCK = 128
 """Tokens of a block."""
@@ -40,19 +39,14 @@ def fast_dtype(cpuinfo: Path = _CPUINFO) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BenchModel:
-    """A model whose KV cache per token is as small, next to its weights, as real models'.
-    ``architecture``: of ``families``; windows reach 1,024 tokens."""
+    """A Qwen3 whose KV cache per token is as small, next to its weights, as real models'."""
 
-    architecture: str = "qwen3"
     hidden: int = 1024
     layers: int = 8
     heads: int = 16
     kv_heads: int = 4
     head_dim: int = 64
     dtype: str = field(default_factory=fast_dtype)
-    families: Mapping[str, Family] = field(
-        default_factory=lambda: FAMILIES, repr=False, compare=False
-    )
 
     @property
     def token_bytes(self) -> int:
@@ -63,8 +57,6 @@ class BenchModel:
         """Writes the model, with random weights and a byte-level tokenizer; returns its path."""
         return write_model(
             folder,
-            self.architecture,
-            window=1024,
             hidden=self.hidden,
             layers=self.layers,
             heads=self.heads,
@@ -72,13 +64,12 @@ class BenchModel:
             head_dim=self.head_dim,
             max_position=max_position,
             dtype=self.dtype,
-            families=self.families,
         )
 
     def serve(self, folder: Path, longest: int, device_bytes: int, block: int = BLOCK) -> list[str]:
         """Writes the model into ``folder``; arguments of ``kvrecall serve`` without those of the
         pool, for sequences of up to ``longest`` tokens."""
-        path = self.write(folder / f"bench-{self.architecture}", longest)
+        path = self.write(folder / "bench-model", longest)
         options = {
             "max-model-len": longest,
             "block-size": block,

@@ -21,7 +21,6 @@ from kvrecall.config import Compression, DiskConfig, PoolConfig, parse_size
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import Verdict
-from kvrecall.pool.checksum import Checksum
 from kvrecall.pool.cipher import KEY_BYTES, Cipher
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.codec import make_codec
@@ -64,21 +63,13 @@ def slots_of(arena: Arena, count: int, block_bytes: int) -> list[memoryview]:
 
 
 def put_all(
-    tier: Tier,
-    keys: Sequence[BlockKey],
-    blocks: Sequence[memoryview],
-    block_bytes: int,
-    known: Sequence[bytes] = (),
+    tier: Tier, keys: Sequence[BlockKey], blocks: Sequence[memoryview], block_bytes: int
 ) -> float:
-    """Seconds until the tier has stored the chain ``keys``. ``known``: the checksums of the blocks,
-    if they are known.
-
-    Raises TierError if a block is not stored, or after two minutes.
-    """
-    checksums: Sequence[bytes | None] = known or [None] * len(keys)
+    """Seconds until the tier has stored the chain ``keys``. Raises TierError if a block is not
+    stored, or after two minutes."""
     puts = [
-        Put(key, keys[n - 1] if n else None, n, block, block_bytes, checksum=Checksum(checksum))
-        for n, (key, block, checksum) in enumerate(zip(keys, blocks, checksums, strict=True))
+        Put(key, keys[n - 1] if n else None, n, block, block_bytes)
+        for n, (key, block) in enumerate(zip(keys, blocks, strict=True))
     ]
     began = time.perf_counter()
     tier.submit_put(puts)

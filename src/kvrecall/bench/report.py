@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrecall import __version__
-from kvrecall.errors import ConfigError
 from kvrecall.processes.progress import ProgressLines
 
 Tokens = Annotated[int, typer.Option(min=128, help="Length of the prefix or document.")]
@@ -31,7 +30,6 @@ Times = Annotated[int, typer.Option(min=1)]
 Folder = Annotated[
     Path, typer.Option(help="Folder on the file system to measure; a sub-folder is created.")
 ]
-Threads = Annotated[int | None, typer.Option(min=1, help="Default: torch's.")]
 
 BIAS: Mapping[str, str] = {
     "conversations": (
@@ -101,17 +99,6 @@ progress = ProgressLines("bench")
 def names_in(text: str) -> tuple[str, ...]:
     """The comma-separated items."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def lengths_in(text: str) -> tuple[int, ...]:
-    """Tokens; ``4K`` is 4,096. Raises ConfigError."""
-    lengths = []
-    for name in names_in(text):
-        number, scale = (name[:-1], 1024) if name[-1] in "kK" else (name, 1)
-        if not number.isdigit():
-            raise ConfigError(f"--lengths: {name!r} is not a number of tokens; write 4K or 4096")
-        lengths.append(int(number) * scale)
-    return tuple(lengths)
 
 
 def timed(act: Callable[[], object]) -> float:

@@ -31,7 +31,6 @@ _LOADED = "kvrecall_loaded_bytes_total"
 def measure_restore(
     tokens: Tokens = 8192,
     repetitions: Times = 9,
-    model: BenchModel | None = None,
 ) -> Report:
     """Time to first token on a prefix: computed, from device, host and disk.
 
@@ -41,7 +40,7 @@ def measure_restore(
     from kvrecall.bench.bandwidth import measure_bandwidth  # imports torch
 
     tokens = tokens // BLOCK * BLOCK
-    model = model or BenchModel()
+    model = BenchModel()
     prefix_bytes = tokens * model.token_bytes
     seconds: dict[str, list[float]] = {source: [] for source in SOURCES}
     texts = Texts()
@@ -96,7 +95,6 @@ def measure_restore(
         "prefix_bytes": prefix_bytes,
         "moved_bytes": needed,
         "dtype": model.dtype,
-        "architecture": model.architecture,
     }
     return _report(seconds, facts, bandwidth)
 
@@ -118,7 +116,7 @@ def _report(
         **bandwidth,
     }
     notes = (
-        f"{facts['architecture']}: a prefix of {facts['tokens']} tokens, "
+        f"a prefix of {facts['tokens']} tokens, "
         f"{facts['prefix_bytes'] / 2**20:.0f} MiB of KV cache in {facts['dtype']}, of which a hit "
         f"moves {facts['moved_bytes'] / 2**20:.0f}",
         f"goals: host <= {GOALS['host']} x device, disk <= {GOALS['disk']} x device, "

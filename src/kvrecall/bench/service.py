@@ -1,4 +1,4 @@
-"""``kvrecall bench service``: look-ups, clients that restore or ask at once, start-up.
+"""``kvrecall bench service``: look-ups, two clients that restore at once, start-up.
 
 All measured against a real ``kvrecall pool serve`` process.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -41,8 +40,6 @@ LOOKUP_GOAL_S = 0.002
 COPY_GOAL = 0.9
 START_GOAL_S = 3.0
 
-_ASKS_S = 10.0  # look-ups a second of each of many clients
-_WINDOWS = 20  # different look-ups of each
 _RESTORED = 64  # blocks of a restore
 _BLOCK_BYTES = 1 << 20
 _PIECES = 8  # pieces a block is copied in: a real one goes to a place in every layer
@@ -59,11 +56,8 @@ _WEEK_S = 7 * 24 * 3600
 def measure_service(
     blocks: Annotated[int, typer.Option(min=1000, help="On disk, for the start-up.")] = 100_000,
     repetitions: Times = 5,
-    clients: Annotated[int, typer.Option(min=1, help="That look up at once.")] = 16,
-    seconds: Annotated[float, typer.Option(min=1, help="For which they do.")] = 10.0,
 ) -> Report:
-    """The pool service: look-ups, two clients restoring at once, start-up with a full disk, and
-    many clients that look up blocks on it."""
+    """The pool service: look-ups, two clients restoring at once, start-up with a full disk."""
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name:
         folder = Path(name)
         progress(f"look-ups of {LOOKUP_BLOCKS} blocks")
@@ -73,9 +67,7 @@ def measure_service(
         progress(f"storing {blocks} blocks on disk")
         service = ServiceProcess(folder / "start", 16 * _MIB, _disk_bytes(blocks))
         starts = _start_up(service, blocks, repetitions)
-        progress(f"{clients} clients look up {LOOKUP_BLOCKS} of them each, {seconds:g} s")
-        crowd = _crowd(service, blocks, clients, seconds)
-    return _report(lookup, turns, starts, crowd, blocks)
+    return _report(lookup, turns, starts, blocks)
 
 
 def _lookup(folder: Path, times: int) -> list[float]:
@@ -175,57 +167,8 @@ def _disk_bytes(blocks: int) -> int:
     return blocks * slot_bytes_of(_SMALL) * 3 // 2 + 64 * _MIB
 
 
-def _crowd(
-    service: ServiceProcess, blocks: int, clients: int, seconds: float
-) -> list[Sequence[float]]:
-    """Seconds of each look-up of blocks on disk, by client: all ask at their own steady rate."""
-    with service, ExitStack() as stack:
-        probe = ServiceClient(service.socket, 5.0)
-        stack.callback(probe.close)
-        while not probe.find([key_of(blocks - 1)]).blocks:  # all were read
-            time.sleep(0.05)
-        asked = np.linspace(0, blocks - LOOKUP_BLOCKS, clients * _WINDOWS).astype(int).tolist()
-        socket, pause = str(service.socket), 1 / _ASKS_S / clients
-        pipes = [
-            stack.enter_context(
-                worker(asking_client, socket, asked[number::clients], number * pause)
-            )
-            for number in range(clients)
-        ]
-        for pipe in pipes:
-            reply_to(pipe, "ready")
-        for pipe in pipes:
-            pipe.send(("ask", seconds))
-        return [reply_of(pipe, "ask") for pipe in pipes]
-
-
 def _window(first: int) -> list[BlockKey]:
     return [key_of(number) for number in range(first, first + LOOKUP_BLOCKS)]
-
-
-def asking_client(pipe: Connection, socket: str, asked: Sequence[int], delay_s: float) -> None:
-    """A process that looks up 1,000 blocks ``_ASKS_S`` times a second: those from the next number
-    of ``asked`` on. The reply to ``ask`` is the seconds that each look-up took."""
-    client = ServiceClient(Path(socket), call_timeout_s=5.0)
-    windows = [_window(first) for first in asked]
-    for order, *seconds in orders(pipe):
-        if order == "ready":
-            pipe.send(None)
-            continue
-        spent: list[float] = []
-        until = time.perf_counter() + seconds[0]
-        due = time.perf_counter() + delay_s
-        while due < until:
-            time.sleep(max(0.0, due - time.perf_counter()))
-            keys = windows[len(spent) % len(windows)]
-            began = time.perf_counter()
-            found = client.find(keys).blocks
-            spent.append(time.perf_counter() - began)
-            if found != LOOKUP_BLOCKS:
-                raise TierError(f"the service found {found} of {LOOKUP_BLOCKS} blocks on disk")
-            due += 1 / _ASKS_S
-        pipe.send(spent)
-    client.close()
 
 
 def _start_up(service: ServiceProcess, blocks: int, repetitions: int) -> dict[str, list[float]]:
@@ -260,12 +203,9 @@ def _report(
     lookup: Sequence[float],
     turns: Sequence[tuple[float, float]],
     starts: Mapping[str, Sequence[float]],
-    crowd: Sequence[Sequence[float]],
     blocks: int,
 ) -> Report:
     find = percentiles(lookup)
-    many = percentiles([one for spent in crowd for one in spent])
-    medians = [statistics.median(spent) for spent in crowd]
     pool, plain = (percentiles(rates) for rates in zip(*turns, strict=True))
     ratio = percentiles([pooled / alone for pooled, alone in turns])
     start = {name: percentiles(seconds) for name, seconds in starts.items()}
@@ -281,13 +221,6 @@ def _report(
         ("start, empty disk, s", *cells(start["empty"], 2), ""),
         (f"start, {blocks} blocks on disk, s", *cells(start["ready"], 2), f"{START_GOAL_S:g}"),
         (f"  and {LOOKUP_BLOCKS} of them looked up, s", *cells(start["first_find"], 2), ""),
-        (
-            f"look-up by {len(crowd)} clients at once, ms",
-            *cells(many, 3, 1e3),
-            f"{LOOKUP_GOAL_S * 1e3:g}",
-        ),
-        ("  median of the slowest client, ms", "", f"{max(medians) * 1e3:.3f}", "", ""),
-        ("  median of the fastest client, ms", "", f"{min(medians) * 1e3:.3f}", "", ""),
     )
     figures: dict[str, object] = {
         "lookup_blocks": LOOKUP_BLOCKS,
@@ -297,17 +230,11 @@ def _report(
         "restore_to_plain": ratio,
         "blocks_on_disk": blocks,
         "start_s": start,
-        "clients": len(crowd),
-        "crowd_lookup_s": many,
-        "crowd_medians_s": medians,
-        "crowd_slowest_to_fastest": max(medians) / min(medians),
     }
     notes = (
         f"restore: {_RESTORED} blocks of {_BLOCK_BYTES >> 20} MiB each, found, leased, copied and "
         "released, by two processes; the plain ones copy the same bytes of the same arena",
         "start: from launching the process, imports included",
-        f"clients at once: {_ASKS_S:g} times a second each looks up {LOOKUP_BLOCKS} on disk, "
-        "each time others",
     )
     return Report("service", ("pool service", "p10", "median", "p90", "goal"), rows, figures, notes)
 

@@ -152,22 +152,19 @@ def measure_chat(
     sessions: Times = 32,
     turns: Times = 3,
     variants: Variants = "",
-    seed: Annotated[int, typer.Option()] = 0,
-    block_size: Annotated[int, typer.Option(min=32, help="Tokens of a block.")] = BLOCK,
     budget: Budget = math.inf,
     deployments: Mapping[str, Deployment] = DEPLOYMENTS,
 ) -> Report:
     """Conversations and questions over long texts against servers with each kind of pool."""
-    workload = conversations(sessions, turns, seed)
+    workload = conversations(sessions, turns)
     names = names_in(variants) or tuple(deployments)
-    return measure_serving(workload, names, budget, block_size, deployments)
+    return measure_serving(workload, names, budget, deployments)
 
 
 def measure_serving(
     workload: Workload,
     variants: Sequence[str],
     budget_s: float,
-    block: int = BLOCK,
     deployments: Mapping[str, Deployment] = DEPLOYMENTS,
 ) -> Report:
     """Plays ``workload`` against every deployment and reports them side by side.
@@ -183,13 +180,13 @@ def measure_serving(
     model = BenchModel(hidden=512, layers=6, heads=8)
     longest = workload.longest_prompt + 2 * ANSWER_TOKENS * len(workload.sessions[0].turns) + 256
     least = 2 * longest * model.token_bytes
-    unique = max(workload.unique_tokens(block) * model.token_bytes, least)
+    unique = max(workload.unique_tokens(BLOCK) * model.token_bytes, least)
     figures: dict[str, Mapping[str, Any]] = {}
     absent: dict[str, str] = {}
     end, longest_s = time.monotonic() + budget_s, 0.0
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as folder:
         device_bytes = max(int(unique * SHARES["device"]), least)
-        arguments = model.serve(Path(folder), longest, device_bytes, block)
+        arguments = model.serve(Path(folder), longest, device_bytes, BLOCK)
         for name in variants:
             begin = time.monotonic()
             if figures and begin + longest_s > end:
@@ -208,7 +205,7 @@ def measure_serving(
                 progress(f"without {name}: {error}")
     if not figures:
         raise EngineError(f"no variant could be measured: {absent}")
-    return _report(workload, figures, absent, unique, block, deployments)
+    return _report(workload, figures, absent, unique, deployments)
 
 
 def _play(workload: Workload, deployment: Deployment, sizes: Sizes) -> Run:
@@ -249,13 +246,12 @@ def _report(
     figures: Mapping[str, Mapping[str, Any]],
     absent: Mapping[str, str],
     unique: int,
-    block: int = BLOCK,
     deployments: Mapping[str, Deployment] = DEPLOYMENTS,
 ) -> Report:
     computed = (f"{one['computed_tokens']:,} ({name})" for name, one in figures.items())
     notes = (
         f"{workload.story}; {workload.prompt_tokens} prompt tokens in all, "
-        f"{unique / 2**20:.0f} MiB of KV cache in blocks of {block} tokens; the device holds a "
+        f"{unique / 2**20:.0f} MiB of KV cache in blocks of {BLOCK} tokens; the device holds a "
         "quarter of it",
         f"prompt tokens computed: {', '.join(computed)}",
         *(f"{name}: {deployments[name].story}" for name in (*figures, *absent)),
@@ -265,7 +261,7 @@ def _report(
         "story": workload.story,
         "prompt_tokens": workload.prompt_tokens,
         "unique_bytes": unique,
-        "block_tokens": block,
+        "block_tokens": BLOCK,
         "variants": figures,
         "absent": dict(absent),
     }

@@ -75,13 +75,13 @@ class Workload:
         return block * len(prefixes) + answers
 
 
-def conversations(sessions: int, turns: int, seed: int = 0) -> Workload:
+def conversations(sessions: int, turns: int) -> Workload:
     """Chats and document questions, one in four over a long text, under one system prompt.
 
-    Lengths and think times are drawn from ``seed``: openings of 128 to 512 tokens, long texts of
+    Lengths and think times are drawn, always the same: openings of 128 to 512 tokens, long texts of
     1,536 to 3,072, questions of 32 to 128, pauses of 1 to 6 seconds (exponential).
     """
-    draw, texts = random.Random(seed), Texts(seed)
+    draw, texts = random.Random(0), Texts()
     system = texts.document(_SYSTEM_TOKENS)
     made = []
     for number in range(sessions):

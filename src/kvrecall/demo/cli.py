@@ -17,14 +17,13 @@ import typer
 from rich.console import Console
 
 from kvrecall.demo.mooncake import MooncakeDemo, MooncakeVerdict
-from kvrecall.demo.tiers import TURN_1, Subject, TierDemo, Verdict, require_browser
+from kvrecall.demo.tiers import TURN_1, Subject, TierDemo, Verdict
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.processes.child import server_environment
 from kvrecall.processes.command import command_folder
 from kvrecall.processes.progress import ProgressLines
 from kvrecall.processes.server import is_healthy
 
-SHOT = Path("dashboard.png")
 REPOSITORY = Path(__file__).resolve().parents[3]
 TRAINED = REPOSITORY / "models" / "recall-tiny"
 """The example model, which the wheel does not contain."""
@@ -62,7 +61,7 @@ def _subject(model: Path | None, folder: Path, characters: int | None) -> Subjec
 
 def _random_model(folder: Path) -> Path:
     """A byte-level model, wider than the trained one, so that a shorter text takes as long."""
-    from kvrecall.bench.models import write_model
+    from kvrecall.bench.random_model import write_model
 
     _progress("writing a model of random weights: only the repository has the trained one")
     return write_model(
@@ -81,9 +80,6 @@ def tiers(
     context: typer.Context,
     model: _Model = None,
     characters: _Characters = None,
-    shot: Annotated[
-        bool, typer.Option("--shot", envvar="SHOT", help=f"Write {SHOT}: the dashboard.")
-    ] = False,
     as_json: _Json = False,
 ) -> None:
     """Show what recall gains on this machine, and that it changes no token.
@@ -109,10 +105,8 @@ def tiers(
     if context.invoked_subcommand is not None:
         return
     with command_folder("demo", keep_failed=False) as folder, _progress.alive():
-        if shot:
-            require_browser()
         subject = _subject(model, folder, characters)
-        demo = TierDemo(subject, folder, _progress, SHOT if shot else None)
+        demo = TierDemo(subject, folder, _progress)
         demo.run()
     _end(Verdict(demo.rows, subject.model.name, subject.trained), as_json)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrecall.bench.report import engine_version
-from kvrecall.errors import ConfigError, EngineError
+from kvrecall.errors import EngineError
 from kvrecall.processes.progress import ProgressLines
 from kvrecall.processes.server import Answer, ServerProcess
 
@@ -81,13 +80,6 @@ _TIERS = ("device", "host", "disk")
 _DEVICE = ("--kv-cache-memory-bytes", "1GiB")
 """Sizes with which host and device hold everything that the demo computes."""
 
-_FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
-    "--disable-background-networking --disable-component-update"
-).split()
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-_BROWSER_MS = 60_000
-
 
 @dataclass(frozen=True, slots=True)
 class Subject:
@@ -111,13 +103,9 @@ class Row:
 
 
 class TierDemo:
-    """Runs in a folder of its own, which the caller removes. ``picture``: the file for a picture of
-    the dashboard, None for none."""
+    """Runs in a folder of its own, which the caller removes."""
 
-    def __init__(
-        self, subject: Subject, folder: Path, progress: ProgressLines, picture: Path | None = None
-    ) -> None:
-        self._picture = picture
+    def __init__(self, subject: Subject, folder: Path, progress: ProgressLines) -> None:
         self._subject = subject
         self._folder = folder
         self._progress = progress
@@ -136,17 +124,13 @@ class TierDemo:
             self._ask(server, "no pool", list(self._prompts))
         self._progress("2/3 the server with its pool")
         with self._server("with.log", pool=True) as server:
-            dashboard = f"{server.url}/dashboard"
-            self._progress(f"  its dashboard, for as long as it runs: {dashboard}")
+            self._progress(f"  its dashboard, for as long as it runs: {server.url}/dashboard")
             self._ask(server, "new", list(self._prompts))
             self._progress.now("waiting until the pool has written to disk")
             server.settle()
             self._ask(server, "asked again", ["long text"])
             server.forget_device()
             self._ask(server, "device cache emptied", ["conversation, turn 2", "long text"])
-            if self._picture is not None:
-                take_picture(dashboard, self._picture)
-                self._progress(f"  a picture of the dashboard is in {self._picture}")
         self._progress("3/3 the server process again: its memory is gone, its disk is not")
         with self._server("again.log", pool=True) as server:
             self._ask(server, "server restarted", ["conversation, turn 2", "long text"])
@@ -324,37 +308,3 @@ def print_headline(console: Console, line: str) -> None:
 def times(factor: float) -> str:
     """A factor, rounded for display."""
     return f"{factor:.0f} times" if factor >= 9.95 else f"{factor:.1f} times"
-
-
-def require_browser() -> None:
-    """Raises ConfigError if a screenshot cannot be taken here."""
-    try:
-        import playwright.sync_api  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ConfigError("--shot needs playwright; make setup installs it") from error
-    if _browser() is None:
-        raise ConfigError(f"--shot needs a browser: one of {', '.join(_BROWSERS)}")
-
-
-def _browser() -> str | None:
-    return next((path for name in _BROWSERS if (path := shutil.which(name))), None)
-
-
-def take_picture(url: str, path: Path, width: int = 1360, height: int = 900) -> None:
-    """Writes a screenshot of the dashboard at ``url`` to ``path``, a PNG. Raises EngineError."""
-    from playwright.sync_api import Error, sync_playwright
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=_browser(), args=_FLAGS)
-            page = browser.new_page(
-                viewport={"width": width, "height": height}, color_scheme="light"
-            )
-            page.goto(url)
-            page.wait_for_selector("#recall svg", timeout=_BROWSER_MS)
-            page.wait_for_selector("#tree .row", timeout=_BROWSER_MS)
-            page.screenshot(path=path, full_page=True)
-            browser.close()
-    except Error as error:
-        raise EngineError(f"no picture of {url}: {error.message.splitlines()[0]}") from error

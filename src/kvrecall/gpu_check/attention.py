@@ -1,5 +1,5 @@
 """Retrieval on a device: the search for blocks and the attention over them, against plain torch on
-the CPU; and a decoded token's attention in one layer, dense and by retrieval.
+the CPU.
 
 This part of the check uses no engine; ``servers.py`` has whole servers.
 """
@@ -7,9 +7,7 @@ This part of the check uses no engine; ``servers.py`` has whole servers.
 from __future__ import annotations
 
 import dataclasses
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -23,9 +21,7 @@ from kvrecall.attention.kernels.device import (
     digest_by_triton,
 )
 from kvrecall.attention.kernels.oracle import attend_plainly, logits_plainly, table_plainly
-from kvrecall.attention.selection import split_of
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.engines.vllm.device import device_of, peer
 from kvrecall.gpu_check.outcome import CheckError
 
 BLOCK, KV_HEADS, GROUP, DIM = 128, 8, 4, 128
@@ -36,11 +32,6 @@ SHARES = (0.2, 0.02)
 
 _SCALE = DIM**-0.5
 _LENGTHS = (1, 127, 128, 129, 1000, 4097)
-_ROUNDS = 12
-_FIRST = 3
-"""Rounds that compile kernels, and are not counted."""
-_BUSY_BYTES = 1 << 30
-"""Written in about a quarter of a millisecond by an H200."""
 
 
 def check_attention(device: torch.device) -> None:
@@ -124,87 +115,6 @@ def _as_good(best: torch.Tensor, some: torch.Tensor, others: torch.Tensor) -> bo
     return torch.allclose(of_some, of_others, rtol=1e-5, atol=0)
 
 
-def decode_times(
-    device: torch.device, context: int, settings: RetrievalSettings | None = None
-) -> dict[str, float]:
-    """Milliseconds of a token's attention in one layer at ``context`` tokens (medians of the
-    device's time, with nothing of the cache in its own): over all blocks, by the same kernels and
-    by vLLM's FlashAttention if it is there, and by retrieval, by default with its default settings,
-    including its search. What the host takes to launch retrieval; and the share of the blocks that
-    it reads. The cache lies as FlashAttention has it."""
-    settings = settings or RetrievalSettings()
-    split = split_of(context, BLOCK, settings)
-    if not split.chosen:
-        raise CheckError(f"{context} tokens leave nothing to choose from")
-    dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
-    cache = torch.randn(split.blocks, KV_HEADS, BLOCK, 2 * DIM, dtype=dtype, device=device)
-    keys, values = torch.split(cache.transpose(1, 2), DIM, -1)
-    query = torch.randn(1, KV_HEADS * GROUP, DIM, dtype=dtype, device=device)
-    output = torch.empty_like(query)
-    layout = settings.layout(BLOCK, narrows=False)
-    coded = _digests(device, split.blocks, layout.rows, layout.kind)
-    ids = torch.arange(split.blocks)
-    bounds = layout.kind.name == "bounds"
-    digest_by_triton(keys, coded, ids.to(device), bounds)
-    whole = _step(device, ids, context)
-    whole.table[:, : split.blocks] = ids.to(whole.table)
-    length = split.attended_tokens
-    step = _step(device, ids, length, split.chosen, split.init, split.middle)
-
-    def dense() -> None:
-        attend_by_triton(query, keys, values, whole, output, _SCALE)
-
-    def sparse() -> None:
-        choose_by_triton(query, coded, step, _SCALE, bounds)
-        attend_by_triton(query, keys, values, step, output, _SCALE)
-
-    milliseconds = {"dense_ms": _median_ms(device, dense)}
-    flash = peer.flash_attention(query, keys, values, context)
-    if flash is not None:
-        milliseconds["flash_ms"] = _median_ms(device, flash)
-    milliseconds["retrieval_ms"] = _median_ms(device, sparse)
-    milliseconds["launch_ms"] = _launch_ms(device, sparse)
-    return {**milliseconds, "blocks_read": round(split.attended_blocks / split.blocks, 4)}
-
-
-def _median_ms(device: torch.device, work: Callable[[], object]) -> float:
-    """By the device's clock. What it does first fills its cache with other data, and keeps it busy
-    until all of ``work`` is launched."""
-    if device.type == "cpu":
-        begin = time.perf_counter()
-        work()
-        return round((time.perf_counter() - begin) * 1e3, 4)
-    other = torch.empty(_BUSY_BYTES, dtype=torch.uint8, device=device)
-    stream, times = device_of(device).current(), []
-    for turn in range(_ROUNDS + _FIRST):
-        other.zero_()
-        began = stream.record()
-        work()
-        ended = stream.record()
-        ended.wait()
-        if turn >= _FIRST:
-            times.append(ended.seconds_since(began) * 1e3)
-    return round(statistics.median(times), 4)
-
-
-def _launch_ms(device: torch.device, work: Callable[[], object]) -> float:
-    """What the host takes for it, the mean; on a CPU, where that is all, 0."""
-    if device.type == "cpu":
-        return 0.0
-    _synchronize(device)
-    begin = time.perf_counter()
-    for _ in range(_ROUNDS):
-        work()
-    taken = time.perf_counter() - begin
-    _synchronize(device)
-    return round(taken / _ROUNDS * 1e3, 4)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def _randn(dtype: torch.dtype, random: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=random).to(dtype)
 
@@ -215,18 +125,10 @@ def _digests(device: torch.device, blocks: int, rows: int, kind: Digest) -> torc
     return torch.zeros(size, dtype=torch.int8, device=device).transpose(0, 1)
 
 
-def _step(
-    device: torch.device,
-    ids: torch.Tensor,
-    length: int,
-    chosen: int = 0,
-    init: int = 0,
-    middle: int | None = None,
-) -> DeviceStep:
+def _step(device: torch.device, ids: torch.Tensor, length: int, chosen: int = 0) -> DeviceStep:
     """The step of one sequence of these blocks, the batch's first; with blocks to choose all are
-    middle ones unless told."""
-    middle = (len(ids) if chosen else 0) if middle is None else middle
-    facts = [SequenceFacts(0, init, middle, chosen, len(ids), length)]
+    middle ones."""
+    facts = [SequenceFacts(0, 0, len(ids) if chosen else 0, chosen, len(ids), length)]
     bucket = Bucket.of(KV_HEADS, facts, 0)
     packed = torch.from_numpy(bucket.pack(facts, [ids.numpy()], []))
     return DeviceStep(packed.to(device), bucket, GROUP)

@@ -200,8 +200,7 @@ def _bandwidth(here: Here) -> Finding:
         here.say(f"pieces of {name}: {found[name]}")
     note = "; ".join(
         f"{name}: restore {one['restore_gb_s']} GB/s ({one['restore_to_plain']} of a plain copy), "
-        f"scattered {one['scattered_gb_s']}, store {one['store_gb_s']}, vLLM's connector "
-        f"{one.get('vllm_gb_s', 'has none here')}"
+        f"scattered {one['scattered_gb_s']}, store {one['store_gb_s']}"
         for name, one in found.items()
     )
     return note, found
@@ -218,30 +217,6 @@ def _retrieval(here: Here) -> Finding:
     here.say("the search agrees with the CPU's")
     attention.check_attention(place)
     return "search and kernels agree with plain torch on the CPU", {"same_blocks": same}
-
-
-def _decode(here: Here) -> Finding:
-    import torch
-
-    from kvrecall.attention.settings import RetrievalSettings
-    from kvrecall.gpu_check import attention
-
-    _need_triton(here)
-    place = torch.device(here.device)
-    contexts, settings = _CONTEXTS[: 1 if here.quick else None], RetrievalSettings()
-    if here.on_cpu:
-        contexts = (1024,)
-        settings = RetrievalSettings(init_tokens=128, local_tokens=128, least_blocks=1)
-    found = {}
-    for context in contexts:
-        found[str(context)] = attention.decode_times(place, context, settings)
-        here.say(f"{context} tokens: {found[str(context)]}")
-    note = "; ".join(
-        f"{int(context) // 1024}K: dense {one['dense_ms']} ms, FlashAttention "
-        f"{one.get('flash_ms', 'not there')}, retrieval {one['retrieval_ms']} ms"
-        for context, one in found.items()
-    )
-    return f"attention of a token in one layer, {note}", found
 
 
 def _need_triton(here: Here) -> None:
@@ -295,7 +270,6 @@ PARTS: Mapping[str, Part] = {
     "traffic": Part(_traffic, 60),
     "bandwidth": Part(_bandwidth, 60),
     "retrieval": Part(_retrieval, 75),
-    "decode": Part(_decode, 60),
     **{f"tokens-{form}": Part(partial(_tokens, form), 180, needs_engine=True) for form in FORMS},
     "retrieval-tokens": Part(_retrieval_tokens, 180, needs_engine=True),
     "first-token": Part(_first_token, 150, 1800, needs_engine=True),

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvrecall.attention.settings import PREFIX
 from kvrecall.bench.model import BLOCK, Texts
-from kvrecall.bench.models import write_model
+from kvrecall.bench.random_model import write_model
 from kvrecall.bench.report import percentiles
 from kvrecall.environment import PLUGINS, RETRIEVAL
 from kvrecall.gpu_check.outcome import CheckError, Finding
@@ -85,8 +85,6 @@ class Shape:
 SMALL = Shape(256, 4, 4, 2, 64)
 LARGE = Shape(4096, 32, 32, 8, 128)
 """6.2 billion weights, and the KV cache of an 8B model: 128 KiB a token."""
-SHALLOW = Shape(4096, 8, 32, 8, 128)
-"""A quarter of its layers: 32 KiB a token, so that many long sequences fit the host's memory."""
 
 
 @contextmanager

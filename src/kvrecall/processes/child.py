@@ -7,9 +7,7 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -57,19 +55,6 @@ class ChildProcess:
                 start_new_session=True,  # Ctrl-C reaches this process, which ends the child
             )
         return self._process
-
-    def wait_for_port(self, port: int, what: str, seconds: float = 60.0) -> None:
-        """Waits until it listens on a port of the loopback interface. Raises EngineError if it ends
-        or times out."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if not self.is_alive:
-                raise EngineError(f"{what} ended while starting:\n{self.log_tail()}")
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    return
-            time.sleep(0.1)
-        raise EngineError(f"{what} is not ready after {seconds:.0f} s")
 
     def log_tail(self, lines: int = 30) -> str:
         """The last lines it printed."""

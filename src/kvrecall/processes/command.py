@@ -17,16 +17,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
 
 import typer
 
 from kvrecall.errors import KvrecallError, status_of
 from kvrecall.processes.progress import ProgressLines
-
-Jobs = Annotated[int, typer.Option(min=1, max=8, help="How many run at a time.")]
-Keep = Annotated[bool, typer.Option("--keep", help="Keep what is made, and the logs.")]
-"""Options of commands that run many trials."""
 
 _OURS = (
     "import sys; from importlib import import_module;"
@@ -121,13 +116,3 @@ def unwind_on_signals() -> None:
 
 def _exit(number: int, _: FrameType | None) -> None:
     sys.exit(128 + number)
-
-
-def one_of(given: list[str] | None, names: Sequence[str], option: str) -> Sequence[str]:
-    """What was given to an option that may be repeated, all ``names`` without it. Raises
-    typer.BadParameter for another name."""
-    for name in given or ():
-        if name not in names:
-            text = f"{name!r} is none of {', '.join(names)}"
-            raise typer.BadParameter(text, param_hint=f"--{option}")
-    return given or names

@@ -8,9 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
 _SILENCE_S = 10.0
 
 
@@ -21,7 +18,6 @@ class ProgressLines:
         self._command = command
         self._began = self._said = time.monotonic()
         self._line = ""
-        self._bar: Progress | None = None
         self._lock = threading.Lock()
 
     def __call__(self, line: str) -> None:
@@ -36,35 +32,13 @@ class ProgressLines:
 
     def _now(self, line: str) -> None:
         self._line = line.strip().partition("\n")[0]
-        if self._bar is not None:
-            self._bar.reset(self._bar.task_ids[0], description=self._line)
 
     @contextlib.contextmanager
     def alive(self, beats: bool = True) -> Iterator[None]:
-        """Shows until the end of the block that the command is alive, and the duration of its
-        current activity: on a terminal by an updated line; elsewhere, if ``beats``, by a line every
-        ten seconds without other output. The command begins here."""
+        """The command begins here. Until the end of the block a line every ten seconds without
+        other output says what it does, if ``beats``."""
         self._began = self._said = time.monotonic()
         self._line = "working"
-        if sys.stderr.isatty():
-            columns = (
-                SpinnerColumn(),
-                TextColumn("{task.description}", markup=False),
-                TimeElapsedColumn(),
-            )
-            with Progress(
-                *columns,
-                console=Console(stderr=True),
-                refresh_per_second=2,
-                transient=True,
-                redirect_stdout=False,
-            ) as self._bar:
-                self._bar.add_task(self._line)
-                try:
-                    yield
-                finally:
-                    self._bar = None
-            return
         over = threading.Event()
         thread = threading.Thread(target=self._beat, args=(over,), name="progress", daemon=True)
         if beats:
@@ -86,7 +60,4 @@ class ProgressLines:
         self._said = time.monotonic()
         seconds = int(self._said - self._began)
         text = f"{self._command}: {seconds // 60}:{seconds % 60:02d} {line}"
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(text, file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ from kvrecall_lab.bench.needle.tasks import (
 )
 
 SEED = 41_000_017
-"""Neither training nor ``bench.model.evaluate`` draws documents from it."""
+"""Training draws no documents from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """The questions: at every length, ``samples`` of every task, all drawn from ``seed``.
-
-    ``most_documents``: maximum documents per length; None: one per eight questions of a task.
-    """
+    """The questions: at every length, ``samples`` of every task, all drawn from ``seed``."""
 
     lengths: tuple[int, ...]
     tasks: tuple[str, ...] = TASKS
     samples: int = 16
-    most_documents: int | None = None
     seed: int = SEED
 
     def __post_init__(self) -> None:
@@ -59,11 +55,8 @@ class Dataset:
         return len(self.lengths) * len(self.tasks) * self.samples
 
     def questions_each(self, length: int) -> int:
-        """Questions per task and document; more if ``most_documents`` requires it."""
-        fits = max(1, min(8, length // 256))
-        if self.most_documents is None:
-            return min(fits, self.samples)
-        return min(self.samples, max(fits, math.ceil(self.samples / self.most_documents)))
+        """Questions per task and document."""
+        return min(max(1, min(8, length // 256)), self.samples)
 
     def document_count(self, length: int) -> int:
         """Documents per length."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +20,10 @@ import typer
 from kvrecall.attention.selection import split_of
 from kvrecall.attention.settings import MODES, RETRIEVALKV, RetrievalSettings
 from kvrecall.bench.model import BLOCK
-from kvrecall.bench.report import Report, lengths_in, names_in, progress
+from kvrecall.bench.report import Report, names_in, progress
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.server.launch import default_model
+from kvrecall_lab.bench.lengths import lengths_in
 from kvrecall_lab.bench.needle.dataset import (
     SEED,
     Dataset,
@@ -32,21 +32,17 @@ from kvrecall_lab.bench.needle.dataset import (
     is_answered,
     request_of,
 )
-from kvrecall_lab.bench.needle.score import Record, Results, Variant, report_of, write_heatmap
+from kvrecall_lab.bench.needle.score import Record, Results, Variant, report_of
 from kvrecall_lab.bench.needle.servers import (
     CONCURRENT,
     NEVER,
     Endpoint,
-    OtherServers,
-    Servers,
     SwitchedServer,
     local_server,
     model_config,
 )
 from kvrecall_lab.bench.needle.tasks import TASKS, approximate_tokens
 from kvrecall_lab.bench.needle.words import sentences
-
-PLOT = Path("var/needle.png")
 
 Advance = Callable[[str, int], None]
 """Called with the current step and the number of new replies."""
@@ -57,33 +53,18 @@ def _option(panel: str, text: str, **bounds: Any) -> Any:
 
 
 _RETRIEVAL = "Retrieval"
-_SERVERS = "Servers instead of a local model"
 _OUT = "What is written"
 
 
 def measure_needle(
     model: Annotated[
         str | None,
-        typer.Option(help="Model folder, or its name at --endpoint. Default: the example."),
+        typer.Option(help="Model folder; default: the example model."),
     ] = None,
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts: 4K,16K,65536.")] = "8K,16K",
     tasks: Annotated[str, typer.Option(help="Which tasks.")] = ",".join(TASKS),
     samples: Annotated[int, typer.Option(help="Questions per task and length.", min=1)] = 16,
-    documents: Annotated[
-        int | None,
-        typer.Option(
-            help="Maximum number of texts per length. Default: one per eight of each task.",
-            min=1,
-        ),
-    ] = None,
-    depths: Annotated[int, typer.Option(help="Parts of the text, by depth.", min=1, max=50)] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the texts.")] = SEED,
-    ask: Annotated[
-        PromptStyle | None,
-        typer.Option(
-            help="Prompt style: as recall-tiny was trained, or plain language. Default: by model."
-        ),
-    ] = None,
     share: Annotated[
         str, _option(_RETRIEVAL, "Share of the middle blocks selected; several: 0.2,0.05.")
     ] = "0.2",
@@ -103,13 +84,6 @@ def measure_needle(
     reference: Annotated[
         bool, _option(_RETRIEVAL, "With each share also VLLM_RETRIEVAL_MODE=retrievalkv.")
     ] = False,
-    endpoint: Annotated[
-        str | None, _option(_SERVERS, "URL of an OpenAI-compatible server to measure.")
-    ] = None,
-    dense_endpoint: Annotated[
-        str | None, _option(_SERVERS, "URL of a dense server, for comparison.")
-    ] = None,
-    plot: Annotated[Path | None, _option(_OUT, "Heat map (PNG). Default: var/needle.png.")] = None,
     records: Annotated[
         Path | None, _option(_OUT, "File for all questions and replies, JSON lines.")
     ] = None,
@@ -117,8 +91,7 @@ def measure_needle(
     """Does the model still answer? Facts in long texts, dense and by retrieval in one run.
 
     A local model is started once, computes every text once, and answers every question densely and
-    with each share. Fails if retrieval should act and selected no block. The key of an --endpoint
-    is read from OPENAI_API_KEY.
+    with each share. Fails if retrieval should act and selected no block.
     """
     settings = [
         RetrievalSettings(
@@ -135,47 +108,33 @@ def measure_needle(
             dataclasses.replace(settings[0], topk_share=chosen, **fixed)
             for chosen in _shares(share)
         ]
-    dataset = Dataset(lengths_in(lengths), names_in(tasks), samples, documents, seed)
-    if dense_endpoint and not endpoint:
-        raise ConfigError("--dense-endpoint requires --endpoint; give both")
-    facts: dict[str, object] = {"tasks": list(dataset.tasks), "samples": samples, "seed": seed}
+    dataset = Dataset(lengths_in(lengths), names_in(tasks), samples, seed)
+    model = model or default_model()
+    recall = Path(model).name.startswith("recall-tiny")  # the model knows one form of question
+    style = PromptStyle.RECALL if recall else PromptStyle.INSTRUCT
     with ExitStack() as stack:
-        servers: Servers
-        if endpoint is not None:
-            key = os.environ.get("OPENAI_API_KEY")
-            measured = stack.enter_context(Endpoint(endpoint, model, key))
-            dense = Endpoint(dense_endpoint, model, key) if dense_endpoint else None
-            if dense is not None:
-                stack.enter_context(dense)
-            model, servers = measured.model, OtherServers(measured, dense)
-        else:
-            model = model or default_model()
-            servers = _local(model, max(dataset.lengths), settings, stack)
-            facts["settings"] = {
-                name: value
-                for name, value in dataclasses.asdict(settings[0]).items()
-                if name not in ("topk_share", "digest_tokens", "offload_boundary")
-            }
-        recall = Path(model).name.startswith("recall-tiny")  # the model knows one form of question
-        style = ask or (PromptStyle.RECALL if recall else PromptStyle.INSTRUCT)
-        facts["asked_as"] = style.value
-        advance = _counting(dataset.question_count * len(servers.variants))
-        results = ask_all(servers, style, dataset, advance)
+        server = _started(model, max(dataset.lengths), settings, stack)
+        advance = _counting(dataset.question_count * len(server.variants))
+        results = ask_all(server, style, dataset, advance)
     results.require_active()
-    report = report_of(results, model, dataset.tasks, depths, facts)
+    facts: dict[str, object] = {
+        "tasks": list(dataset.tasks),
+        "samples": samples,
+        "seed": seed,
+        "settings": {
+            name: value
+            for name, value in dataclasses.asdict(settings[0]).items()
+            if name not in ("topk_share", "digest_tokens", "offload_boundary")
+        },
+        "asked_as": style.value,
+    }
+    report = report_of(results, model, dataset.tasks, facts)
     notes = list(report.notes)
     if records is not None:
         records.parent.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(dataclasses.asdict(record)) for record in results.records]
         records.write_text("".join(f"{line}\n" for line in lines))
         notes.append(f"every question and reply: {records}")
-    try:
-        write_heatmap(results, depths, Path(model).name, plot or PLOT)
-        notes.append(f"heat map: {plot or PLOT}")
-    except ConfigError as error:
-        if plot is not None:
-            raise
-        notes.append(str(error))
     return dataclasses.replace(report, notes=tuple(notes))
 
 
@@ -203,9 +162,9 @@ def _digest_sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, names))
 
 
-def _local(
+def _started(
     model: str, longest: int, variants: Sequence[RetrievalSettings], stack: ExitStack
-) -> Servers:
+) -> SwitchedServer:
     """Starts a server. Before that, raises ConfigError if the lengths exceed the model's context or
     retrieval could not act at any of them."""
     settings = variants[0]
@@ -240,22 +199,24 @@ def _local(
     return SwitchedServer(stack.enter_context(Endpoint(server.url)), variants)
 
 
-def ask_all(servers: Servers, style: PromptStyle, dataset: Dataset, advance: Advance) -> Results:
+def ask_all(
+    server: SwitchedServer, style: PromptStyle, dataset: Dataset, advance: Advance
+) -> Results:
     """Replies to all lengths, short ones first, document by document. Raises EngineError."""
     short = min(dataset.lengths)
     text = " ".join(islice(sentences(random.Random(1)), min(120, short // 24)))
-    endpoint = servers.turn_to(servers.variants[0])
+    endpoint = server.turn_to(server.variants[0])
     ratio = 1.005 * endpoint.tokens_of(text) / approximate_tokens(text)
 
     def measure(line: str) -> int:  # within about half a per cent of the server's tokenizer
         return round(approximate_tokens(line) * ratio)
 
-    results = Results(servers.variants)
+    results = Results(server.variants)
     for length in sorted(dataset.lengths):
         for sample in dataset.at(length, style.reserve, measure):
             replies = [
-                _replies(servers, variant, style, sample, results, advance)
-                for variant in servers.variants
+                _replies(server, variant, style, sample, results, advance)
+                for variant in server.variants
             ]
             for question, said in zip(sample.questions, zip(*replies, strict=True), strict=True):
                 right = tuple(is_answered(style, question, reply) for reply in said)
@@ -269,7 +230,7 @@ def ask_all(servers: Servers, style: PromptStyle, dataset: Dataset, advance: Adv
 
 
 def _replies(
-    servers: Servers,
+    server: SwitchedServer,
     variant: Variant,
     style: PromptStyle,
     sample: Sample,
@@ -278,8 +239,8 @@ def _replies(
 ) -> list[str]:
     """A variant's replies to a document's questions. The first is sent alone, so that the document
     is computed once. Adds the selected blocks to ``results``."""
-    endpoint = servers.turn_to(variant)
-    before = servers.blocks_selected(variant) if variant.retrieval else None
+    endpoint = server.turn_to(variant)
+    before = server.blocks_selected()
     doing = f"{sample.length:,} tokens, {variant.name}"
     requests = [request_of(style, sample.document, question) for question in sample.questions]
     advance(doing, 0)
@@ -289,10 +250,8 @@ def _replies(
         for reply in pool.map(endpoint.ask, requests[1:]):
             replies.append(reply)
             advance(doing, 1)
-    if variant.retrieval:
-        after, total = servers.blocks_selected(variant), results.selected.get(variant.name, 0)
-        known = before is not None and after is not None and total is not None
-        results.selected[variant.name] = total + after - before if known else None  # type: ignore[operator]
+    if variant.settings is not None:
+        results.selected[variant.name] += server.blocks_selected() - before
     return replies
 
 

@@ -1,32 +1,29 @@
-"""Scores with intervals and sign tests: the report and the heat map."""
+"""Scores with intervals and sign tests, and the report."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.bench.report import Report
 from kvrecall.errors import KvrecallError
-from kvrecall_lab.bench.plots import GREY, matplotlib_figure
 
 _Z = 1.96  # for a 95 % interval
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A variant under comparison. ``settings``: those of retrieval; None for dense attention or if
-    unknown."""
+    """A variant under comparison. ``settings``: those of retrieval; None for dense attention."""
 
     name: str
-    retrieval: bool
     settings: RetrievalSettings | None = None
 
 
-DENSE = Variant("dense", False)
+DENSE = Variant("dense")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +45,17 @@ class Record:
 
 @dataclass(slots=True)
 class Results:
-    """Replies of all variants. ``selected``: blocks selected under each variant with retrieval;
-    None for a server that does not report them."""
+    """Replies of all variants, the first of which is dense. ``selected``: blocks selected under
+    each of the others."""
 
     variants: tuple[Variant, ...]
     records: list[Record] = field(default_factory=list)
-    selected: dict[str, int | None] = field(default_factory=dict)
+    selected: Counter[str] = field(default_factory=Counter)
 
     def require_active(self) -> None:
         """Raises KvrecallError if a variant with retrieval selected no block."""
         for variant in self.variants:
-            count = self.selected.get(variant.name)
-            if variant.retrieval and count is None:
-                raise KvrecallError(
-                    "whether retrieval acted is unknown: the server's metrics contain no "
-                    "kvrecall_retrieval_* counters (they come with RecallConnector)"
-                )
-            if variant.retrieval and not count:
+            if variant.settings and not self.selected[variant.name]:
                 raise KvrecallError(
                     f"{variant.name}: retrieval did not act, no block was selected; the "
                     "lengths may be within the dense boundary, or init and local tokens "
@@ -74,8 +65,7 @@ class Results:
     @property
     def active(self) -> bool:
         """Whether retrieval selected blocks in every variant with retrieval."""
-        retrieval = [variant for variant in self.variants if variant.retrieval]
-        return bool(retrieval) and all(self.selected.get(variant.name) for variant in retrieval)
+        return all(self.selected[variant.name] for variant in self.variants[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +137,7 @@ def select(
     ]
 
 
-def by_depth(records: Sequence[Record], variant: int, bins: int) -> list[float]:
+def by_depth(records: Sequence[Record], variant: int, bins: int = 10) -> list[float]:
     """Per cent right by part of the document; nan for a part without questions. Uses questions
     about a single fact if there are any, because the depth of several facts is only a mean."""
     placed = [one for one in records if one.task in ("single", "multikey")] or records
@@ -158,7 +148,7 @@ def by_depth(records: Sequence[Record], variant: int, bins: int) -> list[float]:
 
 
 def report_of(
-    results: Results, model: str, tasks: Sequence[str], bins: int, facts: Mapping[str, object]
+    results: Results, model: str, tasks: Sequence[str], facts: Mapping[str, object]
 ) -> Report:
     """The table and the line of JSON, which contains ``facts`` unchanged."""
     records, variants = results.records, results.variants
@@ -169,7 +159,7 @@ def report_of(
         found: dict[str, Any] = {}
         for length in lengths:
             here = select(records, length)
-            depths = by_depth(here, variant, bins)
+            depths = by_depth(here, variant)
             found[str(length)] = {
                 **{
                     name: score(select(here, task=task), variant).figures() for name, task in groups
@@ -187,27 +177,24 @@ def report_of(
             for length in lengths
         }
 
-    has_dense = not all(variant.retrieval for variant in variants)
-    compared = []
-    for number, variant in enumerate(variants):
-        settings = variant.settings
-        if variant.retrieval:
-            compared.append(
-                {
-                    "name": variant.name,
-                    "share": settings and settings.topk_share,
-                    "digest": settings and f"{settings.digest} of {settings.tokens_a_digest}",
-                    "blocks_selected": results.selected.get(variant.name),
-                    "results": scores(number),
-                    "against_dense": against_dense(number) if has_dense else {},
-                }
-            )
+    compared: list[dict[str, Any]] = [
+        {
+            "name": variant.name,
+            "share": settings.topk_share,
+            "digest": f"{settings.digest} of {settings.tokens_a_digest}",
+            "blocks_selected": results.selected[variant.name],
+            "results": scores(number),
+            "against_dense": against_dense(number),
+        }
+        for number, variant in enumerate(variants)
+        if (settings := variant.settings) is not None
+    ]
     figures = {
         "model": model,
         "lengths": lengths,
-        "dense": next((scores(n) for n, one in enumerate(variants) if not one.retrieval), {}),
-        "retrieval": compared[0]["results"] if compared else {},
-        "share": compared[0]["share"] if compared else None,
+        "dense": scores(0),
+        "retrieval": compared[0]["results"],
+        "share": compared[0]["share"],
         "active": results.active,
         "questions": len(records),
         "arms": compared,
@@ -226,45 +213,7 @@ def report_of(
             lost = "; ".join(f"{pair.lost}, {pair.gained}" for pair in split)
             rows.append((f"{length:,}", f"{name} ({len(here)})", *cells, lost))
     notes = ["per cent right of the questions asked (in brackets), with Wilson's 95 % interval"]
-    if len(variants) > 1:
-        notes.append(
-            f"lost, gained: questions that only {variants[0].name} answered, and only the other"
-        )
+    notes.append("lost, gained: questions that only dense answered, and only the other")
     notes += [f"{one['name']}: {one['blocks_selected']} blocks chosen" for one in compared]
     columns = ("tokens", "task", *(variant.name for variant in variants), "lost, gained")
     return Report("needle", columns, tuple(rows), figures, tuple(notes))
-
-
-def write_heatmap(results: Results, bins: int, title: str, path: Path) -> None:
-    """Accuracy by length and depth, one panel a variant: a PNG with transparent ground, readable on
-    light and dark pages. Raises ConfigError if matplotlib is not installed."""
-    records, variants = results.records, results.variants
-    lengths = sorted({record.length for record in records})
-    labels = [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in lengths]
-    depths = [f"{100 * part // bins}-{100 * (part + 1) // bins} %" for part in range(bins)]
-    figure = matplotlib_figure(1.6 + 0.75 * len(lengths) * len(variants), 1.6 + 0.34 * bins)
-    axes = figure.subplots(1, len(variants), squeeze=False, sharey=True)[0]
-    image = None
-    for number, (axis, variant) in enumerate(zip(axes, variants, strict=True)):
-        columns = [by_depth(select(records, length), number, bins) for length in lengths]
-        rows = list(zip(*columns, strict=True))
-        image = axis.imshow(rows, vmin=0, vmax=100, cmap="viridis", aspect="auto")
-        axis.set_title(variant.name, color=GREY, fontsize=9)
-        axis.set_xticks(range(len(lengths)), labels)
-        axis.set_yticks(range(bins), depths)
-        axis.tick_params(colors=GREY, labelsize=7)
-        axis.set_xlabel("tokens", color=GREY, fontsize=8)
-        for spine in axis.spines.values():
-            spine.set_edgecolor(GREY)
-        for y, row in enumerate(rows):
-            for x, value in enumerate(row):
-                if not math.isnan(value):  # depths without questions stay empty
-                    ink = "#101418" if value > 60 else "#f4f6f8"
-                    axis.text(x, y, f"{value:.0f}", ha="center", va="center", color=ink, fontsize=7)
-    axes[0].set_ylabel("depth of the fact in the text", color=GREY)
-    bar = figure.colorbar(image, ax=list(axes), fraction=0.03, pad=0.02)
-    bar.ax.tick_params(colors=GREY, labelsize=8)
-    bar.outline.set_edgecolor(GREY)
-    figure.suptitle(title, color=GREY, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, transparent=True, bbox_inches="tight")

@@ -28,8 +28,8 @@ def test_figures() -> None:
 @pytest.mark.long
 def test_in_a_process_that_has_multiplied_nothing_yet() -> None:
     """AMX tiles must be requested before vLLM's kernel uses them."""
-    begin = [sys.executable, "-m", "kvrecall"]
-    words = ["bench", "decode", "--json", "--context", "16384", "--rounds", "1"]
+    begin = [sys.executable, "-m", "kvrecall_lab.bench", "decode"]
+    words = ["--json", "--context", "16384", "--rounds", "1"]
     run = subprocess.run([*begin, *words], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout.splitlines()[-1])["active"]
