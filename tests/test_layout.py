@@ -57,22 +57,8 @@ INNER_FLOORS: dict[str, tuple[frozenset[str], ...]] = {
 }
 """The floors inside the big rooms, of packages and modules; the longest name that fits counts."""
 
-STANDING: frozenset[tuple[str, str]] = frozenset(
-    {
-        ("engines.vllm.attention.group", "engines.vllm.connector.wire"),
-        ("engines.vllm.attention.offload_scheduler", "engines.vllm.connector.request"),
-        ("engines.vllm.attention.offload_scheduler", "engines.vllm.connector.wire"),
-        ("engines.vllm.compat.attention", "engines.vllm.attention.offload_scheduler"),
-        ("engines.vllm.compat.runner", "engines.vllm.connector.wire"),
-        ("engines.vllm.compat.scheduler", "engines.vllm.connector.connector"),
-        ("engines.vllm.compat.scheduler", "engines.vllm.connector.wire"),
-        ("engines.vllm.connector.request", "engines.vllm.connector.load"),
-        ("engines.vllm.connector.request", "engines.vllm.connector.traces"),
-        ("engines.vllm.identity.namespace", "engines.vllm.connector.wire"),
-    }
-)
-"""Imports that still close a circle or run up inside a room. None may be added, and those that are
-gone must leave this list: it is to become empty."""
+STANDING: frozenset[tuple[str, str]] = frozenset()
+"""Imports that close a circle or run up inside a room."""
 
 LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py"))

@@ -10,7 +10,7 @@ import json
 import pytest
 from rich.console import Console
 
-from kvrecall.demo.tiers import FACT, TURN_1, TURN_2, Row, Verdict, long_question
+from kvrecall.demo.tiers import FACT, TURN_1, TURN_2, Row, TierVerdict, long_question
 from kvrecall.processes.server import Answer
 
 TEXT, TURN = "long text", "conversation, turn 2"
@@ -39,7 +39,7 @@ def without(kept: list[Row], place: int, **change: object) -> list[Row]:
 
 
 def test_ok_when_tokens_are_equal_and_every_tier_was_hit() -> None:
-    summary = Verdict(rows(), "some-model").summary()
+    summary = TierVerdict(rows(), "some-model").summary()
     assert list(summary) == [
         "ok", "tokens_equal", "device_hit_tokens", "host_hit_tokens", "disk_hit_tokens",
         "ttft_recompute_s", "ttft_device_s", "ttft_host_s", "ttft_disk_s", "answers_right",
@@ -52,31 +52,31 @@ def test_ok_when_tokens_are_equal_and_every_tier_was_hit() -> None:
 
 @pytest.mark.parametrize("place", range(2, 6))
 def test_one_other_token_is_not_ok(place: int) -> None:
-    summary = Verdict(without(rows(), place, tokens=(1, 3)), "m").summary()
+    summary = TierVerdict(without(rows(), place, tokens=(1, 3)), "m").summary()
     assert (summary["ok"], summary["tokens_equal"]) == (False, False)
 
 
 @pytest.mark.parametrize("place", range(2, 6))
 def test_a_shorter_answer_is_not_ok(place: int) -> None:
-    assert not Verdict(without(rows(), place, tokens=()), "m").summary()["tokens_equal"]
+    assert not TierVerdict(without(rows(), place, tokens=()), "m").summary()["tokens_equal"]
 
 
 @pytest.mark.parametrize("place", [4, 5])
 def test_a_tier_that_was_not_hit_is_not_ok(place: int) -> None:
-    summary = Verdict(without(rows(), place, recalled={"computed": 300}), "m").summary()
+    summary = TierVerdict(without(rows(), place, recalled={"computed": 300}), "m").summary()
     assert (summary["ok"], summary["tokens_equal"]) == (False, True)
 
 
 def test_one_wrong_answer_is_told() -> None:
     said = [without(rows(), place, text=" The code is 417.\n")[place] for place in (1, 3, 4, 5)]
     right = [row for row in rows() if row.text == TURN] + said
-    assert Verdict(right, "m").summary()["answers_right"] is True
+    assert TierVerdict(right, "m").summary()["answers_right"] is True
     wrong = without(right, 4, text=" The code is 471.\n Not 417.")
-    assert Verdict(wrong, "m").summary()["answers_right"] is False
-    assert Verdict(wrong, "m").summary()["ok"] is True
+    assert TierVerdict(wrong, "m").summary()["answers_right"] is False
+    assert TierVerdict(wrong, "m").summary()["ok"] is True
 
 
-def printed(verdict: Verdict, as_json: bool = False, terminal: bool = False) -> list[str]:
+def printed(verdict: TierVerdict, as_json: bool = False, terminal: bool = False) -> list[str]:
     out = io.StringIO()
     verdict.print(Console(file=out, force_terminal=terminal, width=60), as_json)
     return out.getvalue().splitlines()
@@ -84,7 +84,7 @@ def printed(verdict: Verdict, as_json: bool = False, terminal: bool = False) -> 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_line_of_json_is_one_line_however_narrow_it_is(terminal: bool) -> None:
-    verdict = Verdict(rows(), "a[red]model" * 20)
+    verdict = TierVerdict(rows(), "a[red]model" * 20)
     (line,) = (line for line in printed(verdict, terminal=terminal) if line.startswith("{"))
     assert json.loads(line)["model"] == "a[red]model" * 20
     assert printed(verdict, as_json=True, terminal=terminal) == [line]
@@ -92,22 +92,22 @@ def test_the_line_of_json_is_one_line_however_narrow_it_is(terminal: bool) -> No
 
 def test_the_last_line_says_what_was_gained() -> None:
     fast = without(without(rows(), 1, ttft_s=6.5), 4, ttft_s=0.1)
-    assert printed(Verdict(without(fast, 5, ttft_s=2.0), "m"))[-1] == (
+    assert printed(TierVerdict(without(fast, 5, ttft_s=2.0), "m"))[-1] == (
         "First token of the long text: 65 times as fast from host memory, 3.2 times from disk "
         "after a restart; 6 of 6 answers identical."
     )
     other = without(rows(), 4, tokens=(1, 3))
-    assert printed(Verdict(other, "m"))[-1].endswith("5 of 6 answers identical.")
+    assert printed(TierVerdict(other, "m"))[-1].endswith("5 of 6 answers identical.")
 
 
 def test_a_tier_that_was_not_hit_is_explained() -> None:
-    assert not [line for line in printed(Verdict(rows(), "m")) if "nothing came from" in line]
+    assert not [line for line in printed(TierVerdict(rows(), "m")) if "nothing came from" in line]
     missed = without(rows(), 5, recalled={"computed": 300})
-    assert "nothing came from disk: " in " ".join(printed(Verdict(missed, "m")))
+    assert "nothing came from disk: " in " ".join(printed(TierVerdict(missed, "m")))
 
 
 def test_what_a_model_of_random_weights_says_is_not_judged() -> None:
-    verdict = Verdict(rows(), "m", trained=False)
+    verdict = TierVerdict(rows(), "m", trained=False)
     assert verdict.summary()["answers_right"] is None
     assert verdict.summary()["ok"] is True
     assert not [line for line in printed(verdict) if "answer about" in line]

@@ -24,14 +24,14 @@ from kvrecall.engines.vllm.device.inline import InlineDevice
 from kvrecall.errors import ConfigError
 from kvrecall.gpu_check import cli, copies, servers
 from kvrecall.gpu_check.layouts import LAYOUTS, Size
-from kvrecall.gpu_check.outcome import CheckError, Outcome, State, tried
+from kvrecall.gpu_check.outcome import CheckError, CheckOutcome, State, tried
 from kvrecall.gpu_check.part import PARTS, overdue, run_part
 from kvrecall.testing.blocks import wait_until
 
 CPU = torch.device("cpu")
-GOOD = Outcome("device", State.PASS, "a GPU")
-NONE = Outcome("device", State.SKIP, "no GPU")
-BAD = Outcome("copies", State.FAIL, "wrong bytes", {"bytes": 3})
+GOOD = CheckOutcome("device", State.PASS, "a GPU")
+NONE = CheckOutcome("device", State.SKIP, "no GPU")
+BAD = CheckOutcome("copies", State.FAIL, "wrong bytes", {"bytes": 3})
 
 
 def quiet(_: str) -> None:
@@ -111,7 +111,7 @@ def test_bandwidth_is_told_against_a_plain_copy() -> None:
     assert all(value > 0 for value in told.values())
 
 
-def run(check: str, device: str = "cpu", limit_s: float = 60.0) -> tuple[Outcome, list[str]]:
+def run(check: str, device: str = "cpu", limit_s: float = 60.0) -> tuple[CheckOutcome, list[str]]:
     said: list[str] = []
     return run_part(check, device, True, limit_s, lambda one: said.append(one.note)), said
 
@@ -152,14 +152,14 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(
 
 
 def test_outcomes_are_read_back() -> None:
-    assert Outcome.read(BAD.line()) == BAD
+    assert CheckOutcome.read(BAD.line()) == BAD
 
 
 @pytest.mark.parametrize(
     ("outcomes", "plain", "required"),
     [([GOOD], 0, 0), ([NONE], 0, 1), ([GOOD, BAD], 1, 1)],
 )
-def test_the_exit_status(outcomes: list[Outcome], plain: int, required: int) -> None:
+def test_the_exit_status(outcomes: list[CheckOutcome], plain: int, required: int) -> None:
     assert (cli.status(outcomes, False), cli.status(outcomes, True)) == (plain, required)
     told = cli.summary(outcomes)
     assert told["ran"] == (outcomes[0] is GOOD)
@@ -192,7 +192,7 @@ def test_parts_that_copy_blocks_load_no_engine() -> None:
         "for part in 'device', 'copies', 'traffic': _main(part, 'cpu', 'quick')\n"
     )
     done = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True)
-    outcomes = [Outcome.read(line) for line in done.stdout.splitlines()]
+    outcomes = [CheckOutcome.read(line) for line in done.stdout.splitlines()]
     ended = [each.state for each in outcomes if each.state is not State.RUNNING]
     assert ended == [State.PASS] * 3, done.stderr
 
@@ -211,12 +211,12 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
     """Names and limits of the parts that run; each takes all it may."""
     clock, ran = Clock(), list[tuple[str, float]]()
 
-    def slow(name: str, device: str, quick: bool, limit_s: float, heard: Any) -> Outcome:
+    def slow(name: str, device: str, quick: bool, limit_s: float, heard: Any) -> CheckOutcome:
         ran.append((name, limit_s))
         if name == "device":
-            return Outcome(name, State.PASS, "a GPU", {"device": "cuda"})
+            return CheckOutcome(name, State.PASS, "a GPU", {"device": "cuda"})
         clock.now += limit_s
-        return Outcome(name, State.FAIL, overdue(limit_s))
+        return CheckOutcome(name, State.FAIL, overdue(limit_s))
 
     monkeypatch.setattr(cli, "time", clock)
     monkeypatch.setattr(cli, "run_part", slow)

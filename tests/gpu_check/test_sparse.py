@@ -16,7 +16,7 @@ from kvrecall.attention.digest import Layout, encode
 from kvrecall.attention.kernels.oracle import attend_plainly, logits_plainly, table_plainly
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.gpu_check import attention, servers
-from kvrecall.gpu_check.outcome import CheckError, Outcome, State, reason, tried
+from kvrecall.gpu_check.outcome import CheckError, CheckOutcome, State, reason, tried
 from kvrecall.gpu_check.servers import SMALL, Replies
 from kvrecall.processes.server import Answer
 
@@ -28,12 +28,12 @@ def quiet(_: str) -> None:
     pass
 
 
-def retrieval_tokens(device: str, progress: Any, *more: Any) -> Outcome:
+def retrieval_tokens(device: str, progress: Any, *more: Any) -> CheckOutcome:
     check = partial(servers.check_retrieval_tokens, device, progress, *more)
     return tried("retrieval tokens", progress, check)
 
 
-def decode(*arguments: Any) -> Outcome:
+def decode(*arguments: Any) -> CheckOutcome:
     return tried("decode, engine", quiet, partial(servers.measure_decode, *arguments))
 
 

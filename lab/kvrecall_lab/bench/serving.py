@@ -27,7 +27,7 @@ from kvrecall.bench.serving import (
     measure_serving,
     servers,
 )
-from kvrecall.bench.workload import Session, Turn, Workload, conversations
+from kvrecall.bench.workload import Conversation, Turn, Workload, conversations
 from kvrecall.errors import EngineError
 from kvrecall.processes.child import ChildProcess, server_environment
 from kvrecall.processes.command import as_child
@@ -159,7 +159,7 @@ def slice_of(
             if key not in bodies:
                 bodies[key] = Texts(int.from_bytes(key, "little")).document(block_tokens)
         prompt = "".join(bodies[key] for key in request.chain)
-        made.append(Session((request.now - first) * scale, prompt, (Turn(0.0, "\nAnswer:"),)))
+        made.append(Conversation((request.now - first) * scale, prompt, (Turn(0.0, "\nAnswer:"),)))
     sessions = "all sessions" if every == 1 else f"one session in {every}"
     story = (
         f"the first {len(made)} requests of {sessions} of {trace.name}, blocks of 512 "

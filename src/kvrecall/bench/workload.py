@@ -29,7 +29,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class Conversation:
     """A conversation: its prompt begins with ``opening``; each turn repeats all before it."""
 
     start_s: float
@@ -43,7 +43,7 @@ class Workload:
 
     name: str
     story: str
-    sessions: tuple[Session, ...]
+    sessions: tuple[Conversation, ...]
 
     @property
     def prompt_tokens(self) -> int:
@@ -88,7 +88,7 @@ def conversations(sessions: int, turns: int) -> Workload:
         low, high = (1536, 3072) if number % 4 == 0 else (128, 512)
         opening = system + texts.document(draw.randint(low, high))
         made.append(
-            Session(
+            Conversation(
                 start_s=draw.uniform(0, 10),
                 opening=opening,
                 turns=tuple(
@@ -122,7 +122,7 @@ def play(workload: Workload, urls: Sequence[str], note: Callable[[int], None]) -
     failed = threading.Event()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
 
-    def converse(number: int, session: Session) -> None:
+    def converse(number: int, session: Conversation) -> None:
         draw = random.Random(number)
         prompt = session.opening
         failed.wait(session.start_s)

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from kvrecall.demo.mooncake import MooncakeDemo, MooncakeVerdict
-from kvrecall.demo.tiers import TURN_1, Subject, TierDemo, Verdict
+from kvrecall.demo.tiers import TURN_1, Subject, TierDemo, TierVerdict
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.processes.child import server_environment
 from kvrecall.processes.command import command_folder
@@ -69,7 +69,7 @@ def _random_model(folder: Path) -> Path:
     )
 
 
-def _end(verdict: Verdict | MooncakeVerdict, as_json: bool) -> NoReturn:
+def _end(verdict: TierVerdict | MooncakeVerdict, as_json: bool) -> NoReturn:
     """Prints the verdict and exits with its status."""
     verdict.print(Console(width=None if sys.stdout.isatty() else 120), as_json)
     raise typer.Exit(0 if verdict.summary()["ok"] else 1)
@@ -108,7 +108,7 @@ def tiers(
         subject = _subject(model, folder, characters)
         demo = TierDemo(subject, folder, _progress)
         demo.run()
-    _end(Verdict(demo.rows, subject.model.name, subject.trained), as_json)
+    _end(TierVerdict(demo.rows, subject.model.name, subject.trained), as_json)
 
 
 @app.command("mooncake")

@@ -198,7 +198,7 @@ class Rows:
         return next((round(seconds, 4) for seconds in times), None)
 
 
-class Verdict:
+class TierVerdict:
     """The verdict on a finished demo of the tiers."""
 
     def __init__(self, rows: Sequence[Row], model: str, trained: bool = True) -> None:

@@ -16,7 +16,7 @@ import typer
 from kvrecall.bench.report import NO_ENGINE, engine_version, machine
 from kvrecall.engines.vllm.compat.versions import SUPPORTED, Fit, fit_of
 from kvrecall.errors import ConfigError
-from kvrecall.gpu_check.outcome import Outcome, State
+from kvrecall.gpu_check.outcome import CheckOutcome, State
 from kvrecall.gpu_check.part import NOT_QUICK, PARTS, Part, overdue, run_part
 from kvrecall.processes.progress import ProgressLines
 
@@ -92,7 +92,7 @@ class Results:
         self._as_json = as_json
         self._progress = progress
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: CheckOutcome) -> None:
         """What a part has found, at its end or before."""
         if outcome.state is State.RUNNING:
             self._progress(f"  {outcome.note}")
@@ -112,14 +112,14 @@ class Results:
             os.fsync(self._file.fileno())
 
 
-def status(outcomes: Sequence[Outcome], require: bool) -> int:
+def status(outcomes: Sequence[CheckOutcome], require: bool) -> int:
     """0 if nothing failed and, with ``require``, something was checked."""
     if any(each.state is State.FAIL for each in outcomes):
         return 1
     return int(require and outcomes[0].state is not State.PASS)
 
 
-def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
+def summary(outcomes: Sequence[CheckOutcome]) -> dict[str, object]:
     """The last line. ``ran``: whether there was a device to check."""
     return {
         "check": "gpu",
@@ -137,7 +137,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
 
 def _outcomes(
     names: Sequence[str], device: str, quick: bool, results: Results
-) -> Iterator[Outcome]:
+) -> Iterator[CheckOutcome]:
     """The outcomes; the first is whether there is a device, and without one the only one."""
     end = time.monotonic() + QUICK_S - _RESERVE_S if quick else float("inf")
     for name in names:
@@ -145,7 +145,7 @@ def _outcomes(
         why = hindrance(part, left, quick)
         limit_s = min(left, part.quick_s if quick else part.whole_s)
         outcome = (
-            Outcome(name, State.SKIP, why)
+            CheckOutcome(name, State.SKIP, why)
             if why
             else run_part(name, device, quick, limit_s, results.add)
         )

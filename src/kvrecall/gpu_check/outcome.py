@@ -51,7 +51,7 @@ def reason(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CheckOutcome:
     """``note``: one line for people. ``figures`` go into the line of JSON."""
 
     check: str
@@ -63,24 +63,24 @@ class Outcome:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
-    def read(cls, line: str) -> Outcome:
+    def read(cls, line: str) -> CheckOutcome:
         """From ``line()``. Raises ValueError."""
         raw = json.loads(line)
         return cls(raw["check"], State(raw["state"]), raw["note"], raw["figures"])
 
 
-def tried(name: str, progress: Callable[[str], None], check: Callable[[], Finding]) -> Outcome:
+def tried(name: str, progress: Callable[[str], None], check: Callable[[], Finding]) -> CheckOutcome:
     """The outcome of ``check``. A failing device or server is a failed check; the whole error goes
     to ``progress``."""
     progress(f"{name} ...")
     try:
         note, figures = check()
     except SkipError as error:
-        return Outcome(name, State.SKIP, str(error))
+        return CheckOutcome(name, State.SKIP, str(error))
     except ModuleNotFoundError as error:
-        return Outcome(name, State.SKIP, f"{error.name} is not installed here")
+        return CheckOutcome(name, State.SKIP, f"{error.name} is not installed here")
     except (KvrecallError, RuntimeError, MemoryError, httpx.HTTPError) as error:
         said = str(error) or type(error).__name__
         progress(said)
-        return Outcome(name, State.FAIL, reason(said))
-    return Outcome(name, State.PASS, note, figures)
+        return CheckOutcome(name, State.FAIL, reason(said))
+    return CheckOutcome(name, State.PASS, note, figures)

@@ -2,7 +2,7 @@
 also holds memory that an engine started later needs; and what hangs can be ended.
 
 ``python -m kvrecall.gpu_check.part CHECK DEVICE [quick]`` prints lines of JSON, each an
-``Outcome``: what it found so far, and last how it ended.
+``CheckOutcome``: what it found so far, and last how it ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from kvrecall.gpu_check.outcome import Finding, Outcome, SkipError, State, tried
+from kvrecall.gpu_check.outcome import CheckOutcome, Finding, SkipError, State, tried
 
 _CPU = "cpu"
 _CONTEXTS: Sequence[int] = (32768, 131072, 524288)
@@ -55,8 +55,8 @@ class Part:
 
 
 def run_part(
-    check: str, device: str, quick: bool, limit_s: float, heard: Callable[[Outcome], None]
-) -> Outcome:
+    check: str, device: str, quick: bool, limit_s: float, heard: Callable[[CheckOutcome], None]
+) -> CheckOutcome:
     """How ``check`` ended; a process that dies, or that had to be ended after ``limit_s``, has
     failed. ``heard``: is told what the check says meanwhile."""
     command = [sys.executable, "-m", "kvrecall.gpu_check.part", check, device]
@@ -82,7 +82,7 @@ def run_part(
         try:
             last = _last(process, heard)
             if last is None and late.is_set():
-                return Outcome(check, State.FAIL, overdue(limit_s))
+                return CheckOutcome(check, State.FAIL, overdue(limit_s))
             return last or _died(check, process, log)
         finally:
             timer.cancel()
@@ -90,12 +90,14 @@ def run_part(
             process.wait()
 
 
-def _last(process: subprocess.Popen[str], heard: Callable[[Outcome], None]) -> Outcome | None:
+def _last(
+    process: subprocess.Popen[str], heard: Callable[[CheckOutcome], None]
+) -> CheckOutcome | None:
     """The last of the process's lines; None if it is missing."""
     assert process.stdout is not None
     for line in process.stdout:
         try:
-            outcome = Outcome.read(line)
+            outcome = CheckOutcome.read(line)
         except (ValueError, KeyError, TypeError):  # a library's
             continue
         if outcome.state is not State.RUNNING:
@@ -109,11 +111,11 @@ def overdue(limit_s: float) -> str:
     return f"no end after {limit_s:.0f} s"
 
 
-def _died(check: str, process: subprocess.Popen[str], log: Any) -> Outcome:
+def _died(check: str, process: subprocess.Popen[str], log: Any) -> CheckOutcome:
     status = process.wait()
     log.seek(0)
     said = (log.read().strip().splitlines() or ["nothing was said"])[-1]
-    return Outcome(check, State.FAIL, f"the process ended with {status}: {said}")
+    return CheckOutcome(check, State.FAIL, f"the process ended with {status}: {said}")
 
 
 def _end(pid: int) -> None:
@@ -283,7 +285,7 @@ NOT_QUICK = frozenset({"tokens-eager", "tokens-graphs", "tokens-fp8"})
 
 def _main(check: str, device: str, *words: str) -> None:
     def say(text: str) -> None:
-        print(Outcome(check, State.RUNNING, text).line(), flush=True)
+        print(CheckOutcome(check, State.RUNNING, text).line(), flush=True)
 
     here = Here(device, "quick" in words, say)
     print(tried(check, say, partial(PARTS[check].check, here)).line(), flush=True)

@@ -27,7 +27,7 @@ _KINDS: tuple[Cause | Refusal, ...] = (*Cause, *Refusal)
 _CODES = {(type(kind), str(kind)): code for code, kind in enumerate(_KINDS)}
 
 
-class Departure(NamedTuple):
+class BlockDeparture(NamedTuple):
     """Why a block left a tier, or was refused by it, and when (wall-clock seconds)."""
 
     what: Cause | Refusal
@@ -74,14 +74,14 @@ class Departures:
         self._place.cells[number] = place + 1
         self._next = (place + 1) % self._most
 
-    def of(self, key: BlockKey) -> Departure | None:
+    def of(self, key: BlockKey) -> BlockDeparture | None:
         """The latest departure of a block; None if none is remembered."""
         number = self._names.number(key)
         return self.of_n(number) if number >= 0 else None
 
-    def of_n(self, number: int) -> Departure | None:
+    def of_n(self, number: int) -> BlockDeparture | None:
         """``of`` the block with that number."""
         place = self._place.cells[number]
         if not place:
             return None
-        return Departure(_KINDS[self._what[place - 1]], self._at[place - 1])
+        return BlockDeparture(_KINDS[self._what[place - 1]], self._at[place - 1])

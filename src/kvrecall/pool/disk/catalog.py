@@ -22,7 +22,7 @@ from kvrecall.config import PoolTerms
 from kvrecall.pool.accounts import TenantUse
 from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.counters import TierCounters
-from kvrecall.pool.departures import Departure
+from kvrecall.pool.departures import BlockDeparture
 from kvrecall.pool.disk.index import MAX_ROWS, IndexRow, IndexRows
 from kvrecall.pool.disk.slabs import SLAB_BITS, slab_of
 from kvrecall.pool.entries import (
@@ -173,7 +173,7 @@ class Catalog(EntryTable):
             number = self._find(key)
             return None if number < 0 else int(self._depth.cells[number])
 
-    def known_of(self, key: BlockKey) -> tuple[bool, Departure | None]:
+    def known_of(self, key: BlockKey) -> tuple[bool, BlockDeparture | None]:
         """Whether a block is here; and why and when it left, as far as that is remembered."""
         with self._lock:
             number = self._table.number(key)

@@ -98,7 +98,7 @@ class MooncakeStore:
     def exposed(self) -> str:
         where = self._settings.setup["local_hostname"]
         return (
-            f"local_hostname is {where!r}: Mooncake sends KV blocks in the clear, and whoever "
+            f"local_hostname is {where!r}: Mooncake sends KV blocks in the clear, and anyone who "
             "reaches its ports, other users of this host too, can read and change blocks"
         )
 
