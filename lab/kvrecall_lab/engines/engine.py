@@ -128,9 +128,11 @@ class EngineProcess(ChildProcess):
         self._lines: list[Mapping[str, Any]] = []
         self._came = threading.Condition()
         self._sending = threading.Lock()
+        # From its start: a module may import torch, which reads the number of threads once.
+        own = server_environment() if environment is None else environment
         process = self.launch(
             [*prefix, sys.executable, "-m", module],
-            server_environment() if environment is None else environment,
+            {**own, **setup.get("env", {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
