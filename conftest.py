@@ -46,14 +46,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.default_generator.manual_seed(zlib.crc32(item.nodeid.encode()))
 
 
-LONGEST = """server/test_serve remote/test_mooncake router/test_engines
-attention/test_offload engine/test_variants attention/test_engine
-test_command_line eviction/test_policies simulate/test_replay engine/test_groups
-attention/test_reference_mode engine/test_recall engine/test_finer test_doctor engine/test_events
-simulate/test_fleet simulate/test_groups eviction/test_hints
-server/test_serve_config engine/test_audit attention/test_kernels gpu_check/test_gpucheck
-attention/test_search hicache/test_sglang distribution/test_wheel attention/test_pgvector
-objects/test_objects pool/test_crash pool/test_pool_machine""".split()
+LONGEST = """server/test_serve pool/remote/test_mooncake router/test_engines
+engines/vllm/attention/test_offload engines/vllm/identity/test_variants
+engines/vllm/attention/test_engine test_command_line pool/eviction/test_policies
+simulate/test_replay engines/vllm/connector/test_groups
+engines/vllm/attention/test_reference_mode engines/vllm/connector/test_recall
+engines/vllm/connector/test_finer doctor/test_doctor engines/vllm/connector/test_events
+simulate/test_fleet simulate/test_groups pool/eviction/test_hints server/test_serve_config
+engines/vllm/connector/test_audit engines/vllm/attention/test_kernels gpu_check/test_gpucheck
+attention/test_search engines/sglang/test_storage distribution/test_wheel
+engines/vllm/attention/test_pgvector pool/remote/objects/test_objects pool/disk/test_crash
+pool/test_pool_machine""".split()
 """The files that take longest, in this order: more than ten seconds."""
 
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from bench.commands import figures_of
 from kvrecall.bench import serving
 from kvrecall.bench.serving import DEPLOYMENTS, HOST, measure_serving, servers
 from kvrecall.bench.workload import conversations
 from kvrecall.errors import EngineError
-
-from .commands import figures_of
 
 
 def test_conversations_are_always_the_same() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from remote.mooncake import needs_mooncake
+from pool.remote.mooncake import needs_mooncake
 from server.live import LiveServer
 
 from kvrecall.processes.ports import free_port

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import yaml
+from docs.pages import anchors
 
+from distribution.test_deploy import DEPLOY, ROOT, SERVICES, binds
 from kvrecall.events.subscriber import Subscriptions
 from kvrecall.router.fleet import Fleet
 from kvrecall.router.metrics import RouterMetrics
-from tests.docs.pages import anchors
-
-from .test_deploy import DEPLOY, ROOT, SERVICES, binds
 
 RULES = DEPLOY / "alerts.yml"
 TESTS = DEPLOY / "alerts.test.yml"

@@ -12,10 +12,9 @@ import pytest
 import yaml
 from pydantic import BaseModel, ConfigDict
 
+from distribution.test_deploy import DEPLOY, parsed
 from kvrecall.config import RecallSettings, parse_size
 from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
-
-from .test_deploy import DEPLOY, parsed
 
 FOLDER = DEPLOY / "kubernetes"
 SCHEMAS = json.loads((Path(__file__).parent / "kubernetes-1.34.json").read_text())

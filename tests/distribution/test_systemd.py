@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .test_deploy import DEPLOY, parsed
+from distribution.test_deploy import DEPLOY, parsed
 
 FOLDER = DEPLOY / "systemd"
 PROGRAM = "/opt/kvrecall/bin/kvrecall"

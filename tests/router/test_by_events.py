@@ -19,8 +19,7 @@ from server.live import LiveServer
 
 from kvrecall.processes.ports import free_port, two_ports
 from kvrecall_lab.models import write_model
-
-from .cluster import Json, Router, header, instance, kill, until
+from router.cluster import Json, Router, header, instance, kill, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

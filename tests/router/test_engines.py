@@ -12,13 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
+from pool.service.service import MIB, Service
 from server.live import LiveServer
-from service.service import MIB, Service
 
 from kvrecall.processes.ports import free_port, two_ports
 from kvrecall_lab.models import write_model
-
-from .cluster import Json, Router, header, instance, kill, until
+from router.cluster import Json, Router, header, instance, kill, until
 
 pytestmark = pytest.mark.engine
 

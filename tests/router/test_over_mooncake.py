@@ -8,14 +8,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
+from pool.remote.mooncake import needs_mooncake
 from server.live import LiveServer
-from tests.remote.mooncake import needs_mooncake
 
 from kvrecall.processes.master import Master
 from kvrecall.processes.ports import free_port, two_ports
 from kvrecall_lab.models import write_model
-
-from .cluster import Json, Router, header, instance, until
+from router.cluster import Json, Router, header, instance, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

@@ -30,8 +30,7 @@ from kvrecall.router.bodies import Body
 from kvrecall.router.fleet import Address, Fleet
 from kvrecall.router.router import RouterSettings
 from kvrecall.server.access import Access
-
-from .cluster import Router, until
+from router.cluster import Router, until
 
 
 @contextmanager

@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from pool.service.service import MIB, Service
 from server.live import LiveServer
-from service.service import MIB, Service
 from support.collector import Span, Spans, by_http
 
 from kvrecall.processes.ports import free_port
 from kvrecall_lab.models import write_model
-
-from .cluster import Router, instance
+from router.cluster import Router, instance
 
 BLOCK = 128
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 27

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvrecall.processes.ports import free_port
-
-from .live import LiveServer
+from server.live import LiveServer
 
 PLACES = 32
 """Sequences that ``tiny_server`` runs at once."""

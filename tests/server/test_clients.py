@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from .live import LiveServer
+from server.live import LiveServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

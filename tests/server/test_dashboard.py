@@ -29,10 +29,9 @@ from kvrecall.server.dashboard.alarms import HELP, RULES, Alarms
 from kvrecall.server.dashboard.routes import dashboard_router
 from kvrecall.server.dashboard.sample import Sample
 from kvrecall.testing.blocks import wait_until
-
-from .browser import browsing
-from .fake import INFO, FakeEngine
-from .live import LiveServer
+from server.browser import browsing
+from server.fake import INFO, FakeEngine
+from server.live import LiveServer
 
 ROOT = Path(__file__).parents[2]
 GRAFANA = ROOT / "examples" / "grafana.json"

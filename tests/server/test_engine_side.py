@@ -19,8 +19,7 @@ import pytest
 from support.warm import CONTEXT
 
 from kvrecall.engines.base import Limits, ServeSpec
-
-from .live import all_gone
+from server.live import all_gone
 
 pytestmark = pytest.mark.engine
 

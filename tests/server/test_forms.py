@@ -13,9 +13,8 @@ import pytest
 
 from kvrecall.engines.base import Finish, GenerateRequest, Sampling, Update
 from kvrecall.pool.hints import Hint
-
-from .fake import SPLIT, FakeEngine
-from .test_routes import application, events, post
+from server.fake import SPLIT, FakeEngine
+from server.test_routes import application, events, post
 
 Json = dict[str, Any]
 TENSOR: Json = {"name": "input0", "shape": [1, 3], "datatype": "UINT32", "data": [5, 6, 7]}

@@ -22,8 +22,7 @@ from kvrecall.server import guard
 from kvrecall.server.access import read_keys
 from kvrecall.server.application import attach_all
 from kvrecall.server.plan import Plan, Plane
-
-from .fake import FakeEngine
+from server.fake import FakeEngine
 
 PLAN = Plan(ServeSpec("m", "127.0.0.1", 1, {}), allowed_hosts=("Gpu-7",))
 KEY = {"authorization": "Bearer one"}

@@ -16,8 +16,7 @@ from kvrecall.errors import ConfigError
 from kvrecall.server.mindie.check import explain
 from kvrecall.server.mindie.planner import plan_config
 from kvrecall.server.mindie.reader import Problems
-
-from .configs import backend, model, right, server, write
+from server.configs import backend, model, right, server, write
 
 RIGHT = right()
 backend(RIGHT)["kvPoolConfig"] = {"backend": "embedded", "configPath": "pool.json"}

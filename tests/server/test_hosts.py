@@ -15,9 +15,8 @@ import httpx
 import pytest
 
 from kvrecall.processes.ports import free_port
-
-from .configs import backend, model, right, schedule, server, write
-from .live import KVRECALL, LiveServer
+from server.configs import backend, model, right, schedule, server, write
+from server.live import KVRECALL, LiveServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

@@ -15,8 +15,8 @@ from tempfile import gettempdir
 import psutil
 import pytest
 from fastapi import FastAPI
-from tests.remote.mooncake import needs_mooncake
-from tests.router.cluster import Router
+from pool.remote.mooncake import needs_mooncake
+from router.cluster import Router
 
 from kvrecall.engines.base import ServeSpec
 from kvrecall.processes.master import Master
@@ -25,9 +25,8 @@ from kvrecall.server.application import _PUBLIC, attach_all
 from kvrecall.server.plan import Plan
 from kvrecall.testing.blocks import wait_until
 from kvrecall_lab.models import write_model
-
-from .fake import FakeEngine
-from .live import KVRECALL, LiveServer
+from server.fake import FakeEngine
+from server.live import KVRECALL, LiveServer
 
 SECURITY = (Path(__file__).parents[2] / "SECURITY.md").read_text()
 

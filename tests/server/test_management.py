@@ -27,9 +27,8 @@ from kvrecall.server.management import management_router
 from kvrecall.server.metrics import MetricsVector, MindieMetrics
 from kvrecall.server.plan import Plan, Plane
 from kvrecall.server.replies import ReplyError
-
-from .fake import IDLE, FakeEngine
-from .live import OWN
+from server.fake import IDLE, FakeEngine
+from server.live import OWN
 
 SPEC = ServeSpec("m", "127.0.0.1", 1, {})
 APART = Plan(

@@ -17,8 +17,7 @@ from kvrecall.server.mindie.planner import Beside, plan_config
 from kvrecall.server.mindie.reader import Problems, validate
 from kvrecall.server.mindie.schema import Effect, MindieConfig, effect_of
 from kvrecall.server.plan import Plan, Plane
-
-from .configs import Json, backend, deploy, model, right, schedule, server, write
+from server.configs import Json, backend, deploy, model, right, schedule, server, write
 
 SAMPLES = Path(__file__).parent / "samples"
 MODEL = "BackendConfig.ModelDeployConfig.ModelConfig[0]"

@@ -20,9 +20,8 @@ import pytest
 from kvrecall.block import tenant_of
 from kvrecall.errors import ExitStatus
 from kvrecall.pool.service.admin import Drop, Query, ServiceAdmin
-
-from .conftest import tiny_server
-from .live import KVRECALL, LiveServer
+from server.conftest import tiny_server
+from server.live import KVRECALL, LiveServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

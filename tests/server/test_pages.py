@@ -21,9 +21,8 @@ from kvrecall.server.application import attach_all
 from kvrecall.server.connections import PromptProtocol
 from kvrecall.server.plan import Plan
 from kvrecall.testing.blocks import wait_until
-
-from .browser import browsing
-from .fake import FakeEngine
+from server.browser import browsing
+from server.fake import FakeEngine
 
 pytestmark = pytest.mark.long
 

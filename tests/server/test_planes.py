@@ -13,12 +13,11 @@ from kvrecall.errors import ConfigError
 from kvrecall.server import launch
 from kvrecall.server.mindie.planner import plan_config
 from kvrecall.server.plan import Plan, Plane
-
-from .configs import right, server, write
+from server.configs import right, server, write
 
 pytest.importorskip("cryptography")
 
-from .certificates import Authority
+from server.certificates import Authority
 
 Address = tuple[str, int]
 

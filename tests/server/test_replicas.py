@@ -20,8 +20,7 @@ from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.service.admin import ServiceAdmin, Stat
 from kvrecall.pool.service.child import ChildService
 from kvrecall.processes.ports import free_port
-
-from .live import LiveServer, all_gone
+from server.live import LiveServer, all_gone
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20  # 900 tokens, 7 blocks of 128 and 4
 HOST, DISK = 32 << 20, 64 << 20

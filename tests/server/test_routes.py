@@ -14,9 +14,8 @@ from fastapi import FastAPI
 from kvrecall.engines.base import Fault, Finish, GenerateError, RecallSplit, ServeSpec
 from kvrecall.server.application import attach_all
 from kvrecall.server.plan import Plan
-
-from .fake import SPLIT, FakeEngine
-from .live import OWN
+from server.fake import SPLIT, FakeEngine
+from server.live import OWN
 
 PLAN = Plan(ServeSpec("m", "127.0.0.1", 1, {}), max_body_bytes=1000)
 Json = dict[str, Any]

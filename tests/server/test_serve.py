@@ -20,8 +20,7 @@ import pytest
 
 from kvrecall.errors import ExitStatus
 from kvrecall.processes.ports import free_port
-
-from .live import KVRECALL, START_LIMIT_S, LiveServer, all_gone
+from server.live import KVRECALL, START_LIMIT_S, LiveServer, all_gone
 
 pytestmark = pytest.mark.engine
 

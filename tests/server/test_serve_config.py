@@ -17,14 +17,13 @@ import httpx
 import pytest
 
 from kvrecall.processes.ports import free_port
-
-from .browser import browsing
-from .configs import backend, deploy, model, right, schedule, server, write
-from .live import LiveServer, all_gone
+from server.browser import browsing
+from server.configs import backend, deploy, model, right, schedule, server, write
+from server.live import LiveServer, all_gone
 
 pytest.importorskip("cryptography")
 
-from .certificates import Authority
+from server.certificates import Authority
 
 pytestmark = pytest.mark.engine
 LINKS = 12  # a browser opens up to 6

@@ -19,8 +19,8 @@ import httpx
 import psutil
 import pytest
 
-from .conftest import PLACES, tiny_server
-from .live import OWN, LiveServer, all_gone
+from server.conftest import PLACES, tiny_server
+from server.live import OWN, LiveServer, all_gone
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

@@ -14,7 +14,7 @@ from kvrecall.server.tls import TlsFiles
 
 pytest.importorskip("cryptography")
 
-from .certificates import Authority
+from server.certificates import Authority
 
 
 def answer(files: TlsFiles, client: ssl.SSLContext) -> str:

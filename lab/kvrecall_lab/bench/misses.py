@@ -6,7 +6,7 @@ prompt was changed, and the text around it; the tier and the cause of an evictio
 namespace that differ). Engines of another dtype, other weights and another configuration, one after
 the other, leave their blocks in a folder; one with a pool of its own on that folder is asked for
 them, and for what its pool evicted and lost. Tiers and services in trouble, which cause the other
-reasons, are in ``tests/engine/test_misses.py``.
+reasons, are in ``tests/engines/vllm/connector/test_miss.py``.
 
 What the explanations cost is measured by the server (``kvrecall_explain_seconds``: what a request
 waits for) and set against the time to first token of the same requests, each of which was alone in

@@ -33,19 +33,19 @@ _OF_FIELDS = (
 
 PARTS: Mapping[str, tuple[str, ...]] = {
     "connector": (
-        "tests/engine/test_compat.py",
-        *(f"tests/engine/test_fields.py::test_{name}" for name in _OF_FIELDS),
-        "tests/engine/test_groups.py",
-        "tests/engine/test_sleep.py",
+        "tests/engines/vllm/compat/test_compat.py",
+        *(f"tests/engines/vllm/identity/test_fields.py::test_{name}" for name in _OF_FIELDS),
+        "tests/engines/vllm/connector/test_groups.py",
+        "tests/engines/vllm/identity/test_sleep.py",
         "lab/tests/test_streams.py",
-        "tests/engine/test_recall.py",
-        "tests/engine/test_hybrid.py",
+        "tests/engines/vllm/connector/test_recall.py",
+        "tests/engines/vllm/connector/test_hybrid.py",
     ),
     "server": (
         *(f"tests/server/test_serve.py::test_{name}" for name in _OF_SERVE),
-        "tests/engine/test_vllm_serve.py",
+        "tests/engines/vllm/serving/test_vllm_serve.py",
     ),
-    "retrieval": ("tests/attention/test_engine.py",),
+    "retrieval": ("tests/engines/vllm/attention/test_engine.py",),
 }
 """Their tests, which make real engines and servers: tokens and log-probabilities of a recalled
 prompt equal those of a hit on the device, bit for bit."""
@@ -126,6 +126,6 @@ def _line(text: str) -> str:
 def repository() -> Path:
     """The repository that this package is in. Raises EngineError for an installed wheel."""
     root = Path(__file__).resolve().parents[3]
-    if not (root / "tests/engine").is_dir():
+    if not (root / "tests/engines/vllm").is_dir():
         raise EngineError("make compat runs the repository's tests; run it in a copy of it")
     return root

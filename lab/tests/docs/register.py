@@ -54,14 +54,16 @@ _SERVING: Mapping[str, Kind] = {
         stays="Uvicorn running",
     ),
     "kvrecall gpu-check": Needs("a GPU", ("GPU",)),
-    # With the engine: tests/test_doctor.py.
+    # With the engine: tests/doctor/test_doctor.py.
     "kvrecall doctor": Runs(
         swaps=(("MODEL", str(ROOT / _MODEL)), ("/var/cache/", ""), ("100G", "8M")),
         more=" --quick --host-size 8MiB",
         before=scenes.pool_settings,
         says="machine",
     ),
-    "vllm serve": Elsewhere("tests/engine/test_vllm_serve.py", 'documented("README.md", '),
+    "vllm serve": Elsewhere(
+        "tests/engines/vllm/serving/test_vllm_serve.py", 'documented("README.md", '
+    ),
     "export": Runs(silent=True),
     "curl": Runs(swaps=(("curl ", "curl --fail "),), before=scenes.a_server),
     "python -m sglang.launch_server": Needs("an SGLang server, which needs a GPU", ("GPU",)),

@@ -189,7 +189,7 @@ def a_server(stage: Stage) -> None:
 
     @app.post("/v1/completions")
     def completions() -> dict[str, object]:
-        """As `vllm serve` with the connector (tests/engine/test_vllm_serve.py)."""
+        """As `vllm serve` with the connector (tests/engines/vllm/serving/test_vllm_serve.py)."""
         return {"kv_transfer_params": {"kvrecall": {"device": 0, "computed": 3}}}
 
     attach_all(app, FakeEngine(), plan=Plan(ServeSpec("m", "127.0.0.1", 1, {})))

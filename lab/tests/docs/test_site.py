@@ -107,7 +107,7 @@ def test_what_retrieval_reaches_is_held_by_tests_that_exist() -> None:
         held = _HELD.findall(row)
         assert held, f"no test is named: {row[:60]}"
         for file, name in held:
-            text = (ROOT / "tests/attention" / file).read_text()
+            text = (ROOT / "tests/engines/vllm/attention" / file).read_text()
             assert f"\ndef {name}(" in text, f"there is no {name} in {file}"
 
 

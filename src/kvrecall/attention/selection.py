@@ -23,7 +23,7 @@ millisecond at 16 GB/s (docs/retrieval.md)."""
 
 LAUNCHES = 2
 """Kernels of a sparse layer on a device in every decode step: the choice of its blocks, and
-attention to them (tests/attention/test_launches.py counts them)."""
+attention to them (tests/engines/vllm/attention/test_launches.py counts them)."""
 
 LAUNCHES_A_BLOCK = 1
 """More of them in a step in which a block fills: its digests."""

@@ -1,5 +1,5 @@
 """The supported versions of vLLM, defined only here; a test holds pyproject.toml and the docs to
-them (tests/engine/test_compat.py).
+them (tests/engines/vllm/compat/test_compat.py).
 """
 
 from __future__ import annotations

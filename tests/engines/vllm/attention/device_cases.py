@@ -1,0 +1,247 @@
+"""A layer's sparse attention as on a GPU: the Triton kernels over caches of both of vLLM's layouts.
+
+Run by test_kernels.py in a process of its own: Triton decides when it is first imported whether
+kernels are interpreted. Reuses cases of other files with another bench.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engines.vllm.attention import test_kernel, test_residency
+from engines.vllm.attention.alone import programs_in_any_order
+from engines.vllm.attention.interpreted import InterpretedDevice
+from engines.vllm.attention.sequences import BLOCK, Bench, Sequence, shape_of
+from engines.vllm.attention.test_kernel import (
+    test_a_draft_has_the_blocks_of_a_decoded_token,
+    test_blocks_loaded_behind_the_engines_back_are_digested_anew,
+    test_digests_follow_what_is_written_into_blocks,
+    test_equals_the_oracle_in_every_shape,
+    test_equals_the_oracle_with_options,
+    test_equals_the_oracle_without_init_and_with_one_local_token,
+    test_scattered_blocks_and_blocks_in_a_row_are_scored_alike,
+    test_sinks_take_part,
+    test_the_sum_does_not_depend_on_where_the_blocks_lie,
+)
+from engines.vllm.attention.test_residency import (
+    test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits,
+)
+from kvrecall.attention.kernels.device import launches
+from kvrecall.attention.kernels.oracle import attended
+from kvrecall.attention.selection import slots_of, split_of
+from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.engines.vllm import device as devices
+from kvrecall.engines.vllm.attention.activity import Activity
+from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape
+from kvrecall.engines.vllm.attention.copied import CopiedDense, KeptCopies
+from kvrecall.engines.vllm.attention.device_selection import TritonKernel
+from kvrecall.engines.vllm.attention.layer import _blocks_of, damaged_among, sums_of
+from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
+from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow
+
+__all__ = [
+    "programs_in_any_order",
+    "test_a_draft_has_the_blocks_of_a_decoded_token",
+    "test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits",
+    "test_blocks_loaded_behind_the_engines_back_are_digested_anew",
+    "test_digests_follow_what_is_written_into_blocks",
+    "test_equals_the_oracle_in_every_shape",
+    "test_equals_the_oracle_with_options",
+    "test_equals_the_oracle_without_init_and_with_one_local_token",
+    "test_scattered_blocks_and_blocks_in_a_row_are_scored_alike",
+    "test_sinks_take_part",
+    "test_the_sum_does_not_depend_on_where_the_blocks_lie",
+]
+
+
+class DeviceBench(Bench):
+    """Keys and values as they are; ``tokens_first``: heads beside each other in memory.
+
+    Triton's interpreter multiplies bfloat16 as if it were whole numbers: float16 takes its place.
+    """
+
+    def __init__(
+        self,
+        shape: KernelShape,
+        settings: RetrievalSettings,
+        blocks: int,
+        tokens_first: bool = False,
+        terms: AttentionParameters | None = None,
+        note: Any = None,
+    ) -> None:
+        if shape.dtype is torch.bfloat16:
+            shape = replace(shape, dtype=torch.float16)
+        super().__init__(shape, settings, blocks, terms, note)
+        if tokens_first:
+            self.cache = self.cache.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def make_kernel(self, shape: KernelShape) -> TritonKernel:
+        return TritonKernel(shape, torch.device("cpu"))
+
+    def write(self, sequence: Sequence, first: int, end: int) -> None:
+        at = torch.arange(first, end)
+        blocks, places = sequence.block_ids[at // BLOCK], at % BLOCK
+        both = torch.cat([sequence.keys[first:end], sequence.values[first:end]], -1)
+        self.cache[blocks, :, places] = both
+        self.freshness.wrote_blocks(blocks.tolist())
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(7)
+    monkeypatch.setattr(test_kernel, "Bench", DeviceBench)
+    monkeypatch.setattr(test_kernel, "attended", partial(attended, narrows=False))
+    monkeypatch.setattr(test_residency, "Bench", DeviceBench)
+    monkeypatch.setitem(devices.FORMS, "cpu", InterpretedDevice)
+    devices.device_of.cache_clear()
+
+
+SETTINGS = replace(test_residency.SETTINGS, topk_share=0.3)
+
+
+def wipe(
+    bench: DeviceBench, sequence: Sequence, gone: int, memory: np.ndarray, at: int
+) -> OffloadedSequence:
+    """Offloads the first ``gone`` middle blocks into ``memory``."""
+    split = split_of(len(sequence.keys), BLOCK, SETTINGS)
+    ids = sequence.block_ids[split.init : split.init + gone]
+    page = bench.cache[0].nbytes
+    offsets = np.arange(gone, dtype=np.int64) * (page + 512)
+    elements = bench.cache[0].numel()
+    for offset, block in zip(offsets.tolist(), ids.tolist(), strict=True):
+        run = bench.cache[block].as_strided((elements,), (1,))  # in the order of its memory
+        memory[offset + at : offset + at + page] = run.view(torch.uint8).numpy()
+    free = bench.take(slots_of(split, gone, SETTINGS)[1])
+    records = Records(memory, {"layer": at})
+    offloaded = OffloadedSequence("one", split.init, offsets, free.to(torch.int32), records)
+    bench.layer.digest(bench.cache, bench.freshness.take_stale(ids))
+    bench.layer.depart(offloaded, ids.tolist(), bench.cache)
+    bench.cache[ids] = float("nan")
+    return offloaded
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "stay", "dtype", "locked"),
+    [
+        (1000, 0, torch.float32, 9),
+        (2049, 1, torch.float16, 9),
+        (2049, 0, torch.float16, 0),
+        (1000, 1, torch.float32, 1),
+    ],
+)
+def test_blocks_recalled_from_memory_give_the_same_bits(
+    tokens: int,
+    stay: int,
+    dtype: torch.dtype,
+    locked: int,
+    tokens_first: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of memory that kernels can read, and of memory that they cannot: from the first query on, or
+    after ``locked`` of them."""
+    noted: list[list[list[int]]] = []
+    bench = DeviceBench(
+        shape_of(dtype=dtype),
+        SETTINGS,
+        60,
+        tokens_first,
+        note=lambda considered, selected, _: noted.append(selected.tolist()),
+    )
+    sequence = bench.sequence(tokens)
+    queries = [torch.randn_like(sequence.query) for _ in range(3)]
+
+    def decode(query: torch.Tensor) -> torch.Tensor:
+        bench.activity.steps_sparse = 16  # the next one's blocks are recorded
+        return bench.decode(replace(sequence, query=query))
+
+    want = [decode(query) for query in queries]
+    blocks = sequence.block_ids
+    whole = bench.cache[blocks].clone()
+    memory = np.zeros(60 * (bench.cache[0].nbytes + 512), dtype=np.uint8)
+    gone = split_of(tokens, BLOCK, SETTINGS).middle - stay
+    with monkeypatch.context() as patch:
+        patch.setattr(InterpretedDevice, "can_read", lambda *_: locked > 0)
+        offloaded = wipe(bench, sequence, gone, memory, 256)
+    table = blocks.to(torch.int32)[None]
+    for at, (query, result) in enumerate(zip(queries, want, strict=True)):
+        if at == locked:
+            offloaded.is_readable = False
+        bench.activity.steps_sparse = 16
+        with launches() as launched:
+            step = bench.planner.plan([BatchRow(1, tokens, False)], table, {0: offloaded})
+            assert step is not None
+            got = bench.layer.attend(query[None], bench.cache, step, bench.terms)
+        assert torch.equal(got, result)
+        assert ("fetch_blocks" in launched) == (at < locked)
+        assert ("move_words" in launched) == (at >= locked)
+    assert noted[:2] == noted[3:5], "the blocks that were chosen, recorded a step later"
+    bench.group.counted(wait=True)
+    split, activity = split_of(tokens, BLOCK, SETTINGS), bench.activity
+    assert activity.blocks_loaded >= split.chosen - stay
+    assert activity.bytes_loaded == activity.blocks_loaded * bench.cache[0, 0].nbytes
+    assert activity.blocks_hit + activity.blocks_loaded <= 3 * 2 * split.chosen
+    row = OffloadedRow(offloaded, slice(0, 1), table[0], tokens, False)
+    copied = CopiedDense("layer", Activity()).copy(bench.cache, row, 1)
+    assert torch.equal(copied, whole)
+    assert copied.stride()[1:] == bench.cache.stride()[1:]
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_dense_layers_copy_a_full_block_once(tokens_first: bool) -> None:
+    """And the last one in each step; with the values that it has then, and so for one that comes
+    later and has the same pages, in another order."""
+    bench = DeviceBench(shape_of(), SETTINGS, 60, tokens_first)
+    bench.cache.normal_()
+    page, total = bench.cache[0].nbytes, 1300
+    memory = np.zeros(60 * (page + 512), dtype=np.uint8)
+    activity, copies = Activity(), KeptCopies(len(bench.cache))
+    layers = [CopiedDense(name, activity) for name in ("layer", "another")]
+    for key in ("one", "next"):
+        sequence = bench.sequence(total)
+        ids, gone = sequence.block_ids, split_of(total, BLOCK, SETTINGS).middle - 1
+        whole = bench.cache[ids].clone()
+        offloaded = wipe(bench, sequence, gone, memory, 256)
+        offloaded.records = Records(memory, {"layer": 256, "another": 256})
+        table, counted = ids.to(torch.int32), []
+        for tokens in (1270, 1279, 1280, 1281, 1282, 1290):
+            bench.cache[ids[-1]] += 1
+            whole[-1] += 1
+            count = -(-tokens // BLOCK)
+            kept = copies.of(key, count)
+            assert kept is not None
+            row = OffloadedRow(offloaded, slice(0, 1), table, tokens, False, None, kept)
+            before = activity.bytes_staged
+            for layer in layers:
+                found = layer.copy(bench.cache, row, 1)
+                assert torch.equal(found[kept.pages[:count]], whole[:count])
+                assert found.stride()[1:] == bench.cache.stride()[1:]
+            counted.append((activity.bytes_staged - before) // (2 * page))
+        assert counted == [10, 1, 1, 2, 1, 1]
+        copies.forget(key)
+        bench.layer.forget("one")
+
+
+def test_pages_are_read_in_the_order_of_the_caches_memory() -> None:
+    bench = DeviceBench(shape_of(), SETTINGS, 4, tokens_first=True)
+    bench.cache.copy_(torch.randn(bench.cache.shape))
+    flat = bench.cache.as_strided((4, bench.cache[0].numel()), (bench.cache.stride(0), 1))
+    assert torch.equal(_blocks_of(flat.contiguous().view(torch.uint8), bench.cache), bench.cache)
+
+
+def test_sums_tell_every_changed_byte() -> None:
+    rows = torch.randint(-128, 128, (9, 2, 36), dtype=torch.int8)
+    sums = sums_of(rows)
+    assert sums.shape == (9, 8)
+    assert not (sums_of(rows) != sums).any()
+    for at in range(72):
+        changed = rows.clone()
+        changed.view(9, -1)[:, at] ^= 1 << at % 8 if at % 8 < 7 else -128
+        assert (sums_of(changed) != sums).any(-1).all()
+    assert not damaged_among(rows[:0], sums[:0]).any()

@@ -1,0 +1,75 @@
+"""Run by test_kernels.py in a process of its own: Triton decides when it is first imported whether
+kernels are interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engines.vllm.attention.alone import programs_in_any_order
+from engines.vllm.attention.test_paged import Cache, cache
+from kvrecall.attention.kernels.device import attend_by_triton
+from kvrecall.attention.kernels.oracle import attend_plainly
+
+
+def got(made: Cache, scale: float, softcap: float = 0.0, share: int = 0) -> torch.Tensor:
+    """Attention by the kernels; what is of no sequence keeps its zeros."""
+    output = torch.zeros_like(made.query)
+    parts = made.query, made.keys, made.values, made.step, output
+    attend_by_triton(*parts, scale, softcap, share=share)
+    return output
+
+
+def want(made: Cache, scale: float, softcap: float = 0.0) -> torch.Tensor:
+    return attend_plainly(made.query, made.keys, made.values, made.step, scale, softcap)
+
+
+__all__ = ["programs_in_any_order"]
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 1000, 4097])
+@pytest.mark.parametrize(("group", "dim"), [(1, 64), (4, 128), (7, 16)])
+@pytest.mark.parametrize("share", [0, 3])
+def test_the_kernel_agrees_with_the_oracle(length: int, group: int, dim: int, share: int) -> None:
+    made = cache([length, 300], group, dim, 128, torch.float32)
+    found = got(made, dim**-0.5, share=share)
+    torch.testing.assert_close(found, want(made, dim**-0.5), rtol=1e-4, atol=1e-5)
+
+
+def test_half_precision_and_other_layouts() -> None:
+    made = cache([1000, 129], 4, 64, 32, torch.float16)
+    expected = want(made, 0.125)
+    made.keys, made.values = (
+        t.transpose(1, 2).contiguous().transpose(1, 2) for t in (made.keys, made.values)
+    )
+    found = got(made, 0.125, share=16)
+    torch.testing.assert_close(found.float(), expected, rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize(("dim", "softcap"), [(80, 0.0), (96, 5.0), (64, 1.0)])
+def test_other_dimensions_and_capped_logits(dim: int, softcap: float) -> None:
+    made = cache([700, 130], 3, dim, 64, torch.float32)
+    found = got(made, 0.5, softcap)
+    torch.testing.assert_close(found, want(made, 0.5, softcap), rtol=1e-4, atol=1e-5)
+
+
+def test_a_sequence_by_itself_gives_the_bits_of_a_batch() -> None:
+    """In a smaller bucket, and with more splits of a row than are added up at once."""
+    lengths = [900, 5000, 130]
+    whole = cache(lengths, 2, 64, 16, torch.float32)
+    together = got(whole, 0.2, share=8)
+    for at in range(3):
+        alone = whole.only(at)
+        assert alone.step.table.shape != whole.step.table.shape
+        assert torch.equal(got(alone, 0.2, share=8), together * alone.mine)
+
+
+@pytest.mark.parametrize("group", [4, 40])
+def test_any_program_of_a_row_may_be_the_last(group: int) -> None:
+    """Its sum has the same bits, and it leaves what programs count in as it was."""
+    made = cache([700, 16, 300], group, 32, 16, torch.float32)
+    first = got(made, 0.2, share=1)
+    torch.testing.assert_close(first, want(made, 0.2), rtol=1e-4, atol=1e-5)
+    for _ in range(3):
+        assert not made.step.arrived.any()
+        assert torch.equal(got(made, 0.2, share=1), first)

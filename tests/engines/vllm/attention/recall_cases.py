@@ -1,0 +1,199 @@
+"""Run by test_kernels.py in a process of its own: Triton decides when it is first imported whether
+kernels are interpreted. What a device recalls into its slots, against the host's bookkeeping."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from engines.vllm.attention.alone import choose, programs_in_any_order
+from kvrecall.attention.kernels import device
+from kvrecall.attention.kernels.device import (
+    Bucket,
+    DeviceStep,
+    SequenceFacts,
+    fetch_by_triton,
+)
+from kvrecall.attention.kernels.oracle import table_plainly
+from kvrecall.attention.residency import BlockNumbers, DeviceResidency, Residency
+
+__all__ = ["programs_in_any_order"]
+
+HEADS, GROUP, TOKENS, WIDTH = 2, 3, 4, 8
+CACHE, PAGE_AT = 400, 3
+"""Blocks of the cache; where in a record the layer's page begins, in words."""
+
+
+@dataclass
+class Offloaded:
+    """A sequence whose first ``gone`` of ``middle`` blocks are off the device, by its host's
+    bookkeeping. ``table``: its blocks, where these are named by their numbers."""
+
+    init: int
+    middle: int
+    chosen: int
+    gone: int
+    slots: torch.Tensor
+    numbers: np.ndarray
+    table: torch.Tensor
+    kept: Residency = field(default_factory=lambda: Residency(HEADS))
+
+    @property
+    def facts(self) -> tuple[int, ...]:
+        blocks = len(self.table)
+        length = blocks - self.middle + self.chosen
+        return self.init, self.middle, self.chosen, blocks, length, len(self.slots)
+
+
+class Machine:
+    """A cache, records in host memory, and sequences with slots. A block's words are its number
+    and head, in the cache and in its record; the cache's other words are -1."""
+
+    def __init__(self, tokens_first: bool) -> None:
+        cache = torch.full((CACHE, HEADS, TOKENS, WIDTH), -1, dtype=torch.int32)
+        if tokens_first:
+            cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
+        self.cache = cache
+        self.page = self.cache[0].numel()
+        self.numbers = BlockNumbers(torch.device("cpu"))
+        self.records: dict[int, torch.Tensor] = {}
+        self.residency = DeviceResidency(HEADS, CACHE, torch.zeros(2, dtype=torch.int64))
+        self._free = (torch.randperm(CACHE - 1) + 1).to(torch.int32)
+
+    def take(self, count: int) -> torch.Tensor:
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def begin(self, init: int, middle: int, chosen: int, gone: int, slots: int) -> Offloaded:
+        numbers = self.numbers.take(gone)
+        for number in numbers.tolist():
+            words = 1000 * number + torch.arange(HEADS, dtype=torch.int32)[:, None, None]
+            page = torch.empty(PAGE_AT + self.page, dtype=torch.int32)
+            like = page.as_strided(self.cache.shape[1:], self.cache.stride()[1:], PAGE_AT)
+            like.copy_(words.expand(like.shape))
+            self.records[number] = page
+            self.numbers.addresses[number] = page.data_ptr()
+        table = self.take(init + middle + 2)
+        table[init : init + gone] = torch.from_numpy(-1 - numbers)
+        made = Offloaded(init, middle, chosen, gone, self.take(slots), numbers, table)
+        made.kept.grow(slots, gone)
+        self.residency.begin(
+            torch.from_numpy(numbers), made.slots.to(torch.int64), int(numbers.max()) + 1
+        )
+        return made
+
+    def end(self, one: Offloaded) -> None:
+        """Its slots and blocks are free again; what was in them stays."""
+        self.numbers.give(one.numbers)
+        table = one.table[one.table > 0]
+        self._free = torch.cat([one.slots, table, self._free])
+
+    def step(self, sequences: list[Offloaded], here: list[Offloaded]) -> DeviceStep:
+        """Of sequences that recall and others, whose blocks are all on the device."""
+        both = [*sequences, *here]
+        facts = [SequenceFacts(at, *one.facts) for at, one in enumerate(both)]
+        bucket = Bucket.of(HEADS, facts, 0)
+        tables, slots = [one.table.numpy() for one in both], [one.slots.numpy() for one in both]
+        packed = torch.from_numpy(bucket.pack(facts, tables, [], slots))
+        step = DeviceStep(packed, bucket, GROUP)
+        step.logits.normal_(0, 3)
+        return step
+
+
+def check(machine: Machine, sequences: list[Offloaded], here: list[Offloaded]) -> None:
+    """One step: the device's slots are the host's, and hold the blocks."""
+    step = machine.step(sequences, here)
+    rows = step.logits.view(-1, HEADS, *step.logits.shape[1:])
+    both = [*sequences, *here]
+    logits = [rows[at, ..., : one.middle] for at, one in enumerate(both)]
+    want = table_plainly(logits, step)
+    before = machine.residency.counts.clone()
+    choose(step, machine.residency)
+    chosen = step.table.clone()
+    fetch_by_triton(step, machine.residency, machine.numbers.addresses, 4 * PAGE_AT, machine.cache)
+    hits = misses = 0
+    tables = step.table.view(-1, HEADS, step.table.shape[1])
+    named = chosen.view(tables.shape)
+    for at, one in enumerate(both):
+        count = want[at].shape[1]
+        assert torch.equal(named[at, :, :count], want[at])
+        left = want[at] < 0
+        assert torch.equal(tables[at, :, :count][~left], want[at][~left])
+        if not len(one.slots):
+            continue
+        order = np.argsort(one.numbers)
+        asked = (-1 - want[at]).numpy()
+        places = order[
+            np.searchsorted(one.numbers[order], np.where(asked >= 0, asked, 0)) % one.gone
+        ]
+        admission = one.kept.admit(places, asked >= 0)
+        hits += admission.hits
+        misses += len(admission.heads)
+        expected = one.slots[torch.from_numpy(admission.slots)]
+        assert torch.equal(tables[at, :, :count][left], expected[left])
+        for head in range(HEADS):
+            ids = tables[at, head, :count][left[head]].long()
+            words = 1000 * (-1 - want[at][head][left[head]]) + head
+            held = machine.cache[ids, head].flatten(1)
+            assert torch.equal(held, words[:, None].to(torch.int32).expand(held.shape))
+            assert 0 not in ids
+    told = machine.residency.counts - before
+    assert told.tolist() == [hits, misses]
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+@pytest.mark.parametrize("at_once", [16, 1024])
+def test_a_device_keeps_its_slots_as_the_host_does(
+    tokens_first: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step by step, of a batch: some sequences all off the device, some in part, some not; and
+    with more blocks and slots than a program takes at once."""
+    monkeypatch.setattr(device, "_BLOCKS_AT_ONCE", at_once)
+    torch.manual_seed(at_once)
+    machine = Machine(tokens_first)
+    sequences = [machine.begin(*sizes) for sizes in ((1, 30, 9, 30, 9), (2, 50, 20, 41, 33))]
+    none = torch.empty(0, dtype=torch.int32)
+    here = [Offloaded(1, 12, 5, 0, none, none.numpy(), machine.take(15))]
+    for _ in range(6):
+        check(machine, sequences, here)
+    assert machine.residency.counts.min() > 0
+    check(machine, sequences[1:], here)
+    check(machine, sequences, here)
+
+
+def test_one_step_may_be_taken_twice() -> None:
+    """What the second time wants is not given away for it."""
+    torch.manual_seed(1)
+    machine = Machine(tokens_first=False)
+    one = machine.begin(0, 20, 6, 20, 6)
+    step = machine.step([one], [])
+    for _ in range(3):
+        step.logits.normal_(0, 3)
+        choose(step, machine.residency)
+        wanted = (-1 - step.table[:, :6]).clone()
+        fetch_by_triton(
+            step, machine.residency, machine.numbers.addresses, 4 * PAGE_AT, machine.cache
+        )
+        for head in range(HEADS):
+            held = machine.cache[step.table[head, :6].long(), head, 0, 0]
+            assert torch.equal(held, 1000 * wanted[head] + head)
+
+
+def test_nothing_is_left_of_a_sequence_that_ended() -> None:
+    """The next one has its numbers and slots, and finds none of its blocks."""
+    torch.manual_seed(2)
+    machine = Machine(tokens_first=False)
+    others = [machine.begin(1, 30, 8, 30, 12)]
+    for _ in range(4):
+        one = machine.begin(1, 25, 10, 25, 12)
+        before = machine.residency.counts.clone()
+        check(machine, [one, *others], [])
+        check(machine, [one, *others], [])
+        assert (machine.residency.counts - before)[1] >= 2 * 10, "all were loaded at first"
+        machine.end(one)
+    assert machine.numbers.most == 55
+    machine.end(others[0])
+    assert machine.numbers.most == 0

@@ -1,0 +1,177 @@
+"""The host never waits for a device while it plans a step: nothing is read back, and all that is
+copied there is sent by way of locked memory. The metadata builder on PyTorch's meta device, whose
+tensors have no contents."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from engines.vllm.attention.sequences import shape_of
+from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.engines.vllm import device as devices
+from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog
+from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
+from kvrecall.engines.vllm.attention.device_selection import TritonKernel
+from kvrecall.engines.vllm.attention.group import RetrievalGroup
+from kvrecall.engines.vllm.attention.heat import HeatTotals
+from kvrecall.engines.vllm.attention.step import StepPlanner
+from kvrecall.engines.vllm.compat import runner
+from kvrecall.engines.vllm.device.inline import InlineDevice
+
+BLOCK = 128
+META = torch.device("meta")
+SETTINGS = RetrievalSettings(gate=False)
+
+
+class MetaDevice(InlineDevice):
+    """Values that are sent to it have no contents any more."""
+
+    sends = False
+
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        MetaDevice.sends = True
+        try:
+            return values.to(META)
+        finally:
+            MetaDevice.sends = False
+
+
+class Watch(TorchDispatchMode):
+    """Raises AssertionError for a copy to the device that waits for it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [one for one in args if isinstance(one, torch.Tensor) and one.dim()]
+        into = (kwargs or {}).get("device") or (tensors[0].device if tensors else None)
+        of_host = any(one.device.type == "cpu" for one in tensors)
+        assert MetaDevice.sends or into != META or not of_host, f"{func} waits"
+        return func(*args, **(kwargs or {}))
+
+
+class Dense:
+    """In place of vLLM's builder."""
+
+    def build(self, prefix: int, common: Any, fast_build: bool = False) -> Any:
+        return SimpleNamespace(common=common)
+
+
+class Builder(RetrievalBuilder, Dense):
+    block_size = BLOCK
+    make_kernel = make_dense = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self._kernel = TritonKernel(shape_of(16, 4, 128, torch.bfloat16), META)
+        self._activity = Activity()
+        self._log = ActivityLog(self._activity)
+        self._settings = SETTINGS
+        self._hindrance = None
+        self._decoded = 1
+        self._layer_names = ["layer"]
+        self._plain = False
+        self._group = RetrievalGroup(self._activity, HeatTotals(), self._kernel)
+        self._planner = StepPlanner(SETTINGS, self._kernel, self._group.freshness, self._activity)
+
+
+def common_of(
+    lengths: list[int], queries: list[int], prefills: bool = True
+) -> CommonAttentionMetadata:
+    """``prefills``: requests with several tokens are in prefill."""
+    starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
+    tokens = int(starts[-1])
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(META),
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=META),
+        num_reqs=len(lengths),
+        num_actual_tokens=tokens,
+        max_query_len=max(queries),
+        max_seq_len=max(lengths),
+        block_table_tensor=torch.zeros(len(lengths), 1024, dtype=torch.int32, device=META),
+        slot_mapping=torch.zeros(tokens, dtype=torch.int64, device=META),
+        seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
+        is_prefilling=torch.tensor([prefills and query > 1 for query in queries]),
+    )
+
+
+@pytest.fixture
+def builder(monkeypatch: pytest.MonkeyPatch) -> Builder:
+    monkeypatch.setitem(devices.FORMS, "meta", MetaDevice)
+    devices.device_of.cache_clear()
+    return Builder()
+
+
+def build(builder: Builder, lengths: list[int], queries: list[int], prefills: bool = True) -> Any:
+    """The batch's requests are rows 7, 6, 5 ... of the runner's, which have blocks of their own."""
+    ids = np.arange(8 * 1024, dtype=np.int32).reshape(8, 1024)
+    rows = np.arange(7, 7 - len(lengths), -1, dtype=np.int32)
+    runner._batch["layer"] = runner.BatchBlocks(ids, rows, np.zeros(8, dtype=np.int32))
+    common = common_of(lengths, queries, prefills)
+    with Watch():
+        return builder.build(0, common)
+
+
+def test_a_step_is_planned_without_the_device(builder: Builder) -> None:
+    """Sparse, dense, prefilling past the boundary, short, and padding."""
+    metadata = build(builder, [70_000, 500, 40_000, 70_000, 0], [1, 1, 512, 1, 0])
+    step = metadata.retrieval.step
+    assert [sequence.row for sequence in step.sequences] == [0, 3]
+    assert metadata.retrieval.beside_sparse.metadata.common.num_actual_tokens == 513
+
+
+def test_the_number_that_all_ranks_agree_on_decides(builder: Builder) -> None:
+    context = SimpleNamespace(static_forward_context={})
+    model = SimpleNamespace(max_model_len=131_072)
+    builder.vllm_config = SimpleNamespace(compilation_config=context, model_config=model)
+    gated = replace(SETTINGS, gate=True)
+    builder._planner.gate = replace(builder._planner.gate, settings=gated)
+    assert build(builder, [70_000], [1]).retrieval.step is not None
+    builder._settle_gate(1 << 50)
+    assert build(builder, [70_000], [1]).retrieval.step is None
+    assert builder._kernel.overhead_bytes == 1 << 50, "for layers that are bound again"
+
+
+def test_digests_of_a_step_whose_layers_did_not_run_are_planned_again(builder: Builder) -> None:
+    layer = SimpleNamespace(digested=0)
+    builder._group.add("layer", layer)  # type: ignore[arg-type]
+    digested = []
+    for runs in (False, False, True, False):
+        step = build(builder, [70_000], [1]).retrieval.step
+        digested.append(step.stale_count)
+        layer.digested += step.stale_count * runs
+    assert digested[0] == digested[1] == digested[2] > 100
+    assert digested[3] < 10, "what the step wrote"
+
+
+def test_drafts_are_planned_beside_each_other(builder: Builder) -> None:
+    """One request decodes with three drafts; another computes again what a preemption has cost."""
+    builder._decoded = 4
+    step = build(builder, [70_000, 70_000, 40_000], [4, 5, 1], prefills=False).retrieval.step
+    assert [(one.row, one.token) for one in step.sequences] == [
+        (0, 0), (0, 1), (0, 2), (0, 3), (2, 9)
+    ]  # fmt: skip
+    assert [one.split.last_tokens for one in step.sequences[:4]] == [109, 110, 111, 112]
+
+
+def test_short_steps_are_planned_without_the_device(builder: Builder) -> None:
+    """What they write is noted: a block of one, and five of a prefill."""
+    fresh = builder._group.freshness
+    ids = torch.arange(8 * 1024)
+    fresh.take_stale(ids)
+    metadata = build(builder, [500, 1000], [1, 513])
+    assert not hasattr(metadata, "retrieval")
+    want = [*range(6 * 1024 + 3, 6 * 1024 + 8), 7 * 1024 + 3]
+    assert fresh.take_stale(ids).tolist() == want
+
+
+def test_read_back_where_the_runner_does_not_tell(builder: Builder) -> None:
+    """In a dummy run."""
+    runner._batch.clear()
+    with pytest.raises(NotImplementedError, match="no data"):
+        builder.build(0, common_of([500], [1]))

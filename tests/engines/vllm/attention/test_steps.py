@@ -1,0 +1,394 @@
+"""The plan of a step, the gate, packing, and refusals at start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.worker.gpu_worker import Worker
+
+from engines.vllm.attention.sequences import shape_of
+from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.engines.vllm.attention import cuda
+from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog
+from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
+from kvrecall.engines.vllm.attention.base import KernelShape
+from kvrecall.engines.vllm.attention.checks import (
+    require_block_size,
+    require_engine,
+    require_layer,
+    require_retrieval,
+)
+from kvrecall.engines.vllm.attention.cpu import CpuKernel, KeyReader, RetrievalBackend
+from kvrecall.engines.vllm.attention.device_selection import TritonKernel
+from kvrecall.engines.vllm.attention.layer import RetrievalLayer
+from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, StepPlanner
+from kvrecall.engines.vllm.compat import runner
+from kvrecall.errors import EngineError
+
+LARGE = shape_of(heads=16, kv_heads=4, dim=128, dtype=torch.bfloat16)
+
+
+FEW = RetrievalSettings(dense_boundary=0, gate=False, least_blocks=1)
+
+
+def planner(settings: RetrievalSettings, activity: Activity, shape: Any = LARGE) -> StepPlanner:
+    return StepPlanner(settings, CpuKernel(shape), Freshness(), activity)
+
+
+def table(*lengths: int) -> torch.Tensor:
+    return torch.arange(len(lengths) * 1100, dtype=torch.int32).view(len(lengths), -1)
+
+
+def test_only_decoded_tokens_of_long_sequences_are_sparse() -> None:
+    activity = Activity()
+    rows = [
+        BatchRow(1, 70_000, False),
+        BatchRow(1, 30_000, False),
+        BatchRow(512, 70_000, True),
+        BatchRow(1, 70_000, True),
+        BatchRow(1, 40_000, False),
+    ]
+    step = planner(RetrievalSettings(), activity).plan(rows, table(*range(5)))
+    assert step is not None
+    assert [sequence.row for sequence in step.sequences] == [0, 4]
+    assert [sequence.token for sequence in step.sequences] == [0, 515]
+    assert step.plan.table.shape[0] == len(step.plan.seq_lens) == 2 * LARGE.kv_heads
+    assert activity.sequences_sparse == 2
+
+
+def test_prefill_digests_blocks_as_they_fill() -> None:
+    planned = planner(RetrievalSettings(), Activity())
+    first = planned.plan([BatchRow(2048, 40_000, True)], table(1))
+    assert first is not None
+    assert not first.sequences
+    assert len(first.stale) == 40_000 // 128 - 8
+    second = planned.plan([BatchRow(2048, 42_048, True)], table(1))
+    assert second is not None
+    assert len(second.stale) == 42_048 // 128 - 40_000 // 128
+
+
+@pytest.mark.parametrize(("tokens", "sparse"), [(8_000, False), (11_000, False), (40_000, True)])
+def test_the_gate_keeps_short_sequences_dense(tokens: int, sparse: bool) -> None:
+    activity = Activity()
+    step = planner(RetrievalSettings(dense_boundary=0), activity).plan(
+        [BatchRow(1, tokens, False)], table(1)
+    )
+    assert (step is not None) is sparse
+    assert activity.sequences_gated == (not sparse)
+
+
+def test_the_log_says_once_that_all_sequences_are_gated(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "vllm.kvrecall")
+    settings = RetrievalSettings(dense_boundary=100)
+    planned = planner(settings, Activity())
+    planned.plan([BatchRow(1, 40_000, False), BatchRow(1, 8_000, False)], table(1, 2))
+    planned.plan([BatchRow(1, 50, False), BatchRow(8, 8_000, True)], table(1, 2))
+    assert not caplog.records
+    for _ in range(2):
+        planned.plan([BatchRow(1, 9_000, False), BatchRow(1, 8_000, False)], table(1, 2))
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "all sequences past VLLM_RETRIEVAL_DENSE_BOUNDARY=100 that decode now (2) are" in said
+    planner(replace(settings, gate=False), Activity()).plan([BatchRow(1, 999, False)], table(1))
+    assert len(caplog.records) == 1, "too short to select from"
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest", "said"),
+    [
+        (RetrievalSettings(), 100_000, "decode sparsely from 32768 tokens on"),
+        (RetrievalSettings(dense_boundary=0), 100_000, "decode sparsely from 17152 tokens on"),
+        (RetrievalSettings(dense_boundary=0), 14_000, "RETRIEVAL CAN NEVER ACT: dense attention"),
+        (RetrievalSettings(dense_boundary=0), 9_000, "than a step selects of them, at least 32;"),
+        (replace(FEW, init_tokens=10**400), 100_000, "lower VLLM_RETRIEVAL_INIT_TOKENS_NUM"),
+        (replace(FEW, dense_boundary=9_000), 9_080, "decode sparsely from 9000 tokens on"),
+        (replace(FEW, dense_boundary=9_079), 9_080, "decode sparsely from 9079 tokens on"),
+        (RetrievalSettings(), 30_000, ""),
+    ],
+)
+def test_the_log_says_at_start_from_which_length_on_it_acts(
+    settings: RetrievalSettings, longest: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A limit within the boundary is told by the checks."""
+    caplog.set_level("INFO", "vllm.kvrecall")
+    model = SimpleNamespace(max_model_len=longest)
+    builder: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(model_config=model),
+        block_size=128,
+        _planner=planner(settings, Activity()),
+    )
+    RetrievalBuilder._tell_boundary(builder, settings)
+    assert said in caplog.text
+    assert len(caplog.records) == bool(said)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        RetrievalSettings(topk_share=1.0),
+        RetrievalSettings(topk_share=0.02, least_blocks=1000, gate=False),
+    ],
+    ids=["share", "least"],
+)
+def test_choosing_everything_is_left_to_dense_attention(settings: RetrievalSettings) -> None:
+    activity = Activity()
+    assert planner(settings, activity).plan([BatchRow(1, 60_000, False)], table(1)) is None
+    assert activity.sequences_gated == 1
+
+
+def test_freshness() -> None:
+    fresh = Freshness()
+    ids = torch.tensor([5, 3, 900], dtype=torch.int32)
+    assert fresh.take_stale(ids).tolist() == [5, 3, 900]
+    assert fresh.take_stale(ids).tolist() == []
+    fresh.wrote_blocks([3, 4])
+    fresh.wrote_blocks([900, 100_000])
+    assert fresh.take_stale(ids).tolist() == [3, 900]
+
+
+@pytest.mark.parametrize("evenly", [True, False])
+def test_keys_are_read_back_from_any_reordering(evenly: bool) -> None:
+    torch.manual_seed(1)
+    order = torch.arange(32 * 8).view(32, 8).T.flatten() if evenly else torch.randperm(32 * 8)
+    reader = KeyReader(32, 8, torch.bfloat16, lambda ones: ones.flatten()[order])
+    keys = torch.randn(4, 3, 32, 8).to(torch.bfloat16)
+    cache = torch.cat([keys.flatten(2)[..., order], torch.zeros(4, 3, 32 * 8)], -1)
+    got = reader.read(cache.to(torch.bfloat16).view(4, 3, 32, 16), torch.tensor([2, 0]))
+    assert torch.equal(got, keys[[2, 0]])
+
+
+def test_packing_that_loses_elements_is_refused() -> None:
+    with pytest.raises(EngineError, match="cannot be read back"):
+        KeyReader(32, 8, torch.float32, lambda ones: ones.flatten().clone().fill_(1))
+
+
+def test_the_log_says_what_was_done_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    activity = Activity()
+    log = ActivityLog(activity, 60.0, lambda: now[0])
+    caplog.set_level("INFO", "vllm.kvrecall")
+    for second in (0.0, 0.1, 30.0, 59.0, 61.0):
+        now[0] = second
+        activity.steps_sparse += 1
+        log.sparse_step()
+        activity.layers_sparse += 3
+        activity.blocks_selected += 10
+    assert [record.getMessage().split(":")[2].split()[0] for record in caplog.records] == ["2", "3"]
+    assert "10 of 0 considered blocks selected" in caplog.text, "of the first step, in the second"
+    assert "30 of 0 considered blocks selected" in caplog.text
+
+
+def engine(layers: Sequence[str] = (), **changed: Any) -> SimpleNamespace:
+    values: dict[str, Any] = {
+        "speculative_config": None,
+        "kv_transfer_config": None,
+        "scheduler_config": SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        "cache_config": SimpleNamespace(cache_dtype="auto"),
+        "parallel_config": SimpleNamespace(decode_context_parallel_size=1),
+        "model_config": SimpleNamespace(
+            max_model_len=100_000,
+            is_hybrid=False,
+            is_encoder_decoder=False,
+            get_total_num_hidden_layers=lambda: 4,
+            hf_text_config=SimpleNamespace(**({"layer_types": layers} if layers else {})),
+        ),
+    }
+    return SimpleNamespace(**{**values, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"cache_config": SimpleNamespace(cache_dtype="int8_per_token_head")}, "dtype=int8_per_"),
+        ({"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}, "context_parallel"),
+        ({"parallel_config": SimpleNamespace(enable_dbo=True)}, "remove --enable-dbo"),
+        ({"kv_transfer_config": SimpleNamespace(kv_connector="Other")}, "the connector Other"),
+    ],
+)
+def test_what_cannot_work_is_refused(changed: dict[str, Any], named: str) -> None:
+    require_engine(engine(), RetrievalSettings())
+    with pytest.raises(EngineError, match=named):
+        require_engine(engine(**changed), RetrievalSettings())
+
+
+@pytest.mark.parametrize(
+    ("method", "ahead", "index", "named"),
+    [
+        ("eagle", False, "exact", "by eagle, whose draft has layers of its own; draft by"),
+        ("ngram", True, "exact", "asynchronous scheduling; pass --no-async-scheduling"),
+        ("ngram", False, "faiss-flat", "INDEX=faiss-flat; leave the index at exact"),
+        ("ngram", False, "latent", "latent attention"),
+    ],
+)
+def test_speculation_that_cannot_be_followed_is_refused(
+    method: str, ahead: bool, index: str, named: str
+) -> None:
+    def speculating(method: str, ahead: bool) -> Any:
+        return engine(
+            speculative_config=SimpleNamespace(method=method),
+            scheduler_config=SimpleNamespace(async_scheduling=ahead),
+        )
+
+    require_engine(speculating("ngram", False), RetrievalSettings())
+    refused = speculating(method, ahead)
+    if index == "latent":
+        refused.model_config.use_mla, index = True, "exact"
+    with pytest.raises(EngineError, match=named):
+        require_engine(refused, RetrievalSettings(index=index))
+
+
+FULL, WINDOW = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("layers", "named"),
+    [
+        (("chunked_attention", FULL), "layers of chunked_attention"),  # Llama 4
+        (("linear_attention", FULL), "layers of linear_attention"),  # Qwen3-Next
+    ],
+)
+def test_layers_of_other_kinds_are_refused(layers: tuple[str, ...], named: str) -> None:
+    """Llama 4's chunks would be attended to by retrieval: their layers have no window of their own
+    that would tell them from full attention."""
+    with pytest.raises(EngineError) as refused:
+        require_engine(engine(layers), RetrievalSettings())
+    assert str(refused.value) == (
+        f"retrieval attention does not work with {named}; serve a model with full attention or "
+        "sliding windows in every layer, or remove `retrieval` from VLLM_PLUGINS"
+    )
+
+
+def test_windows_need_a_layer_with_full_attention_beside_them() -> None:
+    """One past the dense layers, and in a KV group of its own."""
+    require_engine(engine((WINDOW, WINDOW, FULL)), RetrievalSettings())
+    with pytest.raises(EngineError, match="windows in every layer"):
+        require_engine(engine((WINDOW, WINDOW)), RetrievalSettings())
+    with pytest.raises(EngineError, match="leaves none of this model's 2 layers"):
+        require_engine(engine((WINDOW, FULL, WINDOW)), RetrievalSettings())
+    one = SimpleNamespace(disable_hybrid_kv_cache_manager=True)
+    with pytest.raises(EngineError, match="remove --disable-hybrid-kv-cache-manager"):
+        require_engine(engine((WINDOW, WINDOW, FULL), scheduler_config=one), RetrievalSettings())
+
+
+def pooled(extra: dict[str, Any] | None = None, stages: int = 1, layers: Sequence[str] = ()) -> Any:
+    transfer = SimpleNamespace(kv_connector="RecallConnector", kv_connector_extra_config=extra)
+    parallel = SimpleNamespace(pipeline_parallel_size=stages)
+    return engine(layers, kv_transfer_config=transfer, parallel_config=parallel)
+
+
+def test_offload_that_cannot_be_is_refused_unless_no_sequence_gets_there() -> None:
+    require_engine(pooled({"backend": "service"}), RetrievalSettings())
+    ngram = pooled()
+    ngram.speculative_config = SimpleNamespace(method="ngram")
+    ngram.scheduler_config.async_scheduling = False
+    for config, why in (
+        (pooled(stages=2), "use tensor parallelism"),
+        (pooled(layers=(WINDOW, WINDOW, FULL)), "KV groups of their own"),
+        (ngram, "disable speculation"),
+    ):
+        with pytest.raises(EngineError, match=rf"{why}.*above max_model_len=100000"):
+            require_engine(config, RetrievalSettings())
+        require_engine(config, replace(RetrievalSettings(), offload_boundary=100_001))
+
+
+def test_no_layer_left_is_refused() -> None:
+    with pytest.raises(EngineError, match="DENSE_LAYERS=4"):
+        require_engine(engine(), replace(RetrievalSettings(), dense_layers=4))
+
+
+def test_blocks_that_digests_do_not_divide_are_refused() -> None:
+    with pytest.raises(EngineError, match="block_size=32"):
+        require_block_size(32, replace(RetrievalSettings(), digest_tokens=64))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"sliding_window": 512},
+        {"alibi_slopes": torch.zeros(2)},
+        {"attn_type": "encoder_only"},
+    ],
+)
+def test_layers_that_cannot_choose_are_refused(changed: dict[str, Any]) -> None:
+    plain = {"attn_type": "decoder", "alibi_slopes": None}
+    whole = {"sliding_window": -1, "sinks": None}
+    window = {"sliding_window": 512, "sinks": torch.zeros(2)}
+    require_layer(SimpleNamespace(**plain, **whole), engine())
+    require_layer(SimpleNamespace(**plain, **window), engine((WINDOW, FULL)))
+    with pytest.raises(EngineError):
+        require_layer(SimpleNamespace(**{**plain, **whole, **changed}), engine())
+
+
+def test_blocks_that_the_device_kernel_cannot_read_are_refused() -> None:
+    for size in (8, 48):
+        shape = KernelShape(4, 2, 64, size, torch.float32, "")
+        with pytest.raises(EngineError, match="power of two"):
+            TritonKernel(shape, torch.device("cuda"))
+    kernel = TritonKernel(KernelShape(4, 2, 64, 32, torch.float32, ""), torch.device("cpu"))
+    layer = RetrievalLayer("layer", FEW, kernel, Activity())
+    with pytest.raises(EngineError, match=r"torch.float32 and shape \[blocks, 2, 32, 128\]"):
+        layer.digest_rows(torch.zeros(3, 2, 32, 128, dtype=torch.float16))
+    layer.digest_rows(torch.zeros(3, 2, 32, 128))
+
+
+class Flex:
+    @staticmethod
+    def get_name() -> str:
+        return "FLEX"
+
+
+class MLAAttention:
+    attn_backend = Flex
+
+
+def test_layers_of_other_backends_are_refused() -> None:
+    """They would be served densely without notice."""
+    with pytest.raises(EngineError, match="backend FLEX; pass --attention-backend CPU_MLA"):
+        require_retrieval(MLAAttention())
+    layer = SimpleNamespace(attn_backend=Flex)
+    with pytest.raises(EngineError, match="backend FLEX; pass --attention-backend CPU_ATTN"):
+        require_retrieval(layer)
+    require_retrieval(SimpleNamespace(attn_backend=RetrievalBackend))
+
+
+@pytest.mark.parametrize(
+    ("longest", "connector", "copies"),
+    [(131_072, "RecallConnector", True), (65_536, "RecallConnector", False), (131_072, "", False)],
+)
+def test_device_memory_is_left_for_digests_and_copies(
+    longest: int, connector: str, copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As much as they take, below what vLLM found; unless the user has set a size. Where sequences
+    leave the device, copies of dense layers have as many pages as there are blocks."""
+    settings = RetrievalSettings(topk_share=0.01)
+    monkeypatch.setattr(cuda, "active_settings", lambda _: settings)
+    spec = FullAttentionSpec(128, num_kv_heads=4, head_size=128, dtype=torch.bfloat16)
+    specs = {f"model.layers.{at}.self_attn.attn": spec for at in range(8)}
+    blocks, kv = 10, 8 * spec.page_size_bytes
+    kernel = TritonKernel(LARGE, torch.device("cpu"))
+    layer = RetrievalLayer("model.layers.2", settings, kernel, Activity())
+    cache = torch.zeros(blocks, 4, 128, 2 * 128, dtype=torch.bfloat16)
+    rows = layer.digest_rows(cache).nbytes + layer.checksum_rows(cache).nbytes
+    digests = (8 - settings.dense_layers) * rows
+    pages = blocks * settings.dense_layers * spec.page_size_bytes * copies
+    found = blocks * kv + digests + pages
+    monkeypatch.setattr(Worker, "determine_available_memory", lambda self: found)
+    runner.leave_room(cuda.share_beside)
+    worker = SimpleNamespace(
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=None),
+        vllm_config=SimpleNamespace(
+            model_config=SimpleNamespace(max_model_len=longest, hf_text_config=SimpleNamespace()),
+            kv_transfer_config=SimpleNamespace(kv_connector=connector),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+            speculative_config=None,
+        ),
+        model_runner=SimpleNamespace(get_kv_cache_spec=lambda: specs),
+    )
+    assert Worker.determine_available_memory(worker) == pytest.approx(blocks * kv, abs=8)
+    worker.cache_config.kv_cache_memory_bytes = found
+    assert Worker.determine_available_memory(worker) == found

@@ -1,0 +1,161 @@
+"""Which blocks are saved: only those whose every token has its KV in a device block of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.request import Request, RequestStatus
+
+from engines.vllm.connector.test_scheduler import BLOCK, FACTS, Bench, pool, stored
+from kvrecall.block import BlockKey
+from kvrecall.engines.vllm.wire import StepOrders
+from kvrecall.pool import Pool
+from kvrecall.pool.base import Reservation, Verdict
+
+__all__ = ["pool"]
+
+ONE = replace(FACTS, ranks=1, copies_in_step=True)
+
+
+def idle(bench: Bench) -> StepOrders:
+    nothing = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
+    return bench.side.orders(nothing, bench.pool.arena_handle())
+
+
+def ended(bench: Bench, request: Request, status: RequestStatus) -> list[int]:
+    """The device blocks that are saved when a request has ended."""
+    request.status = status
+    bench.side.finished(request, (bench.blocks[request.request_id],))
+    return stored(idle(bench))
+
+
+@pytest.mark.parametrize("null", [0, 1, 2])
+def test_a_block_that_is_not_on_the_device_ends_what_is_saved(pool: Pool, null: int) -> None:
+    """Of a chain as of retrieval, whose middle blocks have left; a slot reserved for one behind it
+    is given back."""
+    bench = Bench(pool, ONE)
+    request = bench.request("r", 4 * BLOCK)
+    bench.blocks["r"][null] = 0
+    orders = bench.step(request, 3 * BLOCK)
+    assert stored(orders) == [1, 2][:null]
+    bench.report(orders, ranks=1)
+    assert stored(bench.step(request, BLOCK)) == [], "nothing behind the gap"
+    assert pool.stats().reserved == 0
+    assert bench.matched(bench.request("again", 4 * BLOCK)) == null * BLOCK
+
+
+WHOLE = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+)
+
+
+@pytest.mark.parametrize("status", WHOLE)
+@pytest.mark.parametrize(
+    ("prompt", "computed", "sampled"),
+    [
+        (30, 31, 2),  # its last token ends a block, and was sampled only
+        (30, 31, 3),  # accepted drafts behind the last token that was computed
+        (31, 32, 1),  # a step ahead: the token that ends the block is being computed
+        (30, 34, 2),  # a step ahead, with drafts
+        (30, 31, 20),  # resumed in chunks, and ended by what a step before gave
+    ],
+)
+def test_a_block_is_saved_when_its_last_token_is_computed(
+    pool: Pool, prompt: int, computed: int, sampled: int, status: RequestStatus
+) -> None:
+    bench = Bench(pool, ONE)
+    request = bench.request("r", prompt)
+    bench.report(bench.step(request, prompt), ranks=1)
+    request.append_output_token_ids([7] * sampled)
+    request.num_computed_tokens = computed
+    assert ended(bench, request, status) == []
+    assert bench.matched(bench.request("again", prompt)) == BLOCK
+
+
+def test_the_last_block_of_an_answer_is_saved_with_the_token_behind_it(pool: Pool) -> None:
+    bench = Bench(pool, ONE)
+    request = bench.request("r", 30)
+    bench.report(bench.step(request, 30), ranks=1)
+    request.append_output_token_ids([7, 7, 7])
+    request.num_computed_tokens = 32
+    assert ended(bench, request, RequestStatus.FINISHED_STOPPED) == [2]
+
+
+def test_what_failed_or_was_aborted_is_not_saved_at_its_end(pool: Pool) -> None:
+    bench = Bench(pool, ONE)
+    for status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):
+        request = bench.request(status.name, 30, first=1000 * int(status))
+        bench.report(bench.step(request, 30), ranks=1)
+        request.append_output_token_ids([7, 7, 7])
+        request.num_computed_tokens = 32
+        assert ended(bench, request, status) == []
+
+
+def test_a_preempted_request_saves_what_it_computes_again(pool: Pool) -> None:
+    """And no block that it had before, whose device block is another's now."""
+    bench = Bench(pool, ONE)
+    request = bench.request("r", 30)
+    bench.report(bench.step(request, 15), ranks=1)
+    request.num_computed_tokens, request.num_preemptions = 0, 1
+    request.status = RequestStatus.PREEMPTED
+    request.append_output_token_ids([7, 7, 7])  # of a step that was under way
+    assert ended(bench, request, RequestStatus.FINISHED_STOPPED) == []
+
+
+def test_drafts_are_saved_once_they_are_tokens(pool: Pool) -> None:
+    """A block that rejected drafts fill is not the block of the tokens that follow."""
+    bench = Bench(pool, ONE)
+    request = bench.request("r", 14)
+    bench.step(request, 14)
+    request.append_output_token_ids(7)
+    request.spec_token_ids = [1, 2, 3]
+    assert stored(bench.step(request, 4)) == [], "position 15 is a draft"
+    request.num_computed_tokens -= 2  # one was accepted
+    request.append_output_token_ids([1, 8])
+    assert stored(bench.step(request, 1)) == [1]
+
+
+def test_blocks_of_a_session_whose_tokens_are_replaced_have_the_new_tokens_keys(
+    pool: Pool,
+) -> None:
+    """vLLM drops what a session has not computed when more of its prompt arrives."""
+    bench = Bench(pool, ONE)
+    request = bench.request("r", 40)
+    assert bench.matched(request) == 0, "it knows the keys of the whole prompt"
+    bench.report(bench.step(request, 20), ranks=1)
+    del request._all_token_ids[20:]  # as vLLM's Scheduler._update_request_as_session
+    del request.block_hashes[20 // BLOCK :]
+    request._all_token_ids.extend(range(900, 940))
+    request.update_block_hashes()
+    assert request.num_tokens == 60
+    bench.report(bench.step(request, 40), ranks=1)
+    assert bench.matched(bench.request("as before", 40)) == BLOCK
+    tokens = [*request.all_token_ids, 1]
+    twin = Request("twin", tokens, request.sampling_params, None, block_hasher=bench.hasher)
+    assert bench.matched(twin) == 3 * BLOCK
+
+
+def test_what_is_behind_a_block_that_was_refused_is_not_saved(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot is given back."""
+    bench = Bench(pool, ONE)
+    reserve = pool.reserve
+    request = bench.request("r", 3 * BLOCK)
+    full = Reservation(Verdict.REFUSED)
+
+    def refusing(keys: Sequence[BlockKey], *more: Any) -> Sequence[Reservation]:
+        return [full if i == 1 else one for i, one in enumerate(reserve(keys, *more))]
+
+    monkeypatch.setattr(pool, "reserve", refusing)
+    orders = bench.step(request, 3 * BLOCK)
+    assert stored(orders) == [1]
+    bench.report(orders, ranks=1)
+    assert pool.stats().reserved == 1, "the one that was refused here"
+    assert bench.matched(bench.request("again", 4 * BLOCK)) == BLOCK

@@ -1,0 +1,172 @@
+"""The object store beyond its contract: settings, layout, round trips, servers that fail."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrecall.errors import ConfigError, TierError
+from kvrecall.pool.remote import backends
+from kvrecall.pool.remote.objects import make_store, path_of
+from kvrecall.testing.store_contract import Counter, names
+from pool.remote.objects.s3 import Server, s3_server
+
+S3 = {"url": "s3://bucket/prefix", "region": "us-east-1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "url is missing"),
+        ({"url": 7}, "url is 7; must be a string"),
+        ({"url": "ftp://x"}, "must begin with one of s3://, gs://, az://, file://, memory://"),
+        ({"url": "s3://b", "regoin": "x"}, "unknown option 'regoin'; did you mean 'region'"),
+        ({"url": "s3://b", "concurrency": 0}, "concurrency is 0"),
+        ({"url": "s3://b", "concurrency": 1.5}, "whole number"),
+        ({"url": "s3://b", "timeout": "soon"}, "timeout is 'soon'; must be a number"),
+        ({"url": "s3://b", "retries": True}, "retries is True"),
+        ({"url": "s3://b", "options": "key=x"}, "options: must be an object"),
+        ({"url": "s3://b", "options": {"access_key_id": 7}}, "options.access_key_id: must be"),
+        ({"url": "s3://b", "options": {"nonsense": "x"}}, "nonsense"),
+        ({"url": "s3://b", "options": {"aws_allow_http": "true"}}, "what allows http:// is allow_"),
+        ({"url": "file://host/path"}, "write a directory as file:///path"),
+        ({"url": "file:///"}, "write a directory as file:///path"),
+        ({"url": "file:///proc/kvrecall"}, "file:///proc/kvrecall"),
+        ({"url": "memory:///", "endpoint": "https://x"}, "endpoint: no effect with a memory url"),
+        ({"url": "az://container/p"}, "Account must be specified"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        make_store(options)
+    assert str(caught.value).startswith("remote: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["endpoint", "options"])
+def test_plaintext_to_another_machine_must_be_allowed(where: str) -> None:
+    endpoint = "http://10.0.0.1:9000"
+    place = {"endpoint": endpoint} if where == "endpoint" else {"options": {"endpoint": endpoint}}
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.1, another machine.*allow_plaintext"):
+        backends.make_store("objects", {**S3, **place})
+    backends.make_store("objects", {**S3, **place, "allow_plaintext": True}).close()
+    backends.make_store("objects", {**S3, **place}, sealed=True).close()
+    backends.make_store("objects", {**S3, "endpoint": "http://[::1]:9000"}).close()
+    backends.make_store("objects", {**S3, "endpoint": "https://10.0.0.1:9000"}).close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["s3://bucket/a/prefix", "gs://bucket/prefix", "az://container/prefix"],
+)
+def test_urls_of_the_clouds_open(url: str) -> None:
+    """Only opened: there are no such servers here."""
+    more = {"options": {"account_name": "mine"}} if url.startswith("az") else {}
+    make_store({"url": url, **more}).close()
+
+
+# -- layout -------------------------------------------------------------------------------------
+
+
+def test_a_namespace_is_a_prefix(tmp_path: Path) -> None:
+    counter = Counter(make_store({"url": f"file://{tmp_path}/kv"}))
+    mine, other = names(8, "mine"), names(8, "other")
+    counter.put(mine + other)
+    version, digest, block = mine[0].split(".")
+    path = tmp_path / "kv" / version / digest / block[:2] / block
+    assert path.stat().st_size == 20_000
+    shutil.rmtree(tmp_path / "kv" / version / digest)
+    assert counter.store.exists(mine + other) == [False] * 8 + [True] * 8
+    counter.store.close()
+
+
+def test_no_two_names_share_an_object() -> None:
+    some = ["v1.a.bcd", "v1.a.bc", "v1.a.bc.d", "v1.abcd", "_", "v1.a.bcd."]
+    assert len({path_of(name) for name in some}) == len(some)
+    assert path_of("v1.abc.0123").startswith("v1/abc/")
+
+
+def test_a_directory_is_the_owners_alone_and_holds_whole_values_only(tmp_path: Path) -> None:
+    counter = Counter(make_store({"url": f"file://{tmp_path}/a%20b/kv"}))
+    counter.put(names(20))
+    folder = tmp_path / "a b" / "kv"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert sorted(path.name for path in files) == sorted(n.split(".")[2] for n in names(20))
+    counter.store.close()
+
+
+# -- round trips and failures, against a real server --------------------------------------------
+
+
+def test_a_thousand_checks_are_a_page_where_that_is_cheaper(server: Server) -> None:
+    counter = Counter(make_store(server.options("page")))
+    some = names(1000, "page")
+    counter.put(some[:150])
+    heads, gets = server.requests("HEAD"), server.requests("GET")
+    assert counter.store.exists(some) == [True] * 150 + [False] * 850
+    assert server.requests("HEAD") == heads
+    assert server.requests("GET") == gets + 1
+    assert counter.store.exists(some[:20]) == [True] * 20, "few are asked for one by one"
+    assert server.requests("HEAD") == heads + 20
+    counter.store.close()
+
+
+def test_a_large_prefix_is_not_listed_to_its_end(server: Server) -> None:
+    """More objects than the listing is allowed: what it has not seen is asked for."""
+    counter = Counter(make_store(server.options("large", concurrency=32)))
+    some = names(1150, "large")
+    for at in range(0, 1060, 106):
+        counter.put(some[at : at + 106], nbytes=100)
+    asked = some[900:1150]
+    gets = server.requests("GET")
+    assert counter.store.exists(asked) == [True] * 160 + [False] * 90
+    assert server.requests("GET") - gets == 2, "one page is its share, and one more tells"
+    gets, heads = server.requests("GET"), server.requests("HEAD")
+    assert counter.store.exists(asked) == [True] * 160 + [False] * 90
+    assert (server.requests("GET"), server.requests("HEAD")) == (gets, heads + 250), "remembered"
+    counter.store.close()
+
+
+def test_a_bucket_that_is_not_there_is_an_error_in_one_line_without_secrets(
+    server: Server,
+) -> None:
+    options = {**server.options("x", retries=0), "url": "s3://no-such-bucket/x"}
+    store = make_store(options)
+    with pytest.raises(TierError, match=r"NoSuchBucket|404") as caught:
+        Counter(store).put(names(3))
+    assert "\n" not in str(caught.value)
+    assert "top-secret" not in f"{caught.value!r} {store!r}"
+    store.close()
+
+
+@pytest.fixture
+def deaf() -> Iterator[str]:
+    """A server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_server_that_does_not_answer_is_an_error_in_time(deaf: str) -> None:
+    keys = {"access_key_id": "a", "secret_access_key": "b"}
+    options = {**S3, "endpoint": deaf, "timeout": 0.3, "retries": 1, "options": keys}
+    counter = Counter(make_store(options))
+    some = names(3)
+    for call in (counter.put, counter.get, counter.store.exists, counter.store.remove):
+        with pytest.raises(TierError):
+            call(some)
+    counter.store.close()
+
+
+def test_a_server_that_dies_and_comes_back_empty() -> None:
+    with s3_server() as server:
+        counter = Counter(make_store(server.options("x", retries=0)))
+        counter.put(names(5))
+    with pytest.raises(TierError):
+        counter.get(names(5))
+    counter.store.close()

@@ -1,0 +1,100 @@
+"""The example of a tier of one's own, loaded by module path, against a real Redis."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrecall.config import RecallSettings
+from kvrecall.errors import ConfigError
+from kvrecall.pool import Pool
+from kvrecall.pool.remote.backends import make_store
+from kvrecall.pool.remote.store import Store
+from kvrecall.testing.blocks import chain, wait_until
+from kvrecall.testing.pool_contract import Engine
+from kvrecall.testing.store_contract import Counter, StoreContract, names
+from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE
+from pool.remote.objects.redis import PASSWORD, redis_program, redis_server
+
+EXAMPLES = Path(__file__).parents[4] / "examples"
+KIND = "own_store:RedisStore"
+
+pytestmark = pytest.mark.skipif(redis_program() is None, reason="no Redis; scripts/setup brings it")
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    program = redis_program()
+    assert program is not None
+    with redis_server(program) as port:
+        yield port
+
+
+@pytest.fixture
+def options(port: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return {"port": port, "password": PASSWORD}
+
+
+class TestRedis(StoreContract):
+    @pytest.fixture(autouse=True)
+    def _options(self, options: dict[str, Any]) -> None:
+        self.options = options
+
+    def make(self, path: Path) -> Store:
+        return make_store(KIND, self.options)
+
+    @pytest.fixture(autouse=True)
+    def _empty(self, _options: None, counter: Counter) -> None:
+        """Each test begins with an empty server."""
+        counter.store._ask([(b"FLUSHALL",)])  # type: ignore[attr-defined]
+
+
+def test_it_is_short() -> None:
+    assert len((EXAMPLES / "own_store.py").read_text().splitlines()) < 110
+
+
+def test_a_pool_finds_in_it_what_another_stored(options: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text(f"{PASSWORD}\n")
+    file.chmod(0o600)
+    remote = {"kind": KIND, **options, "ttl": 600, "password": {"file": str(file)}}
+    raw = {"host_size": "4MiB", "remote": remote}
+    config = RecallSettings.from_mapping(raw).pool
+    keys = chain(NAMESPACE, 20, uuid.uuid4().hex)
+    store = make_store(KIND, options)
+    store._ask([(b"FLUSHALL",)])  # type: ignore[attr-defined]
+    for saves in (True, False):
+        with Pool.open(config) as pool:
+            pool.register(NAMESPACE, BLOCK_BYTES)
+            engine = Engine(pool, BLOCK_BYTES)
+            if saves:
+                engine.save(keys)
+                assert pool.flush(keys, 60.0)
+            else:
+                wait_until(lambda p=pool: p.find(keys).blocks == 20)  # type: ignore[misc]
+                assert len(engine.recall(keys)) == 20
+            engine.close()
+    name = store._ask([(b"RANDOMKEY",)])[0]  # type: ignore[attr-defined]
+    assert 0 < store._ask([(b"TTL", name)])[0] <= 600  # type: ignore[attr-defined]
+    store.close()
+
+
+def test_a_server_that_is_not_there_or_says_no_is_an_error(options: dict[str, Any]) -> None:
+    with pytest.raises(OSError, match="refused"):
+        Counter(make_store(KIND, {**options, "port": 1})).put(names(1))
+    with pytest.raises(ConnectionError, match="WRONGPASS"):
+        Counter(make_store(KIND, {**options, "password": "wrong"})).put(names(1))
+
+
+def test_wrong_settings_are_named(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="unknown: prot; known: host, port"):
+        make_store(KIND, {"prot": 1})
+    with pytest.raises(ConfigError, match="cannot import no_such_module"):
+        make_store("no_such_module:Store", options)
+    with pytest.raises(ConfigError, match="own_store has no Other"):
+        make_store("own_store:Other", options)
