@@ -132,7 +132,7 @@ def test_two_ranks_whose_copies_are_late(
         pool=pool_at(tmp_path / "pool", 4 * 2 * 2 * 64 * BLOCK * 2),
         tensor_parallel_size=2,
         env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-        module="streams.late_engine",
+        module="kvrecall_lab.streams.late_engine",
         connector="LateConnector",
     )
     same_bits_from_every_tier(engine, 1)
