@@ -254,6 +254,32 @@ def test_hazard_moves_all_ages_on() -> None:
         assert 10_000.0 - bucket.born < ranking._table.bins.ends[bucket.bin]
 
 
+def test_hazard_counts_each_use_at_its_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where very many buckets are due at once: against a list of all uses."""
+    monkeypatch.setattr("kvrecall.pool.eviction.hazard._FADE", 1.0)
+    policy, rng, now = hazard(100_000), random.Random(6), 0.0
+    table = inner(policy)._ranked._table
+    used_at: dict[BlockKey, float] = {}
+    ages = []  # of the uses of blocks that were known
+    for round_ in range(4):
+        for number in rng.sample(range(500), 500):
+            chain = keys_of(f"c{number}", 3)
+            policy.access(chain, now)
+            ages += [now - used_at[key] for key in chain if key in used_at]
+            used_at.update(dict.fromkeys(chain, now))
+            now += 0.25
+        now += 100.0 * 2**round_
+    now -= 0.25 + 100.0 * 2**round_
+    reached = ages + [now - then for then in used_at.values()]
+    bounds = list(zip(table.bins.starts, table.bins.ends, strict=True))
+    counted = zip(map(sum, zip(*table.used, strict=True)),
+                  map(sum, zip(*table.entered, strict=True)), strict=True)  # fmt: skip
+    assert list(counted) == [
+        (sum(start <= age < end for age in ages), sum(start <= age for age in reached))
+        for start, end in bounds
+    ]
+
+
 def test_life_table_adds_classes_in_their_order() -> None:
     """To the last bit, whatever the machine."""
     rng = np.random.default_rng(1)
