@@ -1,7 +1,7 @@
 """Launches the Triton kernels: digests, the choice of blocks and sparse attention over them, and
 copies of many pieces. Each function says how many launches it makes; none waits for the device.
 
-They run in Triton's interpreter (tests/engines/vllm/attention/test_kernels.py), and have run on an H200:
+They run in Triton's interpreter (test_kernels.py), and have run on an H200:
 docs/gpu-check.md. Triton is imported on the first call.
 """
 

@@ -1,7 +1,7 @@
 """Every place in which kvrecall replaces an attribute of vLLM, and how.
 
-No other package of kvrecall assigns an attribute of vLLM's (tests/engines/vllm/compat/test_compat.py), and this
-package does it only in ``install``, for a patch that the table below names.
+No other package of kvrecall assigns an attribute of vLLM's (test_compat.py), and this package
+does it only in ``install``, for a patch that the table below names.
 docs/compat.md has the table, generated from here.
 """
 

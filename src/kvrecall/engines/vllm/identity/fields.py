@@ -3,7 +3,7 @@
 The tables are in fields.toml. The namespace contains the value of every setting that is
 ``Fate.IN_NAMESPACE`` there. A setting that the tables do not know, because a newer vLLM added
 it, is treated likewise: an upgrade may cost hits, but never causes wrong ones.
-tests/engines/vllm/identity/test_fields.py fails for a setting of the installed vLLM without a decision.
+test_fields.py fails for a setting of the installed vLLM without a decision.
 docs/identity.md has the tables, generated from here.
 """
 
