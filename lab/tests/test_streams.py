@@ -21,7 +21,7 @@ from kvrecall_lab.streams.engine import BLOCK, LAYERS, PAGE, RECOVERS, TOKEN_S, 
 from kvrecall_lab.streams.run import ALL, check
 from kvrecall_lab.streams.tensors import META, DeviceTensors, LateTensor, Queueing
 
-SCHEDULES = dict(zip(ALL, (30, 16, 6), strict=True))
+SCHEDULES = dict(zip(ALL, (40, 16, 6), strict=True))
 
 
 def test_no_order_of_copies_goes_wrong_and_each_wait_is_needed(

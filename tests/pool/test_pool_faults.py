@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.clocks import ManualClock
 from support.disks import FaultyIo
-from support.tiers import FaultyTier, LatencyTier, MemoryTier, RecordingTier
+from support.tiers import FaultyTier, LatencyTier, RecordingTier
 
 from kvrecall.block import TierName
 from kvrecall.config import DiskConfig, PoolConfig
@@ -24,6 +24,7 @@ from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.tier import Outcome, Tier
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine, engines
+from kvrecall_lab.memory_tier import MemoryTier
 
 MIB = 1 << 20
 KEYS = chain(NAMESPACE, 10)

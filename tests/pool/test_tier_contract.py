@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.disks import DiskFaults, FaultyIo
-from support.tiers import FaultyTier, MemoryTier
+from support.tiers import FaultyTier
 
 from kvrecall.block import BlockKey, TierName
 from kvrecall.config import DiskConfig
@@ -16,6 +16,7 @@ from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.tier import Done, Get, NullTier, Outcome, Put, PutVerdict, Tier, ended
 from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench, TierContract
+from kvrecall_lab.memory_tier import MemoryTier
 
 MIB = 1 << 20
 

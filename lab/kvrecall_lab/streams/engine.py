@@ -313,6 +313,7 @@ class Engine:
             compat.room_for(manager),
             uncache=manager.evict_blocks,
             make_planner=self._make_planner(),
+            clock=lambda: machine.now,
         )
         self._hasher = get_request_block_hasher(BLOCK, sha256_cbor)
         self._stories: dict[str, tuple[list[int], np.ndarray]] = {}
@@ -446,6 +447,7 @@ class Engine:
             worker.start_loads(orders)
         worker.start_stores(orders)
         released, loaded, failed = worker.finished()
+        worker.attention_counts()  # as the connector does for vLLM's metrics
         result.kv_connector_output = KVConnectorOutput(
             finished_sending=released or None,
             finished_recving=loaded or None,

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable
 
 import numpy as np
-from support.tiers import MemoryTier
 
 from kvrecall.pool.tier import Done
+from kvrecall_lab.memory_tier import MemoryTier
 
 from .device import Cells, Machine
 
