@@ -99,7 +99,7 @@ class PoolHost:
 
     def __init__(self, network: Network, host: int, settings: dict[str, Any], log: Path) -> None:
         self._log = log
-        program = [sys.executable, "-m", "tests.remote.pool_host", json.dumps(settings)]
+        program = [sys.executable, "-m", "tests.pool.remote.pool_host", json.dumps(settings)]
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
                 [*network.prefix(host), *program],

@@ -174,7 +174,7 @@ def exact_store(options: object) -> _ExactStore:
 
 
 def test_a_store_that_gets_known_sizes_only_is_refused() -> None:
-    remote = RemoteConfig("tests.compression.test_compressed_store:exact_store", compression="zstd")
+    remote = RemoteConfig("pool.remote.test_compressed:exact_store", compression="zstd")
     with pytest.raises(ConfigError, match=r"remote_compression is 'zstd'.*needs get_up_to"):
         Pool.open(PoolConfig(4 * MIB, remote=remote))
 

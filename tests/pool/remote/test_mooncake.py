@@ -392,7 +392,9 @@ def test_no_section_is_used_again_while_a_call_may_still_write_to_it(lone: Maste
     assert node.store.exists(["ready"]) == [False]
     client = node.mooncake._client
     assert client is not None
-    os.kill(client._process.pid, signal.SIGSTOP)
+    process = psutil.Process(client._process.pid)
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
     with pytest.raises(ClientLost, match="did not answer"):
         client.call(ClientRequest("get", ["one"], [0], [64]), 0.2)
     assert not client.is_alive
