@@ -1,4 +1,4 @@
-"""``python -m tests.pool.remote.pool_host SETTINGS``: a pool that takes orders on standard input."""
+"""``python -m tests.pool.remote.pool_host SETTINGS``: a pool that takes orders on its stdin."""
 
 from __future__ import annotations
 
