@@ -1,4 +1,4 @@
-"""The fixtures of the engine tests."""
+"""The fixtures of the engine tests, beside those of the folder above."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 
 from engines.vllm.attention.test_engine import EXTENSION
-from engines.vllm.conftest import model_folder, start
-
-__all__ = ["model_folder", "start"]
 
 
 @pytest.fixture(scope="module")
