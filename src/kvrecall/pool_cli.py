@@ -48,7 +48,7 @@ from kvrecall.config import (
 )
 from kvrecall.errors import ConfigError, errors_shown
 from kvrecall.events.publisher import EventPublisher, endpoint_of
-from kvrecall.jsonfile import read_object
+from kvrecall.jsonfile import read_under
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.cipher import make_key_file, rotate_key_file
 from kvrecall.pool.pool import Pool
@@ -139,14 +139,7 @@ def serve(
             def publish(pool: Pool) -> Callable[[], None]:
                 return EventPublisher(pool, host, port, events_topic).close
 
-        if config is None:
-            pool, path = service_settings(given, option_of)
-        else:
-            settings, document = read_object(config, "pool settings")
-            pool, path = service_settings(
-                settings | given,
-                lambda key: option_of(key) if key in given else document.where_key(key),
-            )
+        pool, path = service_settings(*read_under(config, given, option_of))
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         run_service(pool, path, lambda: _announce(pool, path), publish)
 
