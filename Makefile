@@ -15,7 +15,7 @@
 #   make models          models of every shape, recalled from every tier: twenty minutes
 #   make compat          connector, servers and retrieval with each supported version of vLLM
 #   make streams         copies in random orders of a simulated device: SCHEDULES=5000
-#   make bench           all benchmarks with their peers, plots and tables; QUICK=1 small, unpublished
+#   make bench           all benchmarks with their peers, and the pages that show them; QUICK=1 small, unpublished
 #   make docs            the generated pages, and the site in build/site
 #   make gpu-check       retrieval and copies on this machine's GPU
 .PHONY: demo demo-mooncake serve test test-lab test-all check chaos hostile identity models compat streams bench docs gpu-check \
