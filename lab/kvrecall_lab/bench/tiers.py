@@ -209,7 +209,7 @@ def _report(entries: Sequence[_Entry], size: Size) -> Report:
     stored: dict[str, dict[str, Any]] = {}
     absent = {entry.name: entry.fault for entry in entries if entry.fault}
     by_name = {entry.name: entry for entry in entries}
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for entry in entries:
         if entry.fault:
             continue
@@ -228,8 +228,8 @@ def _report(entries: Sequence[_Entry], size: Size) -> Report:
             waits = latencies([1e3 * value for seconds in rounds for value in seconds])
             phases[phase] = {"gb_s": round(rate, 3), "to_limit": to_limit, "request_ms": waits}
             cells.append(f"{rate * GIB_S:.2f}" + (f" ({to_limit:.2f})" if to_limit else ""))
-        waits = "/".join(f"{value:.1f}" for value in phases["cold"]["request_ms"].values())
-        rows.append((entry.name, *cells, waits))
+        cold = "/".join(f"{value:.1f}" for value in phases["cold"]["request_ms"].values())
+        rows.append((entry.name, *cells, cold))
     notes = (
         f"{size.requests} requests of {size.request_blocks} blocks of {size.block_bytes >> 10} KiB "
         f"a round, {size.rounds} rounds; every block got was compared",
