@@ -22,13 +22,13 @@
   setup setup-engine setup-mooncake setup-bench
 
 demo: setup-engine
-	@.venv/bin/python -m kvrecall.demo $(DEMO)
+	@.venv/bin/python -m kvrecall demo $(DEMO)
 
 demo-mooncake: setup-mooncake
-	@.venv/bin/python -m kvrecall.demo mooncake $(DEMO)
+	@.venv/bin/python -m kvrecall demo mooncake $(DEMO)
 
 serve: setup-engine
-	@.venv/bin/python -m kvrecall.demo serve $(SERVE)
+	@.venv/bin/python -m kvrecall demo serve $(SERVE)
 
 # Two files at a time: starting an engine keeps one core busy.
 WORKERS ?= -n 2

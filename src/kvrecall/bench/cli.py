@@ -27,7 +27,7 @@ COMMANDS: Commands = {
         "small model, so computing is cheap",
     ),
     "overhead": (
-        "kvrecall.bench.overhead",
+        "kvrecall.bench.restore",
         "Prefill throughput with the pool saving everything, against no pool.",
         "against the pool: nothing is ever asked again, so saving can only cost",
     ),

@@ -23,16 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrecall import __version__
-from kvrecall.processes.progress import ProgressLines
+from kvrecall.processes.command import ProgressLines
 
 Tokens = Annotated[int, typer.Option(min=128, help="Length of the prefix or document.")]
 Times = Annotated[int, typer.Option(min=1)]
 Folder = Annotated[
     Path, typer.Option(help="Folder on the file system to measure; a sub-folder is created.")
 ]
-
-Columns = tuple[str, ...]
-Rows = tuple[tuple[str, ...], ...]
 
 GIB_S = 1e9 / 2**30
 """GiB/s in one GB/s. Results (JSON) are in GB/s or bytes/s; what is shown is in GiB/s, as sizes
@@ -48,8 +45,8 @@ class Report:
     """
 
     name: str
-    columns: Columns
-    rows: Rows
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
     figures: Mapping[str, object]
     notes: tuple[str, ...] = field(default=())
 
@@ -87,20 +84,6 @@ def timed(act: Callable[[], object]) -> float:
     began = time.perf_counter()
     act()
     return time.perf_counter() - began
-
-
-def in_turns(
-    acts: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 0
-) -> dict[str, list[float]]:
-    """Seconds of each act in ``rounds`` rounds, after ``warm_up`` uncounted ones. The acts
-    alternate, so that temporary load on the machine affects all."""
-    seconds: dict[str, list[float]] = {name: [] for name in acts}
-    for number in range(warm_up + rounds):
-        for name, act in acts.items():
-            spent = timed(act)
-            if number >= warm_up:
-                seconds[name].append(spent)
-    return seconds
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
