@@ -109,12 +109,16 @@ def conversations(sessions: int, turns: int) -> Workload:
 
 
 def play(
-    workload: Workload, urls: Sequence[str], note: Callable[[int], None]
+    workload: Workload,
+    urls: Sequence[str],
+    note: Callable[[int], None],
+    ask: Callable[..., Answer] = generate,
 ) -> tuple[list[Answer], float]:
     """Runs all sessions at once. Each turn goes to a random one of ``urls``. Returns all answers,
     and the seconds from the first request to the last token.
 
-    Calls ``note`` after each request with the number done. Raises EngineError if one fails.
+    Calls ``note`` after each request with the number done. ``ask``: as ``generate``. Raises
+    EngineError if a request fails.
     """
     answers: list[Answer] = []
     failed = threading.Event()
@@ -130,7 +134,7 @@ def play(
             prompt += question
             url = draw.choice(urls)
             try:
-                answer = generate(client, url, prompt, ANSWER_TOKENS, REQUEST_TIMEOUT_S)
+                answer = ask(client, url, prompt, ANSWER_TOKENS, REQUEST_TIMEOUT_S)
             except (EngineError, httpx.HTTPError, OSError) as error:
                 failed.set()
                 raise EngineError(f"a request failed: {type(error).__name__}: {error}") from error
