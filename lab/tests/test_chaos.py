@@ -23,8 +23,13 @@ from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import Engine
 from kvrecall_lab.chaos import run
 from kvrecall_lab.chaos.faults import DiskFaults, stored_blocks
-from kvrecall_lab.chaos.oracle import Conversations, DurabilityOracle, Turn, sure_part
-from kvrecall_lab.chaos.report import FAULTS
+from kvrecall_lab.chaos.oracle import (
+    FAULTS,
+    Conversations,
+    DurabilityOracle,
+    Turn,
+    sure_part,
+)
 from kvrecall_lab.engines.engine import Answer, Question
 
 NAMESPACE = namespace("chaos")
@@ -163,10 +168,10 @@ def test_leaks_are_found(service: ServiceProcess, tmp_path: Path) -> None:
 SHORT = """
 import json, sys
 from pathlib import Path
-from kvrecall_lab.chaos.run import ChaosRun, Intervals, Settings
+from kvrecall_lab.chaos.run import INTERVALS, ChaosRun, Settings
 settings = Settings(
     300.0, 4, engines=1, conversations=6, turns=2, cache_bytes=20 * 196_608,
-    intervals=Intervals(service_s=3.0, engine_s=600.0, disk_s=1.0),
+    intervals={**INTERVALS, "service": 3.0, "engine": 600.0, "disk": 1.0},
     enough=lambda report: report["service_starts"] and report["corruptions"]
     and report["host_tokens"] + report["disk_tokens"],
 )

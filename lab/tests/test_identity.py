@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from kvrecall.bench.model import WEIGHTS
 from kvrecall.processes.command import as_child
 from kvrecall_lab.engines.engine import Answer
 from kvrecall_lab.identity.engines import Life, Reply
@@ -23,15 +24,14 @@ from kvrecall_lab.identity.trial import (
     _judge,
     _unfairness,
 )
-from kvrecall_lab.models import (
+from kvrecall_lab.models import write_model
+from kvrecall_lab.models.variants import (
     ADAPTER,
-    WEIGHTS,
     write_changed,
     write_kv_scales,
     write_links,
     write_llama4,
     write_lora,
-    write_model,
     write_over,
     write_phi3,
 )

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from support.quantised import write_w8a8
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvrecall_lab.models import FAMILIES, write_lora, write_model
+from kvrecall_lab.models import FAMILIES, write_model
+from kvrecall_lab.models.variants import write_lora
 
 ARCHITECTURES = list(FAMILIES)
 TEXT = "The principal wants to quickly resolve this, instructing recess aides to be vigilant. " * 4

@@ -14,9 +14,8 @@ from kvrecall.processes.command import as_child
 from kvrecall_lab.engines.engine import Answer, Question
 from kvrecall_lab.engines.kv import joined
 from kvrecall_lab.shapes.cases import cases_of
-from kvrecall_lab.shapes.needed import needed_bytes
 from kvrecall_lab.shapes.ranks import Saved, unequal
-from kvrecall_lab.shapes.row import difference, is_rounded
+from kvrecall_lab.shapes.row import difference, is_rounded, needed_bytes
 from kvrecall_lab.shapes.shapes import SHAPES
 
 

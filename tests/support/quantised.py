@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from kvrecall_lab.models import Tensors, write_changed
+from kvrecall.bench.model import Tensors
+from kvrecall_lab.models.variants import write_changed
 
 
 def write_w8a8(path: Path, source: Path) -> Path:

@@ -13,7 +13,7 @@ import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,7 @@ from kvrecall.pool.disk.index import INDEX_NAME
 from kvrecall.pool.disk.slabs import offset_of, slab_of
 from kvrecall.processes.service import ServiceProcess
 from kvrecall_lab.chaos.fleet import Fleet, Replica
-from kvrecall_lab.chaos.oracle import DurabilityOracle
-from kvrecall_lab.chaos.report import Report
+from kvrecall_lab.chaos.oracle import DurabilityOracle, Report
 
 _QUERY = (
     "SELECT address, digest, hash, nbytes FROM blocks JOIN namespaces "
@@ -153,14 +152,8 @@ class DiskFaults:
 # -- faults while engines run ----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Intervals:
-    """Mean seconds between faults of a kind."""
-
-    service_s: float = 9.0
-    engine_s: float = 15.0
-    disk_s: float = 4.0
-    requests_s: float = 2.0
+INTERVALS = {"service": 9.0, "engine": 15.0, "disk": 4.0, "requests": 2.0}
+"""Mean seconds between faults of a kind."""
 
 
 class FaultInjector:
@@ -174,7 +167,7 @@ class FaultInjector:
         oracle: DurabilityOracle,
         report: Report,
         seed: int,
-        intervals: Intervals,
+        intervals: Mapping[str, float] = INTERVALS,
     ) -> None:
         self._service = service
         self._fleet = fleet
@@ -183,15 +176,17 @@ class FaultInjector:
         self._disk = DiskFaults(service.disk, random.Random(f"disk {seed}"))
         self._stop = threading.Event()
         self._service_lock = threading.Lock()  # held to start, stop or damage the service
-        kinds = (
-            (self._hurt_service, "service", intervals.service_s),
-            (self._hurt_engine, "engine", intervals.engine_s),
-            (self._hurt_files, "disk", intervals.disk_s),
-            (self._hurt_requests, "requests", intervals.requests_s),
-        )
+        acts = {
+            "service": self._hurt_service,
+            "engine": self._hurt_engine,
+            "disk": self._hurt_files,
+            "requests": self._hurt_requests,
+        }
         self._threads = [
-            threading.Thread(target=self._repeat, args=(act, random.Random(f"{name} {seed}"), mean))
-            for act, name, mean in kinds
+            threading.Thread(
+                target=self._repeat, args=(act, random.Random(f"{name} {seed}"), intervals[name])
+            )
+            for name, act in acts.items()
         ]
 
     def start(self) -> None:

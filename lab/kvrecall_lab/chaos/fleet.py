@@ -14,8 +14,7 @@ from typing import Any
 
 from kvrecall.block import BlockKey
 from kvrecall.processes.service import ServiceProcess
-from kvrecall_lab.chaos.oracle import Conversations, DurabilityOracle, Turn
-from kvrecall_lab.chaos.report import Report
+from kvrecall_lab.chaos.oracle import Conversations, DurabilityOracle, Report, Turn
 from kvrecall_lab.engines.engine import START_S, Answer, EngineProcess, OnLine, Question
 
 HUNG_S = 120.0

@@ -1,4 +1,5 @@
-"""The oracles: the tokens of every answer, and the durability of every block reported durable.
+"""The oracles: the tokens of every answer, and the durability of every block reported durable; and
+what they and the run count.
 
 Each conversation is first run on an engine without a pool and continues with its answers. An
 answer is compared exactly up to its first ambiguous token (two tokens almost equally likely), where
@@ -11,8 +12,9 @@ import queue
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvrecall.block import BlockKey, TierName
@@ -51,12 +53,6 @@ class Turn:
         return None
 
 
-@dataclass(slots=True)
-class _Conversation:
-    tokens: list[int]
-    turns: list[Turn] = field(default_factory=list)
-
-
 class Conversations:
     """The workload. ``turns[c]`` are those of conversation c, each with at least one token to
     answer. Raises EngineError without any."""
@@ -79,21 +75,22 @@ class Conversations:
         """Runs a turn of all conversations at once on the engine behind ``ask``, which answers in
         order, with gaps. ``ambiguous``: see ``AMBIGUOUS``."""
         prefixes = [dice.choices(_ALPHABET, k=length) for length in _PREFIXES]
-        plays = [_Conversation(list(dice.choice(prefixes))) for _ in range(conversations)]
+        tokens = [list(dice.choice(prefixes)) for _ in range(conversations)]
+        played: list[list[Turn]] = [[] for _ in tokens]
         for number in range(turns):
-            for play in plays:
-                play.tokens += dice.choices(_ALPHABET, k=dice.randint(*_QUESTION))
+            for some in tokens:
+                some += dice.choices(_ALPHABET, k=dice.randint(*_QUESTION))
             questions = [
-                Question(f"{number}-{place}", tuple(play.tokens), ANSWER_TOKENS)
-                for place, play in enumerate(plays)
+                Question(f"{number}-{place}", tuple(some), ANSWER_TOKENS)
+                for place, some in enumerate(tokens)
             ]
-            for play, answer in zip(plays, ask(questions), strict=True):
+            for some, done, answer in zip(tokens, played, ask(questions), strict=True):
                 known = sure_part(answer, ambiguous)
                 if known:
-                    play.turns.append(Turn(tuple(play.tokens), known))
-                play.tokens += known
+                    done.append(Turn(tuple(some), known))
+                some += known
             progress(f"reference answers: turn {number + 1} of {turns}")
-        return cls([play.turns for play in plays])
+        return cls(played)
 
     def draw(self, dice: random.Random) -> Turn:
         """A random turn; the first conversations are more frequent, which mixes hits and misses."""
@@ -187,3 +184,52 @@ class DurabilityOracle:
             if new and self._client.flush(new, _FLUSH_S):
                 with self._lock:
                     self._durable.update(new)
+
+
+FIGURES = ("requests", "service_kills", "engine_kills", "corruptions")
+FAULTS = ("wrong", "hung", "failed", "lost_committed", "leaked_bytes")
+"""Each of these must be 0."""
+
+
+class Report:
+    """Counts of a run, and a line for each fault. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._rejoins: list[float] = []
+        self.faults: list[str] = []
+
+    def add(self, name: str, count: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += count
+
+    def fault(self, name: str, what: str, count: int = 1) -> None:
+        """Counts one of ``FAULTS``."""
+        with self._lock:
+            self._counts[name] += count
+            self.faults.append(f"{name}: {what}")
+
+    def rejoined(self, seconds: float) -> None:
+        """Notes how many seconds after the service was ready an engine reconnected."""
+        with self._lock:
+            self._rejoins.append(max(0.0, seconds))
+
+    def __getitem__(self, name: str) -> int:
+        return self._counts[name]
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether there were requests and no faults."""
+        return self["requests"] > 0 and not any(self[name] for name in FAULTS)
+
+    def figures(self) -> dict[str, object]:
+        """Figures and faults first, then the other counts."""
+        names = (*FIGURES, *FAULTS)
+        with self._lock:
+            others = {n: c for n, c in sorted(self._counts.items()) if n not in names}
+            rejoins = {
+                "rejoins": len(self._rejoins),
+                "rejoin_s_max": round(max(self._rejoins, default=0.0), 2),
+            }
+        return {**{name: self[name] for name in names}, **others, **rejoins}

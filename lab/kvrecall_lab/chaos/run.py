@@ -20,10 +20,16 @@ from kvrecall.pool.disk.folder import LOCK_NAME, own_bytes
 from kvrecall.pool.disk.index import INDEX_NAME
 from kvrecall.pool.service.admin import FolderAdmin, Verify
 from kvrecall.processes.service import ServiceProcess
-from kvrecall_lab.chaos.faults import FaultInjector, Intervals, stored_blocks
+from kvrecall_lab.chaos.faults import INTERVALS, FaultInjector, stored_blocks
 from kvrecall_lab.chaos.fleet import Fleet
-from kvrecall_lab.chaos.oracle import AMBIGUOUS, Conversations, DurabilityOracle
-from kvrecall_lab.chaos.report import FAULTS, FIGURES, Report
+from kvrecall_lab.chaos.oracle import (
+    AMBIGUOUS,
+    FAULTS,
+    FIGURES,
+    Conversations,
+    DurabilityOracle,
+    Report,
+)
 from kvrecall_lab.engines.engine import EngineProcess, Engines, OnLine
 from kvrecall_lab.shapes.shapes import SHAPES, Shape, environment
 
@@ -81,7 +87,7 @@ class Settings:
     disk_bytes: int = 1 << 30
     model: str = "dense"
     cache_bytes: int = 0
-    intervals: Intervals = field(default_factory=Intervals)
+    intervals: Mapping[str, float] = field(default_factory=lambda: INTERVALS)
     enough: Callable[[Report], bool] = lambda report: False
 
 

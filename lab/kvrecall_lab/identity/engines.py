@@ -21,7 +21,7 @@ from kvrecall.block import Namespace
 from kvrecall_lab.engines import host
 from kvrecall_lab.engines.engine import HOST, Answer, EngineProcess, Engines, Question
 from kvrecall_lab.identity.setups import ANSWER_TOKENS, KNOWN, PAST, Prompts, Setup
-from kvrecall_lab.models import write_over
+from kvrecall_lab.models.variants import write_over
 
 _POOL = {
     "host_size": "256MiB",

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvrecall.bench.model import Tensors
 from kvrecall_lab.identity.setups import EXTENSION, WORKER, Setup, Shelf
-from kvrecall_lab.models import (
+from kvrecall_lab.models.variants import (
     ADAPTER,
     LONG_ROPE_FROM,
-    Tensors,
     write_blip2,
     write_changed,
     write_code,

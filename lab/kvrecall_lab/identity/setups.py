@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall_lab.engines.engine import ONE_THREAD
-from kvrecall_lab.models import write_model, write_over
+from kvrecall_lab.models import write_model
+from kvrecall_lab.models.variants import write_over
 
 WORKER = "kvrecall_lab.engines.changing.NappingWorker"
 EXTENSION = "kvrecall_lab.engines.changing.Trained"

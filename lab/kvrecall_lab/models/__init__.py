@@ -8,43 +8,8 @@ changes a folder.
 from functools import partial
 
 from kvrecall.bench import model
-from kvrecall.bench.model import WEIGHTS, Family, Tensors
+from kvrecall.bench.model import Family
 from kvrecall_lab.models import experts, hybrid
-from kvrecall_lab.models.variants import (
-    ADAPTER,
-    LONG_ROPE_FROM,
-    write_blip2,
-    write_changed,
-    write_code,
-    write_indexed,
-    write_kv_scales,
-    write_links,
-    write_llama4,
-    write_lora,
-    write_over,
-    write_phi3,
-    write_picture,
-)
-
-__all__ = [
-    "ADAPTER",
-    "FAMILIES",
-    "LONG_ROPE_FROM",
-    "WEIGHTS",
-    "Tensors",
-    "write_blip2",
-    "write_changed",
-    "write_code",
-    "write_indexed",
-    "write_kv_scales",
-    "write_links",
-    "write_llama4",
-    "write_lora",
-    "write_model",
-    "write_over",
-    "write_phi3",
-    "write_picture",
-]
 
 FAMILIES = {
     **model.FAMILIES,

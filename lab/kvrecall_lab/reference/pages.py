@@ -6,13 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrecall_lab.reference import (
-    commands,
-    declared,
-    metrics,
-    mindie,
-    settings,
-)
+from kvrecall_lab.reference import commands, declared, metrics, settings
 
 COMMAND = "python -m kvrecall_lab.reference"
 _BEGIN, _END = f"<!-- begin: written by {COMMAND} -->", "<!-- end -->"
@@ -65,7 +59,7 @@ def _identity() -> str:
 PAGES = (
     Page("reference/commands.md", commands.page),
     Page("reference/settings.md", settings.page),
-    Page("reference/config-json.md", mindie.page),
+    Page("reference/config-json.md", settings.mindie_page),
     Page("reference/environment.md", declared.variables),
     Page("reference/metrics.md", metrics.page, needs_engine=True),
     Page("reference/headers.md", declared.headers),

@@ -9,8 +9,7 @@ from kvrecall_lab.engines.engine import EngineProcess, Question
 from kvrecall_lab.engines.kv import Kv
 from kvrecall_lab.identity.trial import distance
 from kvrecall_lab.shapes.cases import ask, loads_of, rise, trust
-from kvrecall_lab.shapes.needed import needed_bytes
-from kvrecall_lab.shapes.row import Row, difference, from_tier
+from kvrecall_lab.shapes.row import Row, difference, from_tier, needed_bytes
 from kvrecall_lab.shapes.shapes import Shape
 
 

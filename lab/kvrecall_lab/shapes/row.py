@@ -1,9 +1,10 @@
-"""A row of ``make models``: what a case showed, and what is wrong with it."""
+"""A row of ``make models``: what a case showed, what it must move, and what is wrong with it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvrecall_lab.engines.engine import Answer
 
@@ -93,3 +94,33 @@ def from_tier(answers: Sequence[Answer], tier: str) -> int:
     """Prompt tokens that came from a tier: of a pool service, from its host memory."""
     source = {"service": "host", "mooncake": "remote"}.get(tier, tier)
     return sum(one.sources.get(source, 0) for one in answers)
+
+
+# -- the bytes that a hit must move ----------------------------------------------------------
+
+
+def needed_bytes(groups: Sequence[Mapping[str, Any]], loads: Sequence[tuple[int, int]]) -> int:
+    """Bytes of the blocks that prefixes need from the pool, computed from the shape of the device
+    cache alone: of each KV group those that the tokens behind the hit attend to. ``groups``: of an
+    engine's ``memory()``; ``loads``: for each prefix, the tokens that the device has and its
+    end."""
+    return sum(_bytes_of(group, start, end) for group in groups for start, end in loads)
+
+
+def _bytes_of(group: Mapping[str, Any], start: int, end: int) -> int:
+    size: int = group["block_size"]
+    first = max(start, _first_token(group, end)) // size
+    page_bytes: int = sum(group["layers"])
+    return (-(-end // size) - first) * page_bytes
+
+
+def _first_token(group: Mapping[str, Any], end: int) -> int:
+    """The first token whose KV the token at ``end`` needs."""
+    kind = group["kind"]
+    if kind == "MambaSpec":
+        return end - 1
+    if kind == "SlidingWindowSpec":
+        return max(0, end - int(group["window"]) + 1)
+    if kind == "ChunkedLocalAttentionSpec":
+        return end // int(group["chunk"]) * int(group["chunk"])
+    return 0

@@ -18,10 +18,9 @@ from kvrecall.pool.remote.mooncake.wheel import package_folder
 from kvrecall_lab.engines.engine import Admission, Answer, EngineProcess, Engines, Question
 from kvrecall_lab.identity.trial import distance
 from kvrecall_lab.shapes.cases import Case, ask, cases_of, loads_of, on_and_off, rise, trust
-from kvrecall_lab.shapes.needed import needed_bytes
 from kvrecall_lab.shapes.node import POOL, Node, node
 from kvrecall_lab.shapes.ranks import Saved, recalled, saved_by
-from kvrecall_lab.shapes.row import Row, difference, from_tier, is_rounded
+from kvrecall_lab.shapes.row import Row, difference, from_tier, is_rounded, needed_bytes
 from kvrecall_lab.shapes.shapes import Shape, environment
 
 _WAIT_S = 60.0

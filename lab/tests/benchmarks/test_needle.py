@@ -71,9 +71,7 @@ def test_answers_can_be_verified_in_the_text() -> None:
             if question.task == "chain":
                 keys = [stated[f"owner {keys[-1]}"][0]]
             values = [value for key in keys for value in stated[f"code {key}"]]
-            if question.task == "count":
-                assert question.expected == (f"makes {len(values)}.",)
-            elif question.task == "values":
+            if question.task == "values":
                 assert sorted(question.expected) == sorted(values)
             else:
                 assert list(question.expected) == values
@@ -91,21 +89,18 @@ def test_the_right_reply_is_right_and_another_is_not(style: PromptStyle) -> None
 
 
 @pytest.mark.parametrize(
-    ("task", "reply", "right"),
+    ("reply", "right"),
     [
-        ("count", "It has three codes: 111, 222 and 333.", True),
-        ("count", "111, 222, 333. That makes 3.", True),
-        ("count", "111, 222. That makes 2.", False),
-        ("values", "333, 111 and 222", True),
-        ("values", "111 and 222", False),
-        ("values", "111, 222, 333 and 444", False),
-        ("values", "<think>perhaps 444?</think>111, 222, 333", True),
+        ("333, 111 and 222", True),
+        ("111 and 222", False),
+        ("111, 222, 333 and 444", False),
+        ("<think>perhaps 444?</think>111, 222, 333", True),
     ],
 )
-def test_plain_replies_are_understood(task: str, reply: str, right: bool) -> None:
-    question = next(q for document in made() for q in document.questions if q.task == task)
-    expected = ("makes 3.",) if task == "count" else ("111", "222", "333")
-    assert is_right(PromptStyle.INSTRUCT, replace(question, expected=expected), reply) is right
+def test_plain_replies_are_understood(reply: str, right: bool) -> None:
+    question = next(q for document in made() for q in document.questions if q.task == "values")
+    asked = replace(question, expected=("111", "222", "333"))
+    assert is_right(PromptStyle.INSTRUCT, asked, reply) is right
 
 
 def test_wilsons_interval() -> None:
@@ -115,7 +110,7 @@ def test_wilsons_interval() -> None:
 
 
 def test_a_report_compares_and_says_whether_retrieval_acted() -> None:
-    records = [Record(2048, "single", 0.5, "?", ("1",), (True, False), ("", ""))] * 3
+    records = [Record(2048, "single", "?", ("1",), (True, False), ("", ""))] * 3
     found = Results((DENSE, RETRIEVAL), records, Counter(retrieval=7))
     require_active(found)
     report = report_of(found, "m", replace(DATASET, tasks=("single",)), {})

@@ -12,8 +12,8 @@ import pytest
 
 from kvrecall.environment import VARIABLES
 from kvrecall.errors import ExitStatus
+from kvrecall_lab.reference.declared import modules
 from kvrecall_lab.reference.pages import COMMAND, PAGES, Page
-from kvrecall_lab.reference.source import modules
 
 from .pages import ROOT
 

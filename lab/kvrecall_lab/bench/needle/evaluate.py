@@ -67,7 +67,6 @@ class Record:
 
     length: int
     task: str
-    depth: float
     question: str
     expected: tuple[str, ...]
     right: tuple[bool, ...]
@@ -272,7 +271,7 @@ def ask_all(
             for one, said in zip(document.questions, zip(*replies, strict=True), strict=True):
                 right = tuple(is_right(style, one, reply) for reply in said)
                 results.records.append(
-                    Record(length, one.task, one.depth, one.text, one.expected, right, said)
+                    Record(length, one.task, one.text, one.expected, right, said)
                 )
     require_active(results)
     return results

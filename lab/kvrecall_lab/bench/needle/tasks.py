@@ -15,7 +15,7 @@ from enum import Enum
 from kvrecall.errors import ConfigError
 from kvrecall_lab.bench.needle.words import ADJECTIVES, NOUNS, VALUES, pick, sentences, shuffled
 
-TASKS = ("single", "multikey", "several", "values", "chain", "count")
+TASKS = ("single", "multikey", "several", "values", "chain")
 SEED = 41_000_017
 """Training drew no documents from it."""
 
@@ -45,15 +45,12 @@ class Fact:
 @dataclass(frozen=True, slots=True)
 class Question:
     """``reply`` is what a perfect model says, without a leading space; it is right by the
-    ``expected`` strings in it (``is_right``). ``depth``: the place of the facts asked for, the
-    mean of them, 0 at the start of the document and 1 at its end."""
+    ``expected`` strings in it (``is_right``)."""
 
     task: str
     text: str
     reply: str
     expected: tuple[str, ...]
-    facts: tuple[Fact, ...]
-    depth: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +113,7 @@ class _Keys:
 def _asked(task: str, text: str, facts: Sequence[Fact], *more: str) -> Question:
     """A question whose reply states these facts, and ``more``."""
     reply = " ".join([*(fact.text for fact in facts), *more])
-    return Question(task, text, reply, tuple(fact.value for fact in facts), tuple(facts))
+    return Question(task, text, reply, tuple(fact.value for fact in facts))
 
 
 def _draw(rng: random.Random, plan: Plan) -> tuple[list[Fact], list[Question]]:
@@ -148,12 +145,9 @@ def _draw(rng: random.Random, plan: Plan) -> tuple[list[Fact], list[Question]]:
         subject, size = keys.anywhere(), 2 + int(rng.random() * (_MOST_VALUES - 1))
         group = [Fact("code", subject, value) for value in shuffled(rng, numbers)[:size]]
         facts += group
-        listed, total = shuffled(rng, group), str(size)
         end = f"The code of {subject} is nothing else."  # in the place of a further value
-        asked.append(_asked("values", f"What are all the codes of {subject}?", listed, end))
-        makes = f"That makes {total}."
-        counted = _asked("count", f"How many codes has {subject}?", listed, end, makes)
-        asked.append(replace(counted, expected=(f"makes {total}.",)))
+        text = f"What are all the codes of {subject}?"
+        asked.append(_asked("values", text, shuffled(rng, group), end))
     for _ in range(plan.chains):
         held, holder = keys.anywhere(), keys.anywhere()
         facts.append(Fact("owner", held, holder))
@@ -170,24 +164,14 @@ def make_document(
     order. The facts are at uniformly random places between sentences of filler."""
     facts, asked = _draw(rng, plan)
     filler = sentences(rng)
-    lines: list[tuple[float, str, Fact | None]] = [(rng.random(), f.text, f) for f in facts]
-    room = length - sum(measure(text) for _, text, _ in lines)
+    lines = [(rng.random(), fact.text) for fact in facts]
+    room = length - sum(measure(text) for _, text in lines)
     while room > 0:
         line = next(filler)
         room -= measure(line)
-        lines.append((rng.random(), line, None))
+        lines.append((rng.random(), line))
     lines.sort(key=lambda entry: entry[0])
-    places: dict[Fact, int] = {}
-    size = 0
-    for _, text, fact in lines:
-        if fact is not None:
-            places[fact] = size
-        size += len(text) + 1
-    questions = tuple(
-        replace(one, depth=sum(places[fact] for fact in one.facts) / len(one.facts) / max(size, 1))
-        for one in shuffled(rng, asked)
-    )
-    return Document(" ".join(text for _, text, _ in lines), questions)
+    return Document(" ".join(text for _, text in lines), tuple(shuffled(rng, asked)))
 
 
 # -- a dataset -------------------------------------------------------------------------------
@@ -220,7 +204,7 @@ class Dataset:
         plan = Plan(
             singles=max(2, wanted("single", "several")),
             multikeys=max(2, wanted("multikey")),
-            groups=wanted("values", "count"),
+            groups=wanted("values"),
             chains=wanted("chain"),
             several=wanted("several"),
         )
@@ -261,10 +245,8 @@ _INSTRUCTION = (
 _HINTS: Mapping[str, str] = {
     "several": "Keep the order of the question.",
     "values": "Name every one of its codes.",
-    "count": 'Name every one of its codes, then say how many there are: "That makes COUNT."',
     "chain": "First say who the owner is, then give the owner's code.",
 }
-_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 def raw_prompt(document: str, question: str) -> str:
@@ -295,19 +277,9 @@ def is_right(style: PromptStyle, question: Question, reply: str) -> bool:
         reply = reply.strip().split("\n")[0]
     else:
         reply = re.sub(r".*</think>", "", reply, flags=re.DOTALL)
-    if task == "count":
-        return expected[0] in reply if recall else _count_in(reply) == _count_in(expected[0])
     values = re.findall(r"\d+" if recall else r"(?<!\d)\d{3}(?!\d)", reply)
     if task == "several":
         return values == expected
     if task == "chain" or (recall and task != "values"):
         return values[-1:] == expected
     return sorted(values if recall else set(values)) == sorted(expected)
-
-
-def _count_in(text: str) -> int | None:
-    """The last number below 100 in the text, in digits or, up to nine, as a word."""
-    found = re.findall(rf"(?<!\d)\d{{1,2}}(?!\d)|\b(?:{'|'.join(_NUMBERS)})\b", text.lower())
-    if not found:
-        return None
-    return _NUMBERS.index(found[-1]) if found[-1] in _NUMBERS else int(found[-1])

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from kvrecall_lab.models import WEIGHTS, write_model
+from kvrecall.bench.model import WEIGHTS
+from kvrecall_lab.models import write_model
 
 CONFIGURATION = '''
 from transformers import LlamaConfig

@@ -20,7 +20,7 @@ from engines.vllm.attention.test_engine import (
     tokens_of,
 )
 from engines.vllm.engine import Engine, EngineFailed, prompt_of
-from kvrecall_lab.models import write_lora
+from kvrecall_lab.models.variants import write_lora
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

@@ -35,7 +35,7 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import Recall, RecallState
 from kvrecall.pool.disk import DiskTier
 from kvrecall.testing.blocks import wait_until
-from kvrecall_lab.models import write_lora
+from kvrecall_lab.models.variants import write_lora
 
 __all__ = ["pool"]
 

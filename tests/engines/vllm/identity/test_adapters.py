@@ -10,7 +10,7 @@ import pytest
 
 from engines.vllm.engine import Engine, prompt_of
 from engines.vllm.exactness import BLOCK, hits
-from kvrecall_lab.models import write_lora
+from kvrecall_lab.models.variants import write_lora
 
 pytestmark = pytest.mark.engine
 

@@ -12,7 +12,7 @@ import pytest
 from engines.vllm.engine import Engine, prompt_of
 from engines.vllm.exactness import BLOCK, hits
 from kvrecall_lab.identity.setups import EXTENSION
-from kvrecall_lab.models import write_changed
+from kvrecall_lab.models.variants import write_changed
 
 pytestmark = pytest.mark.engine
 

@@ -13,7 +13,8 @@ from support.quantised import write_w8a8
 
 from engines.vllm.engine import Engine, EngineFailed, prompt_of
 from engines.vllm.exactness import BLOCK, hits, nothing_held, same_bits_from_every_tier
-from kvrecall_lab.models import write_lora, write_model
+from kvrecall_lab.models import write_model
+from kvrecall_lab.models.variants import write_lora
 
 pytestmark = pytest.mark.engine
 
