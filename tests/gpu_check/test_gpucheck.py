@@ -151,16 +151,13 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(
     wait_until(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())))
 
 
-def test_outcomes_are_read_back() -> None:
-    assert CheckOutcome.read(BAD.line()) == BAD
-
-
 @pytest.mark.parametrize(
     ("outcomes", "plain", "required"),
     [([GOOD], 0, 0), ([NONE], 0, 1), ([GOOD, BAD], 1, 1)],
 )
 def test_the_exit_status(outcomes: list[CheckOutcome], plain: int, required: int) -> None:
     assert (cli.status(outcomes, False), cli.status(outcomes, True)) == (plain, required)
+    assert [CheckOutcome.read(each.line()) for each in outcomes] == outcomes
     told = cli.summary(outcomes)
     assert told["ran"] == (outcomes[0] is GOOD)
     assert told["failed"] == [each.check for each in outcomes if each is BAD]

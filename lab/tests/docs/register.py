@@ -5,11 +5,52 @@ A new command in a document needs an entry here; a removed one loses its entry.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from . import scenes
-from .kinds import ByItself, Elsewhere, Kind, Needs, Runs
 from .pages import ROOT
+from .stage import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Every documented line of the command is run unchanged, except paths, ports and sizes.
+
+    ``swaps``: parts of the line and their replacements. ``more``: added options that keep it small.
+    ``before``: makes the files it needs; ``after``: checks those it made. ``says``: part of its
+    output. ``stays``: part of a server's output when it is up; it is stopped at the end of the
+    page. ``silent``: it prints nothing. ``needs``: a module without which it is skipped, because
+    set-up does not require it.
+    """
+
+    swaps: tuple[tuple[str, str], ...] = ()
+    more: str = ""
+    before: Callable[[Stage], None] | None = None
+    after: Callable[[Stage], None] | None = None
+    says: str = ""
+    stays: str = ""
+    silent: bool = False
+    needs: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Another test, or CI itself, runs it: ``text`` is where, in the file ``file``."""
+
+    file: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """The command needs what no CI machine has. Its section says so, in one of these ``words``."""
+
+    what: str
+    words: tuple[str, ...]
+
+
+Kind = Runs | Elsewhere | Needs
 
 _SOCKET = " --socket {folder}/pool.sock"
 _TRACE = (("TRACE", "trace.jsonl"),)
@@ -27,11 +68,11 @@ _MAKE: Mapping[str, Kind] = {
     "make demo": Elsewhere("tests/demo/test_make.py", 'played("demo")'),
     "make demo-mooncake": Elsewhere("tests/demo/test_make.py", 'played("demo-mooncake")'),
     "make serve": Elsewhere("tests/demo/test_make.py", 'str(ROOT), "serve")'),
-    "make test": ByItself(".ci/run", "make test"),
-    "make test-lab": ByItself(".ci/run", "make test-lab"),
-    "make test-all": ByItself("Makefile", "$(WORKERS) -m ''"),
-    "make check": ByItself(".ci/run", "scripts/check static"),
-    "make hostile": ByItself(".ci/run", "make hostile"),
+    "make test": Elsewhere(".ci/run", "make test"),
+    "make test-lab": Elsewhere(".ci/run", "make test-lab"),
+    "make test-all": Elsewhere("Makefile", "$(WORKERS) -m ''"),
+    "make check": Elsewhere(".ci/run", "scripts/check static"),
+    "make hostile": Elsewhere(".ci/run", "make hostile"),
     "make chaos": Elsewhere("lab/tests/test_chaos.py", "ChaosRun(settings, "),
     "make identity": Elsewhere(
         "lab/tests/test_identity.py", '"-m", "kvrecall_lab.identity", *words'

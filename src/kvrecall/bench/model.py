@@ -14,7 +14,7 @@ import math
 import platform
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -253,18 +253,12 @@ class BenchModel:
         """Bytes of KV cache per token."""
         return _ITEM_BYTES[self.dtype] * 2 * self.layers * self.kv_heads * self.head_dim
 
-    def write(self, folder: Path, max_position: int) -> Path:
+    def write(
+        self, folder: Path, longest: int, architecture: str = "qwen3", weights: bool = True
+    ) -> Path:
         """Writes the model, with random weights and a byte-level tokenizer; returns its path."""
-        return write_model(
-            folder,
-            hidden=self.hidden,
-            layers=self.layers,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            max_position=max_position,
-            dtype=self.dtype,
-        )
+        sizes: dict[str, Any] = asdict(self)
+        return write_model(folder, architecture, max_position=longest, weights=weights, **sizes)
 
     def serve(self, folder: Path, longest: int, device_bytes: int, block: int = BLOCK) -> list[str]:
         """Writes the model into ``folder``; arguments of ``kvrecall serve`` without those of the

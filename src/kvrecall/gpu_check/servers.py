@@ -8,12 +8,11 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvrecall.attention.settings import PREFIX
-from kvrecall.bench.model import BLOCK, Texts, write_model
+from kvrecall.bench.model import BLOCK, BenchModel, Texts
 from kvrecall.bench.report import percentiles
 from kvrecall.environment import PLUGINS, RETRIEVAL
 from kvrecall.gpu_check.outcome import CheckError, Finding
@@ -65,37 +64,17 @@ _LIMIT_S = 1800.0
 # -- models ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A Llama-like model of random weights."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def token_bytes(self) -> int:
-        """Of KV cache a token, bfloat16."""
-        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
-
-
-SMALL = Shape(256, 4, 4, 2, 64)
-LARGE = Shape(4096, 32, 32, 8, 128)
+SMALL = BenchModel(256, 4, 4, 2, 64, "bfloat16")
+LARGE = BenchModel(4096, 32, 32, 8, 128, "bfloat16")
 """6.2 billion weights, and the KV cache of an 8B model: 128 KiB a token."""
 
 
 @contextmanager
-def model_folder(shape: Shape, longest: int, weights: bool) -> Iterator[tuple[Path, Path]]:
-    """A folder for logs, and a model in it; without ``weights`` only its description."""
+def model_folder(shape: BenchModel, longest: int, weights: bool) -> Iterator[tuple[Path, Path]]:
+    """A folder for logs, and a Llama-like model of random weights in it; without ``weights`` only
+    its description."""
     with tempfile.TemporaryDirectory(prefix="kvrecall-gpu-check-") as name:
-        folder = Path(name)
-        sizes: dict[str, Any] = asdict(shape)
-        path = write_model(
-            folder / "model", "llama", max_position=longest, weights=weights, **sizes
-        )
-        yield folder, path
+        yield Path(name), shape.write(Path(name) / "model", longest, "llama", weights)
 
 
 # -- recall ----------------------------------------------------------------------------------
@@ -129,22 +108,19 @@ def check_tokens(form: str, progress: Progress, device_bytes: int = DEVICE_BYTES
             disk = server.ask(document, _DECODED)
     found = {}
     for tier, answer in (("device", device), ("host", host), ("disk", disk)):
+        found[tier] = count = answer.recalled.get(tier, 0)
         if answer.tokens != device.tokens:
-            raise CheckError(
-                f"other tokens from {tier}: {answer.tokens} instead of {device.tokens}"
-            )
-        found[tier] = answer.recalled.get(tier, 0)
-        if found[tier] < _PROMPT:
-            raise CheckError(
-                f"{found[tier]} of {_PROMPT} tokens came from {tier}: {answer.recalled}"
-            )
+            other = f"{answer.tokens} instead of {device.tokens}"
+            raise CheckError(f"other tokens from {tier}: {other}")
+        if count < _PROMPT:
+            raise CheckError(f"{count} of {_PROMPT} tokens came from {tier}: {answer.recalled}")
     split = ", ".join(f"{count} from {tier}" for tier, count in found.items())
     return f"equal: {split}", {"recalled": found}
 
 
 def measure_first_token(
     contexts: Sequence[int],
-    shape: Shape,
+    shape: BenchModel,
     repetitions: int,
     progress: Progress,
     connectors: Sequence[str] = ("kvrecall", "OffloadingConnector"),
@@ -255,27 +231,26 @@ def token_options(device: str, sparse: bool) -> list[str]:
 
 def require_right(dense: Replies, sparse: Replies, share: float) -> None:
     """Raises CheckError if retrieval of this share of the blocks is wrong."""
-    if sparse.first != sparse.again:
-        raise CheckError(
-            f"on repetition, retrieval of {share} of the blocks gives other tokens: "
-            f"{sparse.again} instead of {sparse.first}"
-        )
-    if not sparse.selected:
-        raise CheckError(f"retrieval did not act: of {sparse.considered} blocks none was selected")
-    if share < 1 and sparse.selected >= sparse.considered:
-        raise CheckError(f"all of {sparse.considered} blocks were selected, not {share} of them")
-    if share == 1 and sparse.selected != sparse.considered:
-        raise CheckError(f"of {sparse.considered} blocks only {sparse.selected} were selected")
-    if share == 1 and sparse.first != dense.first:
-        raise CheckError(
-            f"retrieval of every block gives other tokens than dense attention: {sparse.first} "
-            f"instead of {dense.first}"
-        )
+    considered, selected, every = sparse.considered, sparse.selected, share == 1
+    faults = {
+        f"on repetition, retrieval of {share} of the blocks gives other tokens: {sparse.again} "
+        f"instead of {sparse.first}": sparse.first != sparse.again,
+        f"retrieval did not act: of {considered} blocks none was selected": not selected,
+        f"all of {considered} blocks were selected, not {share} of them": (
+            not every and selected >= considered
+        ),
+        f"of {considered} blocks only {selected} were selected": every and selected != considered,
+        f"retrieval of every block gives other tokens than dense attention: {sparse.first} "
+        f"instead of {dense.first}": every and sparse.first != dense.first,
+    }
+    for text, is_so in faults.items():
+        if is_so:
+            raise CheckError(text)
 
 
 def measure_decode(
     contexts: Sequence[int],
-    shape: Shape,
+    shape: BenchModel,
     device: str,
     progress: Progress,
     scaled: Mapping[str, str] | None = None,
@@ -313,7 +288,9 @@ def measure_decode(
     return f"a decoded token, {note}", {"seconds": seconds}
 
 
-def decode_options(path: Path, longest: int, shape: Shape, device: str, sparse: bool) -> list[str]:
+def decode_options(
+    path: Path, longest: int, shape: BenchModel, device: str, sparse: bool
+) -> list[str]:
     """Options of ``kvrecall serve``. A device cache for one sequence leaves room for digests; the
     pool is small, as nothing is recalled. FlashAttention is the backend that retrieval replaces on
     a GPU, whatever vLLM would choose."""
