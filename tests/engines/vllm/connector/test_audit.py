@@ -283,17 +283,28 @@ def test_who_has_loaded_later_blocks_starts_over_if_the_newest_differs(pool: Poo
     writer.run("a", 40)
     request = reader.request("b", 40)
     assert reader.matched(request) == 0
-    (order,) = reader.step(request, 40).comparisons
-    assert not order.repeated
+    orders = reader.step(request, 40)
+    assert [one.repeated for one in orders.comparisons] == [False]
+    reader.report(orders)
     reader.side.finished(request, ([],))
-    assert reader.run("c", 40) == 0
     clock.now = 1.0
     writer.run("d", 60)
     request = reader.request("e", 60)
     assert reader.matched(request) == 32
-    (order,) = reader.step(request, 60).comparisons
-    assert order.repeated
+    beside = reader.request("f", 60)
+    reader.side.admit(beside)
+    states = [reader.side.state_of(name) for name in ("e", "f")]
+    for state, vouched in zip(states, (3, 2), strict=True):
+        assert state is not None
+        ticket = pool.acquire(state.keys(3), 1.0)
+        assert reader.side._auditor.trusted(state, pool.poll(ticket).offsets) == vouched
+        pool.release(ticket)
+    reader.side.finished(beside, ([],))
+    orders = reader.step(request, 60)
+    assert [one.repeated for one in orders.comparisons] == [True]
+    reader.report(orders)
     reader.side.finished(request, ([],))
+    assert pool.stats().leases == 0
 
 
 @pytest.mark.parametrize(
