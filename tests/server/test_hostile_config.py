@@ -124,12 +124,6 @@ def test_odd_files(folder: Path, text: str | bytes, expected: str) -> None:
     assert not report(folder / "config.json", every=True)["ok"]
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "none.json", Path("/dev/null")):
-        with pytest.raises(ConfigError):
-            plan_config(path)
-
-
 PLUGINS: list[tuple[str, str | None]] = [
     ('{"plugin_type":"la,prefix_cache","level":4,"window":5,"guess_set_size":5}', "level, window"),
     ('{"plugin_type":"memory_decoding","decoding_length":16}', None),

@@ -13,15 +13,12 @@ from starlette.responses import JSONResponse, Response
 from kvrecall.engines.base import REQUEST_HEADER, GenerateError, GenerateRequest, ServingEngine
 from kvrecall.server.descriptions import add_business_descriptions, served_model
 from kvrecall.server.forms.base import Form, Strict, described, parsed
-from kvrecall.server.forms.mindie import InferBody
-from kvrecall.server.forms.tgi import TgiBody
-from kvrecall.server.forms.triton import StopBody, TextBody, TokenBody
-from kvrecall.server.forms.vllm import PromptBody
+from kvrecall.server.forms.generate import PromptBody, TgiBody
+from kvrecall.server.forms.mindie import InferBody, StopBody, TextBody, TokenBody
 from kvrecall.server.plan import Plan
 from kvrecall.server.replies import (
     ReplyError,
     Updates,
-    begun,
     json_object,
     recall_headers,
     streamed,
@@ -65,8 +62,7 @@ async def _serve(
         answer = await whole(http, updates)
         headers |= recall_headers(answer[0])
         return JSONResponse(body.reply(request, answer), headers=headers)
-    first = await begun(http, updates)
-    return streamed(first, updates, body.writer(request), body.frame, headers)
+    return await streamed(http, updates, body.events(request, updates), body.frame, headers)
 
 
 def _add_generate(router: APIRouter, engine: ServingEngine) -> None:
