@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from server.live import until
 from typer.testing import CliRunner
 
 from kvrecall import cli
@@ -30,7 +31,7 @@ from kvrecall.router.bodies import Body
 from kvrecall.router.fleet import Address, Fleet
 from kvrecall.router.router import RouterSettings
 from kvrecall.server.access import Access
-from router.cluster import Router, until
+from router.cluster import Router
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from kvrecall.engines.base import Fault, Finish, GenerateError, RecallSplit, ServeSpec
 from kvrecall.server.application import attach_all
 from kvrecall.server.plan import Plan
-from server.fake import SPLIT, FakeEngine
+from server.fake import SPLIT, FakeEngine, ask
 from server.live import OWN
 
 PLAN = Plan(ServeSpec("m", "127.0.0.1", 1, {}), max_body_bytes=1000)
@@ -26,14 +26,8 @@ def application(generator: FakeEngine, plan: Plan = PLAN) -> FastAPI:
     return app
 
 
-def post(generator: FakeEngine, path: str, body: object, **kwargs: Any) -> httpx.Response:
-    async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(application(generator))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            return await client.post(path, content=content, headers=OWN, **kwargs)
-
-    return asyncio.run(send())
+def post(generator: FakeEngine, path: str, body: object) -> httpx.Response:
+    return ask(application(generator), path, "POST", body)
 
 
 def events(reply: httpx.Response) -> list[Json]:
@@ -206,21 +200,21 @@ def test_unknown_path_and_method() -> None:
 def test_body_too_large_without_a_length(path: str) -> None:
     """And with one. Also where FastAPI reads the body, as on vLLM's routes."""
 
+    app = application(FakeEngine())
+
+    @app.post("/parsed")
+    async def parsed(body: dict[str, str]) -> None: ...
+
     async def send() -> httpx.Response:
         async def chunks() -> Any:
             for _ in range(20):
                 yield b"x" * 100
 
-        app = application(FakeEngine())
-
-        @app.post("/parsed")
-        async def parsed(body: dict[str, str]) -> None: ...
-
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.post(path, content=chunks(), headers=OWN)
 
-    for reply in (asyncio.run(send()), post(FakeEngine(), path, {"inputs": "x" * 1000})):
+    for reply in (asyncio.run(send()), ask(app, path, "POST", {"inputs": "x" * 1000})):
         assert (reply.status_code, reply.json()["error_type"]) == (413, "Payload Too Large")
         assert "larger than" in reply.json()["error"]
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
 import subprocess
 import threading
@@ -20,7 +19,7 @@ import pytest
 
 from kvrecall.errors import ExitStatus
 from kvrecall.processes.ports import free_port
-from server.live import KVRECALL, START_LIMIT_S, LiveServer, all_gone
+from server.live import KVRECALL, START_LIMIT_S, LiveServer, all_gone, sse, until
 
 pytestmark = pytest.mark.engine
 
@@ -67,11 +66,6 @@ def tokens_of(recall: Json) -> int:
     return sum(tokens for source, tokens in recall.items() if source != "missed")
 
 
-def events(reply: httpx.Response) -> list[Json]:
-    lines = [part for part in reply.text.split("\n\n") if part]
-    return [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
-
-
 def test_the_start_is_told(server: LiveServer) -> None:
     assert "[kvrecall] model " in server.log
     assert "host_size=32MiB" in server.log
@@ -95,18 +89,12 @@ def test_recall_from_every_tier(server: LiveServer) -> None:
 
 def test_metrics_endpoint(server: LiveServer) -> None:
     generate(server, TEXT)
-    page = server.client.get("/metrics").text
-
-    def value(name: str, label: str) -> float:
-        match = re.search(rf"^kvrecall_{name}{{[^}}]*{label}[^}}]*}} (\S+)$", page, re.MULTILINE)
-        assert match, f"{name} of {label} is not on /metrics"
-        return float(match[1])
-
-    assert value("prompt_tokens_total", 'source="host"') >= BLOCKS
-    assert value("prompt_tokens_total", 'source="computed"') >= 900
-    assert value("tier_blocks", 'tier="host"') >= BLOCKS // 128
-    assert value("tier_capacity_bytes", 'tier="host"') == 32 << 20
-    assert value("loaded_bytes_total", "engine") > 0
+    tokens = "kvrecall_prompt_tokens_total"
+    assert server.metric(tokens, source="host") >= BLOCKS
+    assert server.metric(tokens, source="computed") >= 900
+    assert server.metric("kvrecall_tier_blocks", tier="host") >= BLOCKS // 128
+    assert server.metric("kvrecall_tier_capacity_bytes", tier="host") == 32 << 20
+    assert server.metric("kvrecall_loaded_bytes_total") > 0
     told = server.client.get("/metrics-json").json()["result"]
     hits = {
         each["metric"][0]["tier"]: float(each["value"])
@@ -138,7 +126,7 @@ def test_openai_usage(server: LiveServer, path: str, what: Json) -> None:
     body = {"model": "tiny", "max_tokens": 4, "temperature": 0} | what
     server.client.post(path, json=body)
     reply = server.client.post(path, json=body).json()
-    streamed = events(
+    streamed = sse(
         server.client.post(
             path, json=body | {"stream": True, "stream_options": {"include_usage": True}}
         )
@@ -156,7 +144,7 @@ def test_openai_usage(server: LiveServer, path: str, what: Json) -> None:
     else:
         content = [part["delta"]["content"] for part in parts]
         assert "".join(content) == choice["message"]["content"]
-    plain = events(server.client.post(path, json=body | {"stream": True}))
+    plain = sse(server.client.post(path, json=body | {"stream": True}))
     assert all("usage" not in event or event["usage"] is None for event in plain)
 
 
@@ -182,10 +170,7 @@ def test_a_miss_says_why_and_where(server: LiveServer) -> None:
     again = server.client.post("/generate", json=body)
     assert "missed" not in again.json()["details"]["recall"]
     assert "x-kvrecall-missed" not in again.headers
-    page = server.client.get("/metrics").text
-    found = re.search(r'^kvrecall_missed_tokens_total{.*reason="diverged"} (.*)$', page, re.M)
-    assert found
-    assert float(found[1]) >= 644
+    assert server.metric("kvrecall_missed_tokens_total", reason="diverged") >= 644
     request_id = reply.headers["x-kvrecall-request"]
     (told,) = server.client.get(f"/why/{request_id}").json()["requests"]
     assert told["missed"]["reason"] == "diverged"
@@ -220,7 +205,7 @@ def test_openai_routes_say_why(server: LiveServer, path: str, stream: bool) -> N
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     reply = server.client.post(path, json=body)
-    told = events(reply)[-1] if stream else reply.json()
+    told = sse(reply)[-1] if stream else reply.json()
     usage = told["usage"]
     missed = usage["prompt_tokens_details"]["recall"]["missed"]
     assert missed["reason"] == "diverged"
@@ -255,15 +240,8 @@ def test_bad_requests(server: LiveServer, path: str, body: object, status: int, 
     assert (reply.status_code, reply.json()["error_type"]) == (status, kind)
 
 
-def figure(server: LiveServer, name: str) -> float:
-    """A figure of the metrics page, under MindIE's name."""
-    lines = server.client.get("/metrics").text.splitlines()
-    (line,) = (line for line in lines if line.startswith(f"{name}{{"))
-    return float(line.rsplit(" ", 1)[1])
-
-
 def running(server: LiveServer) -> float:
-    return figure(server, "num_requests_running")
+    return server.metric("num_requests_running")
 
 
 TOKENS = "generation_tokens_total"
@@ -272,18 +250,9 @@ TOKENS = "generation_tokens_total"
 def computes_nothing(server: LiveServer) -> bool:
     """Whether no token is computed while a request of one token is: each of its steps would also
     compute one of any other request that is left."""
-    computed = figure(server, TOKENS)
+    computed = server.metric(TOKENS)
     generate(server, "the only one", max_new_tokens=1)
-    return figure(server, TOKENS) == computed + 1
-
-
-def until(condition: Any, timeout: float = 60) -> bool:
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False
+    return server.metric(TOKENS) == computed + 1
 
 
 BACK: Json = {"returns": True, "in_s": 45, "pin_s": 60}
@@ -315,14 +284,7 @@ HINTS: list[tuple[str, Json]] = [
 
 def hints(server: LiveServer) -> tuple[float, float]:
     """Those given, and those ignored because of their form."""
-    return counted(server, "hints"), counted(server, "hints_invalid")
-
-
-def counted(server: LiveServer, name: str) -> float:
-    """A counter of the connector, which is on the page from its first count on."""
-    page = server.client.get("/metrics").text
-    found = re.search(rf"^kvrecall_{name}_total{{[^}}]*}} (\S+)$", page, re.MULTILINE)
-    return float(found[1]) if found else 0.0
+    return server.metric("kvrecall_hints_total"), server.metric("kvrecall_hints_invalid_total")
 
 
 @pytest.mark.parametrize(("path", "body"), HINTS, ids=lambda v: str(v)[:60])
@@ -339,23 +301,23 @@ def test_hints_that_come_true_are_believed(server: LiveServer) -> None:
     """As long as too many have not, they are given and have no effect."""
     short = {"max_new_tokens": 1}
     body = {"inputs": TEXT[5:], "parameters": short, "hint": {"returns": True}}
-    given, believed = hints(server)[0], counted(server, "hints_believed")
-    true = counted(server, "hints_true")
+    given, believed = hints(server)[0], server.metric("kvrecall_hints_believed_total")
+    true = server.metric("kvrecall_hints_true_total")
     for _ in range(30):
         assert server.client.post("/generate", json=body).status_code == 200
-    assert until(lambda: counted(server, "hints") == given + 30)
-    assert counted(server, "hints_true") == true + 29
-    assert 0 < counted(server, "hints_believed") - believed <= 30
+    assert until(lambda: server.metric("kvrecall_hints_total") == given + 30)
+    assert server.metric("kvrecall_hints_true_total") == true + 29
+    assert 0 < server.metric("kvrecall_hints_believed_total") - believed <= 30
     # Now they are lies, and soon not believed.
     for number in range(30):
         body = {"inputs": TEXT[7:], "parameters": short, "hint": {"returns": False}}
         assert server.client.post("/generate", json=body).status_code == 200
         if number == 20:
-            assert until(lambda: counted(server, "hints") == given + 51)
-            believed = counted(server, "hints_believed")
-    assert until(lambda: counted(server, "hints") == given + 60)
-    assert counted(server, "hints_believed") == believed
-    assert counted(server, "hints_false") >= 29
+            assert until(lambda: server.metric("kvrecall_hints_total") == given + 51)
+            believed = server.metric("kvrecall_hints_believed_total")
+    assert until(lambda: server.metric("kvrecall_hints_total") == given + 60)
+    assert server.metric("kvrecall_hints_believed_total") == believed
+    assert server.metric("kvrecall_hints_false_total") >= 29
 
 
 NO_HINTS: list[tuple[str, Json, str]] = [
@@ -412,12 +374,12 @@ def test_the_engine_waits_asleep(server: LiveServer) -> None:
 @pytest.mark.parametrize(("path", "body"), LEFT, ids=lambda v: str(v)[:60])
 def test_a_client_that_leaves(server: LiveServer, path: str, body: Json) -> None:
     """Its request ends in the engine: nothing runs and no token is computed any more."""
-    before = figure(server, TOKENS)
+    before = server.metric(TOKENS)
 
     async def ask_and_leave() -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
             asking = asyncio.create_task(client.post(path, json=body))
-            while await asyncio.to_thread(figure, server, TOKENS) == before:
+            while await asyncio.to_thread(server.metric, TOKENS) == before:
                 assert not asking.done()  # beams pause after each token: none may be seen running
                 await asyncio.sleep(0.02)
             asking.cancel()
@@ -426,7 +388,7 @@ def test_a_client_that_leaves(server: LiveServer, path: str, body: Json) -> None
     asyncio.run(ask_and_leave())
     assert until(lambda: running(server) == 0)
     assert until(lambda: computes_nothing(server))
-    assert figure(server, TOKENS) - before < LONGEST
+    assert server.metric(TOKENS) - before < LONGEST
     assert generate(server, "still there")["generated_text"]
 
 
@@ -461,7 +423,7 @@ class Race:
         return all(self._began["high"] < self._began[f"low {i}"] for i in range(4))
 
     def _waiting(self) -> float:
-        return figure(self._server, "num_requests_waiting")
+        return self._server.metric("num_requests_waiting")
 
     def _start(self, name: str, tokens: int, priority: int) -> None:
         thread = threading.Thread(target=self._ask, args=(name, tokens, priority))
@@ -512,12 +474,12 @@ def test_the_pace_of_an_answer(server: LiveServer) -> None:
     (wait,) = told["queue_wait_time"]
     assert wait >= 0
     stream = server.client.post("/v2/models/tiny/generate_stream", json=body)
-    assert {event["details"]["batch_size"] for event in events(stream)} == {1}
+    assert {event["details"]["batch_size"] for event in sse(stream)} == {1}
 
     def is_told() -> bool:
         server.client.post("/v2/models/tiny/generate", json=body)
         names = ("avg_prompt_throughput_toks_per_s", "avg_generation_throughput_toks_per_s")
-        return all(figure(server, name) > 0 for name in names)
+        return all(server.metric(name) > 0 for name in names)
 
     assert until(is_told, 60)
 
@@ -534,10 +496,10 @@ def test_sigterm_lets_running_requests_end(server: LiveServer) -> None:
 
     body = {"inputs": "x", "parameters": {"max_new_tokens": 150, "do_sample": True, "seed": 1}}
     told: list[Json] = []
-    before = figure(server, "request_received_total")
+    before = server.metric("request_received_total")
     searching = threading.Thread(target=search, daemon=True)
     searching.start()
-    assert until(lambda: figure(server, "request_received_total") > before + 2, 60)
+    assert until(lambda: server.metric("request_received_total") > before + 2, 60)
     with server.client.stream("POST", "/generate_stream", json=body) as reply:
         lines = reply.iter_lines()
         told.append(json.loads(next(lines)[6:]))
