@@ -60,7 +60,7 @@ class Guard:
     ) -> None:
         self._app = app
         self._access = access
-        self._digests = [_digest(key.encode()) for key in access.keys]
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in access.keys]
         self._refuse = refuse
         self._max_body = max_body_bytes
         self._max_requests = max_requests
@@ -184,10 +184,8 @@ class Guard:
             return False
 
     def _is_key(self, given: bytes) -> bool:
-        digest, found = _digest(given.strip()), False
-        for each in self._digests:
-            found |= secrets.compare_digest(digest, each)
-        return found
+        digest = hashlib.sha256(given.strip()).digest()
+        return sum(secrets.compare_digest(digest, each) for each in self._digests) > 0
 
     async def _body(self, headers: Headers, upload: _Upload) -> bytes | None:
         """The whole body; None if the client disconnects. Raises ReplyError if it is too large or
@@ -321,10 +319,6 @@ def _repeating(body: bytes, receive: Receive) -> Receive:
         return first.pop() if first else await receive()
 
     return received
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 def _password(basic: str) -> bytes:
