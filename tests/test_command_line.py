@@ -355,7 +355,7 @@ USAGE: list[tuple[str, str, str]] = [
         "no instance is given; give --engine, --prefill and --decode, or --instances",
     ),
     ("router --decode a:1 --timeout soon", "router", "valid number, unable to parse string as a"),
-    ("simulate", "simulate", "give TRACE, a file, or --workload NAME."),
+    ("simulate", "simulate", "missing argument 'TRACE'."),
     ("config check", "config check", "missing argument 'file'."),
     ("plan a b c", "plan", "got unexpected extra argument(s) (b c)."),
 ]

@@ -9,9 +9,9 @@ import pytest
 
 from kvrecall.pool.eviction import KeyedPolicy
 from kvrecall.simulate.trace import read_trace
-from kvrecall.simulate.workload import WORKLOADS
 from kvrecall.testing.policy_contract import PolicyContract
 from kvrecall_lab.eviction import REFERENCES, main, rates
+from kvrecall_lab.workload import WORKLOADS
 
 
 class TestFifo(PolicyContract):

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from kvrecall.simulate.workload import make_workload
 from kvrecall_lab.variants import thinned
+from kvrecall_lab.workload import make_workload
 
 
 def test_variants() -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvrecall.commands import steps
 from kvrecall.config import DEFAULT_POLICY, format_count, format_size, parse_size
 from kvrecall.environment import CPU_KV_SPACE
 from kvrecall.errors import ConfigError, errors_shown
@@ -33,7 +34,7 @@ from kvrecall.plan.sizing import (
     with_trace,
 )
 from kvrecall.pool.eviction import make_policy
-from kvrecall.simulate.arguments import load_trace, progress_bar
+from kvrecall.simulate.cli import load_trace
 from kvrecall.simulate.trace import BLOCK_TOKENS
 
 app = typer.Typer(add_completion=False)
@@ -124,8 +125,8 @@ def plan(
         links = links_of(linked_cards, will_grow and linked_cards > 0)
         tiers = tiers_of(shape, site, use, links)
         if trace is not None:
-            requests = load_trace(str(trace))
-            with progress_bar("replaying", len(requests.requests)) as advance:
+            requests = load_trace(trace)
+            with steps("replaying", len(requests.requests)) as advance:
                 groups = groups_of_trace(shape.groups(block_size, tensor_parallel), step_tokens)
                 tiers = with_trace(tiers, requests, policy, groups, advance)
         speeds = (host_bandwidth, disk_bandwidth, remote_bandwidth)

@@ -11,7 +11,7 @@ from typing import Literal
 from kvrecall.block import BlockKey
 from kvrecall.simulate.groups import BLOCKS
 from kvrecall.simulate.replay import (
-    BlockCount,
+    ReplayOutcome,
     SimulatedPool,
     SimulatedTier,
     TierCount,
@@ -40,16 +40,14 @@ class StoreTraffic:
 
 
 @dataclass(slots=True)
-class FleetOutcome(BlockCount):
+class FleetOutcome(ReplayOutcome):
     """Result of a replay. ``tiers``: sums over all hosts, then the store, if there is one.
     ``sessions`` as the trace shows them; ``busiest``: share of the blocks that the busiest host was
     asked for, times the hosts (1: all are asked for the same)."""
 
-    routing: Routing = "sticky"
     sessions: int = 0
     busiest: float = 0.0
     seconds: float = 0.0
-    tiers: Sequence[TierCount] = ()
     traffic: StoreTraffic = StoreTraffic(0, 0, 0, 0)
 
 
@@ -75,7 +73,7 @@ def replay_fleet(
     rng = random.Random(1)
     home: dict[int, int] = {}
     requested, read, written = Counter[int](), Counter[int](), Counter[int]()
-    outcome = FleetOutcome(routing=routing)
+    outcome = FleetOutcome()
     for request, session in zip(trace.requests, sessions_of(trace.requests), strict=True):
         advance(1)
         outcome.sessions = max(outcome.sessions, session + 1)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvrecall.block import BlockKey, Tenant
+from kvrecall.block import BlockKey
 from kvrecall.modelconfig import CacheKind
 from kvrecall.pool.eviction import KeyedPolicy, make_policy
-from kvrecall.pool.hints import Advice, HintCounts, HintRecord
+from kvrecall.pool.hints import Advice
 from kvrecall.simulate.groups import BLOCKS, GroupLayout, GroupRecord, GroupSpec
 from kvrecall.simulate.trace import Trace
 
@@ -38,27 +38,18 @@ class TierCount:
 
 
 @dataclass(slots=True)
-class BlockCount:
-    """Blocks that requests asked for, repeats included, and those that they hit."""
+class ReplayOutcome:
+    """Result of a replay: blocks that requests asked for, repeats included, those that they hit,
+    and the tiers. ``moved``: what hits read, by kind of group, in the units of the tiers."""
 
     accesses: int = 0
     hits: int = 0
+    tiers: Sequence[TierCount] = ()
+    moved: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float:
         return self.hits / self.accesses if self.accesses else 0.0
-
-
-@dataclass(slots=True)
-class ReplayOutcome(BlockCount):
-    """Result of a replay. ``moved``: what hits read, by kind of group, in the units of the tiers.
-    ``client_hints``: the hints of the clients, and what came of them; ``tenants``: their shares, by
-    name."""
-
-    tiers: Sequence[TierCount] = ()
-    moved: Mapping[str, int] = field(default_factory=dict)
-    client_hints: HintCounts = field(default_factory=HintCounts)
-    tenants: Mapping[Tenant, BlockCount] = field(default_factory=dict)
 
 
 PolicyMaker = Callable[[int], KeyedPolicy]
@@ -185,18 +176,12 @@ def replay(
     """
     pool = SimulatedPool(tiers_of(tiers, policy, groups[0].nbytes), groups)
     outcome = ReplayOutcome(tiers=pool.counts, moved=pool.moved)
-    tenants: dict[Tenant, BlockCount] = {}
-    hints = HintRecord()
     for request in trace.requests:
         advance(1)
         is_cut = request.is_partial and groups is not BLOCKS
         chain = request.chain[:-1] if is_cut else request.chain
-        advice = hints.used(chain, request.now, request.tenant, request.hint)
-        hits = pool.serve(chain, request.now, advice)
-        for count in (outcome, tenants.setdefault(request.tenant, BlockCount())):
-            count.accesses += len(chain)
-            count.hits += hits
-    outcome.client_hints, outcome.tenants = hints.counts, tenants
+        outcome.accesses += len(chain)
+        outcome.hits += pool.serve(chain, request.now)
     return outcome
 
 
@@ -218,11 +203,16 @@ def clairvoyant_hits(
 
     ``advance(1)`` is called for each request (progress).
     """
-    rows = _next_uses(trace)
+    upcoming: dict[BlockKey, int] = {}
+    rows: list[list[int]] = []  # of each request: the next one with each of its blocks, or -1
+    for index in range(len(trace.requests) - 1, -1, -1):
+        chain = trace.requests[index].chain
+        rows.append([upcoming.get(key, -1) for key in chain])
+        upcoming.update(dict.fromkeys(chain, index))
     resident: dict[BlockKey, int] = {}  # block -> request that uses it next
     farthest: list[tuple[int, int, BlockKey]] = []  # heap of (-next use, -depth, block), lazy
     hits = 0
-    for request, nexts in zip(trace.requests, rows, strict=True):
+    for request, nexts in zip(trace.requests, reversed(rows), strict=True):
         advance(1)
         prefix = True
         for depth, (key, following) in enumerate(zip(request.chain, nexts, strict=True)):
@@ -236,16 +226,3 @@ def clairvoyant_hits(
             if resident.get(key) == -following:
                 del resident[key]
     return hits
-
-
-def _next_uses(trace: Trace) -> list[list[int]]:
-    """For each block of each request the index of the next request with it, -1 if none."""
-    upcoming: dict[BlockKey, int] = {}
-    rows: list[list[int]] = []
-    for index in range(len(trace.requests) - 1, -1, -1):
-        chain = trace.requests[index].chain
-        rows.append([upcoming.get(key, -1) for key in chain])
-        for key in chain:
-            upcoming[key] = index
-    rows.reverse()
-    return rows
