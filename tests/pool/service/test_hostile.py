@@ -63,7 +63,7 @@ def healthy(path: Path) -> Iterator[ServiceClient]:
     client.register(NAMESPACE, 5000)
     yield client
     assert client._life is not None
-    assert not client._life.is_over, "the healthy client lost its connection"
+    assert not client._life.is_lost, "the healthy client lost its connection"
     client.close()
 
 
@@ -191,7 +191,7 @@ def test_a_client_cannot_end_what_another_began(path: Path, healthy: ServiceClie
     other.register(NAMESPACE, 5000)
     before = healthy.stats().reserved
     assert {answer.verdict for answer in healthy.reserve(OWN)} == {Verdict.RESERVED}
-    link = other._life.link if other._life else None
+    link = other._life if other._life else None
     assert link is not None
     link.tell(p.Commit(OWN), 1.0)
     link.tell(p.Abandon(OWN), 1.0)
@@ -384,7 +384,7 @@ def test_a_request_that_fails_costs_its_own_connection_only(
     monkeypatch.setattr(service.pool, "touch", fail)
     lost = bad._life
     bad.touch(OWN)
-    wait_until(lambda: lost is not None and lost.is_over)
+    wait_until(lambda: lost is not None and lost.is_lost)
     assert "a bug" in caplog.text
     good.touch(KEYS)
     good.commit(KEYS)
@@ -448,7 +448,7 @@ def test_a_service_without_files_left_neither_spins_nor_lets_go(tmp_path: Path) 
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (5, 4096))
         before = processor_seconds(pid)
         client._closed.set()  # it shall not come back
-        own.link._sock.send(b"\xff" * 64)
+        own._sock.send(b"\xff" * 64)
         time.sleep(1.5)
         assert processor_seconds(pid) - before < 0.75, "it spins"
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (4096, 4096))
@@ -470,7 +470,7 @@ def test_a_service_that_names_bytes_outside_of_its_arena(tmp_path: Path, offset:
         if isinstance(request, p.Register):
             return p.Acknowledged(request.number)
         if isinstance(request, p.Poll):
-            return p.RecallReply(request.number, True, (offset,), p.TIERS.pack([TierName.HOST]))
+            return p.RecallReply(request.number, True, (offset,), p.PLACES.pack([TierName.HOST]))
         if isinstance(request, p.Reserve):
             verdicts = p.VERDICTS.pack([Verdict.RESERVED])
             return p.ReserveReply(request.number, verdicts, (offset,))
@@ -499,7 +499,7 @@ def test_a_service_that_names_bytes_outside_of_its_arena(tmp_path: Path, offset:
     for act in ("reserve", "poll"):
         client = ServiceClient(path, call_timeout_s=60.0)
         client.register(NAMESPACE, 5000)
-        link = client._life.link if client._life else None
+        link = client._life if client._life else None
         assert link is not None
         if act == "reserve":
             assert client.reserve(KEYS[:1])[0].verdict is Verdict.REFUSED

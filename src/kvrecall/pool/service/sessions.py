@@ -84,10 +84,10 @@ class Session:
         match request:
             case p.Find(number, keys):
                 found = pool.find(keys)
-                return p.FoundReply(number, p.TIERS.pack(found.tiers), found.pending)
+                return p.PlacesReply(number, p.PLACES.pack(found.tiers), found.pending)
             case p.Locate(number, keys):
                 located = pool.locate(keys)
-                return p.LocatedReply(number, p.PLACES.pack(located.tiers), located.pending)
+                return p.PlacesReply(number, p.PLACES.pack(located.tiers), located.pending)
             case p.Why(number, key):
                 return p.WhyReply(number, pool.why(key))
             case p.Acquire(ticket, keys):
@@ -100,7 +100,7 @@ class Session:
                 held = self._tickets.get(ticket)
                 recall = _NOTHING if held is None else pool.poll(held)
                 is_ready = recall.state is RecallState.READY
-                return p.RecallReply(number, is_ready, recall.offsets, p.TIERS.pack(recall.tiers))
+                return p.RecallReply(number, is_ready, recall.offsets, p.PLACES.pack(recall.tiers))
             case p.Release(ticket):
                 self._release(ticket)
             case p.Touch(keys, hanging, ending, hint, tenant):
