@@ -10,7 +10,8 @@ from rich.console import Console, RenderableType
 
 from kvrecall import pool_cli
 from kvrecall.pool.base import PoolStats, TierStats
-from kvrecall.pool.service.admin import By, ClientView, Listing, ListingRow, Overview, TenantView
+from kvrecall.pool.service.admin import By, Listing, ListingRow, Overview, TenantView
+from kvrecall.pool.service.sessions import ClientView
 
 TIB = 1 << 40
 COUNT = 987_654_321_098

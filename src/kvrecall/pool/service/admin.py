@@ -35,6 +35,7 @@ from kvrecall.pool.entries import BlockInfo, hangs
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.link import Link, LinkLate, LinkLost
+from kvrecall.pool.service.sessions import ClientView
 from kvrecall.pool.tier import Outcome
 
 R = TypeVar("R")
@@ -147,19 +148,6 @@ class Listing:
     by: By
     rows: tuple[ListingRow, ...]
     total: int
-
-
-@dataclass(frozen=True, slots=True)
-class ClientView:
-    """A connected process, or one whose connection was lost and whose slots are kept."""
-
-    pid: int
-    seconds: float  # since it connected, or since it was lost
-    namespaces: int
-    tickets: int
-    reserved: int
-    requests: int
-    lost: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -661,13 +649,13 @@ class Resize(Command[dict[str, int | None]], frozen=True):
 _COMMANDS = {kind.__name__: kind for kind in (Stat, PrefixTrees, List, Verify, Drop, Pin, Resize)}
 
 
-def command_of(name: str, fields: bytes) -> Command[Any]:
+def command_of(request: p.Administer) -> Command[Any]:
     """The command received over the socket. Raises ProtocolError."""
-    kind = _COMMANDS.get(name)
-    if kind is None:
+    name = request.command
+    if name not in _COMMANDS:
         raise p.ProtocolError(f"unknown command: {name!r}")
     try:
-        return msgspec.msgpack.decode(fields, type=kind)
+        return msgspec.msgpack.decode(request.fields, type=_COMMANDS[name])
     except (msgspec.MsgspecError, RecursionError) as error:
         raise p.ProtocolError(f"invalid command {name}: {error}") from error
 
