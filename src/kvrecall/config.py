@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
 from pydantic.fields import FieldInfo
@@ -31,7 +31,6 @@ DEFAULT_MATCH_UNIT = 16  # tokens, where hits on the device may end inside block
 MatchUnit = int | Literal["auto", "off"]
 ExplainMisses = Literal["tokens", "blocks", "off"]
 Compression = Literal["none", "lz4", "zstd", "auto"]
-_UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _LEAST_BARE = 1 << 20  # minimum of a size without a unit
 _LEAST_NUMBER = 64 << 10  # the same for a number in JSON, which a program may have computed
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
@@ -49,7 +48,7 @@ def parse_size(value: str | int | float, name: str, least_bare: int = _LEAST_BAR
         raise ConfigError(f"{name}: {value!r} is not a size; write for example 8GiB or 500MB")
     number, unit, binary, byte = match.groups()
     power = "bkmgt".index(unit.lower() or "b")
-    nbytes = int(float(number) * (1024**power if binary else _UNITS[unit.lower()]))
+    nbytes = int(float(number) * (1024 if binary else 1000) ** power)
     least = least_bare if isinstance(value, str) else min(least_bare, _LEAST_NUMBER)
     if 0 < nbytes < least and not (unit or byte):
         meant = f"{number}GiB" if nbytes < 1024 else f"{number}KiB"
@@ -255,14 +254,21 @@ class Owner(StrEnum):
     CLIENT = "an engine that uses a pool service"
 
 
+class SettingWords(NamedTuple):
+    """Of a setting: ``shown``, its default in words, empty if there is none; ``kind``, the kind of
+    its value, empty if its type says it."""
+
+    owner: Owner
+    shown: str
+    kind: str
+
+
 def _setting(
     owner: Owner, text: str, default: Any, shown: str = "", kind: str = "", **bounds: Any
 ) -> Any:
-    """A field of ``Settings``. ``shown``: the default in words, if not clear from the value;
-    ``kind``: the kind of value, if not clear from the type."""
-    shown = shown or _shown(default)
-    extra: dict[str, Any] = {"owner": owner.value, "shown": shown, "kind": kind}
-    return Field(default, description=text, json_schema_extra=extra, **bounds)
+    """A field of ``Settings``, with its ``SettingWords``."""
+    words = SettingWords(owner, shown or _shown(default), kind)
+    return Field(default, description=text, json_schema_extra=words._asdict(), **bounds)
 
 
 def _shown(default: object) -> str:
@@ -615,7 +621,7 @@ class Settings(BaseModel):
         if not of_service:
             foreign = Owner.POOL if read.backend == "service" else Owner.CLIENT
             for key in raw:
-                if owner_of(key) is foreign:
+                if words_of(key).owner is foreign:
                     allowed = f"it has no effect with backend {read.backend!r}"
                     raise _wrong(_named(place(key), key), raw[key], allowed)
         elif raw.get("backend", "service") != "service":
@@ -626,20 +632,16 @@ class Settings(BaseModel):
 
     def _check_together(self, place: Callable[[str], str]) -> None:
         """Raises ConfigError for settings that do not go together."""
-        if self.disk_size is not None and self.disk_path is None:
-            raise ConfigError(f"{place('disk_size')}: disk_size is set but disk_path is not")
+        needs = {"disk_size": "disk_path", "disk_compression": "disk_path"}
+        needs |= {"remote_write": "remote", "remote_compression": "remote"}
+        for name, needed in needs.items():
+            if name in self.model_fields_set and getattr(self, needed) is None:
+                raise ConfigError(f"{place(name)}: {name} is set but {needed} is not")
         if self.disk_path is not None and self.disk_size is None:
             raise ConfigError(
                 f"{place('disk_path')}: disk_path is set but disk_size is not; the disk tier needs "
                 "a hard limit, for example disk_size=100GiB"
             )
-        if self.disk_path is None and "disk_compression" in self.model_fields_set:
-            raise ConfigError(
-                f"{place('disk_compression')}: disk_compression is set but disk_path is not"
-            )
-        for name in ("remote_write", "remote_compression"):
-            if self.remote is None and name in self.model_fields_set:
-                raise ConfigError(f"{place(name)}: {name} is set but remote is not")
         if self.host_max_size is not None and self.host_max_size < self.host_size:
             name = _named(place("host_max_size"), "host_max_size")
             raise _wrong(name, self.host_max_size, "it must not be below host_size")
@@ -735,10 +737,10 @@ def split_for_service(raw: Mapping[str, object]) -> tuple[dict[str, object], dic
     """Splits the settings of an embedded pool for several engines: into those of a service with the
     pool, at ``admin_socket``, and those of the engines."""
     socket = str(RecallSettings.from_mapping(raw).admin_socket or default_socket())
-    pool = {key: value for key, value in raw.items() if owner_of(key) is Owner.POOL}
+    pool = {key: value for key, value in raw.items() if words_of(key).owner is Owner.POOL}
     pool |= {key: raw[key] for key in ("load_deadline", "lookup_deadline") if key in raw}
     pool.pop("admin_socket", None)
-    engines = {key: value for key, value in raw.items() if owner_of(key) is Owner.ENGINE}
+    engines = {key: value for key, value in raw.items() if words_of(key).owner is Owner.ENGINE}
     return pool | {"socket": socket}, engines | {"backend": "service", "socket": socket}
 
 
@@ -794,28 +796,13 @@ def bounds_of(metadata: list[Any]) -> str:
     return ", ".join(f"{words[name]} {found[name]:g}" for name in words if name in found)
 
 
-def owner_of(key: str) -> Owner:
-    return Owner(str(_extra(key)["owner"]))
-
-
-def shown_default(key: str) -> str:
-    """The default of a setting, in words; empty if there is none."""
-    return str(_extra(key)["shown"])
-
-
-def kind_of(key: str) -> str:
-    """The kind of a setting's value; empty if its type says it."""
-    return str(_extra(key)["kind"])
-
-
-def _extra(key: str) -> dict[str, Any]:
-    extra = Settings.model_fields[key].json_schema_extra
-    assert isinstance(extra, dict)
-    return extra
+def words_of(key: str) -> SettingWords:
+    extra: Any = Settings.model_fields[key].json_schema_extra
+    return SettingWords(**extra)
 
 
 def help_of(key: str) -> str:
     """The text of a setting for ``--help`` (rich markup), with its default."""
     text = (Settings.model_fields[key].description or "").replace("`", "").replace("[", r"\[")
-    default = shown_default(key)
+    default = words_of(key).shown
     return text[0].upper() + text[1:] + "." + (f" Default: {default}." if default else "")

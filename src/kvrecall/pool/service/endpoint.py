@@ -17,12 +17,12 @@ from pathlib import Path
 
 from kvrecall.config import PoolConfig
 from kvrecall.errors import ConfigError, TierError
-from kvrecall.ownership import ACCESS, exposure
 from kvrecall.pool.arena import available_memory
 from kvrecall.pool.lockfile import LockHeld, leads_to, lock_path
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.peers import credentials, mappers_of
 from kvrecall.pool.service.server import Patience, Server
+from kvrecall.secret import ACCESS, exposure
 
 _LOG = logging.getLogger(__name__)
 FLUSH_S = 10.0
