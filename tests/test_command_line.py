@@ -20,9 +20,7 @@ import pytest
 from support.commands import Commands
 
 from kvrecall import __version__, cli
-from kvrecall.config import PoolConfig
-from kvrecall.errors import ConfigError, ExitStatus, TierError, errors_shown
-from kvrecall.pool.service.endpoint import ServiceThread
+from kvrecall.errors import ExitStatus, errors_shown
 from kvrecall.processes.ports import free_port
 
 KVRECALL = Path(sys.executable).parent / "kvrecall"
@@ -464,37 +462,6 @@ def test_an_interrupted_start_is_one_line(tmp_path: Path) -> None:
     assert said.splitlines()[-1] == "kvrecall: interrupted"
     assert warned or not importlib.util.find_spec("mooncake")
     assert "Traceback" not in said
-
-
-def test_two_services_on_one_socket(commands: Commands, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir(mode=0o700)
-    path = tmp_path / "run" / "p.sock"
-    service = ServiceThread(PoolConfig(8 << 20), path)
-    try:
-        done = commands.run(f"pool serve --host-size 8MiB --socket {path}".split())
-    finally:
-        service.close()
-    assert done.status == ExitStatus.FAILED
-    assert f"{path} is already served by process {os.getpid()}" in done.err
-    assert len(done.err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "said"),
-    [
-        (ConfigError("a is 1"), 2, "kvrecall: a is 1"),
-        (TierError("no room"), 1, "kvrecall: no room"),
-        (OSError(28, "No space left on device", "/d"), 1, "kvrecall: /d: No space left .*; free"),
-    ],
-)
-def test_errors_become_statuses(
-    error: Exception, status: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended, errors_shown():
-        raise error
-    assert ended.value.code == status
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(said, line)
 
 
 def test_an_error_of_no_path_is_a_bug_and_keeps_its_traceback() -> None:

@@ -238,24 +238,14 @@ def test_broken_lines_are_named(tmp_path: Path, line: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\n\n", b'{"timestamp": 0, "hash_ids": []}', b"\xff\xfe"]
-)
-def test_empty_or_binary(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "t.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(TraceError):
-        read_trace(path)
-    with pytest.raises(TraceError):
-        read_trace(tmp_path)
-
-
-@pytest.mark.parametrize(
     ("content", "words"),
     [
         (gzip.compress(b"{}", mtime=0), "is compressed; unpack it first, with gunzip"),
         (b"PK\x03\x04...", "is compressed; unpack it first, with unzip"),
         (b"\x89PNG\r\n", "is not text"),
         (b"", "holds no blocks"),
+        (b"\n\n", "holds no blocks"),
+        (b'{"timestamp": 0, "hash_ids": []}', "holds no blocks"),
         (b"timestamp,hash_ids\n1,2\n", ":1: not JSON"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -131,7 +132,8 @@ def simulate(
 
 def load_trace(path: Path) -> Trace:
     """The trace of a file, with a progress bar on stderr. Raises TraceError."""
-    with steps("reading", path.stat().st_size if path.is_file() else 0) as advance:
+    size = os.stat(path).st_size if os.path.isfile(path) else 0  # a folder it may not enter: 0
+    with steps("reading", size) as advance:
         return read_trace(path, advance)
 
 
