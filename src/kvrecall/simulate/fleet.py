@@ -90,8 +90,15 @@ def replay_fleet(
     if outcome.accesses:
         outcome.busiest = max(requested.values()) * hosts / outcome.accesses
     outcome.seconds = trace.requests[-1].now - trace.requests[0].now
-    own = (_sum([pool.counts[place] for pool in pools]) for place in range(len(tiers)))
-    outcome.tiers = (*own, *(tier.count for tier in shared))
+    for place, spec in enumerate(tiers):
+        one = TierCount(spec.name, spec.capacity * hosts)
+        for count in (pool.counts[place] for pool in pools):
+            one.read += count.read
+            one.written += count.written
+            one.evicted += count.evicted
+            one.bypassed += count.bypassed
+        outcome.tiers.append(one)
+    outcome.tiers += [tier.count for tier in shared]
     outcome.traffic = StoreTraffic(
         network.read, network.written, max(read.values()), max(written.values())
     )
@@ -116,12 +123,3 @@ def sessions_of(requests: Sequence[TraceRequest]) -> Iterator[int]:
             ends.pop(last.pop(session, full[-1]), None)
             ends[full[-1]], last[session] = session, full[-1]
         yield session
-
-
-def _sum(counts: Sequence[TierCount]) -> TierCount:
-    """One tier of all hosts."""
-    total = TierCount(counts[0].name, 0)
-    for count in counts:
-        for name in ("capacity", "read", "written", "evicted", "bypassed"):
-            setattr(total, name, getattr(total, name) + getattr(count, name))
-    return total

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from kvrecall.block import BlockKey
 from kvrecall.modelconfig import CacheKind
 from kvrecall.pool.eviction import KeyedPolicy, make_policy
 from kvrecall.pool.hints import Advice
-from kvrecall.simulate.groups import BLOCKS, GroupLayout, GroupRecord, GroupSpec
+from kvrecall.simulate.groups import BLOCKS, GroupSpec
 from kvrecall.simulate.trace import Trace
 
 
@@ -44,7 +45,7 @@ class ReplayOutcome:
 
     accesses: int = 0
     hits: int = 0
-    tiers: Sequence[TierCount] = ()
+    tiers: list[TierCount] = field(default_factory=list)
     moved: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -54,6 +55,16 @@ class ReplayOutcome:
 
 PolicyMaker = Callable[[int], KeyedPolicy]
 """A policy that has no name, for a tier of so many blocks."""
+
+
+class GroupRecord(NamedTuple):
+    """A block of a group. ``hangs``: it is of another group than the chain."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    depth: int
+    nbytes: int
+    hangs: bool
 
 
 class SimulatedTier:
@@ -115,12 +126,14 @@ def tiers_of(
 
 
 class SimulatedPool:
-    """Tiers that one host sees, nearest first, and the model whose records they hold. ``moved``:
+    """Tiers that one host sees, nearest first, with the records of a model's groups. Those of the
+    first group, the chain, have the keys of the trace; those of the others hang on them. ``moved``:
     what hits read, by kind of group."""
 
     def __init__(self, tiers: Sequence[SimulatedTier], groups: Sequence[GroupSpec]) -> None:
         self._tiers = tiers
-        self._layout = GroupLayout(groups)
+        self._chain = groups[0]
+        self._others = [(group, dict[BlockKey, BlockKey]()) for group in groups[1:]]
         self.counts = [tier.count for tier in tiers]
         self.moved = {str(group.kind): 0 for group in groups}
 
@@ -128,28 +141,33 @@ class SimulatedPool:
         """Hits the longest boundary at which every group has the records that it needs, each from
         the nearest tier that has it; then every tier sees the access and stores what it lacks of
         what the request leaves (write-through down, promotion up). Returns the blocks hit."""
-        layout, holder = self._layout, self._holder
-        is_full = layout.chain.kind is CacheKind.FULL
+        holder = self._holder
+        is_full = self._chain.kind is CacheKind.FULL
         reach = len(chain)
         if is_full:
             reach = next((n for n, key in enumerate(chain) if holder(key) is None), reach)
-        hit, used = reach, layout.beside(chain, reach)
+        hit, used = reach, self._beside(chain, reach)
         while not (
             all(holder(key) for _, key in reversed(used))
-            and (is_full or all(map(holder, layout.of_chain(chain, hit))))
+            and (is_full or all(holder(chain[place]) for place in self._chain.needed(hit)))
         ):
             hit -= 1
-            used = layout.beside(chain, hit)
-        for group, key in (*((layout.chain, key) for key in layout.of_chain(chain, hit)), *used):
+            used = self._beside(chain, hit)
+        own = [(self._chain, chain[place]) for place in self._chain.needed(hit)]
+        for group, key in (*own, *used):
             tier = holder(key)
             assert tier is not None
             tier.count.read += group.nbytes
             self.moved[group.kind] += group.nbytes
         hanging = [key for _, key in used]
-        if hit < reach:
-            hanging = list(dict.fromkeys((*hanging, *layout.missed(chain, hit, reach))))
-        ending = [key for _, key in layout.beside(chain, len(chain))]
-        records = list(layout.records(chain, hit))
+        if hit < reach:  # what would have let it hit so far: the windows there, and any state
+            for number, (group, _) in enumerate(self._others):
+                is_state = group.kind is CacheKind.STATE
+                places = range(hit, reach) if is_state else group.needed(reach)
+                hanging += [self._key(number, chain[place]) for place in places]
+        hanging = list(dict.fromkeys(hanging))
+        ending = [key for _, key in self._beside(chain, len(chain))]
+        records = list(self._left(chain, hit))
         for tier in self._tiers:
             tier.policy.access(chain, now, hanging, ending, advice)
             tier.fill(records, now)
@@ -160,6 +178,37 @@ class SimulatedPool:
             if key in tier.resident:
                 return tier
         return None
+
+    def _beside(self, chain: Sequence[BlockKey], boundary: int) -> list[tuple[GroupSpec, BlockKey]]:
+        """What a hit of ``boundary`` blocks of ``chain`` needs of the other groups."""
+        return [
+            (group, self._key(number, chain[place]))
+            for number, (group, _) in enumerate(self._others)
+            for place in group.needed(boundary)
+        ]
+
+    def _left(self, chain: Sequence[BlockKey], hit: int) -> Iterator[GroupRecord]:
+        """What a request leaves in the tiers, each after its parent: the chain, what its hit used,
+        and what each group keeps of the rest."""
+        places: dict[int, list[int]] = {}
+        for number, (group, _) in enumerate(self._others):
+            for place in (*group.needed(hit), *group.kept(hit, len(chain))):
+                places.setdefault(place, []).append(number)
+        parent: BlockKey | None = None
+        first = self._chain.needed(hit).start
+        for depth, key in enumerate(chain):
+            if depth >= first:
+                yield GroupRecord(key, parent, depth, self._chain.nbytes, False)
+            for number in places.get(depth, ()):
+                nbytes = self._others[number][0].nbytes
+                yield GroupRecord(self._key(number, key), key, depth + 1, nbytes, True)
+            parent = key
+
+    def _key(self, number: int, key: BlockKey) -> BlockKey:
+        made = self._others[number][1]
+        if key not in made:
+            made[key] = BlockKey(bytes([number]) + key)
+        return made[key]
 
 
 def replay(
