@@ -11,7 +11,7 @@ import enum
 import json
 import os
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -181,39 +181,38 @@ class Overview:
     write_policy: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PrefixNode:
-    """``name``: hex of its last block's hash, shortened. ``depth``: blocks before it in the
-    sequence. Bytes are those of this node and its descendants, in each tier; a block in both tiers
-    counts in both. ``age_s``: since the last use of any block in it. ``hidden``: children that are
-    not shown."""
+    """A run of blocks without branches. ``name``: hex of its last block's hash, shortened.
+    ``depth``: blocks before it in the sequence. Bytes are those of this node and its descendants,
+    in each tier; a block in both tiers counts in both. ``age_s``: since the last use of any block
+    in it. ``children``: nodes that continue its end; ``hidden``: those that are not shown."""
 
-    name: str
-    depth: int
-    blocks: int
-    host_bytes: int
-    disk_bytes: int
-    age_s: float
-    children: tuple[PrefixNode, ...]
-    hidden: int
+    name: str = ""
+    depth: int = 0
+    blocks: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    age_s: float = float("inf")
+    children: list[PrefixNode] = field(default_factory=list)
+    hidden: int = 0
+
+    def add(self, host_bytes: int, disk_bytes: int, age_s: float) -> None:
+        self.host_bytes += host_bytes
+        self.disk_bytes += disk_bytes
+        self.age_s = min(self.age_s, age_s)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixTree:
+@dataclass(slots=True)
+class PrefixTree(PrefixNode):
     """The blocks of one namespace and tenant. ``model``: with the KV group, of a model that has
-    several; only one of them has ``nodes``, the others hang on its blocks. Empty ``nodes`` with
+    several; only one of them has ``children``, the others hang on its blocks. No ``children`` with
     ``hidden`` -1: too many blocks in the pool."""
 
-    namespace: str
-    model: str
-    tenant: str
-    block_bytes: int
-    host_bytes: int
-    disk_bytes: int
-    blocks: int
-    age_s: float
-    nodes: tuple[PrefixNode, ...]
-    hidden: int
+    namespace: str = ""
+    model: str = ""
+    tenant: str = ""
+    block_bytes: int = 0
 
 
 class _Known(NamedTuple):
@@ -361,109 +360,80 @@ def model_of(parts: Iterable[tuple[str, str]]) -> str:
 # -- prefix trees ---------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Block:
-    """A block in any tier. ``host`` and ``disk``: bytes of it and all after it."""
-
-    key: BlockKey
-    depth: int
-    parent: BlockKey | None
-    host: int = 0
-    disk: int = 0
-    used: float = 0.0
-    children: list[_Block] = field(default_factory=list)
-
-    def add(self, host: int, disk: int, used: float) -> None:
-        self.host += host
-        self.disk += disk
-        self.used = max(self.used, used)
-
-
 def prefix_trees(
     held: Iterable[BlockInfo], known: Mapping[bytes, tuple[str, int]], now: float, limit: int = 300
-) -> tuple[PrefixTree, ...]:
+) -> list[PrefixTree]:
     """The trees of these blocks, largest first, of at most ``limit`` nodes together. ``known``: by
     a namespace's digest, a readable name and the bytes of its blocks. Blocks in the host come
-    before those on disk.
-
-    A *node* is a run of blocks without branches; the nodes that continue its end are its children.
-    """
-    totals: dict[tuple[bytes, Tenant], _Block] = {}
-    chains: dict[tuple[bytes, Tenant], dict[BlockKey, _Block]] = defaultdict(dict)
-    counts = Counter[tuple[bytes, Tenant]]()
+    before those on disk."""
+    trees: dict[tuple[bytes, Tenant], PrefixTree] = {}
+    nodes: dict[tuple[bytes, Tenant], _Nodes] = defaultdict(dict)
     in_host: set[tuple[BlockKey, Tenant]] = set()
     chained = 0
     for block in held:
-        place = block.key[:NAMESPACE_BYTES], block.tenant
+        key, tenant, digest = block.key, block.tenant, block.key[:NAMESPACE_BYTES]
+        place = digest, tenant
+        if (tree := trees.get(place)) is None:
+            name, nbytes = known.get(digest, ("unknown", 0))
+            tree = trees[place] = PrefixTree(
+                namespace=digest.hex(), model=name, tenant=str(tenant), block_bytes=nbytes
+            )
         is_host = block.tier is TierName.HOST
-        added = (block.slot_bytes, 0) if is_host else (0, block.slot_bytes)
-        counts[place] += (block.key, block.tenant) not in in_host
+        tree.blocks += (key, tenant) not in in_host
         if is_host:
-            in_host.add((block.key, block.tenant))
-        if place not in totals:
-            totals[place] = _Block(block.key, 0, None)
-        totals[place].add(*added, block.used)
+            in_host.add((key, tenant))
+        sizes = (block.slot_bytes, 0) if is_host else (0, block.slot_bytes)
+        age_s = max(0.0, now - block.used)
+        tree.add(*sizes, age_s)
         if block.hangs:
             continue
         chained += 1
         if chained <= MAX_BLOCKS:
-            made = chains[place].setdefault(block.key, _Block(block.key, block.depth, block.parent))
-            made.parent = made.parent or block.parent
-            made.add(*added, block.used)
-    budget = max(1, limit // max(1, len(chains)))
-    trees = []
-    for place, total in sorted(totals.items(), key=lambda each: -(each[1].host + each[1].disk)):
-        nodes: tuple[PrefixNode, ...] = ()
-        hidden = -1
-        if chained <= MAX_BLOCKS:
-            nodes, hidden = _nodes(_roots(chains.get(place, {})), now, [budget], 0)
-        digest, tenant = place
-        name, nbytes = known.get(digest, ("unknown", 0))
-        age_s = max(0.0, now - total.used)
-        trees.append(
-            PrefixTree(
-                digest.hex(), name, str(tenant), nbytes, total.host, total.disk, counts[place],
-                age_s, nodes, hidden,
-            )
-        )  # fmt: skip
-    return tuple(trees)
+            if (found := nodes[place].get(key)) is None:
+                found = PrefixNode(key[NAMESPACE_BYTES:].hex()[:12], block.depth, 1), block.parent
+            found[0].add(*sizes, age_s)
+            nodes[place][key] = found[0], found[1] or block.parent
+    left = max(1, limit // max(1, len(nodes)))
+    for place, tree in trees.items():
+        if chained > MAX_BLOCKS:
+            tree.hidden = -1
+        else:
+            tree.children, tree.hidden = _shown(_roots(nodes.get(place, {})), [left], 0)
+    return sorted(trees.values(), key=lambda tree: -(tree.host_bytes + tree.disk_bytes))
 
 
-def _roots(blocks: Mapping[BlockKey, _Block]) -> list[_Block]:
+_Nodes = dict[BlockKey, tuple[PrefixNode, BlockKey | None]]
+"""Blocks as nodes, with their parents."""
+
+
+def _roots(nodes: _Nodes) -> list[PrefixNode]:
     """Joins the blocks to their parents. Returns those without one."""
     roots = []
-    for block in sorted(blocks.values(), key=lambda block: -block.depth):  # leaves first
-        above = blocks.get(block.parent) if block.parent is not None else None
-        if above is None or above.depth >= block.depth:
-            roots.append(block)  # a sequence's first block, or what is left of an evicted one
+    for node, parent in sorted(nodes.values(), key=lambda each: -each[0].depth):  # leaves first
+        above, _ = nodes.get(parent, (None, None)) if parent is not None else (None, None)
+        if above is None or above.depth >= node.depth:
+            roots.append(node)  # a sequence's first block, or what is left of an evicted one
             continue
-        above.add(block.host, block.disk, block.used)
-        above.children.append(block)
+        above.add(node.host_bytes, node.disk_bytes, node.age_s)
+        above.children.append(node)
     return roots
 
 
-def _nodes(
-    blocks: list[_Block], now: float, left: list[int], level: int
-) -> tuple[tuple[PrefixNode, ...], int]:
-    """The largest of ``blocks`` as nodes, as far as ``left`` (nodes that may still be made) allows,
-    and the number of omitted ones."""
+def _shown(nodes: list[PrefixNode], left: list[int], level: int) -> tuple[list[PrefixNode], int]:
+    """The largest of ``nodes``, runs joined, as far as ``left`` (nodes that may still be shown)
+    allows, and the number of omitted ones."""
     if level >= _DEEPEST:
-        return (), len(blocks)
-    chosen = sorted(blocks, key=lambda block: -(block.host + block.disk))
+        return [], len(nodes)
+    chosen = sorted(nodes, key=lambda node: -(node.host_bytes + node.disk_bytes))
     chosen = chosen[: min(_CHILDREN, left[0])]
     left[0] -= len(chosen)
-    nodes = []
-    for block in chosen:
-        last, length = block, 1
-        while len(last.children) == 1:
-            (last,) = last.children
-            length += 1
-        children, hidden = _nodes(last.children, now, left, level + 1)
-        name, age_s = last.key[NAMESPACE_BYTES:].hex()[:12], max(0.0, now - block.used)
-        nodes.append(
-            PrefixNode(name, block.depth, length, block.host, block.disk, age_s, children, hidden)
-        )
-    return tuple(nodes), len(blocks) - len(chosen)
+    for node in chosen:
+        while len(node.children) == 1:
+            (last,) = node.children
+            node.name, node.children = last.name, last.children
+            node.blocks += 1
+        node.children, node.hidden = _shown(node.children, left, level + 1)
+    return chosen, len(nodes) - len(chosen)
 
 
 # -- commands ------------------------------------------------------------------------------
@@ -492,13 +462,13 @@ class Stat(Command[Overview], frozen=True):
         return inventory.overview()
 
 
-class PrefixTrees(Command[tuple[PrefixTree, ...]], frozen=True):
+class PrefixTrees(Command[list[PrefixTree]], frozen=True):
     """The cached blocks as trees by model and tenant, largest first, of ``limit`` nodes."""
 
-    result = tuple[PrefixTree, ...]
+    result = list[PrefixTree]
     limit: int = 300
 
-    def run(self, inventory: Inventory, progress: OnProgress) -> tuple[PrefixTree, ...]:
+    def run(self, inventory: Inventory, progress: OnProgress) -> list[PrefixTree]:
         known = {}
         for digest, one in inventory.namespaces().items():
             group = one.parts.get("group", "")

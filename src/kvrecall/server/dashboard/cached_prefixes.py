@@ -61,7 +61,7 @@ def _nothing(why: str) -> dict[str, Any]:
     return {"roots": [], "note": "", "empty": why}
 
 
-def _roots(trees: tuple[PrefixTree, ...]) -> list[dict[str, Any]]:
+def _roots(trees: list[PrefixTree]) -> list[dict[str, Any]]:
     """One node for each namespace, in it its tenants, in them their prefixes."""
     by_namespace: dict[str, list[PrefixTree]] = {}
     for tree in trees:
@@ -103,7 +103,7 @@ def _tenant(tree: PrefixTree) -> dict[str, Any]:
         "label": f"{name}, {title}",
         "code": "",
         "title": title,
-        "children": [_node(node, path) for node in tree.nodes],
+        "children": [_node(node, path) for node in tree.children],
         "hidden": max(0, tree.hidden),
     }
 
