@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -123,10 +122,8 @@ def simulate(
         loaded = load_trace(trace)
     if is_fleet:
         line = _simulate_fleet(loaded, hosts, specs, shared, policy, size, not as_json)
-    elif groups:
-        line = _simulate_groups(loaded, specs, names, kinds, not as_json)
     else:
-        line = _simulate_blocks(loaded, specs, names, size, not as_json)
+        line = _simulate_pool(loaded, specs, names, kinds, size, not as_json)
     typer.echo(json.dumps(line))
 
 
@@ -192,61 +189,45 @@ def _blocks_in(text: str, name: str, block_bytes: int) -> int:
 # -- one pool ----------------------------------------------------------------------------------
 
 
-def _simulate_blocks(
-    trace: Trace, tiers: Sequence[TierSpec], policies: Sequence[str], block_bytes: int, shown: bool
-) -> Row:
-    parts = (len(policies) + len(tiers)) * len(trace.requests)
-    with steps("replaying", parts) as advance:
-        capacities = accumulate(tier.capacity for tier in tiers)
-        bounds = [clairvoyant_hits(trace, each, advance) / trace.blocks for each in capacities]
-        outcomes = {name: replay(trace, tiers, name, advance) for name in policies}
-    rows = []
-    for name, outcome in outcomes.items():
-        row = _row(trace, name, outcome) | {"clairvoyant": round(bounds[-1], 6)}
-        row["tiers"] = _rows_of_tiers(outcome, block_bytes)
-        for tier, bound in zip(row["tiers"], bounds, strict=True):
-            tier["best_up_to_here"] = round(bound, 6)
-        rows.append(row | {"hints": hints_of(outcome, bounds)})
-    if shown:
-        of_tiers = " by the tier and those before it" if len(tiers) > 1 else ""
-        _print_rows(
-            rows,
-            block_bytes > 0,
-            f"rate: share of blocks hit{of_tiers}; best: upper bound of any policy (clairvoyant)",
-        )
-        for hint in dict.fromkeys(hint for row in rows for hint in row["hints"]):
-            Console().print(f"hint: {hint}", highlight=False, markup=False)
-    return _summary(rows, "clairvoyant")
-
-
-def _simulate_groups(
+def _simulate_pool(
     trace: Trace,
     tiers: Sequence[TierSpec],
     policies: Sequence[str],
     groups: Sequence[GroupSpec],
+    block_bytes: int,
     shown: bool,
 ) -> Row:
-    with steps("replaying", (len(policies) + 1) * len(trace.requests)) as advance:
-        best = replay(trace, [TierSpec("all", 1 << 62)], "lru", advance, groups).hit_rate
-        outcomes = {name: replay(trace, tiers, name, advance, groups) for name in policies}
+    in_blocks, requests = groups is BLOCKS, len(trace.requests)
+    with steps("replaying", (len(policies) + (len(tiers) if in_blocks else 1)) * requests) as tell:
+        if in_blocks:
+            capacities = accumulate(tier.capacity for tier in tiers)
+            bounds = [clairvoyant_hits(trace, each, tell) / trace.blocks for each in capacities]
+        else:
+            bounds = [replay(trace, [TierSpec("all", 1 << 62)], "lru", tell, groups).hit_rate]
+        outcomes = {name: replay(trace, tiers, name, tell, groups) for name in policies}
+    bound = "clairvoyant" if in_blocks else "unlimited"
     rows = []
     for name, outcome in outcomes.items():
-        row = _row(trace, name, outcome) | {"unlimited": round(best, 6)}
-        row |= {"groups": ",".join(map(str, groups)), "read_bytes": outcome.moved}
-        row["tiers"] = [asdict(tier) for tier in outcome.tiers]
-        rates = {"hit_rate_up_to_here": row["hit_rate"], "best_up_to_here": row["unlimited"]}
-        row["tiers"][-1] |= rates  # a hit may need records of several tiers
+        row = _row(trace, name, outcome) | {bound: round(bounds[-1], 6)}
+        row["tiers"] = _rows_of_tiers(outcome, block_bytes)
+        if in_blocks:
+            row["hints"] = hints_of(outcome, bounds)
+        else:  # a hit may need records of several tiers
+            row |= {"groups": ",".join(map(str, groups)), "read_bytes": outcome.moved}
+            for tier in row["tiers"]:
+                del tier["hit_rate_up_to_here"]
+            row["tiers"][-1]["hit_rate_up_to_here"] = row["hit_rate"]
+        for tier, best in zip(row["tiers"][-len(bounds) :], bounds, strict=True):
+            tier["best_up_to_here"] = round(best, 6)
         rows.append(row)
     if shown:
-        read = rows[0]["read_bytes"].items()
-        of_each = ", ".join(f"{kind} {format_size(nbytes)}" for kind, nbytes in read)
-        _print_rows(
-            rows,
-            True,
-            f"rate: share of the blocks that is hit by every group ({rows[0]['policy']} read "
-            f"{of_each});\nbest: in a pool without limit",
-        )
-    return _summary(rows, "unlimited")
+        _print_rows(rows, block_bytes > 0 or not in_blocks, len(tiers) > 1)
+    if len(rows) == 1:
+        return rows[0]
+    best_row = max(rows, key=lambda row: float(row["hit_rate"]))
+    rates = {row["policy"]: row["hit_rate"] for row in rows} | {bound: best_row[bound]}
+    line = {"best": best_row["policy"], "hit_rate": best_row["hit_rate"], bound: best_row[bound]}
+    return line | {"rates": rates, "policies": rows}
 
 
 def _row(trace: Trace, policy: str, outcome: ReplayOutcome) -> Row:
@@ -266,7 +247,7 @@ def _rows_of_tiers(outcome: ReplayOutcome, block_bytes: int) -> list[Row]:
     rows = []
     for tier, hits in zip(outcome.tiers, accumulate(t.read for t in outcome.tiers), strict=True):
         counts = {name: getattr(tier, name) * (block_bytes or 1) for name in _COUNTS}
-        rate = round(hits / outcome.accesses, 6)
+        rate = round(hits / max(1, outcome.accesses), 6)
         rows.append({"name": tier.name, **counts, "hit_rate_up_to_here": rate})
     return rows
 
@@ -295,32 +276,33 @@ def hints_of(outcome: ReplayOutcome, bounds: Sequence[float]) -> list[str]:
     return hints
 
 
-def _summary(rows: Sequence[Row], bound: str) -> Row:
-    """The one row; or the best one's rates, with those of all."""
-    if len(rows) == 1:
-        return rows[0]
-    best = max(rows, key=lambda row: float(row["hit_rate"]))
-    rates = {row["policy"]: row["hit_rate"] for row in rows} | {bound: best[bound]}
-    line = {"best": best["policy"], "hit_rate": best["hit_rate"], bound: best[bound]}
-    return line | {"rates": rates, "policies": list(rows)}
-
-
-def _print_rows(rows: Sequence[Row], in_bytes: bool, caption: str) -> None:
+def _print_rows(rows: Sequence[Row], in_bytes: bool, several: bool) -> None:
     shown: list[tuple[str, ...]] = []
+    first = rows[0]
     for row in rows:
         for tier in row["tiers"]:
             rate, best = (tier.get(f"{which}_up_to_here") for which in ("hit_rate", "best"))
             rates = [f"{rate:.4f}", f"{best:.4f}"] if best is not None else ["", ""]
             rates.append(f"{rate / best:.0%}" if best else "-")
             capacity, read, *rest = _amounts((tier[name] for name in _COUNTS), in_bytes)
-            label = "" if shown and tier is not row["tiers"][0] else row["policy"]
+            label = row["policy"] if tier is row["tiers"][0] else ""
             shown.append((label, tier["name"], capacity, read, *rates, *rest))
+    if "read_bytes" in first:
+        read_of = (f"{kind} {format_size(size)}" for kind, size in first["read_bytes"].items())
+        rate = f"that is hit by every group ({first['policy']} read {', '.join(read_of)})"
+        best = "in a pool without limit"
+    else:
+        rate = "hit by the tier and those before it" if several else "hit"
+        best = "upper bound of any policy (clairvoyant)"
     _print_table(
-        f"{rows[0]['trace']}: {rows[0]['requests']:,} requests, {rows[0]['blocks']:,} blocks",
+        f"{first['trace']}: {first['requests']:,} requests, {first['blocks']:,} blocks",
         ("policy", "tier", "capacity", "hits", "rate", "best", "of it", *_COUNTS[2:]),
         shown,
-        f"in {'bytes' if in_bytes else 'blocks; --block-bytes SIZE gives bytes'}\n{caption}",
+        f"in {'bytes' if in_bytes else 'blocks; --block-bytes SIZE gives bytes'}\n"
+        f"rate: share of blocks {rate};\nbest: {best}",
     )
+    for hint in dict.fromkeys(hint for row in rows for hint in row.get("hints", ())):
+        Console().print(f"hint: {hint}", highlight=False, markup=False)
 
 
 def _print_table(

@@ -69,10 +69,12 @@ class Link:
         sock.settimeout(timeout_s)
         until = time.monotonic() + timeout_s
         try:
-            while not _connected(sock, path):  # too many others wait
+            while (status := sock.connect_ex(str(path))) == errno.EAGAIN:  # too many others wait
                 if time.monotonic() > until:
                     raise LinkLost(f"the service at {path} does not accept connections")
                 time.sleep(_BUSY_S)
+            if status:
+                raise OSError(status, os.strerror(status))
             _, uid = credentials(sock)
             if uid != os.getuid():
                 raise LinkLost(f"the service at {path} runs as user {uid}, not as {os.getuid()}")
@@ -307,12 +309,3 @@ class Link:
                 self._owed = None
             if number in self._expected:
                 self._replies[number] = reply
-
-
-def _connected(sock: socket.socket, path: Path) -> bool:
-    """False if the service has not accepted earlier connections yet."""
-    try:
-        sock.connect(str(path))
-    except BlockingIOError:
-        return False
-    return True

@@ -29,6 +29,7 @@ from kvrecall.pool import hints
 from kvrecall.pool.base import Absence, ArenaHandle, PoolStats, Verdict, check_parents
 
 E = TypeVar("E", bound=enum.Enum | None)
+M = TypeVar("M")
 
 PROTOCOL = 100 * FORMAT_VERSION + 11
 """Both sides must use the same version. It includes the format of blocks."""
@@ -320,20 +321,21 @@ def frame_of(message: Message) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+def _decoded(decoder: msgspec.msgpack.Decoder[M], body: bytes, what: str) -> M:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ProtocolError(f"no {what}: {error}") from error
+
+
 def read_hello(body: bytes) -> Hello:
     """Raises ProtocolError. Longer forms of later versions are understood."""
-    try:
-        return _HELLO.decode(body)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"no greeting: {error}") from error
+    return _decoded(_HELLO, body, "greeting")
 
 
 def read_request(body: bytes) -> Request:
     """Raises ProtocolError."""
-    try:
-        request = _REQUEST.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ProtocolError(f"no request: {error}") from error
+    request = _decoded(_REQUEST, body, "request")
     if isinstance(request, Acquire | Flush) and math.isnan(request.deadline_s):
         raise ProtocolError("no request: the deadline is not a number")
     if isinstance(request, Acquire | Reserve):
@@ -346,10 +348,7 @@ def read_request(body: bytes) -> Request:
 
 def read_reply(body: bytes) -> Reply:
     """Raises ProtocolError."""
-    try:
-        reply = _REPLY.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ProtocolError(f"no reply: {error}") from error
+    reply = _decoded(_REPLY, body, "reply")
     if isinstance(reply, PlacesReply | RecallReply) and not PLACES.are_in(reply.places):
         raise ProtocolError("no reply: an unknown tier")
     if isinstance(reply, ReserveReply) and not VERDICTS.are_in(reply.verdicts):

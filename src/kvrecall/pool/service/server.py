@@ -175,12 +175,14 @@ class Server:
         """Takes a client, or says why not. Raises OSError if there are no means to take any."""
         sock.setblocking(False)
         pid, uid = credentials(sock)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = min(_MAX_CONNECTIONS, max(1, (files - _OTHER_FILES) // 2))  # each takes two files
         reason = ""
         if uid != os.getuid():
             reason = f"user {uid} may not use the pool of user {os.getuid()}"
         elif not pid:
             reason = "the client is in another PID namespace and could not map the arena"
-        elif (count := len(self._connections) + len(self.reaper.orphans)) >= _most_connections():
+        elif (count := len(self._connections) + len(self.reaper.orphans)) >= most:
             reason = f"{count} connections are open (or lost and not settled), which is the limit"
         elif sum(one.peer.pid == pid for one in self._connections) >= _MAX_OF_PROCESS:
             reason = f"it has {_MAX_OF_PROCESS} connections open, which is the limit of one process"
@@ -471,9 +473,3 @@ def _place_of(path: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
-
-
-def _most_connections() -> int:
-    """As many as leave enough open files for disk and /proc: each takes two."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return min(_MAX_CONNECTIONS, max(1, (soft - _OTHER_FILES) // 2))
