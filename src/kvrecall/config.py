@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, NamedTuple
@@ -271,6 +272,11 @@ def _setting(
     return Field(default, description=text, json_schema_extra=words._asdict(), **bounds)
 
 
+_of_pool = partial(_setting, Owner.POOL)
+_of_engine = partial(_setting, Owner.ENGINE)
+_of_client = partial(_setting, Owner.CLIENT)
+
+
 def _shown(default: object) -> str:
     if isinstance(default, bool):
         return str(default).lower()
@@ -401,150 +407,120 @@ class Settings(BaseModel):
         extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True
     )
 
-    backend: Literal["embedded", "service"] = _setting(
-        Owner.ENGINE,
+    backend: Literal["embedded", "service"] = _of_engine(
         "`embedded`: the pool is in the engine's process; `service`: the engine uses the node's "
         "pool service (`kvrecall pool serve`)",
         "embedded",
     )
-    host_size: Size = _setting(Owner.POOL, "host memory for blocks, a hard limit", 4 << 30, "4GiB")
-    host_max_size: Size | None = _setting(
-        Owner.POOL,
+    host_size: Size = _of_pool("host memory for blocks, a hard limit", 4 << 30, "4GiB")
+    host_max_size: Size | None = _of_pool(
         "upper bound for `kvrecall pool resize --host`; the part above host_size takes "
         "only address space until then, but a GPU's driver pins all of it at the start",
         None,
         "host_size",
     )
-    disk_path: File | None = _setting(
-        Owner.POOL, "folder of the disk tier, which is off without it", None
+    disk_path: File | None = _of_pool("folder of the disk tier, which is off without it", None)
+    disk_size: Size | None = _of_pool(
+        "hard limit of the disk tier, index included; required with disk_path", None
     )
-    disk_size: Size | None = _setting(
-        Owner.POOL, "hard limit of the disk tier, index included; required with disk_path", None
-    )
-    disk_compression: Compression = _setting(
-        Owner.POOL,
+    disk_compression: Compression = _of_pool(
         "lossless compression of blocks on disk: `none`, `lz4`, `zstd`, or `auto`: `zstd` where "
         "the disk, as measured, is so slow that blocks come back sooner by it",
         "none",
     )
-    direct_io: bool = _setting(
-        Owner.POOL, "bypass the page cache (O_DIRECT) where the file system allows it", True
+    direct_io: bool = _of_pool(
+        "bypass the page cache (O_DIRECT) where the file system allows it", True
     )
-    policy: str = _setting(
-        Owner.POOL,
-        "eviction policy: `lru`, `fifo`, `lfu`, `s3fifo`, `hazard`",
-        DEFAULT_POLICY,
-    )
-    host_watermarks: Marks = _setting(
-        Owner.POOL,
+    policy: str = _of_pool("eviction policy: `lru`, `s3fifo`, `hazard`", DEFAULT_POLICY)
+    host_watermarks: Marks = _of_pool(
         "[high, low], shares of the host tier: background eviction starts above high and stops "
         "at low; 1: no background eviction",
         Watermarks(1.0, 1.0),
     )
-    disk_watermarks: Marks = _setting(
-        Owner.POOL,
-        "[high, low], shares of the disk tier, as host_watermarks",
-        Watermarks(0.95, 0.9),
+    disk_watermarks: Marks = _of_pool(
+        "[high, low], shares of the disk tier, as host_watermarks", Watermarks(0.95, 0.9)
     )
-    write_policy: Literal["through", "back", "selective"] = _setting(
-        Owner.POOL,
+    write_policy: Literal["through", "back", "selective"] = _of_pool(
         "when a block is written to disk. `through`: at once; `back`: before it leaves host "
         "memory; `selective`: on its second use",
         "through",
     )
-    unwritten_watermarks: Marks = _setting(
-        Owner.POOL,
+    unwritten_watermarks: Marks = _of_pool(
         "[high, low], shares of the host tier: with write_policy back, writing starts when more "
         "than high is unwritten and stops at low",
         Watermarks(0.5, 0.4),
     )
-    encryption_key_file: File | None = _setting(
-        Owner.POOL,
+    encryption_key_file: File | None = _of_pool(
         "file with the key that encrypts blocks below the host (AES-256-GCM), created by "
         "`kvrecall pool key`; without it blocks are not encrypted",
         None,
     )
-    ttl: Annotated[float | None, _parsed(_age)] = _setting(
-        Owner.POOL,
-        "drop blocks that were not used for this long, e.g. 12h, 30d",
-        None,
-        "never",
-        kind="age",
+    ttl: Annotated[float | None, _parsed(_age)] = _of_pool(
+        "drop blocks that were not used for this long, e.g. 12h, 30d", None, "never", kind="age"
     )
-    tenant_quota: Annotated[TenantTerms, _parsed(_quota)] = _setting(
-        Owner.POOL,
+    tenant_quota: Annotated[TenantTerms, _parsed(_quota)] = _of_pool(
         'share of each tier that one tenant (`cache_salt`) may hold: 25%, 4GiB, or {"host": .., '
         '"disk": ..}',
         TenantTerms(),
         "no limit",
         kind="share, size or object",
     )
-    tenants: Annotated[dict[Tenant, TenantTerms], _parsed(_tenants)] = _setting(
-        Owner.POOL,
+    tenants: Annotated[dict[Tenant, TenantTerms], _parsed(_tenants)] = _of_pool(
         '{TENANT: {"host": .., "disk": .., "ttl": ..}}: limits of single tenants, instead of '
         "tenant_quota and ttl; omitted limits are unlimited",
         {},
         "none",
     )
-    pin_limit: float = _setting(
-        Owner.POOL, "share of a tier that pinned blocks may take", 0.5, kind="share", gt=0, le=1
+    pin_limit: float = _of_pool(
+        "share of a tier that pinned blocks may take", 0.5, kind="share", gt=0, le=1
     )
-    remote: Annotated[Mapping[str, object] | None, _parsed(_remote)] = _setting(
-        Owner.POOL,
+    remote: Annotated[Mapping[str, object] | None, _parsed(_remote)] = _of_pool(
         "the store beyond this host: an object with its `kind` (`mooncake`, `objects` or "
         "`package.module:Factory`), the options of that kind, and `allow_plaintext`: true lets a "
         "store that others can read have blocks that are not encrypted",
         None,
         "none",
     )
-    remote_write: Literal["through", "back", "off"] = _setting(
-        Owner.POOL,
+    remote_write: Literal["through", "back", "off"] = _of_pool(
         "when a block is written to the remote store. `through`: when it is committed; `back`: "
         "before it leaves host memory, and when the pool closes; `off`: never, only read",
         "through",
     )
-    remote_compression: Compression = _setting(
-        Owner.POOL,
+    remote_compression: Compression = _of_pool(
         "lossless compression of blocks in the remote store: `none`, `lz4`, `zstd`, or `auto`: "
         "`zstd` where the store, as measured, is so slow that blocks come back sooner by it",
         "none",
     )
-    admin_socket: File | None = _setting(
-        Owner.POOL,
+    admin_socket: File | None = _of_pool(
         "socket at which an embedded pool answers `kvrecall pool stat` and `kvrecall pool ls`",
         None,
         "none; under `kvrecall serve` serve-PORT.sock in the folder of the default `socket`",
     )
-    lookup_deadline: float = _setting(
-        Owner.ENGINE,
+    lookup_deadline: float = _of_engine(
         "maximum seconds that a request waits for the remote store's answer to a lookup",
         0.05,
         kind="seconds",
         gt=0,
         le=60,
     )
-    load_deadline: float = _setting(
-        Owner.ENGINE,
+    load_deadline: float = _of_engine(
         "maximum seconds that a request waits for blocks from lower tiers; then it computes them",
         10.0,
         kind="seconds",
         gt=0,
         le=3600,
     )
-    load_or_compute: Literal["auto", "load"] = _setting(
-        Owner.ENGINE,
+    load_or_compute: Literal["auto", "load"] = _of_engine(
         "`auto`: load only the part of a prefix that is expected to load faster than it "
         "computes; `load`: load everything that is found",
         "auto",
     )
-    async_write: bool = _setting(
-        Owner.ENGINE,
+    async_write: bool = _of_engine(
         "save blocks off the critical path and shed load under pressure; false: a reply ends "
         "once its blocks are durable in the pool",
         True,
     )
-    handover_deadline: float = _setting(
-        Owner.ENGINE,
+    handover_deadline: float = _of_engine(
         "maximum seconds that a decode instance waits for blocks promised by a prefill instance; "
         "then it computes them",
         2.0,
@@ -552,22 +528,19 @@ class Settings(BaseModel):
         gt=0,
         le=600,
     )
-    audit: Annotated[int | None, _parsed(_audit)] = _setting(
-        Owner.ENGINE,
+    audit: Annotated[int | None, _parsed(_audit)] = _of_engine(
         "one of this many hits is computed and compared with the pool's blocks, besides the first "
         'hit on each writer\'s blocks; 0: only first hits; "off": none',
         DEFAULT_AUDIT_EVERY,
         kind='whole number or "off"',
     )
-    explain_misses: ExplainMisses = _setting(
-        Owner.ENGINE,
+    explain_misses: ExplainMisses = _of_engine(
         "each miss is reported with its reason; `tokens`: with the token at which a prompt leaves "
         "the nearest known one of its tenant; `blocks`: without, for clients that have no salts "
         "and shall not find out each other's prompts token by token; `off`: not at all",
         "tokens",
     )
-    match_unit: Annotated[MatchUnit, _parsed(_match_unit)] = _setting(
-        Owner.ENGINE,
+    match_unit: Annotated[MatchUnit, _parsed(_match_unit)] = _of_engine(
         "tokens of which a hit is a multiple, inside blocks, too. `auto`: 16 for models with "
         "recurrent layers beside full attention, as on the device, and whole blocks for others; a "
         "number also for models of one group of full attention, which then recall more than the "
@@ -575,25 +548,18 @@ class Settings(BaseModel):
         "auto",
         kind='whole number, "auto" or "off"',
     )
-    retrieval: dict[str, object] | None = _setting(
-        Owner.ENGINE,
+    retrieval: dict[str, object] | None = _of_engine(
         "settings of retrieval attention, {} for its defaults; instead of VLLM_RETRIEVAL_*",
         None,
         "off",
     )
-    socket: File | None = _setting(
-        Owner.CLIENT,
+    socket: File | None = _of_client(
         "socket of the pool service, at which `kvrecall pool serve` listens",
         None,
         "/run/user/UID/kvrecall/pool.sock, without such a folder /tmp/kvrecall-UID/pool.sock",
     )
-    call_timeout: float = _setting(
-        Owner.CLIENT,
-        "maximum seconds that a call waits for the pool service",
-        0.1,
-        kind="seconds",
-        gt=0,
-        le=60,
+    call_timeout: float = _of_client(
+        "maximum seconds that a call waits for the pool service", 0.1, kind="seconds", gt=0, le=60
     )
 
     @classmethod
