@@ -12,7 +12,7 @@ import pytest
 from kvrecall.config import DiskConfig
 from kvrecall.pool.clock import Clock
 from kvrecall.pool.disk import DiskTier, catalog, index, tier
-from kvrecall.pool.disk.index import Index, IndexRows
+from kvrecall.pool.disk.index import Index, IndexRow
 from kvrecall.pool.tier import Outcome
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
@@ -37,7 +37,7 @@ class Folder:
         self._gate = threading.Event()
         rows = Index.rows
 
-        def slowly(this: Index) -> Iterator[tuple[IndexRows, list[int]]]:
+        def slowly(this: Index) -> Iterator[tuple[list[IndexRow], list[int]]]:
             for number, part in enumerate(rows(this)):
                 if number:
                     self._gate.wait(30.0)
@@ -192,7 +192,7 @@ def test_what_was_used_last_is_found_first(tmp_path: Path, monkeypatch: pytest.M
     bench.tier.touch(KEYS[24:32])
     bench.tier.close()
     opened = Index.open(tmp_path, Clock())
-    parts = [set(rows.keys) for rows, _ in opened.rows()]
+    parts = [{row.key for row in rows} for rows, _ in opened.rows()]
     opened.close()
     assert set().union(*parts) == set(KEYS)
     assert sum(map(len, parts)) == len(KEYS)

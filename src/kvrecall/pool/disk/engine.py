@@ -9,8 +9,7 @@ import sqlite3
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable
 from itertools import compress, groupby
 
 from kvrecall.config import DiskConfig, PoolTerms
@@ -20,7 +19,7 @@ from kvrecall.pool.compression import check_compression
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters
 from kvrecall.pool.disk.codec import BlockCodec
 from kvrecall.pool.disk.folder import FolderLock, check_room, refusal
-from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, IndexRows, aside_bytes, is_damage
+from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, aside_bytes, is_damage
 from kvrecall.pool.disk.slabs import INDEX_BASE_BYTES, SLAB_BITS, FileIo, SlabStore, slab_of
 from kvrecall.pool.lockfile import leads_to
 
@@ -217,20 +216,19 @@ class DiskEngine:
         for rows, broken in self.index.rows():
             if is_closing():
                 return False
-            known = list(map(self.codec.knows, rows.tags))
+            known = [self.codec.knows(row.tag) for row in rows]
             locked += known.count(False)
-            slots = self.store.are_slots(rows.addresses, rows.nbytes)
-            right = (slots & known).tolist() if rows.keys else []
-            wrong = set(self.catalog.recover(rows if all(right) else _only(rows, right)))
-            good = list(compress(rows.addresses, right))
+            slots = self.store.are_slots(
+                [row.address for row in rows], [row.nbytes for row in rows]
+            )
+            right = list(compress(rows, slots & known)) if rows else []
+            refused = set(self.catalog.recover(right))
+            good = [row.address for row in right if row.address not in refused]
             bad += broken
-            bad += [a for a, is_good in zip(rows.addresses, right, strict=True) if not is_good]
-            bad += [good[place] for place in wrong]
-            if wrong:
-                good = [address for place, address in enumerate(good) if place not in wrong]
+            bad += {row.address for row in rows}.difference(good)
             for number, its in groupby(good, slab_of):
                 taken[number].extend(its)
-            seen += len(rows.keys) + len(broken)
+            seen += len(rows) + len(broken)
             damaged += len(broken)
             if time.monotonic() - told > _SILENCE_S:
                 told = time.monotonic()
@@ -303,9 +301,3 @@ class DiskEngine:
         self.limit_index()
         for rows in self.catalog.rows():
             self.index.insert(rows)
-
-
-def _only(rows: IndexRows, chosen: Sequence[bool]) -> IndexRows:
-    """Those of the rows."""
-    columns = (getattr(rows, column.name) for column in fields(rows))
-    return IndexRows(*(list(compress(column, chosen)) for column in columns))
