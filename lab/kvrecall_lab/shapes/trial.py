@@ -14,7 +14,7 @@ from typing import Any
 
 from kvrecall.errors import EngineError, KvrecallError
 from kvrecall.gpu_check.outcome import reason
-from kvrecall.pool.remote.mooncake.wheel import package_folder
+from kvrecall.pool.remote.mooncake.settings import package_folder
 from kvrecall_lab.engines.engine import Admission, Answer, EngineProcess, Question
 from kvrecall_lab.engines.engines import Engines
 from kvrecall_lab.identity.trial import distance

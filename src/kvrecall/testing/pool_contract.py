@@ -102,6 +102,11 @@ class Engine:
     def close(self) -> None:
         self._arena.close()
 
+    def end(self) -> None:
+        """Closes the engine and its pool."""
+        self.close()
+        self.pool.close()
+
 
 Start = Callable[..., Engine]
 
@@ -120,8 +125,7 @@ def engines(make: Callable[..., PoolClient], disk_path: Path) -> Iterator[Start]
 
     yield start
     for engine in started:
-        engine.close()
-        engine.pool.close()
+        engine.end()
 
 
 class PoolContract:
@@ -142,6 +146,14 @@ class PoolContract:
         """See ``engines``."""
         with engines(self.make, tmp_path / "disk") as start:
             yield start
+
+    def on_disk(self, start: Start, keys: Sequence[BlockKey], blocks: int = 64) -> Engine:
+        """An engine whose pool has ``keys`` on disk only."""
+        engine = start()
+        engine.save(keys)
+        assert engine.pool.flush(keys, 60.0)
+        engine.end()
+        return start(blocks=blocks)
 
     @pytest.mark.parametrize("disk", [False, True])
     def test_saved_chain_is_found_and_recalled(self, start: Start, disk: bool) -> None:
@@ -178,23 +190,23 @@ class PoolContract:
         engine.save(keys[:1])
         assert engine.why(keys[0]).presence is Presence.HERE
 
-    def test_arena_can_be_used_to_the_last_slot(self, start: Start) -> None:
-        engine = start(blocks=64, disk=False)
-        assert engine.save(chain(NAMESPACE, 64)) == {Verdict.RESERVED: 64}
-        assert engine.pool.find(chain(NAMESPACE, 64)).blocks == 64
-
-    def test_slots_of_a_chain_are_adjacent_and_ascending(self, start: Start) -> None:
-        pool = start(disk=False).pool
-        offsets = [answer.offset for answer in pool.reserve(chain(NAMESPACE, 30))]
+    def test_slots_of_a_chain_are_adjacent_and_ascending_up_to_the_last(self, start: Start) -> None:
+        engine, keys = start(blocks=64, disk=False), chain(NAMESPACE, 64)
+        offsets = [answer.offset for answer in engine.pool.reserve(keys)]
         steps = [after - before for before, after in itertools.pairwise(offsets)]
-        assert steps == [SLOT_BYTES] * 29
+        assert steps == [SLOT_BYTES] * 63
+        engine.pool.abandon(keys)
+        assert engine.save(keys) == {Verdict.RESERVED: 64}
+        assert engine.pool.find(keys).blocks == 64
 
-    def test_finds_the_longest_prefix_only(self, start: Start) -> None:
-        engine = start()
-        keys = chain(NAMESPACE, 10)
+    def test_finds_the_longest_prefix_only_and_counts_it(self, start: Start) -> None:
+        engine, keys = start(disk=False), chain(NAMESPACE, 10)
         engine.save(keys[:4])
         engine.save(keys[6:])
         assert engine.pool.find(keys).blocks == 4
+        stats = engine.pool.stats()
+        assert (stats.lookups, stats.hits) == (10, 4)
+        assert (stats.tiers[0].blocks, stats.tiers[0].used_bytes) == (8, 8 * SLOT_BYTES)
         assert len(engine.recall(keys)) == 4
         assert engine.pool.find(keys[6:]).blocks == 4
 
@@ -215,13 +227,8 @@ class PoolContract:
         assert engine.pool.locate([]).tiers == ()
 
     def test_locates_on_disk_and_in_the_host(self, start: Start) -> None:
-        engine = start()
         keys = chain(NAMESPACE, 9)
-        engine.save(keys[::2])
-        assert engine.pool.flush(keys[::2], 60.0)
-        engine.close()
-        engine.pool.close()
-        engine = start()
+        engine = self.on_disk(start, keys[::2])
         assert engine.pool.locate(keys).tiers == (TierName.DISK, None) * 4 + (TierName.DISK,)
         assert engine.recall(keys[2:3]) == (TierName.DISK,)
         assert engine.pool.locate(keys[:4]).tiers == (TierName.DISK, None, TierName.HOST, None)
@@ -239,24 +246,17 @@ class PoolContract:
         assert engine.pool.locate(old).blocks == 0
         assert engine.pool.locate(new).blocks == 4
 
-    def test_uncommitted_blocks_are_not_found(self, start: Start) -> None:
-        engine = start()
-        keys = chain(NAMESPACE, 4)
-        engine.pool.reserve(keys)
-        assert engine.pool.find(keys).blocks == 0
-        assert engine.recall(keys) == ()
-        assert engine.pool.stats().reserved == 4
-        engine.pool.abandon(keys)
-        assert engine.pool.stats().reserved == 0
+    def test_reserved_blocks_are_not_found_and_abandoned_slots_are_free(self, start: Start) -> None:
+        engine, keys = start(blocks=8, disk=False), chain(NAMESPACE, 8)
+        for _ in range(3):
+            assert {answer.verdict for answer in engine.pool.reserve(keys)} == {Verdict.RESERVED}
+            assert engine.pool.find(keys).blocks == 0
+            assert engine.recall(keys) == ()
+            assert engine.pool.stats().reserved == 8
+            engine.pool.abandon(keys)
+            assert engine.pool.stats().reserved == 0
         engine.pool.commit(keys)
         assert engine.pool.find(keys).blocks == 0
-
-    def test_abandoned_slots_can_be_reserved_again(self, start: Start) -> None:
-        engine = start(blocks=8, disk=False)
-        for _ in range(3):
-            answers = engine.pool.reserve(chain(NAMESPACE, 8))
-            assert {answer.verdict for answer in answers} == {Verdict.RESERVED}
-            engine.pool.abandon(chain(NAMESPACE, 8))
 
     def test_a_key_is_reserved_by_one_only(self, start: Start) -> None:
         engine = start()
@@ -419,8 +419,7 @@ class PoolContract:
         engine.save(keys)
         engine.save(hanging, parents=keys[::2])
         assert engine.pool.flush([*keys, *hanging], 60.0)
-        engine.close()
-        engine.pool.close()
+        engine.end()
         engine = start()
         engine.pool.register(windows, BLOCK_BYTES)
         assert engine.recall(hanging[1:], parents=keys[2::2]) == (TierName.DISK,) * 2
@@ -453,28 +452,16 @@ class PoolContract:
             engine.pool.reserve(strange)
 
     def test_flush_makes_durable_and_a_new_pool_finds(self, start: Start) -> None:
-        engine = start()
         keys = chain(NAMESPACE, 30)
-        engine.save(keys)
-        assert engine.pool.flush(keys, 60.0)
-        engine.close()
-        engine.pool.close()
-        engine = start()
+        engine = self.on_disk(start, keys)
         assert engine.pool.find(keys).tiers == (TierName.DISK,) * 30
         assert engine.save(keys) == {Verdict.PRESENT: 30}
         assert engine.recall(keys) == (TierName.DISK,) * 30
         assert engine.recall(keys) == (TierName.HOST,) * 30
+        assert not engine.pool.flush([*keys, *chain(NAMESPACE, 1, "never got")], 5.0)
 
     def test_flush_without_a_disk_is_true_at_once(self, start: Start) -> None:
-        engine = start(disk=False)
-        assert engine.pool.flush(chain(NAMESPACE, 3), 0.0)
-
-    def test_flush_of_blocks_the_pool_never_got_is_false(self, start: Start) -> None:
-        engine = start()
-        keys = chain(NAMESPACE, 3)
-        engine.save(keys[:2])
-        assert not engine.pool.flush(keys, 5.0)
-        assert engine.pool.flush(keys[:2], 60.0)
+        assert start(disk=False).pool.flush(chain(NAMESPACE, 3), 0.0)
 
     def test_evicted_from_the_host_is_kept_on_disk(self, start: Start) -> None:
         engine = start(blocks=16)
@@ -500,13 +487,8 @@ class PoolContract:
         assert engine.pool.stats().leases == 0
 
     def test_two_recalls_share_one_load(self, start: Start) -> None:
-        engine = start()
         keys = chain(NAMESPACE, 10)
-        engine.save(keys)
-        assert engine.pool.flush(keys, 60.0)
-        engine.close()
-        engine.pool.close()
-        engine = start()
+        engine = self.on_disk(start, keys)
         tickets = [engine.pool.acquire(keys, 60.0) for _ in range(3)]
         recalls = [engine.wait(ticket) for ticket in tickets]
         assert {recall.offsets for recall in recalls} == {recalls[0].offsets}
@@ -518,13 +500,8 @@ class PoolContract:
         assert engine.pool.stats().leases == 0
 
     def test_release_before_ready_leaves_nothing(self, start: Start) -> None:
-        engine = start()
         keys = chain(NAMESPACE, 10)
-        engine.save(keys)
-        assert engine.pool.flush(keys, 60.0)
-        engine.close()
-        engine.pool.close()
-        engine = start(blocks=16)
+        engine = self.on_disk(start, keys, blocks=16)
         engine.pool.release(engine.pool.acquire(keys, 60.0))
         wait_until(lambda: engine.pool.find(keys).tiers == (TierName.HOST,) * 10)
         assert engine.pool.stats().leases == 0
@@ -596,16 +573,6 @@ class PoolContract:
         engine.pool.commit(keys[129::2])
         assert engine.recall(keys[128:]) == (TierName.HOST,) * 128
         little.close()
-
-    def test_counts_lookups_and_hits(self, start: Start) -> None:
-        engine = start(disk=False)
-        keys = chain(NAMESPACE, 10)
-        engine.save(keys[:4])
-        engine.pool.find(keys)
-        stats = engine.pool.stats()
-        assert (stats.lookups, stats.hits) == (10, 4)
-        assert stats.tiers[0].blocks == 4
-        assert stats.tiers[0].used_bytes == 4 * SLOT_BYTES
 
     def test_close_is_idempotent_and_ends_everything(self, start: Start) -> None:
         engine = start()

@@ -228,6 +228,7 @@ def test_a_pool_by_its_settings(tmp_path: Path) -> None:
         pool.register(NAMESPACE, BLOCK_BYTES)
         Engine(pool, BLOCK_BYTES).save(keys)
         assert pool.flush(keys, 60.0)
+        wait_until(lambda: pool.stats().tiers[-1].given_bytes > 0)  # counted after they are found
         disk = pool.stats().tiers[-1]
         assert disk.compressed_bytes < disk.given_bytes
     with Pool.open(PoolConfig(4 * MIB, DiskConfig(tmp_path, 32 * MIB))) as pool:

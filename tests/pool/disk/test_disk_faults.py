@@ -368,7 +368,7 @@ def test_loads_are_not_starved_by_a_flood_of_stores(start: Start, io: FaultyIo) 
         # Every other block: slots are not adjacent, so that each block is a write of its own.
         verdicts = bench.submit_put(chain(NAMESPACE, 30, f"flood {number}"), base=100)
         shed += verdicts.count(PutVerdict.SHED)
-        assert bench.get_among(KEYS[:8]) == [Outcome.LOADED] * 8
+        assert bench.get(KEYS[:8], among=True) == [Outcome.LOADED] * 8
         assert bench.tier.queued()[0] <= 100
     assert shed > 0
     assert bench.tier.stats().dropped == shed

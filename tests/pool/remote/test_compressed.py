@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from support.stores import SHARED, MemoryStore
 
-from kvrecall.config import PoolConfig, RecallSettings, RemoteConfig
+from kvrecall.config import Compression, PoolConfig, RecallSettings, RemoteConfig
 from kvrecall.errors import ConfigError
 from kvrecall.pool import Pool
 from kvrecall.pool.cipher import Cipher
-from kvrecall.pool.remote.compressed import CompressedStore
 from kvrecall.pool.remote.objects import make_store
 from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Object, Store
@@ -28,8 +27,8 @@ KEY = secrets.token_bytes(32)
 
 class TestCompressedAndEncryptedDirectory(StoreContract):
     def make(self, path: Path) -> Store:
-        inner = StagedStore(make_store({"url": f"file://{path}/store"}), Cipher([KEY]))
-        return CompressedStore(inner, "lz4", section_bytes=3_100_000)
+        inner = make_store({"url": f"file://{path}/store"})
+        return StagedStore(inner, Cipher([KEY]), "lz4", section_bytes=3_100_000)
 
 
 class Host:
@@ -56,25 +55,25 @@ def _value(seed: int) -> tuple[memoryview, memoryview]:
     return memoryview(bytes([seed]) * 64), kv(65_536, seed=seed)
 
 
-def zstd(inner: Store) -> Host:
-    return Host(CompressedStore(inner, "zstd"))
+def host(inner: Store, compression: Compression = "zstd", cipher: Cipher | None = None) -> Host:
+    return Host(StagedStore(inner, cipher, compression))
 
 
 def test_the_store_holds_fewer_bytes() -> None:
     inner = MemoryStore()
-    host = zstd(inner)
-    assert host.put(1, 2, 3) == [True] * 3
+    one = host(inner)
+    assert one.put(1, 2, 3) == [True] * 3
     held = sum(map(len, inner.values.values()))
     assert held < 0.9 * 3 * (65_536 + 64)
-    assert host.get(1, 2, 3, 4) == [True, True, True, False]
-    assert isinstance(host.store, CompressedStore)
-    assert host.store.sizes == (3 * (65_536 + 64), held)
+    assert one.get(1, 2, 3, 4) == [True, True, True, False]
+    assert isinstance(one.store, StagedStore)
+    assert one.store.sizes == (3 * (65_536 + 64), held)
 
 
 def test_hosts_with_and_without_compression_share_a_store() -> None:
     """One with it finds both forms; one without finds what is plain, and harms nothing."""
     inner = MemoryStore()
-    with_it, without = zstd(inner), Host(inner)
+    with_it, without = host(inner), Host(inner)
     with_it.put(1, 2)
     without.put(3)
     assert with_it.store.exists(["v1", "v2", "v3", "v4"]) == [True, True, True, False]
@@ -90,64 +89,64 @@ def test_hosts_with_and_without_compression_share_a_store() -> None:
 
 def test_another_codec_is_no_other_store() -> None:
     inner = MemoryStore()
-    zstd(inner).put(1)
-    assert Host(CompressedStore(inner, "lz4")).get(1) == [True]
-    assert Host(CompressedStore(inner, "auto")).get(1) == [True]
+    host(inner).put(1)
+    assert host(inner, "lz4").get(1) == [True]
+    assert host(inner, "auto").get(1) == [True]
 
 
 def test_a_slow_store_holds_compressed_values_by_itself() -> None:
     inner = MemoryStore()
     inner.delay_s = 0.05
-    host = Host(CompressedStore(inner, "auto"))
-    host.put(1)  # nothing is known before
+    one = host(inner, "auto")
+    one.put(1)  # nothing is known before
     assert set(inner.values) == {"v1"}
-    host.put(2)
+    one.put(2)
     assert set(inner.values) == {"v1", "v2-z"}
-    assert host.get(1, 2) == [True, True]
+    assert one.get(1, 2) == [True, True]
 
 
 @pytest.mark.parametrize("at", [0, 63, 64, 72, 96, 5000, -1])
 def test_a_flipped_bit_is_not_there(at: int) -> None:
     inner = MemoryStore()
-    host = zstd(inner)
-    host.put(1)
+    one = host(inner)
+    one.put(1)
     changed = bytearray(inner.values["v1-z"])
     changed[at] ^= 1
     inner.values["v1-z"] = bytes(changed)
     if 0 <= at < 64:  # the tier's header, which the tier checks
         with pytest.raises(AssertionError):
-            host.get(1)
+            one.get(1)
     else:
-        assert host.get(1) == [False]
+        assert one.get(1) == [False]
 
 
 def test_a_value_that_was_cut_off_is_not_there() -> None:
     inner = MemoryStore()
-    host = zstd(inner)
-    host.put(1)
+    one = host(inner)
+    one.put(1)
     whole = inner.values["v1-z"]
     for nbytes in (0, 63, 64, 95, 96, len(whole) - 1):
         inner.values["v1-z"] = whole[:nbytes]
-        assert host.get(1) == [False]
+        assert one.get(1) == [False]
 
 
 def test_encrypted_values_are_compressed_before() -> None:
     inner = MemoryStore()
-    host = zstd(StagedStore(inner, Cipher([KEY])))
-    host.put(1)
+    one = host(inner, cipher=Cipher([KEY]))
+    one.put(1)
     (stored,) = inner.values.values()
     assert len(stored) < 0.9 * 65_536
     assert b"kvrz" not in stored
-    assert host.get(1) == [True]
+    assert one.get(1) == [True]
 
 
 def test_a_value_too_large_for_the_memory_is_shed_and_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    host = Host(CompressedStore(MemoryStore(), "zstd", section_bytes=10_000))
-    assert host.put(1, 2) == [False, False]
-    assert host.get(1) == [False]
-    assert caplog.text.count("are too large to be stored with compression") == 1
+    one = Host(StagedStore(MemoryStore(), None, "zstd", section_bytes=10_000))
+    assert one.put(1, 2) == [False, False]
+    assert one.get(1) == [False]
+    assert caplog.text.count("are too large to be stored") == 1
 
 
 class _ExactStore:

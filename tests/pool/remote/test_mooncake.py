@@ -25,8 +25,8 @@ from kvrecall.pool.remote.backends import make_store
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
 from kvrecall.pool.remote.mooncake.client_process import ClientRequest
 from kvrecall.pool.remote.mooncake.master import MasterFlags, check_master
+from kvrecall.pool.remote.mooncake.settings import built_protocols, package_folder
 from kvrecall.pool.remote.mooncake.store import ClientLost
-from kvrecall.pool.remote.mooncake.wheel import built_protocols, package_folder
 from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Object
 from kvrecall.pool.remote.tier import RemoteTier

@@ -10,7 +10,6 @@ import pytest
 
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.cipher import Cipher
-from kvrecall.pool.remote.compressed import CompressedStore
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
 from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Object
@@ -43,7 +42,7 @@ class CompressedNode(Node):
     def __init__(self, master: Master, cipher: Cipher | None) -> None:
         self.arena = Arena.create(16 << 20)
         inner = MooncakeStore(MooncakeSettings.of(master.options()))
-        self.store = CompressedStore(StagedStore(inner, cipher), "zstd")  # type: ignore[assignment]
+        self.store = StagedStore(inner, cipher, "zstd")  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="module", params=["plain", "encrypted"])

@@ -404,7 +404,7 @@ class Catalog(EntryTable):
             if self._state.array()[numbers].any():
                 names.drop_all(numbers)
                 return False
-            above = names.meet_many([parents[place] for place in below])  # type: ignore[misc]
+            above = names.meet_many([parents[place] for place in below])
             names.keep_all(above)
             self._parent.array()[numbers] = 0
             self._parent.array()[numbers[below]] = above + 1

@@ -165,18 +165,27 @@ class Plain(BlockCodec):
 class Encrypted(BlockCodec):
     """Blocks encrypted with AES-256-GCM, bound to their key (namespace and hash) and length. Each
     thread that writes or reads has its own memory for encrypted bytes: as much as the largest run
-    of slots it moved at once."""
+    of slots it moved at once. Without a cipher they can be listed and dropped: encoding and
+    decoding raise TierError."""
 
     encrypts = True
     tag_bytes = TAG_BYTES
 
-    def __init__(self, cipher: Cipher, packer: Packer | None = None) -> None:
+    def __init__(self, cipher: Cipher | None, packer: Packer | None = None) -> None:
         super().__init__(packer)
-        self._cipher = cipher
+        self._key = cipher
         self._decrypted = ScratchBuffers()
 
+    @property
+    def _cipher(self) -> Cipher:
+        if self._key is None:
+            raise TierError(
+                "the blocks are encrypted; pass their key file with --encryption-key-file"
+            )
+        return self._key
+
     def knows(self, tag: bytes) -> bool:
-        return self._cipher.knows(tag)
+        return len(tag) == TAG_BYTES if self._key is None else self._key.knows(tag)
 
     def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
         room = self._scratch.buffer(sum(len(put.data) for put in puts))
@@ -204,36 +213,10 @@ class Encrypted(BlockCodec):
         return right and unpack(frame, slot[:block_bytes])
 
 
-class Locked(BlockCodec):
-    """Encrypted blocks without their key, to list and drop them: decodes and stores nothing."""
-
-    encrypts = True
-    tag_bytes = TAG_BYTES
-
-    def knows(self, tag: bytes) -> bool:
-        return len(tag) == TAG_BYTES
-
-    def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
-        raise _no_key()
-
-    def buffers(self, slots: Sequence[memoryview], sizes: Sequence[int]) -> Sequence[memoryview]:
-        raise _no_key()
-
-    def decode(
-        self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview,
-        block_bytes: int,
-    ) -> bool:  # fmt: skip
-        raise _no_key()
-
-
 def make_codec(cipher: Cipher | None, compression: Compression = "none") -> BlockCodec:
     """The codec that the settings describe. Raises ConfigError."""
     packer = None if compression == "none" else Packer(compression)
     return Plain(packer) if cipher is None else Encrypted(cipher, packer)
-
-
-def _no_key() -> TierError:
-    return TierError("the blocks are encrypted; pass their key file with --encryption-key-file")
 
 
 def _label(key: BlockKey, nbytes: int) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 import sqlite3
 import threading
@@ -28,21 +27,12 @@ _MIB = 1 << 20
 _SILENCE_S = 3.0
 
 
-class DiskState(enum.Enum):
-    """What an engine does."""
-
-    OPENING = "opening"  # no block is known
-    RECOVERING = "recovering"  # blocks whose row was read are served, none is stored or evicted
-    SERVING = "serving"
-    BROKEN = "broken"  # served, but none is stored: the medium allows no index
-
-
 class DiskEngine:
     """One folder of blocks: its lock, its index, its slabs, and what is known of them in memory.
 
-    It is opened by the constructor, and goes from ``RECOVERING`` to ``SERVING`` with ``recover``,
-    which only the flusher's thread calls, as it alone uses the index and the slot maps from then
-    on.
+    It is opened by the constructor. Until ``recover`` has ended, blocks whose row was read are
+    served and none is stored or evicted. Only the flusher's thread calls that, as it alone uses the
+    index and the slot maps from then on.
     """
 
     def __init__(
@@ -56,7 +46,6 @@ class DiskEngine:
     ) -> None:
         """Opens or creates the folder. Raises TierError if it cannot be used, and then changes
         nothing; MediumFails if that may be different at the next start."""
-        self.state = DiskState.OPENING
         self.recovered = threading.Event()
         """Whether the recovery has ended, well or not."""
         self.config = config
@@ -65,6 +54,7 @@ class DiskEngine:
         self.counters = DiskCounters()
         self.is_index_failing = False
         """Whether the index could not be written when last tried."""
+        self._is_broken = False  # the medium allows no index; blocks are served, and none is stored
         if doubt := check_room(config.path, config.capacity_bytes):
             _LOG.warning("disk tier: %s; the tier grows as far as there is room", doubt)
         with contextlib.ExitStack() as undo:
@@ -72,33 +62,29 @@ class DiskEngine:
             undo.callback(self._lock.release)
             try:
                 try:
-                    with contextlib.ExitStack() as attempt:
-                        self._open(policy, io, clock, terms, attempt)
-                        undo.enter_context(attempt.pop_all())
+                    self._open(policy, io, clock, terms)
                 except sqlite3.DatabaseError as error:
                     if not is_damage(error):
                         raise
                     # Though it was closed well, or its pages are right and what they hold is not.
-                    self._open(policy, io, clock, terms, undo, f"it is damaged ({error})")
+                    self._open(policy, io, clock, terms, f"it is damaged ({error})")
             except (OSError, sqlite3.Error) as error:
                 raise refusal(config.path, error) from error
             undo.pop_all()
-        self.state = DiskState.RECOVERING
 
     def _open(
-        self,
-        policy: str,
-        io: FileIo,
-        clock: Clock,
-        terms: PoolTerms,
-        undo: contextlib.ExitStack,
-        damage: str = "",
+        self, policy: str, io: FileIo, clock: Clock, terms: PoolTerms, damage: str = ""
     ) -> None:
-        """``undo`` collects how to close what was opened. ``damage``: of the index, if it is
-        known."""
+        """``damage``: of the index, if it is known."""
+        self.index = Index.open(self.config.path, clock, damage)
+        try:
+            self._open_blocks(policy, io, clock, terms)
+        except BaseException:
+            self.index.close(False)
+            raise
+
+    def _open_blocks(self, policy: str, io: FileIo, clock: Clock, terms: PoolTerms) -> None:
         path, capacity = self.config.path, self.config.capacity_bytes
-        self.index = Index.open(path, clock, damage)
-        undo.callback(self.index.close, False)
         self._admit_content()
         limit = capacity - aside_bytes(path)
         if not leads_to(path, self._lock.fd):
@@ -106,7 +92,6 @@ class DiskEngine:
         self.store = SlabStore(
             path, limit, self.index.pool_id, io, self.config.direct_io, self._lock.fd
         )
-        undo.callback(self.store.close)
         self.namespaces = self.index.namespaces()
         used = self.index.count_in_slabs(SLAB_BITS)
         missing = self.store.recover(used)
@@ -164,7 +149,7 @@ class DiskEngine:
         """Closes what no thread uses any more. ``flushed``: the flusher's has ended; ``read``: the
         readers' have."""
         if flushed:
-            self.index.close(self.state is not DiskState.BROKEN and not self.is_index_failing)
+            self.index.close(not (self._is_broken or self.is_index_failing))
         if flushed and read:
             self.store.close()
             self._lock.release()
@@ -186,7 +171,7 @@ class DiskEngine:
                 try:  # with what was found
                     self._begin_anew(str(error))
                 except (sqlite3.Error, OSError) as failure:
-                    self.state = DiskState.BROKEN
+                    self._is_broken = True
                     _LOG.error(
                         "disk tier: the index of %s cannot be read to its end (%s), nor can a new "
                         "one be begun (%s); no more blocks are stored until a restart",
@@ -198,10 +183,7 @@ class DiskEngine:
                 self.counters.failed()
             for number, addresses in taken.items():
                 self.store.place(number, addresses)
-            if not self.catalog.rank_rest(is_closing):
-                return False
-            self.state = DiskState.SERVING
-            return True
+            return self.catalog.rank_rest(is_closing)
         finally:
             self.recovered.set()
 

@@ -9,12 +9,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from kvrecall.block import BlockKey, Namespace
 from kvrecall.pool.changes import Cause
-from kvrecall.pool.disk.beside import SecondThread
 from kvrecall.pool.disk.codec import Packer
 from kvrecall.pool.disk.engine import DiskEngine
 from kvrecall.pool.disk.index import MAX_ROWS, IndexRow
@@ -33,22 +35,14 @@ _SHRINK_S = 0.01  # between two steps towards a lowered limit
 _RECENCY_S = 5.0  # how often last uses are noted
 
 
+T = TypeVar("T")
+Placed = list[tuple[int, Put]]  # puts with their slots
+
+
 @dataclass(frozen=True, slots=True)
 class _Queued:
     put: Put
     at: float
-
-
-_Run = list[tuple[int, Put]]  # puts with adjacent slots
-
-
-@dataclass(slots=True)
-class _Writes:
-    """What one thread wrote."""
-
-    written: _Run = field(default_factory=list)
-    tags: dict[BlockKey, bytes] = field(default_factory=dict)
-    failed: list[tuple[_Run, OSError]] = field(default_factory=list)
 
 
 class Flusher:
@@ -66,7 +60,6 @@ class Flusher:
         self._index = engine.index
         self._counters = engine.counters
         self._codec = engine.codec
-        self._max_queued_bytes = engine.config.max_queued_bytes
         self._reclaimer = Reclaimer(engine)
         self._on_done = on_done
         self._wake = threading.Condition()
@@ -109,14 +102,7 @@ class Flusher:
             for put in puts:
                 if put.key in self._catalog or put.key in self._pending:
                     verdicts.append(PutVerdict.PRESENT)
-                elif (
-                    self._broken
-                    or self._closing_at is not None
-                    or (
-                        self._queued_bytes
-                        and self._queued_bytes + len(put.data) > self._max_queued_bytes
-                    )
-                ):
+                elif self._broken or self._closing_at is not None or self._is_full(len(put.data)):
                     verdicts.append(PutVerdict.SHED)
                 else:
                     self._queue.append(_Queued(put, now))
@@ -126,6 +112,10 @@ class Flusher:
             self._wake.notify_all()
         self._counters.shed_some(verdicts.count(PutVerdict.SHED))
         return verdicts
+
+    def _is_full(self, nbytes: int) -> bool:
+        queued = self._queued_bytes
+        return queued > 0 and queued + nbytes > self._engine.config.max_queued_bytes
 
     def cancel(self, keys: Sequence[BlockKey] | None) -> None:
         """Cancels puts in flight of these keys (None: all): they do not become visible."""
@@ -308,21 +298,15 @@ class Flusher:
         self._finish(batch, here.union(put.key for put in stored))
 
     def _pack(self, packer: Packer, puts: list[Put]) -> list[Put]:
-        """Compresses them, half in each thread: each calls ``pack`` once, whose memory is the
-        thread's until its next call."""
+        """Compresses them, half in each thread, whose memory they are in until its next call."""
         middle = len(puts) // 2
-        halves = deque([(0, puts[:middle]), (1, puts[middle:])])
+        halves = puts[:middle], puts[middle:]
+        first, second = self._second.beside(*(partial(packer.pack, half) for half in halves))
+        return first + second
 
-        def pack_one() -> tuple[int, list[Put]]:
-            place, half = halves.popleft()
-            return place, packer.pack(half)
-
-        packed = dict(self._second.both(pack_one))
-        return packed[0] + packed[1]
-
-    def _place(self, puts: Sequence[Put]) -> list[tuple[int, Put]]:
+    def _place(self, puts: Sequence[Put]) -> Placed:
         """Slots for puts, by ascending address; puts without one are left out."""
-        placed: list[tuple[int, Put]] = []
+        placed: Placed = []
         if not self._engine.index_works():
             return placed
         by_size: dict[int, list[Put]] = {}
@@ -337,84 +321,70 @@ class Flusher:
             placed += zip(addresses, admitted, strict=False)
         return placed
 
-    def _write(
-        self, placed: list[tuple[int, Put]], tags: dict[BlockKey, bytes]
-    ) -> list[tuple[int, Put]]:
+    def _write(self, placed: Placed, tags: dict[BlockKey, bytes]) -> Placed:
         """Writes runs of adjacent slots; returns the written ones and adds their ``tags``. With
-        several runs two threads do it, so that one encodes while the other waits for the medium."""
+        several runs two threads do it, so that one encodes while the other waits for the medium.
+        Each yields to reads before every few MiB, however small the runs."""
         runs = deque(_adjacent(placed))
-        work = partial(self._write_runs, runs)
-        done = (work(),) if len(runs) == 1 else self._second.both(work)
-        written: list[tuple[int, Put]] = []
-        for writes in done:
-            written += writes.written
-            tags.update(writes.tags)
-            for run, error in writes.failed:
-                self._medium_failed(error, run)
+        written: Placed = []
+        failed: list[tuple[OSError, Placed]] = []
+
+        def write_runs() -> None:
+            since = _WRITE_BYTES
+            while True:
+                try:
+                    run = runs.popleft()
+                except IndexError:
+                    return
+                if since >= _WRITE_BYTES:
+                    self._counters.yield_to_reads(_PATIENCE_S)
+                    since = 0
+                since += sum(len(put.data) for _, put in run)
+                try:
+                    buffers = self._codec.encode([put for _, put in run], tags)
+                    self._store.write(run[0][0], buffers)
+                    written.extend(run)
+                except OSError as error:
+                    failed.append((error, run))
+
+        if len(runs) > 1:
+            self._second.beside(write_runs, write_runs)
+        else:
+            write_runs()
+        for error, run in failed:
+            self._medium_failed(error, run)
         return written
 
-    def _write_runs(self, runs: deque[_Run]) -> _Writes:
-        """Writes runs as long as there are any: both threads. Yields to reads before every few MiB,
-        however small the runs."""
-        done = _Writes()
-        since = _WRITE_BYTES
-        while runs:
-            try:
-                run = runs.popleft()
-            except IndexError:  # the other thread has the last one
-                break
-            if since >= _WRITE_BYTES:
-                self._counters.yield_to_reads(_PATIENCE_S)
-                since = 0
-            since += sum(len(put.data) for _, put in run)
-            try:
-                buffers = self._codec.encode([put for _, put in run], done.tags)
-                self._store.write(run[0][0], buffers)
-                done.written += run
-            except OSError as error:
-                done.failed.append((run, error))
-        return done
-
-    def _sync(self, written: list[tuple[int, Put]]) -> list[tuple[int, Put]]:
+    def _sync(self, written: Placed) -> Placed:
         """Makes the bytes durable; returns those that are."""
-        durable: list[tuple[int, Put]] = []
-        by_slab: dict[int, list[tuple[int, Put]]] = {}
+        durable: Placed = []
+        by_slab: dict[int, Placed] = {}
         for address, put in written:
             by_slab.setdefault(slab_of(address), []).append((address, put))
-        for run in by_slab.values():
+        for some in by_slab.values():
             try:
-                self._store.sync(run[0][0])
-                durable += run
+                self._store.sync(some[0][0])
+                durable += some
             except OSError as error:
-                self._medium_failed(error, run)
+                self._medium_failed(error, some)
         return durable
 
-    def _commit(self, durable: list[tuple[int, Put]], tags: dict[BlockKey, bytes]) -> list[Put]:
+    def _commit(self, durable: Placed, tags: dict[BlockKey, bytes]) -> list[Put]:
         """Writes the rows and makes the blocks visible; returns the puts that are stored."""
         now = int(self._catalog.now())
         pinned = self._catalog.pinned_of([put.key for _, put in durable])
         rows = [
-            IndexRow(
-                address,
-                put.key,
-                put.parent,
-                put.depth,
-                put.nbytes,
-                tags[put.key],
-                now,
-                put.tenant,
-                is_pinned,
-            )
-            for (address, put), is_pinned in zip(durable, pinned, strict=True)
+            IndexRow(at, p.key, p.parent, p.depth, p.nbytes, tags[p.key], now, p.tenant, is_pinned)
+            for (at, p), is_pinned in zip(durable, pinned, strict=True)
         ]
         if not rows:
             return []
-        if not self._insert(rows) and (self._engine.is_index_failing or not self._insert(rows)):
-            self._reclaimer.give_back([row.address for row in rows])
-            return []
-        if not self._index.is_in_place():
-            self._reclaimer.give_back([row.address for row in rows])
+        is_in = self._insert(rows) or (not self._engine.is_index_failing and self._insert(rows))
+        if is_in and not self._index.is_in_place():
             self._engine.renew_index("it was deleted or replaced")
+            is_in = False
+        if not is_in:
+            self._reclaimer.give_back([row.address for row in rows])
             return []
         self._catalog.settle()  # here, and not while ``submit`` waits
         with self._wake:
@@ -446,16 +416,16 @@ class Flusher:
             self._counters.write_done(outcome, now - item.at)
             self._on_done(Done(item.put.key, outcome))
 
-    def _medium_failed(self, error: OSError, run: Sequence[tuple[int, Put]]) -> None:
+    def _medium_failed(self, error: OSError, placed: Placed) -> None:
         self._counters.fault("write failed, blocks are not stored", error)
-        self._reclaimer.give_back([address for address, _ in run])
+        self._reclaimer.give_back([address for address, _ in placed])
         if isinstance(error, SlabLost):
-            self.report_lost(slab_of(run[0][0]))
+            self.report_lost(slab_of(placed[0][0]))
 
 
-def _adjacent(placed: Sequence[tuple[int, Put]]) -> Iterator[list[tuple[int, Put]]]:
+def _adjacent(placed: Placed) -> Iterator[Placed]:
     """Splits puts, by ascending address, into runs that one system call can write."""
-    run: list[tuple[int, Put]] = []
+    run: Placed = []
     end = size = 0
     for address, put in placed:
         nbytes = len(put.data)
@@ -468,3 +438,38 @@ def _adjacent(placed: Sequence[tuple[int, Put]]) -> Iterator[list[tuple[int, Put
         end = address + nbytes
     if run:
         yield run
+
+
+class SecondThread:
+    """A thread that shares the work of its owner: the same one each time, as memory of threads is
+    kept (``ScratchBuffers``). It starts with the first work, and is a daemon because its work may
+    be stuck in the medium when the process ends."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+
+    def beside(self, own: Callable[[], T], other: Callable[[], T]) -> tuple[T, T]:
+        """Calls both, ``other`` in the second thread; returns their results when both are done.
+        Raises what either raised. Called by one thread."""
+        if self._thread.ident is None:
+            self._thread.start()
+        ended: Future[T] = Future()
+        self._work.put((ended, other))
+        try:
+            first = own()
+        finally:
+            wait([ended])
+        return first, ended.result()
+
+    def end(self) -> None:
+        """Lets the thread end. Only without work under way."""
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            ended, work = item
+            try:
+                ended.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - ``beside`` raises it
+                ended.set_exception(error)

@@ -42,8 +42,7 @@ class Reclaimer:
         self._store = engine.store
         self._index = engine.index
         self._counters = engine.counters
-        config = engine.config
-        self._watermarks = Watermarks(config.high_watermark, config.low_watermark)
+        self._watermarks = Watermarks(engine.config.high_watermark, engine.config.low_watermark)
         self._emptied: dict[int, list[DiskEntry]] = {}  # by slab: entries that may still be read
         self.surplus_bytes = 0  # that the tier is above its limit, since that was lowered
         self._grow_at = 0.0
@@ -52,13 +51,10 @@ class Reclaimer:
         """Grows, then evicts down to the low watermark, so that ``count`` slots are free if
         possible."""
         slots = self._store.slot_class(slot_bytes)
-        room = self._room_to_grow(slot_bytes)
-        total = slots.slots + room
-        if total < count:
+        if slots.slots + self._room_to_grow(slot_bytes) < count:
             self._take_over(slot_bytes, count)
-            room = self._room_to_grow(slot_bytes)
-            total = slots.slots + room
-        spare = slots.free + room - count
+        room = self._room_to_grow(slot_bytes)
+        total, spare = slots.slots + room, slots.free + room - count
         if spare < total * (1 - self._watermarks.high):
             target = int(total * (1 - self._watermarks.low)) or 1
             short = target - spare
@@ -129,13 +125,12 @@ class Reclaimer:
     def reap_all(self) -> None:
         """``reap`` of a tier without a block, in one transaction. Only while none can come, neither
         from the index nor from a put."""
-        if not self._catalog.pending_free:
-            return
-        try:
-            self._index.delete_all()
-        except sqlite3.Error as error:
-            self._engine.index_failed(error)
-            return
+        if self._catalog.pending_free:
+            try:
+                self._index.delete_all()
+            except sqlite3.Error as error:
+                self._engine.index_failed(error)
+                return
         while addresses := self._catalog.take_pending_free(MAX_ROWS):
             self.give_back(addresses)
 
@@ -234,8 +229,7 @@ class Reclaimer:
     def _move(self, slab: Slab, entries: Sequence[DiskEntry]) -> None:
         slots = self._store.slot_class(slab.slot_bytes)
         places = slots.take(len(entries))
-        moves: list[tuple[DiskEntry, int]] = list(zip(entries, places, strict=False))
-        done = False
+        moves = list(zip(entries, places, strict=False))
         try:
             with memoryview(mmap.mmap(-1, slab.slot_bytes)) as page:
                 for entry, place in moves:
@@ -244,13 +238,11 @@ class Reclaimer:
             for number in {slab_of(place) for place in places}:
                 self._store.sync(address_of(number))
             self._index.move([(place, entry.address) for entry, place in moves])
-            done = True
-        except sqlite3.Error as error:
-            raise OSError(str(error)) from error
-        finally:
-            if not done:
-                for place in places:
-                    slots.give(place)
+        except BaseException as error:
+            slots.give_all(places)
+            if isinstance(error, sqlite3.Error):
+                raise OSError(str(error)) from error
+            raise
         gone = [place for entry, place in moves if not self._catalog.relocate(entry, place)]
         self._catalog.add_pending_free(gone)
 

@@ -24,11 +24,7 @@ from kvrecall.pool.disk.codec import BlockCodec, Plain
 from kvrecall.pool.disk.engine import DiskEngine
 from kvrecall.pool.disk.flusher import Flusher
 from kvrecall.pool.disk.folder import LEAST_BYTES, check_room
-from kvrecall.pool.disk.slabs import (
-    FileIo,
-    SlabLost,
-    slab_of,
-)
+from kvrecall.pool.disk.slabs import FileIo, SlabLost, slab_of
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.slots import slot_bytes_of
@@ -260,22 +256,18 @@ class DiskTier(Tier):
             if len(read.gets) == 1:
                 self._counters.warn(f"read failed, the block is dropped: {error}")
                 return _all(read, Outcome.ERROR)
-            ended = []
-            for get, entry in zip(read.gets, read.entries, strict=True):
-                ended += self._read(_Read((get,), (entry,), read.queued_at))
-            return ended
+            each = zip(read.gets, read.entries, strict=True)
+            return [d for g, e in each for d in self._read(_Read((g,), (e,), read.queued_at))]
         ended = []
         end = 0
         for get, entry, place in zip(read.gets, read.entries, places, strict=True):
             whole = end + entry.nbytes <= got
             end += entry.slot_bytes
-            plain = self._sizes.get(get.key[:NAMESPACE_BYTES], 0)
-            if not self._is_compressed:
-                plain = entry.nbytes
-            right = whole and self._codec.decode(
-                get.key, entry.nbytes, entry.tag, place, get.into, plain
-            )
-            if right:
+            plain = entry.nbytes
+            if self._is_compressed:
+                plain = self._sizes.get(get.key[:NAMESPACE_BYTES], 0)
+            args = get.key, entry.nbytes, entry.tag, place, get.into, plain
+            if whole and self._codec.decode(*args):
                 checksum = self._codec.checksum_in(entry.tag, entry.nbytes, plain)
                 ended.append(Done(get.key, Outcome.LOADED, checksum))
             else:

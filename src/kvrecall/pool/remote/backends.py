@@ -17,7 +17,6 @@ from kvrecall.errors import ConfigError
 from kvrecall.factories import factory_of
 from kvrecall.pool.cascade import Cascade
 from kvrecall.pool.cipher import Cipher
-from kvrecall.pool.remote.compressed import CompressedStore
 from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import RegisteringStore, SizingStore, Store
 from kvrecall.pool.remote.tier import RemoteTier
@@ -112,10 +111,8 @@ def with_remote(
             "cannot get values of unknown size; its class needs get_up_to "
             "(docs/writing-a-tier.md), or leave out remote_compression"
         )
-    if cipher is not None or isinstance(store, RegisteringStore):
-        store = StagedStore(store, cipher)
-    if config.compression != "none":
-        store = CompressedStore(store, config.compression)
+    if cipher or config.compression != "none" or isinstance(store, RegisteringStore):
+        store = StagedStore(store, cipher, config.compression)
     remote = RemoteTier(store, dataclasses.replace(config, max_queued_bytes=queued))
     if isinstance(above, NullTier):
         return remote

@@ -27,8 +27,7 @@ from kvrecall.pool.remote.mooncake.client_process import (
     receive,
     send,
 )
-from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
-from kvrecall.pool.remote.mooncake.wheel import why_unfit
+from kvrecall.pool.remote.mooncake.settings import MooncakeSettings, why_unfit
 from kvrecall.pool.remote.store import Object
 
 _LOG = logging.getLogger(__name__)
