@@ -88,8 +88,8 @@ class Changes:
         self.of_the_owner: list[Callable[[], object]] = [
             self.store,
             self.store,
-            lambda: catalog.evict(rng.randrange(1, 9), SIZE),
-            lambda: catalog.evict_bytes(5 * SIZE),
+            lambda: catalog.evict(rng.randrange(1, 9) * SIZE, SIZE),
+            lambda: catalog.evict(5 * SIZE),
             lambda: catalog.make_way(ANN, 64 * MIB, None),
             lambda: catalog.fit(rng.choice((SIZE, 2 * SIZE))),
         ]

@@ -147,13 +147,13 @@ class PoolContract:
         with engines(self.make, tmp_path / "disk") as start:
             yield start
 
-    def on_disk(self, start: Start, keys: Sequence[BlockKey], blocks: int = 64) -> Engine:
+    def on_disk(self, start: Start, keys: Sequence[BlockKey]) -> Engine:
         """An engine whose pool has ``keys`` on disk only."""
         engine = start()
         engine.save(keys)
         assert engine.pool.flush(keys, 60.0)
         engine.end()
-        return start(blocks=blocks)
+        return start()
 
     @pytest.mark.parametrize("disk", [False, True])
     def test_saved_chain_is_found_and_recalled(self, start: Start, disk: bool) -> None:
@@ -226,13 +226,6 @@ class PoolContract:
         assert engine.pool.locate([keys[2], keys[2], keys[0]]).tiers == (host, host, None)
         assert engine.pool.locate([]).tiers == ()
 
-    def test_locates_on_disk_and_in_the_host(self, start: Start) -> None:
-        keys = chain(NAMESPACE, 9)
-        engine = self.on_disk(start, keys[::2])
-        assert engine.pool.locate(keys).tiers == (TierName.DISK, None) * 4 + (TierName.DISK,)
-        assert engine.recall(keys[2:3]) == (TierName.DISK,)
-        assert engine.pool.locate(keys[:4]).tiers == (TierName.DISK, None, TierName.HOST, None)
-
     def test_locating_is_no_use(self, start: Start) -> None:
         """It counts as a lookup, and leaves the order of eviction as it is."""
         engine = start(blocks=8, disk=False)
@@ -258,13 +251,6 @@ class PoolContract:
         engine.pool.commit(keys)
         assert engine.pool.find(keys).blocks == 0
 
-    def test_a_key_is_reserved_by_one_only(self, start: Start) -> None:
-        engine = start()
-        keys = chain(NAMESPACE, 6)
-        engine.pool.reserve(keys[:3])
-        assert engine.save(keys) == {Verdict.PRESENT: 3, Verdict.RESERVED: 3}
-        assert engine.save(keys) == {Verdict.PRESENT: 6}
-
     def test_the_same_key_twice_in_one_call(self, start: Start) -> None:
         engine = start(blocks=8, disk=False)
         key = chain(NAMESPACE, 1)[0]
@@ -275,7 +261,7 @@ class PoolContract:
         assert engine.recall([key, key]) == (TierName.HOST,) * 2
         assert engine.pool.stats().leases == 0
 
-    def test_leased_blocks_are_not_evicted(self, start: Start) -> None:
+    def test_leased_and_reserved_blocks_are_not_evicted(self, start: Start) -> None:
         engine = start(blocks=16, disk=False)
         keys = chain(NAMESPACE, 10)
         engine.save(keys)
@@ -288,12 +274,12 @@ class PoolContract:
         engine.pool.release(ticket)
         engine.pool.release(ticket)
         assert engine.save(chain(NAMESPACE, 16, "fourth")) == {Verdict.RESERVED: 16}
-
-    def test_reserved_blocks_are_not_evicted(self, start: Start) -> None:
-        engine = start(blocks=8, disk=False)
-        engine.pool.reserve(chain(NAMESPACE, 6))
-        assert engine.save(chain(NAMESPACE, 8, "b")) == {Verdict.RESERVED: 2, Verdict.REFUSED: 6}
-        assert engine.pool.stats().refused == 6
+        reserved = chain(NAMESPACE, 14, "fifth")
+        engine.pool.reserve(reserved)
+        refused = engine.pool.stats().refused
+        assert engine.save(keys) == {Verdict.RESERVED: 2, Verdict.REFUSED: 8}
+        assert engine.pool.stats().refused == refused + 8
+        assert engine.save(reserved) == {Verdict.PRESENT: 14}, "by one only"
 
     def test_saving_a_suffix_does_not_evict_its_own_prefix(self, start: Start) -> None:
         engine = start(blocks=8, disk=False)
@@ -422,9 +408,11 @@ class PoolContract:
         engine.end()
         engine = start()
         engine.pool.register(windows, BLOCK_BYTES)
-        assert engine.recall(hanging[1:], parents=keys[2::2]) == (TierName.DISK,) * 2
-        host = TierName.HOST
-        assert engine.pool.locate(hanging).tiers == (TierName.DISK, host, host)
+        disk, host = TierName.DISK, TierName.HOST
+        missing = chain(windows, 4)[3:]
+        assert engine.pool.locate([*missing, *hanging]).tiers == (None, disk, disk, disk)
+        assert engine.recall(hanging[1:], parents=keys[2::2]) == (disk,) * 2
+        assert engine.pool.locate(hanging).tiers == (disk, host, host)
 
     def test_poll_of_an_unknown_ticket_is_a_bug(self, start: Start) -> None:
         engine = start(disk=False)
@@ -463,18 +451,6 @@ class PoolContract:
     def test_flush_without_a_disk_is_true_at_once(self, start: Start) -> None:
         assert start(disk=False).pool.flush(chain(NAMESPACE, 3), 0.0)
 
-    def test_evicted_from_the_host_is_kept_on_disk(self, start: Start) -> None:
-        engine = start(blocks=16)
-        keys = chain(NAMESPACE, 12)
-        engine.save(keys)
-        assert engine.pool.flush(keys, 60.0)
-        other = chain(NAMESPACE, 12, "other")
-        engine.save(other)
-        assert engine.pool.flush(other, 60.0)
-        assert engine.pool.find(keys).blocks == 12
-        assert TierName.DISK in engine.pool.find(keys).tiers
-        assert TierName.DISK in engine.recall(keys)
-
     def test_recall_of_more_than_fits_is_cut(self, start: Start) -> None:
         engine = start(blocks=16)
         keys = chain(NAMESPACE, 32)
@@ -498,16 +474,6 @@ class PoolContract:
         disk = next(t for t in engine.pool.stats().tiers if t.name == TierName.DISK)
         assert disk.reads == 10
         assert engine.pool.stats().leases == 0
-
-    def test_release_before_ready_leaves_nothing(self, start: Start) -> None:
-        keys = chain(NAMESPACE, 10)
-        engine = self.on_disk(start, keys, blocks=16)
-        engine.pool.release(engine.pool.acquire(keys, 60.0))
-        wait_until(lambda: engine.pool.find(keys).tiers == (TierName.HOST,) * 10)
-        assert engine.pool.stats().leases == 0
-        other = chain(NAMESPACE, 16, "other")
-        assert engine.save(other[:8])[Verdict.RESERVED] == 8
-        assert engine.pool.flush(other[:8], 60.0)
 
     @pytest.mark.parametrize("disk", [False, True])
     def test_clear_drops_all_that_is_not_leased(self, start: Start, disk: bool) -> None:

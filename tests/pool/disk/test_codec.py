@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from kvrecall.block import BlockKey
-from kvrecall.config import Compression, DiskConfig, PoolConfig, RecallSettings
+from kvrecall.config import Compression, DiskConfig, RecallSettings
 from kvrecall.errors import ConfigError
-from kvrecall.pool import Pool
 from kvrecall.pool.cipher import Cipher
 from kvrecall.pool.compression import Compressor
 from kvrecall.pool.disk import DiskTier
@@ -23,8 +22,7 @@ from kvrecall.pool.disk.codec import make_codec
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Get, Outcome, Put, Tier
 from kvrecall.testing.blocks import chain, wait_until
-from kvrecall.testing.pool_contract import Engine
-from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, TierContract
+from kvrecall.testing.tier_contract import NAMESPACE, TierContract
 from pool.test_compression import kv, noise
 
 MIB = 1 << 20
@@ -102,8 +100,8 @@ class Blocks:
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["checksum", "encrypted"])
-@pytest.mark.parametrize("compression", ["lz4", "zstd"])
-@pytest.mark.parametrize("nbytes", [8192, 60_000, KIB64, 3 * MIB])
+@pytest.mark.parametrize("compression", ["none", "lz4", "zstd"])
+@pytest.mark.parametrize("nbytes", [8, 4096, 8184, KIB64, 3 * MIB])
 def test_bytes_return_also_after_opening_again(
     tmp_path: Path, compression: Compression, key: bytes | None, nbytes: int
 ) -> None:
@@ -214,28 +212,6 @@ def test_only_threads_of_the_tier_compress(tmp_path: Path, monkeypatch: pytest.M
             assert blocks.get(keys) == [Outcome.LOADED] * 40
     assert seen
     assert all(name.startswith(("kvrecall-flush", "kvrecall-read")) for name in seen), seen
-
-
-def test_a_pool_by_its_settings(tmp_path: Path) -> None:
-    settings = {
-        "host_size": 4 * MIB,
-        "disk_path": str(tmp_path),
-        "disk_size": 32 * MIB,
-        "disk_compression": "zstd",
-    }
-    keys = chain(NAMESPACE, 20)
-    with Pool.open(RecallSettings.from_mapping(settings).pool) as pool:
-        pool.register(NAMESPACE, BLOCK_BYTES)
-        Engine(pool, BLOCK_BYTES).save(keys)
-        assert pool.flush(keys, 60.0)
-        wait_until(lambda: pool.stats().tiers[-1].given_bytes > 0)  # counted after they are found
-        disk = pool.stats().tiers[-1]
-        assert disk.compressed_bytes < disk.given_bytes
-    with Pool.open(PoolConfig(4 * MIB, DiskConfig(tmp_path, 32 * MIB))) as pool:
-        pool.register(NAMESPACE, BLOCK_BYTES)
-        engine = Engine(pool, BLOCK_BYTES)
-        assert len(engine.recall(keys)) == 20
-        engine.close()
 
 
 def test_the_setting_alone_is_refused() -> None:

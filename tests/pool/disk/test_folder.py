@@ -15,18 +15,17 @@ from pathlib import Path
 
 import pytest
 from support.clocks import ManualClock
+from support.disks import open_disk
 from support.indexes import forging
 
-from kvrecall.config import DiskConfig, PoolTerms
+from kvrecall.config import PoolTerms
 from kvrecall.errors import TierError
 from kvrecall.pool.changes import Cause
 from kvrecall.pool.clock import Clock
-from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk import index as index_module
 from kvrecall.pool.disk.catalog import Catalog
 from kvrecall.pool.disk.folder import FolderLock
 from kvrecall.pool.disk.index import IndexRow
-from kvrecall.pool.disk.slabs import address_of
 from kvrecall.pool.tier import Outcome
 from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
@@ -35,10 +34,7 @@ MIB = 1 << 20
 KEYS = chain(NAMESPACE, 32)
 
 
-def open_tier(folder: Path, nbytes: int = 64 * MIB, block_bytes: int = BLOCK_BYTES) -> Bench:
-    tier = DiskTier(DiskConfig(folder, nbytes))
-    tier.register(NAMESPACE, block_bytes)
-    return Bench(tier, slots=512, block_bytes=block_bytes)
+open_tier = open_disk
 
 
 def filled(folder: Path, nbytes: int = 64 * MIB) -> None:
@@ -84,6 +80,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
 def test_blocks_are_there_after_a_restart(tmp_path: Path) -> None:
     filled(tmp_path)
     bench = open_tier(tmp_path)
+    assert bench.tier.namespaces() == [(NAMESPACE, BLOCK_BYTES)]
     assert bench.tier.stats().blocks == 32
     assert [bench.tier.depth_of(key) for key in KEYS] == list(range(32))
     assert bench.get(KEYS) == [Outcome.LOADED] * 32
@@ -93,13 +90,6 @@ def test_blocks_are_there_after_a_restart(tmp_path: Path) -> None:
     assert bench.get(KEYS + more) == [Outcome.LOADED] * 64
     assert bench.holds(KEYS + more)
     bench.tier.close()
-
-
-def test_what_a_namespace_consists_of_can_be_told(tmp_path: Path) -> None:
-    filled(tmp_path)
-    tier = DiskTier(DiskConfig(tmp_path, 64 * MIB))
-    assert tier.namespaces() == [(NAMESPACE, BLOCK_BYTES)]
-    tier.close()
 
 
 # -- refused at open, with nothing changed ------------------------------------------------------
@@ -122,16 +112,19 @@ def test_larger_than_what_is_free_now(tmp_path: Path, caplog: pytest.LogCaptureF
     bench.tier.close()
 
 
-def test_too_small(tmp_path: Path) -> None:
-    with pytest.raises(TierError, match="the minimum is 8MiB"):
-        open_tier(tmp_path / "new", MIB)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_path_through_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "nbytes", "said"),
+    [
+        ("new", MIB, "the minimum is 8MiB"),
+        ("file/disk", 64 * MIB, "is not a folder"),
+        ("/proc/kvrecall", 64 * MIB, "disk_"),
+    ],
+)
+def test_what_cannot_be_a_folder(tmp_path: Path, name: str, nbytes: int, said: str) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(TierError, match="is not a folder"):
-        open_tier(tmp_path / "file" / "disk")
+    with pytest.raises(TierError, match=said):
+        open_tier(tmp_path / name, nbytes)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -140,11 +133,6 @@ def test_unwritable_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(TierError, match="is not writable"):
         open_tier(tmp_path / "new")
-
-
-def test_unwritable_folder_of_the_kernel() -> None:
-    with pytest.raises(TierError, match="disk_"):
-        open_tier(Path("/proc/kvrecall"))
 
 
 def test_folder_in_use_names_the_process(tmp_path: Path) -> None:
@@ -445,7 +433,6 @@ def test_blocks_of_another_size_are_not_lost_for_a_smaller_disk(tmp_path: Path) 
     for number in range(10):
         bench.put(chain(NAMESPACE, 100, str(number)))
     bench.tier.touch(few)
-    assert isinstance(bench.tier, DiskTier)
     disk = bench.tier
     disk.resize(20 * MIB)
     wait_until(lambda: bytes_in(tmp_path) <= 20 * MIB)
@@ -473,19 +460,16 @@ def test_slabs_go_to_another_block_size(tmp_path: Path) -> None:
 
 def test_recency_survives_a_restart(tmp_path: Path) -> None:
     clock = ManualClock(time.time())
-    config = DiskConfig(tmp_path, 16 * MIB)
-    tier = DiskTier(config, clock=Clock(clock, clock))
-    tier.register(NAMESPACE, BLOCK_BYTES)
-    bench = Bench(tier)
+    bench = open_tier(tmp_path, 16 * MIB, clock=Clock(clock, clock))
     first, second = chain(NAMESPACE, 30, "first"), chain(NAMESPACE, 150, "second")
     bench.put(first)
     bench.put(second)
     clock.advance(100)
-    tier.touch(first)
-    tier.close()
+    bench.tier.touch(first)
+    bench.tier.close()
     clock.advance(100)
-    bench.tier = tier = DiskTier(config, clock=Clock(clock, clock))
-    tier.register(NAMESPACE, BLOCK_BYTES)
+    bench = open_tier(tmp_path, 16 * MIB, clock=Clock(clock, clock))
+    tier = bench.tier
     name = 0
     while tier.stats().evictions == 0:
         bench.put(chain(NAMESPACE, 30, str(name)))
@@ -493,44 +477,6 @@ def test_recency_survives_a_restart(tmp_path: Path) -> None:
     assert all(tier.contains(key) for key in first)
     assert not all(tier.contains(key) for key in second)
     tier.close()
-
-
-def test_a_hundred_thousand_blocks_are_found_again(tmp_path: Path) -> None:
-    bench = open_tier(tmp_path, 1024 * MIB, block_bytes=100)
-    bench.put(KEYS[:1])
-    bench.tier.close()
-    slots = 100_000
-    with forging(tmp_path) as db:
-        row = db.execute("SELECT * FROM blocks").fetchone()
-        slab = sorted(tmp_path.glob("slab-*.kv"))[0]
-        room = (slab.stat().st_size - 4096) // 4096
-        header = slab.read_bytes()[:4096]
-        size = slab.stat().st_size
-        for number in range(1, slots // room + 1):
-            path = tmp_path / f"slab-{number:06d}.kv"
-            path.write_bytes(header[:28] + number.to_bytes(4, "little") + header[32:])
-            os.truncate(path, size)
-        db.executemany(
-            "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
-            [
-                (
-                    address_of(n // room, 4096 + n % room * 4096),
-                    row[1],
-                    n.to_bytes(32, "big"),
-                    row[2],
-                    n,
-                    100,
-                    row[6],
-                    n,
-                    b"",
-                    0,
-                )
-                for n in range(1, slots)
-            ],
-        )
-    bench = open_tier(tmp_path, 1024 * MIB, block_bytes=100)
-    wait_until(lambda: bench.tier.stats().blocks == slots, 60.0)
-    bench.tier.close()
 
 
 def test_uses_are_noted_once_for_blocks_that_are_still_here() -> None:

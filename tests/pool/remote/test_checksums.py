@@ -14,17 +14,15 @@ from support.stores import MemoryStore
 from kvrecall.block import BlockKey, TierName
 from kvrecall.config import Compression, DiskConfig, RemoteConfig
 from kvrecall.pool import checksum as checksums
-from kvrecall.pool.base import RecallState
 from kvrecall.pool.checksum import Checksum, checksum_of
 from kvrecall.pool.cipher import Cipher, make_key_file
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.codec import Packer, make_codec
-from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.tier import RemoteTier, name_of
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Done, Get, Outcome, Put, Tier
 from kvrecall.testing.blocks import chain, content, wait_until
-from pool.remote.pools import NAMESPACE, NBYTES, OpenPool
+from pool.remote.pools import NAMESPACE, NBYTES, OpenPool, recall, save
 
 MIB = 1 << 20
 
@@ -40,28 +38,6 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[BlockKey]:
 
     monkeypatch.setattr(checksums, "checksum_of", counted)
     return keys
-
-
-def save(pool: Pool, keys: list[BlockKey], salt: bytes = b"") -> list[int]:
-    """Saves the blocks, on disk if there is one; returns their offsets. ``salt`` makes others."""
-    offsets = [reservation.offset for reservation in pool.reserve(keys)]
-    for key, offset in zip(keys, offsets, strict=True):
-        pool.arena.view(offset, NBYTES)[:] = content(BlockKey(salt + key), NBYTES)
-    pool.commit(keys)
-    assert pool.flush(keys, 60.0)
-    return offsets
-
-
-def recall(pool: Pool, keys: list[BlockKey], salt: bytes = b"") -> tuple[TierName, ...]:
-    """Recalls what is there, checks every byte, and says where the blocks were."""
-    wait_until(lambda: not pool.find(keys).pending)
-    ticket = pool.acquire(keys, 60.0)
-    wait_until(lambda: pool.poll(ticket).state is RecallState.READY)
-    recalled = pool.poll(ticket)
-    for key, offset in zip(keys, recalled.offsets, strict=False):
-        assert bytes(pool.arena.view(offset, NBYTES)) == content(BlockKey(salt + key), NBYTES)
-    pool.release(ticket)
-    return recalled.tiers
 
 
 # -- once ----------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from kvrecall.processes.ports import free_port
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench, TierContract
 from pool.remote.mooncake import needs_mooncake
-from pool.remote.test_remote_pool import find, recall, save
+from pool.remote.pools import find, recall, save
 
 ARENA_BYTES = 16 << 20
 _numbers = itertools.count()

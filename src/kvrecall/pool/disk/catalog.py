@@ -610,22 +610,18 @@ class Catalog(EntryTable):
 
     # -- evicting, for the owner -----------------------------------------------------------
 
-    def evict(self, count: int, slot_bytes: int) -> int:
-        """Drops up to ``count`` blocks of that slot size, the least valuable ones."""
-        self.settle()
-        left = count
-        while left > 0 and (found := self._search(min(left, _AT_ONCE), slot_bytes)):
-            left -= len(self._evict(found))
-        return count - left
-
-    def evict_bytes(self, nbytes: int) -> int:
-        """Drops the least valuable blocks of any size until that many bytes are freed, or none can
-        be. Returns the number of bytes."""
+    def evict(self, nbytes: int, slot_bytes: int | None = None) -> int:
+        """Drops the least valuable blocks (of that slot size) until that many bytes are freed, or
+        none can be. Returns the number of bytes."""
         self.settle()
         left = nbytes
-        while left > 0 and (found := self._search(_AT_ONCE)):
+        while left > 0:
+            count = _AT_ONCE if slot_bytes is None else min(_AT_ONCE, -(-left // slot_bytes))
+            found = self._search(count, slot_bytes)
             sizes = itertools.accumulate(map(self._slot_bytes, found), initial=0)
             needed = [number for number, size in zip(found, sizes, strict=False) if size < left]
+            if not needed:
+                break
             left -= sum(map(self._slot_bytes, self._evict(needed)))
         return nbytes - left
 

@@ -249,23 +249,27 @@ class DiskEngine:
 
     def index_works(self) -> bool:
         """Whether rows can be written; checked before blocks are evicted for new ones."""
-        if self.is_index_failing:
-            try:
+        try:
+            if self.is_index_failing:
                 self.index.note_time()
-            except sqlite3.Error as error:
-                if is_damage(error):
-                    self.renew_index(str(error))
-                return not self.is_index_failing
-            self.is_index_failing = False
-        return True
+                self.is_index_failing = False
+        except sqlite3.Error as error:
+            if is_damage(error):
+                self.renew_index(str(error))
+        return not self.is_index_failing
 
-    def index_failed(self, error: sqlite3.Error) -> None:
-        """Called when the index could not be written; its pending changes are undone. A damaged one
-        is replaced."""
-        self.is_index_failing = True
-        self.counters.fault("index failed, blocks are not stored", error)
-        if is_damage(error):
-            self.renew_index(str(error))
+    def changed_index(self, change: Callable[..., object], *args: object) -> bool:
+        """Makes a change of the index. False if that failed: it is undone, and a damaged index
+        replaced."""
+        try:
+            change(*args)
+            return True
+        except sqlite3.Error as error:
+            self.is_index_failing = True
+            self.counters.fault("index failed, blocks are not stored", error)
+            if is_damage(error):
+                self.renew_index(str(error))
+            return False
 
     def renew_index(self, why: str) -> None:
         """Goes on with a new index of the same blocks, if the medium allows one."""

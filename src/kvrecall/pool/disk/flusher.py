@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import sqlite3
 import threading
 import time
 from collections import deque
@@ -228,10 +227,7 @@ class Flusher:
             lost, self._lost = self._lost, set()
         for namespace, block_bytes in namespaces:
             self._catalog.fit(block_bytes)
-            try:
-                self._index.register(namespace, block_bytes)
-            except sqlite3.Error as error:
-                self._engine.index_failed(error)
+            if not self._engine.changed_index(self._index.register, namespace, block_bytes):
                 with self._wake:
                     self._namespaces.append((namespace, block_bytes))
         for number in lost:
@@ -253,21 +249,15 @@ class Flusher:
         """Writes last uses to the index; and the time, of which those since then are counted."""
         while limit > 0 and (uses := self._catalog.take_unnoted_uses(MAX_ROWS)):
             limit -= len(uses)
-            try:
-                self._index.mark_used(uses)
-                self._index.note_time()
-            except sqlite3.Error as error:
-                self._engine.index_failed(error)
+            changed = self._engine.changed_index
+            if not (changed(self._index.mark_used, uses) and changed(self._index.note_time)):
                 return
 
     def _note_pins(self) -> None:
         """Writes pins and unpins to the index."""
         while pins := self._catalog.take_unnoted_pins(MAX_ROWS):
-            try:
-                self._index.mark_pinned(pins)
-            except sqlite3.Error as error:
+            if not self._engine.changed_index(self._index.mark_pinned, pins):
                 self._catalog.return_unnoted_pins(pins)
-                self._engine.index_failed(error)
                 break
         if not pins:
             with self._wake:
@@ -397,13 +387,8 @@ class Flusher:
 
     def _insert(self, rows: Sequence[IndexRow]) -> bool:
         """Writes rows. False if that failed; the index may have been renewed since."""
-        try:
-            self._engine.limit_index()
-            self._index.insert(rows)
-        except sqlite3.Error as error:
-            self._engine.index_failed(error)
-            return False
-        return True
+        changed = self._engine.changed_index
+        return changed(self._engine.limit_index) and changed(self._index.insert, rows)
 
     def _finish(self, batch: Sequence[_Queued], stored: set[BlockKey]) -> None:
         now = time.monotonic()

@@ -61,11 +61,12 @@ class Reclaimer:
             if self._cold_elsewhere(slot_bytes, short):
                 self._take_over(slot_bytes, short)
             else:
-                self._catalog.evict(short, slot_bytes)
+                self._catalog.evict(short * slot_bytes, slot_bytes)
             self.reap()
         while slots.free < count and self._room_to_grow(slot_bytes):
             self._grow(slot_bytes)
-        if slots.free < count and self._catalog.evict(count - slots.free, slot_bytes):
+        if slots.free < count:
+            self._catalog.evict((count - slots.free) * slot_bytes, slot_bytes)
             self.reap()
 
     def _grow(self, slot_bytes: int) -> None:
@@ -114,10 +115,7 @@ class Reclaimer:
         """Deletes the rows of dropped blocks, then frees their slots. Stops once ``is_late``: what
         is not deleted then is found again by the next process."""
         while not is_late() and (addresses := self._catalog.take_pending_free(MAX_ROWS)):
-            try:
-                self._index.delete(addresses)
-            except sqlite3.Error as error:
-                self._engine.index_failed(error)
+            if not self._engine.changed_index(self._index.delete, addresses):
                 self._catalog.add_pending_free(addresses)
                 return
             self.give_back(addresses)
@@ -125,12 +123,8 @@ class Reclaimer:
     def reap_all(self) -> None:
         """``reap`` of a tier without a block, in one transaction. Only while none can come, neither
         from the index nor from a put."""
-        if self._catalog.pending_free:
-            try:
-                self._index.delete_all()
-            except sqlite3.Error as error:
-                self._engine.index_failed(error)
-                return
+        if self._catalog.pending_free and not self._engine.changed_index(self._index.delete_all):
+            return
         while addresses := self._catalog.take_pending_free(MAX_ROWS):
             self.give_back(addresses)
 
@@ -181,7 +175,7 @@ class Reclaimer:
         if not self.surplus_bytes or self._emptied:
             return
         costs = self._costs()
-        if costs and (not costs[0][0] or not self._catalog.evict_bytes(self._to_evict())):
+        if costs and (not costs[0][0] or not self._catalog.evict(self._to_evict())):
             slab = self._store.slab(costs[0][2])
             assert slab is not None
             try:
@@ -259,11 +253,10 @@ class Reclaimer:
         that the index no longer needs."""
         total = sum(slots.slots * slots.slot_bytes for slots in self._store.classes())
         if self._catalog.used_bytes > total * self._watermarks.high:
-            self._catalog.evict_bytes(self._catalog.used_bytes - int(total * self._watermarks.low))
+            self._catalog.evict(self._catalog.used_bytes - int(total * self._watermarks.low))
             self.reap()
-        bound = self._store.index_bytes - WAL_BYTES
-        try:
-            if self._index.file_bytes() > bound:
-                self._index.compact()
-        except sqlite3.Error as error:
-            self._engine.index_failed(error)
+        self._engine.changed_index(self._compact)
+
+    def _compact(self) -> None:
+        if self._index.file_bytes() > self._store.index_bytes - WAL_BYTES:
+            self._index.compact()
