@@ -472,7 +472,7 @@ class NamesWriters(FaultyIo):
 def test_two_threads_write_and_a_run_that_fails_takes_only_its_own_blocks(
     start: Start, io: NamesWriters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrecall.pool.disk.flusher._WRITE_BYTES", 4 * 12288)
+    monkeypatch.setattr("kvrecall.pool.disk.slabs.RUN_BYTES", 4 * 12288)
     bench = start()
     bench.put(KEYS[:1])
     io.threads.clear()

@@ -52,6 +52,8 @@ class DiskEngine:
         self.capacity_bytes = config.capacity_bytes
         self.codec = codec
         self.counters = DiskCounters()
+        self.surplus_bytes = 0
+        """Bytes on the medium above the limit, since that was lowered."""
         self.is_index_failing = False
         """Whether the index could not be written when last tried."""
         self._is_broken = False  # the medium allows no index; blocks are served, and none is stored
@@ -98,7 +100,7 @@ class DiskEngine:
         if missing:
             _LOG.warning("disk tier: %d slabs are missing or damaged", len(missing))
         for slab in sorted(self.store.slabs(), key=lambda slab: used[slab.number]):
-            if not self.surplus_bytes:  # of a limit that was lowered meanwhile
+            if not self.measure_surplus():  # of a limit that was lowered meanwhile
                 break
             self.store.remove(slab.number)
         slabs = self.store.slabs()
@@ -135,10 +137,11 @@ class DiskEngine:
         if index.is_compressed:
             check_compression("of this folder")
 
-    @property
-    def surplus_bytes(self) -> int:
-        """Bytes on the medium above the limit, which may have been lowered."""
-        return max(0, self.store.file_bytes + self.store.index_bytes - self.store.limit_bytes)
+    def measure_surplus(self) -> int:
+        """Sets ``surplus_bytes``."""
+        store = self.store
+        self.surplus_bytes = max(0, store.file_bytes + store.index_bytes - store.limit_bytes)
+        return self.surplus_bytes
 
     def resize(self, capacity_bytes: int) -> None:
         """Sets the limit."""

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -20,14 +20,12 @@ from kvrecall.pool.disk.codec import Packer
 from kvrecall.pool.disk.engine import DiskEngine
 from kvrecall.pool.disk.index import MAX_ROWS, IndexRow
 from kvrecall.pool.disk.reclaimer import Reclaimer
-from kvrecall.pool.disk.slabs import SlabLost, slab_of
+from kvrecall.pool.disk.slabs import RUN_BYTES, SlabLost, adjacent, slab_of
 from kvrecall.pool.tier import Done, Outcome, Put, PutVerdict
 
 _LOG = logging.getLogger(__name__)
 _BATCH_BYTES = 128 << 20
 _PACKED_BYTES = 32 << 20  # of a batch that is compressed, into as much memory
-_WRITE_BYTES = 4 << 20  # one system call
-_WRITE_BLOCKS = 512
 _PATIENCE_S = 0.05  # how long one write lets reads go first
 _TICK_S = 1.0
 _SHRINK_S = 0.01  # between two steps towards a lowered limit
@@ -83,11 +81,6 @@ class Flusher:
     @property
     def pending(self) -> int:
         return len(self._pending)
-
-    @property
-    def surplus_bytes(self) -> int:
-        """Bytes on the medium above the limit, since that was lowered."""
-        return self._reclaimer.surplus_bytes
 
     def register(self, namespace: Namespace, block_bytes: int) -> None:
         with self._wake:
@@ -197,7 +190,7 @@ class Flusher:
         with self._wake:
             idle = not self._queue and self._closing_at is None and not self._lost
             if idle and not self._hurried:
-                self._wake.wait(_SHRINK_S if self._reclaimer.surplus_bytes else _TICK_S)
+                self._wake.wait(_SHRINK_S if self._engine.surplus_bytes else _TICK_S)
             self._hurried = False
             batch: list[_Queued] = []
             size = 0
@@ -315,18 +308,18 @@ class Flusher:
         """Writes runs of adjacent slots; returns the written ones and adds their ``tags``. With
         several runs two threads do it, so that one encodes while the other waits for the medium.
         Each yields to reads before every few MiB, however small the runs."""
-        runs = deque(_adjacent(placed))
+        runs = deque(adjacent(placed, lambda one: (one[0], len(one[1].data))))
         written: Placed = []
         failed: list[tuple[OSError, Placed]] = []
 
         def write_runs() -> None:
-            since = _WRITE_BYTES
+            since = RUN_BYTES
             while True:
                 try:
                     run = runs.popleft()
                 except IndexError:
                     return
-                if since >= _WRITE_BYTES:
+                if since >= RUN_BYTES:
                     self._counters.yield_to_reads(_PATIENCE_S)
                     since = 0
                 since += sum(len(put.data) for _, put in run)
@@ -406,23 +399,6 @@ class Flusher:
         self._reclaimer.give_back([address for address, _ in placed])
         if isinstance(error, SlabLost):
             self.report_lost(slab_of(placed[0][0]))
-
-
-def _adjacent(placed: Placed) -> Iterator[Placed]:
-    """Splits puts, by ascending address, into runs that one system call can write."""
-    run: Placed = []
-    end = size = 0
-    for address, put in placed:
-        nbytes = len(put.data)
-        full = len(run) == _WRITE_BLOCKS or size + nbytes > _WRITE_BYTES
-        if run and (address != end or full):
-            yield run
-            run, size = [], 0
-        run.append((address, put))
-        size += nbytes
-        end = address + nbytes
-    if run:
-        yield run
 
 
 class SecondThread:

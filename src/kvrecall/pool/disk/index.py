@@ -508,17 +508,8 @@ def _set_up(connection: sqlite3.Connection, meta: dict[str, str]) -> None:
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
     connection.execute("PRAGMA locking_mode = NORMAL")
-    if not _schema(connection):
-        _make_schema(connection, meta)
-
-
-def _schema(connection: sqlite3.Connection) -> tuple[bytes, ...]:
-    """The statements that made what the file holds."""
-    found = connection.execute("SELECT sql FROM sqlite_schema WHERE sql NOT NULL ORDER BY rowid")
-    return tuple(sql for (sql,) in found)
-
-
-def _make_schema(connection: sqlite3.Connection, meta: dict[str, str]) -> None:
+    if _schema(connection):
+        return
     connection.execute("BEGIN IMMEDIATE")
     for statement in _SCHEMA:
         connection.execute(statement)
@@ -527,6 +518,12 @@ def _make_schema(connection: sqlite3.Connection, meta: dict[str, str]) -> None:
     connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     connection.execute("COMMIT")
+
+
+def _schema(connection: sqlite3.Connection) -> tuple[bytes, ...]:
+    """The statements that made what the file holds."""
+    found = connection.execute("SELECT sql FROM sqlite_schema WHERE sql NOT NULL ORDER BY rowid")
+    return tuple(sql for (sql,) in found)
 
 
 def _reserve(path: Path, nbytes: int) -> bool:

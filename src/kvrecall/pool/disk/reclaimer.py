@@ -44,7 +44,6 @@ class Reclaimer:
         self._counters = engine.counters
         self._watermarks = Watermarks(engine.config.high_watermark, engine.config.low_watermark)
         self._emptied: dict[int, list[DiskEntry]] = {}  # by slab: entries that may still be read
-        self.surplus_bytes = 0  # that the tier is above its limit, since that was lowered
         self._grow_at = 0.0
 
     def make_room(self, slot_bytes: int, count: int) -> None:
@@ -171,8 +170,7 @@ class Reclaimer:
         none, evicts some of the least valuable blocks. If no more blocks can be evicted, blocks are
         lost with their slab, but not pinned ones: such a slab stays."""
         self._remove_emptied()
-        self.surplus_bytes = self._engine.surplus_bytes
-        if not self.surplus_bytes or self._emptied:
+        if not self._engine.measure_surplus() or self._emptied:
             return
         costs = self._costs()
         if costs and (not costs[0][0] or not self._catalog.evict(self._to_evict())):
@@ -183,14 +181,15 @@ class Reclaimer:
             except OSError as error:
                 self._counters.fault("a slab could not be emptied", error)
         self.reap()
-        self.surplus_bytes = self._engine.surplus_bytes
-        if not self.surplus_bytes:
+        if not self._engine.measure_surplus():
             self._end_shrinking()
 
     def _to_evict(self) -> int:
         """Bytes to evict before the next search for a slab that can be emptied."""
         free = sum(slots.free * slots.slot_bytes for slots in self._store.classes())
-        return max(_EVICTED_BYTES, self.surplus_bytes - free, self.surplus_bytes // 64)
+        return max(
+            _EVICTED_BYTES, self._engine.surplus_bytes - free, self._engine.surplus_bytes // 64
+        )
 
     def _costs(self) -> list[tuple[int, int, int]]:
         """For every slab the bytes that emptying it would lose, the bytes it would move, and its

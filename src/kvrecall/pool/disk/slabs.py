@@ -13,9 +13,10 @@ import mmap
 import os
 import struct
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,9 @@ from kvrecall.pool.slots import ALIGNMENT, SlotClass
 
 _LOG = logging.getLogger(__name__)
 Bools = npt.NDArray[np.bool_]
+T = TypeVar("T")
+RUN_BYTES = 4 << 20  # of one system call
+_RUN_BLOCKS = 512  # IOV_MAX is 1024
 SLAB_BITS = 40  # of the byte offset in an address; the others are the slab's number
 _MOST_SLABS = 1 << 22  # a number beyond this, times 2**SLAB_BITS, would be no address
 _VERSION = FORMAT_VERSION * 100 + 1  # of the files, not of the index
@@ -50,6 +54,24 @@ def slab_of(address: int) -> int:
 def offset_of(address: int) -> int:
     """Byte offset of ``address`` in the file of its slab."""
     return address & (1 << SLAB_BITS) - 1
+
+
+def adjacent(items: Iterable[T], place_of: Callable[[T], tuple[int, int]]) -> Iterator[list[T]]:
+    """Splits items into runs of neighbours that one system call can move. ``place_of``: the address
+    of an item and its bytes."""
+    run: list[T] = []
+    end = size = 0
+    for item in items:
+        address, nbytes = place_of(item)
+        is_full = len(run) == _RUN_BLOCKS or size + nbytes > RUN_BYTES
+        if run and (address != end or is_full):
+            yield run
+            run, size = [], 0
+        run.append(item)
+        size += nbytes
+        end = address + nbytes
+    if run:
+        yield run
 
 
 class FileIo:

@@ -24,15 +24,13 @@ from kvrecall.pool.disk.codec import BlockCodec, Plain
 from kvrecall.pool.disk.engine import DiskEngine
 from kvrecall.pool.disk.flusher import Flusher
 from kvrecall.pool.disk.folder import LEAST_BYTES, check_room
-from kvrecall.pool.disk.slabs import FileIo, SlabLost, slab_of
+from kvrecall.pool.disk.slabs import FileIo, SlabLost, adjacent, slab_of
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
 
 _GIB = 1 << 30
-_MERGE_BYTES = 4 << 20
-_MERGE_BLOCKS = 512  # buffers of one system call (IOV_MAX is 1024)
 _OPENING_S = 1.0  # how long opening waits for the blocks of a folder to be found
 _CHECK_PATIENCE_S = 0.05  # how long a check lets one load go first
 
@@ -193,8 +191,13 @@ class DiskTier(Tier):
     def submit_get(self, gets: Sequence[Get]) -> None:
         """See ``Tier``. Neighbours on disk are read together."""
         now = time.monotonic()
-        run: list[tuple[Get, DiskEntry]] = []
-        size = 0
+        for run in adjacent(self._found(gets), lambda one: (one[1].address, one[1].slot_bytes)):
+            self._counters.reads_began(len(run))
+            wanted, entries = zip(*run, strict=True)
+            self._reads.put(_Read(wanted, entries, now))
+
+    def _found(self, gets: Sequence[Get]) -> Iterator[tuple[Get, DiskEntry]]:
+        """The gets of blocks that are here; ends the others."""
         for get in gets:
             entry = None if self._reads_end else self.catalog.acquire(get.key)
             if entry is not None and not self._fits(get, entry):
@@ -203,16 +206,8 @@ class DiskTier(Tier):
                 entry = None
             if entry is None:
                 self._done.put(Done(get.key, Outcome.MISS))
-                continue
-            end = run[-1][1].address + run[-1][1].slot_bytes if run else entry.address
-            full = size + entry.slot_bytes > _MERGE_BYTES or len(run) == _MERGE_BLOCKS
-            if run and (end != entry.address or full):
-                self._queue_read(run, now)
-                run, size = [], 0
-            run.append((get, entry))
-            size += entry.slot_bytes
-        if run:
-            self._queue_read(run, now)
+            else:
+                yield get, entry
 
     def _fits(self, get: Get, entry: DiskEntry) -> bool:
         """Whether the block may be one of its namespace's size, whole or compressed."""
@@ -221,11 +216,6 @@ class DiskTier(Tier):
         block_bytes = self._sizes.get(get.key[:NAMESPACE_BYTES], 0)
         is_size = slot_bytes_of(block_bytes) == len(get.into)
         return self._is_compressed and is_size and entry.nbytes < block_bytes
-
-    def _queue_read(self, run: Sequence[tuple[Get, DiskEntry]], now: float) -> None:
-        self._counters.reads_began(len(run))
-        gets, entries = zip(*run, strict=True)
-        self._reads.put(_Read(gets, entries, now))
 
     def _run_reader(self) -> None:
         while (read := self._reads.get()) is not None:
@@ -344,7 +334,7 @@ class DiskTier(Tier):
     @property
     def surplus_bytes(self) -> int:
         """Bytes on the medium above the limit, since that was lowered."""
-        return self._flusher.surplus_bytes
+        return self._engine.surplus_bytes
 
 
 def _all(read: _Read, outcome: Outcome) -> list[Done]:

@@ -1,4 +1,4 @@
-"""The object store beyond its contract: settings, layout, round trips, servers that fail."""
+"""The object store: its contract in a directory and in S3, settings, layout, servers that fail."""
 
 from __future__ import annotations
 
@@ -13,8 +13,30 @@ import pytest
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.remote import backends
 from kvrecall.pool.remote.objects import make_store, path_of
-from kvrecall.testing.store_contract import Counter, names
+from kvrecall.pool.remote.store import Store
+from kvrecall.testing.store_contract import Counter, StoreContract, names
 from pool.remote.objects.s3 import Server, s3_server
+
+
+class TestDirectory(StoreContract):
+    def make(self, path: Path) -> Store:
+        return make_store({"url": f"file://{path}/store"})
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with s3_server() as server:
+        yield server
+
+
+class TestS3(StoreContract):
+    @pytest.fixture(autouse=True)
+    def _server(self, server: Server) -> None:
+        self.server = server
+
+    def make(self, path: Path) -> Store:
+        return make_store(self.server.options(path.name))
+
 
 S3 = {"url": "s3://bucket/prefix", "region": "us-east-1"}
 
