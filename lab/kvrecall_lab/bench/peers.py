@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrecall.pool.remote.mooncake import MooncakeSettings
+from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
 from kvrecall.processes.master import Master
 from kvrecall_lab.bench.stores import Store, StoreError, address_of
 

@@ -37,8 +37,8 @@ from kvrecall.bench.report import Report, Times, Tokens, percentiles, progress
 from kvrecall.config import Compression, RemoteConfig
 from kvrecall.errors import EngineError
 from kvrecall.pool.arena import Arena
-from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
-from kvrecall.pool.remote.mooncake.store import ENVIRONMENT
+from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
+from kvrecall.pool.remote.mooncake.store import ENVIRONMENT, MooncakeStore
 from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.processes.child import orders, reply_to, worker

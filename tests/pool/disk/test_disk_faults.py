@@ -346,7 +346,8 @@ def test_a_slab_that_is_emptied_stays_while_its_blocks_are_read(start: Start, io
     bench.submit_get(last[:10:2])  # not neighbours, so each is a read of its own
     disk.resize(10 * MIB)
     wait_until(lambda: len(disk.catalog.slab_uses()) == 1)
-    disk.wait_pins_durable(10.0)  # two more rounds of the flusher
+    for _ in range(3):  # rounds of the flusher
+        disk.wait_pins_durable(10.0)
     gate.set()
     assert bench.collect(last[:10:2]) == [Outcome.LOADED] * 5
     assert bench.holds(last[:10:2])

@@ -43,26 +43,23 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[BlockKey]:
 # -- once ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("remote_write", ["through", "back"])
 def test_disk_and_store_share_a_checksum(
-    open_pool: OpenPool, store: MemoryStore, tmp_path: Path, computed: list[BlockKey]
+    open_pool: OpenPool,
+    store: MemoryStore,
+    tmp_path: Path,
+    computed: list[BlockKey],
+    remote_write: str,
 ) -> None:
+    """Also if the store gets the blocks later."""
     keys = chain(NAMESPACE, 30)
-    save(open_pool(tmp_path / "disk"), keys)
-    wait_until(lambda: len(store.values) == 30)
-    assert sorted(computed) == sorted(keys)
-
-
-def test_what_the_store_gets_later_has_the_checksum_of_the_disk(
-    open_pool: OpenPool, store: MemoryStore, tmp_path: Path, computed: list[BlockKey]
-) -> None:
-    keys = chain(NAMESPACE, 30)
-    pool = open_pool(tmp_path / "disk", remote_write="back")
+    pool = open_pool(tmp_path / "disk", remote_write=remote_write)
     save(pool, keys)
-    assert len(computed) == 30
-    assert not store.values
+    wait_until(lambda: len(store.values) == (30 if remote_write == "through" else 0))
+    wait_until(lambda: pool.stats().queued_writes == 0)
     pool.close()
     assert len(store.values) == 30
-    assert len(computed) == 30
+    assert sorted(computed) == sorted(keys)
     assert recall(open_pool(), keys) == (TierName.REMOTE,) * 30
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.cipher import Cipher
-from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
+from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
+from kvrecall.pool.remote.mooncake.store import MooncakeStore
 from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Object
 from kvrecall.processes.master import Master

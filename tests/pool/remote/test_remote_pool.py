@@ -173,23 +173,18 @@ def test_blocks_pushed_out_of_the_host_come_back(open_pool: OpenPool, store: Mem
         assert len(recall(pool, keys)) == 40
 
 
-def test_flush_with_disk_does_not_wait_for_the_store(
+def test_flush_needs_the_store_without_a_disk_only(
     open_pool: OpenPool, store: MemoryStore, tmp_path: Path
 ) -> None:
-    pool = open_pool(tmp_path / "disk")
-    store.gate.clear()
-    keys = chain(NAMESPACE, 5)
-    save(pool, keys)
-    assert not store.values
-
-
-def test_flush_without_disk_needs_the_store(open_pool: OpenPool, store: MemoryStore) -> None:
-    pool = open_pool()
     keys = chain(NAMESPACE, 5)
     store.failing = OSError("down")
-    pool.reserve(keys)
-    pool.commit(keys)
+    pool = open_pool()
+    save(pool, keys, flush=False)
     assert not pool.flush(keys, 2.0)
+    store.failing = None
+    store.gate.clear()
+    save(open_pool(tmp_path / "disk"), keys)
+    assert not store.values
 
 
 def remote_names(keys: list[BlockKey]) -> set[str]:

@@ -713,14 +713,11 @@ class Catalog(EntryTable):
     def in_slab(self, number: int) -> list[DiskEntry]:
         """The blocks of a slab: the pinned first, then the latest used. For the owner."""
 
-        def ranked(n: int) -> tuple[bool, float, DiskEntry]:
+        def read(n: int) -> tuple[bool, float, DiskEntry]:
             return not self._state.cells[n] & PINNED, -self._used.cells[n], self._entry(n)
 
-        def select(part: slice) -> Bools:
-            here: Bools = self._address.array()[part] >> SLAB_BITS == number
-            return here
-
-        found = itertools.chain.from_iterable(self._each(ranked, select))
+        select = lambda part: self._address.array()[part] >> SLAB_BITS == number  # noqa: E731
+        found = itertools.chain.from_iterable(self._each(read, select))
         return [entry for *_, entry in sorted(found, key=lambda item: item[:2])]
 
     def relocate(self, old: DiskEntry, address: int) -> bool:

@@ -63,11 +63,10 @@ class Flusher:
         self._queue: deque[_Queued] = deque()
         self._pending: dict[BlockKey, bool] = {}  # queued or being written -> still wanted
         self._queued_bytes = 0
-        self._namespaces: list[tuple[Namespace, int]] = []
-        self._lost: set[int] = set()
+        self._duties: list[Callable[[], None]] = []  # of the thread, before its next batch
+        self._later: list[Callable[[], None]] = []  # those that failed
+        self._when_noted: list[threading.Event] = []  # set when the present pins are written down
         self._closing_at: float | None = None
-        self._hurried = False
-        self._tended = 0  # how often pins were written down
         self._broken = False
         self._recency_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="kvrecall-flush", daemon=True)
@@ -83,8 +82,11 @@ class Flusher:
         return len(self._pending)
 
     def register(self, namespace: Namespace, block_bytes: int) -> None:
+        self._do(partial(self._register, namespace, block_bytes))
+
+    def _do(self, duty: Callable[[], None]) -> None:
         with self._wake:
-            self._namespaces.append((namespace, block_bytes))
+            self._duties.append(duty)
             self._wake.notify_all()
 
     def submit(self, puts: Sequence[Put]) -> list[PutVerdict]:
@@ -118,27 +120,18 @@ class Flusher:
 
     def report_lost(self, slab: int) -> None:
         """Reports that the file of that slab is gone."""
-        with self._wake:
-            self._lost.add(slab)
-            self._wake.notify_all()
+        self._do(partial(self._remove_lost, slab))
         self._catalog.forget_slab(slab, Cause.LOST)
 
     def hurry(self) -> None:
         """Wakes the thread to do its duties now."""
-        with self._wake:
-            self._hurried = True
-            self._wake.notify_all()
+        self._do(lambda: None)
 
     def wait_pins_noted(self, timeout_s: float) -> bool:
         """Waits until the present pins are written to the index. False if that fails."""
-        with self._wake:
-            goal = self._tended + 2  # the round under way may have begun before
-            until = time.monotonic() + timeout_s
-            while self._tended < goal and (left := until - time.monotonic()) > 0:
-                self._hurried = True
-                self._wake.notify_all()
-                self._wake.wait(min(left, _TICK_S))
-            return self._tended >= goal
+        noted = threading.Event()
+        self._do(lambda: self._when_noted.append(noted))
+        return noted.wait(timeout_s)
 
     def close(self, deadline_s: float) -> bool:
         """Stores queued puts as far as ``deadline_s`` allows, then ends. False if the thread is
@@ -188,10 +181,8 @@ class Flusher:
     def _next_batch(self) -> list[_Queued]:
         """The next puts; waits for one for at most a tick."""
         with self._wake:
-            idle = not self._queue and self._closing_at is None and not self._lost
-            if idle and not self._hurried:
+            if not self._queue and self._closing_at is None and not self._duties:
                 self._wake.wait(_SHRINK_S if self._engine.surplus_bytes else _TICK_S)
-            self._hurried = False
             batch: list[_Queued] = []
             size = 0
             most = _BATCH_BYTES if self._codec.packer is None else _PACKED_BYTES
@@ -213,23 +204,12 @@ class Flusher:
         return self._is_late() or (self._closing_at is not None and self._catalog.is_empty)
 
     def _tend(self) -> None:
-        """Small duties: namespaces, lost slabs, memory for new names, the eviction orders, deleted
+        """Small duties: what others asked for, memory for new names, the eviction orders, deleted
         rows, last uses."""
         with self._wake:
-            namespaces, self._namespaces = self._namespaces, []
-            lost, self._lost = self._lost, set()
-        for namespace, block_bytes in namespaces:
-            self._catalog.fit(block_bytes)
-            if not self._engine.changed_index(self._index.register, namespace, block_bytes):
-                with self._wake:
-                    self._namespaces.append((namespace, block_bytes))
-        for number in lost:
-            self._catalog.forget_slab(number, Cause.LOST)
-            if self._store.slab(number) is not None:
-                self._store.remove(number)
-                self._counters.fault(
-                    "a slab was deleted or truncated", SlabLost(errno.EIO, str(number))
-                )
+            duties, self._duties, self._later = [*self._later, *self._duties], [], []
+        for duty in duties:
+            duty()
         self._catalog.settle()
         self._reclaimer.reap(self._is_late_or_cleared)
         self._note_pins()
@@ -237,6 +217,18 @@ class Flusher:
         if time.monotonic() - self._recency_at > _RECENCY_S:
             self._recency_at = time.monotonic()
             self._note_uses(limit=2 * MAX_ROWS)
+
+    def _register(self, namespace: Namespace, block_bytes: int) -> None:
+        self._catalog.fit(block_bytes)
+        if not self._engine.changed_index(self._index.register, namespace, block_bytes):
+            self._later.append(partial(self._register, namespace, block_bytes))
+
+    def _remove_lost(self, slab: int) -> None:
+        if self._store.slab(slab) is not None:
+            self._catalog.forget_slab(slab, Cause.LOST)
+            self._store.remove(slab)
+            error = SlabLost(errno.EIO, str(slab))
+            self._counters.fault("a slab was deleted or truncated", error)
 
     def _note_uses(self, limit: int) -> None:
         """Writes last uses to the index; and the time, of which those since then are counted."""
@@ -252,10 +244,10 @@ class Flusher:
             if not self._engine.changed_index(self._index.mark_pinned, pins):
                 self._catalog.return_unnoted_pins(pins)
                 break
-        if not pins:
-            with self._wake:
-                self._tended += 1
-                self._wake.notify_all()
+        else:
+            for noted in self._when_noted:
+                noted.set()
+            self._when_noted.clear()
 
     # -- storing ---------------------------------------------------------------------------
 

@@ -302,7 +302,6 @@ class DiskTier(Tier):
 
     def wait_pins_durable(self, timeout_s: float) -> bool:
         """Waits until the present pins would survive a restart. False if that fails."""
-        self._flusher.hurry()
         return self._flusher.wait_pins_noted(timeout_s)
 
     @property

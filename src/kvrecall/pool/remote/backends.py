@@ -26,7 +26,7 @@ from kvrecall.secret import opened
 _LOG = logging.getLogger(__name__)
 
 BACKENDS = {
-    "mooncake": "kvrecall.pool.remote.mooncake:make_store",
+    "mooncake": "kvrecall.pool.remote.mooncake.store:make_store",
     "objects": "kvrecall.pool.remote.objects:make_store",
 }
 """``module:function`` of each backend. A function takes the options of ``remote`` except ``kind``,
@@ -59,7 +59,7 @@ def doubt_of(config: RemoteConfig) -> str:
     nothing is known against it. Raises ConfigError."""
     if config.kind != "mooncake":
         return ""
-    from kvrecall.pool.remote.mooncake import MooncakeSettings  # only if it is used
+    from kvrecall.pool.remote.mooncake.settings import MooncakeSettings  # only if it is used
 
     return MooncakeSettings.of(config.options).doubt
 
@@ -125,7 +125,7 @@ def store_name(config: RemoteConfig) -> str:
     options = {k: v for k, v in config.options.items() if k != "allow_plaintext"}
     where: object = sorted((name, repr(value)) for name, value in options.items())
     if config.kind == "mooncake":
-        from kvrecall.pool.remote.mooncake import MooncakeSettings  # only if it is used
+        from kvrecall.pool.remote.mooncake.settings import MooncakeSettings  # only if it is used
 
         host, port = MooncakeSettings.of(options).master
         where = [socket.gethostname() if is_loopback(host) else host, port]
