@@ -42,10 +42,7 @@ class Host:
     """A host's remote tier, with a bench to move blocks."""
 
     def __init__(
-        self,
-        store: MemoryStore,
-        monotonic: Callable[[], float] = time.monotonic,
-        **settings: Any,
+        self, store: MemoryStore, monotonic: Callable[[], float] = time.monotonic, **settings: Any
     ) -> None:
         config = RemoteConfig("memory", **{"call_deadline_s": 5.0, **settings})
         self.tier = RemoteTier(store, config, monotonic)

@@ -112,13 +112,7 @@ class Catalog(EntryTable):
         self._tag_bytes = tag_bytes
         self._expected = expected
         super().__init__(
-            TierName.DISK,
-            policy,
-            capacity_blocks,
-            capacity_bytes,
-            clock,
-            terms,
-            threading.Lock(),
+            TierName.DISK, policy, capacity_blocks, capacity_bytes, clock, terms, threading.Lock()
         )
         self._reading: dict[int, int] = {}  # reads in flight, by address
         self._doomed: set[int] = set()  # addresses of forgotten blocks that are still read

@@ -86,10 +86,7 @@ class RemoteTier(Tier):
     name = TierName.REMOTE
 
     def __init__(
-        self,
-        store: Store,
-        config: RemoteConfig,
-        monotonic: Callable[[], float] = time.monotonic,
+        self, store: Store, config: RemoteConfig, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         """Takes ownership of ``store``, to which the memory was attached."""
         self._store = store

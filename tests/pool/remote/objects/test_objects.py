@@ -83,8 +83,7 @@ def test_plaintext_to_another_machine_must_be_allowed(where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url",
-    ["s3://bucket/a/prefix", "gs://bucket/prefix", "az://container/prefix"],
+    "url", ["s3://bucket/a/prefix", "gs://bucket/prefix", "az://container/prefix"]
 )
 def test_urls_of_the_clouds_open(url: str) -> None:
     """Only opened: there are no such servers here."""
@@ -155,9 +154,7 @@ def test_a_large_prefix_is_not_listed_to_its_end(server: Server) -> None:
     counter.store.close()
 
 
-def test_a_bucket_that_is_not_there_is_an_error_in_one_line_without_secrets(
-    server: Server,
-) -> None:
+def test_a_bucket_that_is_not_there_is_an_error_in_one_line_without_secrets(server: Server) -> None:
     options = {**server.options("x", retries=0), "url": "s3://no-such-bucket/x"}
     store = make_store(options)
     with pytest.raises(TierError, match=r"NoSuchBucket|404") as caught:

@@ -224,10 +224,7 @@ class _Calls:
         assert self._memory is not None
         base = ctypes.addressof(self._memory)
         places = [base + offset for offset in request.offsets]
-        with (
-            self._turns[request.op],
-            self._priority.call(request.op, sum(request.sizes)) as call,
-        ):
+        with self._turns[request.op], self._priority.call(request.op, sum(request.sizes)) as call:
             if request.op == "put":
                 codes = client.batch_put_from(names, places, request.sizes)
                 call.moved = not any(codes)
