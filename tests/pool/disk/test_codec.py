@@ -23,7 +23,7 @@ from kvrecall.pool.cipher import TAG_BYTES, Cipher, make_key_file, read_keys, ro
 from kvrecall.pool.compression import Compressor
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk import codec as disk_codec
-from kvrecall.pool.disk.codec import Encrypted, make_codec
+from kvrecall.pool.disk.codec import BlockCodec, make_codec
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Get, Outcome, Put, Tier
 from kvrecall.pool_cli import app
@@ -38,7 +38,7 @@ OLD, NEW = secrets.token_bytes(32), secrets.token_bytes(32)
 
 
 def open_tier(folder: Path, *keys: bytes, block_bytes: int = BLOCK_BYTES) -> DiskBench:
-    codec = Encrypted(Cipher(keys)) if keys else None
+    codec = BlockCodec(Cipher(keys)) if keys else None
     return open_disk(folder, 32 * MIB, block_bytes, codec=codec)
 
 
@@ -57,7 +57,7 @@ def in_the_clear(folder: Path, blocks: list[BlockKey] = KEYS) -> int:
 class TestSealedBufferedDiskTier(TierContract):
     def make(self, path: Path) -> Tier:
         io = FaultyIo(DiskFaults(no_direct=True))
-        return DiskTier(DiskConfig(path, 64 * MIB), io=io, codec=Encrypted(Cipher([NEW, OLD])))
+        return DiskTier(DiskConfig(path, 64 * MIB), io=io, codec=BlockCodec(Cipher([NEW, OLD])))
 
 
 # -- the cipher ---------------------------------------------------------------------------------

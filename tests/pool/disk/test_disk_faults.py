@@ -21,7 +21,7 @@ from support.indexes import forging
 
 from kvrecall.pool.cipher import Cipher
 from kvrecall.pool.disk import index
-from kvrecall.pool.disk.codec import BlockCodec, Encrypted
+from kvrecall.pool.disk.codec import BlockCodec
 from kvrecall.pool.disk.flusher import Flusher
 from kvrecall.pool.disk.index import Index
 from kvrecall.pool.tier import Outcome, PutVerdict
@@ -75,7 +75,7 @@ def full(*_: object) -> None:
     raise error
 
 
-CODECS = {"plain": None, "encrypted": Encrypted(Cipher([secrets.token_bytes(32)]))}
+CODECS = {"plain": None, "encrypted": BlockCodec(Cipher([secrets.token_bytes(32)]))}
 in_each_form = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 
 

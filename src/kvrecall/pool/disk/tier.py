@@ -20,7 +20,7 @@ from kvrecall.pool.base import TierStats
 from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.clock import Clock
 from kvrecall.pool.disk.catalog import DiskEntry
-from kvrecall.pool.disk.codec import BlockCodec, Plain
+from kvrecall.pool.disk.codec import BlockCodec
 from kvrecall.pool.disk.engine import DiskEngine
 from kvrecall.pool.disk.flusher import Flusher
 from kvrecall.pool.disk.folder import LEAST_BYTES, check_room
@@ -68,7 +68,7 @@ class DiskTier(Tier):
         make_policy(policy, 1)  # before anything is touched
         self._terms = terms or PoolTerms()
         self._engine = engine = DiskEngine(
-            config, policy, io or FileIo(), clock or Clock(), codec or Plain(), self._terms
+            config, policy, io or FileIo(), clock or Clock(), codec or BlockCodec(), self._terms
         )
         self._config = config
         self.catalog = engine.catalog

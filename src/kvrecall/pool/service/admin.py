@@ -27,7 +27,7 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import PoolStats
 from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.disk.codec import BlockCodec, Encrypted, Plain, make_codec
+from kvrecall.pool.disk.codec import BlockCodec, make_codec
 from kvrecall.pool.disk.folder import FolderHeld, own_bytes
 from kvrecall.pool.disk.index import check_index
 from kvrecall.pool.entries import BlockInfo, hangs
@@ -846,8 +846,8 @@ class FolderAdmin(Admin):
 def _codec_for(path: Path, key_file: Path | None) -> BlockCodec:
     """A codec that changes nothing in the folder. Raises TierError if that is no disk tier's."""
     if not check_index(path):
-        return Plain()
-    return Encrypted(None) if key_file is None else make_codec(read_cipher(key_file))
+        return BlockCodec()
+    return BlockCodec(locked=True) if key_file is None else make_codec(read_cipher(key_file))
 
 
 def _present_size(path: Path) -> int:
