@@ -23,6 +23,10 @@ class DiskBench(Bench):
     tier: DiskTier
 
 
+OPENED: list[DiskBench] = []
+"""What ``open_disk`` opened, for the fixture that closes it."""
+
+
 def open_disk(
     folder: Path,
     nbytes: int = 64 << 20,
@@ -36,7 +40,8 @@ def open_disk(
     """A tier for blocks of ``NAMESPACE``, and a bench on it. ``settings``: of ``DiskConfig``."""
     tier = DiskTier(DiskConfig(folder, nbytes, **settings), policy, io, clock, codec)
     tier.register(NAMESPACE, block_bytes)
-    return DiskBench(tier, slots=512, block_bytes=block_bytes)
+    OPENED.append(DiskBench(tier, slots=512, block_bytes=block_bytes))
+    return OPENED[-1]
 
 
 @dataclass(slots=True)

@@ -118,16 +118,24 @@ def check_engine(model: str | None, uses_mooncake: bool = False) -> Iterator[Fin
     if installed_version(*DISTRIBUTIONS) is None:
         return
     stages, ending = _probe(model)
-    for name, read in (("torch", _gpu), ("vllm", _import), ("connector", _connector)):
-        if name in stages:
-            yield read(stages[name])
+    readers = {
+        "torch": ("import torch", _GET_VLLM, _gpu),
+        "vllm": ("import vllm", _GET_VLLM, _import),
+        "connector": ("kvrecall's connector", _GET_SUPPORTED, _connector),
+        "model": ("vLLM's configuration of it", "see vLLM's supported models", _model),
+    }
+    for name, (what, cure, read) in readers.items():
+        facts = stages.get(name)
+        if facts is not None and "error" in facts:
+            found = f"{what} fails: {facts['error']}"
+            yield Finding(_ENGINE, name, Health.BROKEN, found, cure)
+        elif facts is not None:
+            yield read(facts)
     if "mooncake" in stages and "error" in stages["mooncake"]:
         state = Health.BROKEN if uses_mooncake else Health.WARNING
         cure = "see docs/remote.md; other versions of Mooncake's package need other libraries"
         found = f"import mooncake.store fails: {stages['mooncake']['error']}"
         yield Finding(_ENGINE, "mooncake", state, found, cure)
-    if model is not None and "model" in stages:
-        yield _model(stages["model"])
     if ending:
         yield Finding(_ENGINE, "process", Health.BROKEN, ending, _GET_VLLM)
 
@@ -164,13 +172,7 @@ def _probe(model: str | None) -> tuple[dict[str, dict[str, Any]], str]:
     return stages, ""
 
 
-def _failed(check: str, what: str, facts: Mapping[str, Any], cure: str = _GET_VLLM) -> Finding:
-    return Finding(_ENGINE, check, Health.BROKEN, f"{what} fails: {facts['error']}", cure)
-
-
 def _gpu(facts: Mapping[str, Any]) -> Finding:
-    if "error" in facts:
-        return _failed("torch", "import torch", facts)
     devices, built_for = facts["devices"], facts["built_for"]
     figures = {"built_for": built_for, "devices": devices}
     if devices:
@@ -190,8 +192,6 @@ def _gpu(facts: Mapping[str, Any]) -> Finding:
 
 
 def _import(facts: Mapping[str, Any]) -> Finding:
-    if "error" in facts:
-        return _failed("vllm", "import vllm", facts)
     if not facts["platform"]:
         found = "vLLM finds no platform to run on"
         return Finding(_ENGINE, "vllm", Health.BROKEN, found, _GET_VLLM, facts)
@@ -200,14 +200,10 @@ def _import(facts: Mapping[str, Any]) -> Finding:
 
 
 def _connector(facts: Mapping[str, Any]) -> Finding:
-    if "error" in facts:
-        return _failed("connector", "kvrecall's connector", facts, _GET_SUPPORTED)
     return Finding(_ENGINE, "connector", Health.OK, f"{facts['class']} loads", figures=facts)
 
 
 def _model(facts: Mapping[str, Any]) -> Finding:
-    if "error" in facts:
-        return _failed("model", "vLLM's configuration of it", facts, "see vLLM's supported models")
     if not facts["generates"]:
         found = "it does not generate text, which kvrecall serve requires"
         return Finding(_ENGINE, "model", Health.BROKEN, found, "use vllm serve", facts)

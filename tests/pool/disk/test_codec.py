@@ -129,7 +129,6 @@ def test_another_key_finds_nothing_and_takes_the_room(
     assert bench.tier.stats().used_bytes == 0
     assert bench.put(KEYS) == [Outcome.STORED] * len(KEYS)
     assert bench.get(KEYS) == [Outcome.LOADED] * len(KEYS)
-    bench.tier.close()
 
 
 def test_rotation_keeps_what_the_old_key_encrypted(tmp_path: Path) -> None:
@@ -143,7 +142,6 @@ def test_rotation_keeps_what_the_old_key_encrypted(tmp_path: Path) -> None:
     bench = open_tier(tmp_path, NEW)  # the old key is gone
     assert bench.get(more) == [Outcome.LOADED] * 5
     assert bench.get(KEYS) == [Outcome.MISS] * len(KEYS)
-    bench.tier.close()
 
 
 def test_a_folder_written_without_a_key_is_emptied_when_there_is_one(
@@ -155,7 +153,6 @@ def test_a_folder_written_without_a_key_is_emptied_when_there_is_one(
     assert in_the_clear(tmp_path) == 0
     assert bench.tier.stats().blocks == 0
     assert bench.put(KEYS) == [Outcome.STORED] * len(KEYS)
-    bench.tier.close()
 
 
 def test_an_encrypted_folder_is_refused_without_a_key_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -164,7 +161,6 @@ def test_an_encrypted_folder_is_refused_without_a_key_and_nothing_is_lost(tmp_pa
         open_tier(tmp_path)
     bench = open_tier(tmp_path, OLD)
     assert bench.get(KEYS) == [Outcome.LOADED] * len(KEYS)
-    bench.tier.close()
 
 
 # -- as people use it ---------------------------------------------------------------------------
@@ -225,7 +221,6 @@ def test_an_encrypted_disk_that_shrinks_keeps_what_is_used(tmp_path: Path) -> No
     wait_until(lambda: disk.stats().evictions > 0 and disk.surplus_bytes == 0)
     assert bench.get(chains[0]) == [Outcome.LOADED] * 200
     assert bench.holds(chains[0])
-    bench.tier.close()
 
 
 # -- compressed ---------------------------------------------------------------------------------

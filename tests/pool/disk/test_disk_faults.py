@@ -12,8 +12,8 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.disks import DiskBench, FaultyIo, open_disk
@@ -45,17 +45,9 @@ def io() -> FaultyIo:
 
 @pytest.fixture
 def start(folder: Path, io: FaultyIo) -> Iterator[Start]:
-    benches: list[DiskBench] = []
-
-    def start(*sizes: int, **settings: Any) -> DiskBench:
-        benches.append(open_disk(folder, *sizes, io=io, **settings))
-        return benches[-1]
-
-    yield start
+    yield partial(open_disk, folder, io=io)
     io.gate.set()
     io.read_gate.set()
-    for bench in benches:
-        bench.tier.close()
 
 
 def slabs(folder: Path) -> list[Path]:

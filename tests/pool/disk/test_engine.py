@@ -81,7 +81,6 @@ def test_blocks_without_parents_come_back(tmp_path: Path, count: int) -> None:
     assert again.tier._engine.recovered.wait(30.0)
     assert again.get(roots) == [Outcome.LOADED] * count
     assert again.put(KEYS[:2]) == [Outcome.STORED] * 2
-    again.tier.close()
 
 
 def test_what_is_not_found_yet_is_a_miss(folder: Folder) -> None:
@@ -93,7 +92,6 @@ def test_what_is_not_found_yet_is_a_miss(folder: Folder) -> None:
     folder.go_on(bench)
     assert all(here(bench))
     assert set(bench.get(LATE)) == {Outcome.LOADED}
-    bench.tier.close()
 
 
 def test_new_blocks_wait_and_those_that_are_there_are_not_stored_twice(folder: Folder) -> None:
@@ -106,7 +104,6 @@ def test_new_blocks_wait_and_those_that_are_there_are_not_stored_twice(folder: F
     waiting.join()
     assert bench.tier.stats().blocks == 36
     assert set(bench.get(KEYS + new)) == {Outcome.LOADED}
-    bench.tier.close()
 
 
 @pytest.mark.parametrize("what", ["drop", "clear", "size"])
@@ -126,7 +123,6 @@ def test_what_was_dropped_meanwhile_does_not_come_back(folder: Folder, what: str
     bench = folder.bench()
     folder.go_on(bench)
     assert here(bench) == expected
-    bench.tier.close()
 
 
 def test_pins_of_blocks_not_found_yet(folder: Folder) -> None:
@@ -148,7 +144,6 @@ def test_pins_of_blocks_not_found_yet(folder: Folder) -> None:
     folder.go_on(bench)
     assert bench.tier.catalog.pinned_keys() == expected
     assert {block.key for block in bench.tier.catalog.infos() if block.pinned} == expected
-    bench.tier.close()
 
 
 def test_a_tier_is_closed_while_its_blocks_are_being_found(folder: Folder) -> None:
@@ -161,7 +156,6 @@ def test_a_tier_is_closed_while_its_blocks_are_being_found(folder: Folder) -> No
     bench = folder.bench()
     folder.go_on(bench)
     assert all(here(bench))
-    bench.tier.close()
 
 
 def test_what_was_used_last_is_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,6 @@ def test_is_the_owners_alone(tmp_path: Path) -> None:
     bench.put(KEYS)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
-    bench.tier.close()
 
 
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
@@ -74,7 +73,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="shared is shared with other users; name a folder below"):
         open_tier(shared)
     assert list(shared.iterdir()) == []
-    open_tier(shared / "mine").tier.close()
+    open_tier(shared / "mine")
 
 
 def test_blocks_are_there_after_a_restart(tmp_path: Path) -> None:
@@ -89,7 +88,6 @@ def test_blocks_are_there_after_a_restart(tmp_path: Path) -> None:
     bench.put(more)
     assert bench.get(KEYS + more) == [Outcome.LOADED] * 64
     assert bench.holds(KEYS + more)
-    bench.tier.close()
 
 
 # -- refused at open, with nothing changed ------------------------------------------------------
@@ -109,7 +107,6 @@ def test_larger_than_what_is_free_now(tmp_path: Path, caplog: pytest.LogCaptureF
     bench = open_tier(tmp_path / "disk", (usage.total + usage.free) // 2)
     assert "the tier grows as far as there is room" in caplog.text
     assert bench.put(KEYS) == [Outcome.STORED] * 32
-    bench.tier.close()
 
 
 @pytest.mark.parametrize(
@@ -169,7 +166,7 @@ def test_a_folder_that_others_can_write_to(tmp_path: Path, mode: int) -> None:
         open_tier(folder)
     assert list(folder.iterdir()) == []
     folder.chmod(0o755)
-    open_tier(folder).tier.close()
+    open_tier(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
@@ -234,7 +231,6 @@ def test_unfit_index_is_moved_aside(
     assert (tmp_path / "index.sqlite.aside").exists()
     assert not list(tmp_path.glob("slab-*.kv")), "slabs nobody knows would take room for ever"
     assert bench.put(KEYS) == [Outcome.STORED] * 32
-    bench.tier.close()
 
 
 def test_a_large_index_that_was_closed_well_is_not_checked_page_by_page(
@@ -264,7 +260,6 @@ def test_a_large_index_that_was_closed_well_is_not_checked_page_by_page(
     bench = open_tier(killed)
     assert "a new one is begun" in caplog.text
     assert bench.put(KEYS) == [Outcome.STORED] * 32
-    bench.tier.close()
 
 
 def test_a_damaged_row_costs_its_block_only(
@@ -284,7 +279,6 @@ def test_a_damaged_row_costs_its_block_only(
     assert caplog.text.count("2 rows in the index of") == 1
     bench.submit_put(lost)
     assert bench.collect(lost) == [Outcome.STORED] * 2
-    bench.tier.close()
 
 
 @pytest.mark.parametrize("large", [0, 1 << 30])
@@ -314,7 +308,6 @@ def test_empty_index_file_is_an_empty_tier(tmp_path: Path) -> None:
     (tmp_path / "index.sqlite").touch()
     bench = open_tier(tmp_path)
     assert bench.put(KEYS) == [Outcome.STORED] * 32
-    bench.tier.close()
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "header", "foreign"])
@@ -343,7 +336,6 @@ def test_damaged_slab_loses_its_blocks_only(tmp_path: Path, damage: str) -> None
     assert set(outcomes) == {Outcome.LOADED, Outcome.MISS}
     lost = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.MISS]
     assert bench.put(lost) == [Outcome.STORED] * len(lost)
-    bench.tier.close()
 
 
 def test_rows_that_cannot_be_are_dropped(tmp_path: Path) -> None:
@@ -358,14 +350,12 @@ def test_rows_that_cannot_be_are_dropped(tmp_path: Path) -> None:
     assert bench.get(KEYS).count(Outcome.LOADED) == 29
     more = chain(NAMESPACE, 400, "more")
     assert bench.put(more) == [Outcome.STORED] * 400, "their slots are free"
-    bench.tier.close()
 
 
 def test_other_block_size_in_a_namespace_is_a_miss(tmp_path: Path) -> None:
     filled(tmp_path)
     bench = open_tier(tmp_path, block_bytes=BLOCK_BYTES - 1)
     assert bench.get(KEYS[:2]) == [Outcome.MISS] * 2
-    bench.tier.close()
 
 
 # -- limits -------------------------------------------------------------------------------------
@@ -385,7 +375,6 @@ def test_never_more_than_the_limit(tmp_path: Path, block_bytes: int) -> None:
     assert most <= limit
     assert bench.tier.stats().evictions > 0
     assert most > limit * 0.6
-    bench.tier.close()
 
 
 def test_watermarks(tmp_path: Path) -> None:
@@ -394,7 +383,6 @@ def test_watermarks(tmp_path: Path) -> None:
         bench.put(chain(NAMESPACE, 20, str(name)))
     slots = (16 * MIB - 4.5 * MIB) / (12288 + 288)
     assert 0.85 * slots < bench.tier.stats().blocks < 0.96 * slots
-    bench.tier.close()
 
 
 def test_suffixes_are_evicted_first(tmp_path: Path) -> None:
@@ -408,7 +396,6 @@ def test_suffixes_are_evicted_first(tmp_path: Path) -> None:
     kept = [bench.tier.contains(key) for key in old]
     assert 0 < sum(kept) < 300
     assert kept == sorted(kept, reverse=True)
-    bench.tier.close()
 
 
 def test_a_smaller_limit_at_the_next_start(tmp_path: Path) -> None:
@@ -420,7 +407,6 @@ def test_a_smaller_limit_at_the_next_start(tmp_path: Path) -> None:
     bench = open_tier(tmp_path, 16 * MIB)
     assert bytes_in(tmp_path) <= 16 * MIB
     assert 0 < bench.tier.stats().blocks < 2000
-    bench.tier.close()
 
 
 def test_blocks_of_another_size_are_not_lost_for_a_smaller_disk(tmp_path: Path) -> None:
@@ -439,7 +425,6 @@ def test_blocks_of_another_size_are_not_lost_for_a_smaller_disk(tmp_path: Path) 
     assert little.get(few) == [Outcome.LOADED] * 50
     assert little.holds(few)
     assert disk.stats().blocks > 500
-    bench.tier.close()
 
 
 def test_slabs_go_to_another_block_size(tmp_path: Path) -> None:
@@ -455,7 +440,6 @@ def test_slabs_go_to_another_block_size(tmp_path: Path) -> None:
     assert big.holds(keys)
     assert bytes_in(tmp_path) <= 16 * MIB
     assert bench.tier.stats().blocks > 100
-    bench.tier.close()
 
 
 def test_recency_survives_a_restart(tmp_path: Path) -> None:
