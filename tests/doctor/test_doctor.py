@@ -16,7 +16,7 @@ from support.commands import Commands
 from typer.testing import CliRunner
 
 from kvrecall.config import DiskConfig, PoolConfig, RecallSettings
-from kvrecall.doctor import cli, installed
+from kvrecall.doctor import cli, machine
 from kvrecall.doctor.pool import check_folder, check_pool, file_system_of, read_settings
 from kvrecall.engines.vllm.compat.versions import BUILT_ON, SUPPORTED
 from kvrecall.pool import Pool
@@ -109,7 +109,7 @@ def test_versions_of_vllm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     vllm_of(version, tmp_path / "site", monkeypatch)
-    found = {each.check: each for each in installed.check_packages(serves)}
+    found = {each.check: each for each in machine.check_packages(serves)}
     assert found["vllm"].state is state
     assert found["vllm"].figures == {"version": version, "supported": SUPPORTED}
     assert bool(found["vllm"].cure) == (state is not Health.OK)
@@ -120,7 +120,7 @@ def test_versions_of_vllm(
 def test_extras_are_those_of_the_project() -> None:
     root = Path(__file__).parents[2]
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    for extra, (names, _) in installed.EXTRAS.items():
+    for extra, (names, _) in machine.EXTRAS.items():
         brought = " ".join(extras["optional-dependencies"][extra])
         assert any(name in brought for name in names)
 
@@ -142,7 +142,7 @@ def test_an_engine_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.getenv("PYTHONPATH", "")]))
-    found = {each.check: each for each in installed.check_engine(None)}
+    found = {each.check: each for each in machine.check_engine(None)}
     assert {each.state for each in found.values()} == {Health.BROKEN}
     assert "libcudart.so.13" in found["torch"].found
     assert "killed by SIGILL after torch" in found["process"].found

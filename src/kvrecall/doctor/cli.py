@@ -15,8 +15,7 @@ from rich.table import Table
 
 from kvrecall import __version__
 from kvrecall.config import help_of
-from kvrecall.doctor.installed import check_engine, check_packages
-from kvrecall.doctor.machine import check_machine
+from kvrecall.doctor.machine import check_engine, check_machine, check_packages
 from kvrecall.doctor.model import check_layout
 from kvrecall.doctor.pool import check_pool, read_settings
 from kvrecall.errors import ExitStatus, hidden
