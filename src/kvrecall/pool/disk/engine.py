@@ -121,20 +121,20 @@ class DiskEngine:
         missing, ConfigError if the library for compressed blocks is; if there is a key now, plain
         blocks are deleted before any block is stored."""
         path, index = self.config.path, self.index
-        if index.is_encrypted and not self.codec.encrypts:
+        if index.has("sealed") and not self.codec.encrypts:
             raise TierError(
                 f"disk_path: {path} holds blocks encrypted with a key; set "
                 "encryption_key_file, or delete the folder to continue without encryption"
             )
-        if self.codec.encrypts and not index.is_encrypted:
+        if self.codec.encrypts and not index.has("sealed"):
             index.delete_all()
             for slab in path.glob("slab-*.kv"):
                 _LOG.warning("disk tier: %s was written without encryption; deleted", slab)
                 slab.unlink()
-            index.mark_encrypted()
-        if self.codec.packer is not None and not index.is_compressed:
-            index.mark_compressed()
-        if index.is_compressed:
+            index.mark("sealed")
+        if self.codec.packer is not None and not index.has("compressed"):
+            index.mark("compressed")
+        if index.has("compressed"):
             check_compression("of this folder")
 
     def measure_surplus(self) -> int:

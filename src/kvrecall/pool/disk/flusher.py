@@ -235,13 +235,13 @@ class Flusher:
         while limit > 0 and (uses := self._catalog.take_unnoted_uses(MAX_ROWS)):
             limit -= len(uses)
             changed = self._engine.changed_index
-            if not (changed(self._index.mark_used, uses) and changed(self._index.note_time)):
+            if not (changed(self._index.update, "used", uses) and changed(self._index.note_time)):
                 return
 
     def _note_pins(self) -> None:
         """Writes pins and unpins to the index."""
         while pins := self._catalog.take_unnoted_pins(MAX_ROWS):
-            if not self._engine.changed_index(self._index.mark_pinned, pins):
+            if not self._engine.changed_index(self._index.update, "pinned", pins):
                 self._catalog.return_unnoted_pins(pins)
                 break
         else:

@@ -20,7 +20,7 @@ import sqlite3
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import xxhash
@@ -30,6 +30,7 @@ from kvrecall.errors import TierError
 from kvrecall.pool.clock import Clock
 
 _LOG = logging.getLogger(__name__)
+Mark = Literal["sealed", "compressed"]
 INDEX_NAME = "index.sqlite"
 _ASIDE_NAME = INDEX_NAME + ".aside"
 _APPLICATION_ID = 0x6B767263  # "kvrc"
@@ -353,22 +354,15 @@ class Index:
         """Deletes every row. Durable on return."""
         self._change("DELETE FROM blocks")
 
-    def mark_used(self, uses: Sequence[tuple[int, int]]) -> None:
-        """Records ``(second, address)`` of last uses."""
-        self._update("used", [(second - self._ahead_s, address) for second, address in uses])
-
-    def mark_pinned(self, pins: Sequence[tuple[int, int]]) -> None:
-        """Records ``(1 or 0, address)`` of blocks that were pinned or unpinned. Durable on
-        return."""
-        self._update("pinned", pins)
-
-    def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Records ``(new, old)`` addresses of blocks that were copied, all or none. Durable on
+    def update(
+        self, column: Literal["used", "pinned", "address"], values: Sequence[tuple[int, int]]
+    ) -> None:
+        """Changes rows, all or none, by pairs of a value and the row's address: seconds of last
+        uses, 1 or 0 for pinned or unpinned, or new addresses of blocks that were copied. Durable on
         return; at most ``MAX_ROWS``."""
-        self._update("address", moves)
-
-    def _update(self, name: str, values: Sequence[tuple[int, int]]) -> None:
-        query = f"UPDATE blocks SET sum = sum + ?1 - {name}, {name} = ?1 WHERE address = ?2"
+        if column == "used":
+            values = [(second - self._ahead_s, address) for second, address in values]
+        query = f"UPDATE blocks SET sum = sum + ?1 - {column}, {column} = ?1 WHERE address = ?2"
         self._change(query, values)
 
     def compact(self) -> None:
@@ -388,23 +382,14 @@ class Index:
         tell."""
         return _reserve(self._path, nbytes) and _reserve(self._log_path, WAL_BYTES - _SHM_BYTES)
 
-    @property
-    def is_encrypted(self) -> bool:
-        """Whether the folder holds encrypted blocks only."""
-        return "sealed" in self._meta
+    def has(self, mark: Mark) -> bool:
+        """Whether the folder holds encrypted blocks only (``sealed``), or may hold compressed
+        ones."""
+        return mark in self._meta
 
-    @property
-    def is_compressed(self) -> bool:
-        """Whether blocks may be compressed; once they may, that stays."""
-        return "compressed" in self._meta
-
-    def mark_encrypted(self) -> None:
-        """Marks the folder as encrypted, permanently. Durable on return."""
-        self._note("sealed")
-
-    def mark_compressed(self) -> None:
-        """Notes that blocks may be compressed from now on. Durable on return."""
-        self._note("compressed")
+    def mark(self, mark: Mark) -> None:
+        """Marks the folder, permanently. Durable on return."""
+        self._note(mark)
 
     def limit(self, nbytes: int) -> None:
         """Limits the file to ``nbytes`` from now on; changes that need more fail."""

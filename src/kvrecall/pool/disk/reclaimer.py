@@ -230,7 +230,7 @@ class Reclaimer:
                     self._store.write(place, [page])
             for number in {slab_of(place) for place in places}:
                 self._store.sync(address_of(number))
-            self._index.move([(place, entry.address) for entry, place in moves])
+            self._index.update("address", [(place, entry.address) for entry, place in moves])
         except BaseException as error:
             slots.give_all(places)
             if isinstance(error, sqlite3.Error):

@@ -76,7 +76,7 @@ class DiskTier(Tier):
         self._store = engine.store
         self._codec = engine.codec
         self._counters = engine.counters
-        self._is_compressed = engine.index.is_compressed
+        self._is_compressed = engine.index.has("compressed")
         self._done: queue.Queue[Done] = queue.Queue()
         self._closed = False
         self._sizes = {space.digest: nbytes for space, nbytes in engine.namespaces}
