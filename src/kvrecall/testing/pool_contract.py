@@ -414,30 +414,23 @@ class PoolContract:
         assert engine.recall(hanging[1:], parents=keys[2::2]) == (disk,) * 2
         assert engine.pool.locate(hanging).tiers == (disk, host, host)
 
-    def test_poll_of_an_unknown_ticket_is_a_bug(self, start: Start) -> None:
-        engine = start(disk=False)
-        ticket = engine.pool.acquire([], 1.0)
-        assert engine.wait(ticket).offsets == ()
-        engine.pool.release(ticket)
-        with pytest.raises(KeyError):
-            engine.pool.poll(ticket)
-
-    def test_register_refuses_what_cannot_be(self, start: Start) -> None:
-        engine = start(blocks=4, disk=False)
-        with pytest.raises(ConfigError, match="cannot hold one block"):
-            engine.pool.register(namespace("huge"), 5 * SLOT_BYTES)
-        with pytest.raises(ConfigError, match="blocks of 60000 bytes"):
-            engine.pool.register(NAMESPACE, 4096)
-        with pytest.raises(ConfigError, match="more than 0"):
-            engine.pool.register(namespace("none"), 0)
-
-    def test_unregistered_namespace(self, start: Start) -> None:
-        engine = start(blocks=4, disk=False)
+    def test_what_cannot_be_is_refused(self, start: Start) -> None:
+        pool = start(blocks=4, disk=False).pool
+        for name, nbytes, why in (
+            ("huge", 5 * SLOT_BYTES, "cannot hold one block"),
+            ("model", 4096, "blocks of 60000 bytes"),
+            ("none", 0, "more than 0"),
+        ):
+            with pytest.raises(ConfigError, match=why):
+                pool.register(namespace(name), nbytes)
         strange = chain(namespace("strange"), 2)
-        assert engine.pool.find(strange).blocks == 0
-        assert engine.pool.locate(strange).tiers == (None, None)
+        assert pool.locate(strange).tiers == (None, None)
         with pytest.raises(KeyError):
-            engine.pool.reserve(strange)
+            pool.reserve(strange)
+        ticket = pool.acquire([], 1.0)
+        pool.release(ticket)
+        with pytest.raises(KeyError):
+            pool.poll(ticket)
 
     def test_flush_makes_durable_and_a_new_pool_finds(self, start: Start) -> None:
         keys = chain(NAMESPACE, 30)
