@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvrecall.attention.digest import DIGESTS, digests_of, encode
-from kvrecall.attention.selection import ExactSelector, NarrowingSelector
+from kvrecall.attention.digest import DIGESTS, Layout, decode, digests_of, encode
+from kvrecall.attention.selection import choose
 from kvrecall.attention.settings import RetrievalSettings
 
 
@@ -81,30 +81,28 @@ def chosen_by_hand(query: torch.Tensor, keys: torch.Tensor, count: int) -> list[
     return picked
 
 
-@pytest.mark.parametrize("cuts", [[20], [1, 19], [7, 7, 6]])
-def test_selection_equals_brute_force_however_the_digests_are_cut(cuts: list[int]) -> None:
+def test_selection_equals_brute_force() -> None:
     keys = torch.randn(2, 20, 4, 8, 16, dtype=torch.float64).float()
     query = 4 * torch.randn(2, 3, 16)
-    runs = DIGESTS["mean"].of_keys(keys).split(cuts, dim=1)
-    chosen = ExactSelector(DIGESTS["mean"]).choose(query, runs, 6, 0.5)
-    assert [set(row) for row in chosen.tolist()] == chosen_by_hand(query, keys, 6)
+    rows = encode(DIGESTS["mean"].of_keys(keys))
+    rounded = decode(rows)[..., None, :]
+    chosen = choose(Layout(DIGESTS["mean"], 0, 4), query, rows, 6, 0.5)
+    assert [set(row) for row in chosen.tolist()] == chosen_by_hand(query, rounded, 6)
 
 
 def test_each_kv_head_chooses_for_itself() -> None:
     digests = torch.zeros(2, 10, 1, 4)
-    query = torch.ones(2, 1, 4)
     digests[0, 3] = 9.0
     digests[1, 8] = 9.0
-    chosen = ExactSelector(DIGESTS["mean"]).choose(query, [digests], 1, 1.0)
-    assert chosen.tolist() == [[3], [8]]
+    layout = Layout(DIGESTS["mean"], 0, 1)
+    assert choose(layout, torch.ones(2, 1, 4), encode(digests), 1, 1.0).tolist() == [[3], [8]]
 
 
 SMALL_SHARE = RetrievalSettings(topk_share=0.02)
 
 
 @pytest.mark.parametrize("kind", list(DIGESTS))
-@pytest.mark.parametrize("cuts", [[200], [30, 170]])
-def test_narrowing_finds_planted_keys(kind: str, cuts: list[int]) -> None:
+def test_narrowing_finds_planted_keys(kind: str) -> None:
     """Of 200 blocks, 48 are scored by fine digests; those with the planted keys are among them."""
     layout = replace(SMALL_SHARE, digest=kind).layout(128)
     assert (layout.coarse, layout.narrowed(200, 8)) == (2, 48)
@@ -114,7 +112,7 @@ def test_narrowing_finds_planted_keys(kind: str, cuts: list[int]) -> None:
         for block in blocks:
             keys[head, block, 40:56] = 12 * query[head].mean(0)
     rows = encode(layout.rows_of(keys))
-    choice = NarrowingSelector(layout).choose(query, rows.split(cuts, dim=1), 8, 0.25)
+    choice = choose(layout, query, rows, 8, 0.25)
     for chosen, blocks in zip(choice.tolist(), planted, strict=True):
         assert len(set(chosen)) == 8
         assert set(blocks) <= set(chosen)
@@ -125,6 +123,6 @@ def test_narrowing_chooses_what_is_best_of_the_blocks_looked_at() -> None:
     layout = SMALL_SHARE.layout(128)
     rows, query = encode(layout.rows_of(torch.randn(2, 40, 128, 16))), torch.randn(2, 3, 16)
     assert layout.narrowed(40, 10) == 40
-    near = NarrowingSelector(layout).choose(query, [rows], 10, 0.25)
-    exact = ExactSelector(layout.kind, layout.fine_rows).choose(query, [rows], 10, 0.25)
+    near = choose(layout, query, rows, 10, 0.25)
+    exact = choose(replace(layout, coarse=0), query, rows[:, :, layout.fine_rows], 10, 0.25)
     assert [set(row) for row in near.tolist()] == [set(r) for r in exact.tolist()]

@@ -284,15 +284,14 @@ class _Records:
     def __init__(self, shape: Any, layers: int, sparse: RetrievalSettings | None) -> None:
         from kvrecall.engines.vllm.attention.activity import Activity
         from kvrecall.engines.vllm.attention.cpu import CpuKernel
-        from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 
         size = (_AT_ONCE, shape.kv_heads, shape.block_size, 2 * shape.head_dim)
         self._caches = [torch.empty(size, dtype=shape.dtype) for _ in range(layers)]
-        self._layers: dict[int, RetrievalLayer] = {}
+        self._layers: dict[int, Any] = {}
         if sparse is not None:
             kernel = CpuKernel(shape)
             for at in range(sparse.dense_layers, layers):
-                self._layers[at] = RetrievalLayer("", sparse, kernel, Activity())
+                self._layers[at] = kernel.layer("", sparse, Activity())
 
     def draw(self, blocks: int) -> torch.Tensor:
         """uint8 ``[blocks, bytes]``."""

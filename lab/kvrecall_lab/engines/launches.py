@@ -16,9 +16,8 @@ from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention
-from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape
+from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape, RetrievalLayer
 from kvrecall.engines.vllm.attention.device_selection import TritonKernel
-from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, StepPlanner, StepWork
 from kvrecall_lab.engines.meta import META, Operations, counting
@@ -47,8 +46,7 @@ class SparseSteps:
         self._kernel = kernel = TritonKernel(shape, META)
         self.planner = StepPlanner(settings, kernel, Freshness(), activity)
         self._layers = [
-            RetrievalLayer(str(at), settings, kernel, activity, lambda *_: None)
-            for at in range(layers)
+            kernel.layer(str(at), settings, activity, lambda *_: None) for at in range(layers)
         ]
 
     def run(self, *lengths: int, offloaded: bool = False) -> Operations:
@@ -68,7 +66,7 @@ class SparseSteps:
         rows = [BatchRow(1, tokens, False) for tokens in lengths]
         with counting() as operations:
             step = self.planner.plan(rows, table, left)
-            metadata = _Metadata(StepWork(step, True))
+            metadata = _Metadata(StepWork(step))
             for layer in self._layers:
                 none: Any = None
                 _Attention(layer).forward(none, query, none, none, cache, metadata, output)

@@ -33,8 +33,7 @@ from kvrecall.attention.kernels import device as kernels
 from kvrecall.attention.selection import Gate
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
-from kvrecall.engines.vllm.attention import backend, cuda
-from kvrecall.engines.vllm.attention import layer as layers
+from kvrecall.engines.vllm.attention import backend, base, cuda
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention
 from kvrecall.engines.vllm.attention.cuda import DeviceBuilder
 from kvrecall.engines.vllm.attention.offloaded import Records
@@ -75,7 +74,7 @@ def drawn_settings(chance: random.Random) -> RetrievalSettings:
 
 
 class EveryStep(int):
-    """In place of ``layer._SEEN_EVERY``: what was chosen is noted in every sparse step."""
+    """In place of ``base._SEEN_EVERY``: what was chosen is noted in every sparse step."""
 
     def __rmod__(self, _: int) -> int:
         return 1
@@ -101,7 +100,7 @@ def retrieving(machine: Machine, settings: RetrievalSettings, patience: int) -> 
             stack.enter_context(patch.object(module, "active_settings", lambda _: settings))
         stack.enter_context(patch.object(runner, "follow_blocks", lambda _: None))
         stack.enter_context(patch.object(offload, "PATIENCE", patience))
-        stack.enter_context(patch.object(layers, "_SEEN_EVERY", EveryStep(16)))
+        stack.enter_context(patch.object(base, "_SEEN_EVERY", EveryStep(16)))
         stack.enter_context(patch.object(Records, "pages", read))
         forms = {META.type: lambda _: LateDevice(machine, tensors)}
         stack.enter_context(patch.dict(devices.FORMS, forms))

@@ -8,13 +8,7 @@ import torch
 
 from kvrecall.attention.digest import Digest, encode
 from kvrecall.attention.kernels.device import DeviceStep
-from kvrecall.attention.selection import (
-    CodedQuery,
-    best_of,
-    best_products,
-    selector_of,
-    split_of,
-)
+from kvrecall.attention.selection import best_of, best_products, choose, code_query, split_of
 from kvrecall.attention.settings import RetrievalSettings
 
 
@@ -36,8 +30,7 @@ def attended(
         middle = keys[split.init * block_size : split.local * block_size].transpose(0, 1)
         digests = encode(layout.rows_of(middle.reshape(kv_heads, split.middle, block_size, dim)))
         grouped = query.view(kv_heads, -1, dim)
-        selector = selector_of(layout)
-        chosen = selector.choose(grouped, [digests], split.chosen, dim**-0.5)
+        chosen = choose(layout, grouped, digests, split.chosen, dim**-0.5)
         mask.scatter_(1, chosen + split.init, True)
     return mask.repeat_interleave(block_size, dim=1)[:, :tokens]
 
@@ -76,7 +69,7 @@ def logits_plainly(
     found = []
     for facts, ids in zip(step.facts.tolist(), step.blocks, strict=True):
         token, init, middle = facts[:3]
-        point = CodedQuery(kind.of_query(query[token].view(step.kv_heads, step.group, -1)))
+        point = code_query(kind.of_query(query[token].view(step.kv_heads, step.group, -1)))
         found.append(best_products(point, coded[:, ids[init : init + middle].long()], scale))
     return found
 
@@ -86,7 +79,7 @@ def table_plainly(logits: Sequence[torch.Tensor], step: DeviceStep) -> list[torc
     tables = []
     for one, facts, ids in zip(logits, step.facts.tolist(), step.blocks, strict=False):
         _, init, middle, chosen, blocks = facts[:5]
-        best = best_of([one], chosen).sort(-1).values + init
+        best = best_of(one, chosen).sort(-1).values + init
         first, last = (
             torch.arange(*ends).expand(step.kv_heads, -1)
             for ends in ((0, init), (init + middle, blocks))

@@ -1,7 +1,7 @@
 """The search for the blocks most similar to a query, on a CPU: one compiled call for all sequences
 of a step, in which PyTorch's own OpenMP threads share the digests.
 
-It finds what a ``selection.Selector`` does. PyTorch runs some thirty small operations for it, each
+It finds what ``selection.choose`` does. PyTorch runs some thirty small operations for it, each
 of which waits for memory after attention has emptied the caches, and none of which has work for two
 threads; and a thread of our own must first get a core from OpenMP's threads, which wait busily for
 the next operation (docs/log.md). NumKong computes the products, called at its C symbols; numba,
@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from kvrecall.attention.digest import DIGESTS, SCALE_BYTES, Layout, encode
-from kvrecall.attention.selection import selector_of
+from kvrecall.attention.selection import choose
 from kvrecall.attention.settings import RetrievalSettings
 
 Numbers = npt.NDArray[np.int64]
@@ -269,7 +269,7 @@ def is_compiled() -> bool:
         coarse = rows[:, :, layout.coarse_rows].contiguous() if layout.coarse else None
         search = Search((2, 3, 32), layout, [Sought([ids.numpy()], 7)])
         search.run(query.view(1, 6, 32), [Placed(layout, [(rows, coarse)])], 0.2)
-        want = selector_of(layout).choose(query, [rows[:, ids]], 7, 0.2)
+        want = choose(layout, query, rows[:, ids], 7, 0.2)
         if not torch.equal(search.found[0], want.sort(-1).values):
             _LOG.warning(
                 "kvrecall: the search for blocks is not compiled, so it is slower: on this "

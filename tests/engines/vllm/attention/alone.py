@@ -11,7 +11,7 @@ from triton.runtime.interpreter import interpreter_builder
 
 from kvrecall.attention.kernels import device
 from kvrecall.attention.kernels.device import DeviceStep
-from kvrecall.attention.kernels.triton_rows import choose_row
+from kvrecall.attention.kernels.triton_kernels import choose_row
 from kvrecall.attention.residency import DeviceResidency
 
 

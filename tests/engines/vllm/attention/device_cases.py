@@ -32,18 +32,22 @@ from engines.vllm.attention.test_kernel import (
 from engines.vllm.attention.test_residency import (
     test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits,
 )
-from kvrecall.attention.kernels.device import launches
 from kvrecall.attention.kernels.oracle import attended
 from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.attention.activity import Activity
-from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape
+from kvrecall.engines.vllm.attention.base import (
+    AttentionParameters,
+    KernelShape,
+    _blocks_of,
+    sums_of,
+)
 from kvrecall.engines.vllm.attention.copied import CopiedDense, KeptCopies
 from kvrecall.engines.vllm.attention.device_selection import TritonKernel
-from kvrecall.engines.vllm.attention.layer import _blocks_of, damaged_among, sums_of
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow
+from kvrecall_lab.engines.meta import launches
 
 __all__ = [
     "programs_in_any_order",
@@ -121,7 +125,7 @@ def wipe(
     records = Records(memory, {"layer": at})
     offloaded = OffloadedSequence("one", split.init, offsets, free.to(torch.int32), records)
     bench.layer.digest(bench.cache, bench.freshness.take_stale(ids))
-    bench.layer.depart(offloaded, ids.tolist(), bench.cache)
+    bench.layer.depart(offloaded, ids, bench.cache)
     bench.cache[ids] = float("nan")
     return offloaded
 
@@ -179,7 +183,7 @@ def test_blocks_recalled_from_memory_give_the_same_bits(
             assert step is not None
             got = bench.layer.attend(query[None], bench.cache, step, bench.terms)
         assert torch.equal(got, result)
-        assert ("fetch_blocks" in launched) == (at < locked)
+        assert "fetch_blocks" in launched
         assert ("move_words" in launched) == (at >= locked)
     assert noted[:2] == noted[3:5], "the blocks that were chosen, recorded a step later"
     bench.group.counted(wait=True)
@@ -244,4 +248,4 @@ def test_sums_tell_every_changed_byte() -> None:
         changed = rows.clone()
         changed.view(9, -1)[:, at] ^= 1 << at % 8 if at % 8 < 7 else -128
         assert (sums_of(changed) != sums).any(-1).all()
-    assert not damaged_among(rows[:0], sums[:0]).any()
+    assert not len(checksums_of(rows[:0]))

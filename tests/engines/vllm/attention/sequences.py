@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.engines.vllm.attention.activity import Activity
+from kvrecall.engines.vllm.attention.activity import Activity, HeatTotals
 from kvrecall.engines.vllm.attention.base import (
     AttentionKernel,
     AttentionParameters,
     KernelShape,
 )
-from kvrecall.engines.vllm.attention.cpu import CpuKernel, InPlaceDense, write_tokens
+from kvrecall.engines.vllm.attention.cpu import CpuKernel, attend_in_place, write_tokens
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
-from kvrecall.engines.vllm.attention.heat import HeatTotals
-from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 from kvrecall.engines.vllm.attention.step import BatchRow, StepPlanner
 from kvrecall_lab.engines.decode import isa_of
 
@@ -68,8 +67,8 @@ class Bench:
         self.group = RetrievalGroup(self.activity, HeatTotals(), self.kernel)
         self.freshness = self.group.freshness
         self.planner = StepPlanner(settings, self.kernel, self.freshness, self.activity)
-        self.layer = RetrievalLayer("layer", settings, self.kernel, self.activity, note)
-        self.whole = InPlaceDense(shape, "layer")
+        self.layer = self.kernel.layer("layer", settings, self.activity, note)
+        self.whole = partial(attend_in_place, shape, "layer")
         self.group.add("layer", self.layer)
         self._free = torch.randperm(blocks - 1) + 1
         self._used = 0

@@ -82,7 +82,7 @@ def test_steps_of_one_bucket_share_what_the_kernels_write() -> None:
         with counting():
             step = made.planner.plan(rows, table)
         assert step is not None
-        buffers.append(step.plan.buffers)
+        buffers.append(step.plan.logits)
     assert buffers[0] is buffers[1] is not buffers[2]
 
 

@@ -17,11 +17,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from engines.vllm.attention.sequences import shape_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
-from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog
+from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog, HeatTotals
 from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
 from kvrecall.engines.vllm.attention.device_selection import TritonKernel
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
-from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.step import StepPlanner
 from kvrecall.engines.vllm.compat import runner
 from kvrecall.engines.vllm.device.inline import InlineDevice
@@ -122,7 +121,7 @@ def test_a_step_is_planned_without_the_device(builder: Builder) -> None:
     metadata = build(builder, [70_000, 500, 40_000, 70_000, 0], [1, 1, 512, 1, 0])
     step = metadata.retrieval.step
     assert [sequence.row for sequence in step.sequences] == [0, 3]
-    assert metadata.retrieval.beside_sparse.metadata.common.num_actual_tokens == 513
+    assert metadata.retrieval.beside_sparse[1].common.num_actual_tokens == 513
 
 
 def test_the_number_that_all_ranks_agree_on_decides(builder: Builder) -> None:

@@ -13,15 +13,13 @@ import pytest
 import torch
 
 from engines.vllm.attention.sequences import BLOCK, Bench, Sequence, shape_of
-from kvrecall.attention.residency import Admission, Residency
 from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention import host_selection
-from kvrecall.engines.vllm.attention.base import AttentionParameters
+from kvrecall.engines.vllm.attention.activity import HeatTotals
+from kvrecall.engines.vllm.attention.base import CHECKSUM_BYTES, AttentionParameters
 from kvrecall.engines.vllm.attention.cpu import attend, halves, schedule
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
-from kvrecall.engines.vllm.attention.heat import HeatTotals
-from kvrecall.engines.vllm.attention.layer import CHECKSUM_BYTES
 from kvrecall.engines.vllm.attention.offloaded import (
     NearArena,
     OffloadedSequence,
@@ -42,56 +40,6 @@ SETTINGS = RetrievalSettings(
     gate=False,
     least_blocks=1,
 )
-
-
-class Shelf:
-    """The copies a residency asks for, made with labels instead of bytes."""
-
-    def __init__(self, heads: int, slots: int, blocks: int) -> None:
-        self.residency = Residency(heads)
-        self.residency.grow(slots, blocks)
-        self.labels = np.full((heads, slots), -1)
-
-    def copy(self, admission: Admission) -> None:
-        self.labels[admission.heads, admission.into] = admission.blocks
-
-
-def test_every_block_asked_for_is_in_its_slot() -> None:
-    rng = np.random.default_rng(0)
-    shelf = Shelf(3, 12, 40)
-    for _ in range(200):
-        blocks = np.stack([rng.permutation(40)[:10] for _ in range(3)])
-        wanted = rng.random((3, 10)) < 0.8
-        admission = shelf.residency.admit(blocks, wanted)
-        shelf.copy(admission)
-        held = np.take_along_axis(shelf.labels, admission.slots, 1)
-        assert (held[wanted] == blocks[wanted]).all()
-        assert admission.hits + len(admission.heads) == wanted.sum()
-        for row in shelf.labels:
-            present = row[row >= 0]
-            assert len(set(present)) == len(present)
-
-
-def step(residency: Residency, *blocks: int) -> Admission:
-    asked = np.array([blocks])
-    return residency.admit(asked, np.ones_like(asked, dtype=np.bool_))
-
-
-def test_the_longest_unused_goes_first() -> None:
-    residency = Residency(1)
-    residency.grow(3, 10)
-    for blocks in ((1, 2), (2, 3), (4,)):
-        step(residency, *blocks)
-    assert step(residency, 2, 3).hits == 2
-    assert step(residency, 1).hits == 0
-
-
-def test_slots_grow_with_the_sequence() -> None:
-    residency = Residency(1)
-    residency.grow(1, 2)
-    step(residency, 1)
-    residency.grow(3, 5)
-    assert step(residency, 1, 4, 3).hits == 1
 
 
 MAPPED: list[NearArena] = []
@@ -128,7 +76,7 @@ def offload(
     MAPPED.append(near)
     offloaded = OffloadedSequence("one", split.init, begins, slots, records, near.bases)
     bench.layer.digest(bench.cache, bench.freshness.take_stale(ids))
-    bench.layer.depart(offloaded, ids.tolist(), bench.cache)
+    bench.layer.depart(offloaded, ids, bench.cache)
     bench.cache[ids] = float("nan") if bench.cache.is_floating_point() else 0x7F  # NaN, too
     return offloaded
 
@@ -175,7 +123,7 @@ def test_blocks_read_in_place_give_the_same_bits(kind: str, tokens: int, stay: i
         got = bench.layer.attend(query[None], bench.cache, planned, terms)
         assert torch.equal(got, result)
     row = OffloadedRow(offloaded, slice(0, 1), table[0], tokens, False)
-    got = bench.whole.attend(row, sequence.query[None], bench.cache, terms)
+    got = bench.whole(row, sequence.query[None], bench.cache, terms)
     assert torch.equal(got, dense)
     assert bench.activity.blocks_in_place > 0
 
@@ -222,7 +170,7 @@ def test_tokens_computed_over_blocks_in_the_arena_give_the_same_bits(
     scale = bench.shape.head_dim**-0.5
     for (first, count), query, result in zip(pieces, queries, want, strict=True):
         row = OffloadedRow(offloaded, slice(0, count), table, first + count, True)
-        got = bench.whole.attend(row, query, bench.cache, AttentionParameters(scale))
+        got = bench.whole(row, query, bench.cache, AttentionParameters(scale))
         assert torch.equal(got, result)
 
 
@@ -349,7 +297,7 @@ def test_blocks_outside_of_the_arena_or_of_the_cache_are_refused(
     offloaded.offsets += further
     offloaded.slots = torch.tensor(slots, dtype=torch.int32)
     with pytest.raises(IndexError, match="blocks of one lie outside"):
-        bench.layer.depart(offloaded, [], bench.cache)
+        bench.layer.depart(offloaded, torch.empty(0, dtype=torch.int64), bench.cache)
 
 
 REACH = 64 << 31
@@ -399,7 +347,7 @@ def test_an_arena_is_read_at_any_distance_that_a_table_can_name(near: int, far: 
     assert step is not None
     assert torch.equal(bench.layer.attend(sequence.query[None], cache, step, bench.terms), want)
     row = OffloadedRow(offloaded, slice(0, 1), table[0], 3000, False)
-    got = bench.whole.attend(row, sequence.query[None], cache, bench.terms)
+    got = bench.whole(row, sequence.query[None], cache, bench.terms)
     assert torch.equal(got, dense)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -25,19 +25,21 @@ from kvrecall.attention.digest import Layout, encode
 from kvrecall.attention.kernels.search import is_compiled
 from kvrecall.attention.residency import Ints
 from kvrecall.attention.selection import OVERHEAD_BYTES
+from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
 from kvrecall.engines.vllm.attention.base import (
     AttentionKernel,
     AttentionParameters,
     DigestStore,
     KernelShape,
-    SparseLayer,
+    Note,
     SparseSequence,
     SparseStep,
 )
 from kvrecall.engines.vllm.attention.host_selection import HostPlan, HostSelection
 from kvrecall.engines.vllm.attention.offloaded import stride_to
-from kvrecall.engines.vllm.attention.step import OffloadedRow
+from kvrecall.engines.vllm.attention.step import DenseOffload, OffloadedRow
 from kvrecall.engines.vllm.compat import config
 from kvrecall.errors import EngineError
 
@@ -207,14 +209,10 @@ class CpuKernel(AttentionKernel):
         fp8 = self.shape.fp8
         return keys if fp8 is None else keys.contiguous().view(fp8).to(self.shape.dtype)
 
-    def selection(self, layer: SparseLayer, kv_cache: torch.Tensor) -> HostSelection:
-        if not kv_cache.is_contiguous():
-            raise EngineError(
-                f"retrieval attention needs each layer's KV cache in one piece; this one has shape "
-                f"{tuple(kv_cache.shape)} and strides {kv_cache.stride()}. Remove `retrieval` "
-                "from VLLM_PLUGINS"
-            )
-        return HostSelection(self.shape, layer, len(kv_cache))
+    def layer(
+        self, name: str, settings: RetrievalSettings, activity: Activity, note: Note | None = None
+    ) -> HostSelection:
+        return HostSelection(self, name, settings, activity, note)
 
     def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor, store: DigestStore) -> None:
         for ids in torch.split(block_ids, _AT_ONCE):
@@ -323,33 +321,28 @@ class KeyReader:
         return packed.index_select(-1, self._places).view(shape)
 
 
-class InPlaceDense:
-    """One layer's dense attention over partially offloaded sequences, whose blocks the kernel reads
-    where they lie: in the arena, and in the cache."""
-
-    def __init__(self, shape: KernelShape, name: str) -> None:
-        self._shape = shape
-        self._name = name
-
-    def attend(
-        self,
-        row: OffloadedRow,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        parameters: AttentionParameters,
-        plainly: object = None,
-    ) -> torch.Tensor:
-        sequence, shape = row.sequence, self._shape
-        blocks = -(-row.tokens // shape.block_size)
-        distances = row.table[:blocks].numpy().astype(np.int64) * kv_cache[0].nbytes
-        left = slice(sequence.init, sequence.init + sequence.count)
-        distances[left] = sequence.addresses(self._name) - kv_cache.data_ptr()
-        caches, table = far_halves(kv_cache, distances[None], whole=True)
-        seq_lens = torch.tensor([row.tokens], dtype=torch.int32)
-        starts = torch.tensor([0, len(query)], dtype=torch.int32)
-        plan = schedule(shape, seq_lens, starts, whole=True)
-        query = query.reshape(-1, shape.heads, shape.head_dim).contiguous()
-        return attend(shape, query, caches, table, seq_lens, starts, plan, parameters)
+def attend_in_place(
+    shape: KernelShape,
+    name: str,
+    row: OffloadedRow,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    parameters: AttentionParameters,
+    plainly: object = None,
+) -> torch.Tensor:
+    """A ``DenseOffload`` of the layer of that name: the kernel reads blocks where they lie, in the
+    arena and in the cache."""
+    sequence = row.sequence
+    blocks = -(-row.tokens // shape.block_size)
+    distances = row.table[:blocks].numpy().astype(np.int64) * kv_cache[0].nbytes
+    left = slice(sequence.init, sequence.init + sequence.count)
+    distances[left] = sequence.addresses(name) - kv_cache.data_ptr()
+    caches, table = far_halves(kv_cache, distances[None], whole=True)
+    seq_lens = torch.tensor([row.tokens], dtype=torch.int32)
+    starts = torch.tensor([0, len(query)], dtype=torch.int32)
+    plan = schedule(shape, seq_lens, starts, whole=True)
+    query = query.reshape(-1, shape.heads, shape.head_dim).contiguous()
+    return attend(shape, query, caches, table, seq_lens, starts, plan, parameters)
 
 
 class RetrievalBackend(CPUAttentionBackend):
@@ -368,8 +361,8 @@ class RetrievalMetadataBuilder(RetrievalBuilder, CPUAttentionMetadataBuilder):
         fp8 = config.fp8_type(self.vllm_config) if kv_cache_spec.dtype is torch.uint8 else None
         return CpuKernel(KernelShape(*shape, self.dtype, self.isa, fp8, self.has_sinks()))
 
-    def make_dense(self, name: str) -> InPlaceDense:
-        return InPlaceDense(self._kernel.shape, name)
+    def make_dense(self, name: str) -> DenseOffload:
+        return partial(attend_in_place, self._kernel.shape, name)
 
 
 class RetrievalImpl(RetrievalAttention, CPUAttentionBackendImpl):

@@ -27,13 +27,12 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from kvrecall.attention.digest import coded_width
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
-from kvrecall.engines.vllm.attention.base import KernelShape
+from kvrecall.engines.vllm.attention.base import CHECKSUM_BYTES, KernelShape
 from kvrecall.engines.vllm.attention.checks import offload_hindrance
 from kvrecall.engines.vllm.attention.copied import CopiedDense
 from kvrecall.engines.vllm.attention.device_selection import TritonKernel
-from kvrecall.engines.vllm.attention.layer import CHECKSUM_BYTES
 from kvrecall.engines.vllm.attention.plugin import active_settings
-from kvrecall.engines.vllm.attention.step import BatchRow, KeptCopy
+from kvrecall.engines.vllm.attention.step import BatchRow, DenseOffload, KeptCopy
 from kvrecall.engines.vllm.compat import runner
 from kvrecall.engines.vllm.compat.config import layer_index, most_of_ranks
 from kvrecall.engines.vllm.device import device_of
@@ -70,8 +69,8 @@ class DeviceBuilder(RetrievalBuilder):
             )
         return kernel
 
-    def make_dense(self, name: str) -> CopiedDense:
-        return CopiedDense(name, self._activity)
+    def make_dense(self, name: str) -> DenseOffload:
+        return CopiedDense(name, self._activity).attend
 
     def alone(self, common: Any, rows: Sequence[BatchRow], at: int, kept: KeptCopy | None) -> Any:
         blocks = -(-rows[at].tokens // self.block_size)
@@ -80,7 +79,7 @@ class DeviceBuilder(RetrievalBuilder):
         else:
             pages = torch.from_numpy(kept.pages[:blocks].astype(np.int32))
             places = device_of(self.device).send(pages)
-        return self.part(common, rows, [at], places[None]).metadata
+        return self.part(common, rows, [at], places[None])[1]
 
 
 class DeviceAttention(RetrievalAttention):

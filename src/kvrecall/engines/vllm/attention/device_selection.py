@@ -23,7 +23,7 @@ from kvrecall.attention.kernels.device import (
     fetch_by_triton,
     pieces_of,
 )
-from kvrecall.attention.residency import BlockNumbers, DeviceResidency, Flags, Ints, Residency
+from kvrecall.attention.residency import BlockNumbers, DeviceResidency, Ints
 from kvrecall.attention.selection import LAUNCHES, LAUNCHES_A_BLOCK, DeviceSpeed, Split
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity, RecallCounts
@@ -32,8 +32,8 @@ from kvrecall.engines.vllm.attention.base import (
     AttentionParameters,
     DigestStore,
     KernelShape,
-    Selection,
-    SparseLayer,
+    Note,
+    RetrievalLayer,
     SparseSequence,
     SparseStep,
 )
@@ -92,29 +92,22 @@ class TritonKernel(AttentionKernel):
         cache = torch.zeros(sizes, dtype=shape.dtype, device=device)
         query = torch.zeros(1, shape.heads, shape.head_dim, dtype=shape.dtype, device=device)
         output = torch.empty_like(query)
-        selection = self.selection(SparseLayer("", settings, Activity()), cache)
-        selection.store.rows.zero_()
+        layer = self.layer("", settings, Activity())
+        layer.digest_rows(cache).zero_()
 
-        def layer() -> None:
-            self.digest(cache, step.stale, selection.store)
-            selection.select(query, step, 1.0, False)
-            self.attend(query, cache, step, output, AttentionParameters(1.0))
+        def once() -> None:
+            layer.digest(cache, step.stale)
+            layer.attend(query, cache, step, AttentionParameters(1.0), output)
 
-        spent = min(_seconds(device, layer, rounds) for _ in range(_TRIES))
+        spent = min(_seconds(device, once, rounds) for _ in range(_TRIES))
         speed = DeviceSpeed(spent / (LAUNCHES + LAUNCHES_A_BLOCK), bandwidth)
         self.overhead_bytes = speed.overhead_bytes(size)
         return speed
 
-    def selection(self, layer: SparseLayer, kv_cache: torch.Tensor) -> DeviceSelection:
-        shape = self.shape
-        want = (shape.kv_heads, shape.block_size, 2 * shape.head_dim)
-        if tuple(kv_cache.shape[1:]) != want or kv_cache.dtype != shape.dtype:
-            raise EngineError(
-                f"retrieval attention takes KV caches of {shape.dtype} and shape [blocks, "
-                f"{', '.join(map(str, want))}]; this one is of {kv_cache.dtype} and "
-                f"{list(kv_cache.shape)}. Remove `retrieval` from VLLM_PLUGINS"
-            )
-        return DeviceSelection(self, layer, len(kv_cache))
+    def layer(
+        self, name: str, settings: RetrievalSettings, activity: Activity, note: Note | None = None
+    ) -> DeviceSelection:
+        return DeviceSelection(self, name, settings, activity, note)
 
     def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor, store: DigestStore) -> None:
         keys, bounds = self._halves(kv_cache)[0], store.layout.kind.name == "bounds"
@@ -163,33 +156,29 @@ class TritonKernel(AttentionKernel):
         return torch.split(kv_cache.transpose(1, 2), self.shape.head_dim, -1)
 
 
-@dataclass(slots=True)
-class _Recalled:
-    """A partially offloaded sequence in one layer. ``count``, ``slots``: how many of its blocks and
-    slots the layer knows; ``residency``: of slots that the host fills."""
+class DeviceSelection(RetrievalLayer):
+    """A layer whose blocks the device selects, by its kernels, in buffers there: the digests of its
+    blocks, those of blocks off it by their numbers, and the slots that these are recalled into."""
 
-    sequence: OffloadedSequence
-    count: int = 0
-    slots: int = 0
-    residency: Residency | None = None
+    _kernel: TritonKernel
 
-
-class DeviceSelection(Selection):
-    """One layer's on a device, by its kernels, in buffers there: the digests of its blocks, those
-    of blocks off it by their numbers, and the slots that these are recalled into."""
-
-    def __init__(self, kernel: TritonKernel, layer: SparseLayer, blocks: int) -> None:
-        shape, self._kernel, self._device = kernel.shape, kernel, device_of(kernel.device)
-        layout = layer.settings.layout(shape.block_size, narrows=False)
-        self.store = DigestStore(shape, layout, blocks, kernel.device, by_block=True)
-        self._layer = layer
-        self._heads = shape.kv_heads
+    def open(self, kv_cache: torch.Tensor) -> DigestStore:
+        shape = self._shape
+        want = (shape.kv_heads, shape.block_size, 2 * shape.head_dim)
+        if tuple(kv_cache.shape[1:]) != want or kv_cache.dtype != shape.dtype:
+            raise EngineError(
+                f"retrieval attention takes KV caches of {shape.dtype} and shape [blocks, "
+                f"{', '.join(map(str, want))}]; this one is of {kv_cache.dtype} and "
+                f"{list(kv_cache.shape)}. Remove `retrieval` from VLLM_PLUGINS"
+            )
+        layout = self.settings.layout(shape.block_size, narrows=False)
         self._bounds = layout.kind.name == "bounds"
+        self._cache, self._layer_at = kv_cache, 0
         self._left: DigestStore | None = None
         self._residency: DeviceResidency | None = None
-        self._cache, self._layer_at = torch.empty(0), 0
-        self._recalled: dict[str, _Recalled] = {}
+        self._gone: dict[str, _Gone] = {}
         self._unseen: deque[tuple[Event, torch.Tensor, _Seen]] = deque()
+        return DigestStore(shape, layout, len(kv_cache), self._kernel.device, by_block=True)
 
     def select(self, query: torch.Tensor, step: SparseStep, scale: float, noted: bool) -> None:
         plan: DeviceStep = step.plan
@@ -198,75 +187,64 @@ class DeviceSelection(Selection):
         choose_by_triton(query, self.store.rows, plan, scale, self._bounds, left, residency)
         if noted:
             self._note_later(step)
+        if residency is None:
+            return
         for at, one in enumerate(step.sequences):
             if one.split.middle and one.offloaded is not None and not one.offloaded.is_readable:
-                self._recall_by_host(plan, at, one, one.offloaded)
-        if residency is not None:
-            addresses = self._kernel.numbers.addresses
-            fetch_by_triton(plan, residency, addresses, self._layer_at, self._cache)
-            self._kernel.counts.changed = True
+                self._fetch_by_host(plan, at, one.offloaded, residency)
+        addresses = self._kernel.numbers.addresses
+        fetch_by_triton(plan, residency, addresses, self._layer_at, self._cache)
+        self._kernel.counts.changed = True
 
-    def depart(
+    def leave(
         self, sequence: OffloadedSequence, digests: torch.Tensor, kv_cache: torch.Tensor
     ) -> None:
-        sequence.require_inside(self._layer.name, kv_cache)
+        sequence.require_inside(self.name, kv_cache)
         if self._left is None or self._residency is None:
-            shape, layout = self._kernel.shape, self.store.layout
-            self._left = DigestStore(shape, layout, 0, self._kernel.device, by_block=True)
+            layout, device = self.store.layout, self._kernel.device
+            self._left = DigestStore(self._shape, layout, 0, device, by_block=True)
             counts = self._kernel.counts.totals
-            self._residency = DeviceResidency(self._heads, len(kv_cache), counts)
-            self._cache, self._layer_at = kv_cache, sequence.records.layers[self._layer.name]
-        recalled = self._recalled.setdefault(sequence.key, _Recalled(sequence))
-        first, recalled.count = recalled.count, recalled.count + digests.shape[1]
-        held, recalled.slots = recalled.slots, len(sequence.slots)
+            self._residency = DeviceResidency(self._shape.kv_heads, len(kv_cache), counts)
+            self._layer_at = sequence.records.layers[self.name]
+        known = self._gone.setdefault(sequence.key, _Gone(sequence))
+        first, known.count = known.count, known.count + digests.shape[1]
+        held, known.slots = known.slots, len(sequence.slots)
         self._kernel.number(sequence)
-        numbers, send = sequence.numbers[first : recalled.count], self._device.send
+        numbers, send = sequence.numbers[first : known.count], self._device.send
         there, most = send(torch.from_numpy(numbers)), int(numbers.max(initial=-1)) + 1
         self._left.reach(most)
         self._left.write(there, digests)
         self._residency.begin(there, send(sequence.slots[held:].to(torch.int64)), most)
-        pages = sequence.addresses(self._layer.name)
+        pages = sequence.addresses(self.name)
         sequence.is_readable &= self._device.can_read(pages, kv_cache[0].nbytes)
 
     def forget(self, key: str) -> None:
         """With the last sequence memory for its kind is given back."""
-        recalled = self._recalled.pop(key, None)
-        if recalled is not None:
-            self._kernel.numbers.give(recalled.sequence.numbers)
-            recalled.sequence.numbers = recalled.sequence.numbers[:0]
-        if not self._recalled:
+        if not self._is_open:
+            return
+        known = self._gone.pop(key, None)
+        if known is not None:
+            self._kernel.numbers.give(known.sequence.numbers)
+            known.sequence.numbers = known.sequence.numbers[:0]
+        if not self._gone:
             self._left = self._residency = None
 
-    def _recall_by_host(
-        self, plan: DeviceStep, at: int, one: SparseSequence, offloaded: OffloadedSequence
+    def _fetch_by_host(
+        self, plan: DeviceStep, at: int, offloaded: OffloadedSequence, residency: DeviceResidency
     ) -> None:
-        """Recalls the blocks selected in the step's sequence ``at``, which the device cannot
-        fetch. Waits for the device."""
-        chosen, blocks = self._chosen(plan.table, at, one.split), one.blocks.numpy()
-        places = _places_of(chosen.cpu().numpy(), blocks)
-        left = places < one.left
-        slots = self._fetch(self._recalled[offloaded.key], places, left)
-        ids = np.where(left, offloaded.slots.numpy()[slots], blocks[places])
-        chosen[:] = self._device.send(torch.from_numpy(ids))
-
-    def _fetch(self, recalled: _Recalled, blocks: Ints, wanted: Flags) -> Ints:
-        """Recalls blocks to the device; returns places in the sequence's slots, valid until the
-        next call. ``blocks``: ``[kv_heads, count]``, those of a head distinct; only where
-        ``wanted``."""
-        sequence, cache, activity = recalled.sequence, self._cache, self._layer.activity
-        if recalled.residency is None:
-            recalled.residency = Residency(self._heads)
-        recalled.residency.grow(len(sequence.slots), sequence.count)
-        admission = recalled.residency.admit(blocks, wanted)
-        block, head, piece = pieces_of(cache)
-        heads = admission.heads * head
-        slots = sequence.slots.numpy()[admission.into].astype(np.int64)
-        sources = sequence.addresses(self._layer.name)[admission.blocks] + heads
-        self._device.move(sources, cache.data_ptr() + slots * block + heads, piece)
-        activity.blocks_hit += admission.hits
-        activity.blocks_loaded += len(slots)
-        activity.bytes_loaded += piece.count * piece.nbytes * len(slots)
-        return admission.slots
+        """Copies the blocks that the step's sequence ``at`` misses into their slots, which the
+        device cannot: it cannot read them. Waits for the device."""
+        rows = plan.missed[self._rows(at)]
+        missed = rows.cpu().numpy()
+        heads, places = np.nonzero(np.arange(missed.shape[1] - 1) < missed[:, :1])
+        numbers = missed[heads, 1 + places]
+        there = self._device.send(torch.from_numpy(np.stack([heads, numbers])))
+        slots = residency.place[there[0], there[1]].cpu().numpy().astype(np.int64)
+        block, head, piece = pieces_of(self._cache)
+        blocks = _places_of(numbers, offloaded.numbers)
+        sources = offloaded.addresses(self.name)[blocks] + heads * head
+        self._device.move(sources, self._cache.data_ptr() + slots * block + heads * head, piece)
+        rows[:, 0] = 0
 
     def _note_later(self, step: SparseStep) -> None:
         """Notes what the device has chosen once that is here; the host does not wait for it."""
@@ -274,7 +252,7 @@ class DeviceSelection(Selection):
             _, table, seen = self._unseen.popleft()
             for at, split, blocks in seen:
                 found = _places_of(self._chosen(table, at, split).numpy(), blocks)
-                self._layer.note_selected(split, found)
+                self.note_selected(split, found)
         if len(self._unseen) < _MOST_UNSEEN:
             table, event = self._device.fetch(step.plan.table)
             seen = tuple(
@@ -284,8 +262,21 @@ class DeviceSelection(Selection):
 
     def _chosen(self, table: torch.Tensor, at: int, split: Split) -> torch.Tensor:
         """The part of the step's sequence ``at`` of its table in which selected blocks are."""
-        rows = slice(at * self._heads, (at + 1) * self._heads)
-        return table[rows, split.init : split.init + split.chosen]
+        return table[self._rows(at), split.init : split.init + split.chosen]
+
+    def _rows(self, at: int) -> slice:
+        heads = self._shape.kv_heads
+        return slice(at * heads, (at + 1) * heads)
+
+
+@dataclass(slots=True)
+class _Gone:
+    """A partially offloaded sequence in one layer. ``count``, ``slots``: how many of its blocks and
+    slots the layer knows."""
+
+    sequence: OffloadedSequence
+    count: int = 0
+    slots: int = 0
 
 
 def _any_left(step: SparseStep) -> bool:
@@ -320,7 +311,7 @@ def _bandwidth(device: torch.device, rounds: int) -> float:
 def _facts_of(sequence: SparseSequence) -> SequenceFacts:
     split, token = sequence.split, sequence.token
     length, offloaded, slots = split.attended_tokens, sequence.offloaded, 0
-    if offloaded is not None and offloaded.is_readable:
+    if offloaded is not None:
         slots = len(offloaded.slots)
         if slots < min(split.chosen, offloaded.count):
             raise EngineError(

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from kvrecall.engines.vllm.attention.activity import Activity
-from kvrecall.engines.vllm.attention.base import AttentionKernel, AttentionParameters
+from kvrecall.engines.vllm.attention.activity import Activity, HeatTotals
+from kvrecall.engines.vllm.attention.base import AttentionKernel, RetrievalLayer
 from kvrecall.engines.vllm.attention.copied import KeptCopies
-from kvrecall.engines.vllm.attention.heat import HeatTotals
-from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 from kvrecall.engines.vllm.attention.offloaded import (
     NearArena,
     OffloadedSequence,
@@ -21,28 +18,13 @@ from kvrecall.engines.vllm.attention.offloaded import (
     checksums_of_layer,
     digests_of_layer,
 )
-from kvrecall.engines.vllm.attention.step import Freshness, KeptCopy, OffloadedRow
+from kvrecall.engines.vllm.attention.step import Freshness, KeptCopy
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.wire import Arrival, Departure, OffloadOrders
 from kvrecall.errors import EngineError
 from kvrecall.pool.base import ArenaHandle
 
 logger = logging.getLogger("vllm.kvrecall")
-
-
-class DenseOffload(Protocol):
-    """A layer's dense attention over partially offloaded sequences."""
-
-    def attend(
-        self,
-        row: OffloadedRow,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        parameters: AttentionParameters,
-        plainly: Callable[[torch.Tensor, Any], torch.Tensor],
-    ) -> torch.Tensor:
-        """Attention of the row's tokens with these queries over its whole sequence. ``plainly``:
-        vLLM's attention of these tokens over a cache, by metadata."""
 
 
 class RetrievalGroup:

@@ -13,20 +13,19 @@ import torch
 
 from kvrecall.attention.digest import Layout
 from kvrecall.attention.index.base import index_factory
-from kvrecall.attention.index.search import SequenceIndex
 from kvrecall.attention.kernels.search import Placed, Search, Sought, is_compiled
 from kvrecall.attention.residency import Ints
-from kvrecall.attention.selection import selector_of
+from kvrecall.attention.selection import choose
 from kvrecall.engines.vllm.attention.base import (
     DigestStore,
     KernelShape,
-    Selection,
-    SparseLayer,
+    RetrievalLayer,
     SparseSequence,
     SparseStep,
 )
-from kvrecall.engines.vllm.attention.indexed import SequenceIndexes
+from kvrecall.engines.vllm.attention.indexed import SequenceIndex, SequenceIndexes
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
+from kvrecall.errors import EngineError
 
 
 class HostPlan:
@@ -127,23 +126,29 @@ class _LeftBlocks:
     placed: Placed
 
 
-class HostSelection(Selection):
-    """One layer's on the host: by compiled code for all sequences at once, else for one after
-    another by PyTorch or vector indexes."""
+class HostSelection(RetrievalLayer):
+    """A layer whose blocks the host selects: by compiled code for all sequences at once, else for
+    one after another by PyTorch or vector indexes."""
 
-    def __init__(self, shape: KernelShape, layer: SparseLayer, blocks: int) -> None:
-        self._shape = shape
-        self._layer = layer
-        self._layout = layer.settings.layout(shape.block_size)
-        self._selector = selector_of(self._layout)
-        self.store = DigestStore(shape, self._layout, blocks)
+    def open(self, kv_cache: torch.Tensor) -> DigestStore:
+        if not kv_cache.is_contiguous():
+            raise EngineError(
+                f"retrieval attention needs each layer's KV cache in one piece; this one has shape "
+                f"{tuple(kv_cache.shape)} and strides {kv_cache.stride()}. Remove `retrieval` "
+                "from VLLM_PLUGINS"
+            )
+        shape = self._shape
+        self._layout = self.settings.layout(shape.block_size)
+        self.store = DigestStore(shape, self._layout, len(kv_cache))
         self._placed = (self._place(),)
         self._left: dict[str, _LeftBlocks] = {}
-        factory, self._indexes = index_factory(layer.settings.index), None
+        factory, self._indexes = index_factory(self.settings.index), None
         if factory is not None:
             sizes = self._layout, shape.kv_heads, shape.head_dim
-            self._indexes = SequenceIndexes(partial(SequenceIndex, factory, *sizes), layer.activity)
-            self.store.written = torch.zeros(blocks, dtype=torch.int64)
+            made = partial(SequenceIndex, factory, *sizes)
+            self._indexes = SequenceIndexes(made, self._activity)
+            self.store.written = torch.zeros(len(kv_cache), dtype=torch.int64)
+        return self.store
 
     def select(self, query: torch.Tensor, step: SparseStep, scale: float, noted: bool) -> None:
         plan: HostPlan = step.plan
@@ -157,26 +162,28 @@ class HostSelection(Selection):
         else:
             placed = [self._placed_for(one) for one in step.sequences if one.split.middle]
             search.run(query, placed, scale)
-            self._layer.activity.blocks_in_place += search.left
+            self._activity.blocks_in_place += search.left
         if noted:
             choosing = (one for one in step.sequences if one.split.middle)
             for sequence, places in zip(choosing, search.found, strict=True):
-                self._layer.note_selected(sequence.split, places.numpy())
+                self.note_selected(sequence.split, places.numpy())
 
-    def depart(
+    def leave(
         self, sequence: OffloadedSequence, digests: torch.Tensor, kv_cache: torch.Tensor
     ) -> None:
-        sequence.require_inside(self._layer.name, kv_cache)
+        sequence.require_inside(self.name, kv_cache)
         left = self._left.get(sequence.key)
         store = DigestStore(self._shape, self._layout) if left is None else left.digests
         first = 0 if left is None else left.count
         count = first + digests.shape[1]
         store.reach(count)
         store.write(torch.arange(first, count), digests)
-        away = sequence.addresses(self._layer.name)[:count] - kv_cache.data_ptr()
+        away = sequence.addresses(self.name)[:count] - kv_cache.data_ptr()
         self._left[sequence.key] = _LeftBlocks(count, store, away, self._place(store, away))
 
     def forget(self, key: str) -> None:
+        if not self._is_open:
+            return
         self._left.pop(key, None)
         if self._indexes is not None:
             self._indexes.forget(key)
@@ -195,9 +202,9 @@ class HostSelection(Selection):
             # In the sequence's order, so that the sum does not depend on where blocks lie.
             places = self._find(one, left, grouped, scale).sort(-1).values.numpy()
             step.plan.enter(at, one, places, none if left is None else left.away)
-            self._layer.activity.blocks_in_place += int((places < one.left).sum())
+            self._activity.blocks_in_place += int((places < one.left).sum())
             if noted:
-                self._layer.note_selected(one.split, places)
+                self.note_selected(one.split, places)
 
     def _find(
         self, one: SparseSequence, left: _LeftBlocks | None, query: torch.Tensor, scale: float
@@ -213,12 +220,8 @@ class HostSelection(Selection):
             else:
                 index = self._indexes.off_device(one.offloaded.key, one.split.middle, digests)
             return index.choose(query, one.split.chosen, scale)
-        parts = [(self.store, ids)]
-        if left is not None:
-            parts.insert(0, (left.digests, torch.arange(left.count)))
-        rows = [store.rows[:, blocks] for store, blocks in parts]
-        coarse = [c[:, blocks] for store, blocks in parts if (c := store.coarse) is not None]
-        return self._selector.choose(query, rows, one.split.chosen, scale, coarse or None)
+        rows = self._from(ids, left, 0)
+        return choose(self._layout, query, rows, one.split.chosen, scale)
 
     def _from(self, ids: torch.Tensor, left: _LeftBlocks | None, first: int) -> torch.Tensor:
         """The digests of a sequence's middle blocks from a place on, the last of which are ``ids``:
