@@ -139,9 +139,8 @@ def test_a_model_that_overflows_is_given_blocks_of_its_sequence(
     if overflows.startswith("nothing"):
         rows[0] = torch.randint(-128, 128, rows[0].shape)
     coarse = rows[:, :, layout.coarse_rows].contiguous() if layout.coarse else None
-    sought = Search((2, 3, 32), layout, [Sought([ids.numpy()], 7)])
     table = torch.full((2, 9), -7, dtype=torch.int32)
-    sought.enter_names(0, table)
+    sought = Search((2, 3, 32), layout, [Sought([ids.numpy()], 7, table=table.numpy())])
     sought.found[0].fill_(1 << 40)
     sought.run(query.view(1, 6, 32), [Placed(layout, [(rows, coarse)])], 0.2)
     for head, found in enumerate(sought.found[0].tolist()):
@@ -268,8 +267,8 @@ def test_queries_that_are_no_numbers_find_some_blocks(threads: int) -> None:
 def test_found_blocks_are_entered_into_a_table(share: float, threads: int) -> None:
     case, ids = Case(share, "bounds", (2, 3, 64), 90), torch.randperm(95)[:90]
     table = torch.full((5, 12), -1, dtype=torch.int32)
-    prepared = case.prepared(6, ids)
-    prepared.enter_names(0, table[1:3, 4:])
+    sought = Sought([ids.numpy()], 6, table=table[1:3, 4:].numpy())
+    prepared = Search(case.size, case.layout, [sought])
     found = case.run(prepared)
     want = torch.full((5, 12), -1, dtype=torch.int32)
     want[1:3, 4:10] = (ids[found] * 2 + torch.tensor([[0], [1]])).to(torch.int32)
@@ -304,8 +303,8 @@ def test_found_blocks_are_entered_by_their_distances(threads: int) -> None:
     away = np.random.default_rng(0).integers(-(1 << 40), 1 << 40, left)
     here = left + torch.randperm(95 - left)[: 90 - left]  # none twice: equal blocks have no order
     table = np.full((5, 12), -1, np.int64)
-    prepared = case.prepared(8, torch.arange(left), here)
-    prepared.enter_distances(0, table[1:3, 4:], left, (2000, 1000))
+    sought = Sought([np.arange(left), here.numpy()], 8, 0, table[1:3, 4:], left)
+    prepared = Search(case.size, case.layout, [sought], (2000, 1000))
     whole = case.rows, case.coarse
     prepared.run(case.query.flatten(0, 1)[None], [Placed(case.layout, [whole] * 2, away)], 0.125)
     begins = np.concatenate([away, here.numpy() * 2000])

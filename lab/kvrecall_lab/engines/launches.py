@@ -17,7 +17,7 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention
 from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape, RetrievalLayer
-from kvrecall.engines.vllm.attention.device_selection import TritonKernel
+from kvrecall.engines.vllm.attention.cuda import TritonKernel
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, StepPlanner, StepWork
 from kvrecall_lab.engines.meta import META, Operations, counting

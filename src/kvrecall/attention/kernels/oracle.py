@@ -39,23 +39,25 @@ def attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    mask: torch.Tensor,
+    mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention of one token over the tokens ``mask`` names: float32 ``[heads, dim]``.
+    """Attention of one token over the tokens ``mask`` names, None: all: float32 ``[heads, dim]``.
 
     ``query``: ``[heads, dim]``; ``keys``, ``values``: ``[tokens, kv_heads, dim]``; ``mask``: bool
     ``[kv_heads, tokens]``; ``sinks``: ``[heads]``, logits of no token; ``softcap``: bounds the
-    others, 0: not.
+    others, 0: not; ``scale``: of products, None: by the heads' size.
     """
     heads, dim = query.shape
     kv_heads = keys.shape[1]
     grouped = query.float().view(kv_heads, heads // kv_heads, dim)
-    logits = torch.einsum("hgd,thd->hgt", grouped, keys.float()) * dim**-0.5
+    logits = torch.einsum("hgd,thd->hgt", grouped, keys.float()) * (scale or dim**-0.5)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    logits = logits.masked_fill(~mask[:, None], float("-inf"))
+    if mask is not None:
+        logits = logits.masked_fill(~mask[:, None], float("-inf"))
     if sinks is not None:
         logits = torch.cat([logits, sinks.float().view(*logits.shape[:2], 1)], -1)
     weights = logits.softmax(-1)[..., : len(keys)]
@@ -106,10 +108,6 @@ def attend_plainly(
             continue
         blocks = table[: -(-length // size)].long()
         ours = slice(head * group, (head + 1) * group)
-        logits = query[token, ours].float() @ keys[blocks, :, head].flatten(0, 1)[:length].float().T
-        logits = logits * scale
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        mine = values[blocks, :, head].flatten(0, 1)[:length].float()
-        output[token, ours] = logits.softmax(-1) @ mine
+        both = (part[blocks, :, head].flatten(0, 1)[:length, None] for part in (keys, values))
+        output[token, ours] = attention(query[token, ours], *both, softcap=softcap, scale=scale)
     return output

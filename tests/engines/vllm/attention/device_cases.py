@@ -41,10 +41,11 @@ from kvrecall.engines.vllm.attention.base import (
     AttentionParameters,
     KernelShape,
     _blocks_of,
+    checksums_of,
     sums_of,
 )
 from kvrecall.engines.vllm.attention.copied import CopiedDense, KeptCopies
-from kvrecall.engines.vllm.attention.device_selection import TritonKernel
+from kvrecall.engines.vllm.attention.cuda import TritonKernel
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow
 from kvrecall_lab.engines.meta import launches

@@ -16,7 +16,7 @@ from kvrecall.attention.kernels import device as kernels
 from kvrecall.attention.selection import DeviceSpeed, Gate, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.base import KernelShape
-from kvrecall.engines.vllm.attention.device_selection import DeviceSelection, TritonKernel
+from kvrecall.engines.vllm.attention.cuda import DeviceSelection, TritonKernel
 from kvrecall.engines.vllm.attention.step import BatchRow
 from kvrecall_lab.engines import meta
 from kvrecall_lab.engines.launches import SparseSteps

@@ -19,7 +19,7 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog, HeatTotals
 from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
-from kvrecall.engines.vllm.attention.device_selection import TritonKernel
+from kvrecall.engines.vllm.attention.cuda import TritonKernel
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.attention.step import StepPlanner
 from kvrecall.engines.vllm.compat import runner

@@ -25,7 +25,7 @@ from kvrecall.engines.vllm.attention.checks import (
     require_retrieval,
 )
 from kvrecall.engines.vllm.attention.cpu import CpuKernel, KeyReader, RetrievalBackend
-from kvrecall.engines.vllm.attention.device_selection import TritonKernel
+from kvrecall.engines.vllm.attention.cuda import TritonKernel
 from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, StepPlanner
 from kvrecall.engines.vllm.compat import runner
 from kvrecall.errors import EngineError

@@ -27,17 +27,6 @@ def _count(text: str) -> Any:
     return field(default=0, metadata={"text": text})
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCounts:
-    """Of the sparse attention of a layer: ``sequences`` with middle blocks, and, for each KV head,
-    all of their middle blocks, those selected, and the blocks attended to."""
-
-    sequences: int
-    considered: int
-    selected: int
-    attended: int
-
-
 @dataclass(slots=True)
 class Activity:
     """Running totals, each of them a metric. Blocks are counted once per layer and KV
@@ -64,12 +53,13 @@ class Activity:
     blocks_in_place: int = _count("Selected offloaded blocks read where they lie, in the arena.")
     bytes_staged: int = _count("Bytes of offloaded sequences copied for dense attention on a GPU.")
 
-    def count_layer(self, counts: BlockCounts, heads: int) -> None:
-        """Adds a sparse layer of so many KV heads."""
-        self.layers_sparse += counts.sequences
-        self.blocks_considered += counts.considered * heads
-        self.blocks_selected += counts.selected * heads
-        self.blocks_attended += counts.attended * heads
+    def count_layer(self, counts: tuple[int, int, int, int], heads: int) -> None:
+        """Adds a sparse layer of so many KV heads. ``counts``: as of ``SparseStep``."""
+        sequences, considered, selected, attended = counts
+        self.layers_sparse += sequences
+        self.blocks_considered += considered * heads
+        self.blocks_selected += selected * heads
+        self.blocks_attended += attended * heads
 
     def totals(self) -> dict[str, int]:
         return asdict(self)

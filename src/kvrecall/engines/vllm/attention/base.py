@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from kvrecall.attention.digest import Layout, coded_width
 from kvrecall.attention.residency import Ints
 from kvrecall.attention.selection import Split
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.engines.vllm.attention.activity import Activity, BlockCounts, RecallCounts
+from kvrecall.engines.vllm.attention.activity import Activity, RecallCounts
 from kvrecall.engines.vllm.attention.offloaded import (
     OffloadedSequence,
     checksums_of_layer,
@@ -117,30 +118,27 @@ class SparseSequence:
         return 0 if self.offloaded is None else self.offloaded.count
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SparseStep:
     """What every sparse layer does in a step; the same for all, so it is made once.
 
     ``stale``: blocks whose digests must be computed first, on the kernel's device, int64 or int32;
     negative numbers are padding; ``stale_count``: how many are not. ``plan``: the kernel's own.
-    ``counts``: of a layer.
     """
 
     stale: torch.Tensor
     stale_count: int
     sequences: tuple[SparseSequence, ...]
     plan: Any
-    counts: BlockCounts = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def counts(self) -> tuple[int, int, int, int]:
+        """Of a layer: sequences with middle blocks, and, for each KV head, all of their middle
+        blocks, those selected, and the blocks attended to."""
         splits = [one.split for one in self.sequences if one.split.middle]
-        counts = BlockCounts(
-            len(splits),
-            sum(split.middle for split in splits),
-            sum(split.chosen for split in splits),
-            sum(split.attended_blocks for split in splits),
-        )
-        object.__setattr__(self, "counts", counts)
+        each = [(1, one.middle, one.chosen, one.attended_blocks) for one in splits]
+        sequences, middle, chosen, attended = map(sum, zip((0, 0, 0, 0), *each, strict=True))
+        return sequences, middle, chosen, attended
 
 
 class DigestStore:

@@ -93,26 +93,18 @@ class HostPlan:
         self, shape: KernelShape, sequences: Sequence[SparseSequence], layout: Layout
     ) -> Search | None:
         """A search for the middle blocks, which enters them."""
-        choosing = [(at, one) for at, one in enumerate(sequences) if one.split.middle]
-        if not choosing or not is_compiled():
+        sought = []
+        for at, one in enumerate(sequences):
+            if one.split.middle:
+                here = one.blocks[one.left :].numpy().astype(np.int64)
+                parts = [here] if one.offloaded is None else [np.arange(one.left), here]
+                table = self.table.numpy() if self.distances is None else self.distances
+                into = table[self._rows(at), one.split.init :]
+                sought.append(Sought(parts, one.split.chosen, one.token, into, one.left))
+        if not sought or not is_compiled():
             return None
         size = shape.kv_heads, shape.group, shape.head_dim
-        search = Search(size, layout, [_sought(one) for _, one in choosing])
-        for place, (at, one) in enumerate(choosing):
-            rows = self._rows(at), slice(one.split.init, None)
-            if self.distances is None:
-                search.enter_names(place, self.table[rows])
-            else:
-                cache_bytes = self._heads * self._head_bytes, self._head_bytes
-                search.enter_distances(place, self.distances[rows], one.left, cache_bytes)
-        return search
-
-
-def _sought(sequence: SparseSequence) -> Sought:
-    """Among its middle blocks: first those that are off the device, then the others."""
-    here = sequence.blocks[sequence.left :].numpy().astype(np.int64)
-    parts = [here] if sequence.offloaded is None else [np.arange(sequence.left), here]
-    return Sought(parts, sequence.split.chosen, sequence.token)
+        return Search(size, layout, sought, (self._heads * self._head_bytes, self._head_bytes))
 
 
 @dataclass(slots=True)
