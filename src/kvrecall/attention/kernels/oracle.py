@@ -108,6 +108,6 @@ def attend_plainly(
             continue
         blocks = table[: -(-length // size)].long()
         ours = slice(head * group, (head + 1) * group)
-        both = (part[blocks, :, head].flatten(0, 1)[:length, None] for part in (keys, values))
-        output[token, ours] = attention(query[token, ours], *both, softcap=softcap, scale=scale)
+        k, v = (part[blocks, :, head].flatten(0, 1)[:length, None] for part in (keys, values))
+        output[token, ours] = attention(query[token, ours], k, v, None, None, softcap, scale)
     return output

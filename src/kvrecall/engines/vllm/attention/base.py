@@ -221,7 +221,7 @@ class RetrievalLayer(ABC):
         activity: Activity,
         note: Note | None = None,
     ) -> None:
-        """As of ``AttentionKernel.layer``."""
+        """``name``: vLLM's; ``note``: records where blocks are selected; None: nothing does."""
         self.name, self.settings = name, settings
         self._kernel, self._activity, self._note = kernel, activity, note
         self._shape = kernel.shape
@@ -384,12 +384,12 @@ class AttentionKernel(ABC):
     counts: RecallCounts | None = None
     """What its device counts."""
 
-    @abstractmethod
-    def layer(
-        self, name: str, settings: RetrievalSettings, activity: Activity, note: Note | None = None
-    ) -> RetrievalLayer:
-        """A new layer. ``name``: vLLM's; ``note``: records where blocks are selected; None:
-        nothing does."""
+    layers: type[RetrievalLayer]
+    """Its kind of layers."""
+
+    def layer(self, *args: Any) -> RetrievalLayer:
+        """A new layer, which takes these arguments."""
+        return self.layers(self, *args)
 
     @abstractmethod
     def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor, store: DigestStore) -> None:

@@ -25,15 +25,12 @@ from kvrecall.attention.digest import Layout, encode
 from kvrecall.attention.kernels.search import is_compiled
 from kvrecall.attention.residency import Ints
 from kvrecall.attention.selection import OVERHEAD_BYTES
-from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
 from kvrecall.engines.vllm.attention.base import (
     AttentionKernel,
     AttentionParameters,
     DigestStore,
     KernelShape,
-    Note,
     SparseSequence,
     SparseStep,
 )
@@ -182,6 +179,7 @@ class CpuKernel(AttentionKernel):
 
     device = torch.device("cpu")
     on_host = True
+    layers = HostSelection
     overhead_bytes = OVERHEAD_BYTES
 
     def __init__(self, shape: KernelShape) -> None:
@@ -208,11 +206,6 @@ class CpuKernel(AttentionKernel):
         keys = self._reader.read(kv_cache, block_ids)
         fp8 = self.shape.fp8
         return keys if fp8 is None else keys.contiguous().view(fp8).to(self.shape.dtype)
-
-    def layer(
-        self, name: str, settings: RetrievalSettings, activity: Activity, note: Note | None = None
-    ) -> HostSelection:
-        return HostSelection(self, name, settings, activity, note)
 
     def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor, store: DigestStore) -> None:
         for ids in torch.split(block_ids, _AT_ONCE):

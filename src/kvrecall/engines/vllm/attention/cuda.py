@@ -43,7 +43,6 @@ from kvrecall.engines.vllm.attention.base import (
     AttentionParameters,
     DigestStore,
     KernelShape,
-    Note,
     RetrievalLayer,
     SparseSequence,
     SparseStep,
@@ -69,111 +68,6 @@ _MOST_UNSEEN = 16
 
 _Seen = tuple[tuple[int, Split, Ints], ...]
 """Sequences of a step by their places in it, with their middle blocks' ids."""
-
-
-class TritonKernel(AttentionKernel):
-    """Our own kernels. Cache of any strides, blocks of a power of two of tokens."""
-
-    on_host = False
-    counts: RecallCounts
-
-    def __init__(self, shape: KernelShape, device: torch.device) -> None:
-        """Raises EngineError for blocks and heads that it cannot read."""
-        if shape.block_size < 16 or shape.block_size & (shape.block_size - 1):
-            raise EngineError(
-                f"retrieval attention on {device.type} needs a block size that is a power of two "
-                f"of at least 16, and it is {shape.block_size}; pass --block-size 128"
-            )
-        if shape.head_dim % 4:
-            raise EngineError(
-                f"retrieval attention on {device.type} needs heads of a multiple of 4, and they "
-                f"have {shape.head_dim}. Remove `retrieval` from VLLM_PLUGINS"
-            )
-        self.shape = shape
-        self.device = device
-        self.overhead_bytes = DeviceSpeed().overhead_bytes(shape.block_size)
-        self.numbers = BlockNumbers(device)
-        block_bytes = shape.block_size * shape.token_bytes // shape.kv_heads
-        self.counts = RecallCounts(device, block_bytes)
-        self._last: DeviceStep | None = None
-
-    def measure(self, settings: RetrievalSettings, rounds: int = 20) -> DeviceSpeed:
-        """Measures the device, and sets ``overhead_bytes`` by it: once, before serving. It also
-        compiles the kernels. Takes a quarter of a GiB while it runs."""
-        shape, device = self.shape, self.device
-        bandwidth = _bandwidth(device, rounds)
-        size, layout = shape.block_size, settings.layout(shape.block_size, narrows=False)
-        split = Split(4, 1, 3, 1, size, size)
-        ids = torch.arange(4, dtype=torch.int32)
-        sequence = SparseSequence(0, 0, split, ids)
-        step = self.schedule(ids[1:2].to(torch.int64), [sequence], layout)
-        sizes = (4, shape.kv_heads, size, 2 * shape.head_dim)
-        cache = torch.zeros(sizes, dtype=shape.dtype, device=device)
-        query = torch.zeros(1, shape.heads, shape.head_dim, dtype=shape.dtype, device=device)
-        output = torch.empty_like(query)
-        layer = self.layer("", settings, Activity())
-        layer.digest_rows(cache).zero_()
-
-        def once() -> None:
-            layer.digest(cache, step.stale)
-            layer.attend(query, cache, step, AttentionParameters(1.0), output)
-
-        spent = min(_seconds(device, once, rounds) for _ in range(_TRIES))
-        speed = DeviceSpeed(spent / (LAUNCHES + LAUNCHES_A_BLOCK), bandwidth)
-        self.overhead_bytes = speed.overhead_bytes(size)
-        return speed
-
-    def layer(
-        self, name: str, settings: RetrievalSettings, activity: Activity, note: Note | None = None
-    ) -> DeviceSelection:
-        return DeviceSelection(self, name, settings, activity, note)
-
-    def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor, store: DigestStore) -> None:
-        keys, bounds = self._halves(kv_cache)[0], store.layout.kind.name == "bounds"
-        kernels.digest_by_triton(keys, store.rows, block_ids, bounds)
-
-    def schedule(
-        self, stale: torch.Tensor, sequences: Sequence[SparseSequence], layout: Layout | None
-    ) -> SparseStep:
-        """All that the kernels read is sent at once. Steps of one bucket share their buffers, so
-        the kernels of a step that is launched have read them before the next one's write."""
-        send = device_of(self.device).send
-        if not sequences:
-            return SparseStep(send(stale.to(torch.int32)), len(stale), (), None)
-        facts = [_facts_of(sequence) for sequence in sequences]
-        bucket = Bucket.of(self.shape.kv_heads, facts, len(stale))
-        tables = [sequence.table.numpy() for sequence in sequences]
-        slots = [() if (one := s.offloaded) is None else one.slots.numpy() for s in sequences]
-        packed = torch.from_numpy(bucket.pack(facts, tables, stale.numpy(), slots))
-        self._last = plan = DeviceStep(send(packed), bucket, self.shape.group, self._last)
-        return SparseStep(plan.stale, len(stale), tuple(sequences), plan)
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        step: SparseStep,
-        output: torch.Tensor,
-        parameters: AttentionParameters,
-    ) -> None:
-        halves, of = self._halves(kv_cache), parameters
-        args = step.plan, output, of.scale, of.softcap, of.sinks
-        kernels.attend_by_triton(query, *halves, *args)
-
-    def number(self, sequence: OffloadedSequence) -> None:
-        """Numbers the sequence's offloaded blocks that have no number yet."""
-        known = len(sequence.numbers)
-        if known < sequence.count:
-            new = self.numbers.take(sequence.count - known)
-            sequence.numbers = np.concatenate([sequence.numbers, new])
-            send = device_of(self.device).send
-            begins = send(torch.from_numpy(sequence.begins[known:]))
-            self.numbers.addresses.index_copy_(0, send(torch.from_numpy(new)), begins)
-
-    def _halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values: ``[blocks, tokens, kv_heads, dim]``."""
-        keys, values = torch.split(kv_cache.transpose(1, 2), self.shape.head_dim, -1)
-        return keys, values
 
 
 class DeviceSelection(RetrievalLayer):
@@ -289,6 +183,106 @@ class DeviceSelection(RetrievalLayer):
     def _rows(self, at: int) -> slice:
         heads = self._shape.kv_heads
         return slice(at * heads, (at + 1) * heads)
+
+
+class TritonKernel(AttentionKernel):
+    """Our own kernels. Cache of any strides, blocks of a power of two of tokens."""
+
+    on_host = False
+    layers = DeviceSelection
+    counts: RecallCounts
+
+    def __init__(self, shape: KernelShape, device: torch.device) -> None:
+        """Raises EngineError for blocks and heads that it cannot read."""
+        if shape.block_size < 16 or shape.block_size & (shape.block_size - 1):
+            raise EngineError(
+                f"retrieval attention on {device.type} needs a block size that is a power of two "
+                f"of at least 16, and it is {shape.block_size}; pass --block-size 128"
+            )
+        if shape.head_dim % 4:
+            raise EngineError(
+                f"retrieval attention on {device.type} needs heads of a multiple of 4, and they "
+                f"have {shape.head_dim}. Remove `retrieval` from VLLM_PLUGINS"
+            )
+        self.shape = shape
+        self.device = device
+        self.overhead_bytes = DeviceSpeed().overhead_bytes(shape.block_size)
+        self.numbers = BlockNumbers(device)
+        block_bytes = shape.block_size * shape.token_bytes // shape.kv_heads
+        self.counts = RecallCounts(device, block_bytes)
+        self._last: DeviceStep | None = None
+
+    def measure(self, settings: RetrievalSettings, rounds: int = 20) -> DeviceSpeed:
+        """Measures the device, and sets ``overhead_bytes`` by it: once, before serving. It also
+        compiles the kernels. Takes a quarter of a GiB while it runs."""
+        shape, device = self.shape, self.device
+        bandwidth = _bandwidth(device, rounds)
+        size, layout = shape.block_size, settings.layout(shape.block_size, narrows=False)
+        split = Split(4, 1, 3, 1, size, size)
+        ids = torch.arange(4, dtype=torch.int32)
+        sequence = SparseSequence(0, 0, split, ids)
+        step = self.schedule(ids[1:2].to(torch.int64), [sequence], layout)
+        sizes = (4, shape.kv_heads, size, 2 * shape.head_dim)
+        cache = torch.zeros(sizes, dtype=shape.dtype, device=device)
+        query = torch.zeros(1, shape.heads, shape.head_dim, dtype=shape.dtype, device=device)
+        output = torch.empty_like(query)
+        layer = self.layer("", settings, Activity())
+        layer.digest_rows(cache).zero_()
+
+        def once() -> None:
+            layer.digest(cache, step.stale)
+            layer.attend(query, cache, step, AttentionParameters(1.0), output)
+
+        spent = min(_seconds(device, once, rounds) for _ in range(_TRIES))
+        speed = DeviceSpeed(spent / (LAUNCHES + LAUNCHES_A_BLOCK), bandwidth)
+        self.overhead_bytes = speed.overhead_bytes(size)
+        return speed
+
+    def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor, store: DigestStore) -> None:
+        keys, bounds = self._halves(kv_cache)[0], store.layout.kind.name == "bounds"
+        kernels.digest_by_triton(keys, store.rows, block_ids, bounds)
+
+    def schedule(
+        self, stale: torch.Tensor, sequences: Sequence[SparseSequence], layout: Layout | None
+    ) -> SparseStep:
+        """All that the kernels read is sent at once. Steps of one bucket share their buffers, so
+        the kernels of a step that is launched have read them before the next one's write."""
+        send = device_of(self.device).send
+        if not sequences:
+            return SparseStep(send(stale.to(torch.int32)), len(stale), (), None)
+        facts = [_facts_of(sequence) for sequence in sequences]
+        bucket = Bucket.of(self.shape.kv_heads, facts, len(stale))
+        tables = [sequence.table.numpy() for sequence in sequences]
+        slots = [() if (one := s.offloaded) is None else one.slots.numpy() for s in sequences]
+        packed = torch.from_numpy(bucket.pack(facts, tables, stale.numpy(), slots))
+        self._last = plan = DeviceStep(send(packed), bucket, self.shape.group, self._last)
+        return SparseStep(plan.stale, len(stale), tuple(sequences), plan)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        step: SparseStep,
+        output: torch.Tensor,
+        parameters: AttentionParameters,
+    ) -> None:
+        halves, of = self._halves(kv_cache), parameters
+        kernels.attend_by_triton(query, *halves, step.plan, output, of.scale, of.softcap, of.sinks)
+
+    def number(self, sequence: OffloadedSequence) -> None:
+        """Numbers the sequence's offloaded blocks that have no number yet."""
+        known = len(sequence.numbers)
+        if known < sequence.count:
+            new = self.numbers.take(sequence.count - known)
+            sequence.numbers = np.concatenate([sequence.numbers, new])
+            send = device_of(self.device).send
+            begins = send(torch.from_numpy(sequence.begins[known:]))
+            self.numbers.addresses.index_copy_(0, send(torch.from_numpy(new)), begins)
+
+    def _halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values: ``[blocks, tokens, kv_heads, dim]``."""
+        keys, values = torch.split(kv_cache.transpose(1, 2), self.shape.head_dim, -1)
+        return keys, values
 
 
 def _places_of(named: Ints, blocks: Ints) -> Ints:

@@ -147,11 +147,8 @@ class RetrievalGroup:
             return set()
         for key in orders.ended:
             self._forget(key)
-        lost = set()
         carried: list[Arrival | Departure] = [*orders.arrivals, *orders.departures]
-        for order in carried:
-            if not self._carry_out(order, records):
-                lost.add(order.request_id)
+        lost = {order.request_id for order in carried if not self._carry_out(order, records)}
         self._rows = {block: key for block, key in orders.rows.items() if key in self._sequences}
         return lost
 

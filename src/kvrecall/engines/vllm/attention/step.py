@@ -21,7 +21,6 @@ from kvrecall.attention.settings import Regime, RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.base import (
     AttentionKernel,
-    AttentionParameters,
     RetrievalLayer,
     SparseSequence,
     SparseStep,
@@ -83,19 +82,10 @@ class OffloadedRow:
     kept: KeptCopy | None = None
 
 
-DenseOffload = Callable[
-    [
-        OffloadedRow,
-        torch.Tensor,
-        torch.Tensor,
-        AttentionParameters,
-        Callable[[torch.Tensor, Any], torch.Tensor],
-    ],
-    torch.Tensor,
-]
-"""A layer's dense attention over a partially offloaded sequence: of the row's tokens, with these
-queries, over its whole sequence, of which the cache has a part. The last argument is vLLM's
-attention of these tokens over a cache, by metadata."""
+DenseOffload = Callable[..., torch.Tensor]
+"""A layer's dense attention over a partially offloaded sequence. Takes its ``OffloadedRow``, the
+queries of the row's tokens, the layer's cache, which has a part of the sequence,
+``AttentionParameters``, and vLLM's attention of these tokens over a cache, by metadata."""
 
 Beside = tuple[torch.Tensor, Any]
 """Requests of the batch that are attended to densely on the device, by themselves: the places of
