@@ -45,22 +45,6 @@ def test_scores_equal_brute_force(kind: str, tokens: int) -> None:
             assert got[block, part] == pytest.approx(want, abs=1e-5)
 
 
-def test_bounds_are_never_below_any_logit() -> None:
-    keys, query = torch.randn(50, 16, 64), torch.randn(64)
-    bounds = DIGESTS["bounds"]
-    scores = digests_of(bounds, keys, 16) @ bounds.of_query(query)
-    assert (scores[..., 0] >= (keys @ query).amax(-1) - 1e-4).all()
-
-
-@pytest.mark.parametrize("kind", list(DIGESTS))
-def test_of_one_token_every_kind_scores_the_logit(kind: str) -> None:
-    keys, query = torch.randn(7, 1, 16), torch.randn(16)
-    digest = DIGESTS[kind]
-    torch.testing.assert_close(
-        digests_of(digest, keys, 1)[:, 0] @ digest.of_query(query), keys[:, 0] @ query
-    )
-
-
 def chosen_by_hand(query: torch.Tensor, keys: torch.Tensor, count: int) -> list[set[int]]:
     """Group mean of softmaxed scores, a block as similar as its best digest, a mean; ``keys``:
     ``[heads, blocks, digests, tokens, dim]``."""
@@ -88,14 +72,6 @@ def test_selection_equals_brute_force() -> None:
     rounded = decode(rows)[..., None, :]
     chosen = choose(Layout(DIGESTS["mean"], 0, 4), query, rows, 6, 0.5)
     assert [set(row) for row in chosen.tolist()] == chosen_by_hand(query, rounded, 6)
-
-
-def test_each_kv_head_chooses_for_itself() -> None:
-    digests = torch.zeros(2, 10, 1, 4)
-    digests[0, 3] = 9.0
-    digests[1, 8] = 9.0
-    layout = Layout(DIGESTS["mean"], 0, 1)
-    assert choose(layout, torch.ones(2, 1, 4), encode(digests), 1, 1.0).tolist() == [[3], [8]]
 
 
 SMALL_SHARE = RetrievalSettings(topk_share=0.02)

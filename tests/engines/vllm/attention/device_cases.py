@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from engines.vllm.attention import test_kernel, test_residency
-from engines.vllm.attention.alone import programs_in_any_order
 from engines.vllm.attention.interpreted import InterpretedDevice
 from engines.vllm.attention.sequences import BLOCK, Bench, Sequence, shape_of
-from engines.vllm.attention.test_kernel import (
+from engines.vllm.attention.test_kernel import (  # noqa: F401
     test_a_draft_has_the_blocks_of_a_decoded_token,
     test_blocks_loaded_behind_the_engines_back_are_digested_anew,
     test_digests_follow_what_is_written_into_blocks,
@@ -29,7 +28,7 @@ from engines.vllm.attention.test_kernel import (
     test_sinks_take_part,
     test_the_sum_does_not_depend_on_where_the_blocks_lie,
 )
-from engines.vllm.attention.test_residency import (
+from engines.vllm.attention.test_residency import (  # noqa: F401
     test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits,
 )
 from kvrecall.attention.kernels.oracle import attended
@@ -49,20 +48,6 @@ from kvrecall.engines.vllm.attention.cuda import TritonKernel
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow
 from kvrecall_lab.engines.meta import launches
-
-__all__ = [
-    "programs_in_any_order",
-    "test_a_draft_has_the_blocks_of_a_decoded_token",
-    "test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits",
-    "test_blocks_loaded_behind_the_engines_back_are_digested_anew",
-    "test_digests_follow_what_is_written_into_blocks",
-    "test_equals_the_oracle_in_every_shape",
-    "test_equals_the_oracle_with_options",
-    "test_equals_the_oracle_without_init_and_with_one_local_token",
-    "test_scattered_blocks_and_blocks_in_a_row_are_scored_alike",
-    "test_sinks_take_part",
-    "test_the_sum_does_not_depend_on_where_the_blocks_lie",
-]
 
 
 class DeviceBench(Bench):

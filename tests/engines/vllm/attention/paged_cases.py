@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engines.vllm.attention.alone import programs_in_any_order
 from engines.vllm.attention.test_paged import Cache, cache
 from kvrecall.attention.kernels.device import attend_by_triton
 from kvrecall.attention.kernels.oracle import attend_plainly
@@ -22,9 +21,6 @@ def got(made: Cache, scale: float, softcap: float = 0.0, share: int = 0) -> torc
 
 def want(made: Cache, scale: float, softcap: float = 0.0) -> torch.Tensor:
     return attend_plainly(made.query, made.keys, made.values, made.step, scale, softcap)
-
-
-__all__ = ["programs_in_any_order"]
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 1000, 4097])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engines.vllm.attention.alone import choose, programs_in_any_order
+from engines.vllm.attention.alone import choose
 from kvrecall.attention.kernels import device
 from kvrecall.attention.kernels.device import (
     Bucket,
@@ -19,8 +19,6 @@ from kvrecall.attention.kernels.device import (
 )
 from kvrecall.attention.kernels.oracle import table_plainly
 from kvrecall.attention.residency import BlockNumbers, DeviceResidency
-
-__all__ = ["programs_in_any_order"]
 
 HEADS, GROUP, TOKENS, WIDTH = 2, 3, 4, 8
 CACHE, PAGE_AT = 400, 3

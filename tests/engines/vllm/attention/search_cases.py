@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engines.vllm.attention.alone import choose, programs_in_any_order
+from engines.vllm.attention.alone import choose
 from kvrecall.attention.digest import DIGESTS, Layout, encode
 from kvrecall.attention.kernels import device
 from kvrecall.attention.kernels.device import (
@@ -19,8 +19,6 @@ from kvrecall.attention.kernels.device import (
     digest_by_triton,
 )
 from kvrecall.attention.kernels.oracle import logits_plainly, table_plainly
-
-__all__ = ["programs_in_any_order"]
 
 HEADS = 2
 

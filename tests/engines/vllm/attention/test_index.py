@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engines.vllm.attention.sequences import Bench, Sequence, shape_of
-from kvrecall.attention.digest import DIGESTS, Layout, decode, encode
+from kvrecall.attention.digest import DIGESTS, Layout, encode
 from kvrecall.attention.index.base import (
     INDEXES,
     Factory,
@@ -53,12 +53,6 @@ def coded(layout: Layout, blocks: int, seed: int = 0) -> torch.Tensor:
     random = torch.Generator().manual_seed(seed)
     keys = torch.randn(blocks, KV_HEADS, BLOCK, DIM, generator=random)
     return encode(layout.rows_of(keys)).transpose(0, 1)
-
-
-def test_decode_is_the_inverse_of_encode() -> None:
-    rows = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(1))
-    largest = rows.abs().amax((-1, -2), keepdim=True)
-    assert ((decode(encode(rows)) - rows).abs() <= largest / 250).all()
 
 
 @pytest.mark.parametrize("digest", DIGESTS)
@@ -168,12 +162,6 @@ def test_an_index_that_cannot_work_ends_the_start(name: str, said: str) -> None:
 def test_an_unknown_index_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="VLLM_RETRIEVAL_INDEX"):
         index_factory(name)
-
-
-def test_names() -> None:
-    assert index_factory("exact") is None
-    for name in INDEXES:
-        factory(name)(8).close()
 
 
 # -- in a layer -----------------------------------------------------------------------------
