@@ -18,6 +18,7 @@ from kvrecall.engines.vllm.attention.base import (
 )
 from kvrecall.engines.vllm.attention.cpu import CpuKernel, attend_in_place, write_tokens
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
+from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
 from kvrecall.engines.vllm.attention.step import BatchRow, StepPlanner
 from kvrecall_lab.engines.decode import isa_of
 
@@ -118,6 +119,18 @@ class Bench:
         length: a decoded one and drafts. ``queries``: ``[tokens, heads, dim]``."""
         row = BatchRow(len(queries), length, False)
         return self.attend([row], sequence.block_ids.to(torch.int32)[None], queries)
+
+    def decode_offloaded(
+        self, sequence: Sequence, offloaded: OffloadedSequence, *queries: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Sparse attention of these queries, or the sequence's own, each ``[1, heads, dim]``."""
+        table = sequence.block_ids.to(torch.int32)[None]
+        step = self.planner.plan([BatchRow(1, len(sequence.keys), False)], table, {0: offloaded})
+        assert step is not None
+        return [
+            self.layer.attend(query[None], self.cache, step, self.terms)
+            for query in queries or (sequence.query,)
+        ]
 
     def attend(
         self, rows: list[BatchRow], table: torch.Tensor, queries: torch.Tensor

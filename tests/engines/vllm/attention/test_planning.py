@@ -136,18 +136,6 @@ def test_the_number_that_all_ranks_agree_on_decides(builder: Builder) -> None:
     assert builder._kernel.overhead_bytes == 1 << 50, "for layers that are bound again"
 
 
-def test_digests_of_a_step_whose_layers_did_not_run_are_planned_again(builder: Builder) -> None:
-    layer = SimpleNamespace(digested=0)
-    builder._group.add("layer", layer)  # type: ignore[arg-type]
-    digested = []
-    for runs in (False, False, True, False):
-        step = build(builder, [70_000], [1]).retrieval.step
-        digested.append(step.stale_count)
-        layer.digested += step.stale_count * runs
-    assert digested[0] == digested[1] == digested[2] > 100
-    assert digested[3] < 10, "what the step wrote"
-
-
 def test_drafts_are_planned_beside_each_other(builder: Builder) -> None:
     """One request decodes with three drafts; another computes again what a preemption has cost."""
     builder._decoded = 4

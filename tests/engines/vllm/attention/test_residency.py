@@ -16,10 +16,8 @@ from engines.vllm.attention.sequences import BLOCK, Bench, Sequence, shape_of
 from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention import host_selection
-from kvrecall.engines.vllm.attention.activity import HeatTotals
 from kvrecall.engines.vllm.attention.base import CHECKSUM_BYTES, AttentionParameters
 from kvrecall.engines.vllm.attention.cpu import attend, halves, schedule
-from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.attention.offloaded import (
     NearArena,
     OffloadedSequence,
@@ -27,7 +25,7 @@ from kvrecall.engines.vllm.attention.offloaded import (
     checksums_of_layer,
     digests_of_layer,
 )
-from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow
+from kvrecall.engines.vllm.attention.step import OffloadedRow
 from kvrecall.engines.vllm.wire import Arrival, Departure, OffloadOrders
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.slots import ALIGNMENT
@@ -116,13 +114,10 @@ def test_blocks_read_in_place_give_the_same_bits(kind: str, tokens: int, stay: i
     dense = whole(bench, sequence, tokens)
     gone = split_of(tokens, BLOCK, settings).middle - stay
     offloaded = offload(bench, sequence, tokens, gone, settings)
-    table = sequence.block_ids.to(torch.int32)[None]
-    planned = bench.planner.plan([BatchRow(1, tokens, False)], table, {0: offloaded})
-    assert planned is not None
-    for query, result in zip(queries, want, strict=True):
-        got = bench.layer.attend(query[None], bench.cache, planned, terms)
-        assert torch.equal(got, result)
-    row = OffloadedRow(offloaded, slice(0, 1), table[0], tokens, False)
+    got = bench.decode_offloaded(sequence, offloaded, *queries)
+    assert torch.equal(torch.stack(got), torch.stack(want))
+    table = sequence.block_ids.to(torch.int32)
+    row = OffloadedRow(offloaded, slice(0, 1), table, tokens, False)
     got = bench.whole(row, sequence.query[None], bench.cache, terms)
     assert torch.equal(got, dense)
     assert bench.activity.blocks_in_place > 0
@@ -140,12 +135,8 @@ def test_pytorch_selects_what_compiled_code_does(
     want = bench.decode(sequence)
     offloaded = offload(bench, sequence, 6000, 20, settings)
     monkeypatch.setattr(host_selection, "is_compiled", lambda: False)
-    table = sequence.block_ids.to(torch.int32)[None]
-    planned = bench.planner.plan([BatchRow(1, 6000, False)], table, {0: offloaded})
-    assert planned is not None
-    assert planned.plan.search is None
-    got = bench.layer.attend(sequence.query[None], bench.cache, planned, bench.terms)
-    assert torch.equal(got, want)
+    monkeypatch.delattr(host_selection.Search, "run")
+    assert torch.equal(bench.decode_offloaded(sequence, offloaded)[0], want)
     assert bench.activity.blocks_in_place > 0
 
 
@@ -209,19 +200,12 @@ def test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits(
     starts[checksums_of_layer("layer")] = record.shape[1] - CHECKSUM_BYTES
     records = Records(record.reshape(-1), starts)
     last = int(sequence.block_ids[-1])
-    orders = OffloadOrders([], {last: "one"}, [], [arrival])
-    assert bench.group.take(orders, records) == set()
+    assert not bench.group.take(OffloadOrders([], {last: "one"}, [], [arrival]), records)
     assert bench.activity.digests_mended == len(damaged)
     offloaded = bench.group.sequence(last)
     assert offloaded is not None
-    table = sequence.block_ids.to(torch.int32)[None]
-    table[0, split.init : split.local] = 0
-    step = bench.planner.plan([BatchRow(1, 3000, False)], table, {0: offloaded})
-    assert step is not None
-    got = bench.layer.attend(
-        sequence.query[None], bench.cache, step, AttentionParameters(bench.shape.head_dim**-0.5)
-    )
-    assert torch.equal(got, want)
+    sequence.block_ids[split.init : split.local] = 0
+    assert torch.equal(bench.decode_offloaded(sequence, offloaded)[0], want)
     assert bench.activity.blocks_left == split.middle
     assert bench.activity.bytes_digests == split.middle * (record.shape[1] - page)
 
@@ -255,8 +239,6 @@ def test_a_sequence_leaves_in_parts_and_its_arena_with_it() -> None:
     want = bench.decode(sequence)
     split = split_of(3000, BLOCK, SETTINGS)
     ids = sequence.block_ids[split.init : split.local].tolist()
-    bench.group = RetrievalGroup(bench.activity, HeatTotals(), bench.kernel)
-    bench.group.add("layer", bench.layer)
     bench.group.register({"layer": bench.cache})
     page = bench.cache[0].nbytes
     arena = Arena.create(len(ids) * page)
@@ -270,18 +252,12 @@ def test_a_sequence_leaves_in_parts_and_its_arena_with_it() -> None:
     assert not bench.group.take(OffloadOrders([first], {last: "one"}, []), records)
     second = Departure("one", split.init, tuple(ids[5:]), offsets[5:], ())
     assert not bench.group.take(OffloadOrders([second], {last: "one"}, []), records)
-    bench.cache[ids] = float("nan") if bench.cache.is_floating_point() else 0x7F  # NaN, too
+    bench.cache[ids] = float("nan")
     offloaded = bench.group.sequence(last)
     assert offloaded is not None
     assert offloaded.count == len(ids)
     assert bench.group.arenas == {arena.handle()}
-    table = sequence.block_ids.to(torch.int32)[None]
-    step = bench.planner.plan([BatchRow(1, 3000, False)], table, {0: offloaded})
-    assert step is not None
-    got = bench.layer.attend(
-        sequence.query[None], bench.cache, step, AttentionParameters(bench.shape.head_dim**-0.5)
-    )
-    assert torch.equal(got, want)
+    assert torch.equal(bench.decode_offloaded(sequence, offloaded)[0], want)
     assert not bench.group.take(OffloadOrders([], {}, ["one"]), records)
     assert bench.group.sequence(last) is None
     assert not bench.group.arenas, "it need not be mapped any longer"
@@ -326,8 +302,7 @@ def test_an_arena_is_read_at_any_distance_that_a_table_can_name(near: int, far: 
     middle = 3 * REACH // 2
     cache = torch.from_numpy(room[middle : middle + bench.cache.nbytes]).view(bench.cache.dtype)
     cache = cache.view(bench.cache.shape).copy_(bench.cache)
-    group = RetrievalGroup(bench.activity, HeatTotals(), bench.kernel)
-    group.add("layer", bench.layer)
+    group = bench.group
     group.register({"layer": cache})
     last, offsets = int(sequence.block_ids[-1]), tuple(at * page for at in range(len(ids)))
     leaves = Departure("one", split.init, tuple(ids.tolist()), offsets, ())
@@ -342,11 +317,9 @@ def test_an_arena_is_read_at_any_distance_that_a_table_can_name(near: int, far: 
     cache[ids] = float("nan")
     offloaded = group.sequence(last)
     assert offloaded is not None
-    table = sequence.block_ids.to(torch.int32)[None]
-    step = bench.planner.plan([BatchRow(1, 3000, False)], table, {0: offloaded})
-    assert step is not None
-    assert torch.equal(bench.layer.attend(sequence.query[None], cache, step, bench.terms), want)
-    row = OffloadedRow(offloaded, slice(0, 1), table[0], 3000, False)
+    bench.cache = cache
+    assert torch.equal(bench.decode_offloaded(sequence, offloaded)[0], want)
+    row = OffloadedRow(offloaded, slice(0, 1), sequence.block_ids.to(torch.int32), 3000, False)
     got = bench.whole(row, sequence.query[None], cache, bench.terms)
     assert torch.equal(got, dense)
 
