@@ -328,7 +328,7 @@ class RetrievalBuilder(ABC):
             # While its prompt is computed all layers attend to it densely: too many to keep copies.
             kept = None
             if row.decodes:
-                kept = self._group.kept(sequence.key, -(-row.tokens // self.block_size))
+                kept = self._group.copies.of(sequence.key, -(-row.tokens // self.block_size))
             alone = self.alone(common, rows, at, kept)
             offloaded_rows.append(
                 OffloadedRow(sequence, here, table[at], row.tokens, not row.decodes, alone, kept)

@@ -40,7 +40,8 @@ from kvrecall.engines.vllm.attention.step import DenseOffload, OffloadedRow
 from kvrecall.engines.vllm.compat import config
 from kvrecall.errors import EngineError
 
-_FP8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+_STORED = {None: "auto", torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+"""The kernel's names for the types of keys and values in the cache, by ``KernelShape.fp8``."""
 
 _AT_ONCE = 64
 """Blocks unpacked at a time while digesting."""
@@ -103,14 +104,9 @@ def schedule(
         isa=shape.isa,
         enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
         dynamic_causal=None,
-        kv_cache_dtype=_stored_as(shape),
+        kv_cache_dtype=_STORED[shape.fp8],
     )
     return plan
-
-
-def _stored_as(shape: KernelShape) -> str:
-    """The kernel's name for the type of keys and values in the cache."""
-    return "auto" if shape.fp8 is None else _FP8[shape.fp8]
 
 
 def attend(
@@ -131,6 +127,9 @@ def attend(
     contiguous. Returns the query's shape."""
     keys, values = caches
     output = torch.empty_like(query) if output is None else output
+    sinks = parameters.sinks
+    if sinks is not None and sinks.dtype not in (torch.bfloat16, torch.float32):
+        sinks = sinks.float()
     ops.cpu_attention_with_kv_cache(
         query=query,
         key_cache=keys,
@@ -145,19 +144,12 @@ def attend(
         block_table=table,
         softcap=parameters.softcap,
         scheduler_metadata=plan,
-        s_aux=_sinks_of(parameters),
+        s_aux=sinks,
         k_scale=parameters.key_scale,
         v_scale=parameters.value_scale,
-        kv_cache_dtype=_stored_as(shape),
+        kv_cache_dtype=_STORED[shape.fp8],
     )
     return output
-
-
-def _sinks_of(parameters: AttentionParameters) -> torch.Tensor | None:
-    """As the kernel takes them."""
-    sinks = parameters.sinks
-    takes = sinks is None or sinks.dtype in (torch.bfloat16, torch.float32)
-    return sinks if sinks is None or takes else sinks.float()
 
 
 def write_tokens(
@@ -170,7 +162,7 @@ def write_tokens(
 ) -> None:
     """Packs keys and values ``[tokens, kv_heads, dim]`` into their slots of the cache. ``scales``:
     what a stored 1 is, of keys and of values."""
-    caches, stored = halves(kv_cache, True), _stored_as(shape)
+    caches, stored = halves(kv_cache, True), _STORED[shape.fp8]
     ops.cpu_attn_reshape_and_cache(keys, values, *caches, slots, shape.isa, *scales, stored)
 
 
@@ -241,36 +233,20 @@ class CpuKernel(AttentionKernel):
         caches, table = halves(kv_cache), plan.table
         if plan.distances is not None:
             caches, table = far_halves(kv_cache, plan.distances)
-        into = None
-        if parameters.sinks is not None:
-            found = self._attend_by_head(rows, caches, table, plan, parameters)
-        else:
-            if span is not None and output.is_contiguous():
-                into = output[span].view(rows.shape)
+        is_there = span is not None and output.is_contiguous()
+        found = output[span].view(rows.shape) if is_there else torch.empty_like(rows)
+        if parameters.sinks is None:
             args = table, plan.seq_lens, plan.starts, plan.work
-            found = attend(shape, rows, caches, *args, parameters, into)
-        if into is None:
+            attend(shape, rows, caches, *args, parameters, found)
+        else:  # A call has the same sinks for all its rows: one for the rows of a KV head.
+            starts = plan.starts[: len(plan.tokens) + 1]
+            for head, sinks in enumerate(parameters.sinks.view(-1, shape.group)):
+                ours = slice(head, None, shape.kv_heads)
+                args = table[ours], plan.seq_lens[ours].contiguous(), starts, plan.work
+                of_head = replace(parameters, sinks=sinks)
+                found[ours] = attend(shape, rows[ours].contiguous(), caches, *args, of_head)
+        if not is_there:
             output[here] = found.view(-1, *output.shape[1:])
-
-    def _attend_by_head(
-        self,
-        rows: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
-        table: torch.Tensor,
-        plan: HostPlan,
-        parameters: AttentionParameters,
-    ) -> torch.Tensor:
-        """A call has the same sinks for all its rows: one call for the rows of a KV head."""
-        shape, heads = self.shape, self.shape.kv_heads
-        assert parameters.sinks is not None
-        found = torch.empty_like(rows)
-        starts = plan.starts[: len(plan.tokens) + 1]
-        for head, sinks in enumerate(parameters.sinks.view(heads, shape.group)):
-            ours = slice(head, None, heads)
-            args = table[ours], plan.seq_lens[ours].contiguous(), starts, plan.work
-            of_head = replace(parameters, sinks=sinks)
-            found[ours] = attend(shape, rows[ours].contiguous(), caches, *args, of_head)
-        return found
 
 
 class KeyReader:

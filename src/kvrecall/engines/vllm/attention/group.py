@@ -18,7 +18,7 @@ from kvrecall.engines.vllm.attention.offloaded import (
     checksums_of_layer,
     digests_of_layer,
 )
-from kvrecall.engines.vllm.attention.step import Freshness, KeptCopy
+from kvrecall.engines.vllm.attention.step import Freshness
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.wire import Arrival, Departure, OffloadOrders
 from kvrecall.errors import EngineError
@@ -51,9 +51,10 @@ class RetrievalGroup:
         self._activity = activity
         self._kernel = kernel
         self._near: dict[ArenaHandle | None, NearArena] = {}
-        self._copies = KeptCopies(0)
+        self.copies = KeptCopies(0)
         self._caches: Mapping[str, torch.Tensor] = {}
-        self._layer_names: list[str] = []
+        self.layer_names: list[str] = []
+        """Those of its layers, sparse or not."""
         self._sparse: dict[str, RetrievalLayer] = {}
         self._sequences: dict[str, OffloadedSequence] = {}
         self._rows: dict[int, str] = {}
@@ -62,7 +63,7 @@ class RetrievalGroup:
 
     def add(self, name: str, sparse: RetrievalLayer | None) -> None:
         """``sparse``: None if the layer stays dense."""
-        self._layer_names.append(name)
+        self.layer_names.append(name)
         if sparse is not None:
             self._sparse[name] = sparse
             self.freshness.follow(sparse)
@@ -71,10 +72,6 @@ class RetrievalGroup:
         """The offloaded sequence whose last token of this step is written into that block."""
         key = self._rows.get(last_block)
         return None if key is None else self._sequences[key]
-
-    def kept(self, key: str, blocks: int) -> KeptCopy | None:
-        """Where dense layers keep so many blocks of an offloaded sequence; None: nowhere."""
-        return self._copies.of(key, blocks)
 
     @property
     def is_idle(self) -> bool:
@@ -89,17 +86,12 @@ class RetrievalGroup:
 
     # ---- as the connector asks -----------------------------------------------------------
 
-    @property
-    def layer_names(self) -> tuple[str, ...]:
-        """Those of its layers, sparse or not."""
-        return tuple(self._layer_names)
-
     def register(self, caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Registers the device KV cache, one tensor per layer. Returns what the pool stores beside
         the KV of the group: each sparse layer's digests and their checksums, a row per block."""
         self._caches = caches
         if not self._kernel.on_host:
-            self._copies = KeptCopies(len(next(iter(caches.values()))))
+            self.copies = KeptCopies(len(next(iter(caches.values()))))
         pages = {}
         for name, layer in self._sparse.items():
             pages[digests_of_layer(name)] = layer.digest_rows(caches[name])
@@ -174,7 +166,7 @@ class RetrievalGroup:
             return
         for sparse in self._sparse.values():
             sparse.forget(key)
-        self._copies.forget(key)
+        self.copies.forget(key)
         arena = gone.records.arena
         if arena in self._near and not any(
             sequence.records.arena == arena for sequence in self._sequences.values()
