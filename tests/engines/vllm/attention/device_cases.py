@@ -43,8 +43,8 @@ from kvrecall.engines.vllm.attention.base import (
     checksums_of,
     sums_of,
 )
-from kvrecall.engines.vllm.attention.copied import CopiedDense, KeptCopies
-from kvrecall.engines.vllm.attention.cuda import TritonKernel
+from kvrecall.engines.vllm.attention.cuda import CopiedDense, TritonKernel
+from kvrecall.engines.vllm.attention.group import KeptCopies
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow
 from kvrecall_lab.engines.meta import launches

@@ -242,7 +242,6 @@ class RetrievalBuilder(ABC):
         gate = self._planner.gate
         longest = most - 1  # the last token of a sequence of max_model_len is not decoded further
         least = gate.sparse_from(self.block_size, longest)
-        ungated = replace(gate, settings=replace(settings, gate=False))
         if least is not None:
             logger.info(
                 "kvrecall: retrieval: with this model sequences decode sparsely from %d tokens on, "
@@ -258,6 +257,7 @@ class RetrievalBuilder(ABC):
             f"max_model_len={most}; VLLM_RETRIEVAL_GATE=0 decodes sparsely from "
             f"VLLM_RETRIEVAL_DENSE_BOUNDARY={settings.dense_boundary} on all the same"
         )
+        ungated = replace(gate, settings=replace(settings, gate=False))
         if ungated.sparse_from(self.block_size, longest) is None:
             why = (
                 f"a sequence of max_model_len={most} has no more blocks between its first "

@@ -48,10 +48,9 @@ from kvrecall.engines.vllm.attention.base import (
     SparseStep,
 )
 from kvrecall.engines.vllm.attention.checks import offload_hindrance
-from kvrecall.engines.vllm.attention.copied import CopiedDense
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
 from kvrecall.engines.vllm.attention.plugin import active_settings
-from kvrecall.engines.vllm.attention.step import BatchRow, DenseOffload, KeptCopy
+from kvrecall.engines.vllm.attention.step import BatchRow, DenseOffload, KeptCopy, OffloadedRow
 from kvrecall.engines.vllm.compat import runner
 from kvrecall.engines.vllm.compat.config import layer_index, most_of_ranks
 from kvrecall.engines.vllm.device import device_of
@@ -321,6 +320,62 @@ def _facts_of(sequence: SparseSequence) -> SequenceFacts:
                 f"{offloaded.count} that are off the device"
             )
     return SequenceFacts(token, split.init, split.middle, split.chosen, split.blocks, length, slots)
+
+
+class CopiedDense:
+    """One layer's dense attention over partially offloaded sequences. Owned by the worker's thread.
+
+    It needs all of a sequence's keys, and vLLM's kernels for GPUs read one cache. So the sequence's
+    blocks of this layer, those in the arena and those on the device, are copied into one. A dense
+    layer has as many pages for them as its KV cache has blocks, allocated when they are first
+    needed: a block that is full is copied once. Where a sequence has no pages all of its blocks are
+    copied in each step, side by side, for the time of the call.
+    """
+
+    def __init__(self, name: str, activity: Activity) -> None:
+        self._name = name
+        self._activity = activity
+        self._pages: torch.Tensor | None = None
+
+    def attend(
+        self,
+        row: OffloadedRow,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        parameters: AttentionParameters,
+        plainly: Callable[[torch.Tensor, Any], torch.Tensor],
+    ) -> torch.Tensor:
+        return plainly(self.copy(kv_cache, row, len(query)), row.metadata)
+
+    def copy(self, kv_cache: torch.Tensor, row: OffloadedRow, new_tokens: int) -> torch.Tensor:
+        """A cache, of the same strides in a block, with the sequence's blocks: in its pages, or in
+        their order. ``new_tokens``: its last, which this step computes, and might yet again."""
+        count, kept, sequence = -(-row.tokens // kv_cache.shape[2]), row.kept, row.sequence
+        if kept is None:
+            copies, first, into = _like(kv_cache, count), 0, np.arange(count, dtype=np.int64)
+        else:
+            if self._pages is None or len(self._pages) != len(kv_cache):
+                self._pages = _like(kv_cache, len(kv_cache))
+            copies, first = self._pages, kept.copied.get(self._name, 0)
+            into = kept.pages[first:count]
+        ids, size = row.table[:count].numpy().astype(np.int64), kv_cache.element_size()
+        sources = kv_cache.data_ptr() + ids * (kv_cache.stride(0) * size)
+        middle = slice(sequence.init, sequence.init + sequence.count)
+        sources[middle] = sequence.addresses(self._name)
+        nbytes = kv_cache[0].numel() * size
+        targets = copies.data_ptr() + into * nbytes
+        device_of(kv_cache.device).move(sources[first:], targets, kernels.Piece(1, nbytes, 0))
+        self._activity.bytes_staged += nbytes * len(into)
+        if kept is not None:
+            kept.copied[self._name] = (row.tokens - new_tokens) // kv_cache.shape[2]
+        return copies
+
+
+def _like(kv_cache: torch.Tensor, blocks: int) -> torch.Tensor:
+    """A cache of so many blocks, one behind the other, each like the other cache's."""
+    elements = kv_cache[0].numel()
+    made = torch.empty(blocks * elements, dtype=kv_cache.dtype, device=kv_cache.device)
+    return made.as_strided((blocks, *kv_cache.shape[1:]), (elements, *kv_cache.stride()[1:]))
 
 
 class DeviceBuilder(RetrievalBuilder):

@@ -10,7 +10,6 @@ import torch
 
 from kvrecall.engines.vllm.attention.activity import Activity, HeatTotals
 from kvrecall.engines.vllm.attention.base import AttentionKernel, RetrievalLayer
-from kvrecall.engines.vllm.attention.copied import KeptCopies
 from kvrecall.engines.vllm.attention.offloaded import (
     NearArena,
     OffloadedSequence,
@@ -18,13 +17,41 @@ from kvrecall.engines.vllm.attention.offloaded import (
     checksums_of_layer,
     digests_of_layer,
 )
-from kvrecall.engines.vllm.attention.step import Freshness
+from kvrecall.engines.vllm.attention.step import Freshness, KeptCopy
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.wire import Arrival, Departure, OffloadOrders
 from kvrecall.errors import EngineError
 from kvrecall.pool.base import ArenaHandle
 
 logger = logging.getLogger("vllm.kvrecall")
+
+
+class KeptCopies:
+    """Which of the dense layers' own pages the sequences of a KV group have: a page is room for a
+    block in each of these layers. Owned by the worker's thread."""
+
+    def __init__(self, pages: int) -> None:
+        self._free = list(range(pages))
+        self._kept: dict[str, KeptCopy] = {}
+
+    def of(self, key: str, blocks: int) -> KeptCopy | None:
+        """A page for each of the sequence's blocks; None if too few are free, and the sequence then
+        gives up those it had."""
+        kept = self._kept.setdefault(key, KeptCopy())
+        more = max(0, blocks - len(kept.pages))
+        if more > len(self._free):
+            self.forget(key)
+            return None
+        if more:
+            kept.pages = np.append(kept.pages, self._free[-more:])
+            del self._free[-more:]
+        return kept
+
+    def forget(self, key: str) -> None:
+        """The sequence has ended. It may have no pages."""
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._free.extend(kept.pages.tolist())
 
 
 class RetrievalGroup:

@@ -40,11 +40,6 @@ class HostPlan:
     layers find them one after the other. ``work``: vLLM's plan for the kernel's threads.
     """
 
-    __slots__ = (
-        "_head", "_head_bytes", "_heads", "distances", "search", "seq_lens", "span", "starts",
-        "table", "tokens", "work",
-    )  # fmt: skip
-
     def __init__(
         self, shape: KernelShape, sequences: Sequence[SparseSequence], layout: Layout | None
     ) -> None:
