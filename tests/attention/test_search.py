@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -193,13 +192,6 @@ def test_a_search_finds_what_pytorch_finds(
             assert torch.equal(case.search(count, *parts), case.plainly(count, *parts))
 
 
-def test_a_prepared_search_serves_several_queries_and_layers(threads: int) -> None:
-    prepared = Case(0.2, "bounds", (2, 3, 64), 50).prepared(9, torch.arange(50))
-    for _ in range(20):
-        case = Case(0.2, "bounds", (2, 3, 64), 50)
-        assert torch.equal(case.run(prepared), case.plainly(9, torch.arange(50)))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_query_is_read_where_it_lies(dtype: torch.dtype, threads: int) -> None:
     """In a batch, beside the keys of its tokens, and with its heads apart."""
@@ -274,24 +266,6 @@ def test_found_blocks_are_entered_by_their_distances(threads: int) -> None:
     want[1:3, 4:12] = begins[found] + np.array([[0], [1000]])
     assert np.array_equal(table, want)
     assert prepared.left == int((found < left).sum())
-
-
-def test_threads_may_search_at_once(threads: int) -> None:
-    cases = [Case(0.2, "bounds", (2, 4, 64), 300) for _ in range(6)]
-    want = [case.plainly(30, torch.arange(300)) for case in cases]
-    wrong: list[int] = []
-
-    def search(number: int) -> None:
-        for _ in range(30):
-            if not torch.equal(cases[number].search(30, torch.arange(300)), want[number]):
-                wrong.append(number)
-
-    several = [threading.Thread(target=search, args=(number,)) for number in range(6)]
-    for one in several:
-        one.start()
-    for one in several:
-        one.join()
-    assert not wrong
 
 
 @pytest.fixture

@@ -179,12 +179,6 @@ def test_spaces_around_a_value_mean_nothing(around: str) -> None:
     assert RetrievalSettings.from_environ(environ) == wanted
 
 
-def test_in_the_reference_mode_the_prompts_length_decides() -> None:
-    settings = RetrievalSettings(dense_boundary=10, offload_boundary=20, mode="retrievalkv")
-    regimes = [settings.regime(100, tokens) for tokens in (9, 10, 19, 20)]
-    assert regimes == [Regime.DENSE, Regime.SPARSE, Regime.SPARSE, Regime.OFFLOAD]
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("boundary", [1, 255, 256, 257, 1000])
 def test_exact_blocks_are_those_that_no_step_decodes_sparsely(mode: str, boundary: int) -> None:

@@ -44,23 +44,6 @@ def table(*lengths: int) -> torch.Tensor:
     return torch.arange(len(lengths) * 1100, dtype=torch.int32).view(len(lengths), -1)
 
 
-def test_only_decoded_tokens_of_long_sequences_are_sparse() -> None:
-    activity = Activity()
-    rows = [
-        BatchRow(1, 70_000, False),
-        BatchRow(1, 30_000, False),
-        BatchRow(512, 70_000, True),
-        BatchRow(1, 70_000, True),
-        BatchRow(1, 40_000, False),
-    ]
-    step = planner(RetrievalSettings(), activity).plan(rows, table(*range(5)))
-    assert step is not None
-    assert [sequence.row for sequence in step.sequences] == [0, 4]
-    assert [sequence.token for sequence in step.sequences] == [0, 515]
-    assert step.plan.table.shape[0] == len(step.plan.seq_lens) == 2 * LARGE.kv_heads
-    assert activity.sequences_sparse == 2
-
-
 def test_prefill_digests_blocks_as_they_fill() -> None:
     planned = planner(RetrievalSettings(), Activity())
     first = planned.plan([BatchRow(2048, 40_000, True)], table(1))
