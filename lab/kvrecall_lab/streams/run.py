@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-from kvrecall.attention.residency import DeviceResidency
+from kvrecall.attention.kernels.device import DeviceResidency
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
 from kvrecall.engines.vllm.attention.cuda import CopiedDense

@@ -6,7 +6,7 @@ sizes of a step's bucket: programs of what is not there end at once. A row's res
 other row, on no size of the bucket, and not on the order of its programs, the last of which goes on
 with what all of them have found.
 
-A middle block that is off the device is named by ``-1 - number`` (``residency.DeviceResidency``).
+A middle block that is off the device is named by ``-1 - number`` (``device.DeviceResidency``).
 """
 
 from __future__ import annotations

@@ -12,13 +12,14 @@ import torch
 from engines.vllm.attention.alone import choose
 from kvrecall.attention.kernels import device
 from kvrecall.attention.kernels.device import (
+    BlockNumbers,
     Bucket,
+    DeviceResidency,
     DeviceStep,
     SequenceFacts,
     fetch_by_triton,
 )
 from kvrecall.attention.kernels.oracle import table_plainly
-from kvrecall.attention.residency import BlockNumbers, DeviceResidency
 
 HEADS, GROUP, TOKENS, WIDTH = 2, 3, 4, 8
 CACHE, PAGE_AT = 400, 3

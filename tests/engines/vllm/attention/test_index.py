@@ -18,7 +18,7 @@ from kvrecall.attention.index.base import (
 )
 from kvrecall.attention.selection import choose
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.engines.vllm.attention.indexed import SequenceIndex
+from kvrecall.engines.vllm.attention.host_selection import SequenceIndex
 from kvrecall.errors import ConfigError
 from kvrecall.testing.index_contract import IndexContract
 

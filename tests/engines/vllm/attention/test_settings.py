@@ -107,8 +107,8 @@ def test_settings_of_what_is_off_are_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"TOPK_PERCENT": "0.1"}, "VLLM_RETRIEVAL_TOPK_PERCENT has no effect"),
-        ({"MODE": "x", "GATE": "1"}, "VLLM_RETRIEVAL_GATE, VLLM_RETRIEVAL_MODE have no effect"),
+        ({"TOPK_PERCENT": "0.1"}, "have no effect: VLLM_RETRIEVAL_TOPK_PERCENT;"),
+        ({"MODE": "x", "GATE": "1"}, "have no effect: VLLM_RETRIEVAL_GATE, VLLM_RETRIEVAL_MODE;"),
         ({}, ""),
     ],
 )

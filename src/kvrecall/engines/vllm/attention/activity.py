@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrecall.attention.residency import Ints
+from kvrecall.attention.kernels.device import Ints
 from kvrecall.engines.base import Heat
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.device.base import Event

@@ -230,10 +230,6 @@ class RetrievalBuilder(ABC):
         layers = _attention_layers(self.vllm_config)
         return {name: impl for name, impl in layers.items() if name in self._layer_names}
 
-    def has_sinks(self) -> bool:
-        """Whether its layers have attention sinks."""
-        return any(impl.sinks is not None for impl in self._impls().values())
-
     def _tell_boundary(self, settings: RetrievalSettings) -> None:
         """Logs from which length on sequences decode sparsely."""
         most = self.vllm_config.model_config.max_model_len

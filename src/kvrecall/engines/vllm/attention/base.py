@@ -24,7 +24,7 @@ import torch
 import xxhash
 
 from kvrecall.attention.digest import Layout, coded_width
-from kvrecall.attention.residency import Ints
+from kvrecall.attention.kernels.device import Ints
 from kvrecall.attention.selection import Split
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity, RecallCounts

@@ -22,8 +22,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from kvrecall.attention.digest import Layout, encode
+from kvrecall.attention.kernels.device import Ints
 from kvrecall.attention.kernels.search import is_compiled
-from kvrecall.attention.residency import Ints
 from kvrecall.attention.selection import OVERHEAD_BYTES
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
 from kvrecall.engines.vllm.attention.base import (
@@ -328,7 +328,8 @@ class RetrievalMetadataBuilder(RetrievalBuilder, CPUAttentionMetadataBuilder):
         shape = (self.num_heads, self.num_kv_heads, self.head_dim, self.block_size)
         # vLLM keeps the layers of --kv-cache-dtype-skip-layers in the model's type.
         fp8 = config.fp8_type(self.vllm_config) if kv_cache_spec.dtype is torch.uint8 else None
-        return CpuKernel(KernelShape(*shape, self.dtype, self.isa, fp8, self.has_sinks()))
+        sinks = any(impl.sinks is not None for impl in self._impls().values())
+        return CpuKernel(KernelShape(*shape, self.dtype, self.isa, fp8, sinks))
 
     def make_dense(self, name: str) -> DenseOffload:
         return partial(attend_in_place, self._kernel.shape, name)

@@ -31,8 +31,14 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from kvrecall.attention.digest import Layout, coded_width
 from kvrecall.attention.kernels import device as kernels
-from kvrecall.attention.kernels.device import Bucket, DeviceStep, SequenceFacts
-from kvrecall.attention.residency import BlockNumbers, DeviceResidency, Ints
+from kvrecall.attention.kernels.device import (
+    BlockNumbers,
+    Bucket,
+    DeviceResidency,
+    DeviceStep,
+    Ints,
+    SequenceFacts,
+)
 from kvrecall.attention.selection import LAUNCHES, LAUNCHES_A_BLOCK, DeviceSpeed, Split
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity, RecallCounts

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrecall.attention.residency import Ints
+from kvrecall.attention.kernels.device import Ints
 from kvrecall.errors import EngineError, TierError
 from kvrecall.pool.arena import open_arena
 from kvrecall.pool.base import ArenaHandle
@@ -65,7 +65,7 @@ class OffloadedSequence:
     device blocks that it recalls into, where every layer and KV head has its own blocks; none if
     blocks are read in place. ``near``: the arena's address for each layer that does so
     (``NearArena``). ``numbers``: of those blocks on a device whose kernels recall them
-    (``residency.BlockNumbers``), which they do as long as it ``is_readable``."""
+    (``device.BlockNumbers``), which they do as long as it ``is_readable``."""
 
     key: str
     init: int

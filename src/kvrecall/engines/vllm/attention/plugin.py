@@ -45,12 +45,10 @@ def _tell_unused(environ: Mapping[str, str]) -> None:
     unused = sorted(name for name in environ if name.startswith(PREFIX))
     if unused and multiprocessing.parent_process() is None:
         logger.warning(
-            "kvrecall: retrieval attention is off, so %s %s no effect: name `%s` in VLLM_PLUGINS "
-            "(beside any others), or unset %s",
+            "kvrecall: retrieval attention is off, so settings have no effect: %s; name `%s` in "
+            "VLLM_PLUGINS (beside any others), or unset them",
             ", ".join(unused),
-            "has" if len(unused) == 1 else "have",
             NAME,
-            "it" if len(unused) == 1 else "them",
         )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvrecall.attention.index.base import EXACT
-from kvrecall.attention.residency import Ints
+from kvrecall.attention.kernels.device import Ints
 from kvrecall.attention.selection import Gate, Split, split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
