@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrecall.block import TierName
-from kvrecall.engines.vllm.connector.cost import LoadCostModel
+from kvrecall.engines.vllm.connector.load import LoadCostModel
 
 HOST, DISK = TierName.HOST, TierName.DISK
 MB = 1 << 20

@@ -27,8 +27,7 @@ TOKENS = 32 * BLOCK
 BESIDE = (
     *("pool/eviction/", "pool/write"),  # what the policies note of it
     *("pool/base.py", "pool/tier.py", "pool/arena.py", "engines/vllm/wire.py", "block.py"),
-    *("engines/vllm/connector/metrics.py", "engines/vllm/connector/observers.py", "nicety.py"),
-    "engines/vllm/connector/offload.py",  # its null form
+    *("engines/vllm/connector/metrics.py", "engines/vllm/connector/observers.py"),
 )
 """Beginnings of modules that have no part in a hit's way, and of what they call: policies, values,
 observers."""
@@ -56,6 +55,8 @@ class Recorder:
         if event not in ("call", "return") or not path.is_relative_to(SOURCE):
             return
         module = path.relative_to(SOURCE).as_posix()
+        if module == "nicety.py":  # a decorator: what it calls is called by its caller
+            return
         if event == "return":
             if self._stack:
                 self._stack.pop()

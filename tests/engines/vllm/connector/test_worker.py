@@ -80,9 +80,9 @@ class Machine(Bench):
 
     @property
     def copier(self) -> Copier:
-        copier = self.worker._arena._copier
-        assert copier is not None
-        return copier
+        mapped = self.worker._arena._mapped
+        assert mapped is not None
+        return mapped.copier
 
     def run(self, orders: StepOrders, computes: dict[int, int]) -> set[str]:
         """A step of the engine: what the worker is asked to do, and in between the forward pass,

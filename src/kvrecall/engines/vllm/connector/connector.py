@@ -7,7 +7,7 @@ import logging
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,15 +26,7 @@ from kvrecall.block import BlockKey, Namespace
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.attention.checks import offload_hindrance, reads_in_place
 from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested, require_on
-from kvrecall.engines.vllm.compat import (
-    config,
-    events,
-    runner,
-    scheduler,
-    shims,
-    waits,
-    weights,
-)
+from kvrecall.engines.vllm.compat import config, events, runner, scheduler, shims, waits, weights
 from kvrecall.engines.vllm.compat.logs import show_pool_lines
 from kvrecall.engines.vllm.compat.serving import end_with_parent
 from kvrecall.engines.vllm.compat.versions import BESIDE_OTHERS
@@ -245,7 +237,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(self._scheduler.offload, OffloadPlanner):
             scheduler.block_manager(self._kv_cache_manager).planner = self._scheduler.offload
         self._events = self._pool_events(self._scheduler)
-        self._ready_arena(facts, [shard.numa_node for shard in shards])
+        self._ready_arena(facts, {node for one in shards if (node := one.numa_node) is not None})
         self._tell_open(facts, arena_bytes)
 
     @nicety("a log line")
@@ -259,11 +251,10 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             facts.unit,
         )
 
-    def _ready_arena(self, facts: EngineFacts, nodes: list[int | None]) -> None:
-        """Before the engine serves: has the arena near its devices, and mapped and page-locked by
-        every worker."""
+    def _ready_arena(self, facts: EngineFacts, near: Collection[int]) -> None:
+        """Before the engine serves: has the arena near its devices, on the NUMA nodes ``near``, and
+        mapped and page-locked by every worker."""
         assert self._pool is not None
-        near = {node for node in nodes if node is not None}
         if isinstance(self._pool, Pool) and not facts.copies_in_step:
             if near and not self._pool.arena.prefer(near):
                 logger.warning("kvrecall: the kernel does not let host memory be near the devices")
@@ -333,6 +324,10 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             + ORIGIN_BYTES
             for group in range(len(groups))
         ]
+        exact_blocks = ALL_BLOCKS
+        if is_requested(os.environ):
+            settings = active_settings(self._vllm_config)
+            exact_blocks = settings.exact_blocks(groups[0].block_size)
         return EngineFacts(
             groups=tuple(GroupFacts(*each) for each in zip(groups, nbytes, strict=True)),
             hash_block_size=shims.hash_block_size(self._vllm_config, self._kv_cache_config),
@@ -340,8 +335,9 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             copies_in_step=all(shard.copies_in_step for shard in shards),
             recalls=self._may_recall(),
             least_token_seconds=max(shard.token_seconds for shard in shards),
-            rank_share=max(map(_block_bytes, shards)) / sum(nbytes),
-            exact_blocks=self._exact_blocks(),
+            rank_share=max(sum(one.page_bytes for one in rank.layers) for rank in shards)
+            / sum(nbytes),
+            exact_blocks=exact_blocks,
             match_unit=self._match_unit(),
             recovers=bool(self._vllm_config.parallel_config.enable_fault_tolerance),
         )
@@ -356,13 +352,6 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
                 "and keeps a digest of each: leave one of the two out"
             )
         return unit
-
-    def _exact_blocks(self) -> int:
-        """As of ``RetrievalSettings.exact_blocks``."""
-        if not is_requested(os.environ):
-            return ALL_BLOCKS
-        size = config.kv_groups(self._kv_cache_config)[0].block_size
-        return active_settings(self._vllm_config).exact_blocks(size)
 
     def _may_recall(self) -> bool:
         """Only in consumers does vLLM protect blocks from loads that overtake a running step."""
@@ -406,17 +395,9 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         return self._s.orders(scheduler_output, self._pool.arena_handle())
 
     def update_connector_output(self, connector_output: Any) -> None:
-        report = connector_output.kv_connector_worker_meta
-        self._s.reported(
-            report,
-            connector_output.finished_recving or set(),
-            connector_output.failed_recving or set(),
-        )
-
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self._s.finished(request, (block_ids,))
+        output = connector_output
+        loaded, failed = output.finished_recving or set(), output.failed_recving or set()
+        self._s.reported(output.kv_connector_worker_meta, loaded, failed)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -519,11 +500,6 @@ def _map_arena(_: object, handle: ArenaHandle) -> None:
         connector = get_kv_transfer_group()
         if isinstance(connector, RecallConnector):
             connector._w.map_arena(handle)
-
-
-def _block_bytes(shard: Shard) -> int:
-    """This rank's bytes of a block of each KV group."""
-    return sum(layer.page_bytes for layer in shard.layers)
 
 
 @nicety("the endpoint for administration")

@@ -22,9 +22,8 @@ from kvrecall.block import BlockKey, TierName
 from kvrecall.engines.base import Reason
 from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.connector.chains import LEAST_COMMON, Chains
-from kvrecall.engines.vllm.connector.cost import LoadPlan
 from kvrecall.engines.vllm.connector.hit import Hit, Lookup
-from kvrecall.engines.vllm.connector.load import PrefixLoad
+from kvrecall.engines.vllm.connector.load import LoadPlan, PrefixLoad
 from kvrecall.engines.vllm.connector.metrics import Counters
 from kvrecall.engines.vllm.connector.observers import SchedulerEvents
 from kvrecall.engines.vllm.connector.request import RequestState, Truncation

@@ -19,15 +19,15 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.base import MISSED, REPORT, UNIT
 from kvrecall.engines.vllm.compat.scheduler import boundary_states, fail_loads, keep_boundary
 from kvrecall.engines.vllm.connector.audit import Auditor
-from kvrecall.engines.vllm.connector.cost import LoadCostModel
 from kvrecall.engines.vllm.connector.handover import Handover, Promise, Wait, pool_id, receipt
 from kvrecall.engines.vllm.connector.hit import FirstNeeded, Hit, HitFinder, Lookup
-from kvrecall.engines.vllm.connector.load import PrefixLoad
+from kvrecall.engines.vllm.connector.load import LoadCostModel, PrefixLoad
 from kvrecall.engines.vllm.connector.metrics import Counters
 from kvrecall.engines.vllm.connector.miss import MissExplainer
 from kvrecall.engines.vllm.connector.observers import Observers, SchedulerEvents
-from kvrecall.engines.vllm.connector.offload import NoOffload, OffloadPlanner
+from kvrecall.engines.vllm.connector.offload import OffloadPlanner, StateOf, Trusted
 from kvrecall.engines.vllm.connector.request import (
+    AwakeRequests,
     BlockHashes,
     LoadRecord,
     RequestState,
@@ -35,25 +35,17 @@ from kvrecall.engines.vllm.connector.request import (
     hint_of_request,
     request_of,
 )
-from kvrecall.engines.vllm.connector.resting import AwakeRequests
 from kvrecall.engines.vllm.connector.saver import BoundaryState, Computed, Reachable, Saver
 from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.engines.vllm.identity.changes import LoadedAdapter
 from kvrecall.engines.vllm.identity.namespace import Adapters, NamespaceRegistry
-from kvrecall.engines.vllm.wire import (
-    Comparison,
-    EngineFacts,
-    LoadOrder,
-    StepOrders,
-    StepReport,
-)
+from kvrecall.engines.vllm.wire import Comparison, EngineFacts, LoadOrder, StepOrders, StepReport
 from kvrecall.pool.base import ArenaHandle, PoolClient
 
 logger = logging.getLogger("vllm.kvrecall")
 
 RoomFor = Callable[[Any, int, Iterable[Any]], bool]
-MakePlanner = Callable[[Callable[[str], RequestState | None], Callable[..., int]], OffloadPlanner]
-"""``(state_of, trusted)``: see ``OffloadPlanner``."""
+MakePlanner = Callable[[StateOf, Trusted], OffloadPlanner]
 
 _FINISHED_WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 _ABORTED = "FINISHED_ABORTED"
@@ -125,19 +117,17 @@ class RecallScheduler:
         self._events = Observers(heard)
         groups = [(str(group.group), group.block_bytes) for group in facts.groups]
         self.namespaces = NamespaceRegistry(pool, groups, namespace, adapters)
-        self.costs = LoadCostModel(
-            facts.block_size,
-            facts.block_bytes,
-            settings.pool.load_deadline_s,
-            facts.least_token_seconds,
-            clock,
-        )
+        size, nbytes, least_s = facts.block_size, facts.block_bytes, facts.least_token_seconds
+        deadline_s = settings.pool.load_deadline_s
+        self.costs = LoadCostModel(size, nbytes, deadline_s, least_s, clock)
         self._finder = HitFinder(pool, facts, first_needed)
         every, refuted = settings.audit_every, self._refuted
         self._auditor = Auditor(pool, facts, every, self.counters, refuted, clock)
         origin = self._auditor.origin
         self._saver = Saver(pool, facts, self._finder, reachable, origin, self._events)
-        self.offload = (make_planner or NoOffload)(self.state_of, self._auditor.trusted)
+        self.offload: OffloadPlanner | None = None
+        if make_planner is not None:
+            self.offload = make_planner(self.state_of, self._auditor.trusted)
 
     # ---- recall -------------------------------------------------------------------------
 
@@ -166,8 +156,9 @@ class RecallScheduler:
             return self._without(state, load)
         if self._blocks_others(request, load):
             return _ASK_AGAIN
-        size = self._facts.block_size
-        self.offload.expect(state.id, start // size, -(-(start + load.tokens) // size))
+        if self.offload is not None:
+            size = self._facts.block_size
+            self.offload.expect(state.id, start // size, -(-(start + load.tokens) // size))
         return load.tokens, True
 
     def _may_load(self, state: RequestState) -> bool:
@@ -204,7 +195,6 @@ class RecallScheduler:
         load = PrefixLoad(self._pool, self.costs, hit, self.costs.mark(), patience_s, deadline_s)
         self._matched[state.id] = load
         load.acquire(state)
-        self._events.acquired(state, load)
         return load, False
 
     def _search(self, state: RequestState, start: int, limit: int) -> Lookup | None:
@@ -329,7 +319,8 @@ class RecallScheduler:
             if load.offsets is None:
                 self._events.load_over(state, load)
             load.release()
-            self.offload.unexpect(state.id)
+            if self.offload is not None:
+                self.offload.unexpect(state.id)
 
     def allocated(
         self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int
@@ -411,9 +402,10 @@ class RecallScheduler:
             self._saver.save(computed)
             comparisons = self._comparisons(computed)
         self.is_busy = bool(scheduled)
-        depth = positions // prompt_tokens if prompt_tokens else 0
+        depth = positions // max(1, prompt_tokens)
         loads, self._loads = self._loads, []
         releases, self._releases = self._releases, []
+        blocks = lambda name: self._tables(name)[self._facts.chain]  # noqa: E731
         return StepOrders(
             arena,
             loads,
@@ -422,7 +414,7 @@ class RecallScheduler:
             self._saver.must_precede(),
             comparisons,
             self._record_bytes,
-            self.offload.orders(scheduled, self._chain_blocks, arena),
+            self.offload and self.offload.orders(scheduled, blocks, arena),
             self.costs.step_begins(self.is_busy, prompt_tokens, depth),
             self.is_busy,
         )
@@ -443,9 +435,6 @@ class RecallScheduler:
                 if left > 0:
                     self._awake.rest(one.state, left)
         return comparisons
-
-    def _chain_blocks(self, request_id: str) -> Sequence[int]:
-        return self._tables(request_id)[self._facts.chain]
 
     def reported(self, report: StepReport | None, loaded: set[str], failed: set[str]) -> None:
         """Processes the workers' report of a step."""
@@ -478,8 +467,14 @@ class RecallScheduler:
             of_rank = self._facts.block_bytes * self._facts.rank_share
             blocks = report.loaded_bytes / of_rank
             self.costs.saw_load(TierName.HOST, blocks, report.load_rank_seconds)
-        if report.lost:
-            self._sequences_lost(report.lost)
+        if report.lost and self.offload is not None:  # vLLM starts them over, see compat.scheduler
+            self._events.counted("sequences_lost", len(report.lost))
+            self.offload.out_of_reach()
+            logger.error(
+                "kvrecall: the offloaded blocks of %d sequences cannot be read; these "
+                "sequences are recomputed, and sequences stay on the device from now on",
+                len(report.lost),
+            )
         if report.starts_over:
             self._start_over(report)
         self.adapters_loaded(report.adapters, report.swapped)
@@ -534,17 +529,6 @@ class RecallScheduler:
         """The request is computed without the pool from here on."""
         self._drop_load(state)
         state.namespace, state.settled = None, True
-
-    def _sequences_lost(self, lost: Collection[str]) -> None:
-        """The workers cannot reach the arena: no more blocks go there. The engine restarts those
-        sequences, see ``compat.scheduler``."""
-        self._events.counted("sequences_lost", len(lost))
-        self.offload.out_of_reach()
-        logger.error(
-            "kvrecall: the offloaded blocks of %d sequences cannot be read; these "
-            "sequences are recomputed, and sequences stay on the device from now on",
-            len(lost),
-        )
 
     def _refuted(self, namespace: Namespace) -> None:
         """The engine computes other KV than that namespace contains: it stops using it."""

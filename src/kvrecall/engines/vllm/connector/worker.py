@@ -7,7 +7,7 @@ the engine's step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -54,8 +54,8 @@ class RecallWorker:
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._layers: tuple[GroupPages, ...] = ()  # by KV group
-        self._groups: tuple[GroupPages, ...] = ()  # the same with the layers' digests
+        self._groups: tuple[GroupPages, ...] = ()  # layers and their digests, by KV group
+        self._layers: tuple[int, ...] = ()  # how many of each group's pages are layers
         self._mapping: ArenaMapping | None = None  # once ``shard`` has settled where it writes
         self._loading: deque[str] = deque()  # requests, in the order of their loads
         self._storing: deque[int] = deque()  # store ids, likewise
@@ -84,18 +84,17 @@ class RecallWorker:
         settle_scales(self._vllm_config, kv_caches)
         cfg, fp8 = self._kv_cache_config, config.fp8_type(self._vllm_config)
         sharing = config.sharing_of(self._vllm_config, cfg)
-        self._layers = tuple(
-            GroupPages(
-                pages_of(kv_caches, placements, cfg.num_blocks, fp8, sharing.contexts),
-                sharing=sharing,
-            )
+        groups = [
+            list(pages_of(kv_caches, placements, cfg.num_blocks, fp8, sharing.contexts))
             for placements in config.layer_placements(cfg, self._vllm_config)
-        )
-        if not any(group.pages for group in self._layers):
+        ]
+        pages = [page for group in groups for page in group]
+        if not pages:
             raise EngineError("the engine registered no KV cache memory; nothing to pool")
-        self._device = device_of(next(g.pages[0].rows.device for g in self._layers if g.pages))
-        groups = [list(group.pages) for group in self._layers]
-        number_of = {page.name: at for at, pages in enumerate(groups) for page in pages}
+        self._where = pages[0].rows.device
+        self._device = device_of(self._where)
+        self._layers = tuple(map(len, groups))
+        number_of = {page.name: at for at, group in enumerate(groups) for page in group}
         for retrieval in retrieval_groups(self._vllm_config):
             number = number_of[retrieval.layer_names[0]]
             self._retrieval.setdefault(number, []).append(retrieval)
@@ -103,10 +102,7 @@ class RecallWorker:
                 LayerPages(name, rows, f"{tuple(rows.shape[1:])} bytes")
                 for name, rows in retrieval.register(kv_caches).items()
             )
-        self._groups = tuple(
-            replace(group, pages=tuple(pages))
-            for group, pages in zip(self._layers, groups, strict=True)
-        )
+        self._groups = tuple(GroupPages(tuple(group), sharing=sharing) for group in groups)
 
     def unregister(self) -> None:
         """vLLM takes the KV cache's memory away (sleep mode): loads and stores fail until
@@ -134,31 +130,25 @@ class RecallWorker:
             for number, group in enumerate(self._groups)
             for page in group.pages
         )
-        names = tuple(page.name for group in self._layers for page in group.pages)
+        counted = zip(self._groups, self._layers, strict=True)
+        names = tuple(page.name for group, count in counted for page in group.pages[:count])
         retrieval = self._retrieval_groups
         overhead = max((group.overhead_bytes for group in retrieval), default=0)
         overhead = config.most_of_ranks(overhead)
         for group in retrieval:
             group.settle_gate(overhead)
-        kernel = config.kernel_of(self._vllm_config, names)
-        sharing = self._sharing(names)
+        replicas = 1 if self._model is None else config.head_replicas(self._model, names)
+        sharing = config.sharing_of(self._vllm_config, self._kv_cache_config, replicas)
         self._groups = tuple(_placed(replace(group, sharing=sharing)) for group in self._groups)
-        self._layers = tuple(
-            replace(layers, starts=whole.starts[: len(layers.pages)], sharing=sharing)
-            for layers, whole in zip(self._layers, self._groups, strict=True)
-        )
         self._mapping = ArenaMapping(self._groups)
         flops, hidden = config.prompt_token_work(self._vllm_config)
         dtype = self._vllm_config.model_config.dtype
-        where = next(group.pages[0].rows.device for group in self._layers if group.pages)
-        least = least_token_seconds(flops, hidden, dtype, where)
-        loaded = None if self._model is None else LoadedModel.of(self._model)
         return Shard(
             layers,
-            kernel,
+            config.kernel_of(self._vllm_config, names),
             self._device.in_step,
-            least,
-            loaded,
+            least_token_seconds(flops, hidden, dtype, self._where),
+            None if self._model is None else LoadedModel.of(self._model),
             sharing,
             self._device.numa_node(),
             overhead,
@@ -169,10 +159,6 @@ class RecallWorker:
         page-locked. Without effect if it cannot be mapped: copies say so."""
         self._arena.prepare(handle, self._device.numa_node())
         self._device.wait_locked()
-
-    def _sharing(self, layer_names: Iterable[str]) -> config.Sharing:
-        replicas = 1 if self._model is None else config.head_replicas(self._model, layer_names)
-        return config.sharing_of(self._vllm_config, self._kv_cache_config, replicas)
 
     def see_model(self, model: torch.nn.Module) -> None:
         """Registers the model that this rank has loaded. Called before ``shard``."""
@@ -210,7 +196,7 @@ class RecallWorker:
             self._timed.append((orders.timed, self._step_began, ended))
             self._step_began = None
         for store in orders.stores:
-            if not self._writes_shard():
+            if not self._groups[0].sharing.writes(config.stage_rank()):  # another rank has the same
                 self._note_stored(store.store_id)
                 continue
             has_room = self._has_room(orders, store)
@@ -275,8 +261,9 @@ class RecallWorker:
         found = Deviation()
         if memory is not None:
             copy = comparison.copy
+            group = self._groups[copy.group]
             found = deviation(
-                self._layers[copy.group],
+                replace(group, pages=group.pages[: self._layers[copy.group]]),
                 torch.from_numpy(memory),
                 copy.block_ids,
                 copy.offsets,
@@ -393,12 +380,8 @@ class RecallWorker:
         if memory is None:
             return None
         (group,) = self._groups
-        names = (page.name for page in group.pages)
-        return Records(memory, dict(zip(names, group.places, strict=True)), arena)
-
-    def _writes_shard(self) -> bool:
-        """Of ranks that hold identical KV, the first writes it."""
-        return self._groups[0].sharing.writes(config.stage_rank())
+        places = zip((page.name for page in group.pages), group.places, strict=True)
+        return Records(memory, dict(places), arena)
 
 
 def _placed(group: GroupPages) -> GroupPages:
