@@ -366,9 +366,6 @@ class Host:
         """Calls a method of every worker (``worker_extension_cls`` may add some)."""
         return list(self.llm.collective_rpc(method))
 
-    def shm(self) -> list[str]:
-        return sorted(path.name for path in Path("/dev/shm").iterdir())
-
     def close(self) -> None:
         self.engine().shutdown()
 

@@ -517,24 +517,6 @@ def test_namespaces_of_one_group_are_those_of_the_engine(pool: Pool) -> None:
     assert names == {None, "0: window of 40 tokens", "1: window of 40 tokens", "2: full"}
 
 
-@pytest.mark.parametrize(("tokens", "last"), [(128, 9), (144, 0)])
-def test_a_load_that_vllm_shortens_fails_instead_of_lacking_a_window(
-    pool: Pool, tokens: int, last: int
-) -> None:
-    """By tokens, or by a device block of a window: ``last`` is the null block."""
-    bench = Bench(pool, SHAPES["gemma"])
-    bench.run(prompt(160))
-    bench.forget_device()
-    request = Request("r", prompt(160), SamplingParams(), None, block_hasher=bench.hasher)
-    external, _ = bench.side.match(request, 0)
-    assert external == 144
-    tables = [list(range(1, 10)), [*range(1, 9), last], list(range(1, 10))]
-    bench.side.allocated(request, tables, tokens)
-    step = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
-    (load,) = bench.side.orders(step, pool.arena_handle()).loads
-    assert load.copies == ()
-
-
 def test_the_pool_learns_where_requests_end(
     pool: Pool, specs: list[KVCacheSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:

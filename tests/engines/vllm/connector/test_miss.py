@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 from support.disks import FaultyIo
-from support.stores import SHARED, MemoryStore
+from support.stores import MemoryStore
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
@@ -224,12 +223,6 @@ def test_a_refused_block_says_so() -> None:
         pool.release(ticket)
 
 
-def test_a_copy_that_failed_leaves_a_block_unsaved(pool: Pool) -> None:
-    bench = Bench(pool)
-    ask(bench, PROMPT, saves=False)
-    assert reason(ask(bench, PROMPT)) == "unsaved"
-
-
 def test_a_block_that_is_being_saved_is_a_race(pool: Pool) -> None:
     bench = Bench(pool)
     first = bench.request("first", 40)
@@ -324,31 +317,6 @@ def test_a_request_that_excludes_recall(pool: Pool) -> None:
     assert (told["reason"], told["cause"]) == ("not_asked", "skip_reading_prefix_cache")
 
 
-def test_an_engine_without_a_namespace(pool: Pool) -> None:
-    bench = Bench(pool)
-    ask(bench, PROMPT)
-    request = bench.request("old", 40)
-    assert bench.side.reset()
-    bench.matched(request)
-    bench.step(request, 40)
-    assert finished(bench, request)[MISSED]["reason"] == "not_pooled"
-
-
-def test_a_load_that_is_given_up_is_late(slow: SlowPool) -> None:
-    slow.fill(16 * 50)
-    bench = slow.bench()
-    slow.io.read_gate.clear()
-    request = bench.request("again", 16 * 50)
-    assert bench.matched(request) is None
-    slow.now = 20.0
-    assert bench.matched(request) == 0
-    bench.blocks["again"] = list(range(1, 999))
-    bench.step(request, 16 * 50)
-    told = finished(bench, request)[MISSED]
-    assert (told["reason"], told["tier"], told["from"]) == ("late", "disk", 0)
-    slow.io.read_gate.set()
-
-
 def test_a_slow_tier_is_declined_with_both_estimates(slow: SlowPool) -> None:
     slow.fill(16 * 50)
     bench = slow.bench()
@@ -362,58 +330,6 @@ def test_a_slow_tier_is_declined_with_both_estimates(slow: SlowPool) -> None:
     told = finished(bench, request)[MISSED]
     assert told["reason"] == "declined"
     assert told["load_s"] > told["compute_s"] > 1.0
-
-
-def test_a_damaged_block_says_so(slow: SlowPool, tmp_path: Path) -> None:
-    slow.fill(16 * 50)
-    for slab in (tmp_path / "disk").glob("slab-*.kv"):
-        with slab.open("r+b") as file:
-            for at in range(8192, slab.stat().st_size, 4096):
-                file.seek(at + 17)
-                file.write(b"\xff\x00\xff")
-    bench = Bench(slow.pool)
-    request = bench.request("again", 16 * 50)
-    wait_until(lambda: bench.matched(request) is not None)
-    bench.blocks["again"] = list(range(1, 999))
-    bench.step(request, 16 * 50)
-    told = finished(bench, request)[MISSED]
-    assert (told["reason"], told["tier"]) == ("damaged", "disk")
-
-
-def test_blocks_that_arrive_and_cannot_be_copied(pool: Pool) -> None:
-    bench = Bench(pool)
-    ask(bench, PROMPT)
-    request = Request("failing", PROMPT, SamplingParams(), None, block_hasher=bench.hasher)
-    bench.blocks["failing"] = list(range(1, 99))
-    bench.side.admit(request)
-    assert bench.matched(request) == 8 * BLOCK
-    bench.side.allocated(request, (bench.blocks["failing"],), 8 * BLOCK)
-    bench.side.reported(None, {"failing"}, {"failing"})
-    bench.step(request, len(PROMPT))
-    assert finished(bench, request)[MISSED] == {
-        "reason": "failed",
-        "from": 0,
-        "tokens": len(PROMPT),
-    }
-
-
-@pytest.mark.parametrize("gate", ["late", "away"])
-def test_a_store_that_does_not_answer(request: pytest.FixtureRequest, gate: str) -> None:
-    store = SHARED.setdefault(request.node.name, MemoryStore())
-    remote = {"kind": "support.stores:make_store", "name": request.node.name}
-    with make_pool(remote=remote) as pool:
-        bench = Bench(pool, lookup_deadline=0.05)
-        ask(bench, PROMPT[:17], "other")  # registers the namespace
-        if gate == "late":
-            store.gate.clear()
-            threading.Timer(0.5, store.gate.set).start()
-        else:
-            store.failing = OSError("no route")
-        told = ask(bench, PROMPT)
-        assert told is not None
-        assert (told["reason"], told["tier"]) == (gate, "remote")
-        store.gate.set()
-    del SHARED[request.node.name]
 
 
 def test_a_service_tells_it_too_and_is_never_waited_for(tmp_path: Path) -> None:
@@ -661,6 +577,9 @@ def test_no_reason_depends_on_what_another_tenant_did(
             if others:
                 own = asks(made, str(reason), THEIRS)
                 assert (None if own is None else own["reason"]) == reason
+                if reason is Reason.AWAY:
+                    assert own is not None
+                    assert own["tier"] == "remote"
             looked_up: list[Any] = []
             why, parting = made.pool.why, made.bench.side.misses.chains.parting
 

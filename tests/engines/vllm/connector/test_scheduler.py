@@ -26,7 +26,6 @@ from kvrecall.config import DiskConfig, RecallSettings
 from kvrecall.engines.base import HANDOVER, HINT
 from kvrecall.engines.vllm.compat import scheduler as compat_scheduler
 from kvrecall.engines.vllm.connector.observers import SchedulerEvents
-from kvrecall.engines.vllm.connector.saver import Computed
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.engines.vllm.wire import (
@@ -156,19 +155,6 @@ def test_blocks_are_seen_when_every_rank_has_copied_them(pool: Pool) -> None:
     assert bench.matched(again, 16) == 16
 
 
-def test_rejected_speculation_is_never_saved(pool: Pool) -> None:
-    """Blocks are saved up to the tokens that are known, whatever was scheduled beyond them."""
-    bench = Bench(pool)
-    request = bench.request("r", 14)
-    assert stored(bench.step(request, 14)) == []
-    request.append_output_token_ids(7)
-    orders = bench.step(request, 1 + 5)  # one token, five drafts: positions 14 to 19
-    assert stored(orders) == []
-    request.num_computed_tokens -= 5  # all rejected
-    request.append_output_token_ids(8)
-    assert stored(bench.step(request, 1)) == [1]
-
-
 def test_asynchronous_scheduling_saves_what_is_known_late(pool: Pool) -> None:
     """The engine runs a step ahead of its tokens; the tail is saved when the request ends, and
     its device blocks are held until then."""
@@ -187,22 +173,6 @@ def test_asynchronous_scheduling_saves_what_is_known_late(pool: Pool) -> None:
     orders = bench.side.orders(idle, pool.arena_handle())
     assert stored(orders) == [2]
     assert orders.releases == ["r"]
-
-
-def test_device_blocks_are_held_while_copies_are_late(pool: Pool) -> None:
-    bench = Bench(pool)
-    request = bench.request("r", 16)
-    orders = bench.step(request, 16)
-    assert stored(orders) == [1]
-    request.append_output_token_ids(3)
-    request.status = RequestStatus.FINISHED_STOPPED
-    assert bench.side.finished(request, (bench.blocks["r"],))[0]
-    bench.report(orders)
-
-    done = bench.request("done", 16)
-    bench.step(done, 16)
-    done.status = RequestStatus.FINISHED_ABORTED
-    assert not bench.side.finished(done, (bench.blocks["done"],))[0], "its blocks are all there"
 
 
 def test_blocks_whose_copies_are_late_are_durable_a_step_later(tmp_path: Path) -> None:
@@ -238,14 +208,6 @@ def test_preemption_waits_for_late_copies(pool: Pool, since: RequestStatus) -> N
         bench.side.finished(request, (bench.blocks["r"],))
     idle = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
     assert bench.side.orders(idle, pool.arena_handle()).stores_first
-
-
-def test_a_failed_copy_is_not_offered(pool: Pool) -> None:
-    bench = Bench(pool)
-    request = bench.request("r", 40)
-    bench.report(bench.step(request, 40), failed=True)
-    assert bench.matched(bench.request("again", 40)) == 0
-    assert pool.stats().reserved == 0
 
 
 def test_a_failed_load_is_not_tried_again(pool: Pool) -> None:
@@ -643,31 +605,6 @@ def test_a_service_that_dies_is_not_a_slow_disk(slow: SlowPool) -> None:
     again = bench.request("third", 16 * 50)
     wait_until(lambda: bench.matched(again) is not None)
     assert bench.matched(again)
-
-
-def test_a_decoding_sequence_is_looked_at_where_it_completes_a_block(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = Bench(pool, replace(FACTS, copies_in_step=True, ranks=1))
-    request = bench.request("one", 40)
-    looks: list[int] = []
-    save = bench.side._saver.save
-
-    def watched(computed: Sequence[Computed]) -> bool:
-        looks.extend(one.tokens for one in computed)
-        return save(computed)
-
-    monkeypatch.setattr(bench.side._saver, "save", watched)
-    saved: list[tuple[int, int]] = []
-    bench.report(bench.step(request, 40), ranks=1)
-    for _ in range(3 * BLOCK):
-        request.append_output_token_ids(2)
-        orders = bench.step(request, 1)
-        bench.report(orders, ranks=1)
-        saved += [(request.num_computed_tokens, block) for block in stored(orders)]
-    assert saved == [(48, 3), (64, 4), (80, 5)]
-    # Once behind the prompt, to learn how far the block's end is.
-    assert looks == [40, 41, 48, 64, 80]
 
 
 class SeenRequest(Request):

@@ -105,6 +105,11 @@ class Machine(Bench):
         nothing = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
         return self.run(self.side.orders(nothing, self.pool.arena_handle()), {})
 
+    def settle(self, times: int = 1) -> None:
+        """Until the copies ordered so far have ended."""
+        for _ in range(times * PATIENCE):
+            self.idle()
+
     def compute(self, name: str, values: list[int], first: int = 0) -> tuple[Request, bool]:
         """A request of so many blocks and half a one, from its prefill to its end; whether its
         device blocks must be held."""
@@ -149,8 +154,7 @@ def machine(
 def test_blocks_come_back_to_other_places_as_they_were(machine: Machine) -> None:
     _, hold = machine.compute("first", [11, 12, 13])
     assert hold == machine.late
-    for _ in range(PATIENCE):
-        machine.idle()
+    machine.settle()
     assert machine.released == ({"first"} if machine.late else set())
     for rows in machine.device.values():
         rows.zero_()
@@ -182,8 +186,7 @@ def test_a_preempted_requests_blocks_are_read_before_they_are_overwritten(
     first.num_preemptions += 1
     other = machine.request("other", 2 * BLOCK + 4, first=500)  # gets the same device blocks
     machine.run(machine.step(other, other.num_tokens), {1: 31, 2: 32})
-    for _ in range(PATIENCE):
-        machine.idle()
+    machine.settle()
     machine.load("again", 2 * BLOCK + 1, [50, 51])
     while not machine.idle():
         continue
@@ -194,8 +197,7 @@ def test_a_request_that_ends_while_it_loads_is_reported_once(machine: Machine) -
     """With stores of before its preemption under way: vLLM frees its blocks at the first report,
     and does not know it at a second one."""
     machine.compute("first", [11, 12])
-    for _ in range(PATIENCE):
-        machine.idle()
+    machine.settle()
     again = machine.load("again", 2 * BLOCK + 1, [50, 51])
     state: Any = machine.side.state_of("again")
     state.saving.open.add(1 << 40)
@@ -212,8 +214,7 @@ def test_a_request_that_ends_while_it_loads_is_reported_once(machine: Machine) -
 def test_loads_end_in_their_order_and_one_that_cannot_be_made_fails(machine: Machine) -> None:
     for name, values, first in (("first", [11, 12], 0), ("second", [21, 22], 500)):
         machine.compute(name, values, first)
-        for _ in range(PATIENCE):  # its device blocks are held until then
-            machine.idle()
+        machine.settle()  # its device blocks are held until then
     machine.load("a", 2 * BLOCK + 1, [50, 51])
     loaded = [machine.idle()]
     machine.load("b", 2 * BLOCK + 1, [60, 61], first=500)
@@ -269,8 +270,7 @@ def test_a_step_within_a_handler_has_not_failed(
         with told_of(orders) as output:
             pass
     machine.side.reported(output.kv_connector_worker_meta, set(), set())
-    for _ in range(PATIENCE):
-        machine.idle()
+    machine.settle()
     assert machine.matched(machine.request("again", 2 * BLOCK + 4)) == 2 * BLOCK
 
 
@@ -281,8 +281,7 @@ def test_nothing_of_a_step_that_failed_is_saved(
     """The engine goes on. Model Runner V1 ends the step with what it is told about copies, and
     drops it; V2 begins the next one. Blocks of before, and the load, are told then."""
     machine.compute("first", [11, 12])
-    for _ in range(PATIENCE):
-        machine.idle()
+    machine.settle()
     connector = connector_of(machine, monkeypatch)
     machine.load("again", 2 * BLOCK + 1, [50, 51])
     doomed = machine.request("doomed", 2 * BLOCK + 4, first=500)
@@ -330,8 +329,7 @@ def test_a_store_that_the_driver_refuses_is_not_saved(
     refuse(monkeypatch, machine.copier.stores, after)
     machine.compute("first", [11, 12])
     assert (machine.pool.stats().reserved > 0) == machine.late
-    for _ in range(2 * PATIENCE):
-        machine.idle()
+    machine.settle(2)
     assert machine.pool.stats().reserved == 0
     assert machine.side.counters.counts["stores_failed"] == 1
     assert machine.released == ({"first"} if machine.late else set())
@@ -345,8 +343,7 @@ def test_a_load_that_the_driver_refuses_is_computed(
     """Its device blocks are the request's again when what was queued of it has ended."""
     monkeypatch.setattr(copier_module, "_ITEMS", 1)
     machine.compute("first", [11, 12])
-    for _ in range(2 * PATIENCE):
-        machine.idle()
+    machine.settle(2)
     refuse(monkeypatch, machine.copier.loads, after)
     machine.load("again", 2 * BLOCK + 1, [50, 51])
     steps, loaded = 1, machine.idle()
@@ -362,21 +359,19 @@ def test_a_load_that_the_driver_refuses_is_computed(
 def test_an_order_that_names_what_is_not_there_fails_alone(machine: Machine) -> None:
     """Block numbers and offsets are compared with the device's and the arena's."""
     machine.compute("first", [11, 12])
-    for _ in range(PATIENCE):
-        machine.idle()
+    machine.settle()
     arena = machine.pool.arena_handle()
     far = arena.nbytes - 8
     loads = [
-        LoadOrder(name, (Copy((block,), (offset,)),))
-        for name, block, offset in (
-            ("no block", DEVICE_BLOCKS, 0),
-            ("below", -1, 0),
-            ("behind", 50, far),
-            ("before", 50, -512),
-            ("group", 50, 0),
-        )
+        LoadOrder("no block", (Copy((DEVICE_BLOCKS,), (0,)),)),
+        LoadOrder("below", (Copy((-1,), (0,)),)),
+        LoadOrder("behind", (Copy((50,), (far,)),)),
+        LoadOrder("before", (Copy((50,), (-512,)),)),
+        LoadOrder("twice", (Copy((50, 50), (0, LAYERS * PAGE)),)),
+        LoadOrder("uneven", (Copy((50, 51), (0,)),)),
+        LoadOrder("group", (Copy((50,), (0,), 7),)),
+        LoadOrder("no group", (Copy((50,), (0,), -1),)),
     ]
-    loads[-1] = LoadOrder("group", (Copy((50,), (0,), 7),))
     stores = [
         StoreOrder(1000, Copy((DEVICE_BLOCKS,), (0,)), b"12345678"),
         StoreOrder(1001, Copy((1,), (far,)), b"12345678"),
@@ -419,8 +414,7 @@ def test_device_blocks_and_slots_of_a_stuck_store(
     queue._clock = lambda: now
     queue._stream.is_stuck = True  # type: ignore[attr-defined]
     machine.compute("first", [11, 12])
-    for _ in range(PATIENCE):
-        machine.idle()
+    machine.settle()
     assert machine.released == set()
     now = LONGEST_S + 1
     machine.idle()
@@ -435,14 +429,12 @@ def test_device_blocks_and_slots_of_a_stuck_store(
     with pytest.raises(EngineError, match="cannot be given back"):
         machine.worker.unregister()
     queue._stream.is_stuck = False  # type: ignore[attr-defined]
-    for _ in range(2 * PATIENCE):
-        machine.idle()
+    machine.settle(2)
     assert machine.pool.stats().reserved == 0
     assert machine.side.counters.counts["stores_failed"] == 2
     assert machine.matched(machine.request("again", 2 * BLOCK + 1)) == 0
     machine.compute("third", [31, 32], first=900)
-    for _ in range(2 * PATIENCE):
-        machine.idle()
+    machine.settle(2)
     assert machine.matched(machine.request("found", 2 * BLOCK + 1, first=900)) == 2 * BLOCK
 
 
@@ -474,8 +466,7 @@ def test_a_device_that_does_not_answer_ends_the_engine_with_its_cause(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.compute("first", [11, 12])
-    for _ in range(PATIENCE):
-        machine.idle()
+    machine.settle()
     machine.load("again", 2 * BLOCK + 1, [50, 51])
 
     def broken(event: Event) -> bool:
@@ -541,8 +532,7 @@ def test_a_prefill_is_timed_by_the_device(machine: Machine) -> None:
 def test_without_the_devices_memory_copies_fail_and_touch_nothing(machine: Machine) -> None:
     """vLLM 0.33 calls both as often as it likes."""
     machine.compute("first", [11, 12])
-    for _ in range(PATIENCE):
-        machine.idle()
+    machine.settle()
     shard = machine.worker.shard()
     machine.worker.unregister()
     machine.worker.unregister()
@@ -567,8 +557,7 @@ def test_without_the_devices_memory_copies_fail_and_touch_nothing(machine: Machi
 def test_a_load_that_sleep_overtakes_counts_as_failed(machine: Machine) -> None:
     """It is complete when the memory goes, and with it what was loaded."""
     machine.compute("first", [11, 12])
-    for _ in range(PATIENCE):
-        machine.idle()
+    machine.settle()
     machine.load("again", 2 * BLOCK + 1, [50, 51])
     loaded = machine.idle()
     assert loaded == (set() if machine.late else {"again"})

@@ -267,9 +267,8 @@ class PrefixLoad:
         """Acquires the blocks of the hit; each run in one portion if all of it is in the host."""
         for number, run in enumerate(self.hit.runs):
             count = len(run.keys)
-            size = -(-count // _PORTIONS)
-            if all(tier is TierName.HOST for tier in run.tiers):
-                size = count
+            is_in_host = all(tier is TierName.HOST for tier in run.tiers)
+            size = count if is_in_host else -(-count // _PORTIONS)
             for first in range(0, count, size):
                 part = run.part(first, first + size)
                 self.tickets.append(part.acquire(self.pool, self.deadline_s, state))
@@ -291,10 +290,9 @@ class PrefixLoad:
         for ticket in self.tickets[len(self.whole) :]:
             self.pool.release(ticket)
         del self.tickets[len(self.whole) :]
-        offsets: list[tuple[int, ...]] = [()] * len(self.hit.runs)
+        self.offsets = [()] * len(self.hit.runs)
         for (number, _), recall in zip(self.portions, self.whole, strict=False):
-            offsets[number] += recall.offsets
-        self.offsets = offsets
+            self.offsets[number] += recall.offsets
         self.was_late = self.given_up or self.costs.elapsed(self.mark) >= self.deadline_s
         self._tell_speeds()
         return True
