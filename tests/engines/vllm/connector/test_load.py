@@ -3,21 +3,20 @@ is chosen, from measured costs."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from vllm.v1.request import Request
 
 from engines.vllm.connector.test_groups import ONE as TAILED
 from engines.vllm.connector.test_groups import SHAPES, prompt
 from engines.vllm.connector.test_groups import Bench as GroupBench
-from engines.vllm.connector.test_saver import ONE, idle
-from engines.vllm.connector.test_scheduler import BLOCK, Bench, pool
+from engines.vllm.connector.test_saver import ONE
+from engines.vllm.connector.test_scheduler import BLOCK, Bench
 from kvrecall.block import TierName
 from kvrecall.engines.vllm.connector.load import LoadCostModel
-from kvrecall.engines.vllm.wire import StepOrders
 from kvrecall.pool import Pool
 from kvrecall.pool.base import Recall, RecallState
-
-__all__ = ["pool"]
 
 HOST, DISK = TierName.HOST, TierName.DISK
 MB = 1 << 20
@@ -48,7 +47,7 @@ def test_what_vllm_takes_of_a_chain_is_loaded(pool: Pool) -> None:
     """Blocks that have no place on the device stay in the arena."""
     bench, request = hit(pool)
     bench.side.allocated(request, ([0, 7],), BLOCK + 16)
-    (load,) = idle(bench).loads
+    (load,) = bench.idle().loads
     assert [copy.block_ids for copy in load.copies] == [(7,)]
 
 
@@ -70,7 +69,8 @@ def test_a_hit_of_several_groups_is_loaded_whole_or_fails(
     if short == "table":
         tables[-1].clear()
     bench.side.allocated(request, tables, tokens - (32 if short == "tokens" else 0))
-    orders: StepOrders = idle(bench)  # type: ignore[arg-type]
+    step = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
+    orders = bench.side.orders(step, pool.arena_handle())
     assert [load.copies for load in orders.loads] == [()]
 
 

@@ -7,7 +7,6 @@ that follow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
 from engines.vllm.connector.test_scheduler import BLOCK, Bench
-from kvrecall.config import RecallSettings
 from kvrecall.pool import Pool
 
 PLACEHOLDER = 7
@@ -24,10 +22,8 @@ WHOLE = 6 * BLOCK
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    settings = RecallSettings.from_mapping({"host_size": "1MiB"})
-    with Pool.open(settings.pool) as pool:
-        yield Bench(pool)
+def bench(pool: Pool) -> Bench:
+    return Bench(pool)
 
 
 def image(identifier: str, offset: int, length: int, modality: str = "image") -> Any:
@@ -52,7 +48,6 @@ def asked(bench: Bench, name: str, prompt: list[int], *images: Any) -> Request:
     request = Request(
         name, prompt, params, None, mm_features=list(images), block_hasher=bench.hasher
     )
-    bench.blocks[name] = list(range(1, 200))
     bench.side.admit(request)
     return request
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -11,17 +10,10 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.connector.connector import RecallConnector
 from kvrecall.engines.vllm.connector.metrics import Counters, RecallStats
 from kvrecall.engines.vllm.wire import EngineFacts
 from kvrecall.pool import Pool
-
-
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    with Pool.open(RecallSettings.from_mapping({"host_size": "1MiB"}).pool) as pool:
-        yield pool
 
 
 def test_counts_and_gauges_reach_prometheus_under_their_labels(pool: Pool) -> None:

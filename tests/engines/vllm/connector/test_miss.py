@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,12 +49,6 @@ PROMPT = list(range(1000, 1000 + 8 * BLOCK + 4))
 Ask = Callable[..., dict[str, Any] | None]
 
 
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    with make_pool() as pool:
-        yield pool
-
-
 def make_pool(**settings: Any) -> Pool:
     return Pool.open(RecallSettings.from_mapping({"host_size": "1MiB", **settings}).pool)
 
@@ -68,7 +61,6 @@ def ask(
     params = SamplingParams(max_tokens=100, **sampling)
     params.update_from_generation_config({}, eos_token_id=1)
     request = Request(name, prompt, params, None, cache_salt=salt, block_hasher=bench.hasher)
-    bench.blocks[name] = list(range(1, 200))
     bench.side.admit(request)
     wait_until(lambda: bench.matched(request) is not None)
     got = bench.matched(request) or 0
@@ -239,7 +231,6 @@ def begun(bench: Bench, name: str, prompt: list[int]) -> tuple[Request, StepOrde
     params = SamplingParams(max_tokens=100)
     params.update_from_generation_config({}, eos_token_id=1)
     request = Request(name, prompt, params, None, block_hasher=bench.hasher)
-    bench.blocks[name] = list(range(1, 200))
     bench.side.admit(request)
     assert bench.matched(request) == 0
     return request, bench.step(request, len(prompt))
@@ -266,8 +257,7 @@ def test_reasons_are_found_while_the_workers_compute() -> None:
         counts = bench.side.counters.take().data["counts"]
         assert counts["explain_aside_seconds"] > 0
         assert "evicted:missed_tokens" not in counts
-        output = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
-        bench.side.orders(output, pool.arena_handle())  # of an idle engine
+        bench.idle()
         assert bench.side.counters.counts["evicted:missed_tokens"] == len(PROMPT)
 
 
@@ -287,7 +277,6 @@ def test_what_one_step_brings_is_settled_in_order(pool: Pool, has_aside: bool) -
     third = [*PROMPT, 6, *range(50_000, 50_050)]
     request = Request("third", third, second.sampling_params, None, block_hasher=bench.hasher)
     assert bench.matched(request) == 8 * BLOCK
-    bench.blocks["third"] = list(range(1, 200))
     bench.side.allocated(request, (bench.blocks["third"],), 8 * BLOCK)
     request.num_computed_tokens = 8 * BLOCK
     bench.step(request, len(third) - 8 * BLOCK)
@@ -325,7 +314,6 @@ def test_a_slow_tier_is_declined_with_both_estimates(slow: SlowPool) -> None:
     bench.side.costs._seen_at[TierName.DISK] = slow.now
     request = bench.request("again", 16 * 50)
     assert bench.matched(request) == 0
-    bench.blocks["again"] = list(range(1, 999))
     bench.step(request, 16 * 50)
     told = finished(bench, request)[MISSED]
     assert told["reason"] == "declined"
@@ -493,7 +481,6 @@ def does(world: World, reason: str) -> None:
             request = Request(
                 "live", PROMPT, params, None, cache_salt=THEIRS, block_hasher=bench.hasher
             )
-            bench.blocks["live"] = list(range(1, 200))
             bench.side.admit(request)
             bench.matched(request)
             bench.step(request, 8)
@@ -543,7 +530,6 @@ def asks(world: World, reason: str, salt: str | None) -> dict[str, Any] | None:
     request = Request(
         name, prompt, SamplingParams(), None, cache_salt=salt, block_hasher=world.bench.hasher
     )
-    world.bench.blocks[name] = list(range(1, 200))
     world.bench.side.admit(request)
     wait_until(lambda: world.bench.matched(request) is not None)
     if got := world.bench.matched(request):

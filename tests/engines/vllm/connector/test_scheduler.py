@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
+from engines.vllm.conftest import pool
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import DiskConfig, RecallSettings
 from kvrecall.engines.base import HANDOVER, HINT
@@ -46,15 +48,10 @@ from kvrecall.pool.base import NO_ARENA, ArenaHandle, Recall, RecallState
 from kvrecall.pool.disk import DiskTier
 from kvrecall.testing.blocks import wait_until
 
+__all__ = ["pool"]  # for tests that import it from here
+
 BLOCK = 16
 FACTS = EngineFacts.of_one(BLOCK, 4096, ranks=2, copies_in_step=False)
-
-
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    settings = RecallSettings.from_mapping({"host_size": "1MiB"})
-    with Pool.open(settings.pool) as pool:
-        yield pool
 
 
 class ByName:
@@ -83,7 +80,7 @@ class Bench:
         self.pool = pool
         self.parted: list[Request] = []
         self.reloads = 0
-        self.blocks: dict[str, list[int]] = {}
+        self.blocks = defaultdict[str, list[int]](lambda: list(range(1, 999)))  # of requests
         self.side = RecallScheduler(
             pool,
             RecallSettings.from_mapping({"host_size": "1MiB", "audit": "off", **settings}),
@@ -113,7 +110,6 @@ class Bench:
         prompt = list(range(first, first + tokens))
         request = Request(name, prompt, params, None, cache_salt=salt, block_hasher=self.hasher)
         request.kv_transfer_params = told
-        self.blocks[name] = list(range(1, 200))
         self.side.admit(request)
         return request
 
@@ -127,6 +123,11 @@ class Bench:
         for one in requests:
             one.num_computed_tokens += tokens
         return orders
+
+    def idle(self, arena: ArenaHandle | None = None) -> StepOrders:
+        """The orders of a step that computes nothing."""
+        nothing = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
+        return self.side.orders(nothing, arena or self.pool.arena_handle())
 
     def report(self, orders: StepOrders, ranks: int = 2, failed: bool = False) -> None:
         ids = [store.store_id for store in orders.stores]
@@ -169,8 +170,7 @@ def test_asynchronous_scheduling_saves_what_is_known_late(pool: Pool) -> None:
     hold, told = bench.side.finished(request, (bench.blocks["r"],))
     assert hold
     assert told["kvrecall"]["computed"] == 31
-    idle = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
-    orders = bench.side.orders(idle, pool.arena_handle())
+    orders = bench.idle()
     assert stored(orders) == [2]
     assert orders.releases == ["r"]
 
@@ -206,8 +206,7 @@ def test_preemption_waits_for_late_copies(pool: Pool, since: RequestStatus) -> N
     request.status = since
     if request.is_finished():
         bench.side.finished(request, (bench.blocks["r"],))
-    idle = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
-    assert bench.side.orders(idle, pool.arena_handle()).stores_first
+    assert bench.idle().stores_first
 
 
 def test_a_failed_load_is_not_tried_again(pool: Pool) -> None:
@@ -216,9 +215,7 @@ def test_a_failed_load_is_not_tried_again(pool: Pool) -> None:
     request = bench.request("again", 40)
     assert bench.matched(request) == 32
     bench.side.allocated(request, (bench.blocks["again"],), 32)
-    (load,) = bench.side.orders(
-        SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0), None
-    ).loads
+    (load,) = bench.idle().loads
     assert load.copies[0].block_ids == (1, 2)
     bench.side.reported(None, {"again"}, {"again"})
     assert bench.side.counters.loads == {}
@@ -231,7 +228,6 @@ def test_a_failed_load_is_not_tried_again(pool: Pool) -> None:
 def test_no_room_is_no_error(pool: Pool) -> None:
     bench = Bench(pool)
     request = bench.request("r", 16 * 400)
-    bench.blocks["r"] = list(range(1, 500))
     orders = bench.step(request, 16 * 400)
     assert 0 < len(stored(orders)) <= 256, "1 MiB holds 256 blocks of 4 KiB"
     assert bench.side.counters.counts["blocks_refused"] > 0
@@ -267,7 +263,6 @@ def test_an_unknown_adapter_is_not_pooled(pool: Pool) -> None:
         request = Request(name, list(range(40)), SamplingParams(), None, block_hasher=bench.hasher)
         request.lora_request = adapter
         assert bench.matched(request) == 0
-        bench.blocks[name] = list(range(1, 99))
         assert stored(bench.step(request, 40)) == ([] if adapter == "unknown" else [1, 2])
 
 
@@ -364,13 +359,8 @@ def test_a_decode_instance_waits_for_what_a_prefill_instance_promised(pool: Pool
     prefill.report(orders)
     assert until(lambda: decode.matched(again) is not None)
     assert decode.matched(again) == 32
-    assert (
-        decode.side.counters.counts["handovers"],
-        decode.side.counters.counts["handovers_late"],
-    ) == (
-        1,
-        0,
-    )
+    counts = decode.side.counters.counts
+    assert (counts["handovers"], counts["handovers_late"]) == (1, 0)
 
 
 @pytest.mark.parametrize("returns", [True, False])
@@ -550,7 +540,6 @@ class SlowPool:
 
         def save(name: str, start: int, length: int) -> None:
             request = bench.request(name, length, start)
-            bench.blocks[name] = list(range(1, 999))
             orders = bench.step(request, length)
             bench.report(orders)
             wait_until(lambda: self.pool.stats().queued_writes == 0)

@@ -43,11 +43,6 @@ class Traced:
         self.traces = Traces(endpoint, FACTS, "cpu", False, 10.0, clock=clock)
         self.bench = make(observers=[self.traces])
 
-    def request(self, name: str, tokens: int, first: int = 0) -> Request:
-        request = self.bench.request(name, tokens, first)
-        self.bench.blocks[name] = list(range(1, 999))
-        return request
-
     def answers(self, request: Request) -> None:
         """The step had a result: the first token."""
         request.append_output_token_ids(5)
@@ -93,7 +88,7 @@ def test_a_load_that_is_not_waited_for(
     traced = Traced(partial(slow.bench, load_or_compute=choice), collected, lambda: slow.now)
     slow.io.read_gate.clear()
     name = f"a load that is {outcome}"
-    request = traced.request(name, TOKENS)
+    request = traced.bench.request(name, TOKENS)
     assert traced.bench.matched(request) is None
     slow.now = after_s
     assert traced.bench.matched(request) == 0
@@ -127,7 +122,7 @@ def test_blocks_that_are_lost_on_the_way(
                 file.seek(at + 17)
                 file.write(b"\xff\x00\xff")
     traced = Traced(partial(Bench, slow.pool), collected)
-    request = traced.request("damaged", TOKENS)
+    request = traced.bench.request("damaged", TOKENS)
     wait_until(lambda: traced.bench.matched(request) is not None)
     traced.bench.step(request, TOKENS)
     traced.answers(request)
@@ -148,7 +143,7 @@ def test_a_load_that_is_declined(slow: SlowPool, collected: tuple[str, Spans]) -
     costs.saw_load(TierName.DISK, 0.1, 50.0)
     costs._passed_over = 0
     costs._seen_at[TierName.DISK] = slow.now
-    request = traced.request("declined", TOKENS)
+    request = traced.bench.request("declined", TOKENS)
     assert traced.bench.matched(request) == 0
     traced.bench.step(request, TOKENS)
     traced.answers(request)
@@ -163,7 +158,7 @@ def test_a_request_that_ends_while_it_loads(slow: SlowPool, collected: tuple[str
     slow.fill(TOKENS)
     traced = Traced(slow.bench, collected, lambda: slow.now)
     slow.io.read_gate.clear()
-    request = traced.request("ends early", TOKENS)
+    request = traced.bench.request("ends early", TOKENS)
     assert traced.bench.matched(request) is None
     slow.now = 0.3
     traced.ends(request, RequestStatus.FINISHED_ABORTED)
@@ -178,10 +173,10 @@ def test_a_request_that_ends_while_it_loads(slow: SlowPool, collected: tuple[str
 def test_a_copy_that_fails(collected: tuple[str, Spans]) -> None:
     with make_pool() as pool:
         traced = Traced(partial(Bench, pool), collected)
-        first = traced.request("saved", 4 * BLOCK)
+        first = traced.bench.request("saved", 4 * BLOCK)
         traced.bench.report(traced.bench.step(first, 4 * BLOCK))
         wait_until(lambda: pool.stats().queued_writes == 0)
-        request = traced.request("failing copy", 4 * BLOCK + 4)
+        request = traced.bench.request("failing copy", 4 * BLOCK + 4)
         assert traced.bench.matched(request) == 4 * BLOCK
         traced.bench.side.allocated(request, (traced.bench.blocks["failing copy"],), 4 * BLOCK)
         traced.bench.side.reported(None, {"failing copy"}, {"failing copy"})
@@ -199,7 +194,7 @@ def test_a_copy_that_fails(collected: tuple[str, Spans]) -> None:
 def test_a_save_that_fails(collected: tuple[str, Spans]) -> None:
     with make_pool() as pool:
         traced = Traced(partial(Bench, pool), collected)
-        request = traced.request("failing save", 40)
+        request = traced.bench.request("failing save", 40)
         traced.bench.matched(request)
         traced.bench.report(traced.bench.step(request, 40), failed=True)
         traced.answers(request)
@@ -215,12 +210,12 @@ def test_a_store_that_does_not_answer(
     remote = {"kind": "support.stores:make_store", "name": request.node.name}
     with make_pool(remote=remote) as pool:
         traced = Traced(partial(Bench, pool, lookup_deadline=0.05), collected)
-        first = traced.request("registers", 17, 9_000)
+        first = traced.bench.request("registers", 17, 9_000)
         wait_until(lambda: traced.bench.matched(first) is not None)
         traced.bench.report(traced.bench.step(first, 17))
         store.gate.clear()
         threading.Timer(0.5, store.gate.set).start()
-        asking = traced.request("unanswered", 40)
+        asking = traced.bench.request("unanswered", 40)
         wait_until(lambda: traced.bench.matched(asking) is not None)
         traced.bench.report(traced.bench.step(asking, 40))
         traced.answers(asking)

@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -77,8 +77,7 @@ def walk(pool: Pool, first: int, tokens: int) -> Recorder:
         wait_until(lambda: pool.stats().queued_reads == 0)
     assert found == tokens
     record(bench.side.allocated, request, (bench.blocks["again"],), found)
-    idle = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
-    orders = record(bench.side.orders, idle, pool.arena_handle())
+    orders = record(bench.idle)
     loaded = {load.request_id for load in orders.loads}
     record(bench.side.reported, None, loaded, set())
     assert bool(loaded) == bool(tokens)

@@ -13,7 +13,7 @@ import torch
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
-from engines.vllm.connector.test_scheduler import BLOCK, Bench, pool
+from engines.vllm.connector.test_scheduler import BLOCK, Bench
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
@@ -38,8 +38,6 @@ from kvrecall.pool import Pool
 from kvrecall.pool.base import NO_ARENA
 from kvrecall_lab.streams.device import Mark
 from kvrecall_lab.streams.late import PATIENCE, late_device
-
-__all__ = ["pool"]
 
 LAYERS, DEVICE_BLOCKS, PAGE = 2, 200, 512
 
@@ -101,14 +99,13 @@ class Machine(Bench):
         self.released |= released
         return loaded
 
-    def idle(self) -> set[str]:
-        nothing = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
-        return self.run(self.side.orders(nothing, self.pool.arena_handle()), {})
+    def rest(self) -> set[str]:
+        return self.run(self.idle(), {})
 
     def settle(self, times: int = 1) -> None:
         """Until the copies ordered so far have ended."""
         for _ in range(times * PATIENCE):
-            self.idle()
+            self.rest()
 
     def compute(self, name: str, values: list[int], first: int = 0) -> tuple[Request, bool]:
         """A request of so many blocks and half a one, from its prefill to its end; whether its
@@ -159,9 +156,9 @@ def test_blocks_come_back_to_other_places_as_they_were(machine: Machine) -> None
     for rows in machine.device.values():
         rows.zero_()
     machine.load("again", 3 * BLOCK + 1, [50, 60, 55])
-    steps, loaded = 1, machine.idle()
+    steps, loaded = 1, machine.rest()
     while not loaded:
-        steps, loaded = steps + 1, machine.idle()
+        steps, loaded = steps + 1, machine.rest()
     assert loaded == {"again"}
     assert steps == (PATIENCE if machine.late else 1)
     assert machine.values([50, 60, 55]) == [{11}, {12}, {13}]
@@ -188,7 +185,7 @@ def test_a_preempted_requests_blocks_are_read_before_they_are_overwritten(
     machine.run(machine.step(other, other.num_tokens), {1: 31, 2: 32})
     machine.settle()
     machine.load("again", 2 * BLOCK + 1, [50, 51])
-    while not machine.idle():
+    while not machine.rest():
         continue
     assert machine.values([50, 51]) == [{21}, {22}]
 
@@ -206,7 +203,7 @@ def test_a_request_that_ends_while_it_loads_is_reported_once(machine: Machine) -
     assert not hold
     loaded: list[str] = []
     for _ in range(2 * PATIENCE):
-        loaded += machine.idle()
+        loaded += machine.rest()
     assert loaded == ["again"]
     assert "again" not in machine.released
 
@@ -216,16 +213,13 @@ def test_loads_end_in_their_order_and_one_that_cannot_be_made_fails(machine: Mac
         machine.compute(name, values, first)
         machine.settle()  # its device blocks are held until then
     machine.load("a", 2 * BLOCK + 1, [50, 51])
-    loaded = [machine.idle()]
+    loaded = [machine.rest()]
     machine.load("b", 2 * BLOCK + 1, [60, 61], first=500)
-    loaded.append(machine.idle())
+    loaded.append(machine.rest())
     machine.load("c", 2 * BLOCK + 1, [70, 71])
-    orders = machine.side.orders(
-        SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0), NO_ARENA
-    )
-    loaded.append(machine.run(orders, {}))
+    loaded.append(machine.run(machine.idle(NO_ARENA), {}))
     while {"a", "b", "c"} - set().union(*loaded):
-        loaded.append(machine.idle())
+        loaded.append(machine.rest())
     assert machine.values([50, 51, 60, 61]) == [{11}, {12}, {21}, {22}]
     assert machine.side.counters.counts["loads_failed"] == 1
     state: Any = machine.side.state_of("c")
@@ -297,7 +291,7 @@ def test_nothing_of_a_step_that_failed_is_saved(
     machine.side.finished(doomed, (machine.blocks["doomed"],))
     loaded: set[str] = set()
     for _ in range(2 * PATIENCE):
-        loaded |= machine.idle()
+        loaded |= machine.rest()
     assert loaded == {"again"}
     assert machine.side.counters.counts["loads_failed"] == (runner == "V2")
     assert machine.values([50, 51]) == ([{0}, {0}] if runner == "V2" else [{11}, {12}])
@@ -346,9 +340,9 @@ def test_a_load_that_the_driver_refuses_is_computed(
     machine.settle(2)
     refuse(monkeypatch, machine.copier.loads, after)
     machine.load("again", 2 * BLOCK + 1, [50, 51])
-    steps, loaded = 1, machine.idle()
+    steps, loaded = 1, machine.rest()
     while not loaded:
-        steps, loaded = steps + 1, machine.idle()
+        steps, loaded = steps + 1, machine.rest()
     assert steps == (PATIENCE if machine.late else 1)
     assert machine.side.counters.counts["loads_failed"] == 1
     assert machine.pool.stats().leases == 0
@@ -417,7 +411,7 @@ def test_device_blocks_and_slots_of_a_stuck_store(
     machine.settle()
     assert machine.released == set()
     now = LONGEST_S + 1
-    machine.idle()
+    machine.rest()
     assert machine.released == {"first"}
     reserved = machine.pool.stats().reserved
     assert reserved > 0
@@ -442,7 +436,7 @@ def test_device_blocks_and_slots_of_a_stuck_store(
 def test_an_arena_is_unmapped_only_when_no_copy_can_write_it(machine: Machine) -> None:
     """Its owner has died while a copy was stuck."""
     machine.compute("first", [11, 12])
-    machine.idle()
+    machine.rest()
     machine.compute("second", [21, 22], first=500)
     mapping, copier, ticks = machine.worker._arena, machine.copier, itertools.count()
     copier.stores._clock = lambda: LONGEST_S * next(ticks)
@@ -456,7 +450,7 @@ def test_an_arena_is_unmapped_only_when_no_copy_can_write_it(machine: Machine) -
     copier.stores._stream.is_stuck = False  # type: ignore[attr-defined]
     seen = []
     for _ in range(3 * PATIENCE):
-        machine.idle()
+        machine.rest()
         seen.append((len(copier.stores._under_way), len(locked)))
     assert list(dict.fromkeys(seen)) == [(1, 1), (0, 0)]
     assert mapping.store(machine.pool.arena_handle(), Copy((1,), (0,)))
@@ -475,7 +469,7 @@ def test_a_device_that_does_not_answer_ends_the_engine_with_its_cause(
     for event in (Moment, Mark):
         monkeypatch.setattr(event, "is_reached", broken)
     with pytest.raises(EngineError, match=r"\(loads\).*unspecified launch failure.*restart"):
-        machine.idle()
+        machine.rest()
     monkeypatch.undo()
 
 
@@ -524,7 +518,7 @@ def test_the_probe_measures_the_device_and_not_the_launch(monkeypatch: pytest.Mo
 
 def test_a_prefill_is_timed_by_the_device(machine: Machine) -> None:
     machine.compute("first", [1, 2, 3])
-    machine.idle()
+    machine.rest()
     seconds = machine.side.costs.compute_seconds(0)
     assert seconds == pytest.approx(0.01 / 3.5) if machine.late else seconds > 0
 
@@ -539,7 +533,7 @@ def test_without_the_devices_memory_copies_fail_and_touch_nothing(machine: Machi
     for rows in machine.device.values():
         rows.zero_()
     machine.load("asleep", 2 * BLOCK + 1, [50, 51])
-    assert machine.idle() == {"asleep"}
+    assert machine.rest() == {"asleep"}
     machine.compute("other", [31, 32], first=500)
     assert machine.side.counters.counts["loads_failed"] == 1
     assert machine.side.counters.counts["stores_failed"] == 1
@@ -548,7 +542,7 @@ def test_without_the_devices_memory_copies_fail_and_touch_nothing(machine: Machi
     machine.worker.restore()
     assert machine.worker.shard() is shard
     machine.load("awake", 2 * BLOCK + 1, [60, 61])
-    while not machine.idle():
+    while not machine.rest():
         continue
     assert machine.values([60, 61]) == [{11}, {12}]
     assert machine.pool.stats().leases == 0
@@ -559,9 +553,9 @@ def test_a_load_that_sleep_overtakes_counts_as_failed(machine: Machine) -> None:
     machine.compute("first", [11, 12])
     machine.settle()
     machine.load("again", 2 * BLOCK + 1, [50, 51])
-    loaded = machine.idle()
+    loaded = machine.rest()
     assert loaded == (set() if machine.late else {"again"})
     machine.worker.unregister()
     machine.worker.restore()
-    assert loaded | machine.idle() == {"again"}
+    assert loaded | machine.rest() == {"again"}
     assert machine.side.counters.counts["loads_failed"] == machine.late

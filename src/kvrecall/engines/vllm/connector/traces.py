@@ -288,8 +288,9 @@ class Traces(SchedulerEvents):
         if trace is None:
             return
         self._computing.pop(state.id, None)
-        if trace.first_token is None and not self._has_first_token(trace):
-            self._end_compute(trace)
+        part = trace.current.get("compute")
+        if trace.first_token is None and not self._has_first_token(trace) and part is not None:
+            part.ended = self._now()
         attributes = {
             **{f"tokens.{source}": count for source, count in state.sources().items()},
             "output_tokens": request.num_output_tokens,
@@ -318,13 +319,10 @@ class Traces(SchedulerEvents):
         if not trace.request.num_output_tokens:
             return False
         now = trace.first_token = self._now()
-        self._end_compute(trace)
+        if (part := trace.current.get("compute")) is not None:
+            part.ended = now
         self._send(trace, now)
         return True
-
-    def _end_compute(self, trace: RequestTrace) -> None:
-        if (part := trace.current.get("compute")) is not None:
-            part.ended = self._now()
 
     def _close_saved(self, state: RequestState, trace: RequestTrace) -> None:
         """The request has ended: its last span is sent once no store of it is open."""
