@@ -328,40 +328,32 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         if is_requested(os.environ):
             settings = active_settings(self._vllm_config)
             exact_blocks = settings.exact_blocks(groups[0].block_size)
-        return EngineFacts(
-            groups=tuple(GroupFacts(*each) for each in zip(groups, nbytes, strict=True)),
-            hash_block_size=shims.hash_block_size(self._vllm_config, self._kv_cache_config),
-            ranks=ranks,
-            copies_in_step=all(shard.copies_in_step for shard in shards),
-            recalls=self._may_recall(),
-            least_token_seconds=max(shard.token_seconds for shard in shards),
-            rank_share=max(sum(one.page_bytes for one in rank.layers) for rank in shards)
-            / sum(nbytes),
-            exact_blocks=exact_blocks,
-            match_unit=self._match_unit(),
-            recovers=bool(self._vllm_config.parallel_config.enable_fault_tolerance),
-        )
-
-    def _match_unit(self) -> int | None:
-        """Tokens after which hits end inside blocks; None if they end with blocks. Raises
-        ConfigError for a setting that the engine cannot serve."""
         unit = config.match_unit(self._kv_cache_config, self._settings.match_unit)
         if unit is not None and is_requested(os.environ):
             raise ConfigError(
                 f"match_unit is {unit}, and retrieval attention is on, which selects whole blocks "
                 "and keeps a digest of each: leave one of the two out"
             )
-        return unit
-
-    def _may_recall(self) -> bool:
-        """Only in consumers does vLLM protect blocks from loads that overtake a running step."""
-        if config.loads_are_ordered(self._vllm_config):
-            return True
-        logger.warning(
-            "kvrecall: this kv_producer saves blocks and recalls none, because it overlaps steps, "
-            "in which vLLM allows no loads. Set kv_role to kv_both to do both"
+        # Only in consumers does vLLM protect blocks from loads that overtake a running step.
+        recalls = config.loads_are_ordered(self._vllm_config)
+        if not recalls:
+            logger.warning(
+                "kvrecall: this kv_producer saves blocks and recalls none, because it overlaps "
+                "steps, in which vLLM allows no loads. Set kv_role to kv_both to do both"
+            )
+        return EngineFacts(
+            groups=tuple(GroupFacts(*each) for each in zip(groups, nbytes, strict=True)),
+            hash_block_size=shims.hash_block_size(self._vllm_config, self._kv_cache_config),
+            ranks=ranks,
+            copies_in_step=all(shard.copies_in_step for shard in shards),
+            recalls=recalls,
+            least_token_seconds=max(shard.token_seconds for shard in shards),
+            rank_share=max(sum(one.page_bytes for one in rank.layers) for rank in shards)
+            / sum(nbytes),
+            exact_blocks=exact_blocks,
+            match_unit=unit,
+            recovers=bool(self._vllm_config.parallel_config.enable_fault_tolerance),
         )
-        return False
 
     @nicety("the naming of this engine's blocks, so that none are pooled,")
     def _namespace(self, shards: list[Any]) -> Namespace | None:

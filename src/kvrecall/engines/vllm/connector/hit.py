@@ -212,7 +212,12 @@ class HitFinder:
         block that is missing for one at ``end``."""
         missing = None
         while end > start:
-            gaps = [gap for group in self._sparse for gap in self._gaps(tiers, group, start, end)]
+            gaps = [  # blocks that a hit at ``end`` needs and the pool lacks, with their groups
+                (group, place)
+                for group in self._sparse
+                for place in range(*self._needed(group, start, end))
+                if tiers[group][place - start // self._sizes[group]] is None
+            ]
             if not gaps:
                 break
             if missing is None:
@@ -222,14 +227,6 @@ class HitFinder:
                     missing = Missing(key, str(self._facts.groups[group].kind))
             end = self._aligned(min(place * self._sizes[group] for group, place in gaps))
         return max(end, start), missing
-
-    def _gaps(
-        self, tiers: Mapping[int, _Tiers], group: int, start: int, end: int
-    ) -> list[tuple[int, int]]:
-        """Blocks of a group (with it) that a hit at ``end`` needs and the pool lacks."""
-        there, base = tiers[group], start // self._sizes[group]
-        needed = range(*self._needed(group, start, end))
-        return [(group, place) for place in needed if there[place - base] is None]
 
     # ---- hits that end inside blocks -----------------------------------------------------
 

@@ -168,19 +168,16 @@ class LoadCostModel:
             left -= compute
             if spent + left <= best_cost or spent <= TRIVIAL_S:
                 best, best_cost = index + 1, spent + left
-        if best < len(tiers) and self._is_time_to_probe(tiers[best]):
-            patience_s = max(_LEAST_PATIENCE_S, _PROBE_SHARE * sum(computes))
-            best += 1
-            return LoadPlan(best, patience_s, sum(loads[best:]), sum(computes[best:]))
+        if best < len(tiers):  # now and then loads from a slow tier, to notice its recovery
+            self._passed_over += 1
+            unheard_s = self._clock() - self._seen_at.get(tiers[best], 0.0)
+            if self._passed_over % _PROBE_EVERY == 0 or unheard_s >= _PROBE_AFTER_S:
+                patience_s = max(_LEAST_PATIENCE_S, _PROBE_SHARE * sum(computes))
+                best += 1
+                return LoadPlan(best, patience_s, sum(loads[best:]), sum(computes[best:]))
         worth = sum(c for c, tier in zip(computes, tiers, strict=True) if tier is not TierName.HOST)
         patience_s = min(self._deadline_s, max(_RISK_SHARE * worth, _LEAST_PATIENCE_S))
         return LoadPlan(best, patience_s, sum(loads[best:]), sum(computes[best:]))
-
-    def _is_time_to_probe(self, tier: TierName) -> bool:
-        """Whether to load from a slow tier nevertheless, to notice its recovery."""
-        self._passed_over += 1
-        unheard_s = self._clock() - self._seen_at.get(tier, 0.0)
-        return self._passed_over % _PROBE_EVERY == 0 or unheard_s >= _PROBE_AFTER_S
 
     @nicety("the estimate of costs", 0.0)
     def gained_seconds(self, tiers: Sequence[TierName], start_block: int) -> float:
@@ -278,7 +275,10 @@ class PrefixLoad:
     def poll(self) -> bool:
         """Whether nothing more is waited for; ``tokens`` is settled then."""
         if self.offsets is not None:
-            if not self._holds():
+            held = zip(self.tickets, self.whole, strict=True)
+            # A pool service may have died since, and its replacement have other blocks there. This
+            # keeps them valid until the next ``arena_handle``.
+            if not all(self.pool.poll(ticket).offsets == one.offsets for ticket, one in held):
                 self.offsets = [()] * len(self.hit.runs)
             return True
         if self._is_pending():
@@ -294,7 +294,18 @@ class PrefixLoad:
         for (number, _), recall in zip(self.portions, self.whole, strict=False):
             self.offsets[number] += recall.offsets
         self.was_late = self.given_up or self.costs.elapsed(self.mark) >= self.deadline_s
-        self._tell_speeds()
+        # After a step of other work it is only known that the blocks took longer than until they
+        # were last seen pending. Blocks that did not arrive although they were awaited were lost (a
+        # damaged file, a dead service), which says nothing about speed.
+        elapsed = self.costs.elapsed(self.mark) if self.costs.idle_since(self.mark) else 0.0
+        seconds = elapsed or self.pending_s
+        for tier in {tier for run in self.hit.runs for tier in run.tiers} - {TierName.HOST}:
+            came = sum(
+                recall.tiers.count(tier) * self.hit.runs[number].weight
+                for (number, _), recall in zip(self.portions, self.whole, strict=False)
+            )
+            if seconds > 0 and (came or self.given_up):
+                self.costs.saw_load(tier, came, seconds)
         return True
 
     @property
@@ -366,25 +377,3 @@ class PrefixLoad:
         chain = len(self.hit.runs) - 1
         came = zip(self.portions, self.whole, strict=False)
         return tuple(tier for (of, _), recall in came if of == chain for tier in recall.tiers)
-
-    def _tell_speeds(self) -> None:
-        """Reports the tiers' speeds to the cost model. Blocks that did not arrive although they
-        were awaited were lost (a damaged file, a dead service), which says nothing about speed."""
-        # After a step of other work it is only known that the blocks took longer than until they
-        # were last seen pending.
-        elapsed = self.costs.elapsed(self.mark) if self.costs.idle_since(self.mark) else 0.0
-        seconds = elapsed or self.pending_s
-        for tier in {tier for run in self.hit.runs for tier in run.tiers} - {TierName.HOST}:
-            came = sum(
-                recall.tiers.count(tier) * self.hit.runs[number].weight
-                for (number, _), recall in zip(self.portions, self.whole, strict=False)
-            )
-            if seconds > 0 and (came or self.given_up):
-                self.costs.saw_load(tier, came, seconds)
-
-    def _holds(self) -> bool:
-        """Whether the arrived blocks are still valid: a pool service may have died since, and its
-        replacement have other blocks in their place. Keeps them valid until the next
-        ``arena_handle``."""
-        came = zip(self.tickets, self.whole, strict=True)
-        return all(self.pool.poll(ticket).offsets == recall.offsets for ticket, recall in came)

@@ -224,34 +224,28 @@ class MissExplainer(SchedulerEvents):
         """The sources of a prompt are known: ``start`` is the first token that it computes,
         ``key`` the block that was missing there, and ``absence`` what the pool knew of it. No key:
         the pool was not asked. No answer: a pool service has it."""
+        otherwise: Mapping[str, object] = {"reason": Reason.RACE}
+        ended = self._truncation(state, start)
+        hindrance = self._hindrance(state)
         if not limit:
             self._tell(state, 0, {"reason": Reason.SHORT})
-        elif start < limit:
-            self._find(state, start, key, absence)
+        elif start >= limit:
+            pass  # all that could be was recalled
+        elif hindrance is not None:
+            self._tell(state, start, hindrance)
+        elif ended is not None and ended.reason is not None:
+            self._tell(state, start, {"reason": ended.reason, **ended.details})
+        elif key is None:
+            self._tell(state, start, {"reason": Reason.NOT_POOLED, "cause": "no block hash"})
+        else:
+            if ended is None and (absence is None or absence.presence is Presence.UNKNOWN):
+                otherwise = self._unknown(state, start // self._facts.block_size)
+            if absence is None:
+                self._open[state.id] = state, key, start, otherwise
+            else:
+                self._tell(state, start, self._judged(state, absence, otherwise))
         if state.namespace is not None:
             self._learn(state, start)
-
-    def _find(
-        self, state: RequestState, start: int, key: BlockKey | None, absence: Absence | None
-    ) -> None:
-        hindrance = self._hindrance(state)
-        if hindrance is not None:
-            self._tell(state, start, hindrance)
-            return
-        ended = self._truncation(state, start)
-        if ended is not None and ended.reason is not None:
-            self._tell(state, start, {"reason": ended.reason, **ended.details})
-            return
-        if key is None:
-            self._tell(state, start, {"reason": Reason.NOT_POOLED, "cause": "no block hash"})
-            return
-        otherwise: Mapping[str, object] = {"reason": Reason.RACE}
-        if ended is None and (absence is None or absence.presence is Presence.UNKNOWN):
-            otherwise = self._unknown(state, start // self._facts.block_size)
-        if absence is None:
-            self._open[state.id] = state, key, start, otherwise
-            return
-        self._tell(state, start, self._judged(state, absence, otherwise))
 
     def _hindrance(self, state: RequestState) -> Mapping[str, object] | None:
         """Why the pool was not asked for this request; None if it was."""

@@ -439,27 +439,7 @@ class RecallScheduler:
     def reported(self, report: StepReport | None, loaded: set[str], failed: set[str]) -> None:
         """Processes the workers' report of a step."""
         self._events.changes()
-        copied: Mapping[str, float] = {}
-        if report is not None:
-            copied = report.copied
-            self._take(report)
-        for request_id in loaded:
-            load = self._loading.pop(request_id, None)
-            if load is not None:
-                state, has_failed = self._states.get(request_id), request_id in failed
-                self._events.load_done(state, load, has_failed, copied.get(request_id))
-                load.release()
-        for request_id in failed:  # the engine recomputes it, and is not offered the pool again
-            self._events.counted("loads_failed")
-            self._waiting.pop(request_id, None)
-            state = self._states.get(request_id)
-            if state is not None:
-                state.loading.computes = True
-                state.loading.recalled.clear()
-                self._events.load_failed(state)
-        self._saver.flush()  # with async_write off, replies of this step leave after it
-
-    def _take(self, report: StepReport) -> None:
+        report = StepReport() if report is None else report
         self._events.reported(report)
         for step, seconds in report.timed.items():
             self.costs.step_took(step, seconds)
@@ -475,25 +455,33 @@ class RecallScheduler:
                 "sequences are recomputed, and sequences stay on the device from now on",
                 len(report.lost),
             )
-        if report.starts_over:
-            self._start_over(report)
+        if report.starts_over:  # vLLM has preempted all running requests, see compat.scheduler
+            for state in self._states.values():
+                if state.id not in self._loading:  # nothing of their prompts was recalled
+                    state.loading.device_tokens = 0
+                    state.loading.recalled.clear()
+        if report.reloaded or report.swapped:  # by themselves: what is on its way may be of before
+            self._saver.discard(None)
+        if report.reloaded:
+            self._reloaded()
         self.adapters_loaded(report.adapters, report.swapped)
         for number, (ranks, found) in report.compared.items():
             self._auditor.compared(number, ranks, found)
         self._saver.made(report.stored, report.failed)
-
-    def _start_over(self, report: StepReport) -> None:
-        """vLLM has preempted all running requests, see ``compat.scheduler``: nothing of their
-        prompts was recalled. After a load of the workers' own accord it is not known which blocks
-        on their way to the pool were computed before."""
-        for state in self._states.values():
-            if state.id not in self._loading:
-                state.loading.device_tokens = 0
-                state.loading.recalled.clear()
-        if report.reloaded or report.swapped:
-            self._saver.discard(None)
-        if report.reloaded:
-            self._reloaded()
+        for request_id in loaded:
+            load = self._loading.pop(request_id, None)
+            if load is not None:
+                one, has_failed = self._states.get(request_id), request_id in failed
+                self._events.load_done(one, load, has_failed, report.copied.get(request_id))
+                load.release()
+        for request_id in failed:  # the engine recomputes it, and is not offered the pool again
+            self._events.counted("loads_failed")
+            self._waiting.pop(request_id, None)
+            if (one := self._states.get(request_id)) is not None:
+                one.loading.computes = True
+                one.loading.recalled.clear()
+                self._events.load_failed(one)
+        self._saver.flush()  # with async_write off, replies of this step leave after it
 
     def adapters_loaded(
         self, loaded: Mapping[int, LoadedAdapter], swapped: Collection[int]
@@ -641,33 +629,19 @@ class RecallScheduler:
         if state.settled or not self.namespaces.is_settled(state.request):
             return
         state.settled = True
-        if not self._is_hashed(state.request):
+        namespace = self.namespaces.of(state.request) if self._is_hashed(state.request) else None
+        if namespace is None:
             return
-        state.namespace = self.namespaces.of(state.request)
-        if state.namespace is not None:
-            state.group_namespaces = self.namespaces.groups_of(state.namespace)
-            if not state.loading.is_told:
-                state.loading.promise = self._accept(state.request, state.namespace)
-
-    def _is_hashed(self, request: Any) -> bool:
-        """Whether vLLM's block hash tells a request's prompt: of embeddings mixed with tokens it
-        has the rows, and not which positions they are for. Embeddings alone have the same hash as
-        such a mixture, whose blocks they could find on the device."""
-        if getattr(request, "prompt_embeds", None) is None:
-            return True
-        if getattr(request, "prompt_is_token_ids", None) is not None:
-            self._has_mixtures = True
-        return not self._has_mixtures
-
-    def _accept(self, request: Any, namespace: Namespace) -> Promise | None:
-        """The promise in a request's ``kv_transfer_params``; None if none can be kept."""
-        patience_s = self._settings.handover_deadline_s
-        promise = Promise.of(request.kv_transfer_params, self._facts.unit, patience_s)
-        if promise is None:
-            return None
+        state.namespace = namespace
+        state.group_namespaces = self.namespaces.groups_of(namespace)
+        params, unit = state.request.kv_transfer_params, self._facts.unit
+        promise = Promise.of(params, unit, self._settings.handover_deadline_s)
+        if promise is None or state.loading.is_told:
+            return
         self._events.counted("handovers")
         if promise.namespace == namespace.digest.hex():
-            return promise
+            state.loading.promise = promise
+            return
         self._events.counted("handovers_foreign")
         if not self._warned_of_foreign:
             self._warned_of_foreign = True
@@ -679,7 +653,16 @@ class RecallScheduler:
                 promise.namespace[:64],
                 namespace.digest.hex(),
             )
-        return None
+
+    def _is_hashed(self, request: Any) -> bool:
+        """Whether vLLM's block hash tells a request's prompt: of embeddings mixed with tokens it
+        has the rows, and not which positions they are for. Embeddings alone have the same hash as
+        such a mixture, whose blocks they could find on the device."""
+        if getattr(request, "prompt_embeds", None) is None:
+            return True
+        if getattr(request, "prompt_is_token_ids", None) is not None:
+            self._has_mixtures = True
+        return not self._has_mixtures
 
     def saved(self, request_id: str) -> tuple[BlockKey, ...]:
         """As of ``Saver``; of a request in the engine."""

@@ -139,7 +139,13 @@ class RecallWorker:
             group.settle_gate(overhead)
         replicas = 1 if self._model is None else config.head_replicas(self._model, names)
         sharing = config.sharing_of(self._vllm_config, self._kv_cache_config, replicas)
-        self._groups = tuple(_placed(replace(group, sharing=sharing)) for group in self._groups)
+        groups = [replace(pages, sharing=sharing) for pages in self._groups]
+        for at, pages in enumerate(groups):  # on all ranks at once
+            sizes = [page.page_bytes for page in pages.pages]
+            pieces = [pages.piece_bytes(page) for page in pages.pages]
+            starts = tuple(config.record_places(sizes, pieces, sharing))
+            groups[at] = replace(pages, starts=starts)
+        self._groups = tuple(groups)
         self._mapping = ArenaMapping(self._groups)
         flops, hidden = config.prompt_token_work(self._vllm_config)
         dtype = self._vllm_config.model_config.dtype
@@ -365,31 +371,19 @@ class RecallWorker:
         """Reports partially offloaded sequences to the attention layers."""
         offload = orders.offload
         self._offloading = offload is not None
-        moves = offload is not None and bool(offload.arrivals or offload.departures)
-        records = self._records(orders.arena) if moves else None
+        records = memory = None
+        if offload is not None and (offload.arrivals or offload.departures):
+            memory = self._arena.memory(orders.arena)
+        if memory is not None:  # else the arena cannot be mapped
+            (only,) = self._groups
+            places = zip((page.name for page in only.pages), only.places, strict=True)
+            records = Records(memory, dict(places), orders.arena)
         groups = self._retrieval_groups
         lost = {one for group in groups for one in group.take(offload, records)}
         self._arena.keep(frozenset(one for group in groups for one in group.arenas))
         arriving = set() if offload is None else {one.request_id for one in offload.arrivals}
         self._failed_loads |= lost & arriving
         self._report.lost |= lost
-
-    def _records(self, arena: ArenaHandle) -> Records | None:
-        """The blocks in that arena; None if it cannot be mapped."""
-        memory = self._arena.memory(arena)
-        if memory is None:
-            return None
-        (group,) = self._groups
-        places = zip((page.name for page in group.pages), group.places, strict=True)
-        return Records(memory, dict(places), arena)
-
-
-def _placed(group: GroupPages) -> GroupPages:
-    """The group with the places of this rank's bytes in its records. Must be called on all ranks at
-    once."""
-    sizes = [page.page_bytes for page in group.pages]
-    pieces = [group.piece_bytes(page) for page in group.pages]
-    return replace(group, starts=tuple(config.record_places(sizes, pieces, group.sharing)))
 
 
 @nicety("the measurement of this device's speed", 0.0)
