@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,7 +46,6 @@ from kvrecall.testing.blocks import wait_until
 
 NAMES = itertools.count()
 PROMPT = list(range(1000, 1000 + 8 * BLOCK + 4))
-Ask = Callable[..., dict[str, Any] | None]
 
 
 def make_pool(**settings: Any) -> Pool:
@@ -55,8 +54,8 @@ def make_pool(**settings: Any) -> Pool:
 
 def ask(
     bench: Bench, prompt: list[int], salt: str | None = None, saves: bool = True, **sampling: Any
-) -> dict[str, Any] | None:
-    """The miss of a request that is computed and ends, as its reply has it."""
+) -> dict[str, Any]:
+    """The miss of a request that is computed and ends, as its reply has it; {} without one."""
     name = f"request {next(NAMES)}"
     params = SamplingParams(max_tokens=100, **sampling)
     params.update_from_generation_config({}, eos_token_id=1)
@@ -73,7 +72,7 @@ def ask(
     wait_until(lambda: bench.pool.stats().queued_writes == 0)
     if isinstance(bench.pool, ServiceClient):
         wait_until(lambda: is_answered(bench.pool))
-    told: dict[str, Any] | None = finished(bench, request).get(MISSED)
+    told: dict[str, Any] = finished(bench, request).get(MISSED, {})
     return told
 
 
@@ -85,66 +84,53 @@ def is_answered(client: ServiceClient) -> bool:
     return all(life.is_over or number in life.link._replies for life, number in asked)
 
 
-def reason(told: dict[str, Any] | None) -> str | None:
-    return None if told is None else told["reason"]
+def other(first: int, blocks: int = 3) -> list[int]:
+    return list(range(first, first + blocks * BLOCK))
 
 
 def test_a_whole_hit_has_no_reason(pool: Pool) -> None:
     bench = Bench(pool)
     assert ask(bench, PROMPT) == {"reason": "new", "from": 0, "tokens": len(PROMPT)}
-    assert ask(bench, PROMPT) is None
+    assert ask(bench, PROMPT) == {}
     assert bench.side.counters.counts["new:missed_tokens"] == len(PROMPT)
 
 
 def test_what_is_shorter_than_a_block(pool: Pool) -> None:
     bench = Bench(pool)
     assert ask(bench, PROMPT[:BLOCK]) == {"reason": "short", "from": 0, "tokens": BLOCK}
-    assert reason(ask(bench, PROMPT[4 : BLOCK + 5])) == "new"
+    assert ask(bench, PROMPT[4 : BLOCK + 5])["reason"] == "new"
 
 
-@pytest.mark.parametrize("at", [9, 3 * BLOCK, 3 * BLOCK + 5, 8 * BLOCK - 1])
-def test_a_prompt_that_leaves_a_known_one_says_where(pool: Pool, at: int) -> None:
+@pytest.mark.parametrize(
+    ("known", "prompt", "token"),
+    [
+        *(
+            ([PROMPT], [*PROMPT[:at], *other(50_000)], at)
+            for at in (9, 3 * BLOCK, 3 * BLOCK + 5, 8 * BLOCK - 1)
+        ),
+        # The next turn, whose client has changed a token of the answer, or has not.
+        ([PROMPT], [*PROMPT, 6, *other(50_000)], len(PROMPT)),
+        ([PROMPT], [*PROMPT, 5, *other(60_000)], None),
+        # The nearest of several counts, and many other beginnings hide none.
+        (
+            [[*PROMPT[:at], *other(1000 * at)] for at in (20, 28, 24)],
+            [*PROMPT[:28], *other(90)],
+            28,
+        ),
+        ([PROMPT, *(other(1000 * n) for n in range(9, 69))], [*PROMPT[:12], *other(90)], 12),
+        # Few common tokens at the beginning are a template.
+        ([PROMPT], [*PROMPT[:7], *other(50_000)], None),
+    ],
+)
+def test_a_prompt_that_leaves_a_known_one_says_where(
+    pool: Pool, known: list[list[int]], prompt: list[int], token: int | None
+) -> None:
     bench = Bench(pool)
-    ask(bench, PROMPT)
-    told = ask(bench, [*PROMPT[:at], *range(50_000, 50_000 + 3 * BLOCK)])
-    assert told is not None
-    assert (told["reason"], told["token"]) == ("diverged", at)
-    assert told["from"] == at // BLOCK * BLOCK
-
-
-def test_a_prompt_that_leaves_the_last_answer_says_where(pool: Pool) -> None:
-    """The next turn of a conversation, whose client has changed a token of the answer."""
-    bench = Bench(pool)
-    ask(bench, PROMPT)  # answered by token 5
-    told = ask(bench, [*PROMPT, 6, *range(50_000, 50_000 + 3 * BLOCK)])
-    assert told is not None
-    assert (told["reason"], told["token"]) == ("diverged", len(PROMPT))
-    assert reason(ask(bench, [*PROMPT, 5, *range(60_000, 60_000 + 3 * BLOCK)])) == "new"
-
-
-def test_the_nearest_of_several_known_ones_counts(pool: Pool) -> None:
-    bench = Bench(pool)
-    for at in (20, 28, 24):
-        ask(bench, [*PROMPT[:at], *range(50_000 + 1000 * at, 50_000 + 1000 * at + 3 * BLOCK)])
-    told = ask(bench, [*PROMPT[:28], *range(90_000, 90_000 + 2 * BLOCK)])
-    assert told is not None
-    assert (told["reason"], told["token"], told["from"]) == ("diverged", 28, BLOCK)
-
-
-def test_many_other_beginnings_hide_none(pool: Pool) -> None:
-    bench = Bench(pool)
-    ask(bench, PROMPT)
-    for first in range(5_000, 5_000 + 60 * 1000, 1000):
-        ask(bench, list(range(first, first + BLOCK + 4)))
-    told = ask(bench, [*PROMPT[:12], *range(90_000, 90_000 + 2 * BLOCK)])
-    assert told is not None
-    assert (told["reason"], told["token"]) == ("diverged", 12)
-
-
-def test_few_common_tokens_at_the_beginning_are_a_template(pool: Pool) -> None:
-    bench = Bench(pool)
-    ask(bench, PROMPT)
-    assert reason(ask(bench, [*PROMPT[:7], *range(50_000, 50_000 + 2 * BLOCK)])) == "new"
+    for one in known:  # is answered by token 5
+        ask(bench, one)
+    told = ask(bench, prompt)
+    assert (told["reason"], told.get("token")) == ("new" if token is None else "diverged", token)
+    assert token is None or told["from"] == min(token, len(PROMPT)) // BLOCK * BLOCK
 
 
 def test_positions_are_left_out_on_request(pool: Pool) -> None:
@@ -156,8 +142,8 @@ def test_positions_are_left_out_on_request(pool: Pool) -> None:
 
 def test_off_is_off(pool: Pool) -> None:
     bench = Bench(pool, explain_misses="off")
-    assert ask(bench, PROMPT) is None
-    assert ask(bench, PROMPT[:BLOCK]) is None
+    assert ask(bench, PROMPT) == {}
+    assert ask(bench, PROMPT[:BLOCK]) == {}
     assert bench.side.misses is None
 
 
@@ -182,7 +168,6 @@ def test_what_was_evicted_says_from_where_and_why(cause: str) -> None:
             for first in range(5_000, 90_000, 1000):
                 ask(bench, list(range(first, first + 8 * BLOCK + 4)))
         told = ask(bench, PROMPT)
-        assert told is not None
         assert (told["reason"], told["tier"], told["cause"]) == ("evicted", "host", cause)
         assert before - 1 <= told["time"] <= time.time() + 1
 
@@ -191,15 +176,17 @@ def test_of_several_causes_the_first_counts(pool: Pool) -> None:
     """In the order of docs/misses.md."""
     bench = Bench(pool)
     ask(bench, PROMPT)
-    assert reason(ask(bench, PROMPT[:BLOCK], prompt_logprobs=0)) == "short"
+    assert ask(bench, PROMPT[:BLOCK], prompt_logprobs=0)["reason"] == "short"
     pool.clear()
-    assert reason(ask(bench, PROMPT, prompt_logprobs=0)) == "not_asked"
+    assert ask(bench, PROMPT, prompt_logprobs=0)["reason"] == "not_asked"
     pool.clear()
-    assert reason(ask(bench, PROMPT)) == "evicted", "though it was computed, and not saved"
+    assert ask(bench, PROMPT)["reason"] == "evicted", "though it was computed, and not saved"
     pool.clear()
     left = [*PROMPT[: BLOCK + 3], *range(50, 50 + 3 * BLOCK)]
-    assert reason(ask(bench, left)) == "evicted", "of its first block, though it leaves the second"
-    assert reason(ask(bench, [*left[: BLOCK + 5], *range(90, 90 + 3 * BLOCK)])) == "diverged"
+    assert ask(bench, left)["reason"] == "evicted", (
+        "of its first block, though it leaves the second"
+    )
+    assert ask(bench, [*left[: BLOCK + 5], *range(90, 90 + 3 * BLOCK)])["reason"] == "diverged"
 
 
 def test_a_refused_block_says_so() -> None:
@@ -208,9 +195,8 @@ def test_a_refused_block_says_so() -> None:
         ask(bench, PROMPT)
         ticket = pool.acquire([block.key for block in pool.admin.blocks()], 60.0)
         other = list(range(9000, 9000 + 4 * BLOCK + 4))
-        assert reason(ask(bench, other)) == "new"
+        assert ask(bench, other)["reason"] == "new"
         told = ask(bench, other)
-        assert told is not None
         assert (told["reason"], told["tier"], told["cause"]) == ("refused", "host", "quota")
         pool.release(ticket)
 
@@ -299,10 +285,8 @@ def test_a_request_that_excludes_recall(pool: Pool) -> None:
     bench = Bench(pool)
     ask(bench, PROMPT)
     told = ask(bench, PROMPT, prompt_logprobs=1)
-    assert told is not None
     assert (told["reason"], told["cause"]) == ("not_asked", "prompt_logprobs")
     told = ask(bench, PROMPT, skip_reading_prefix_cache=True)
-    assert told is not None
     assert (told["reason"], told["cause"]) == ("not_asked", "skip_reading_prefix_cache")
 
 
@@ -327,19 +311,16 @@ def test_a_service_tells_it_too_and_is_never_waited_for(tmp_path: Path) -> None:
     client = ServiceClient(tmp_path / "pool.sock", 60.0)
     try:
         bench = Bench(client)  # type: ignore[arg-type]
-        assert reason(ask(bench, PROMPT)) == "new"
-        assert ask(bench, PROMPT) is None
+        assert ask(bench, PROMPT)["reason"] == "new"
+        assert ask(bench, PROMPT) == {}
         told = ask(bench, [*PROMPT[:40], *range(50_000, 50_000 + 2 * BLOCK)])
-        assert told is not None
         assert (told["reason"], told["token"]) == ("diverged", 40)
         client.clear()
         told = ask(bench, PROMPT)
-        assert told is not None
         assert (told["reason"], told["cause"]) == ("evicted", "dropped")
         service.close()
         wait_until(lambda: not client.is_connected)
         told = ask(bench, [*PROMPT[:5], 9, *PROMPT[5:]])
-        assert told is not None
         assert (told["reason"], told["tier"]) == ("away", "service")
     finally:
         client.close()
@@ -353,14 +334,13 @@ def test_a_service_that_cannot_hold_a_block_pools_nothing(tmp_path: Path) -> Non
     client = ServiceClient(tmp_path / "pool.sock", 60.0)
     try:
         bench = Bench(client)  # type: ignore[arg-type]
-        assert reason(ask(bench, PROMPT)) == "new"
+        assert ask(bench, PROMPT)["reason"] == "new"
         service.close()
         wait_until(lambda: not client.is_connected)
         service = ServiceThread(replace(room, host_bytes=2048), tmp_path / "pool.sock")
         wait_until(lambda: client.is_connected)
         ask(bench, PROMPT[:BLOCK])  # from its last step on the engine uses the new service
         told = ask(bench, PROMPT)
-        assert told is not None
         cause = "namespace abandoned or refused"
         assert (told["reason"], told["cause"]) == ("not_pooled", cause)
     finally:
@@ -371,13 +351,13 @@ def test_a_service_that_cannot_hold_a_block_pools_nothing(tmp_path: Path) -> Non
 # ---- several KV groups ----------------------------------------------------------------------
 
 
-def of_groups(bench: GroupBench, tokens: list[int]) -> dict[str, Any] | None:
+def of_groups(bench: GroupBench, tokens: list[int]) -> dict[str, Any]:
     """The miss of a request that is computed and ends; it has one if it is no whole hit."""
     request, on_device, recalled = bench.begin(tokens)
     bench.prefill(request)
-    told: dict[str, Any] | None = bench.end(request).get(MISSED)
+    told: dict[str, Any] = bench.end(request).get(MISSED, {})
     unit = bench.facts.unit
-    assert (told is None) == (on_device + recalled >= (len(tokens) - 1) // unit * unit)
+    assert (not told) == (on_device + recalled >= (len(tokens) - 1) // unit * unit)
     return told
 
 
@@ -387,11 +367,10 @@ def test_engines_of_several_groups_have_one_reason(shape: str) -> None:
     with make_pool(host_size="4MiB", policy="lru") as pool:
         bench = GroupBench(pool, SHAPES[shape])
         asked = prompt_of(321)
-        assert reason(of_groups(bench, asked)) == "new"
+        assert of_groups(bench, asked)["reason"] == "new"
         bench.forget_device()
         of_groups(bench, asked)
         told = of_groups(bench, [*asked[:200], *prompt_of(200, 2)])
-        assert told is not None
         if told["reason"] == "unsaved":  # the states behind these tokens were not kept
             assert told["group"] in ("state", "window")
         else:
@@ -403,7 +382,7 @@ def test_engines_of_several_groups_have_one_reason(shape: str) -> None:
             bench.forget_device()
             pool.admin.drop([b.key for b in pool.admin.blocks() if b.key.startswith(digest)])
             told = of_groups(bench, asked)
-            if told is not None:  # a chunk that begins there needs no block before it
+            if told:  # a chunk that begins there needs no block before it
                 assert (told["reason"], told["cause"]) == ("evicted", "dropped")
                 dropped += 1
         assert dropped
@@ -519,7 +498,7 @@ def happens(world: World, reason: str) -> None:
             world.pool.why = lambda key: None  # type: ignore[method-assign, assignment, return-value]
 
 
-def asks(world: World, reason: str, salt: str | None) -> dict[str, Any] | None:
+def asks(world: World, reason: str, salt: str | None) -> dict[str, Any]:
     """The request that gets this reason, if its tenant's history is that."""
     prompt = PROMPT[:BLOCK] if reason == "short" else PROMPT
     if reason == "not_asked":
@@ -536,7 +515,7 @@ def asks(world: World, reason: str, salt: str | None) -> dict[str, Any] | None:
         world.bench.side.allocated(request, (world.bench.blocks[name],), got)
         world.bench.side.reported(None, {name}, {name})
     world.bench.report(world.bench.step(request, len(prompt)))
-    told: dict[str, Any] | None = finished(world.bench, request).get(MISSED)
+    told: dict[str, Any] = finished(world.bench, request).get(MISSED, {})
     return told
 
 
@@ -562,9 +541,8 @@ def test_no_reason_depends_on_what_another_tenant_did(
             happens(made, str(reason))
             if others:
                 own = asks(made, str(reason), THEIRS)
-                assert (None if own is None else own["reason"]) == reason
+                assert own.get("reason") == reason
                 if reason is Reason.AWAY:
-                    assert own is not None
                     assert own["tier"] == "remote"
             looked_up: list[Any] = []
             why, parting = made.pool.why, made.bench.side.misses.chains.parting
