@@ -261,10 +261,10 @@ def _fill_pool(llm: Any) -> None:
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     torch.manual_seed(0)
     for name in scheduler.requests:  # the engine's own names
-        state = scheduler.connector.state_of(name)
+        state = scheduler.connector._s.state_of(name)
         keys = state.keys((state.request.num_prompt_tokens - 1) // block)
         for first in range(0, len(keys), _AT_ONCE):
-            _put(scheduler.connector.pool, keys[first : first + _AT_ONCE], records)
+            _put(scheduler.connector._pool, keys[first : first + _AT_ONCE], records)
 
 
 def _put(pool: Pool, keys: Sequence[BlockKey], records: _Records) -> None:

@@ -230,7 +230,6 @@ def _slowest(one: Mapping[K, float], other: Mapping[K, float]) -> dict[K, float]
 
 
 def _plain(number: Any) -> Any:
-    """A number of numpy or torch."""
     return number.item()
 
 

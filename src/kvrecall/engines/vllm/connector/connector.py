@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvrecall.attention.selection import Gate
-from kvrecall.block import BlockKey, Namespace
+from kvrecall.block import Namespace
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.attention.checks import offload_hindrance, reads_in_place
 from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested, require_on
@@ -32,7 +32,6 @@ from kvrecall.engines.vllm.compat.serving import end_with_parent
 from kvrecall.engines.vllm.compat.versions import BESIDE_OTHERS
 from kvrecall.engines.vllm.connector.metrics import RecallPromMetrics, RecallStats
 from kvrecall.engines.vllm.connector.offload import OffloadPlanner
-from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.scheduler import MakePlanner, RecallScheduler
 from kvrecall.engines.vllm.connector.traces import Traces
 from kvrecall.engines.vllm.connector.worker import RecallWorker
@@ -418,28 +417,6 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             self._traces.step_ended()  # vLLM asks for events when it has a step's results
         return () if self._events is None else self._events.take()
 
-    # ---- for the process that hosts the engine -------------------------------------------
-
-    def saved(self, request_id: str) -> tuple[BlockKey, ...]:
-        """Blocks of a request in the engine that are in the pool or on their way: the leading ones
-        of its chain, and those that hang on it."""
-        return () if self._scheduler is None else self._scheduler.saved(request_id)
-
-    def state_of(self, request_id: str) -> RequestState | None:
-        """The scheduler side's state of a request in the engine."""
-        return self._s.state_of(request_id)
-
-    @property
-    def pool(self) -> PoolClient:
-        """The engine's pool, on the scheduler side."""
-        assert self._pool is not None
-        return self._pool
-
-    @property
-    def has_service(self) -> bool:
-        """Whether the pool is a service's, and connected."""
-        return isinstance(self._pool, ServiceClient) and self._pool.is_connected
-
     # ---- both ---------------------------------------------------------------------------
 
     @nicety("the statistics of this connector")
@@ -449,10 +426,11 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             return RecallStats.of(did, heat) if did else None
         if self._scheduler is None or self._pool is None:
             return None
-        if not self._scheduler.counters.is_due(self._scheduler.is_busy):
+        counters = self._scheduler.counters
+        if not counters.is_due(self._scheduler.is_busy):
             return None
-        gauges = self._scheduler.counters.watch(self._pool.stats())
-        stats = self._scheduler.counters.take()
+        gauges = counters.watch(self._pool.stats())
+        stats = counters.take()
         if not any(stats.data.values()):
             return None
         stats.data["gauges"] = gauges
@@ -488,10 +466,9 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _map_arena(_: object, handle: ArenaHandle) -> None:
     """In each worker."""
-    if has_kv_transfer_group():
-        connector = get_kv_transfer_group()
-        if isinstance(connector, RecallConnector):
-            connector._w.map_arena(handle)
+    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+    if isinstance(connector, RecallConnector):
+        connector._w.map_arena(handle)
 
 
 @nicety("the endpoint for administration")

@@ -64,14 +64,11 @@ class BlockRun:
         )
 
     def whole(self) -> BlockRun:
-        """The run without the tail."""
         return self if self.tail is None else self.part(0, len(self.keys) - 1)
 
     def acquire(self, pool: PoolClient, deadline_s: float, state: RequestState) -> int:
         """Acquires the blocks; returns the ticket."""
-        if self.parents is None:
-            return pool.acquire(self.keys, deadline_s, self.parent, state.tenant)
-        return pool.acquire(self.keys, deadline_s, tenant=state.tenant, parents=self.parents)
+        return pool.acquire(self.keys, deadline_s, self.parent, state.tenant, self.parents)
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,7 +209,6 @@ class MissExplainer(SchedulerEvents):
         return chain[0] if chain else state.key_at(limit)
 
     def _truncation(self, state: RequestState, start: int) -> Truncation | None:
-        """What ended its hit at ``start``."""
         ended = state.missed.truncation
         return ended if ended is not None and start <= ended.at else None
 

@@ -248,7 +248,6 @@ class OffloadPlanner(BlockPlanner):
         return split if self._gate.passes(tokens, split) else None
 
     def _slots_of(self, split: Split, offloaded: int) -> tuple[int, int]:
-        """As ``slots_of``."""
         return (0, 0) if self._in_place else slots_of(split, offloaded, self._settings)
 
     @property

@@ -239,7 +239,6 @@ class AwakeRequests:
         self._resting.setdefault(tick, []).append(request_id)
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
         self._awake.pop(request_id, None)
         self._until.pop(request_id, None)
 

@@ -365,13 +365,11 @@ class RecallScheduler:
             self._events.sources_known(state)
 
     def sources(self, request: Any) -> dict[TierName, int]:
-        """Tokens of the request's load by tier."""
         return dict(self._state(request).loading.recalled)
 
     # ---- a step -------------------------------------------------------------------------
 
     def orders(self, scheduler_output: Any, arena: ArenaHandle) -> StepOrders:
-        """This step's work for the workers."""
         scheduled: Mapping[str, int] = scheduler_output.num_scheduled_tokens
         offered = boundary_states(scheduler_output)
         tokens = scheduler_output.total_num_scheduled_tokens
@@ -437,7 +435,6 @@ class RecallScheduler:
         return comparisons
 
     def reported(self, report: StepReport | None, loaded: set[str], failed: set[str]) -> None:
-        """Processes the workers' report of a step."""
         self._events.changes()
         report = StepReport() if report is None else report
         self._events.reported(report)
@@ -530,7 +527,6 @@ class RecallScheduler:
     # ---- life ---------------------------------------------------------------------------
 
     def admit(self, request: Any) -> None:
-        """A request entered the engine."""
         self._state(request)
 
     def finished(

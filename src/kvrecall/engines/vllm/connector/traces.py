@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvrecall.block import TierName
 from kvrecall.engines.vllm.connector.handover import Handover
@@ -83,9 +83,14 @@ class RequestTrace:
         return part
 
 
-_Batch = tuple[RequestTrace, Sequence[SpanPart], float | None, float | None, Mapping[str, Any]]
-"""Spans for the thread: of a trace, when its first token was there, and when it ended with which
-attributes."""
+class _Batch(NamedTuple):
+    """Spans for the thread. ``first_token``: when it was there; ``ended``: when the trace did."""
+
+    trace: RequestTrace
+    parts: Sequence[SpanPart]
+    first_token: float | None = None
+    ended: float | None = None
+    attributes: Mapping[str, Any] = MappingProxyType({})
 
 
 def _traced(note: Callable[..., None]) -> Callable[..., None]:
@@ -309,7 +314,6 @@ class Traces(SchedulerEvents):
     # ---- within --------------------------------------------------------------------------
 
     def _taken(self, trace: RequestTrace, now: float) -> None:
-        """The scheduler considers the request."""
         if trace.is_queued:
             trace.is_queued = False
             arrived = float(trace.request.arrival_time) - trace.epoch_s
@@ -337,17 +341,12 @@ class Traces(SchedulerEvents):
         if self._is_service and len(part.calls) < _MOST_PARTS:
             part.calls.append(SpanPart(f"pool.{name}", began, ended))
 
-    def _send(
-        self,
-        trace: RequestTrace,
-        first_token: float | None = None,
-        ended: float | None = None,
-        attributes: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
-        """Hands the parts since the last call to the thread; drops them if it is far behind."""
+    def _send(self, trace: RequestTrace, *more: Any) -> None:
+        """Hands the parts since the last call to the thread, with the rest of a batch; drops them
+        if it is far behind."""
         parts, trace.parts = trace.parts, []
         if self._batches.qsize() < _MOST_UNSENT:
-            self._batches.put((trace, parts, first_token, ended, attributes))
+            self._batches.put(_Batch(trace, parts, *more))
             return
         self._dropped()
         if not self._has_dropped:
@@ -368,20 +367,14 @@ class Traces(SchedulerEvents):
     def _make(self) -> None:
         while (batch := self._batches.get()) is not None:
             try:
-                self._make_spans(*batch)
+                self._make_spans(batch)
             except Exception:
                 logger.exception("kvrecall: the spans of a request could not be made")
 
-    def _make_spans(
-        self,
-        trace: RequestTrace,
-        parts: Sequence[SpanPart],
-        first_token: float | None,
-        ended: float | None,
-        attributes: Mapping[str, Any],
-    ) -> None:
+    def _make_spans(self, batch: _Batch) -> None:
         from opentelemetry.trace import SpanKind, set_span_in_context
 
+        trace, parts, first_token, ended, attributes = batch
         began_ns = int(trace.request.arrival_time * 1e9)
 
         def at(seconds: float) -> int:

@@ -177,7 +177,6 @@ class RecallWorker:
         return self._mapping
 
     def start_loads(self, orders: StepOrders) -> None:
-        """Starts the step's loads."""
         self._loads_begun = True
         for load in orders.loads:
             written = [
