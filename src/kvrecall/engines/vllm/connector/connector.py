@@ -233,7 +233,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         weights.watch_weights(self._kv_cache_manager, self._weights)
         if self._scheduler.misses is not None:
             scheduler.while_computing(self._kv_cache_manager, self._scheduler.misses.aside)
-        if isinstance(self._scheduler.offload, OffloadPlanner):
+        if self._scheduler.offload is not None:
             scheduler.block_manager(self._kv_cache_manager).planner = self._scheduler.offload
         self._events = self._pool_events(self._scheduler)
         self._ready_arena(facts, {node for one in shards if (node := one.numa_node) is not None})
@@ -325,8 +325,8 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         ]
         exact_blocks = ALL_BLOCKS
         if is_requested(os.environ):
-            settings = active_settings(self._vllm_config)
-            exact_blocks = settings.exact_blocks(groups[0].block_size)
+            size = config.kv_groups(self._kv_cache_config)[0].block_size
+            exact_blocks = active_settings(self._vllm_config).exact_blocks(size)
         unit = config.match_unit(self._kv_cache_config, self._settings.match_unit)
         if unit is not None and is_requested(os.environ):
             raise ConfigError(
