@@ -331,6 +331,8 @@ class Host:
         """Calls a method of vLLM's workers, or of ``worker_extension_cls``."""
         return list(self.llm.collective_rpc(method, kwargs=kwargs))
 
+    workers = rpc
+
     def add_lora(self, lora: list[Any], load_inplace: bool = False) -> bool:
         from vllm.lora.request import LoRARequest
 
@@ -350,10 +352,6 @@ class Host:
         greedy = SamplingParams(temperature=0.0, logprobs=1, max_tokens=8)
         (output,) = self.llm.generate(prompt, greedy, use_tqdm=False)
         return reply_of(output)
-
-    def workers(self, method: str) -> list[Any]:
-        """Calls a method of every worker (``worker_extension_cls`` may add some)."""
-        return list(self.llm.collective_rpc(method))
 
     def close(self) -> None:
         self.engine().shutdown()
