@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvrecall.attention.selection import Gate
 from kvrecall.block import Namespace
 from kvrecall.config import RecallSettings
+from kvrecall.engines.vllm import wire
 from kvrecall.engines.vllm.attention.checks import offload_hindrance, reads_in_place
 from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested, require_on
 from kvrecall.engines.vllm.compat import config, events, runner, scheduler, shims, waits, weights
@@ -38,15 +39,6 @@ from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.engines.vllm.identity import fields
 from kvrecall.engines.vllm.identity.namespace import Adapters, namespace_of
 from kvrecall.engines.vllm.identity.weights import FINGERPRINT_S, RunningWeights, weights_of
-from kvrecall.engines.vllm.wire import (
-    ALL_BLOCKS,
-    ORIGIN_BYTES,
-    EngineFacts,
-    GroupFacts,
-    Shard,
-    StepOrders,
-    StepReport,
-)
 from kvrecall.errors import ConfigError, EngineError, KvrecallError
 from kvrecall.nicety import nicety
 from kvrecall.pool.base import ArenaHandle, PoolClient
@@ -83,7 +75,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         waits.install()
         if role is KVConnectorRole.WORKER:
             runner.mend_seeds()
-            runner.hand_orders_first(vllm_config, StepOrders)
+            runner.hand_orders_first(vllm_config, wire.StepOrders)
             self._worker = RecallWorker(vllm_config, kv_cache_config)
             runner.show_model(vllm_config, self._worker.see_model)
             worker = self._worker
@@ -91,7 +83,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             if multiprocessing.current_process().name.startswith("EngineCore"):
                 end_with_parent()
-            scheduler.reschedule_lost(StepReport)
+            scheduler.reschedule_lost(wire.StepReport)
             if events.are_published(vllm_config):
                 events.replay_everything()  # vLLM makes the publisher next
             self._settings = _settings_of(vllm_config)
@@ -134,13 +126,13 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         return self._w.shard()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, StepOrders)
+        assert isinstance(kv_connector_metadata, wire.StepOrders)
         self._handled = sys.exc_info()[1]
         self._w.before_overwrite(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         orders = self._get_connector_metadata()
-        assert isinstance(orders, StepOrders)
+        assert isinstance(orders, wire.StepOrders)
         self._w.start_loads(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -153,7 +145,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         orders = self._get_connector_metadata()
-        assert isinstance(orders, StepOrders)
+        assert isinstance(orders, wire.StepOrders)
         if self._is_failing():
             self._w.step_failed(orders)
         else:
@@ -161,7 +153,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         orders = self._get_connector_metadata()
-        assert isinstance(orders, StepOrders)
+        assert isinstance(orders, wire.StepOrders)
         if self._is_failing():
             return KVConnectorTransferResults()
         if not orders.computes and not shims.saves_without_computing():
@@ -171,7 +163,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             finished_sending=released, finished_recving=loaded, failed_recving=failed
         )
 
-    def build_connector_worker_meta(self) -> StepReport | None:
+    def build_connector_worker_meta(self) -> wire.StepReport | None:
         return None if self._is_failing() else self._w.report()
 
     def _is_failing(self) -> bool:
@@ -197,7 +189,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             return
         assert self._pool is not None
         told = [metadata[rank] for rank in sorted(metadata)]
-        shards = [shard for shard in told if isinstance(shard, Shard)]
+        shards = [shard for shard in told if isinstance(shard, wire.Shard)]
         assert len(shards) == len(told)
         facts = self._facts(shards)
         arena_bytes = self._pool.arena_handle().nbytes
@@ -240,7 +232,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         self._tell_open(facts, arena_bytes)
 
     @nicety("a log line")
-    def _tell_open(self, facts: EngineFacts, arena_bytes: int) -> None:
+    def _tell_open(self, facts: wire.EngineFacts, arena_bytes: int) -> None:
         logger.info(
             "kvrecall: pool open as %s: host %.2f GiB, %s, %s, hits in units of %d tokens",
             self._vllm_config.kv_transfer_config.kv_role,
@@ -250,7 +242,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             facts.unit,
         )
 
-    def _ready_arena(self, facts: EngineFacts, near: Collection[int]) -> None:
+    def _ready_arena(self, facts: wire.EngineFacts, near: Collection[int]) -> None:
         """Before the engine serves: has the arena near its devices, on the NUMA nodes ``near``, and
         mapped and page-locked by every worker."""
         assert self._pool is not None
@@ -276,7 +268,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         return events.EngineEvents(self._pool, lambda: side.namespaces.live, self._kv_cache_manager)
 
     @nicety("the start of traces")
-    def _begin_traces(self, facts: EngineFacts) -> Traces | None:
+    def _begin_traces(self, facts: wire.EngineFacts) -> Traces | None:
         """None without vLLM's ``--otlp-traces-endpoint``."""
         endpoint = config.traces_endpoint(self._vllm_config)
         if endpoint is None:
@@ -290,7 +282,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             lambda: self._s.counters.counted("traces_dropped"),
         )
 
-    def _offload(self, facts: EngineFacts, shards: Sequence[Shard]) -> MakePlanner | None:
+    def _offload(self, facts: wire.EngineFacts, shards: Sequence[wire.Shard]) -> MakePlanner | None:
         """With retrieval on, makes the planner of the partial offload of long sequences: of those
         that the workers attend to sparsely, as their gate decides by the same number."""
         if not is_requested(os.environ) or offload_hindrance(self._vllm_config) is not None:
@@ -309,7 +301,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             in_place=reads_in_place(),
         )
 
-    def _facts(self, shards: list[Shard]) -> EngineFacts:
+    def _facts(self, shards: list[wire.Shard]) -> wire.EngineFacts:
         sharing = shards[0].sharing if shards else config.ALONE
         ranks = sharing.ranks * self._vllm_config.parallel_config.pipeline_parallel_size
         if len(shards) != ranks:
@@ -320,10 +312,10 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         groups = config.kv_groups(self._kv_cache_config, sharing.contexts)
         nbytes = [
             sum(shard.nbytes(group) * shard.sharing.parts for shard in shards) // sharing.ranks
-            + ORIGIN_BYTES
+            + wire.ORIGIN_BYTES
             for group in range(len(groups))
         ]
-        exact_blocks = ALL_BLOCKS
+        exact_blocks = wire.ALL_BLOCKS
         if is_requested(os.environ):
             size = config.kv_groups(self._kv_cache_config)[0].block_size
             exact_blocks = active_settings(self._vllm_config).exact_blocks(size)
@@ -340,8 +332,8 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
                 "kvrecall: this kv_producer saves blocks and recalls none, because it overlaps "
                 "steps, in which vLLM allows no loads. Set kv_role to kv_both to do both"
             )
-        return EngineFacts(
-            groups=tuple(GroupFacts(*each) for each in zip(groups, nbytes, strict=True)),
+        return wire.EngineFacts(
+            groups=tuple(wire.GroupFacts(*each) for each in zip(groups, nbytes, strict=True)),
             hash_block_size=shims.hash_block_size(self._vllm_config, self._kv_cache_config),
             ranks=ranks,
             copies_in_step=all(shard.copies_in_step for shard in shards),
@@ -499,7 +491,7 @@ def _settings_of(vllm_config: Any) -> RecallSettings:
     return settings
 
 
-def _check_room(host: int, facts: EngineFacts, max_model_len: int) -> None:
+def _check_room(host: int, facts: wire.EngineFacts, max_model_len: int) -> None:
     """Raises ConfigError if the host tier cannot hold one block; warns if it cannot hold a whole
     sequence."""
     needed = sum(slot_bytes_of(group.block_bytes) for group in facts.groups)
@@ -519,7 +511,7 @@ def _check_room(host: int, facts: EngineFacts, max_model_len: int) -> None:
         )
 
 
-def _groups_text(facts: EngineFacts) -> str:
+def _groups_text(facts: wire.EngineFacts) -> str:
     """Sizes of blocks, for the log."""
     if len(facts.groups) == 1:
         return f"{facts.groups[0].block_bytes} bytes a block of {facts.block_size} tokens"

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from kvrecall.engines.fingerprint import default_memory
+from kvrecall.engines.vllm import wire
 from kvrecall.engines.vllm.attention.activity import totals_of
 from kvrecall.engines.vllm.attention.backend import retrieval_groups
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
@@ -30,16 +31,6 @@ from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.device.base import Event
 from kvrecall.engines.vllm.identity.changes import RankWeights
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
-from kvrecall.engines.vllm.wire import (
-    ORIGIN_BYTES,
-    Comparison,
-    Deviation,
-    Shard,
-    ShardLayer,
-    StepOrders,
-    StepReport,
-    StoreOrder,
-)
 from kvrecall.errors import EngineError
 from kvrecall.nicety import nicety
 from kvrecall.pool.base import ArenaHandle
@@ -64,18 +55,18 @@ class RecallWorker:
         self._stores_done = 0
         self._failed_loads: set[str] = set()
         self._stuck: set[str] = set()  # requests whose loads are, as reported
-        self._report = StepReport()
+        self._report = wire.StepReport()
         self._retrieval: dict[int, list[RetrievalGroup]] = {}
         """By KV group: layers whose heads or types of keys differ have one each."""
         self._attention: Mapping[str, int] = {}  # their totals when they were last reported
         self._model: torch.nn.Module | None = None  # until ``shard`` has read it
         self._offloading = False
-        self._applied: StepOrders | None = None
-        self._open: StepOrders | None = None  # of a step that has begun and not ended
+        self._applied: wire.StepOrders | None = None
+        self._open: wire.StepOrders | None = None  # of a step that has begun and not ended
         self._loads_begun = False  # that step's
         self._step_began: Event | None = None
         self._timed: deque[tuple[int, Event, Event]] = deque()  # steps under way: begin and end
-        self._shard: Shard | None = None
+        self._shard: wire.Shard | None = None
         self.weights = RankWeights(default_memory())
         self._is_traced = config.traces_endpoint(vllm_config) is not None
 
@@ -116,7 +107,7 @@ class RecallWorker:
         if self._mapping is not None:
             self._mapping.resume()
 
-    def shard(self) -> Shard:
+    def shard(self) -> wire.Shard:
         """This rank's part of a block. Must be called on all ranks at once: they communicate. The
         same each time: 0.33 asks again after sleep."""
         if self._shard is None:
@@ -124,9 +115,11 @@ class RecallWorker:
         self._model = None
         return self._shard
 
-    def _settle_shard(self) -> Shard:
+    def _settle_shard(self) -> wire.Shard:
         layers = tuple(
-            ShardLayer(page.name, page.page_bytes, page.layout, number, page.heads, page.tokens > 0)
+            wire.ShardLayer(
+                page.name, page.page_bytes, page.layout, number, page.heads, page.tokens > 0
+            )
             for number, group in enumerate(self._groups)
             for page in group.pages
         )
@@ -149,7 +142,7 @@ class RecallWorker:
         self._mapping = ArenaMapping(self._groups)
         flops, hidden = config.prompt_token_work(self._vllm_config)
         dtype = self._vllm_config.model_config.dtype
-        return Shard(
+        return wire.Shard(
             layers,
             config.kernel_of(self._vllm_config, names),
             self._device.in_step,
@@ -176,7 +169,7 @@ class RecallWorker:
         assert self._mapping is not None, "the engine has not requested this rank's shard yet"
         return self._mapping
 
-    def start_loads(self, orders: StepOrders) -> None:
+    def start_loads(self, orders: wire.StepOrders) -> None:
         self._loads_begun = True
         for load in orders.loads:
             written = [
@@ -193,7 +186,7 @@ class RecallWorker:
             else:
                 self._failed_loads.add(load.request_id)
 
-    def start_stores(self, orders: StepOrders) -> None:
+    def start_stores(self, orders: wire.StepOrders) -> None:
         """Starts the step's stores; the forward pass has been submitted."""
         self._open = None
         if orders.timed is not None and self._step_began is not None:
@@ -217,7 +210,7 @@ class RecallWorker:
         for comparison in orders.comparisons:
             self._compare(orders.arena, comparison)
 
-    def step_failed(self, orders: StepOrders) -> None:
+    def step_failed(self, orders: wire.StepOrders) -> None:
         """The forward pass of these orders' step failed, and the engine may go on: nothing that it
         was to compute is copied or compared, and loads that have not begun fail."""
         self._open = self._step_began = None
@@ -227,28 +220,28 @@ class RecallWorker:
             self._failed_loads.update(load.request_id for load in orders.loads)
         self._releases.extend((self._stores_begun, request_id) for request_id in orders.releases)
         for one in orders.comparisons:
-            self._note_compared(one, Deviation())
+            self._note_compared(one, wire.Deviation())
 
     def _note_stored(self, store_id: int, failed: bool = False) -> None:
         self._report.stored[store_id] = 1
         if failed:
             self._report.failed.add(store_id)
 
-    def _note_compared(self, comparison: Comparison, found: Deviation) -> None:
-        ranks, known = self._report.compared.get(comparison.number, (0, Deviation()))
+    def _note_compared(self, comparison: wire.Comparison, found: wire.Deviation) -> None:
+        ranks, known = self._report.compared.get(comparison.number, (0, wire.Deviation()))
         self._report.compared[comparison.number] = ranks + 1, known.plus(found)
 
-    def _has_room(self, orders: StepOrders, store: StoreOrder) -> bool:
+    def _has_room(self, orders: wire.StepOrders, store: wire.StoreOrder) -> bool:
         """Whether records of the size that this rank knows, and the origins behind them, lie in the
         arena."""
         number, sizes = store.copy.group, orders.record_bytes
         if not 0 <= number < len(sizes) == len(self._groups):
             return False
-        most = max(store.copy.offsets, default=0) + sizes[number] + ORIGIN_BYTES
+        most = max(store.copy.offsets, default=0) + sizes[number] + wire.ORIGIN_BYTES
         fits = most <= orders.arena.nbytes and self._groups[number].end <= sizes[number]
-        return fits and len(store.origin) == ORIGIN_BYTES
+        return fits and len(store.origin) == wire.ORIGIN_BYTES
 
-    def _sign(self, orders: StepOrders, store: StoreOrder) -> None:
+    def _sign(self, orders: wire.StepOrders, store: wire.StoreOrder) -> None:
         """Writes the origin behind the records that are stored, once for all ranks."""
         number = store.copy.group
         is_first = 0 in self._groups[number].places
@@ -260,10 +253,10 @@ class RecallWorker:
             at = offset + orders.record_bytes[number]
             memory[at : at + len(origin)] = origin
 
-    def _compare(self, arena: ArenaHandle, comparison: Comparison) -> None:
+    def _compare(self, arena: ArenaHandle, comparison: wire.Comparison) -> None:
         """Compares device blocks with the pool's, this rank's part of them."""
         memory = self._arena.memory(arena)
-        found = Deviation()
+        found = wire.Deviation()
         if memory is not None:
             copy = comparison.copy
             group = self._groups[copy.group]
@@ -279,7 +272,7 @@ class RecallWorker:
         if comparison.repeated and not found.within:
             self._report.refuted.add(comparison.request_id)
 
-    def before_overwrite(self, orders: StepOrders) -> None:
+    def before_overwrite(self, orders: wire.StepOrders) -> None:
         """Called before the step writes any device block or builds attention metadata.
 
         Does nothing the second time for the same orders: with Model Runner V2 both
@@ -336,13 +329,13 @@ class RecallWorker:
             step, began, ended = self._timed.popleft()
             self._report.timed[step] = ended.seconds_since(began)
 
-    def report(self) -> StepReport | None:
+    def report(self) -> wire.StepReport | None:
         """Events since the last report; None without any."""
         news = self.weights.news()
         self._report.reloaded, self._report.adapters = news.is_reloaded, news.adapters
         self._report.swapped = set(news.swapped)
-        report, self._report = self._report, StepReport()
-        return None if report == StepReport() else report
+        report, self._report = self._report, wire.StepReport()
+        return None if report == wire.StepReport() else report
 
     @property
     def _retrieval_groups(self) -> list[RetrievalGroup]:
@@ -366,7 +359,7 @@ class RecallWorker:
         if self._mapping is not None:
             self._mapping.close()
 
-    def _offload(self, orders: StepOrders) -> None:
+    def _offload(self, orders: wire.StepOrders) -> None:
         """Reports partially offloaded sequences to the attention layers."""
         offload = orders.offload
         self._offloading = offload is not None
