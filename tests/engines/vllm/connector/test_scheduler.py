@@ -357,7 +357,7 @@ def test_a_decode_instance_waits_for_what_a_prefill_instance_promised(pool: Pool
     again = decode.request("again", 40, told=told)
     assert decode.matched(again) is None
     prefill.report(orders)
-    assert until(lambda: decode.matched(again) is not None)
+    wait_until(lambda: decode.matched(again) is not None)
     assert decode.matched(again) == 32
     counts = decode.side.counters.counts
     assert (counts["handovers"], counts["handovers_late"]) == (1, 0)
@@ -382,7 +382,7 @@ def test_a_hint_that_both_roles_bring_is_one_use_of_the_prompt(pool: Pool, retur
     with Pool.open(RecallSettings.from_mapping({"host_size": "1MiB"}).pool) as other:
         elsewhere = Bench(other, handover_deadline=0.01)
         again = elsewhere.request("again", 40, told=hint | told)
-        assert until(lambda: elsewhere.matched(again) == 0)
+        wait_until(lambda: elsewhere.matched(again) == 0)
         assert other.stats().hints == 1
 
 
@@ -406,7 +406,7 @@ def test_a_promise_that_is_broken_is_computed(pool: Pool) -> None:
     prefill.report(orders, failed=True)
     again = decode.request("again", 40, told=told)
     assert decode.matched(again) is None
-    assert until(lambda: decode.matched(again) is not None)
+    wait_until(lambda: decode.matched(again) is not None)
     assert decode.matched(again) == 0
     assert decode.side.counters.counts["handovers_late"] == 1
 
@@ -436,15 +436,6 @@ def test_an_engine_that_may_not_load_only_saves(pool: Pool) -> None:
     assert Bench(pool).matched(bench.request("third", 40)) == 32
 
 
-def until(condition: Callable[[], bool], timeout: float = 30) -> bool:
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.005)
-    return False
-
-
 def test_a_promise_holds_across_hosts(tmp_path: Path) -> None:
     """Two pools of their own, a store that both reach: the blocks come a moment after the promise,
     and the decode instance finds them though it was told first that they are not there."""
@@ -457,9 +448,11 @@ def test_a_promise_holds_across_hosts(tmp_path: Path) -> None:
         orders = prefill.step(request, 40)
         told = finished(prefill, request)
         again = decode.request("again", 40, told=told)
-        assert not until(lambda: decode.matched(again) is not None, timeout=1)
+        for _ in range(20):
+            assert decode.matched(again) is None
+            time.sleep(0.05)
         prefill.report(orders)
-        assert until(lambda: decode.matched(again) is not None)
+        wait_until(lambda: decode.matched(again) is not None)
         assert decode.matched(again) == 32
         assert decode.side.sources(again) == {}
         decode.side.allocated(again, (decode.blocks["again"],), 32)
@@ -476,15 +469,15 @@ def test_a_request_waits_for_the_stores_answer_but_not_for_long(
     with Pool.open(settings.pool) as here, Pool.open(settings.pool) as there:
         first = Bench(here)
         first.report(first.step(first.request("first", 40), 40))
-        assert until(lambda: len(store.values) == 2)
+        wait_until(lambda: len(store.values) == 2)
         store.gate.clear()
         hasty, patient = Bench(there, lookup_deadline=0.05), Bench(there, lookup_deadline=30.0)
         early, late = hasty.request("early", 40), patient.request("late", 40)
         assert hasty.matched(early) is None
-        assert until(lambda: hasty.matched(early) == 0)
+        wait_until(lambda: hasty.matched(early) == 0)
         assert patient.matched(late) is None
         store.gate.set()
-        assert until(lambda: patient.matched(late) is not None)
+        wait_until(lambda: patient.matched(late) is not None)
         assert patient.matched(late) == 32
     del SHARED[request.node.name]
 

@@ -198,38 +198,31 @@ class Traces(SchedulerEvents):
     @_traced
     def load_over(self, trace: RequestTrace, load: PrefixLoad) -> None:
         trace.current.pop("lookup", None)
-        now, began = self._now(), load.mark.seconds
-        wanted: Counter[TierName] = Counter()
-        arrived: Counter[TierName] = Counter()
-        nbytes: Counter[TierName] = Counter()
-        last: dict[TierName, float] = {}
-        for run in load.hit.runs:
-            wanted.update(run.tiers)
-            for tier in run.tiers:
-                nbytes[tier] += self._facts.groups[run.group].block_bytes
-        for recall, seconds in zip(load.whole, load.came, strict=True):
-            arrived.update(recall.tiers)
-            last |= dict.fromkeys(recall.tiers, began + seconds)
-        for number, tier in enumerate(filter(wanted.__getitem__, TierName)):
-            missing = max(0, wanted[tier] - arrived[tier])
-            came = wanted[tier] - missing
+        now, began, runs = self._now(), load.mark.seconds, load.hit.runs
+        calls_end: float | None = began + load.acquired_s
+        for tier in filter(lambda tier: any(tier in run.tiers for run in runs), TierName):
+            counts = [(run.tiers.count(tier), self._facts.groups[run.group]) for run in runs]
+            wanted = sum(count for count, _ in counts)
+            came = min(wanted, sum(recall.tiers.count(tier) for recall in load.whole))
+            seen = zip(load.whole, load.came, strict=True)
+            last = max((seconds for recall, seconds in seen if tier in recall.tiers), default=0.0)
             outcome = "whole"
             if load.offsets is None:
                 outcome = "dropped"
-            elif missing:
+            elif came < wanted:
                 is_late = now - began >= self._load_deadline_s
                 outcome = "late" if is_late else "given_up" if load.given_up else "lost"
-            ended = max(began, now if missing else last.get(tier, now))
-            part = trace.add("load", began, ended)
+            part = trace.add("load", began, max(began, now if came < wanted else began + last))
             part.attributes = {
                 "load.tier": str(tier),
                 "load.blocks": came,
-                "load.bytes": round(nbytes[tier] * came / wanted[tier]),
-                "load.missing": missing,
+                "load.bytes": round(sum(n * of.block_bytes for n, of in counts) * came / wanted),
+                "load.missing": wanted - came,
                 "load.outcome": outcome,
             }
-            if not number:
-                self._calls(part, "acquire", began, min(began + load.acquired_s, ended))
+            if calls_end is not None:
+                self._calls(part, "acquire", began, min(calls_end, part.ended))
+                calls_end = None
 
     @_traced
     def load_ordered(self, trace: RequestTrace, copies: Sequence[Copy]) -> None:
