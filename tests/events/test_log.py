@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.events.holdings import Holdings
-from kvrecall.events.log import PoolEvents
+from kvrecall.events.publisher import PoolEvents
 from kvrecall.events.subscriber import BatchOutcome, EventReader
 from kvrecall.events.wire import encode, short_hash
 from kvrecall.pool import Pool

@@ -104,17 +104,14 @@ class EventReader:
         """Whether a replay from ``last`` on goes on where this reader is; ``first``: its first
         batch, None if it has none. If not, it is of another run of the publisher, or incomplete:
         everything is forgotten, and the publisher should be asked for all that it has."""
-        if not self._begun or (first is not None and self._is_last(*first)):
+        if not self._begun:
             return True
-        is_lost = first is not None and first[0] > self.last
-        self.begin_anew(restarted=not is_lost)
+        number, payload = first or (-1, b"")
+        with contextlib.suppress(msgspec.DecodeError):
+            if number == self.last and decode(payload).ts == self.last_ts:
+                return True
+        self.begin_anew(restarted=number <= self.last)
         return False
-
-    def _is_last(self, number: int, payload: bytes) -> bool:
-        try:
-            return number == self.last and decode(payload).ts == self.last_ts
-        except msgspec.DecodeError:
-            return False
 
     def stays_alone(self) -> None:
         """There is no replay: what was missed is not known, and so nothing is."""

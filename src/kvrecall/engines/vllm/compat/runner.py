@@ -142,13 +142,18 @@ def leave_room(share_of: Callable[[Any, Any], float]) -> None:
     install("leave-room", make)
 
 
-def show_model(vllm_config: Any, see: Callable[[Any], None]) -> None:
-    """Calls ``see(model)`` in this worker's process, with the model it has loaded, when the engine
-    queries the workers' connectors. The last ``see`` counts."""
+def worker_class(vllm_config: Any) -> Any:
+    """The class that ``worker_cls`` names; None if it is not known yet."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     name = str(vllm_config.parallel_config.worker_cls)
-    worker: Any = resolve_obj_by_qualname(name) if "." in name else None
+    return resolve_obj_by_qualname(name) if "." in name else None
+
+
+def show_model(vllm_config: Any, see: Callable[[Any], None]) -> None:
+    """Calls ``see(model)`` in this worker's process, with the model it has loaded, when the engine
+    queries the workers' connectors. The last ``see`` counts."""
+    worker = worker_class(vllm_config)
     if not hasattr(worker, "get_kv_connector_handshake_metadata"):
         return
 

@@ -35,7 +35,7 @@ from kvrecall.engines.vllm.compat import (
     waits,
     weights,
 )
-from kvrecall.engines.vllm.compat.logs import show_pool_lines
+from kvrecall.engines.vllm.compat.processes import show_pool_lines
 from kvrecall.engines.vllm.compat.serving import end_with_parent
 from kvrecall.engines.vllm.compat.versions import BESIDE_OTHERS
 from kvrecall.engines.vllm.connector.metrics import RecallPromMetrics, RecallStats

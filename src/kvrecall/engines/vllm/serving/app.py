@@ -17,6 +17,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import traceback
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -46,10 +47,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.executor import Executor
 
 from kvrecall.config import RecallSettings, default_socket, split_for_service
-from kvrecall.engines.base import Limits, Listener, Role, ServeSpec, ServingEngine
+from kvrecall.engines.base import Limits, Listener, Role, ServeSpec, ServingEngine, Tls
 from kvrecall.engines.vllm.attention import plugin
 from kvrecall.engines.vllm.compat import events, waits
-from kvrecall.engines.vllm.compat.plugins import name_own_plugins
+from kvrecall.engines.vllm.compat.processes import name_own_plugins
 from kvrecall.engines.vllm.compat.runner import ask_for_seeds
 from kvrecall.engines.vllm.compat.serving import (
     end_engine_cores_with_parent,
@@ -78,13 +79,15 @@ Protocol = type[asyncio.Protocol]
 
 make_arg_parser, validate_parsed_serve_args, cli_env_setup = vllm_command_line()
 
-_GIB = 1 << 30
-_MAX_DEFAULT_CPU_KV = 4 * _GIB
+_HANDLERS = {
+    "openai_serving_chat": RecallChat,
+    "openai_serving_completion": RecallCompletion,
+    "anthropic_serving_messages": RecallMessages,
+}
+_MAX_DEFAULT_CPU_KV = 4 << 30  # bytes
 _LAST_BYTES_S = 5  # for connections to take what was sent before the engine ended
 _LAST_BYTES_OF_OTHERS_S = 2  # the same of further listeners
 _HANDSHAKE_S = 10.0  # of TLS
-
-
 _RANKS = (
     "; --data-parallel-start-rank is for one of several hosts, with --data-parallel-size-local "
     "below --data-parallel-size, and for a mixture of experts. Replicas of other models are "
@@ -118,20 +121,24 @@ def serve(spec: ServeSpec, attach: Attach, protocol: Protocol) -> int:
     """
     cli_env_setup()
     end_engine_cores_with_parent()
-    spec = replace(spec, recall=_askable(spec))
+    is_embedded = (spec.recall or {}).get("backend", "embedded") == "embedded"
+    if spec.recall is not None and is_embedded:  # with a socket at which its pool answers queries
+        address = str(default_socket().with_name(f"serve-{spec.port}.sock"))
+        spec = replace(spec, recall={"admin_socket": address, **spec.recall})
     name_own_plugins(os.environ)
     if spec.retrieval:
         plugin.ask(os.environ)
     args = parse_args(spec)
     _cpu_environment(args.tensor_parallel_size * args.pipeline_parallel_size)
-    if spec.recall is None or not _is_embedded(spec.recall) or _local_replicas(args) == 1:
+    with contextlib.ExitStack() as shared:
+        replicas = _local_replicas(args)
+        if spec.recall is not None and is_embedded and replicas > 1:
+            pool, engines = split_for_service(spec.recall)
+            shared.enter_context(contextlib.closing(ChildService(pool)))
+            log.info("%d replicas share the pool at %s", replicas, pool["socket"])
+            spec = replace(spec, recall=engines)
+            args = parse_args(spec)
         return uvloop.run(_serve(args, spec, attach, protocol), loop_factory=_Loop)
-    pool, engines = split_for_service(spec.recall)
-    with contextlib.closing(ChildService(pool)):
-        log.info("%d replicas share the pool at %s", _local_replicas(args), pool["socket"])
-        spec = replace(spec, recall=engines)
-        serving = _serve(parse_args(spec), spec, attach, protocol)
-        return uvloop.run(serving, loop_factory=_Loop)
 
 
 def _local_replicas(args: Namespace) -> int:
@@ -140,20 +147,6 @@ def _local_replicas(args: Namespace) -> int:
         return 1  # the others are servers of their own
     local: int | None = args.data_parallel_size_local
     return args.data_parallel_size if local is None else max(local, 1)
-
-
-def _is_embedded(recall: Mapping[str, object]) -> bool:
-    return recall.get("backend", "embedded") == "embedded"
-
-
-def _askable(spec: ServeSpec) -> Mapping[str, object] | None:
-    """The pool's settings with a socket at which an embedded pool answers queries."""
-    if spec.recall is None or not _is_embedded(spec.recall):
-        return spec.recall
-    return {
-        "admin_socket": str(default_socket().with_name(f"serve-{spec.port}.sock")),
-        **spec.recall,
-    }
 
 
 def parse_args(spec: ServeSpec) -> Namespace:
@@ -275,9 +268,8 @@ async def _serve(args: Namespace, spec: ServeSpec, attach: Attach, protocol: Pro
 
 
 def _tell_addresses(args: Namespace, spec: ServeSpec) -> None:
-    scheme = "https" if spec.tls else "http"
-    log.info("serving %s on %s://%s:%s", _names(args), scheme, spec.host, spec.port)
-    for each in spec.listeners:
+    names = ", ".join(args.served_model_name or [args.model])
+    for each in (Listener(names, spec.host, spec.port, spec.tls), *spec.listeners):
         scheme = "https" if each.tls else "http"
         log.info("serving %s on %s://%s:%s", each.name, scheme, each.host, each.port)
 
@@ -336,17 +328,14 @@ async def _application(
     stop_at_first_error(app)
     await init_app_state(engine, app.state, args, tasks)
     pooled = engine.vllm_config.kv_transfer_config is not None
-    state = app.state
-    ours = {"limits": spec.limits, "pooled": pooled}
-    state.openai_serving_chat = handler_as(state.openai_serving_chat, RecallChat, **ours)
-    completion = handler_as(state.openai_serving_completion, RecallCompletion, **ours)
-    state.openai_serving_completion = completion
-    messages = handler_as(state.anthropic_serving_messages, RecallMessages, **ours)
-    state.anthropic_serving_messages = messages
+    for name, kind in _HANDLERS.items():
+        plain = getattr(app.state, name)
+        setattr(app.state, name, handler_as(plain, kind, limits=spec.limits, pooled=pooled))
     app.middleware_stack = None  # vLLM has built it already; it is built anew when serving starts
-    ours_too = VllmEngine(engine, completion, spec.limits, _pool_socket(spec))
+    completion = app.state.openai_serving_completion
+    ours = VllmEngine(engine, completion, spec.limits, _pool_socket(spec))
     origins = [origin for origin in args.allowed_origins if origin != "*"]
-    return app, attach(app, ours_too, args.api_key, origins)
+    return app, attach(app, ours, args.api_key, origins)
 
 
 def _pool_socket(spec: ServeSpec) -> Path | None:
@@ -369,13 +358,15 @@ def _uvicorn(args: Namespace, spec: ServeSpec) -> dict[str, Any]:
     kwargs["timeout_graceful_shutdown"] = _LAST_BYTES_S
     kwargs["log_level"] = args.uvicorn_log_level
     kwargs["access_log"] = not args.disable_uvicorn_access_log
-    tls = spec.tls
-    if tls is not None:
-        kwargs["ssl_context_factory"] = lambda *_: tls.context()
-    log_config = get_uvicorn_log_config(args)
-    if log_config is not None:
+    kwargs["ssl_context_factory"] = _context_of(spec.tls)
+    if (log_config := get_uvicorn_log_config(args)) is not None:
         kwargs["log_config"] = log_config
     return kwargs
+
+
+def _context_of(tls: Tls | None) -> Callable[..., ssl.SSLContext] | None:
+    """As uvicorn takes it; None: of vLLM's options."""
+    return None if tls is None else lambda *_: tls.context()
 
 
 def _bound(listener: Listener) -> socket.socket:
@@ -415,7 +406,6 @@ def _uvicorn_config(
 ) -> uvicorn.Config:
     """Loaded, so that it fails here and not in a task. Without certificates of its own, a listener
     has those of vLLM's options."""
-    tls = listener.tls
     config = uvicorn.Config(
         app,
         http=protocol,
@@ -430,14 +420,10 @@ def _uvicorn_config(
         log_level=args.uvicorn_log_level,
         access_log=False,
         timeout_graceful_shutdown=_LAST_BYTES_OF_OTHERS_S,
-        ssl_context_factory=None if tls is None else lambda *_: tls.context(),
+        ssl_context_factory=_context_of(listener.tls),
     )
     config.load()
     return config
-
-
-def _names(args: Namespace) -> str:
-    return ", ".join(args.served_model_name or [args.model])
 
 
 def _reason(error: BaseException) -> str:

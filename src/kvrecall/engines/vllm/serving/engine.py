@@ -37,7 +37,6 @@ from kvrecall.engines.base import (
     Limits,
     Pace,
     RecallSplit,
-    Sampling,
     Token,
     Update,
 )
@@ -49,6 +48,10 @@ from kvrecall.engines.vllm.serving.served_llm import (
     ServedLLM,
     with_timeout,
 )
+
+_SAMPLED = (
+    "temperature top_k top_p repetition_penalty presence_penalty frequency_penalty seed"
+).split()
 
 
 class VllmEngine:
@@ -108,11 +111,11 @@ class VllmEngine:
     async def tokens(self, text: str) -> Sequence[str]:
         """Bytes of a character that is split over tokens go with its last."""
         async with _faults():
-            body = CompletionRequest(prompt=text, add_special_tokens=False)
-            rendered = await self._rendered(body)
-        tokenizer = self._handler.renderer.tokenizer
-        ids = rendered["prompt_token_ids"]
-        decoded = [tokenizer.decode([token]) for token in ids]
+            rendered = await self._rendered(
+                CompletionRequest(prompt=text, add_special_tokens=False)
+            )
+        ids, decode = rendered["prompt_token_ids"], self._handler.renderer.tokenizer.decode
+        decoded = [decode([token]) for token in ids]
         return _spread(text, decoded, [token in self._special for token in ids])
 
     async def stop(self, request_id: str) -> None:
@@ -147,9 +150,16 @@ class VllmEngine:
     def _outputs(
         self, request: GenerateRequest, engine_input: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        room = self._room(self._handler._extract_prompt_len(engine_input))
+        prompt_tokens = self._handler._extract_prompt_len(engine_input)
+        longest = self._handler.model_config.max_model_len
+        if prompt_tokens >= longest:
+            raise GenerateError(
+                Fault.INPUT,
+                f"the prompt has {prompt_tokens} tokens, which leaves none for an answer within "
+                f"maxSeqLen {longest}",
+            )
         cap = self._limits.max_new_tokens or request.sampling.max_tokens
-        max_tokens = min(request.sampling.max_tokens, cap, room)
+        max_tokens = min(request.sampling.max_tokens, cap, longest - prompt_tokens)
         adapter = self._adapter(request.adapter)
         if request.sampling.beam:
             found = self._handler.beam_search(
@@ -171,14 +181,13 @@ class VllmEngine:
     async def _render(self, request: GenerateRequest) -> Any:
         prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
         sampling = request.sampling
-        return await self._rendered(
-            CompletionRequest(
-                prompt=prompt,
-                n=max(sampling.best_of or 0, sampling.n),  # counted by vLLM's admission
-                truncate_prompt_tokens=request.truncate or None,
-                truncation_side="left" if request.truncate else None,
-            )
+        body = CompletionRequest(
+            prompt=prompt,
+            n=max(sampling.best_of or 0, sampling.n),  # counted by vLLM's admission
+            truncate_prompt_tokens=request.truncate or None,
+            truncation_side="left" if request.truncate else None,
         )
+        return await self._rendered(body)
 
     async def _rendered(self, body: CompletionRequest) -> Any:
         inputs = await self._handler.render_completion_request(body)
@@ -186,42 +195,40 @@ class VllmEngine:
             raise GenerateError(Fault.INPUT, inputs.error.message)
         return inputs[0]
 
-    def _room(self, prompt_tokens: int) -> int:
-        """Tokens an answer may have."""
-        room: int = self._handler.model_config.max_model_len - prompt_tokens
-        if room < 1:
-            raise GenerateError(
-                Fault.INPUT,
-                f"the prompt has {prompt_tokens} tokens, which leaves none for an answer within "
-                f"maxSeqLen {prompt_tokens + room}",
-            )
-        return room
-
     def _params(self, request: GenerateRequest, max_tokens: int) -> SamplingParams:
+        """What was given, over the model's own defaults where it samples."""
         sampling = request.sampling
         extra: dict[str, Any] = with_timeout(request.timeout_s)
         if sampling.best_of is not None:
             extra[BEST_OF] = sampling.best_of
         if request.hint is not None:
             extra["kv_transfer_params"] = {HINT: request.hint._asdict()}
+        given = {name: getattr(sampling, name) for name in _SAMPLED}
+        of_model = self._handler.default_sampling_params if sampling.temperature != 0.0 else {}
+        chosen = {name: value for name, value in of_model.items() if name in given}
+        chosen |= {name: value for name, value in given.items() if value is not None}
         kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
         return SamplingParams(
+            n=sampling.n,
             max_tokens=max_tokens,
+            stop=list(sampling.stop),
+            stop_token_ids=list(sampling.stop_token_ids),
+            include_stop_str_in_output=sampling.include_stop,
+            ignore_eos=sampling.ignore_eos,
+            skip_special_tokens=sampling.skip_special_tokens,
             logprobs=0 if sampling.logprobs else None,
             prompt_logprobs=0 if sampling.prompt_logprobs else None,
             output_kind=kind,
             extra_args=extra or None,
-            **_given(sampling, self._handler.default_sampling_params),
+            **chosen,
         )
 
     def _adapter(self, name: str | None) -> Any:
-        if name is None:
-            return None
         adapters = self._handler.models.lora_requests
-        if name not in adapters:
+        if name is not None and name not in adapters:
             known = ", ".join(sorted(adapters)) or "none"
             raise GenerateError(Fault.UNKNOWN, f"no adapter {name!r} is loaded (loaded: {known})")
-        return adapters[name]
+        return None if name is None else adapters[name]
 
     def _tokens(self, sequence: CompletionOutput) -> tuple[Token, ...]:
         """The new tokens, each with its part of the text."""
@@ -334,25 +341,6 @@ def _beam_params(request: GenerateRequest, max_tokens: int) -> BeamSearchParams:
         include_stop_str_in_output=sampling.include_stop,
         skip_special_tokens=sampling.skip_special_tokens,
     )
-
-
-def _given(sampling: Sampling, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Sampling values that were given, over the model's own defaults where it samples."""
-    names = (
-        "temperature top_k top_p repetition_penalty presence_penalty frequency_penalty seed"
-    ).split()
-    values = {name: getattr(sampling, name) for name in names}
-    greedy = sampling.temperature == 0.0
-    chosen = {} if greedy else {k: v for k, v in defaults.items() if k in values}
-    chosen |= {name: value for name, value in values.items() if value is not None}
-    return chosen | {
-        "n": sampling.n,
-        "stop": list(sampling.stop),
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "include_stop_str_in_output": sampling.include_stop,
-        "ignore_eos": sampling.ignore_eos,
-        "skip_special_tokens": sampling.skip_special_tokens,
-    }
 
 
 _LOST = 4  # characters that invalid bytes of earlier tokens may have left before a token's text
