@@ -139,13 +139,9 @@ class RecallSplit:
     def of_report(
         cls, report: Mapping[str, object] | None, prompt: int, cached: int, pooled: bool
     ) -> RecallSplit:
-        """The split of a request with ``prompt`` tokens, of which the engine reports ``cached``
-        as recalled.
-
-        ``report`` is the connector's (source -> tokens), None without one; then
-        the cached tokens are device hits, or of an unspecified tier if a pool is in use
-        (``pooled``).
-        """
+        """The split of a request with ``prompt`` tokens, of which the engine reports ``cached`` as
+        recalled. ``report`` is the connector's (source -> tokens), None without one; then cached
+        tokens are of the device, or of an unspecified tier if a pool is in use (``pooled``)."""
         if report is None:
             cached = min(cached, prompt)
             device, unspecified = (0, cached) if pooled else (cached, 0)
