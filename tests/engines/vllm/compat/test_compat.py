@@ -166,31 +166,21 @@ class Theirs:
         return 2
 
 
-def patch_of(monkeypatch: pytest.MonkeyPatch, attribute: str) -> None:
-    made = Patch("p", f"{__name__}:Theirs.{attribute}", "", "", "")
-    monkeypatch.setitem(patches.PATCHES, "p", made)
-    monkeypatch.setattr(Theirs, attribute, vars(Theirs)[attribute])  # put back afterwards
-
-
-def test_the_first_counts_and_the_last_where_it_is_renewed(
+def test_the_first_patch_counts_and_the_last_where_it_is_renewed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    patch_of(monkeypatch, "one")
-
     def plus(more: int) -> Any:
-        return lambda plain: lambda self: plain(self) + more
+        return lambda plain: lambda *self: plain(*self) + more
 
-    install("p", plus(10), Theirs)
-    install("p", plus(20), Theirs)
-    assert Theirs().one() == 11
+    for name in ("one", "two"):
+        made = Patch("p", f"{__name__}:Theirs.{name}", "", "", "")
+        monkeypatch.setitem(patches.PATCHES, "p", made)
+        monkeypatch.setattr(Theirs, name, vars(Theirs)[name])  # put back afterwards
+        install("p", plus(10), Theirs)
+        install("p", plus(20), Theirs)
+    assert (Theirs().one(), Theirs.two(), Theirs().two()) == (11, 12, 12), "static as before"
     install("p", plus(30), Theirs, renew=True)
-    assert Theirs().one() == 31
-
-
-def test_a_static_method_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    patch_of(monkeypatch, "two")
-    install("p", lambda plain: lambda: plain() + 1, Theirs)
-    assert (Theirs.two(), Theirs().two()) == (3, 3)
+    assert Theirs().two() == 32
 
 
 def test_the_version_is_said_once() -> None:

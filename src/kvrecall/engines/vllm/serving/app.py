@@ -17,7 +17,6 @@ import os
 import shutil
 import signal
 import socket
-import ssl
 import traceback
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -47,7 +46,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.executor import Executor
 
 from kvrecall.config import RecallSettings, default_socket, split_for_service
-from kvrecall.engines.base import Limits, Listener, Role, ServeSpec, ServingEngine, Tls
+from kvrecall.engines.base import Limits, Listener, Role, ServeSpec, ServingEngine
 from kvrecall.engines.vllm.attention import plugin
 from kvrecall.engines.vllm.compat import events, waits
 from kvrecall.engines.vllm.compat.processes import name_own_plugins
@@ -194,16 +193,17 @@ def command_line(options: Mapping[str, object]) -> list[str]:
     """Command-line words for engine options (see ServeSpec.options). None leaves one out."""
     words: list[str] = []
     for name, value in options.items():
-        if value is None:
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, Mapping):
-            words += [f"--{name}", json.dumps(value)]
-        elif isinstance(value, list | tuple):
-            words += [f"--{name}", *map(str, value)]
-        else:
-            words += [f"--{name}", str(value)]
+        match value:
+            case None:
+                continue
+            case bool():
+                words.append(f"--{name}" if value else f"--no-{name}")
+            case Mapping():
+                words += [f"--{name}", json.dumps(value)]
+            case list() | tuple():
+                words += [f"--{name}", *map(str, value)]
+            case _:
+                words += [f"--{name}", str(value)]
     return words
 
 
@@ -248,10 +248,13 @@ async def _serve(args: Namespace, spec: ServeSpec, attach: Attach, protocol: Pro
         raise EngineError(f"cannot listen on {spec.host}:{spec.port}: {error.strerror}") from error
     with contextlib.ExitStack() as bound:
         bound.callback(sock.close)
-        sockets = {each.name: bound.enter_context(_bound(each)) for each in spec.listeners}
+        sockets = [bound.enter_context(_bound(each)) for each in spec.listeners]
         async with _engine(args, spec.limits) as engine:
             app, others = await _application(engine, args, spec, attach)
-            _tell_addresses(args, spec)
+            names = ", ".join(args.served_model_name or [args.model])
+            for each in (Listener(names, spec.host, spec.port, spec.tls), *spec.listeners):
+                scheme = "https" if each.tls else "http"
+                log.info("serving %s on %s://%s:%s", each.name, scheme, each.host, each.port)
             async with _serving(spec.listeners, sockets, others, args, protocol):
                 shutdown = await serve_http(
                     app,
@@ -265,13 +268,6 @@ async def _serve(args: Namespace, spec: ServeSpec, attach: Attach, protocol: Pro
         log.error("the engine died; see its own message above")
         return 1
     return 0
-
-
-def _tell_addresses(args: Namespace, spec: ServeSpec) -> None:
-    names = ", ".join(args.served_model_name or [args.model])
-    for each in (Listener(names, spec.host, spec.port, spec.tls), *spec.listeners):
-        scheme = "https" if each.tls else "http"
-        log.info("serving %s on %s://%s:%s", each.name, scheme, each.host, each.port)
 
 
 def _end_at_once(number: int, _: object) -> None:
@@ -348,25 +344,30 @@ def _pool_socket(spec: ServeSpec) -> Path | None:
 
 def _uvicorn(args: Namespace, spec: ServeSpec) -> dict[str, Any]:
     """Keyword arguments of serve_http, as vLLM's build_and_serve gives them, and our TLS."""
-    kwargs = {
-        name: getattr(args, name)
-        for name in (
-            "host port ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers "
-            "h11_max_incomplete_event_size h11_max_header_count"
-        ).split()
+    names = "ssl_ciphers h11_max_incomplete_event_size h11_max_header_count".split()
+    log_config = get_uvicorn_log_config(args)
+    return {
+        **_of_both(args, Listener("", args.host, args.port, spec.tls), _LAST_BYTES_S),
+        **{name: getattr(args, name) for name in names},
+        **({} if log_config is None else {"log_config": log_config}),
+        "access_log": not args.disable_uvicorn_access_log,
     }
-    kwargs["timeout_graceful_shutdown"] = _LAST_BYTES_S
-    kwargs["log_level"] = args.uvicorn_log_level
-    kwargs["access_log"] = not args.disable_uvicorn_access_log
-    kwargs["ssl_context_factory"] = _context_of(spec.tls)
-    if (log_config := get_uvicorn_log_config(args)) is not None:
-        kwargs["log_config"] = log_config
-    return kwargs
 
 
-def _context_of(tls: Tls | None) -> Callable[..., ssl.SSLContext] | None:
-    """As uvicorn takes it; None: of vLLM's options."""
-    return None if tls is None else lambda *_: tls.context()
+def _of_both(args: Namespace, listener: Listener, last_bytes_s: int) -> dict[str, Any]:
+    """Of any listener. Without certificates of its own, it has those of vLLM's options."""
+    tls = listener.tls
+    return {
+        "host": listener.host,
+        "port": listener.port,
+        "ssl_keyfile": args.ssl_keyfile,
+        "ssl_certfile": args.ssl_certfile,
+        "ssl_ca_certs": args.ssl_ca_certs,
+        "ssl_cert_reqs": args.ssl_cert_reqs,
+        "ssl_context_factory": None if tls is None else lambda *_: tls.context(),
+        "log_level": args.uvicorn_log_level,
+        "timeout_graceful_shutdown": last_bytes_s,
+    }
 
 
 def _bound(listener: Listener) -> socket.socket:
@@ -381,7 +382,7 @@ def _bound(listener: Listener) -> socket.socket:
 @asynccontextmanager
 async def _serving(
     listeners: Sequence[Listener],
-    sockets: Mapping[str, socket.socket],
+    sockets: Sequence[socket.socket],
     apps: Mapping[str, FastAPI],
     args: Namespace,
     protocol: Protocol,
@@ -389,10 +390,8 @@ async def _serving(
     """Serves ``apps`` on their listeners; stops them on exit."""
     configs = [_uvicorn_config(each, apps[each.name], args, protocol) for each in listeners]
     servers = [NoSignalServer(config) for config in configs]
-    tasks = [
-        asyncio.create_task(server.serve(sockets=[sockets[listener.name]]))
-        for listener, server in zip(listeners, servers, strict=True)
-    ]
+    pairs = zip(servers, sockets, strict=True)
+    tasks = [asyncio.create_task(server.serve(sockets=[sock])) for server, sock in pairs]
     try:
         yield
     finally:
@@ -404,23 +403,14 @@ async def _serving(
 def _uvicorn_config(
     listener: Listener, app: FastAPI, args: Namespace, protocol: Protocol
 ) -> uvicorn.Config:
-    """Loaded, so that it fails here and not in a task. Without certificates of its own, a listener
-    has those of vLLM's options."""
+    """Loaded, so that it fails here and not in a task."""
     config = uvicorn.Config(
         app,
         http=protocol,
-        ssl_keyfile=args.ssl_keyfile,
-        ssl_certfile=args.ssl_certfile,
-        ssl_ca_certs=args.ssl_ca_certs,
-        ssl_cert_reqs=args.ssl_cert_reqs,
-        host=listener.host,
-        port=listener.port,
         lifespan="off",
         log_config=None,  # that of vLLM's own listener is for all
-        log_level=args.uvicorn_log_level,
         access_log=False,
-        timeout_graceful_shutdown=_LAST_BYTES_OF_OTHERS_S,
-        ssl_context_factory=_context_of(listener.tls),
+        **_of_both(args, listener, _LAST_BYTES_OF_OTHERS_S),
     )
     config.load()
     return config

@@ -72,6 +72,7 @@ class VllmEngine:
         self._stopped: set[str] = set()
         self.info = _info(engine, handler, pool_socket)
         self.insight = engine.request_log
+        self.end_all = engine.end_all
 
     @property
     def draining(self) -> bool:
@@ -79,9 +80,6 @@ class VllmEngine:
 
     def drain(self) -> None:
         self._engine.draining = True
-
-    async def end_all(self) -> None:
-        await self._engine.end_all()
 
     async def alive(self) -> bool:
         try:
@@ -162,11 +160,9 @@ class VllmEngine:
         max_tokens = min(request.sampling.max_tokens, cap, longest - prompt_tokens)
         adapter = self._adapter(request.adapter)
         if request.sampling.beam:
+            params = _beam_params(request, max_tokens)
             found = self._handler.beam_search(
-                prompt=engine_input,
-                request_id=request.request_id,
-                params=_beam_params(request, max_tokens),
-                lora_request=adapter,
+                engine_input, request.request_id, params, lora_request=adapter
             )
             return self._engine.timed(found, request.timeout_s, stepwise=False)
         return self._engine.generate(
@@ -236,12 +232,9 @@ class VllmEngine:
             return ()
         ids = list(sequence.token_ids)
         found = [places[token] for places, token in zip(sequence.logprobs, ids, strict=False)]
-        special = [token in self._special for token in ids]
-        texts = _spread(sequence.text, [place.decoded_token or "" for place in found], special)
-        return tuple(
-            Token(token, text, max(place.logprob, -9999.0), flag)
-            for token, text, place, flag in zip(ids, texts, found, special, strict=True)
-        )
+        decoded = [place.decoded_token or "" for place in found]
+        texts = _spread(sequence.text, decoded, [token in self._special for token in ids])
+        return tuple(map(self._token, ids, texts, found))
 
     def _finish(self, request: GenerateRequest, sequence: CompletionOutput) -> Finish | None:
         match sequence.finish_reason:
@@ -274,15 +267,16 @@ class VllmEngine:
     def _prefill(self, output: RequestOutput) -> tuple[Token, ...]:
         if not output.prompt_logprobs or not output.prompt_token_ids:
             return ()
-        return tuple(
-            Token(
-                token,
-                (places[token].decoded_token or "") if places else "",
-                max(places[token].logprob, -9999.0) if places else None,
-                token in self._special,
-            )
-            for token, places in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
-        )
+        ids = output.prompt_token_ids
+        pairs = zip(ids, output.prompt_logprobs, strict=True)
+        found = [places[token] if places else None for token, places in pairs]
+        texts = [(place.decoded_token or "") if place else "" for place in found]
+        return tuple(map(self._token, ids, texts, found))
+
+    def _token(self, token: int, text: str, place: Any) -> Token:
+        """``place``: vLLM's log probability; None of the first token of a prompt."""
+        logprob = None if place is None else max(place.logprob, -9999.0)
+        return Token(token, text, logprob, token in self._special)
 
 
 @asynccontextmanager
