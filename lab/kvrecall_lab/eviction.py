@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import heapq
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 from kvrecall.pool.eviction import POLICY_NAMES, EvictionPolicy, KeyedPolicy
-from kvrecall.pool.eviction.base import NumberRefs
+from kvrecall.pool.eviction.base import NumberRefs, RequestUse
 from kvrecall.pool.eviction.queues import Queue, QueueLinks
-from kvrecall.pool.hints import Advice
 from kvrecall.simulate.replay import PolicyMaker, TierSpec, clairvoyant_hits, replay
 from kvrecall.simulate.trace import Trace, read_trace
 
@@ -36,14 +35,7 @@ class FifoPolicy(EvictionPolicy):
         else:
             self._queue.append_chained(number, parent)
 
-    def access(
-        self,
-        chain: Sequence[int],
-        now: float,
-        hanging: Sequence[int] = (),
-        ending: Sequence[int] = (),
-        advice: Advice | None = None,
-    ) -> None:
+    def access(self, use: RequestUse[int]) -> None:
         """Use does not matter to a queue."""
 
     def remove(self, number: int) -> None:
@@ -85,17 +77,10 @@ class LfuPolicy(EvictionPolicy):
             self._now = max(now, self._now)
             self._rank(number, 1, depth)
 
-    def access(
-        self,
-        chain: Sequence[int],
-        now: float,
-        hanging: Sequence[int] = (),
-        ending: Sequence[int] = (),
-        advice: Advice | None = None,
-    ) -> None:
+    def access(self, use: RequestUse[int]) -> None:
         self._tick += 1
-        self._now = max(now, self._now)
-        for number in (*chain, *hanging):
+        self._now = max(use.now, self._now)
+        for number in (*use.chain, *use.hanging):
             if number in self._ranks:
                 uses, _, depth = self._ranks[number]
                 self._rank(number, uses + 1, -depth)

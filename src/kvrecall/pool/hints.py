@@ -55,7 +55,7 @@ NOT_AGAIN, RETURNS = 1, 2  # kinds; those after them: by the time of the return
 KINDS = RETURNS + 1 + len(_DUE_S) + 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HintCounts:
     """Hints so far: given, believed when they were, and with an outcome, true or false."""
 
@@ -112,16 +112,11 @@ class HintRecord:
         self._records: OrderedDict[Tenant, _Record] = OrderedDict()
         self._open: OrderedDict[BlockKey, _Open] = OrderedDict()  # the oldest first
         self._ends: list[tuple[float, int, _Open]] = []  # a heap
-        self._given = self._believed = self._true = self._false = 0
-
-    @property
-    def counts(self) -> HintCounts:
-        return HintCounts(self._given, self._believed, self._true, self._false)
+        self.counts = HintCounts()
 
     def credit(self, tenant: Tenant) -> float:
         """Between 0 and 1; 0.5 without outcomes."""
-        record = self._records.get(tenant)
-        return _Record().credit if record is None else record.credit
+        return self._records.get(tenant, _Record()).credit
 
     def used(
         self, chain: Sequence[BlockKey], now: float, tenant: Tenant, hint: Hint | None
@@ -132,7 +127,7 @@ class HintRecord:
             self._settle(chain, now)
         if hint is None or not chain:
             return None
-        self._given += 1
+        self.counts.given += 1
         record = self._records.setdefault(tenant, _Record())
         self._records.move_to_end(tenant)
         if len(self._records) > _TENANTS:
@@ -140,7 +135,7 @@ class HintRecord:
         self._record(chain[-1], now, tenant, hint)
         if record.credit < _BELIEVED:
             return None
-        self._believed += 1
+        self.counts.believed += 1
         return Advice(_kind(hint), hint.pin_s or 0.0, PINNED_SHARE * record.credit, tenant)
 
     def _record(self, key: BlockKey, now: float, tenant: Tenant, hint: Hint) -> None:
@@ -153,7 +148,7 @@ class HintRecord:
         elif hint.pin_s is not None and hint.returns is None:
             ends = now + hint.pin_s
         mine = self._open[key] = _Open(key, tenant, hint, now, ends)
-        heapq.heappush(self._ends, (ends, self._given, mine))
+        heapq.heappush(self._ends, (ends, self.counts.given, mine))
         if len(self._open) > _OPEN:
             self._open.popitem(last=False)[1].is_over = True
         if len(self._ends) > 2 * _OPEN:
@@ -177,8 +172,8 @@ class HintRecord:
     def _close(self, mine: _Open, came_true: bool) -> None:
         mine.is_over = True
         self._open.pop(mine.key, None)
-        self._true += came_true
-        self._false += not came_true
+        self.counts.true += came_true
+        self.counts.false += not came_true
         record = self._records.get(mine.tenant)
         if record is not None:
             record.note(came_true)

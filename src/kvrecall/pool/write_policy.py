@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvrecall.block import BlockKey
 from kvrecall.config import PoolTerms, Watermarks
-from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.host import Block
 from kvrecall.pool.tier import Tier
 
@@ -86,17 +85,15 @@ class WriteBack(WritePolicy):
 
     def __init__(self, marks: Watermarks) -> None:
         self._marks = marks
-        self._order = make_policy("lru", 1)
-        self._sizes: dict[BlockKey, int] = {}
+        self._sizes: OrderedDict[BlockKey, int] = OrderedDict()  # the least recently used first
         self._writing = False
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._sizes
 
     def committed(self, blocks: Sequence[Block]) -> Sequence[Block]:
-        for block in blocks:
+        for block in reversed(blocks):  # of a chain the end is the oldest
             if block.key not in self._sizes and not block.stored:
-                self._order.insert(block.key, block.parent, block.depth, 0.0)
                 self._sizes[block.key] = block.slot_bytes
                 self.unwritten_bytes += block.slot_bytes
         return ()
@@ -104,7 +101,9 @@ class WriteBack(WritePolicy):
     def touched(
         self, chain: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()
     ) -> Sequence[BlockKey]:
-        self._order.access(chain, 0.0, hanging)
+        for key in (*hanging, *reversed(chain)):
+            if key in self._sizes:
+                self._sizes.move_to_end(key)
         return ()
 
     def leaving(self, blocks: Sequence[Block]) -> Sequence[Block]:
@@ -117,23 +116,25 @@ class WriteBack(WritePolicy):
             return ()
         surplus = self.unwritten_bytes - self._marks.low * host_bytes
         found: list[Block] = []
-        for key in self._order:
+        left_alone: list[BlockKey] = []
+        for block in map(blocks.__getitem__, self._sizes):
             if surplus <= 0 or len(found) == _DUE_AT_ONCE:
-                return found
-            block = blocks[key]
+                break
             if block.tries >= STORE_TRIES:
-                self.settled(key)  # left alone
+                left_alone.append(block.key)
                 continue
             surplus -= block.slot_bytes
             if not block.io_refs:
                 found.append(block)
-        self._writing = surplus > 0
+        else:
+            self._writing = surplus > 0
+        for key in left_alone:
+            self.settled(key)
         return found
 
     def settled(self, key: BlockKey) -> None:
         nbytes = self._sizes.pop(key, None)
         if nbytes is not None:
-            self._order.remove(key)
             self.unwritten_bytes -= nbytes
 
     def rest(self, blocks: Mapping[BlockKey, Block]) -> Sequence[Block]:

@@ -71,7 +71,7 @@ class Writer:
     def keep_checksum(self, block: Block, checksum: bytes | None) -> None:
         """Keeps the checksum of a block's bytes for as long as a tier is to get the block: if they
         change before that, the tier's copy is found damaged."""
-        self._host.set_checksum(block, None if self.is_clean(block) else checksum)
+        block.checksum = None if self.is_clean(block) else checksum
 
     # -- what happens to blocks ------------------------------------------------------------
 
@@ -239,7 +239,7 @@ class Writer:
             self._host.set_stored(block, True)
             self._policy.settled(block.key)
         else:
-            self._host.count_failure(block)
+            block.tries += 1
         self.keep_checksum(block, checksum.known)
         if block.number < 0:  # withdrawn meanwhile
             self._host.free(block)

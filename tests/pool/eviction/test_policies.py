@@ -9,8 +9,7 @@ import pytest
 from kvrecall.block import BlockKey
 from kvrecall.errors import ConfigError
 from kvrecall.pool.eviction import POLICY_NAMES, KeyedPolicy, make_policy
-from kvrecall.pool.eviction.classes import CLASSES, levels
-from kvrecall.pool.eviction.lifetable import _Level
+from kvrecall.pool.eviction.lifetable import CLASSES, _Level, levels
 from kvrecall.pool.eviction.queues import QueueLinks
 from kvrecall.pool.eviction.warmup import WarmUp
 from kvrecall.pool.hints import Advice

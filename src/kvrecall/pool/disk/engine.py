@@ -196,7 +196,7 @@ class DiskEngine:
                         failure,
                     )
                     return False
-                self.counters.failed()
+                self.counters.add(errors=1)
             for number, addresses in taken.items():
                 self.store.place(number, addresses)
             if not self.catalog.rank_rest(is_closing):
@@ -244,7 +244,7 @@ class DiskEngine:
                 path,
             )
         if damaged:
-            self.counters.found_corrupt(damaged)
+            self.counters.add(corrupt=damaged)
             _LOG.warning(
                 "disk tier: %d rows in the index of %s are damaged; their blocks are dropped",
                 damaged,

@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 from kvrecall.pool.eviction.ages import MOST_MEMBERS, AgeBucket, AgeRanking
-from kvrecall.pool.eviction.base import EvictionPolicy, NumberRefs
-from kvrecall.pool.eviction.classes import (
+from kvrecall.pool.eviction.base import EvictionPolicy, NumberRefs, RequestUse
+from kvrecall.pool.eviction.lifetable import (
     CLASSES,
     INNER,
     ORPHANED,
+    AgeBins,
+    LifeTable,
     class_of,
     feature,
     feature_of,
     levels,
 )
-from kvrecall.pool.eviction.lifetable import AgeBins, LifeTable
 from kvrecall.pool.hints import Advice
 
 _TICK = 0.25  # seconds; what happens within one counts as happening at once
@@ -106,24 +107,17 @@ class HazardPolicy(EvictionPolicy):
 
     # -- what happens to blocks ------------------------------------------------------------
 
-    def access(
-        self,
-        chain: Sequence[int],
-        now: float,
-        hanging: Sequence[int] = (),
-        ending: Sequence[int] = (),
-        advice: Advice | None = None,
-    ) -> None:
-        self.maintain(now)
-        state = self._state.cells
-        for number in hanging:
+    def access(self, use: RequestUse[int]) -> None:
+        self.maintain(use.now)
+        state, chain = self._state.cells, use.chain
+        for number in use.hanging:
             if number >= 0 and state[number] & _KNOWN:
                 bucket, used = self._bucket_of(number), self._used.cells
                 self._table.used[bucket.kind][bucket.bin] += 1.0
                 self._note_return()
                 used[number] = min(255, used[number] + 1)
                 self._move(number, class_of(used[number], 1, bool(state[number] & _HANGS)))
-        for number in ending:
+        for number in use.ending:
             if not state[number] & _KNOWN:
                 self._meet(number, -1, 1, 0.0, True)
                 self._remember_it(number)
@@ -132,9 +126,9 @@ class HazardPolicy(EvictionPolicy):
         if chain:
             self._mean_chain += 0.01 * (len(chain) - self._mean_chain)
             self._uses += len(chain)
-            self._use_chain(chain, advice)
+            self._use_chain(chain, use.advice)
             self._to_forget = max(_FORGOTTEN, 2 * len(chain))
-        self.maintain(now)
+        self.maintain(use.now)
 
     def maintain(self, now: float) -> None:
         """Does what past uses and the time that passed have made due."""

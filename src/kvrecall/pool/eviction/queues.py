@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import ClassVar
 
-from kvrecall.pool.eviction.base import EvictionPolicy, NumberRefs
-from kvrecall.pool.hints import Advice
+from kvrecall.pool.eviction.base import EvictionPolicy, NumberRefs, RequestUse
 
 _SWEPT = 4096  # blocks that one search sends round again, at most
 
@@ -148,17 +147,10 @@ class LruPolicy(EvictionPolicy):
         else:
             self._queue.append(number)
 
-    def access(
-        self,
-        chain: Sequence[int],
-        now: float,
-        hanging: Sequence[int] = (),
-        ending: Sequence[int] = (),
-        advice: Advice | None = None,
-    ) -> None:
+    def access(self, use: RequestUse[int]) -> None:
         queue, held = self._queue, self._held
         marks, mark = self._links.queue.cells, queue.mark
-        for number in reversed(chain):
+        for number in reversed(use.chain):
             if number < 0:
                 continue
             if marks[number] == mark:
@@ -168,7 +160,7 @@ class LruPolicy(EvictionPolicy):
             else:
                 continue
             queue.append(number)
-        for number in hanging:
+        for number in use.hanging:
             if number < 0 or not self._knows(number):
                 continue
             if marks[number] == mark:
@@ -252,17 +244,10 @@ class S3FifoPolicy(EvictionPolicy):
         else:
             (self._main if is_ghost else self._small).append_chained(number, parent)
 
-    def access(
-        self,
-        chain: Sequence[int],
-        now: float,
-        hanging: Sequence[int] = (),
-        ending: Sequence[int] = (),
-        advice: Advice | None = None,
-    ) -> None:
+    def access(self, use: RequestUse[int]) -> None:
         uses, marks = self._uses.cells, self._marks.cells
         here = (self._small.mark, self._main.mark)
-        for number in (*chain, *hanging):
+        for number in (*use.chain, *use.hanging):
             if number >= 0 and (marks[number] in here or number in self._held):
                 uses[number] = min(3, uses[number] + 1)
 

@@ -225,7 +225,7 @@ class RemoteTier(Tier):
                     verdicts.append(PutVerdict.QUEUED)
         self._puts.add(queued)
         if self._config.writes:
-            self._ledger.shed_some(verdicts.count(PutVerdict.SHED))
+            self._ledger.add(dropped=verdicts.count(PutVerdict.SHED))
         return verdicts
 
     def submit_get(self, gets: Sequence[Get]) -> None:
@@ -376,7 +376,7 @@ class RemoteTier(Tier):
             stored = dict(zip((item.put.key for item in live), answers, strict=False))
             nbytes = sum(item.put.nbytes for item in live if stored.get(item.put.key))
             seconds = time.monotonic() - began
-            self._ledger.wrote(nbytes, seconds)
+            self._ledger.add(write_bytes=nbytes, write_seconds=seconds)
             self._put_size.ended(size, nbytes, seconds, ahead)
         self._end_puts(batch, stored)
 
@@ -436,7 +436,7 @@ class RemoteTier(Tier):
                     outcomes[key] = Outcome.CORRUPT
             loaded = [i for i in live if outcomes.get(i.get.key) is Outcome.LOADED]
             nbytes, seconds = sum(i.nbytes for i in loaded), time.monotonic() - began
-            self._ledger.read(nbytes, seconds)
+            self._ledger.add(read_bytes=nbytes, read_seconds=seconds)
             self._get_size.ended(size, nbytes, seconds, ahead)
             self._remove_bad(outcomes)
         self._end_gets(batch, outcomes, checksums)
@@ -553,7 +553,7 @@ class RemoteTier(Tier):
             if len(answers) != expected:
                 raise ValueError(f"{len(answers)} answers to {expected} requests")
         except Exception as error:  # noqa: BLE001 - a store may raise anything
-            self._ledger.failed()
+            self._ledger.add(errors=1)
             if self._breaker.failed():
                 self._ledger.warn(
                     f"{what} failed, calls to the store pause and blocks are recomputed: "
