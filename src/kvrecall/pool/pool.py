@@ -170,7 +170,7 @@ class Pool:
         self._evictor = Evictor(self._host, self._writer, terms)
         self._sizes: dict[bytes, int] = {}
         self._names: dict[bytes, Namespace] = {}
-        self._others: dict[bytes, tuple[tuple[Namespace, Namespace], ...]] = {}
+        self._others: dict[bytes, tuple[tuple[bytes, tuple[str, ...]], ...]] = {}
         self._filling: dict[BlockKey, Block] = {}
         self._tickets: dict[int, Ticket] = {}
         self._hints = HintRecord()
@@ -366,34 +366,27 @@ class Pool:
         others = self._others.get(digest)
         if others is None:
             others = self._others[digest] = self._others_than(digest)
-        rest = key[NAMESPACE_BYTES:] if others else b""
-        for own, other in others:
-            twin = BlockKey(other.digest + rest)
-            in_host = twin in self._host.blocks
-            if not (in_host or (self._disk is not None and self._disk.contains(twin))):
-                continue
-            parts, theirs = dict(own.parts), dict(other.parts)
-            names = parts.keys() | theirs.keys()
-            fields = sorted(name for name in names if parts.get(name) != theirs.get(name))
-            tier = TierName.HOST if in_host else TierName.DISK
-            return Absence(Presence.ELSEWHERE, tier, fields=tuple(fields))
+        for other, fields in others:
+            twin = BlockKey(other + key[NAMESPACE_BYTES:])
+            if twin in self._host.blocks:
+                return Absence(Presence.ELSEWHERE, TierName.HOST, fields=fields)
+            if self._disk is not None and self._disk.contains(twin):
+                return Absence(Presence.ELSEWHERE, TierName.DISK, fields=fields)
         return None
 
-    def _others_than(self, digest: bytes) -> tuple[tuple[Namespace, Namespace], ...]:
-        """A namespace beside each other one with blocks of the same KV group, the latest first."""
-        known = (
-            {} if self._disk is None else {one.digest: one for one, _ in self._disk.namespaces()}
-        )
-        known |= self._names
-        own = known.get(digest)
-        if own is None:
-            return ()
-        group = dict(own.parts).get("group")
-        latest = itertools.islice(reversed(known.values()), _MOST_NAMESPACES)
+    def _others_than(self, digest: bytes) -> tuple[tuple[bytes, tuple[str, ...]], ...]:
+        """Each other namespace with blocks of the same KV group, the latest first, and the fields
+        in which it differs."""
+        on_disk = () if self._disk is None else self._disk.namespaces()
+        known = {one.digest: set(one.parts) for one, _ in on_disk}
+        known |= {one.digest: set(one.parts) for one in self._names.values()}
+        own = known.get(digest, set())
+        latest = itertools.islice(reversed(known.items()), _MOST_NAMESPACES)
+        differing = [(other, {name for name, _ in own ^ parts}) for other, parts in latest if own]
         return tuple(
-            (own, other)
-            for other in latest
-            if other.digest != digest and dict(other.parts).get("group") == group
+            (other, tuple(sorted(fields)))
+            for other, fields in differing
+            if other != digest and "group" not in fields
         )
 
     def acquire(
@@ -499,22 +492,18 @@ class Pool:
 
     def commit(self, keys: Sequence[BlockKey]) -> None:
         with self._changed:
-            filled = [self._filling.pop(key) for key in keys if key in self._filling]
-            blocks = [block for block in filled if block.key not in self._host.blocks]
-            if len(blocks) < len(filled):
-                self._drop_copies(filled)
-            self._host.publish(blocks)
-            self._commit_bytes += sum([block.nbytes for block in blocks])
-            self._commits += len(blocks)
-            self._writer.committed(blocks)
-
-    def _drop_copies(self, filled: Sequence[Block]) -> None:
-        """Of these blocks, frees the slots of those that have come from a store meanwhile."""
-        for block in filled:
-            present = self._host.blocks.get(block.key)
-            if present is not None:
-                self._host.free(block)
-                self._writer.recalled([present])
+            new: list[Block] = []
+            for block in [self._filling.pop(key) for key in keys if key in self._filling]:
+                present = self._host.blocks.get(block.key)
+                if present is None:
+                    new.append(block)
+                else:  # it came from a store meanwhile
+                    self._host.free(block)
+                    self._writer.recalled([present])
+            self._host.publish(new)
+            self._commit_bytes += sum([block.nbytes for block in new])
+            self._commits += len(new)
+            self._writer.committed(new)
 
     def abandon(self, keys: Sequence[BlockKey]) -> None:
         with self._changed:

@@ -4,7 +4,6 @@ after evidence of reuse.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,8 +20,8 @@ _LIKELY = 0.5  # chance of being used again from which a block is written at fir
 _PAUSE_S = 1.0  # after the remote tier took nothing
 
 
-class WritePolicy(ABC):
-    """Decides which blocks of the host to store below, and when.
+class WritePolicy:
+    """Decides which blocks of the host to store below, and when. This one stores none.
 
     Owner: one pool's writer; used under the pool's lock; never waits. The writer skips blocks that
     are stored already, or being stored, and stores flushed blocks whatever the policy says.
@@ -34,9 +33,9 @@ class WritePolicy(ABC):
         """Whether the block is dirty: its write is pending."""
         return False
 
-    @abstractmethod
     def committed(self, blocks: Sequence[Block]) -> Sequence[Block]:
         """Called when blocks become visible; returns those to store now."""
+        return ()
 
     def touched(
         self, chain: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()
@@ -57,13 +56,15 @@ class WritePolicy(ABC):
         """Returns further blocks to store now. Called repeatedly."""
         return ()
 
-    @abstractmethod
     def settled(self, key: BlockKey) -> None:
         """Called when the block was stored, or has left the host."""
 
     def rest(self, blocks: Mapping[BlockKey, Block]) -> Sequence[Block]:
         """Returns blocks to store before the pool closes."""
         return ()
+
+    def pause(self) -> None:
+        """Called when the tier accepted none of the due blocks."""
 
 
 class WriteThrough(WritePolicy):
@@ -74,9 +75,6 @@ class WriteThrough(WritePolicy):
 
     def recalled(self, blocks: Sequence[Block]) -> Sequence[Block]:
         return blocks
-
-    def settled(self, key: BlockKey) -> None:
-        """No block is dirty here."""
 
 
 class WriteBack(WritePolicy):
@@ -165,7 +163,6 @@ class RemoteWriteBack(WriteBack):
         return self._lacking(idle)[:_DUE_AT_ONCE]
 
     def pause(self) -> None:
-        """Called when the tier accepted none of the due blocks."""
         self._not_before = self._monotonic() + _PAUSE_S
 
     def _lacking(self, blocks: Sequence[Block]) -> list[Block]:
@@ -216,9 +213,6 @@ class WriteSelective(WritePolicy):
 
     def recalled(self, blocks: Sequence[Block]) -> Sequence[Block]:
         return [block for block in blocks if self._sights.get(block.key, 0) > 1]
-
-    def settled(self, key: BlockKey) -> None:
-        """Remembered keys stay remembered."""
 
     def _is_likely(self, key: BlockKey) -> bool:
         chance = self._chance(key)
