@@ -205,19 +205,11 @@ def test_uses_beyond_the_buffer_are_lost_and_nothing_else(monkeypatch: pytest.Mo
     assert bench.catalog.uses_lost == 2
     assert bench.order() == [*keys[4:7], *keys[:4]]
     assert bench.catalog.touch(alone[4])
-    bench.check()
-
-
-def test_a_long_chain_fills_the_buffer_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog_module, "_MOST_USED", 100)
-    bench, keys = Bench(), chain(NAMESPACE, 60)
-    assert not bench.catalog.touch(keys)
-    bench.catalog.touch(keys)
-    assert bench.catalog.uses_lost == 0
-    bench.catalog.touch(keys)
-    assert bench.catalog.uses_lost == 1
-    bench.catalog.settle()
-    assert bench.catalog.touch(keys[:10])
+    assert not bench.catalog.touch(chain(NAMESPACE, 120)), "a long chain fills it, too"
+    assert not bench.catalog.touch(alone[4])
+    assert bench.catalog.uses_lost == 3
+    bench.check()
 
 
 def test_pinned_and_unpinned_at_once_it_is_where_the_owner_looks() -> None:

@@ -51,7 +51,6 @@ class Accounts:
         self.evicted = 0
 
     def begin(self, names: NumberRefs) -> None:
-        """Begins new orders, without a block."""
         # QueueLinks of their own: a block is in the order of its tenant and in the policy's.
         self._links = QueueLinks(names) if self.is_bounded else None
         for account in self._accounts.values():
@@ -74,11 +73,9 @@ class Accounts:
             self._unused.append(account.number)
 
     def charge(self, tenant: Tenant, nbytes: int) -> None:
-        """Charges the tenant for that many bytes."""
         self._open(tenant).used_bytes += nbytes
 
     def refund(self, tenant: Tenant, nbytes: int) -> None:
-        """Refunds the tenant."""
         account = self._accounts[tenant]
         account.used_bytes -= nbytes
         self._close(account)

@@ -216,7 +216,6 @@ class Arena:
         return self._handle
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Writable view of ``nbytes`` bytes from ``offset`` on."""
         return self.memory[offset : offset + nbytes]
 
     def array(self) -> npt.NDArray[np.uint8]:

@@ -90,6 +90,5 @@ class TierCounters:
             }
 
     def stats(self, capacity_bytes: int, used_bytes: int, blocks: int) -> TierStats:
-        """The counters, together with the tier's gauges."""
         with self._changed:
             return TierStats(self._name, capacity_bytes, used_bytes, blocks, **self._counts)

@@ -151,12 +151,10 @@ class EntryTable(ABC):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no visible block."""
         return not self._blocks
 
     @property
     def _is_settled(self) -> bool:
-        """Whether the orders know of all changes."""
         return True
 
     def fit(self, block_bytes: int) -> None:
@@ -318,7 +316,6 @@ class EntryTable(ABC):
                         self._names.drop(above - 1)
 
     def _orders(self, number: int) -> tuple[EvictionPolicy, ...]:
-        """The orders that contain a block."""
         is_tail = self._state.cells[number] & _TAIL
         order: EvictionPolicy = self._tails if is_tail else self._policy
         if not self.accounts.is_bounded:
@@ -446,7 +443,6 @@ class EntryTable(ABC):
                 self._release(number)
 
     def _release(self, number: int) -> None:
-        """The orders need not skip the block any more."""
         if number in self._held:
             self._held.discard(number)
             for order in self._orders(number):
@@ -456,7 +452,6 @@ class EntryTable(ABC):
 
     @property
     def pin_limit(self) -> int:
-        """Limit of bytes of pinned blocks."""
         return int(self._terms.pin_limit * self._capacity_bytes())
 
     def _may_pin(self, number: int) -> bool:
@@ -468,7 +463,6 @@ class EntryTable(ABC):
         self._set_pins(keys, True)
 
     def unpin(self, keys: Collection[BlockKey]) -> None:
-        """Undoes ``pin``."""
         self._set_pins(keys, False)
 
     def _set_pins(self, keys: Collection[BlockKey], pinned: bool) -> list[int]:

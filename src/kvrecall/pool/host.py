@@ -42,7 +42,6 @@ class Block:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether it cannot be evicted now."""
         return bool(self.leases or self.io_refs or self.pinned)
 
 
@@ -119,7 +118,6 @@ class HostStore(EntryTable):
         ending: Sequence[BlockKey] = (),
         advice: Advice | None = None,
     ) -> None:
-        """A request used these blocks, see ``RequestUse``."""
         self._apply(RequestUse(chain, self.now(), hanging, ending, advice))
 
     def refuse(self, blocks: Iterable[Block], why: Refusal) -> None:
@@ -128,7 +126,6 @@ class HostStore(EntryTable):
             self.departures.note(block.key, why)
 
     def set_stored(self, block: Block, stored: bool) -> None:
-        """Records whether the tier below has the block."""
         if block.number >= 0:
             self.stored[block.slot_bytes] += stored - block.stored
         block.stored = stored
@@ -145,7 +142,6 @@ class HostStore(EntryTable):
     # -- in use ----------------------------------------------------------------------------
 
     def lease(self, blocks: Sequence[Block]) -> None:
-        """Visible blocks are in use."""
         self.leases += len(blocks)
         for block in blocks:
             if not (block.leases or block.io_refs or block.pinned):
@@ -153,7 +149,6 @@ class HostStore(EntryTable):
             block.leases += 1
 
     def unlease(self, blocks: Sequence[Block]) -> None:
-        """Releases leases."""
         self.leases -= len(blocks)
         held = self._held
         for block in blocks:

@@ -53,7 +53,6 @@ class Names(ABC):
         """The number is in use once more."""
 
     def keep_all(self, numbers: Sequence[int] | Numbers) -> None:
-        """``keep`` of each."""
         for number in numbers:
             self.keep(number)
 
@@ -62,7 +61,6 @@ class Names(ABC):
         """Undoes ``keep``; the last one frees the number."""
 
     def drop_all(self, numbers: Sequence[int] | Numbers) -> None:
-        """``drop`` of each."""
         for number in numbers:
             self.drop(number)
 
@@ -71,11 +69,9 @@ class Names(ABC):
         """A new column with ``width`` cells of a kind (of ``array``) for each number, all zero."""
 
     def numbers(self, keys: Sequence[BlockKey]) -> Sequence[int]:
-        """``number`` of each."""
         return list(map(self.number, keys))
 
     def meet_all(self, keys: Sequence[BlockKey]) -> Sequence[int]:
-        """``meet`` of each."""
         return list(map(self.meet, keys))
 
 

@@ -91,7 +91,6 @@ class Ticket:
     result: Recall | None = None  # once it stands, or the caller no longer waits
 
     def waiting(self) -> list[int]:
-        """Places of missing blocks."""
         return [place for place, block in enumerate(self.blocks) if block is None]
 
     def fill(self, place: int, block: Block) -> bool:
@@ -111,7 +110,6 @@ class Ticket:
         return leased
 
     def settle(self, now: float) -> tuple[Recall, list[Block]]:
-        """The recall as it stands at ``now``."""
         if self.result is not None:
             return self.result, []
         if self.missing and now < self.deadline:
@@ -267,7 +265,6 @@ class Pool:
             self._below.register(namespace, block_bytes)
 
     def namespaces(self) -> list[tuple[Namespace, int]]:
-        """The registered namespaces, and the bytes of their blocks."""
         with self._changed:
             return [(name, self._sizes[digest]) for digest, name in self._names.items()]
 
@@ -630,7 +627,6 @@ class Pool:
         return found
 
     def host_tenants(self) -> list[TenantUse]:
-        """Tenants in the host."""
         with self._changed:
             return self._host.accounts.uses()
 
@@ -640,7 +636,6 @@ class Pool:
             self._host.pin(keys)
 
     def unpin(self, keys: Collection[BlockKey]) -> None:
-        """Undoes ``pin``."""
         with self._changed:
             self._host.unpin(keys)
 
@@ -843,7 +838,6 @@ class Pool:
                 self._host.unlease(ticket.cut(len(ticket.blocks) - (short + 1) // 2))
 
     def _loaded(self, done: Done) -> None:
-        """A get is done."""
         loading = self._loading.pop(done.key)
         self._silent_until = float("-inf")
         waiters = [waiter for waiter in loading.waiters if waiter[0].result is None]

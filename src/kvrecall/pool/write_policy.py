@@ -68,8 +68,6 @@ class WritePolicy:
 
 
 class WriteThrough(WritePolicy):
-    """Stores every block at once."""
-
     def committed(self, blocks: Sequence[Block]) -> Sequence[Block]:
         return blocks
 
@@ -224,7 +222,6 @@ class WriteSelective(WritePolicy):
 
 
 def make_write_policy(terms: PoolTerms, chance: Callable[[BlockKey], float | None]) -> WritePolicy:
-    """The write policy that ``terms`` name."""
     if terms.write_policy == "back":
         return WriteBack(terms.unwritten_marks)
     if terms.write_policy == "selective":

@@ -54,7 +54,6 @@ class Writer:
 
     @property
     def unwritten_bytes(self) -> int:
-        """Bytes in the host that the write policy keeps back."""
         return self._policy.unwritten_bytes
 
     def is_durable(self, key: BlockKey) -> bool:
@@ -73,7 +72,6 @@ class Writer:
     # -- what happens to blocks ------------------------------------------------------------
 
     def committed(self, blocks: Sequence[Block]) -> None:
-        """Blocks became visible."""
         if self.has_below:
             self._remote_policy.committed(blocks)
             self.store(self._policy.committed(blocks))
@@ -86,7 +84,6 @@ class Writer:
         self._store_missing([blocks[key] for key in wanted if key in blocks])
 
     def recalled(self, blocks: Sequence[Block]) -> None:
-        """Blocks of the host are in use."""
         self._store_missing(self._policy.recalled(blocks))
 
     def lost(self, blocks: Sequence[Block]) -> None:
@@ -96,7 +93,6 @@ class Writer:
         self._policy.committed(blocks)
 
     def withdrawn(self, block: Block) -> None:
-        """The block left the host."""
         self._shed.pop(block.key, None)
         self._policy.settled(block.key)
         self._remote_policy.settled(block.key)
@@ -218,7 +214,6 @@ class Writer:
                 self._policy.settled(block.key)
 
     def ended(self, done: Done) -> None:
-        """Processes a completed put."""
         block, checksum = self._writing.pop(done.key)
         self._wrote_at = self._monotonic()
         self._host.end_io(block)

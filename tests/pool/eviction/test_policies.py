@@ -9,7 +9,7 @@ import pytest
 
 from kvrecall.block import BlockKey
 from kvrecall.errors import ConfigError
-from kvrecall.pool.eviction import POLICY_NAMES, KeyedPolicy, make_policy
+from kvrecall.pool.eviction import KeyedPolicy, make_policy
 from kvrecall.pool.eviction.lifetable import CLASSES, _Level, levels
 from kvrecall.pool.eviction.queues import QueueLinks
 from kvrecall.pool.eviction.warmup import WarmUp
@@ -94,31 +94,6 @@ class TestHazardWithoutMemory(PolicyContract):
 def test_wrong_settings(name: str, capacity: int, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         make_policy(name, capacity)
-
-
-@pytest.mark.parametrize("make", [*POLICY_NAMES, "taught"])
-def test_held_blocks_are_looked_at_once(make: str) -> None:
-    policy = TaughtPolicy(500) if make == "taught" else make_policy(make, 500)
-    leased, idle = keys_of("leased", 200), keys_of("idle", 3)
-    store(policy, leased, 1.0)
-    store(policy, idle, 2.0)
-    looked_at: list[BlockKey] = []
-
-    def evictable(key: BlockKey) -> bool:
-        looked_at.append(key)
-        return key in idle
-
-    assert policy.victims(1, evictable, 3.0) == idle[-1:]
-    for key in leased:
-        policy.hold(key)
-    for expected in reversed(idle):
-        looked_at.clear()
-        assert policy.victims(1, evictable, 3.0) == [expected]
-        assert looked_at == [expected]
-        policy.remove(expected)
-    looked_at.clear()
-    assert policy.victims(1, evictable, 3.0) == []
-    assert looked_at == []
 
 
 def test_lru_keeps_the_shared_prefix_longest() -> None:
@@ -213,23 +188,6 @@ def test_hazard_frees_names_that_were_used_again() -> None:
     assert sum(bucket.size for bucket in buckets) < 5 * known
     victims = policy.victims(known, anything, 1_000.0)
     assert sorted(victims) == sorted([*hot, *(keys_of(f"new{n}", 51)[-1] for n in range(1, 1_000))])
-
-
-def test_hazard_moves_all_ages_on() -> None:
-    """After a long pause very many buckets are due, some of them without a block: each reaches the
-    bin of its age, and none is passed over."""
-    policy = hazard(2_000)
-    for number in range(200):
-        store(policy, keys_of(f"c{number % 150}", 3), number * 1.0)
-    for number in range(8):  # the youngest buckets of their classes, each without a block then
-        policy.access(keys_of("c1", 3), 200.0 + number)
-    policy.victims(1, anything, 10_000.0)
-    ranking = inner(policy)._ranked._ranking
-    buckets = [bucket for bucket in ranking.by_number if bucket.alive]
-    assert len(buckets) > 100
-    for bucket in buckets:
-        assert ranking._table.bins.starts[bucket.bin] <= 10_000.0 - bucket.born
-        assert 10_000.0 - bucket.born < ranking._table.bins.ends[bucket.bin]
 
 
 def test_hazard_counts_each_use_at_its_age(monkeypatch: pytest.MonkeyPatch) -> None:

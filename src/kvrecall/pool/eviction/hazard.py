@@ -289,7 +289,6 @@ class HazardPolicy(EvictionPolicy):
     # -- names -----------------------------------------------------------------------------
 
     def is_known(self, number: int) -> bool:
-        """Whether the block is resident or remembered."""
         return bool(self._state.cells[number] & _KNOWN)
 
     def _meet(
@@ -310,7 +309,6 @@ class HazardPolicy(EvictionPolicy):
         self._enter(number, self._ranking.join(class_of(1, ended, hangs, feature), slack))
 
     def _adopt(self, number: int, parent: int) -> None:
-        """Records the parent of a number."""
         self._names.keep(parent)
         self._parent.cells[number] = parent + 1
 
@@ -360,9 +358,8 @@ class HazardPolicy(EvictionPolicy):
             self._ranking.make_ready(bucket)
 
     def _note_return(self) -> None:
-        if self._returned_at != self._ranking.now:
-            self._returned_at = self._ranking.now
-            self._returns += 1
+        self._returns += self._returned_at != self._ranking.now
+        self._returned_at = self._ranking.now
 
     def _move(self, number: int, kind: int) -> None:
         """Puts a known block into another class, as if it was used now."""
@@ -374,27 +371,21 @@ class HazardPolicy(EvictionPolicy):
     def own_part(self, chain: Sequence[int]) -> int:
         """Where a chain's own part begins: behind its last block with children in two chains."""
         children = self._children.cells
-        for index in range(len(chain) - 1, 0, -1):
-            if children[chain[index - 1]] > 1:
-                return index
-        return 0
+        places = range(len(chain) - 1, 0, -1)
+        return next((place for place in places if children[chain[place - 1]] > 1), 0)
 
     def leading_residents(self, chain: Sequence[int]) -> int:
         """How many blocks of a chain are resident, before the first that is not."""
         state = self._state.cells
-        for index, number in enumerate(chain):
-            if not state[number] & _RESIDENT:
-                return index
-        return len(chain)
+        absent = (place for place, n in enumerate(chain) if not state[n] & _RESIDENT)
+        return next(absent, len(chain))
 
     def _continues(self, chain: Sequence[int]) -> tuple[int, float | None]:
         """The number of leading blocks that are known, and the seconds since the last one was used;
         None if that is the root, which many have in common, or there is none."""
-        state, count = self._state.cells, 0
-        for number in chain:
-            if not state[number] & _KNOWN:
-                break
-            count += 1
+        state = self._state.cells
+        new = (place for place, number in enumerate(chain) if not state[number] & _KNOWN)
+        count = next(new, len(chain))
         deepest = count - 1 - (count == len(chain))  # the last may end many chains
         if deepest < 1:
             return count, None
@@ -524,7 +515,6 @@ class HazardPolicy(EvictionPolicy):
         return feature_of(self._bucket_of(parent).kind)
 
     def _learn(self, fade: float = 1.0) -> None:
-        """Looks at the life table again, and ranks the cells by it."""
         evidence = _EVIDENCE * self._mean_chain
         seen = sum(map(sum, self._table.used))
         self.is_warm = self._returns >= _RETURNS and seen >= evidence

@@ -150,8 +150,6 @@ class LifeTable:
 
 
 class _Level:
-    """A grouping of classes."""
-
     def __init__(self, of: npt.NDArray[np.intp], bins: int) -> None:
         """``of``: the group of each class."""
         self._of = of

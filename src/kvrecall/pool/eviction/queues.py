@@ -42,7 +42,6 @@ class Queue:
         return bool(self._links.queue.cells[number] == self.mark)
 
     def append(self, number: int) -> None:
-        """A block that is in no queue becomes the youngest."""
         links, name = self._links, number + 1
         links.queue.cells[number] = self.mark
         last = links.older.cells[number] = self._last
@@ -64,7 +63,6 @@ class Queue:
             self.append(number)
 
     def prepend(self, number: int) -> None:
-        """A block that is in no queue becomes the oldest."""
         if self.first:
             self.put_before(number, self.first - 1)
         else:

@@ -167,7 +167,6 @@ class HintPins:
         return pinned
 
     def drop(self, numbers: Sequence[int]) -> None:
-        """These blocks are pinned no more."""
         for number in numbers if self._pinned else ():
             if number in self._pinned:
                 _, tenant = self._pinned.pop(number)
