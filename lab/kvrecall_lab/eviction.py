@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 from kvrecall.pool.eviction import POLICY_NAMES, EvictionPolicy, KeyedPolicy
 from kvrecall.pool.eviction.base import NumberRefs, RequestUse
@@ -19,8 +18,6 @@ from kvrecall.simulate.trace import Trace, read_trace
 
 class FifoPolicy(EvictionPolicy):
     """First in, first out; blocks stored in one go as a chain leave from the chain's end."""
-
-    name: ClassVar[str] = "fifo"
 
     def __init__(self, names: NumberRefs) -> None:
         self._names = names
@@ -56,8 +53,6 @@ class FifoPolicy(EvictionPolicy):
 class LfuPolicy(EvictionPolicy):
     """Least frequently used while resident; ties go to the least recently used, then the
     deepest."""
-
-    name: ClassVar[str] = "lfu"
 
     def __init__(self, names: NumberRefs) -> None:
         self._names = names

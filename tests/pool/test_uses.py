@@ -212,29 +212,6 @@ def test_uses_beyond_the_buffer_are_lost_and_nothing_else(monkeypatch: pytest.Mo
     bench.check()
 
 
-def test_pinned_and_unpinned_at_once_it_is_where_the_owner_looks() -> None:
-    bench, keys = Bench("lru"), chain(NAMESPACE, 3)
-    bench.publish(keys)
-    bench.check()
-    bench.catalog.pin(keys)
-    bench.catalog.unpin(keys[1:2])
-    assert bench.order() == keys[1:2]
-    bench.catalog.unpin(keys)
-    assert bench.order() == keys[::-1]
-    bench.check()
-
-
-def test_an_empty_tier_is_sized_anew_once_the_owner_knows_that_it_is_empty() -> None:
-    bench, keys = Bench(), chain(NAMESPACE, 9)
-    bench.publish(keys)
-    bench.check()
-    bench.catalog.forget_all()
-    bench.catalog.touch(keys)
-    bench.catalog.fit(2 * SIZE)
-    bench.publish(keys[:5])
-    bench.check()
-
-
 def test_uses_that_wait_are_for_the_policy_that_fits() -> None:
     bench, keys = Bench(), chain(NAMESPACE, 4)
     bench.catalog.touch(keys, advice=Advice(RETURNS, 60.0, 0.5, "ann"))

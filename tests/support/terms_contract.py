@@ -339,8 +339,9 @@ class TermsContract:
         engine.save(other)
         assert engine.pool.stats().unwritten_bytes == 20 * SLOT_BYTES
         assert engine.pool.flush(keys, 60.0)
-        assert tier(engine, TierName.DISK).writes == 10
-        assert engine.pool.stats().unwritten_bytes == 10 * SLOT_BYTES
+        # Durable is a moment before it is counted.
+        wait_until(lambda: tier(engine, TierName.DISK).writes == 10)
+        wait_until(lambda: engine.pool.stats().unwritten_bytes == 10 * SLOT_BYTES)
         engine.close()
         engine.pool.close()
         engine = start(PoolTerms("back"))

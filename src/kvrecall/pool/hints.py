@@ -109,10 +109,6 @@ class HintRecord:
         self._ends: list[tuple[float, int, _Open]] = []  # a heap, some of them over
         self.counts = HintCounts()
 
-    def credit(self, tenant: Tenant) -> float:
-        """Between 0 and 1; 0.5 without outcomes."""
-        return self._records.get(tenant, _Record()).credit
-
     def used(
         self, chain: Sequence[BlockKey], now: float, tenant: Tenant, hint: Hint | None
     ) -> Advice | None:

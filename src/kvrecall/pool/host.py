@@ -91,7 +91,7 @@ class HostStore(EntryTable):
                 block.key, block.parent, block.depth, block.nbytes, block.tenant, now
             )
             self.blocks[block.key] = self._numbered[number] = block
-            block.base = self.slots.extent_of(block.slot_bytes, block.offset)
+            block.base = self.slots.slot_class(block.slot_bytes).extent_of(block.offset)
             block.extent = self._place(number)
             if block.key in self.pins and self._may_pin(number):
                 self._set_pinned(number, True)
@@ -213,7 +213,7 @@ class HostStore(EntryTable):
             for base, extent in self._extents.items()
             if extent.slot_bytes != slot_bytes
             and not extent.fixed
-            and self.slots.used_in(extent.slot_bytes, base) == extent.blocks
+            and self.slots.slot_class(extent.slot_bytes).used_in(base) == extent.blocks
         }
 
     def blocks_in(self, bases: Collection[int]) -> list[Block]:

@@ -166,8 +166,7 @@ class Pool:
         writes = make_write_policy(terms, self._host.chance)
         self._writer = Writer(self._host, below, arena, writes, remote, monotonic)
         self._evictor = Evictor(self._host, self._writer, terms)
-        self._sizes: dict[bytes, int] = {}
-        self._names: dict[bytes, Namespace] = {}
+        self._namespaces: dict[bytes, tuple[Namespace, int]] = {}  # and bytes of their blocks
         self._others: dict[bytes, tuple[tuple[bytes, tuple[str, ...]], ...]] = {}
         self._filling: dict[BlockKey, Block] = {}
         self._tickets: dict[int, Ticket] = {}
@@ -252,21 +251,20 @@ class Pool:
                 f"host_size: {host_bytes} bytes cannot hold one block of {slot_bytes} bytes"
             )
         with self._changed:
-            known = self._sizes.get(namespace.digest, block_bytes)
+            _, known = self._namespaces.get(namespace.digest, (namespace, block_bytes))
             if known != block_bytes:
                 raise ConfigError(
                     f"namespace {namespace.digest.hex()} has blocks of {known} bytes, "
                     f"not of {block_bytes}"
                 )
-            self._sizes[namespace.digest] = block_bytes
-            self._names[namespace.digest] = namespace
+            self._namespaces[namespace.digest] = namespace, block_bytes
             self._others.clear()
             self._host.fit(block_bytes)
             self._below.register(namespace, block_bytes)
 
     def namespaces(self) -> list[tuple[Namespace, int]]:
         with self._changed:
-            return [(name, self._sizes[digest]) for digest, name in self._names.items()]
+            return list(self._namespaces.values())
 
     # -- recall ----------------------------------------------------------------------------
 
@@ -375,8 +373,8 @@ class Pool:
         """Each other namespace with blocks of the same KV group, the latest first, and the fields
         in which it differs."""
         on_disk = () if self._disk is None else self._disk.namespaces()
-        known = {one.digest: set(one.parts) for one, _ in on_disk}
-        known |= {one.digest: set(one.parts) for one in self._names.values()}
+        here = self._namespaces.values()
+        known = {one.digest: set(one.parts) for one, _ in (*on_disk, *here)}
         own = known.get(digest, set())
         latest = itertools.islice(reversed(known.items()), _MOST_NAMESPACES)
         differing = [(other, {name for name, _ in own ^ parts}) for other, parts in latest if own]
@@ -705,10 +703,10 @@ class Pool:
                 self._loaded(item)
 
     def _size_of(self, key: BlockKey) -> int:
-        size = self._sizes.get(key[:NAMESPACE_BYTES])
-        if size is None:
+        known = self._namespaces.get(key[:NAMESPACE_BYTES])
+        if known is None:
             raise KeyError(f"namespace {key[:NAMESPACE_BYTES].hex()} was not registered")
-        return size
+        return known[1]
 
     def _depth_of(self, parent: BlockKey | None) -> int:
         """Depth of the child of ``parent``; 0 if it is not known."""

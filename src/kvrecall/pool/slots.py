@@ -266,12 +266,6 @@ class ArenaSlots:
         self._classes[slot_bytes].give(offset)
         self.used_bytes -= slot_bytes
 
-    def extent_of(self, slot_bytes: int, offset: int) -> int:
-        return self._classes[slot_bytes].extent_of(offset)
-
-    def used_in(self, slot_bytes: int, base: int) -> int:
-        return self._classes[slot_bytes].used_in(base)
-
     def window(self, slot_bytes: int, cost: Mapping[int, float]) -> tuple[int, ...] | None:
         """Bases of the cheapest extents of other size classes whose space, with the gaps between
         them, would hold a slot. ``cost`` maps bases of extents to the cost of emptying them;

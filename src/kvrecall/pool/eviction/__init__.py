@@ -41,7 +41,6 @@ class KeyedPolicy:
     def __init__(self, make: Callable[[DictNames], EvictionPolicy]) -> None:
         self.names = DictNames()
         self.policy = make(self.names)
-        self.name = self.policy.name
 
     def insert(
         self,

@@ -61,7 +61,6 @@ class EvictionPolicy(ABC):
     its tier, so that ten million blocks take no Python objects. It keeps the numbers it knows.
     """
 
-    name: ClassVar[str]
     learns: ClassVar[bool] = False
     """Whether it wants numbers also for keys of a chain, or at a request's end, that have none."""
 

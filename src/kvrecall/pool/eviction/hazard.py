@@ -61,7 +61,6 @@ class HazardPolicy(EvictionPolicy):
     about 40 bytes for each resident and each remembered block; at most ``remember`` of the latter.
     """
 
-    name: ClassVar[str] = "hazard"
     learns: ClassVar[bool] = True
 
     def __init__(

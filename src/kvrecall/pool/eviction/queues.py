@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import ClassVar
 
 from kvrecall.pool.eviction.base import EvictionPolicy, NumberRefs, RequestUse
 
@@ -143,8 +142,6 @@ class LruPolicy(EvictionPolicy):
     its parent.
     """
 
-    name: ClassVar[str] = "lru"
-
     def __init__(self, links: QueueLinks, keeps: bool = True) -> None:
         """``links``: shared with policies that know none of its blocks. Not ``keeps``: the names of
         its blocks, and of what these hang on, are kept by others."""
@@ -219,8 +216,6 @@ class S3FifoPolicy(EvictionPolicy):
     leave from their end. One search sends a few thousand blocks round again at most, so that it
     never takes long; what then comes next goes.
     """
-
-    name: ClassVar[str] = "s3fifo"
 
     def __init__(self, capacity_blocks: int, links: QueueLinks) -> None:
         self._names = links.names

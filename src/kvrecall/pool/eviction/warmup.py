@@ -30,7 +30,6 @@ class WarmUp(EvictionPolicy):
     shadow cache shows that LRU would hit more. What hints pin is never a victim.
     """
 
-    name: ClassVar[str] = "hazard"
     learns: ClassVar[bool] = True
 
     def __init__(
@@ -43,6 +42,7 @@ class WarmUp(EvictionPolicy):
         )
         # Gone once the other is warm, and so it keeps no names.
         self._lru: LruPolicy | None = LruPolicy(links, keeps=False)
+        self._orders: tuple[EvictionPolicy, ...] = (self._lru, self._ranked)
         self._held: set[int] = set()
 
     def _forget(self, numbers: Sequence[int]) -> None:
@@ -52,9 +52,8 @@ class WarmUp(EvictionPolicy):
     def insert(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> None:
         if hangs:
             self._shadow.end()
-        self._ranked.insert(number, parent, depth, now, hangs)
-        if self._lru is not None:
-            self._lru.insert(number, parent, depth, now, hangs)
+        for order in self._orders:
+            order.insert(number, parent, depth, now, hangs)
         if number in self._pins:
             self._hold(number)
 
@@ -67,11 +66,10 @@ class WarmUp(EvictionPolicy):
             self._shadow.use(chain, self._ranked.leading_residents(chain))
             if advice is not None and advice.pin_s:
                 pinned = chain[self._ranked.own_part(chain) :]
-        self._ranked.access(use)
+        for order in reversed(self._orders):
+            order.access(use)
         if self._ranked.is_warm:
-            self._lru = None
-        elif self._lru is not None:
-            self._lru.access(use)
+            self._lru, self._orders = None, (self._ranked,)
         if advice is not None and pinned:
             known = [number for number in pinned if self._ranked.is_known(number)]
             for number in self._pins.add(known, use.now, advice):
@@ -80,33 +78,29 @@ class WarmUp(EvictionPolicy):
     def remove(self, number: int) -> None:
         self._pins.drop((number,))
         self._held.discard(number)
-        if self._lru is not None:
-            self._lru.remove(number)
-        self._ranked.remove(number)
+        for order in self._orders:
+            order.remove(number)
 
     def hold(self, number: int) -> None:
         self._held.add(number)
         self._hold(number)
 
     def _hold(self, number: int) -> None:
-        self._ranked.hold(number)
-        if self._lru is not None:
-            self._lru.hold(number)
+        for order in self._orders:
+            order.hold(number)
 
     def release(self, number: int) -> None:
         self._held.discard(number)
-        if number not in self._pins:
-            self._release(number)
+        self._release(number)
 
     def _release(self, number: int) -> None:
-        self._ranked.release(number)
-        if self._lru is not None:
-            self._lru.release(number)
+        if number not in self._held and number not in self._pins:
+            for order in self._orders:
+                order.release(number)
 
     def _end_pins(self, now: float) -> None:
         for number in self._pins.end(now):
-            if number not in self._held:
-                self._release(number)
+            self._release(number)
 
     def victims(self, count: int, evictable: Callable[[int], bool], now: float) -> list[int]:
         self._end_pins(now)
