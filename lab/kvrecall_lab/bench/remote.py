@@ -141,7 +141,8 @@ def _compare_clients(folder: Path, repeats: int, compression: Compression) -> di
 def _tier(
     options: Mapping[str, object], nbytes: int, compression: Compression
 ) -> Iterator[tuple[RemoteTier, list[memoryview]]]:
-    arena = Arena.create(nbytes, background=False)
+    arena = Arena.create(nbytes)
+    arena.wait_ready()
     filling = os.urandom(1 << 20) if compression == "none" else kv_like(1 << 20)
     arena.memory[:] = filling * (nbytes >> 20)
     store = StagedStore(MooncakeStore(MooncakeSettings.of(options)), compression=compression)

@@ -680,7 +680,9 @@ class FolderAdmin(AbstractContextManager["FolderAdmin"]):
         disk tier's, or another process has it."""
         codec = BlockCodec()
         if check_index(path):
-            codec = BlockCodec(locked=True) if key_file is None else make_codec(read_cipher(key_file))
+            codec = (
+                BlockCodec(locked=True) if key_file is None else make_codec(read_cipher(key_file))
+            )
         own, system = own_bytes(path), os.statvfs(path)
         room = min(own // 10 + (64 << 20), system.f_bavail * system.f_frsize)
         terms = PoolTerms(pin_limit=1.0)  # the pool's own limit is of a size not known here
