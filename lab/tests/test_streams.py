@@ -98,7 +98,7 @@ def test_a_load_that_never_ends_costs_a_wait_and_a_recomputation(
             engine.add(f"first-{number}", prompt, 2, 0)
         steps()
         assert engine.preempt_all()
-        queues = [rank.worker._arena._copier.loads for rank in engine.ranks]  # type: ignore[union-attr]
+        queues = [rank.worker._arena._mapped.copier.loads for rank in engine.ranks]  # type: ignore[union-attr]
         late = queues[-1]  # of one rank
         for queue in queues:
             queue._clock = lambda: machine.now

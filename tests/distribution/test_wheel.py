@@ -150,7 +150,9 @@ def test_it_is_the_installed_one_and_says_its_version(installed: Path, metadata:
 
 def test_commands_that_need_no_engine(installed: Path) -> None:
     assert "simulate" in kvrecall(installed, "--help")
-    words = ["simulate", "synthetic:loop", "--hours", "0.2", "--capacity-blocks", "100"]
+    trace = installed / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "hash_ids": [1, 2]}\n' * 2)
+    words = ["simulate", str(trace), "--capacity-blocks", "100"]
     words += ["--policy", "all", "--json"]
     told = json.loads(kvrecall(installed, *words).strip().splitlines()[-1])
     assert "lru" in json.dumps(told)

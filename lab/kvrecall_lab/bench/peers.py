@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrecall.pool.remote.mooncake import MooncakeSettings
+from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
 from kvrecall.processes.master import Master
 from kvrecall_lab.bench.stores import DEADLINE_S, Space, Store, StoreError, address_of
 

@@ -36,11 +36,9 @@ from kvrecall.bench.report import Report, Times, Tokens, percentiles, progress
 from kvrecall.config import Compression, RemoteConfig
 from kvrecall.errors import EngineError
 from kvrecall.pool.arena import Arena
-from kvrecall.pool.remote.compressed import CompressedStore
-from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
-from kvrecall.pool.remote.mooncake.store import ENVIRONMENT
+from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
+from kvrecall.pool.remote.mooncake.store import ENVIRONMENT, MooncakeStore
 from kvrecall.pool.remote.staged import StagedStore
-from kvrecall.pool.remote.store import Store
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.processes.child import one_process
 from kvrecall.processes.master import Master
@@ -143,12 +141,11 @@ def _compare_clients(folder: Path, repeats: int, compression: Compression) -> di
 def _tier(
     options: Mapping[str, object], nbytes: int, compression: Compression
 ) -> Iterator[tuple[RemoteTier, list[memoryview]]]:
-    arena = Arena.create(nbytes, background=False)
+    arena = Arena.create(nbytes)
+    arena.wait_ready()
     filling = os.urandom(1 << 20) if compression == "none" else kv_like(1 << 20)
     arena.memory[:] = filling * (nbytes >> 20)
-    store: Store = StagedStore(MooncakeStore(MooncakeSettings.of(options)))
-    if compression != "none":
-        store = CompressedStore(store, compression)
+    store = StagedStore(MooncakeStore(MooncakeSettings.of(options)), compression=compression)
     store.exists(["ready"])
     config = RemoteConfig("mooncake", max_queued_bytes=2 * nbytes, call_deadline_s=60.0)
     tier = RemoteTier(store, config)

@@ -237,8 +237,8 @@ class ChaosRun:
             before = {row.key for row in stored_blocks(service.disk, in_use=False)}
             with FolderAdmin(service.disk) as admin:
                 verified = admin.do(Verify())
-            report.add("blocks_verified", verified.checked)
-            report.add("blocks_found_damaged", verified.damaged)
+            report.add("blocks_verified", verified["checked"])
+            report.add("blocks_found_damaged", verified["damaged"])
             after = {row.key for row in stored_blocks(service.disk, in_use=False)}
             if strange := oracle.undamaged(before - after):
                 what = f"{len(strange)} blocks on disk are damaged, but not by the run"

@@ -21,9 +21,8 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention
-from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape
-from kvrecall.engines.vllm.attention.device_selection import TritonKernel
-from kvrecall.engines.vllm.attention.layer import RetrievalLayer
+from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape, RetrievalLayer
+from kvrecall.engines.vllm.attention.cuda import TritonKernel
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, StepPlanner, StepWork
 from kvrecall.engines.vllm.device.accelerator import AcceleratorDevice
@@ -200,12 +199,26 @@ class MetaDevice(InlineDevice):
 
 
 @contextmanager
+def launches() -> Iterator[list[str]]:
+    """The names of the kernels launched within, in their order."""
+    names: list[str] = []
+    launch = kernels._launch
+
+    def note(name: str, *args: Any, **sizes: Any) -> None:
+        names.append(name)
+        launch(name, *args, **sizes)
+
+    with patch.object(kernels, "_launch", note):
+        yield names
+
+
+@contextmanager
 def counting() -> Iterator[Operations]:
     """Counts what runs within on ``META``."""
     operations = Operations()
     with (
         _form("meta", MetaDevice),
-        kernels.launches() as operations.device,
+        launches() as operations.device,
         _Mode(operations),
     ):
         yield operations
@@ -237,8 +250,7 @@ class SparseSteps:
         self._kernel = kernel = TritonKernel(shape, META)
         self.planner = StepPlanner(settings, kernel, Freshness(), activity)
         self._layers = [
-            RetrievalLayer(str(at), settings, kernel, activity, lambda *_: None)
-            for at in range(layers)
+            kernel.layer(str(at), settings, activity, lambda *_: None) for at in range(layers)
         ]
 
     def run(self, *lengths: int, offloaded: bool = False) -> Operations:
@@ -258,7 +270,7 @@ class SparseSteps:
         rows = [BatchRow(1, tokens, False) for tokens in lengths]
         with counting() as operations:
             step = self.planner.plan(rows, table, left)
-            metadata = _Metadata(StepWork(step, True))
+            metadata = _Metadata(StepWork(step))
             for layer in self._layers:
                 none: Any = None
                 _Attention(layer).forward(none, query, none, none, cache, metadata, output)

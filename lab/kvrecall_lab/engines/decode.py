@@ -22,7 +22,6 @@ from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape, SparseStep
 from kvrecall.engines.vllm.attention.checks import require_block_size
 from kvrecall.engines.vllm.attention.cpu import CpuKernel, attend, halves, schedule
-from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 from kvrecall.engines.vllm.attention.offloaded import NearArena, OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, StepPlanner
 from kvrecall.errors import KvrecallError
@@ -91,7 +90,7 @@ class _Trial:
         self._activity = Activity()
         self._kernel = CpuKernel(shape)
         self._layers = [
-            RetrievalLayer(str(at), settings, self._kernel, self._activity) for at in range(LAYERS)
+            self._kernel.layer(str(at), settings, self._activity) for at in range(LAYERS)
         ]
 
     def run(self, rounds: int) -> dict[str, Any]:
@@ -105,7 +104,7 @@ class _Trial:
             acts: dict[str, Callable[[], object]] = {
                 "dense": partial(self._dense, cache),
                 "sparse": partial(layer.attend, self._query, cache, step, self._terms),
-                "selection": partial(layer.select, self._query, step, self._scale),
+                "selection": partial(layer.select, self._query, step, self._scale, False),
                 "plan": self._step,
             }
             for name, act in acts.items():
@@ -209,7 +208,7 @@ class _Trial:
             self._near.bases,
         )
         for layer, small in zip(self._layers, caches, strict=True):
-            layer.depart(sequence, middle.tolist(), small)
+            layer.depart(sequence, middle, small)
         return sequence, caches, table
 
     def _dense(self, cache: torch.Tensor) -> torch.Tensor:

@@ -258,7 +258,7 @@ class Host:
         if connector is None:
             return
         for request_id, name in list(self._names.items()):
-            if chain := connector.saved(request_id):
+            if chain := connector._s.saved(request_id):
                 self._chains[name] = chain
             if request_id not in self._core.scheduler.requests:
                 del self._names[request_id]
@@ -305,7 +305,7 @@ class Host:
 
     def _tell_joined(self) -> None:
         connector = self._core.scheduler.connector
-        joined = None if connector is None else connector.has_service
+        joined = None if connector is None else getattr(connector._pool, "is_connected", False)
         if joined != self._joined:
             self._joined = joined
             _say(self._replies, {"joined": joined})

@@ -32,8 +32,7 @@ from kvrecall.attention.kernels import device as kernels
 from kvrecall.attention.selection import Gate
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
-from kvrecall.engines.vllm.attention import backend, cuda
-from kvrecall.engines.vllm.attention import layer as layers
+from kvrecall.engines.vllm.attention import backend, base, cuda
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention
 from kvrecall.engines.vllm.attention.cuda import DeviceBuilder
 from kvrecall.engines.vllm.attention.offloaded import Records
@@ -71,7 +70,7 @@ def drawn_settings(chance: random.Random) -> RetrievalSettings:
 
 
 class EveryStep(int):
-    """In place of ``layer._SEEN_EVERY``: what was chosen is noted in every sparse step."""
+    """In place of ``base._SEEN_EVERY``: what was chosen is noted in every sparse step."""
 
     def __rmod__(self, _: int) -> int:
         return 1
@@ -96,7 +95,7 @@ def retrieving(machine: Machine, settings: RetrievalSettings, patience: int) -> 
         patch.object(cuda, "active_settings", lambda _: settings),
         patch.object(runner, "follow_blocks", lambda _: None),
         patch.object(offload, "PATIENCE", patience),
-        patch.object(layers, "_SEEN_EVERY", EveryStep(16)),
+        patch.object(base, "_SEEN_EVERY", EveryStep(16)),
         patch.object(Records, "pages", read),
         patch.dict(devices.FORMS, {META.type: lambda _: LateDevice(machine, meta=True)}),
         patch.object(kernels, "_launch", Kernels(machine).launch),

@@ -27,10 +27,10 @@ from unittest.mock import patch
 import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-from kvrecall.attention.residency import DeviceResidency
+from kvrecall.attention.kernels.device import DeviceResidency
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
-from kvrecall.engines.vllm.attention.copied import CopiedDense
+from kvrecall.engines.vllm.attention.cuda import CopiedDense
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.compat.offloadable import OffloadManager
 from kvrecall.engines.vllm.connector.offload import OffloadPlanner

@@ -54,11 +54,6 @@ Kind = Runs | Elsewhere | Needs
 
 _SOCKET = " --socket {folder}/pool.sock"
 _TRACE = (("TRACE", "trace.jsonl"),)
-_SHORT = (
-    ("--workload agents", "--workload agents --hours 0.2"),
-    ("synthetic:scan", "synthetic:scan --hours 0.1"),
-    ("synthetic:tool-loops", "synthetic:tool-loops --hours 0.1"),
-)
 _MODEL = "models/recall-tiny"
 _SMALL_BENCH = " BENCH='--only lookup --add'"
 
@@ -180,7 +175,7 @@ _BENCH: Mapping[str, Kind] = {
 }
 _SIZING: Mapping[str, Kind] = {
     "kvrecall plan": Runs(swaps=(("/models/", "models/"),), before=scenes.llama),
-    "kvrecall simulate": Runs(swaps=(*_TRACE, *_SHORT), before=scenes.trace, says="hit_rate"),
+    "kvrecall simulate": Runs(swaps=_TRACE, before=scenes.trace, says="hit_rate"),
 }
 _STORES: Mapping[str, Kind] = {
     "aws s3 rm": Needs("an account there", ("need an account",)),

@@ -189,7 +189,8 @@ def measure_disk(
     nbytes = len(keys) * slot_bytes_of(block_bytes)
     with tempfile.TemporaryDirectory(prefix="kvrecall-", dir=path) as name:
         folder = Path(name)
-        arena = Arena.create(nbytes, background=False)
+        arena = Arena.create(nbytes)
+        arena.wait_ready()
         noise = os.urandom(_MIB) if compression == "none" else kv_like(_MIB)
         for at in range(0, nbytes, _MIB):
             arena.view(at, min(_MIB, nbytes - at))[:] = noise[: nbytes - at]

@@ -111,7 +111,7 @@ def _device(here: Here) -> Finding:
     """Whether there is a device, without which nothing else is checked."""
     import torch
 
-    from kvrecall.engines.vllm.device.facts import accelerators, built_for
+    from kvrecall.engines.vllm.device.driver import accelerators, built_for
 
     about = {"torch": str(torch.__version__), "built_for": built_for()}
     if here.on_cpu:
