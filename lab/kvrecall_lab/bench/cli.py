@@ -99,7 +99,7 @@ def publish(
     results: Annotated[Path, typer.Argument(help="Results of `bench all`.")] = suite.LATEST,
     root: Annotated[Path, typer.Option(help="The repository.")] = Path(),
 ) -> None:
-    """Generates the picture and tables of README and documents from a run."""
+    """Generates the tables of the documents from a run."""
     from kvrecall_lab.bench import tables  # imports this module
 
     with errors_shown():

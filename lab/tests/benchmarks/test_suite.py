@@ -11,7 +11,7 @@ import pytest
 from kvrecall.bench.cli import COMMANDS
 from kvrecall.errors import KvrecallError
 from kvrecall_lab.bench.suite import LATEST, run_all
-from kvrecall_lab.bench.tables import PAGES, PICTURE, TABLES, filled, names_in, picture, read_run
+from kvrecall_lab.bench.tables import PAGES, TABLES, filled, names_in, read_run
 
 ROOT = Path(__file__).parents[3]
 
@@ -45,13 +45,6 @@ def test_a_page_says_what_was_measured(page: str, run: dict[str, Any]) -> None:
     assert filled(text, run) == text, "publish it"
 
 
-def test_the_picture_shows_what_was_measured(run: dict[str, Any]) -> None:
-    drawn = picture(run)
-    assert (ROOT / PICTURE).read_text() == drawn, "publish it"
-    assert ">remote<" in drawn
-    assert "5.44 s<" in drawn
-
-
 def test_every_table_is_shown() -> None:
     shown = {name for page in PAGES for name in names_in((ROOT / page).read_text())}
     assert shown == set(TABLES)
@@ -68,8 +61,6 @@ def test_tables_show_figures_beside_their_goals_and_what_is_missing(run: dict[st
     del results["needle"]
     shown = {name: "\n".join(TABLES[name]({**run, "results": results})) for name in TABLES}
     assert "| host | 101.2 | 108.5 | 119.9 | 1.21 | 50 |" in shown["restore"]
-    assert "| kvrecall: host | 61% | 0.11 s | 0.68 s | 4,593 |" in shown["summary"]
-    assert "| kvrecall：主机内存 | 61% | 0.11 s | 0.68 s | 4,593 |" in shown["summary-zh"]
     bare = "to Mooncake's bare client"
     assert f"| remote tier puts, {bare} | 0.91 | at least 0.90 | met |" in shown["pool"]
     assert f"| remote tier gets, {bare} | 0.89 | at least 0.90 | **missed** |" in shown["pool"]
@@ -82,7 +73,5 @@ def test_tables_show_figures_beside_their_goals_and_what_is_missing(run: dict[st
 def test_results_of_another_machine_are_told_apart(run: dict[str, Any]) -> None:
     elsewhere = {**run["results"]["restore"], "cpu": "Another Processor", "cores": 64}
     added = {**run, "results": {**run["results"], "restore": elsewhere}}
-    assert "On another machine (Another Processor, 64 cores): `restore`." in list(
-        TABLES["machine"](added)
-    )
-    assert "Machine: Another Processor, 64 cores, no GPU" in "\n".join(TABLES["first-token"](added))
+    told = list(TABLES["machine"](added))
+    assert "On another machine (Another Processor, 64 cores): `restore`." in told
