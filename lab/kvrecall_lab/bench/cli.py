@@ -41,8 +41,8 @@ COMMANDS: product.Commands = {
         "kvrecall_lab.bench.tiers",
         "Host and disk tier against other projects' libraries: same blocks, same bytes.",
         "for libraries of few, large calls (as ours is): requests of 16 blocks of 1 MiB, by one "
-        "thread; for buffered files: what is read warm comes from the page cache; against ours: "
-        "of the libraries only it waits until a write is durable and verifies what it reads",
+        "thread; against ours: of the libraries only it waits until a write is durable and "
+        "verifies what it reads",
     ),
     "remote": (
         "kvrecall_lab.bench.remote",

@@ -1,4 +1,4 @@
-"""Other projects' libraries as stores: LMCache, Mooncake's client, diskcache, vLLM's file tier."""
+"""Other projects' libraries as stores: LMCache, Mooncake's client, vLLM's file tier."""
 
 from __future__ import annotations
 
@@ -126,32 +126,6 @@ def _places(
 ) -> tuple[list[str], list[int], list[int]]:
     """Arguments of the client's batch calls: names, addresses, sizes."""
     return [name.hex() for name in names], list(map(address_of, blocks)), list(map(len, blocks))
-
-
-class DiskCache(Store):
-    """``diskcache.Cache``: SQLite with a file a value. It takes bytes and gives a file to read."""
-
-    def __init__(self, space: Space) -> None:
-        import diskcache
-
-        self._cache: Any = diskcache.Cache(str(space.folder), size_limit=2 * space.nbytes)
-
-    def put(self, names: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
-        for name, block in zip(names, blocks, strict=True):
-            self._cache.set(name, bytes(block))
-
-    def get(self, names: Sequence[bytes], into: Sequence[memoryview]) -> None:
-        for name, place in zip(names, into, strict=True):
-            with self._cache.get(name, read=True) as file:
-                if file.readinto(place) != len(place):
-                    raise StoreError("a file was read in part")
-
-    def remove(self, names: Sequence[bytes]) -> None:
-        for name in names:
-            self._cache.delete(name)
-
-    def close(self) -> None:
-        self._cache.close()
 
 
 class VllmFiles(Store):

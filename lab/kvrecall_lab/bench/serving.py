@@ -14,14 +14,7 @@ from pathlib import Path
 
 from kvrecall.bench import serving
 from kvrecall.bench.report import Report, Times
-from kvrecall.bench.serving import (
-    BLOCK,
-    Budget,
-    Deployment,
-    Sizes,
-    Variants,
-    servers,
-)
+from kvrecall.bench.serving import BLOCK, Budget, Deployment, Sizes, Variants, servers
 from kvrecall.errors import EngineError
 from kvrecall.processes.child import ChildProcess, server_environment
 from kvrecall.processes.command import as_child
@@ -99,8 +92,8 @@ def _await_port(server: ChildProcess, port: int) -> None:
 
 DEPLOYMENTS: Mapping[str, Deployment] = {
     **serving.DEPLOYMENTS,
-    "mooncake": Deployment("host memory and a Mooncake Store on this host", _on_mooncake),
-    "lmcache": Deployment("LMCache's multi-process connector, with the host's memory", _on_lmcache),
+    "mooncake": Deployment("kvrecall: host and Mooncake Store", _on_mooncake),
+    "lmcache": Deployment("LMCache's connector and server: host", _on_lmcache),
 }
 
 

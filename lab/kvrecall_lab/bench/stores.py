@@ -1,5 +1,5 @@
 """The store interface of ``bench tiers``, and the stores that need no other project: the machine's
-limits, plain files, kvrecall's own tiers."""
+limits, kvrecall's own tiers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
 from kvrecall.bench.pool import NAMESPACE, get_all, put_all
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.pool.base import RecallState, Verdict
@@ -21,7 +19,6 @@ from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.pool import Pool
 
 DEADLINE_S = 60.0
-_SUM_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,46 +125,6 @@ class Sequential(Store):
 
     def close(self) -> None:
         os.close(self._fd)
-
-
-class PlainFiles(Store):
-    """The simplest store: write a file, rename it; open it, read it. Buffered."""
-
-    checks = False
-
-    def __init__(self, space: Space) -> None:
-        self._folder = space.folder
-
-    def put(self, names: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
-        for name, block in zip(names, blocks, strict=True):
-            parts: list[bytes | memoryview] = [block]
-            if self.checks:
-                parts.append(xxhash.xxh3_128_digest(block))
-            path = self._folder / name.hex()
-            unfinished = path.with_suffix(".tmp")
-            with unfinished.open("xb", buffering=0) as file:
-                if os.writev(file.fileno(), parts) != sum(map(len, parts)):
-                    raise StoreError("a file was written in part")
-            unfinished.rename(path)
-
-    def get(self, names: Sequence[bytes], into: Sequence[memoryview]) -> None:
-        for name, place in zip(names, into, strict=True):
-            found = bytearray(_SUM_BYTES if self.checks else 0)
-            with (self._folder / name.hex()).open("rb", buffering=0) as file:
-                if os.readv(file.fileno(), [place, found]) != len(place) + len(found):
-                    raise StoreError("a file was read in part")
-            if self.checks and xxhash.xxh3_128_digest(place) != found:
-                raise StoreError("a file has other bytes")
-
-    def remove(self, names: Sequence[bytes]) -> None:
-        for name in names:
-            (self._folder / name.hex()).unlink()
-
-
-class CheckedFiles(PlainFiles):
-    """With an XXH3 of 128 bits behind each block, verified on reading."""
-
-    checks = True
 
 
 class HostStore(Store):

@@ -28,7 +28,6 @@ _PACKAGES = (
     "mooncake-transfer-engine",
     "mooncake-transfer-engine-non-cuda",
     "lmcache",
-    "diskcache",
 )
 Say = Callable[[str], None]
 Step = tuple[str, float]

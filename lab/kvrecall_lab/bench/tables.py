@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvrecall.bench.serving import SERVED
 from kvrecall.errors import KvrecallError
 from kvrecall_lab.bench.cli import COMMANDS
 
@@ -169,8 +168,9 @@ _PROMISES = (
 
 def _against_lmcache(found: Mapping[str, Any]) -> Iterator[str]:
     """The rows of the serving benchmark that compare with LMCache's connector."""
-    names = {SERVED[variant] for variant in ("device", "host", "lmcache")}
-    yield from _table(found["columns"], [row for row in found["rows"] if row[0] in names])
+    compared = ("device", "host", "lmcache")
+    pairs = zip(found["variants"], found["rows"], strict=True)
+    yield from _table(found["columns"], [row for name, row in pairs if name in compared])
 
 
 TABLES: Mapping[str, Make] = {

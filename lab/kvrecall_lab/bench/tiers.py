@@ -36,13 +36,10 @@ MEMORY: Candidates = {
 DISK: Candidates = {
     "sequential file": stores.Sequential,
     "kvrecall disk": stores.DiskStore,
-    "plain files": stores.PlainFiles,
-    "plain files, checksums": stores.CheckedFiles,
-    "diskcache": peers.DiskCache,
     "vLLM file system": peers.VllmFiles,
 }
 """By name; the first of each medium is the limit that others are compared with. Of the libraries on
-disk kvrecall's tier and the files with checksums verify what they read."""
+disk only kvrecall's tier verifies what it reads."""
 
 
 @dataclass(frozen=True, slots=True)

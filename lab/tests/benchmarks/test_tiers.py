@@ -16,7 +16,6 @@ SMALL = Size(block_bytes=64 << 10, request_blocks=4, requests=2, rounds=2)
 PEERS = {
     "Mooncake client": "mooncake.store",
     "vLLM file system": "vllm",
-    "diskcache": "diskcache",
     "LMCache CPU": "lmcache",
 }
 

@@ -225,38 +225,21 @@ DISK: dict[str, object] = {"host_size": 0, "disk_path": "", "disk_size": 0}
 
 DEPLOYMENTS = {
     "none": Deployment(
-        "no pool, vLLM's prefix cache off",
+        "no cache at all",
         servers(arguments=("--no-pool", "--", "--no-enable-prefix-caching")),
     ),
-    "device": Deployment(
-        "no pool, vLLM's prefix cache on the device", servers(arguments=("--no-pool",))
-    ),
-    "host": Deployment("host memory below the device", servers(pool=HOST)),
-    "disk": Deployment("host memory and disk below the device", servers(pool=DISK)),
-    "finer": Deployment(
-        "host memory below the device, and hits in units of 16 tokens", servers(pool=FINER)
-    ),
-    "two": Deployment("two engines, a pool with half the memory each", servers(2, pool=HOST)),
-    "service": Deployment("two engines on one pool service", _on_a_service),
+    "device": Deployment("vLLM's prefix cache (device)", servers(arguments=("--no-pool",))),
+    "host": Deployment("kvrecall: host", servers(pool=HOST)),
+    "disk": Deployment("kvrecall: host and disk", servers(pool=DISK)),
+    "finer": Deployment("kvrecall: host, hits in units of 16 tokens", servers(pool=FINER)),
+    "two": Deployment("kvrecall: two engines, a pool each", servers(2, pool=HOST)),
+    "service": Deployment("kvrecall: two engines, one pool service", _on_a_service),
 }
 """By name, in the order they are played. The last two have two engines on the same cores."""
 
 
 SOURCES = ("device", "host", "disk", "remote", "unspecified")
 """Where prompt tokens came from; ``unspecified``: what another project's connector brought."""
-
-SERVED = {
-    "none": "no cache at all",
-    "device": "vLLM's prefix cache (device)",
-    "host": "kvrecall: host",
-    "finer": "kvrecall: host, hits in units of 16 tokens",
-    "disk": "kvrecall: host and disk",
-    "mooncake": "kvrecall: host and Mooncake Store",
-    "lmcache": "LMCache's connector and server: host",
-    "two": "kvrecall: two engines, a pool each",
-    "service": "kvrecall: two engines, one pool service",
-}
-"""Deployments of the serving benchmarks in words."""
 
 # -- commands -------------------------------------------------------------------------------
 
@@ -360,7 +343,6 @@ def _report(
         f"{unique / 2**20:.0f} MiB of KV cache in blocks of {BLOCK} tokens; the device holds a "
         "quarter of it",
         f"prompt tokens computed: {', '.join(computed)}",
-        *(f"{name}: {deployments[name].story}" for name in (*figures, *absent)),
         *(f"left out: {name}: {reason.splitlines()[0]}" for name, reason in absent.items()),
     )
     shown: dict[str, Any] = {
@@ -373,7 +355,7 @@ def _report(
     }
     rows = tuple(
         (
-            SERVED.get(variant, variant),
+            deployments[variant].story,
             f"{one['seconds']:.0f}",
             f"{one['tokens_per_s']:,.0f}",
             f"{one['hit_rate']:.0%}",
