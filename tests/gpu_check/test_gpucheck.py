@@ -294,17 +294,3 @@ def test_first_tokens_on_the_cpu() -> None:
     _, told = servers.measure_first_token((512,), servers.SMALL, 1, quiet, ("kvrecall",))
     assert set(told["seconds"]["kvrecall"]["512"]) == {"computed", "device", "host"}
     assert all(seconds > 0 for seconds in told["seconds"]["kvrecall"]["512"].values())
-
-
-@pytest.mark.engine
-def test_what_the_peer_is_started_with_is_what_vllm_takes() -> None:
-    from kvrecall.engines.base import ServeSpec
-    from kvrecall.engines.vllm.serving.app import parse_args
-
-    words = servers.host_memory_options("OffloadingConnector", 1 << 30)
-    extra = tuple(words[words.index("--") + 1 :])
-    args = parse_args(ServeSpec("model", "127.0.0.1", 1, {}, extra_args=extra))
-    config = args.kv_transfer_config
-    assert config.kv_connector == "OffloadingConnector"
-    assert config.kv_connector_extra_config == {"cpu_bytes_to_use": 1 << 30}
-    assert args.load_format == "dummy"

@@ -260,17 +260,21 @@ def test_a_server_that_dies_is_a_failed_check(server: type[Server]) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("name", ["float32", "dummy"])
-def test_what_servers_on_a_gpu_are_started_with_is_what_vllm_takes(name: str) -> None:
+def test_what_servers_are_started_with_is_what_vllm_takes() -> None:
     from kvrecall.engines.base import ServeSpec
     from kvrecall.engines.vllm.serving.app import parse_args
 
-    words = servers.decode_options(Path("model"), 4096, SMALL, "cuda", True)
-    if name == "float32":
-        words = servers.token_options("cuda", True)
-    extra = tuple(words[words.index("--") + 1 :])
-    args = parse_args(ServeSpec("model", "127.0.0.1", 1, {}, extra_args=extra))
-    assert args.attention_backend == ("TRITON_ATTN" if name == "float32" else "FLASH_ATTN")
+    def taken(words: list[str]) -> Any:
+        extra = tuple(words[words.index("--") + 1 :])
+        return parse_args(ServeSpec("model", "127.0.0.1", 1, {}, extra_args=extra))
+
+    decoding = taken(servers.decode_options(Path("model"), 4096, SMALL, "cuda", True))
+    assert (decoding.attention_backend, decoding.load_format) == ("FLASH_ATTN", "dummy")
+    assert taken(servers.token_options("cuda", True)).attention_backend == "TRITON_ATTN"
+    peer = taken(servers.host_memory_options("OffloadingConnector", 1 << 30))
+    config = peer.kv_transfer_config
+    assert (config.kv_connector, peer.load_format) == ("OffloadingConnector", "dummy")
+    assert config.kv_connector_extra_config == {"cpu_bytes_to_use": 1 << 30}
 
 
 @pytest.mark.parametrize(

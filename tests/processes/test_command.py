@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,16 +12,6 @@ from kvrecall.errors import EngineError
 from kvrecall.processes import command as processes
 from kvrecall.processes.command import ProgressLines, command_folder
 from kvrecall.testing.blocks import wait_until
-
-_SCRIPT = """
-from kvrecall.processes.command import ProgressLines
-say = ProgressLines("try")
-with say.alive():
-    say("[one] of two")
-    say.now("waiting")
-    say("two of two")
-print("{}")
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -96,18 +82,3 @@ def test_silence_is_broken_by_what_is_done_now(
         say("a line")
         say.now("asking the server")
         wait_until(was_said)
-
-
-def test_on_a_terminal_lines_stay_and_standard_output_is_clean() -> None:
-    ours, theirs = pty.openpty()
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _SCRIPT], stdout=subprocess.PIPE, stderr=theirs, check=True
-        )
-        shown = os.read(ours, 1 << 16).decode()
-    finally:
-        os.close(ours)
-        os.close(theirs)
-    assert done.stdout == b"{}\n"
-    printed = re.findall(r"try: \d+:\d\d ([^\r\n]*)", shown)
-    assert [line.strip() for line in printed] == ["[one] of two", "two of two"]

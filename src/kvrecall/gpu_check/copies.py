@@ -48,39 +48,38 @@ class Size:
         return self.layers * self.tokens * self.heads * 2 * self.dim * 2
 
 
+def _each(size: Size, device: torch.device, *shape: int) -> Views:
+    """Layers of their own."""
+    return tuple(torch.zeros(shape, dtype=torch.int16, device=device) for _ in range(size.layers))
+
+
 def _nhd(size: Size, device: torch.device) -> Views:
     """Token by token (FlashAttention)."""
-    shape = size.blocks, size.tokens, size.heads, 2 * size.dim
-    return tuple(_zeros(shape, device) for _ in range(size.layers))
+    return _each(size, device, size.blocks, size.tokens, size.heads, 2 * size.dim)
 
 
 def _hnd(size: Size, device: torch.device) -> Views:
     """Head by head, seen by the kernel token by token (FlashInfer)."""
-    shape = size.blocks, size.heads, size.tokens, 2 * size.dim
-    return tuple(_zeros(shape, device).transpose(1, 2) for _ in range(size.layers))
+    layers = _each(size, device, size.blocks, size.heads, size.tokens, 2 * size.dim)
+    return tuple(layer.transpose(1, 2) for layer in layers)
 
 
 def _mla(size: Size, device: torch.device) -> Views:
     """A latent and a rotary part for each token, without heads."""
-    shape = size.blocks, size.tokens, 9 * size.heads * size.dim // 4
-    return tuple(_zeros(shape, device) for _ in range(size.layers))
+    return _each(size, device, size.blocks, size.tokens, 9 * size.heads * size.dim // 4)
 
 
 def _split(size: Size, device: torch.device) -> Views:
     """Each block is four of the kernel's."""
-    shape = 4 * size.blocks, size.tokens // 4, size.heads, 2 * size.dim
-    layers = (_zeros(shape, device) for _ in range(size.layers))
-    return tuple(layer.view(size.blocks, 4, *shape[1:]) for layer in layers)
+    shape = size.tokens // 4, size.heads, 2 * size.dim
+    layers = _each(size, device, 4 * size.blocks, *shape)
+    return tuple(layer.view(size.blocks, 4, *shape) for layer in layers)
 
 
 def _together(size: Size, device: torch.device) -> Views:
     """All layers of a block together (vLLM's ``BL`` layouts)."""
-    whole = _zeros((size.blocks, size.layers, size.tokens, size.heads, 2 * size.dim), device)
-    return whole.unbind(1)
-
-
-def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.int16, device=device)
+    shape = size.blocks, size.layers, size.tokens, size.heads, 2 * size.dim
+    return torch.zeros(shape, dtype=torch.int16, device=device).unbind(1)
 
 
 LAYOUTS: Mapping[str, Callable[[Size, torch.device], Views]] = {
