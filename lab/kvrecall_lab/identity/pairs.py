@@ -79,18 +79,6 @@ def _pair(kv: Kv, about: str, **more: Any) -> Callable[[Make], Make]:
     return register
 
 
-def _differ(
-    name: str, kv: Kv, about: str, first: dict[str, Any], second: dict[str, Any], **more: Any
-) -> None:
-    """A pair of engines that run one model by two sets of options."""
-
-    def make(shelf: Shelf) -> Two:
-        model = shelf.model()
-        return Setup.of(model, **first), Setup.of(model, **second)
-
-    _PAIRS.append(Pair(name, about, kv, make, **more))
-
-
 def _two(first: Path, second: Path, **options: Any) -> Two:
     """Engines that run two models by the same options."""
     return Setup.of(first, **options), Setup.of(second, **options)
@@ -128,22 +116,6 @@ def _readme(shelf: Shelf) -> Two:
         settings.write_text(settings.read_text().replace("<|pad|>", "<|im_start|>"))
 
     return _two(source, shelf.get("readme", write))
-
-
-_differ(
-    "length",
-    Kv.EQUAL,
-    "Qwen3 with max_model_len 1024 and 2048",
-    {"max_model_len": 1024},
-    {"max_model_len": 2048},
-)
-_differ(
-    "batching",
-    Kv.EQUAL,
-    "other max_num_seqs and max_num_batched_tokens",
-    {},
-    {"max_num_seqs": 2, "max_num_batched_tokens": 256},
-)
 
 
 @_pair(Kv.EQUAL, "code in the folder changed that is not run")
@@ -307,45 +279,6 @@ def _longrope(shelf: Shelf) -> Two:
     return _phi3_of_lengths(shelf, LONG_ROPE_FROM, 4 * LONG_ROPE_FROM)
 
 
-def _rope(**parameters: object) -> dict[str, Any]:
-    return {"hf_overrides": {"rope_parameters": {"rope_theta": 1e6, **parameters}}}
-
-
-_differ(
-    "rope-theta",
-    Kv.OTHER,
-    "hf_overrides of rope_theta",
-    {},
-    _rope(rope_type="default", rope_theta=1e4),
-    audited=True,
-)
-_differ(
-    "rope-scaling",
-    Kv.OTHER,
-    "hf_overrides of the rope scaling",
-    {},
-    _rope(rope_type="linear", factor=4.0),
-)
-_differ("dtype", Kv.OTHER, "float32 and bfloat16", {"dtype": "float32"}, {"dtype": "bfloat16"})
-_differ(
-    "dtype-half",
-    Kv.OTHER,
-    "float16 and bfloat16, equally large",
-    {"dtype": "float16"},
-    {"dtype": "bfloat16"},
-    audited=True,
-)
-_differ("kv-dtype", Kv.OTHER, "KV in the model's dtype and in fp8", {}, {"kv_cache_dtype": "fp8"})
-_differ(
-    "kv-dtype-fp8",
-    Kv.OTHER,
-    "KV in fp8_e4m3 and fp8_e5m2, equally large",
-    {"kv_cache_dtype": "fp8_e4m3"},
-    {"kv_cache_dtype": "fp8_e5m2"},
-    audited=True,
-)
-
-
 @_pair(Kv.OTHER, "scales of fp8 KV in the checkpoint", audited=True)
 def _kv_scales(shelf: Shelf) -> Two:
     first, second = (
@@ -412,14 +345,43 @@ def _temperature_length(shelf: Shelf) -> Two:
     return Setup.of(model, max_model_len=32768), Setup.of(model, max_model_len=32896)
 
 
-_differ(
-    "block-size",
-    Kv.OTHER,
-    "blocks of 128 and of 64 tokens",
-    {"block_size": 128},
-    {"block_size": 64},
-    tells=False,
-)
+# ---- one model by two sets of options -------------------------------------------------------
+
+
+def _rope(**parameters: object) -> dict[str, Any]:
+    return {"hf_overrides": {"rope_parameters": {"rope_theta": 1e6, **parameters}}}
+
+
+_AUDITED = {"audited": True}
+_OPTIONS: tuple[tuple[str, Kv, str, dict[str, Any], dict[str, Any], dict[str, Any]], ...] = (
+    ("length", Kv.EQUAL, "Qwen3 with max_model_len 1024 and 2048",
+     {"max_model_len": 1024}, {"max_model_len": 2048}, {}),
+    ("batching", Kv.EQUAL, "other max_num_seqs and max_num_batched_tokens",
+     {}, {"max_num_seqs": 2, "max_num_batched_tokens": 256}, {}),
+    ("rope-theta", Kv.OTHER, "hf_overrides of rope_theta",
+     {}, _rope(rope_type="default", rope_theta=1e4), _AUDITED),
+    ("rope-scaling", Kv.OTHER, "hf_overrides of the rope scaling",
+     {}, _rope(rope_type="linear", factor=4.0), {}),
+    ("dtype", Kv.OTHER, "float32 and bfloat16", {"dtype": "float32"}, {"dtype": "bfloat16"}, {}),
+    ("dtype-half", Kv.OTHER, "float16 and bfloat16, equally large",
+     {"dtype": "float16"}, {"dtype": "bfloat16"}, _AUDITED),
+    ("kv-dtype", Kv.OTHER, "KV in the model's dtype and in fp8", {}, {"kv_cache_dtype": "fp8"}, {}),
+    ("kv-dtype-fp8", Kv.OTHER, "KV in fp8_e4m3 and fp8_e5m2, equally large",
+     {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8_e5m2"}, _AUDITED),
+    ("block-size", Kv.OTHER, "blocks of 128 and of 64 tokens",
+     {"block_size": 128}, {"block_size": 64}, {"tells": False}),
+)  # fmt: skip
+
+
+def _by_options(first: dict[str, Any], second: dict[str, Any]) -> Make:
+    return lambda shelf: (
+        Setup.of(shelf.model(), **first),
+        Setup.of(shelf.model(), **second),
+    )
+
+
+for _name, _kv, _about, _first, _second, _more in _OPTIONS:
+    _PAIRS.append(Pair(_name, _about, _kv, _by_options(_first, _second), **_more))
 
 EQUAL = tuple(pair for pair in _PAIRS if pair.kv is Kv.EQUAL)
 OTHER = tuple(pair for pair in _PAIRS if pair.kv is Kv.OTHER)
