@@ -120,77 +120,47 @@ def _together(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _measure(config: DiskConfig, blocks: int, policy: str, repeats: int) -> dict[str, Any]:
     """One pass."""
     gc.freeze()  # as the service and vLLM's engine do: what was there before counts for nothing
-    with _opened(config, policy) as (pool, tier, opened):
-        opened.wait_hit(_chain(blocks // _CHAIN - 1))
-        opened.wait_all(blocks)
-        memory = _resident_bytes() - opened.memory
-        find_us = _find_us(pool, (_some(blocks, turn) for turn in range(repeats)))
-        absent_us = _find_us(pool, (_new(turn) for turn in range(repeats)))
+    found: dict[str, Any] = {}
+    before, began = _resident_bytes(), time.perf_counter()
+    with _opened(config, policy) as (pool, tier):
+        found["open_s"] = time.perf_counter() - began
+        last = _chain(blocks // _CHAIN - 1)
+        found["first_hit_s"] = _until(lambda: len(pool.find(last).tiers) == len(last), began)
+        found["read_s"] = _until(lambda: tier.stats().blocks >= blocks, began)
+        found["ranked_s"] = _until(tier._engine.recovered.is_set, began)
+        found["bytes_a_block"] = (_resident_bytes() - before) / blocks
+        found["find_1000_us"] = _find_us(pool, (_some(blocks, at) for at in range(repeats)))
+        found["find_1000_absent_us"] = _find_us(pool, map(_new, range(repeats)))
         pauses = _pauses(tier, blocks, repeats)
-    limit = Amount(blocks * _BLOCK)
-    terms = PoolTerms(tenants=TenantRules(TenantTerms(disk=limit)))
-    with _opened(config, policy, terms) as (pool, tier, limited):
+    terms = PoolTerms(tenants=TenantRules(TenantTerms(disk=Amount(blocks * _BLOCK))))
+    before = _resident_bytes()
+    with _opened(config, policy, terms) as (pool, tier):
         pauses |= _pauses_meanwhile(tier, blocks)
         left = tier.stats().blocks
-        limited_memory = _resident_bytes() - limited.memory
-        more, clear_s = _pauses_with_limits(pool, tier, blocks, repeats)
-        pauses |= more
+        found["bytes_a_block_with_quotas"] = (_resident_bytes() - before) / left
+        more, found["clear_s"] = _pauses_with_limits(pool, tier, blocks, repeats)
         began = time.perf_counter()
-    close_s = time.perf_counter() - began
+    found["close_s"] = time.perf_counter() - began
     gc.unfreeze()
-    return {
-        "bytes_a_block": memory / blocks,
-        "bytes_a_block_with_quotas": limited_memory / left,
-        "open_s": opened.opened_s,
-        "first_hit_s": opened.hit_s,
-        "read_s": opened.read_s,
-        "ranked_s": opened.ranked_s,
-        "find_1000_us": find_us,
-        "find_1000_absent_us": absent_us,
-        "pauses_ms": pauses,
-        "clear_s": clear_s,
-        "close_s": close_s,
-    }
-
-
-class _Opening:
-    """What opening a tier takes: memory before, in bytes, and seconds since it began."""
-
-    def __init__(self, memory: int) -> None:
-        self.memory = memory
-        self.tier: DiskTier
-        self.pool: Pool
-        self.opened_s = self.hit_s = self.read_s = self.ranked_s = 0.0
-        self._began = time.perf_counter()
-
-    def passed_s(self) -> float:
-        return time.perf_counter() - self._began
-
-    def wait_hit(self, chain: Sequence[BlockKey]) -> None:
-        while len(self.pool.find(chain).tiers) < len(chain):
-            time.sleep(0.001)
-        self.hit_s = self.passed_s()
-
-    def wait_all(self, blocks: int) -> None:
-        while self.tier.stats().blocks < blocks:
-            time.sleep(0.001)
-        self.read_s = self.passed_s()
-        self.tier._engine.recovered.wait()
-        self.ranked_s = self.passed_s()
+    return {**found, "pauses_ms": pauses | more}
 
 
 @contextmanager
 def _opened(
     config: DiskConfig, policy: str, terms: PoolTerms | None = None
-) -> Iterator[tuple[Pool, DiskTier, _Opening]]:
+) -> Iterator[tuple[Pool, DiskTier]]:
     """A pool on the folder."""
-    opening = _Opening(_resident_bytes())
-    tier = opening.tier = DiskTier(config, policy, terms=terms)
-    opening.opened_s = opening.passed_s()
+    tier = DiskTier(config, policy, terms=terms)
     with Pool(Arena.create(_MIB), tier, policy, terms=terms) as pool:
         pool.register(NAMESPACE, _BLOCK)
-        opening.pool = pool
-        yield pool, tier, opening
+        yield pool, tier
+
+
+def _until(is_so: Callable[[], bool], began: float) -> float:
+    """Seconds since ``began`` once it is so."""
+    while not is_so():
+        time.sleep(0.001)
+    return time.perf_counter() - began
 
 
 def _resident_bytes() -> int:
@@ -228,10 +198,6 @@ class WatchedLock:
     def __init__(self, lock: Any) -> None:
         self._lock = lock
         self._began: dict[int, float] = {}  # by thread: who waits for a condition lets others in
-        self.begin()
-
-    def begin(self) -> None:
-        """Forgets what it remembers."""
         self.longest_s = 0.0
 
     def __enter__(self) -> None:
@@ -254,16 +220,11 @@ class _Watch:
     @contextmanager
     def of(self, what: str) -> Iterator[None]:
         for lock in self._locks:
-            lock.begin()
+            lock.longest_s = 0.0
         yield
         self.found[what] = 1e3 * max(lock.longest_s for lock in self._locks)
 
-    def calls(
-        self,
-        what: str,
-        call: Callable[[Sequence[BlockKey]], object],
-        keys: Iterable[list[BlockKey]],
-    ) -> None:
+    def calls(self, what: str, call: Callable[[Any], object], keys: Iterable[Any]) -> None:
         with self.of(what):
             for each in keys:
                 call(each)
@@ -333,20 +294,18 @@ def _pauses(tier: DiskTier, blocks: int, repeats: int) -> dict[str, float]:
         with watch.of("list"):
             deque(tier.catalog.infos(), maxlen=0)
         watch.calls("use of slabs", lambda _: catalog.slab_uses(), once)
-        evict = partial(catalog.evict, _EVICTED, _BLOCK)
-        evict_bytes = partial(catalog.evict, _EVICTED)
-        watch.calls("eviction of 512", lambda _: _by_owner(tier, evict), few)
-        watch.calls("eviction of bytes", lambda _: _by_owner(tier, evict_bytes), few)
+        with watch.of("eviction of 512"):
+            for _ in few:
+                _by_owner(tier, partial(catalog.evict, _EVICTED, _BLOCK))
+        with watch.of("eviction of bytes"):
+            for _ in few:
+                _by_owner(tier, partial(catalog.evict, _EVICTED))
         watch.calls("drop of 1,000", tier.drop, once)
-        watch.calls(
-            "new blocks, 512", lambda _: _by_owner(tier, partial(catalog.publish, rows)), once
-        )
+        with watch.of("new blocks, 512"):
+            _by_owner(tier, partial(catalog.publish, rows))
         watch.calls("touch of 1,000 new ones", tier.touch, map(_new, range(repeats)))
-        watch.calls(
-            "namespace of another size",
-            lambda _: catalog.forget_namespace(NAMESPACE.digest, but_of=_BLOCK),
-            once,
-        )
+        with watch.of("namespace of another size"):
+            catalog.forget_namespace(NAMESPACE.digest, but_of=_BLOCK)
         began = time.thread_time()
         gc.collect()
         whole_s = time.thread_time() - began
@@ -379,13 +338,9 @@ def _pauses_with_limits(
     room = blocks * _BLOCK - tier.stats().used_bytes
 
     watch.calls("quotas: touch of 1,000", pool.touch, often)
-    watch.calls(
-        "quotas: room for 512",
-        lambda keys: _by_owner(
-            tier, partial(catalog.make_way, tenant, room + 512 * _BLOCK, keys[0])
-        ),
-        often,
-    )
+    with watch.of("quotas: room for 512"):
+        for keys in often:
+            _by_owner(tier, partial(catalog.make_way, tenant, room + 512 * _BLOCK, keys[0]))
     with watch.of("expiry of a tenth"):
         PoolAdmin(pool, tier, old, pool.admin.now).expire()
     watch.calls("quotas: list of tenants", lambda _: tier.catalog.tenants(), often)

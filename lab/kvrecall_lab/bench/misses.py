@@ -89,9 +89,7 @@ class _Outcome:
         told = self.told or {}
         return all(told.get(name) == value for name, value in self.expected.items())
 
-    @property
-    def text(self) -> str:
-        """Of one that is wrong."""
+    def __str__(self) -> str:
         return f"wrong: {self.cause}: expected {dict(self.expected)}, reported {self.told}"
 
 
@@ -153,18 +151,13 @@ class _Client:
             ]
 
     def ask(
-        self,
-        cause: str,
-        prompt: _Prompt,
-        expected: _Expected,
-        salt: str | None = None,
-        **more: object,
+        self, cause: str, prompt: _Prompt, expected: _Expected, salt: str | None = None, **more: Any
     ) -> None:
         """Asks a prompt whose miss has that cause."""
         outcome = _Outcome(cause, expected, self.missed(prompt, salt, **more))
         self.outcomes.append(outcome)
         if not outcome.is_right:
-            progress(f"  {outcome.text}")
+            progress(f"  {outcome}")
 
     def missed(self, prompt: _Prompt, salt: str | None = None, **more: object) -> Any:
         """The miss that the reply to a prompt reports."""
@@ -255,15 +248,6 @@ def _model(folder: Path, name: str, seed: int = 0) -> Path:
     return write_model(folder / name, "qwen3", hidden=64, layers=2, max_position=2048, seed=seed)
 
 
-def _words(model: Path, options: Sequence[str], of_vllm: Sequence[str] = ()) -> list[str]:
-    return [
-        str(model),
-        *("--served-model-name", "tiny", "--block-size", str(_BLOCK), "--max-model-len", "1024"),
-        *("--kv-cache-memory-bytes", "32MiB", *options),
-        *("--", "--max-num-seqs", "16", "--long-prefill-token-threshold", str(_CHUNK), *of_vllm),
-    ]
-
-
 def _of_another_namespace(
     folder: Path, part: str, model: Path, outcomes: list[_Outcome], rng: random.Random, share: int
 ) -> list[_Prompt]:
@@ -306,7 +290,10 @@ def _own_pool(
     }
     config.write_text(json.dumps(settings))
     dtype = () if "--dtype" in options else ("--dtype", "bfloat16")
-    words = _words(model, (*dtype, *options, "--pool-config", str(config)), of_vllm)
+    words = [str(model), "--served-model-name", "tiny", "--block-size", str(_BLOCK), *dtype]
+    words += ["--max-model-len", "1024", "--kv-cache-memory-bytes", "32MiB", *options]
+    words += ["--pool-config", str(config), "--", "--max-num-seqs", "16"]
+    words += ["--long-prefill-token-threshold", str(_CHUNK), *of_vllm]
     progress(f"starting a server with a pool of its own ({name})")
     with ServerProcess(words, folder / f"{name}.log", progress) as server:
         yield _Client(server, folder / "admin.sock", outcomes, rng)
@@ -436,7 +423,7 @@ def _report(outcomes: Sequence[_Outcome], seconds: Sequence[float]) -> Report:
     reasons = Counter(str((one.told or {}).get("reason", "none")) for one in outcomes)
     explained, aside, first, requests = seconds
     wrong = [one for one in outcomes if not one.is_right]
-    notes = [one.text for one in wrong[:20]]
+    notes = [str(one) for one in wrong[:20]]
     overhead = explained / first if first else 0.0
     each_us, aside_us = (1e6 * one / max(1.0, requests) for one in (explained, aside))
     notes.append(
