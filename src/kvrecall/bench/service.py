@@ -9,10 +9,10 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -93,12 +93,12 @@ def _restore(folder: Path, repetitions: int) -> list[tuple[float, float]]:
     turns = []
     with (
         ServiceProcess(folder, 3 * _RESTORED * _BLOCK_BYTES, 1024 * _MIB) as service,
-        one_process(RestoringClient.begin, service.socket, "client 0") as first,
-        one_process(RestoringClient.begin, service.socket, "client 1") as second,
+        one_process(_begin_restoring, service.socket, "client 0") as first,
+        one_process(_begin_restoring, service.socket, "client 1") as second,
     ):
 
         def together(way: str) -> float:
-            rates = [one.submit(RestoringClient.rate_of, way) for one in (first, second)]
+            rates = [one.submit(_rate_of, way) for one in (first, second)]
             return sum(rate.result(_LIMIT_S) for rate in rates)
 
         together("ready")
@@ -110,60 +110,60 @@ def _restore(folder: Path, repetitions: int) -> list[tuple[float, float]]:
     return turns
 
 
-class RestoringClient:
-    """In a process of its own: copies blocks out of the service's arena, as an engine's worker."""
+_rates: dict[str, Callable[[], float]] = {}
+"""In the process of a restoring client."""
 
-    _here: ClassVar[RestoringClient]
 
-    def __init__(self, socket: Path, name: str) -> None:
-        """Saves the blocks."""
-        self._client = ServiceClient(socket, call_timeout_s=5.0)
-        self._client.register(NAMESPACE, _BLOCK_BYTES)
-        self._keys = chain(NAMESPACE, _RESTORED, name)
-        arena = Arena.attach(self._client.arena_handle())
-        arena.wait_ready()
-        self._memory = arena.array()
-        self._places = [answer.offset for answer in self._client.reserve(self._keys)]
-        for place in self._places:
-            self._memory[place : place + _BLOCK_BYTES] = place % 251
-        self._client.commit(self._keys)
-        self._own = np.ones((_RESTORED, _BLOCK_BYTES), dtype=np.uint8)
+def _begin_restoring(socket: Path, name: str) -> None:
+    """A client that copies blocks out of the service's arena, as an engine's worker does: saves
+    them, and makes ready to copy."""
+    client = ServiceClient(socket, call_timeout_s=5.0)
+    client.register(NAMESPACE, _BLOCK_BYTES)
+    keys = chain(NAMESPACE, _RESTORED, name)
+    arena = Arena.attach(client.arena_handle())
+    arena.wait_ready()
+    memory = arena.array()
+    places = [answer.offset for answer in client.reserve(keys)]
+    for place in places:
+        memory[place : place + _BLOCK_BYTES] = place % 251
+    client.commit(keys)
+    own = np.ones((_RESTORED, _BLOCK_BYTES), dtype=np.uint8)
 
-    @classmethod
-    def begin(cls, socket: Path, name: str) -> None:
-        cls._here = cls(socket, name)
+    def copy(offsets: Sequence[int]) -> None:
+        step = _BLOCK_BYTES // _PIECES
+        for row, offset in zip(own, offsets, strict=True):
+            for at in range(0, _BLOCK_BYTES, step):
+                row[at : at + step] = memory[offset + at : offset + at + step]
 
-    @classmethod
-    def rate_of(cls, way: str) -> float:
-        """Bytes a second. ``pool``: recalls all blocks through the service, again and again, and
-        copies them to its own memory; ``plain``: copies the same bytes of the same arena;
-        ``ready``: nothing."""
-        here = cls._here
-        if way == "ready":
-            return 0.0
-        act = here._recall if way == "pool" else lambda: here._copy(here._places)
+    def recall() -> None:
+        """Find, acquire, poll, copy, release: the steps of an engine for a hit in the host."""
+        ticket = client.acquire(keys[: client.find(keys).blocks], 5.0)
+        while (found := client.poll(ticket)).state is RecallState.PENDING:
+            pass
+        if len(found.offsets) != len(keys):
+            raise TierError(f"{len(found.offsets)} of {len(keys)} blocks came")
+        copy(found.offsets)
+        client.release(ticket)
+
+    def rate_of(act: Callable[[], None]) -> float:
         act()
         rounds, began = 0, time.perf_counter()
         while (spent := time.perf_counter() - began) < _TURN_S:
             act()
             rounds += 1
-        return rounds * here._own.nbytes / spent
+        return rounds * own.nbytes / spent
 
-    def _copy(self, offsets: Sequence[int]) -> None:
-        step = _BLOCK_BYTES // _PIECES
-        for row, offset in zip(self._own, offsets, strict=True):
-            for at in range(0, _BLOCK_BYTES, step):
-                row[at : at + step] = self._memory[offset + at : offset + at + step]
+    _rates.update(
+        ready=lambda: 0.0,
+        pool=lambda: rate_of(recall),
+        plain=lambda: rate_of(lambda: copy(places)),
+    )
 
-    def _recall(self) -> None:
-        """Find, acquire, poll, copy, release: the steps of an engine for a hit in the host."""
-        ticket = self._client.acquire(self._keys[: self._client.find(self._keys).blocks], 5.0)
-        while (found := self._client.poll(ticket)).state is RecallState.PENDING:
-            pass
-        if len(found.offsets) != len(self._keys):
-            raise TierError(f"{len(found.offsets)} of {len(self._keys)} blocks came")
-        self._copy(found.offsets)
-        self._client.release(ticket)
+
+def _rate_of(way: str) -> float:
+    """Bytes a second. ``pool``: all blocks recalled through the service, again and again, and
+    copied to the client's own memory; ``plain``: the same bytes of the same arena copied."""
+    return _rates[way]()
 
 
 def _disk_bytes(blocks: int) -> int:

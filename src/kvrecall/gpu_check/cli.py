@@ -6,10 +6,10 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -27,7 +27,6 @@ QUICK_S = 480.0
 
 _RESERVE_S = 10.0  # to end what runs, and to say so
 
-Say = Callable[[str], None]
 Json = Annotated[bool, typer.Option("--json", help="Print only lines of JSON.")]
 
 
@@ -64,13 +63,34 @@ def gpu_check(
     names = wanted(only or (), quick)
     progress = ProgressLines("gpu-check")
     outcomes = []
-    with progress.alive(), _opened(out) as file:
-        results = Results(file, as_json, progress)
-        results.write({"check": "start", "parts": names, "quick": quick, **machine()})
-        for outcome in _outcomes(names, device, quick, results):
+    opened: Any = contextlib.nullcontext() if out is None else out.open("a")
+    with progress.alive(), opened as file:
+
+        def write(facts: Mapping[str, object], shown: bool = as_json) -> None:
+            """To standard output, and to the file, which ``kill -9`` leaves whole up to its last
+            line."""
+            line = json.dumps(facts, separators=(",", ":"))
+            if shown:
+                typer.echo(line)
+            if file is not None:
+                file.write(line + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+        def add(outcome: CheckOutcome) -> None:
+            """What a part has found, at its end or before."""
+            is_running = outcome.state is State.RUNNING
+            if is_running:
+                progress(f"  {outcome.note}")
+            elif not as_json:
+                typer.echo(f"{outcome.check:17} {outcome.state.value:4}  {outcome.note}")
+            write(asdict(outcome), as_json and not is_running)
+
+        write({"check": "start", "parts": names, "quick": quick, **machine()})
+        for outcome in _outcomes(names, device, quick, add):
             outcomes.append(outcome)
-            results.add(outcome)
-        results.write(summary(outcomes), always=True)
+            add(outcome)
+        write(summary(outcomes), shown=True)
     raise typer.Exit(status(outcomes, require))
 
 
@@ -81,35 +101,6 @@ def wanted(only: Sequence[str], quick: bool) -> list[str]:
             raise ConfigError(f"--only {name}: no such part; there are {', '.join(PARTS)}")
     chosen = set(only) | {"device"} if only else set(PARTS) - (NOT_QUICK if quick else set())
     return [name for name in PARTS if name in chosen]
-
-
-class Results:
-    """Where outcomes go when they come: the file, which ``kill -9`` leaves whole up to its last
-    line, and standard output."""
-
-    def __init__(self, file: IO[str] | None, as_json: bool, progress: Say) -> None:
-        self._file = file
-        self._as_json = as_json
-        self._progress = progress
-
-    def add(self, outcome: CheckOutcome) -> None:
-        """What a part has found, at its end or before."""
-        if outcome.state is State.RUNNING:
-            self._progress(f"  {outcome.note}")
-        elif not self._as_json:
-            typer.echo(f"{outcome.check:17} {outcome.state.value:4}  {outcome.note}")
-        self._line(outcome.line(), self._as_json and outcome.state is not State.RUNNING)
-
-    def write(self, facts: dict[str, Any], always: bool = False) -> None:
-        self._line(json.dumps(facts, separators=(",", ":")), self._as_json or always)
-
-    def _line(self, line: str, shown: bool) -> None:
-        if shown:
-            typer.echo(line)
-        if self._file is not None:
-            self._file.write(line + "\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
 
 
 def status(outcomes: Sequence[CheckOutcome], require: bool) -> int:
@@ -136,7 +127,7 @@ def summary(outcomes: Sequence[CheckOutcome]) -> dict[str, object]:
 
 
 def _outcomes(
-    names: Sequence[str], device: str, quick: bool, results: Results
+    names: Sequence[str], device: str, quick: bool, heard: Callable[[CheckOutcome], None]
 ) -> Iterator[CheckOutcome]:
     """The outcomes; the first is whether there is a device, and without one the only one."""
     end = time.monotonic() + QUICK_S - _RESERVE_S if quick else float("inf")
@@ -147,7 +138,7 @@ def _outcomes(
         outcome = (
             CheckOutcome(name, State.SKIP, why)
             if why
-            else run_part(name, device, quick, limit_s, results.add)
+            else run_part(name, device, quick, limit_s, heard)
         )
         if outcome.note == overdue(limit_s) and limit_s < part.quick_s:  # by others' fault
             note = f"not done in the {limit_s:.0f} of {QUICK_S:.0f} s that were left for it"
@@ -169,7 +160,3 @@ def hindrance(part: Part, left_s: float, quick: bool) -> str:
     if quick and left_s < part.quick_s / 3:
         return f"{left_s:.0f} of {QUICK_S:.0f} s were left, too few for it; run it with --only"
     return ""
-
-
-def _opened(out: Path | None) -> Any:
-    return contextlib.nullcontext() if out is None else out.open("a")

@@ -189,20 +189,15 @@ def _retrieval(here: Here) -> Finding:
 
     from kvrecall.gpu_check import attention
 
-    _need_triton(here)
+    if find_spec("triton") is None:
+        raise SkipError("the kernel needs triton, which is not installed here")
+    if here.on_cpu:
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run in its interpreter
     place = torch.device(here.device)
     same = attention.check_selection(place, 16 if here.on_cpu else 64 if here.quick else 512)
     here.say("the search agrees with the CPU's")
     attention.check_attention(place)
     return "search and kernels agree with plain torch on the CPU", {"same_blocks": same}
-
-
-def _need_triton(here: Here) -> None:
-    """On the CPU, Triton's kernels run in its interpreter."""
-    if find_spec("triton") is None:
-        raise SkipError("the kernel needs triton, which is not installed here")
-    if here.on_cpu:
-        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def _tokens(form: str, here: Here) -> Finding:
