@@ -37,7 +37,7 @@ def test_a_pool_recalls_what_the_device_forgot(monkeypatch: pytest.MonkeyPatch) 
     # The device gets what the longest prompt needs, twice.
     monkeypatch.setattr(serving, "SHARES", {**serving.SHARES, "device": 0.0, "host": 4.0})
     # There will be no time for the second.
-    words = "--sessions 3 --turns 3 --seed 3 --variants host,disk --budget 1"
+    words = "--sessions 3 --turns 3 --variants host,disk --budget 1"
     figures = figures_of("chat", *words.split())
     assert figures["absent"] == {"disk": "no time: 1 seconds for all"}
     found = figures["variants"]["host"]
