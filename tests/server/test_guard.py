@@ -7,7 +7,6 @@ import asyncio
 import base64
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +18,6 @@ from starlette.testclient import TestClient
 from kvrecall.engines.base import Listener, ServeSpec
 from kvrecall.errors import ConfigError
 from kvrecall.server import guard
-from kvrecall.server.access import read_keys
 from kvrecall.server.application import attach_all
 from kvrecall.server.plan import Plan, Plane
 from server.fake import FakeEngine
@@ -228,20 +226,6 @@ def test_what_other_hosts_reach_is_protected(changes: Any, keys: Any, said: str 
     else:
         with pytest.raises(ConfigError, match=said):
             attach_all(FastAPI(), FakeEngine(), keys, plan=plan)
-
-
-def test_the_file_of_keys(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("one\n\n two \n")
-    file.chmod(0o600)
-    assert read_keys(file, "--api-key-file") == ("one", "two")
-    file.chmod(0o640)
-    with pytest.raises(ConfigError, match="has mode 0640"):
-        read_keys(file, "--api-key-file")
-    file.chmod(0o600)
-    file.write_text(" \n")
-    with pytest.raises(ConfigError, match="is empty"):
-        read_keys(file, "--api-key-file")
 
 
 MANY = 20_000

@@ -18,8 +18,7 @@ import pytest
 from kvrecall.block import tenant_of
 from kvrecall.errors import ExitStatus
 from kvrecall.pool.service.admin import Drop, Query, ServiceAdmin
-from server.conftest import tiny_server
-from server.live import KVRECALL, LiveServer, until
+from server.live import KVRECALL, LiveServer, serving, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -36,7 +35,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder = tmp_path_factory.mktemp("misses")
     pool = folder / "pool.json"
     pool.write_text('{"admin_socket": "%s"}' % (folder / "admin.sock"))
-    with tiny_server(folder, 1024, ["--pool-config", str(pool)]) as live:
+    with serving(folder, ["--pool-config", str(pool)], longest=1024, sequences=32) as live:
         yield live
 
 
