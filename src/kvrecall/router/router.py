@@ -26,7 +26,7 @@ from kvrecall.router.fleet import Expected, Fleet, Instance
 from kvrecall.router.metrics import RouterMetrics
 from kvrecall.router.prefixes import Prompt
 from kvrecall.router.tokens import tokens_of
-from kvrecall.router.traces import CompletionSpan, RouterTraces, calling
+from kvrecall.router.traces import CompletionSpan, RouterTraces
 from kvrecall.router.upstream import (
     Headers,
     InstanceFailedError,
@@ -349,8 +349,12 @@ class Router:
         self.fleet.sent(instance, request.prompt)
         streams = part == "decode" and request.body.get("stream")
         send = self.upstream.stream if streams else self.upstream.ask
+        call: contextlib.AbstractContextManager[Mapping[str, str]]
+        call = contextlib.nullcontext(request.headers)
+        if request.span is not None:
+            call = request.span.call(part, instance.name, request.headers)
         try:
-            with calling(request.span, part, instance.name, request.headers) as headers:
+            with call as headers:
                 async with instance.answering(cost, others):
                     return await send(instance, request.path, content, headers)
         except TimeoutError:
