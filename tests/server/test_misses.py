@@ -271,7 +271,7 @@ def test_the_command_takes_odd_ids(live: LiveServer, name: str | bytes) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_an_id_that_is_too_long_to_remember_is_refused(live: LiveServer, path: str) -> None:
-    """vLLM takes ids of four megabytes, and thousands of them are remembered."""
+    """vLLM takes ids of any length, and thousands of them are remembered."""
     body: Json = {"model": "tiny", "max_tokens": 1, "temperature": 0}
     prompt = fresh()
     body |= (
@@ -280,10 +280,10 @@ def test_an_id_that_is_too_long_to_remember_is_refused(live: LiveServer, path: s
         else {"prompt": prompt}
     )
     before = len(live.log)
-    reply = live.client.post(path, json=body, headers={"X-Request-Id": "i" * 3_000_000})
+    reply = live.client.post(path, json=body, headers={"X-Request-Id": "i" * 50_000})
     assert reply.status_code == 431
     assert reply.json()["error_type"] == "Request Header Fields Too Large"
-    assert reply.json()["error"] == "X-Request-Id: 3000000 characters; allowed: 1024"
+    assert reply.json()["error"] == "X-Request-Id: 50000 characters; allowed: 1024"
     reply = live.client.post(path, json=body | {"request_id": "i" * 100_000})
     assert reply.status_code == 400
     message = reply.json()["error"]["message"]
