@@ -211,7 +211,7 @@ def _tenant(tree: PrefixTree) -> Json:
         "host_bytes": tree.host_bytes,
         "disk_bytes": tree.disk_bytes,
         "age_s": tree.age_s,
-        "children": [_node(node, path) for node in tree.nodes],
+        "children": [_node(node, path) for node in tree.children],
         "hidden": max(0, tree.hidden),
     }
 

@@ -15,7 +15,7 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.base import DEFAULT_MAX_N, Limits, Listener, ServeSpec
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import Document, JsonPath, read_object
-from kvrecall.pool.remote.mooncake import MooncakeSettings
+from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
 from kvrecall.server.access import TlsFiles
 from kvrecall.server.mindie.reader import dotted, problem, read_config
 from kvrecall.server.mindie.schema import Effect, MindieConfig, effect_of, fields_of
