@@ -25,7 +25,6 @@ from kvrecall.router.bodies import Body, aside, fields_of, value_of
 from kvrecall.router.fleet import Expected, Fleet, Instance
 from kvrecall.router.metrics import RouterMetrics
 from kvrecall.router.prefixes import Prompt
-from kvrecall.router.tokens import tokens_of
 from kvrecall.router.traces import CompletionSpan, RouterTraces
 from kvrecall.router.upstream import (
     Headers,
@@ -259,7 +258,7 @@ class Router:
         is_named = model is None or (isinstance(model, str) and model in self.fleet.models)
         if instance is None or not is_named:
             return prompt  # with an adapter, blocks have other hashes
-        ids = await tokens_of(self.upstream, instance, request.body, prompt, request.headers)
+        ids = await self.upstream.tokens(instance, request.body, prompt, request.headers)
         self.metrics.tokenized.labels("done" if ids is not None else "unknown").inc()
         if ids is None:
             return prompt
