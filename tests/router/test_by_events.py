@@ -127,14 +127,6 @@ def test_a_prompt_goes_where_it_is_held_and_is_expected_from_its_tier(two: Two) 
     assert new["expected host"] == new["prompt host"] == BLOCKS
 
 
-def test_another_salt_is_not_expected(two: Two) -> None:
-    before = counters(two)
-    reply = two.router.complete(prompt=TEXT, cache_salt="another tenant")
-    assert recalled(reply)["computed"] == len(TEXT)
-    new = grown(two, before)
-    assert not any(value for name, value in new.items() if name.startswith("expected"))
-
-
 def test_blocks_on_disk_are_known_and_so_is_what_an_engine_was_asked_directly(two: Two) -> None:
     """No client of the router asked it: only events can tell."""
     server = two.servers[1]

@@ -12,9 +12,8 @@ from kvrecall.events.subscriber import Publisher
 from kvrecall.router.addresses import address
 from kvrecall.router.bodies import Body
 from kvrecall.router.fleet import Address, Fleet
-from kvrecall.router.prefixes import CHUNK_BYTES, PrefixMap, Prompt, prompt_of
+from kvrecall.router.prefixes import CHUNK_BYTES, PrefixMap, Prompt, is_text, prompt_of
 from kvrecall.router.router import Completion, prompt_only
-from kvrecall.router.tokens import is_text
 
 TEXT = "".join(f"line {number} of a text that repeats nothing. " for number in range(200))
 

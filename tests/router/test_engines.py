@@ -103,15 +103,6 @@ def test_a_prompt_goes_to_one_and_its_continuation_to_another(cluster: Cluster) 
     assert text_of(reply.json()) == alone(cluster.decode[0], prompt=TEXT, max_tokens=24)
 
 
-def test_chat(cluster: Cluster) -> None:
-    messages = [{"role": "user", "content": "Chat. " + TEXT}]
-    reply = cluster.router.complete(messages=messages, max_tokens=24)
-    details = reply.json()["usage"]["prompt_tokens_details"]
-    assert details["prefill"]["computed"] == reply.json()["usage"]["prompt_tokens"]
-    assert details["recall"]["host"] >= BLOCKS
-    assert text_of(reply.json()) == alone(cluster.decode[0], messages=messages, max_tokens=24)
-
-
 @pytest.mark.parametrize("form", ["prompt", "messages"])
 def test_streams_say_the_same(cluster: Cluster, form: str) -> None:
     text = f"Streamed as {form}. " + TEXT
@@ -207,13 +198,6 @@ def test_short_prompts_and_batches_need_no_prefill_instance(cluster: Cluster) ->
     assert "prefill" not in header(reply)
 
 
-def test_token_ids(cluster: Cluster) -> None:
-    ids = [ord(letter) for letter in reversed(TEXT)]
-    reply = cluster.router.complete(prompt=ids)
-    assert header(reply)["prefill.computed"] == str(TOKENS)
-    assert text_of(reply.json()) == alone(cluster.decode[0], prompt=ids)
-
-
 BAD: list[tuple[Any, int]] = [
     ({"prompt": TEXT + "!", "model": "other"}, 404),
     ({"prompt": TEXT * 9}, 400),
@@ -230,13 +214,6 @@ def test_bad_requests_are_told_by_the_engine(cluster: Cluster, body: Any, status
     assert reply.status_code == status, reply.text
     assert reply.json()["error"]["message"]
     assert cluster.router.inflight() == 0
-
-
-def test_other_routes(cluster: Cluster) -> None:
-    assert cluster.router.client.get("/v1/models").json()["data"][0]["id"] == "tiny"
-    assert all(cluster.router.up().values())
-    assert cluster.router.client.get("/nowhere").status_code == 404
-    assert cluster.router.client.post("/v1/completions", content=b"{").status_code == 400
 
 
 @pytest.mark.parametrize("stream", [True, False])

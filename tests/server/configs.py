@@ -54,6 +54,11 @@ def backend(config: Json) -> Json:
     return part
 
 
+def kv_pool(config: Json) -> Json:
+    part: Json = backend(config)["kvPoolConfig"]
+    return part
+
+
 def deploy(config: Json) -> Json:
     part: Json = backend(config)["ModelDeployConfig"]
     return part

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import httpx
 import psutil
 from support.warm import WarmServer
 
+from kvrecall.processes.ports import free_port
 from kvrecall.server.access import OWN_HEADER
 
 KVRECALL = Path(sys.executable).parent / "kvrecall"
@@ -123,6 +125,34 @@ class LiveServer:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+
+
+@contextlib.contextmanager
+def serving(
+    folder: Path,
+    words: Sequence[str] = (),
+    options: Sequence[str] = (),
+    family: str = "qwen3",
+    layers: int = 2,
+    longest: int = 16384,
+    sequences: int = 8,
+    warm: bool = True,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[LiveServer]:
+    """A server that is ready, of a random model called ``tiny``, with 32 MiB of host memory, more
+    ``words`` for serve and ``options`` for vLLM. ``sequences``: as many run at once."""
+    from kvrecall_lab.models import write_model
+
+    write_model(folder / "model", family, hidden=64, layers=layers, max_position=longest)
+    port = free_port()
+    own = [str(folder / "model"), "--port", str(port), "--served-model-name", "tiny"]
+    own += ["--host-size", "32MiB", "--kv-cache-memory-bytes", "64MiB", *words]
+    own += ["--", "--max-num-seqs", str(sequences), *options]
+    url = f"http://127.0.0.1:{port}"
+    live = LiveServer(folder, own, url, warm=warm, environment=environment)
+    with contextlib.closing(live):
+        live.wait_ready()
+        yield live
 
 
 def until(condition: Any, timeout: float = 60) -> bool:

@@ -25,7 +25,7 @@ from kvrecall.server.dashboard.routes import dashboard_router
 from kvrecall.testing.blocks import wait_until
 from server.browser import browsing
 from server.fake import INFO, FakeEngine
-from server.live import LiveServer
+from server.live import LiveServer, serving
 
 ROOT = Path(__file__).parents[2]
 GRAFANA = ROOT / "examples" / "grafana.json"
@@ -279,14 +279,8 @@ def test_loads_of_a_hybrid_model_are_shown_by_group(browser: Any, faulty: str) -
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    from kvrecall_lab.models import write_model
-
     folder = tmp_path_factory.mktemp("dashboard")
-    write_model(folder / "model", "qwen3", hidden=64, layers=LAYERS, max_position=16384)
-    port = free_port()
-    words = [str(folder / "model"), "--port", str(port), "--served-model-name", "tiny"]
-    words += ["--host-size", "32MiB", "--disk-path", str(folder / "disk"), "--disk-size", "64MiB"]
-    words += ["--kv-cache-memory-bytes", "64MiB", "--no-async-write", "--", "--max-num-seqs", "8"]
+    disk = ["--disk-path", str(folder / "disk"), "--disk-size", "64MiB", "--no-async-write"]
     retrieval = {
         "VLLM_PLUGINS": "retrieval",
         "VLLM_RETRIEVAL_INIT_TOKENS_NUM": "128",
@@ -297,20 +291,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         "VLLM_RETRIEVAL_LEAST_BLOCKS": "1",
         "VLLM_RETRIEVAL_DENSE_LAYERS": "1",
     }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in retrieval.items():
-            patch.setenv(name, value)
-        live = LiveServer(folder, words, f"http://127.0.0.1:{port}", warm=True)
-    try:
-        live.wait_ready()
+    with serving(folder, disk, layers=LAYERS, environment=retrieval) as live:
         for prompt, salt in ((TEXT, None), (TEXT + "Again.", None), (TEXT, "a tenant")):
             body = {"model": "tiny", "prompt": prompt, "max_tokens": 40, "temperature": 0}
             body |= {"ignore_eos": True, **({"cache_salt": salt} if salt else {})}
             assert live.client.post("/v1/completions", json=body).status_code == 200
             live.client.post("/reset_prefix_cache")
         yield live
-    finally:
-        live.close()
 
 
 @pytest.fixture(scope="module")
@@ -533,16 +520,7 @@ def test_everything_has_a_name(browser: Any, server: LiveServer) -> None:
 def test_a_hybrid_model_is_shown_by_its_groups(browser: Any, tmp_path: Path) -> None:
     """2,280 tokens: of 17 blocks a hit needs all of full attention and the last two of each of
     the two groups of windows."""
-    from kvrecall_lab.models import write_model
-
-    write_model(tmp_path / "model", "gemma3_text", hidden=64, layers=3, max_position=4096)
-    port = free_port()
-    words = [str(tmp_path / "model"), "--port", str(port), "--served-model-name", "tiny"]
-    words += ["--host-size", "32MiB", "--kv-cache-memory-bytes", "64MiB"]
-    with contextlib.closing(
-        LiveServer(tmp_path, words, f"http://127.0.0.1:{port}", warm=True)
-    ) as live:
-        live.wait_ready()
+    with serving(tmp_path, family="gemma3_text", layers=3, longest=4096) as live:
         for _ in range(2):
             body = {"model": "tiny", "prompt": TEXT, "max_tokens": 1, "temperature": 0}
             assert live.client.post("/v1/completions", json=body).status_code == 200

@@ -206,28 +206,6 @@ def test_a_request_is_not_shorter_than_the_wait_for_its_first_token() -> None:
     assert view.ended - view.began >= view.ttft_s
 
 
-@pytest.mark.parametrize("name", ["", "cmpl", "cmpl-one-x", "cmpl-on", "cmpl-one-", "-", ".*"])
-def test_ids_that_are_none(name: str) -> None:
-    from kvrecall.engines.vllm.serving.insight import ConnectorReports, RequestLog
-
-    requests = RequestLog(
-        ConnectorReports(), SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
-    )
-
-    async def ended(name: str) -> None:
-        async def none() -> AsyncGenerator[Any, None]:
-            return
-            yield
-
-        async for _ in requests.watch(name, none(), lambda: ""):
-            pass
-
-    asyncio.run(ended("cmpl-one-7"))
-    assert not requests.requests(name)
-    assert [view.id for view in requests.requests("cmpl-one")] == ["cmpl-one-7"]
-    assert [view.id for view in requests.requests("cmpl-one-7")] == ["cmpl-one-7"]
-
-
 def test_command_line() -> None:
     from kvrecall.engines.vllm.serving.app import command_line, connector_config, parse_args
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import json
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -15,11 +16,11 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 from starlette.testclient import TestClient
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from kvrecall.engines.base import Listener, ServeSpec
 from kvrecall.errors import ConfigError
 from kvrecall.server import guard
-from kvrecall.server.access import read_keys
 from kvrecall.server.application import attach_all
 from kvrecall.server.plan import Plan, Plane
 from server.fake import FakeEngine
@@ -29,6 +30,22 @@ KEY = {"authorization": "Bearer one"}
 JSON = {"content-type": "application/json"}
 BODY = json.dumps({"inputs": "x"})
 PAGE = "https://chat.example"
+
+
+@contextlib.asynccontextmanager
+async def client_of(
+    engine: FakeEngine,
+    plan: Plan = PLAN,
+    keys: tuple[str, ...] = (),
+    plane: str = "",
+    address: str = "127.0.0.1",
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client at ``address`` of a plane of a server."""
+    app = FastAPI()
+    apps = {"": app, **attach_all(app, engine, keys, [PAGE], plan=plan)}
+    transport = httpx.ASGITransport(apps[plane], client=(address, 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as client:
+        yield client
 
 
 def ask(
@@ -41,12 +58,8 @@ def ask(
     client: str = "127.0.0.1",
     content: Any = None,
 ) -> httpx.Response:
-    app = FastAPI()
-    apps = {"": app, **attach_all(app, FakeEngine(), keys, [PAGE], plan=plan)}
-
     async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(apps[plane], client=(client, 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as http:
+        async with client_of(FakeEngine(), plan, keys, plane, client) as http:
             return await http.request(method, path, headers=headers, content=content)
 
     return asyncio.run(send())
@@ -230,20 +243,6 @@ def test_what_other_hosts_reach_is_protected(changes: Any, keys: Any, said: str 
             attach_all(FastAPI(), FakeEngine(), keys, plan=plan)
 
 
-def test_the_file_of_keys(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("one\n\n two \n")
-    file.chmod(0o600)
-    assert read_keys(file, "--api-key-file") == ("one", "two")
-    file.chmod(0o640)
-    with pytest.raises(ConfigError, match="has mode 0640"):
-        read_keys(file, "--api-key-file")
-    file.chmod(0o600)
-    file.write_text(" \n")
-    with pytest.raises(ConfigError, match="is empty"):
-        read_keys(file, "--api-key-file")
-
-
 MANY = 20_000
 IDS = [7] * MANY
 
@@ -279,14 +278,11 @@ def test_many_values_are_not_parsed(body: Any, status: int, size: int) -> None:
 
 def test_health_comes_between_large_bodies() -> None:
     """Each is parsed in one go, but not all of them in one."""
-    app = FastAPI()
-    attach_all(app, FakeEngine(), plan=PLAN)
     large = json.dumps({"inputs": "x", "z": [1] * 5000})
 
     async def run() -> list[str]:
         ended: list[str] = []
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with client_of(FakeEngine()) as client:
 
             async def post() -> None:
                 await client.post("/generate", content=large, headers=JSON)
@@ -322,8 +318,6 @@ def test_a_body_that_stops_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_large_bodies_on_their_way_are_bounded() -> None:
     """Together: the ninth of the largest size is refused before it has arrived."""
     plan = dataclasses.replace(PLAN, max_body_bytes=1000)
-    app = FastAPI()
-    attach_all(app, FakeEngine(), plan=plan)
 
     async def run() -> list[int]:
         sent = asyncio.Event()
@@ -333,8 +327,7 @@ def test_large_bodies_on_their_way_are_bounded() -> None:
             await sent.wait()
             yield b"{}"
 
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with client_of(FakeEngine(), plan) as client:
             waiting = [
                 asyncio.create_task(client.post("/generate", content=pieces(), headers=JSON))
                 for _ in range(9)
@@ -351,12 +344,9 @@ def test_large_bodies_on_their_way_are_bounded() -> None:
 
 def test_requests_are_counted_and_not_connections() -> None:
     plan = dataclasses.replace(PLAN, max_links=2)
-    app = FastAPI()
-    attach_all(app, FakeEngine(delay=3600), plan=plan)
 
     async def run() -> list[int]:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with client_of(FakeEngine(delay=3600), plan) as client:
             asked = [
                 asyncio.create_task(client.post("/generate", content=BODY, headers=JSON))
                 for _ in range(3)
@@ -370,29 +360,18 @@ def test_requests_are_counted_and_not_connections() -> None:
     assert asyncio.run(run()) == [200, 503]
 
 
-def test_websockets_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_websockets_are_guarded() -> None:
     app = FastAPI()
     attach_all(app, FakeEngine(), ("one",), plan=PLAN)
 
-    async def connect(headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
-        sent: list[Any] = []
+    @app.websocket("/v1/realtime")
+    async def realtime(socket: WebSocket) -> None:
+        await socket.accept()
+        await socket.close()
 
-        async def receive() -> Any:
-            return {"type": "websocket.connect"}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        scope = {
-            "type": "websocket",
-            "path": "/v1/realtime",
-            "query_string": b"",
-            "subprotocols": [],
-        }
-        await app(scope | {"headers": [(b"host", b"localhost"), *headers]}, receive, send)
-        message: dict[str, Any] = sent[0]
-        return message
-
-    assert asyncio.run(connect([]))["code"] == 1008
-    key = (b"authorization", b"Bearer one")
-    assert asyncio.run(connect([key])).get("code") != 1008
+    client = TestClient(app, base_url="http://localhost")
+    with pytest.raises(WebSocketDisconnect) as refused, client.websocket_connect("/v1/realtime"):
+        """Is never let in."""
+    assert refused.value.code == 1008
+    with client.websocket_connect("/v1/realtime", headers=KEY):
+        """Is let in."""

@@ -120,39 +120,6 @@ def test_stopping_is_answered_when_nothing_runs(monkeypatch: pytest.MonkeyPatch)
     assert asyncio.run(run()) == 200
 
 
-@pytest.mark.parametrize("draining", [False, True])
-def test_stopping_by_force(monkeypatch: pytest.MonkeyPatch, draining: bool) -> None:
-    """It is answered while a request runs; then the request is aborted, and a waiting drain
-    ends."""
-    killed, answered = asyncio.Event(), asyncio.Event()
-    monkeypatch.setattr("kvrecall.server.management.os.kill", lambda *_: killed.set())
-
-    class Slow(FakeEngine):
-        async def end_all(self) -> None:
-            await answered.wait()
-            await super().end_all()
-
-    engine = Slow()
-    engine.now = dataclasses.replace(IDLE, unfinished=1)
-
-    async def run() -> None:
-        transport = httpx.ASGITransport(management(engine))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            waiting = asyncio.create_task(stop(client)) if draining else None
-            while waiting is not None and not engine.draining:
-                await asyncio.sleep(0.001)
-            reply = await stop(client, "?mode=Force")
-            assert (reply.status_code, reply.content, engine.ended) == (200, b"", False)
-            assert engine.draining
-            answered.set()
-            await asyncio.wait_for(killed.wait(), 30)
-            assert engine.ended
-            if waiting is not None:
-                assert (await waiting).status_code == 200
-
-    asyncio.run(run())
-
-
 def test_another_mode_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrecall.server.management.os.kill", lambda *_: None)
     engine = FakeEngine()

@@ -19,7 +19,7 @@ from kvrecall.server.mindie.planner import NOTHING, plan_config
 from kvrecall.server.mindie.reader import Problems, validate
 from kvrecall.server.mindie.schema import Effect, MindieConfig, effect_of
 from kvrecall.server.plan import Plan, Plane
-from server.configs import Json, backend, deploy, model, right, schedule, server, write
+from server.configs import Json, backend, deploy, kv_pool, model, right, schedule, server, write
 
 SAMPLES = Path(__file__).parent / "samples"
 MODEL = "BackendConfig.ModelDeployConfig.ModelConfig[0]"
@@ -32,6 +32,10 @@ def plan_of(folder: Path, spoil: Spoil = lambda c: None, pool: Json | None = Non
     return plan_config(write(folder, config, pool))
 
 
+def given(section: Callable[[Json], Json], **fields: object) -> Spoil:
+    return lambda config: section(config).update(fields)
+
+
 def error_of(folder: Path, spoil: Spoil, pool: Json | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
         plan_of(folder, spoil, pool)
@@ -42,106 +46,95 @@ def error_of(folder: Path, spoil: Spoil, pool: Json | None = None) -> str:
 
 WRONG: list[tuple[Spoil, list[str]]] = [
     # Types
-    (lambda c: model(c).update(worldSize="8"), [f"{MODEL}.worldSize is '8'", "whole number"]),
-    (lambda c: model(c).update(worldSize=True), [f"{MODEL}.worldSize is True", "whole number"]),
-    (lambda c: model(c).update(worldSize=1.5), [f"{MODEL}.worldSize is 1.5", "whole number"]),
-    (lambda c: model(c).update(npuMemSize="a"), [f"{MODEL}.npuMemSize is 'a'", "number"]),
-    (lambda c: model(c).update(trustRemoteCode="false"), ["'false'", "true or false"]),
-    (lambda c: model(c).update(modelName=None), [f"{MODEL}.modelName is None", "string"]),
-    (lambda c: server(c).update(httpsEnabled=0), ["ServerConfig.httpsEnabled is 0"]),
-    (lambda c: server(c).update(tlsCaFile="ca.pem"), ["ServerConfig.tlsCaFile", "a list"]),
+    (given(model, worldSize="8"), [f"{MODEL}.worldSize is '8'", "whole number"]),
+    (given(model, worldSize=True), [f"{MODEL}.worldSize is True", "whole number"]),
+    (given(model, worldSize=1.5), [f"{MODEL}.worldSize is 1.5", "whole number"]),
+    (given(model, npuMemSize="a"), [f"{MODEL}.npuMemSize is 'a'", "number"]),
+    (given(model, trustRemoteCode="false"), ["'false'", "true or false"]),
+    (given(model, modelName=None), [f"{MODEL}.modelName is None", "string"]),
+    (given(server, httpsEnabled=0), ["ServerConfig.httpsEnabled is 0"]),
+    (given(server, tlsCaFile="ca.pem"), ["ServerConfig.tlsCaFile", "a list"]),
     (lambda c: c.update(ServerConfig=[]), ["ServerConfig is []", "object"]),
-    (lambda c: deploy(c).update(ModelConfig={}), ["ModelConfig is {}", "list"]),
-    (lambda c: backend(c)["kvPoolConfig"].update(backend=None), ["backend is None", "string"]),
+    (given(deploy, ModelConfig={}), ["ModelConfig is {}", "list"]),
+    (given(kv_pool, backend=None), ["backend is None", "string"]),
     # Ranges and choices
-    (lambda c: model(c).update(worldSize=0), [f"{MODEL}.worldSize is 0", "1 to 1024"]),
-    (lambda c: server(c).update(port=80), ["ServerConfig.port is 80", "1024 to 65535"]),
-    (lambda c: server(c).update(maxLinkNum=5000), ["maxLinkNum is 5000", "1 to 4096"]),
-    (lambda c: server(c).update(tokenTimeout=0), ["tokenTimeout is 0", "1 to 3600"]),
-    (lambda c: server(c).update(maxRequestLength=101), ["is 101", "1 to 100"]),
-    (lambda c: server(c).update(openAiSupport="x"), ["openAiSupport is 'x'", "vllm, openai"]),
-    (lambda c: schedule(c).update(cacheBlockSize=100), ["is 100", "multiples of 16"]),
-    (lambda c: schedule(c).update(cacheBlockSize=256), ["is 256", "1 to 128"]),
-    (lambda c: schedule(c).update(templateType="Pure"), ["Standard, Mix"]),
-    (lambda c: schedule(c).update(maxN=8193), ["maxN is 8193", "1 to 8192"]),
-    (lambda c: deploy(c).update(truncation=2), ["truncation is 2", "false, true, -1, 0, 1"]),
-    (lambda c: server(c).update(interCommPort=80), ["interCommPort is 80", "at least 1024"]),
-    (lambda c: deploy(c).update(ModelConfig=[]), ["ModelConfig is []", "not be empty"]),
-    (lambda c: model(c).update(npuMemSize=0), [f"{MODEL}.npuMemSize is 0", "-1 (automatic)"]),
-    (
-        lambda c: backend(c)["kvPoolConfig"].update(configPath="x" * 501),
-        ["kvPoolConfig.configPath", "at most 500"],
-    ),
+    (given(model, worldSize=0), [f"{MODEL}.worldSize is 0", "1 to 1024"]),
+    (given(server, port=80), ["ServerConfig.port is 80", "1024 to 65535"]),
+    (given(server, maxLinkNum=5000), ["maxLinkNum is 5000", "1 to 4096"]),
+    (given(server, tokenTimeout=0), ["tokenTimeout is 0", "1 to 3600"]),
+    (given(server, maxRequestLength=101), ["is 101", "1 to 100"]),
+    (given(server, openAiSupport="x"), ["openAiSupport is 'x'", "vllm, openai"]),
+    (given(schedule, cacheBlockSize=100), ["is 100", "multiples of 16"]),
+    (given(schedule, cacheBlockSize=256), ["is 256", "1 to 128"]),
+    (given(schedule, templateType="Pure"), ["Standard, Mix"]),
+    (given(schedule, maxN=8193), ["maxN is 8193", "1 to 8192"]),
+    (given(deploy, truncation=2), ["truncation is 2", "false, true, -1, 0, 1"]),
+    (given(server, interCommPort=80), ["interCommPort is 80", "at least 1024"]),
+    (given(deploy, ModelConfig=[]), ["ModelConfig is []", "not be empty"]),
+    (given(model, npuMemSize=0), [f"{MODEL}.npuMemSize is 0", "-1 (automatic)"]),
+    (given(kv_pool, configPath="x" * 501), ["kvPoolConfig.configPath", "at most 500"]),
     # Required and unknown fields
     (lambda c: c.pop("ServerConfig"), ["ServerConfig is required"]),
     (lambda c: model(c).pop("worldSize"), [f"{MODEL}.worldSize is required"]),
     (lambda c: server(c).pop("httpsEnabled"), ["ServerConfig.httpsEnabled is required"]),
-    (lambda c: model(c).update(modelNam="x"), [f"{MODEL}.modelNam", "did you mean modelName?"]),
-    (lambda c: server(c).update(Port=1), ["ServerConfig.Port", "did you mean port?"]),
+    (given(model, modelNam="x"), [f"{MODEL}.modelNam", "did you mean modelName?"]),
+    (given(server, Port=1), ["ServerConfig.Port", "did you mean port?"]),
     (
-        lambda c: server(c).update(maxPrefillTokens=1),
+        given(server, maxPrefillTokens=1),
         ["ServerConfig.maxPrefillTokens", "it belongs in BackendConfig.ScheduleConfig"],
     ),
     (lambda c: c.update(xyzzy=1), ["xyzzy is not a field of config.json"]),
     # plugin_params
     (
-        lambda c: model(c).update(plugin_params="prefix_cache"),
+        given(model, plugin_params="prefix_cache"),
         ["plugin_params is JSON in a string", "prefix_cache is not"],
     ),
-    (lambda c: model(c).update(plugin_params='["mtp"]'), ["not a JSON object"]),
-    (lambda c: model(c).update(plugin_params='{"plugin_type":"x"}'), ["'x'", "memory_decoding"]),
+    (given(model, plugin_params='["mtp"]'), ["not a JSON object"]),
+    (given(model, plugin_params='{"plugin_type":"x"}'), ["'x'", "memory_decoding"]),
+    (given(model, plugin_params={"plugin_type": "mtp,la"}), ["la and mtp are mutually exclusive"]),
     (
-        lambda c: model(c).update(plugin_params={"plugin_type": "mtp,la"}),
-        ["la and mtp are mutually exclusive"],
-    ),
-    (
-        lambda c: model(c).update(plugin_params={"num_speculative_tokens": "1"}),
+        given(model, plugin_params={"num_speculative_tokens": "1"}),
         ["plugin_params", "num_speculative_tokens"],
     ),
     (
-        lambda c: model(c).update(plugin_params='{"plugin_type":"mtp"}'),
+        given(model, plugin_params='{"plugin_type":"mtp"}'),
         [f"{MODEL}.plugin_params asks for mtp", "no prediction layers"],
     ),
     # What this version does not have
-    (lambda c: server(c).update(inferMode="dmi"), ["inferMode is 'dmi'", "not available"]),
-    (lambda c: backend(c).update(modelInstanceNumber=2), ["modelInstanceNumber is 2"]),
+    (given(server, inferMode="dmi"), ["inferMode is 'dmi'", "not available"]),
+    (given(backend, modelInstanceNumber=2), ["modelInstanceNumber is 2"]),
     (
-        lambda c: model(c).update(cp=2),
+        given(model, cp=2),
         [f"{MODEL}.cp is 2", "not available in this version, allowed: 1: with context parallel"],
     ),
-    (lambda c: model(c).update(sp=8), [f"{MODEL}.sp is 8", "keeps only some of a block's tokens"]),
+    (given(model, sp=8), [f"{MODEL}.sp is 8", "keeps only some of a block's tokens"]),
     (lambda c: deploy(c)["ModelConfig"].append(dict(model(c))), ["serves one model"]),
     # Relations
+    (given(schedule, maxN=9, maxBatchSize=8), ["maxN is 9", "maxBatchSize, which is 8"]),
+    (given(server, ipAddress="0.0.0.0"), ["0.0.0.0", "allowAllZeroIpListening"]),
+    (given(server, ipAddress="::"), ["allowAllZeroIpListening"]),
+    (given(server, ipAddress="localhost"), ["'localhost'", "IPv4 or IPv6"]),
+    (given(model, worldSize=8, tp=4), ["worldSize is 8", "4 x 1 x 1 = 4"]),
+    (given(model, modelWeightPath="/none"), ["'/none'", "no such folder"]),
+    (given(server, httpsEnabled=True), ["tlsCert is required when httpsEnabled"]),
     (
-        lambda c: schedule(c).update(maxN=9, maxBatchSize=8),
-        ["maxN is 9", "maxBatchSize, which is 8"],
-    ),
-    (lambda c: server(c).update(ipAddress="0.0.0.0"), ["0.0.0.0", "allowAllZeroIpListening"]),
-    (lambda c: server(c).update(ipAddress="::"), ["allowAllZeroIpListening"]),
-    (lambda c: server(c).update(ipAddress="localhost"), ["'localhost'", "IPv4 or IPv6"]),
-    (lambda c: model(c).update(worldSize=8, tp=4), ["worldSize is 8", "4 x 1 x 1 = 4"]),
-    (lambda c: model(c).update(modelWeightPath="/none"), ["'/none'", "no such folder"]),
-    (lambda c: server(c).update(httpsEnabled=True), ["tlsCert is required when httpsEnabled"]),
-    (
-        lambda c: server(c).update(
-            httpsEnabled=True, tlsCert="a.pem", tlsPk="b.pem", tlsCaFile=["c.pem"]
-        ),
+        given(server, httpsEnabled=True, tlsCert="a.pem", tlsPk="b.pem", tlsCaFile=["c.pem"]),
         ["httpsEnabled is true", "there is no file", "a.pem"],
     ),
     (
-        lambda c: backend(c)["kvPoolConfig"].update(backend="memcache", configPath="m.json"),
+        given(kv_pool, backend="memcache", configPath="m.json"),
         ["kvPoolConfig.backend is 'memcache'", "not available in this version", "mooncake"],
     ),
     (
-        lambda c: backend(c)["kvPoolConfig"].update(backend="mooncake", configPath="m.json"),
+        given(kv_pool, backend="mooncake", configPath="m.json"),
         ["kvPoolConfig.configPath is", "m.json", "no such file"],
     ),
     (
-        lambda c: backend(c)["kvPoolConfig"].update(backend="kv_pool_backend_name", configPath="p"),
+        given(kv_pool, backend="kv_pool_backend_name", configPath="p"),
         ["is 'kv_pool_backend_name'", "allowed: '' (no pool), 'embedded'"],
     ),
     (
-        lambda c: backend(c)["kvPoolConfig"].update(backend="embedded", configPath="none.json"),
+        given(kv_pool, backend="embedded", configPath="none.json"),
         ["kvPoolConfig.configPath is", "none.json", "no such file"],
     ),
 ]
@@ -180,7 +173,7 @@ POOL_WRONG: list[tuple[Json, Spoil, list[str]]] = [
     ({"disk_path": "/d"}, lambda c: None, ["pool.json:2:2", "disk_size is not"]),
     (
         {"async_write": True},
-        lambda c: backend(c)["kvPoolConfig"].update(asyncWrite=False),
+        given(kv_pool, asyncWrite=False),
         ["asyncWrite is False", "pool.json:2:2", "True"],
     ),
     (
@@ -190,7 +183,7 @@ POOL_WRONG: list[tuple[Json, Spoil, list[str]]] = [
     ),
     (
         {"host_size": "1GiB"},
-        lambda c: model(c).update(plugin_params='{"plugin_type":"splitfuse"}'),
+        given(model, plugin_params='{"plugin_type":"splitfuse"}'),
         [f"{MODEL}.plugin_params has no prefix_cache"],
     ),
 ]
@@ -217,22 +210,22 @@ RIGHT: list[tuple[Spoil, str, object]] = [
     (lambda c: None, "enable-chunked-prefill", None),
     (lambda c: None, "tensor-parallel-size", None),
     (lambda c: model(c).pop("plugin_params"), "enable-prefix-caching", False),
-    (lambda c: schedule(c).update(templateType="Mix"), "enable-chunked-prefill", True),
+    (given(schedule, templateType="Mix"), "enable-chunked-prefill", True),
     (
-        lambda c: model(c).update(plugin_params={"plugin_type": "splitfuse, prefix_cache"}),
+        given(model, plugin_params={"plugin_type": "splitfuse, prefix_cache"}),
         "enable-chunked-prefill",
         True,
     ),
-    (lambda c: schedule(c).update(maxPrefillTokens=100), "max-num-batched-tokens", 200),
-    (lambda c: schedule(c).update(cacheBlockSize=64), "block-size", 64),
-    (lambda c: model(c).update(npuMemSize=2), "kv-cache-memory-bytes", 2 << 30),
-    (lambda c: model(c).update(npuMemSize=0.5), "kv-cache-memory-bytes", 1 << 29),
-    (lambda c: model(c).update(trustRemoteCode=True), "trust-remote-code", True),
-    (lambda c: model(c).update(worldSize=4), "tensor-parallel-size", 4),
-    (lambda c: model(c).update(worldSize=4, dp=2), "data-parallel-size", 2),
-    (lambda c: model(c).update(worldSize=4, pp=2), "tensor-parallel-size", 2),
+    (given(schedule, maxPrefillTokens=100), "max-num-batched-tokens", 200),
+    (given(schedule, cacheBlockSize=64), "block-size", 64),
+    (given(model, npuMemSize=2), "kv-cache-memory-bytes", 2 << 30),
+    (given(model, npuMemSize=0.5), "kv-cache-memory-bytes", 1 << 29),
+    (given(model, trustRemoteCode=True), "trust-remote-code", True),
+    (given(model, worldSize=4), "tensor-parallel-size", 4),
+    (given(model, worldSize=4, dp=2), "data-parallel-size", 2),
+    (given(model, worldSize=4, pp=2), "tensor-parallel-size", 2),
     (
-        lambda c: model(c).update(plugin_params='{"plugin_type":"la,prefix_cache"}'),
+        given(model, plugin_params='{"plugin_type":"la,prefix_cache"}'),
         "speculative-config",
         {
             "method": "ngram",
@@ -262,11 +255,11 @@ def test_mtp_on_a_model_with_prediction_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "side"),
+    ("truncation", "side"),
     [(False, "error"), (0, "error"), (True, "right"), (-1, "right"), (1, "left")],
 )
-def test_truncation(tmp_path: Path, given: object, side: str) -> None:
-    limits = plan_of(tmp_path, lambda c: deploy(c).update(truncation=given)).spec.limits
+def test_truncation(tmp_path: Path, truncation: object, side: str) -> None:
+    limits = plan_of(tmp_path, given(deploy, truncation=truncation)).spec.limits
     assert limits.truncation == side
 
 
@@ -304,26 +297,19 @@ POOLS: list[tuple[Json, Spoil, Json]] = [
     ({}, lambda c: None, {"async_write": False}),
     (
         {"host_size": "1GiB"},
-        lambda c: backend(c)["kvPoolConfig"].update(asyncWrite=True),
+        given(kv_pool, asyncWrite=True),
         {"host_size": "1GiB", "async_write": True},
     ),
     ({"async_write": True}, lambda c: None, {"async_write": True}),
-    (
-        {},
-        lambda c: model(c).update(cpuMemSize=5),
-        {"async_write": False, "host_size": 5 << 30},
-    ),
+    ({}, given(model, cpuMemSize=5), {"async_write": False, "host_size": 5 << 30}),
     (
         {"host_size": "1GiB"},
-        lambda c: model(c).update(cpuMemSize=5),
+        given(model, cpuMemSize=5),
         {"async_write": False, "host_size": "1GiB"},
     ),
     (
         {"socket": "/run/kv.sock"},
-        lambda c: (
-            backend(c)["kvPoolConfig"].update(backend="service"),
-            model(c).update(cpuMemSize=5),
-        ),
+        lambda c: (kv_pool(c).update(backend="service"), model(c).update(cpuMemSize=5)),
         {"async_write": False, "backend": "service", "socket": "/run/kv.sock"},
     ),
 ]
@@ -347,7 +333,7 @@ MOONCAKE = {
 
 
 def mooncake(config: Json) -> None:
-    backend(config)["kvPoolConfig"].update(backend="mooncake", asyncWrite=True)
+    kv_pool(config).update(backend="mooncake", asyncWrite=True)
     model(config).update(cpuMemSize=5)
 
 
@@ -380,7 +366,7 @@ def test_mooncake_off_this_host_needs_a_word(tmp_path: Path) -> None:
 
     def allowed(config: Json) -> None:
         mooncake(config)
-        backend(config)["kvPoolConfig"]["allowPlaintext"] = True
+        kv_pool(config)["allowPlaintext"] = True
 
     assert plan_of(tmp_path, allowed, away).spec.recall is not None
 
@@ -400,7 +386,7 @@ def test_pool_of_two_minds(tmp_path: Path) -> None:
     ],
 )
 def test_pool_off(tmp_path: Path, pool: Json, said: str) -> None:
-    plan = plan_of(tmp_path, lambda c: backend(c).update(kvPoolConfig=pool))
+    plan = plan_of(tmp_path, given(backend, kvPoolConfig=pool))
     assert plan.spec.recall is None
     assert any(said in line for line in (*plan.notes, *plan.warnings))
 
@@ -425,7 +411,7 @@ def as_string(config: Json, **fields: object) -> None:
 def test_a_pool_in_a_string(tmp_path: Path) -> None:
     """As both tables of the documents type it: std::string."""
     config = right()
-    backend(config)["kvPoolConfig"].update(asyncWrite=True)
+    kv_pool(config).update(asyncWrite=True)
     path = write(tmp_path, config, {"host_size": "1GiB"})
     as_string(config)
     path.write_text(json.dumps(config, indent=1))
@@ -434,7 +420,7 @@ def test_a_pool_in_a_string(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", '{"backend":"","configPath":""}'])
 def test_a_string_of_no_pool(tmp_path: Path, text: str) -> None:
-    assert plan_of(tmp_path, lambda c: backend(c).update(kvPoolConfig=text)).spec.recall is None
+    assert plan_of(tmp_path, given(backend, kvPoolConfig=text)).spec.recall is None
 
 
 @pytest.mark.parametrize(
@@ -549,23 +535,23 @@ def test_a_memory_factor_beside_a_size(tmp_path: Path) -> None:
 
 SILENT: list[tuple[Spoil, Json | None, str]] = [
     # Fields that do less than they say, the pool's file, the note
-    (lambda c: model(c).update(moe_ep=4, worldSize=4, dp=2), None,
+    (given(model, moe_ep=4, worldSize=4, dp=2), None,
      "moe_ep 4: expert parallelism is on; vLLM spreads the experts over all tp x dp = 4 devices"),
-    (lambda c: model(c).update(moe_tp=4), None, "moe_tp (vLLM derives it"),
-    (lambda c: model(c).update(cpuMemSize=5), None, "cpuMemSize 5 is without effect: there is no"),
-    (lambda c: model(c).update(cpuMemSize=5), {"host_size": "1GiB"}, "host_size is 1GiB"),
+    (given(model, moe_tp=4), None, "moe_tp (vLLM derives it"),
+    (given(model, cpuMemSize=5), None, "cpuMemSize 5 is without effect: there is no"),
+    (given(model, cpuMemSize=5), {"host_size": "1GiB"}, "host_size is 1GiB"),
     (lambda c: (model(c).update(cpuMemSize=5),
-                backend(c)["kvPoolConfig"].update(backend="service")), {},
+                kv_pool(c).update(backend="service")), {},
      "cpuMemSize 5 is without effect: the pool's memory is its service's"),
-    (lambda c: backend(c)["kvPoolConfig"].update(asyncWrite=True), None,
+    (given(kv_pool, asyncWrite=True), None,
      "asynchronous writes are without"),
-    (lambda c: backend(c)["kvPoolConfig"].update(allowPlaintext=True), {}, "allowPlaintext is"),
+    (given(kv_pool, allowPlaintext=True), {}, "allowPlaintext is"),
     (lambda c: (model(c).update(worldSize=8, tp=8, dp=2),
                 backend(c).update(multiNodesInferEnabled=True)), None,
      "worldSize is 8 on this host; in all tp x pp x dp is 8 x 1 x 2 = 16"),
-    (lambda c: schedule(c).update(templateType="Standard"), None, "templateType Standard: vLLM"),
-    (lambda c: deploy(c).update(maxLoraNum=2), None, "no LoraModules: maxLoraNum"),
-    (lambda c: server(c).update(tlsCert="x.pem", managementTlsPk="y.pem"), None,
+    (given(schedule, templateType="Standard"), None, "templateType Standard: vLLM"),
+    (given(deploy, maxLoraNum=2), None, "no LoraModules: maxLoraNum"),
+    (given(server, tlsCert="x.pem", managementTlsPk="y.pem"), None,
      "ServerConfig.tlsCert, ServerConfig.managementTlsPk (httpsEnabled is false)"),
 ]  # fmt: skip
 

@@ -19,8 +19,7 @@ import pytest
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.service.admin import ServiceAdmin, Stat
 from kvrecall.pool.service.child import ChildService
-from kvrecall.processes.ports import free_port
-from server.live import LiveServer, all_gone
+from server.live import LiveServer, all_gone, serving
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20  # 900 tokens, 7 blocks of 128 and 4
 HOST, DISK = 32 << 20, 64 << 20
@@ -28,25 +27,14 @@ HOST, DISK = 32 << 20, 64 << 20
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    from kvrecall_lab.models import write_model
-
     folder = tmp_path_factory.mktemp("replicas")
-    write_model(folder / "model", "qwen3", hidden=64, layers=2, max_position=2048)
-    port = free_port()
     settings = {"admin_socket": f"{folder}/pool/pool.sock", "load_or_compute": "load"}
     (folder / "pool.json").write_text(json.dumps(settings))
-    words = [str(folder / "model"), "--port", str(port), "--served-model-name", "tiny"]
-    words += ["--host-size", str(HOST), "--disk-path", str(folder / "disk")]
-    words += ["--disk-size", str(DISK), "--pool-config", str(folder / "pool.json")]
-    words += ["--no-async-write", "--kv-cache-memory-bytes", "64MiB"]
-    live = LiveServer(
-        folder, [*words, "--", "--data-parallel-size", "2"], f"http://127.0.0.1:{port}"
-    )
-    try:
-        live.wait_ready()
+    words = ["--pool-config", str(folder / "pool.json"), "--disk-path", str(folder / "disk")]
+    words += ["--disk-size", str(DISK), "--no-async-write"]
+    options = ["--data-parallel-size", "2"]
+    with serving(folder, words, options, longest=2048, warm=False) as live:
         yield live
-    finally:
-        live.close()
 
 
 def complete(server: LiveServer, replica: int, text: str) -> tuple[str, dict[str, int]]:

@@ -103,45 +103,31 @@ def test_context_parallelism_is_refused(words: tuple[str, ...]) -> None:
     assert Asked.of(ServeSpec("m", "127.0.0.1", 0, {}, ones)) == Asked()
 
 
-@pytest.mark.parametrize("machine", [GPU, CPU])
-def test_an_encoder_decoder_model_has_no_pool(machine: Machine) -> None:
-    (said,) = reasons(configs.WHISPER, machine)
-    assert said.startswith("WhisperForConditionalGeneration is an encoder-decoder model")
-    assert said.endswith("; serve it with --no-pool")
-    assert "\n" not in said
-    assert reasons(configs.WHISPER, machine, pooled=False) == []
+MLA = "has latent attention (MLA), for which vLLM turns prefix caching off on a CPU without AMX"
+REFUSED: list[tuple[str, set[Machine], bool, str, str]] = [
+    # The model, where it is refused, whether it is served without a pool, the reason, the cure.
+    # Mamba-1, seen with vLLM 0.32: the first prompt ends the engine in mamba_mixer.py.
+    ("WHISPER", {GPU, CPU, AMX}, True, "is an encoder-decoder model", "serve it with --no-pool"),
+    ("JAMBA", {CPU, AMX}, False, "has Mamba-1 layers", "serve it on a GPU"),
+    ("MLLAMA_11B", {GPU, CPU, AMX}, False, "(cross-attention), and vLLM", "or Gemma 3"),
+    ("DEEPSEEK_V32", {CPU, AMX}, False, "chooses tokens by an indexer", "serve it on a GPU"),
+    ("DEEPSEEK_V3", {CPU}, True, MLA, "or with --no-pool"),
+    ("KIMI_LINEAR_48B", {CPU}, True, MLA, "or with --no-pool"),
+]
 
 
-def test_mamba1_is_not_for_a_cpu() -> None:
-    """Seen with vLLM 0.32: the first prompt ends the engine in mamba_mixer.py."""
-    for pooled in (True, False):
-        (said,) = reasons(configs.JAMBA, AMX, pooled=pooled)
-        assert said.startswith("JambaForCausalLM has Mamba-1 layers")
-        assert said.endswith("; serve it on a GPU")
-    assert reasons(configs.JAMBA, GPU) == []
-
-
-@pytest.mark.parametrize("machine", [GPU, CPU])
-def test_cross_attention_is_served_by_no_vllm_of_today(machine: Machine) -> None:
-    for pooled in (True, False):
-        (said,) = reasons(configs.MLLAMA_11B, machine, pooled=pooled)
-        assert "(cross-attention), and vLLM has no such model since 0.11; serve one that" in said
-
-
-def test_sparse_attention_is_not_for_a_cpu() -> None:
-    for pooled in (True, False):
-        for machine in (CPU, AMX):
-            (said,) = reasons(configs.DEEPSEEK_V32, machine, pooled=pooled)
-            assert "DeepseekV32ForCausalLM chooses tokens by an indexer" in said
-            assert said.endswith("; serve it on a GPU")
-    assert reasons(configs.DEEPSEEK_V32, GPU) == []
-
-
-@pytest.mark.parametrize("config", [configs.DEEPSEEK_V3, configs.KIMI_LINEAR_48B])
-def test_latent_attention_on_a_cpu_needs_amx(config: dict[str, Any]) -> None:
-    (said,) = reasons(config, CPU)
-    assert "turns prefix caching off on a CPU without AMX" in said
-    assert reasons(config, CPU, pooled=False) == reasons(config, AMX) == reasons(config, GPU) == []
+@pytest.mark.parametrize(("name", "where", "alone", "why", "cure"), REFUSED)
+def test_refused(name: str, where: set[Machine], alone: bool, why: str, cure: str) -> None:
+    config = vars(configs)[name]
+    for machine in (GPU, CPU, AMX):
+        said = reasons(config, machine)
+        assert len(said) == (machine in where)
+        for each in said:
+            assert each.startswith(f"{config['architectures'][0]} ")
+            assert why in each
+            assert each.endswith(cure)
+            assert "\n" not in each
+        assert reasons(config, machine, pooled=False) == ([] if alone else said)
 
 
 @pytest.mark.parametrize(

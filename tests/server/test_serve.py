@@ -19,7 +19,7 @@ import pytest
 
 from kvrecall.errors import ExitStatus
 from kvrecall.processes.ports import free_port
-from server.live import KVRECALL, START_LIMIT_S, LiveServer, all_gone, sse, until
+from server.live import KVRECALL, START_LIMIT_S, LiveServer, all_gone, serving, sse, until
 
 pytestmark = pytest.mark.engine
 
@@ -30,25 +30,14 @@ BLOCKS = 896
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from kvrecall_lab.models import write_model
-
-    folder = tmp_path_factory.mktemp("serve")
-    write_model(folder / "model", "qwen3", hidden=64, layers=2, max_position=16384)
-    return folder
+    return tmp_path_factory.mktemp("serve")
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[LiveServer]:
-    port = free_port()
-    pool = ["--host-size", "32MiB", "--disk-path", str(folder / "disk"), "--disk-size", "64MiB"]
-    words = [str(folder / "model"), "--port", str(port), "--served-model-name", "tiny", *pool]
-    words += ["--kv-cache-memory-bytes", "64MiB", "--no-async-write", "--", "--max-num-seqs", "8"]
-    live = LiveServer(folder, words, f"http://127.0.0.1:{port}")
-    try:
-        live.wait_ready()
+    disk = ["--disk-path", str(folder / "disk"), "--disk-size", "64MiB", "--no-async-write"]
+    with serving(folder, disk, warm=False) as live:
         yield live
-    finally:
-        live.close()
 
 
 def generate(server: LiveServer, text: str, **parameters: Any) -> Json:

@@ -19,12 +19,12 @@ import httpx
 import psutil
 import pytest
 
-from server.conftest import PLACES, tiny_server
-from server.live import OWN, LiveServer, all_gone
+from server.live import OWN, LiveServer, all_gone, serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 CLIENTS = 200
+PLACES = 32
 ROUNDS = 2
 PATIENCE_S = 120
 MAY_GROW = 64 << 20
@@ -34,7 +34,8 @@ Json = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with tiny_server(tmp_path_factory.mktemp("soak"), LONG + 1000) as live:
+    folder = tmp_path_factory.mktemp("soak")
+    with serving(folder, longest=LONG + 1000, sequences=PLACES) as live:
         yield live
 
 

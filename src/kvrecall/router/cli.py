@@ -109,12 +109,19 @@ def route(
 
             from kvrecall.router.addresses import Roster
             from kvrecall.router.router import RouterSettings
-            from kvrecall.server.access import Access, known_hosts, read_keys
+            from kvrecall.server.access import Access, check_reach, known_hosts, read_keys
+            from kvrecall.server.checks import check_port
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"the router needs {error.name}; install it with: pip install 'kvrecall[router]'"
             ) from error
-        keys = _keys() if api_key_file is None else read_keys(api_key_file, "--api-key-file")
+        if api_key_file is not None:
+            keys = read_keys(api_key_file, "--api-key-file")
+        elif key := os.environ.get(API_KEY, ""):
+            hide(key)
+            keys = (key,)
+        else:
+            keys = ()
         settings = RouterSettings(
             roster=Roster(given, instances),
             prefill_min_tokens=prefill_min_tokens,
@@ -125,24 +132,16 @@ def route(
             access=Access(keys, known_hosts(allowed_host or (), host), public=_PUBLIC),
             traces_endpoint=otlp_traces_endpoint,
         )
-        _check(settings, host, port, allow_unauthenticated)
+        if f"http://{host}:{port}" in [x.url for those in settings.roster.read() for x in those]:
+            raise ConfigError(
+                f"--port: {host}:{port} is the router's own address and an instance's; give the "
+                "router another port"
+            )
+        check_reach("--host", host, bool(keys), allow_unauthenticated)
+        check_port(host, port)
+        if otlp_traces_endpoint is not None:
+            check_endpoint(otlp_traces_endpoint)
     _run(settings, host, port)
-
-
-def _check(settings: RouterSettings, host: str, port: int, allow_unauthenticated: bool) -> None:
-    """Raises ConfigError if the router cannot or must not listen there."""
-    from kvrecall.server.access import check_reach
-    from kvrecall.server.checks import check_port
-
-    if f"http://{host}:{port}" in [one.url for those in settings.roster.read() for one in those]:
-        raise ConfigError(
-            f"--port: {host}:{port} is the router's own address and an instance's; give the "
-            "router another port"
-        )
-    check_reach("--host", host, bool(settings.access.keys), allow_unauthenticated)
-    check_port(host, port)
-    if settings.traces_endpoint is not None:
-        check_endpoint(settings.traces_endpoint)
 
 
 def _run(settings: RouterSettings, host: str, port: int) -> None:
@@ -165,14 +164,6 @@ def _run(settings: RouterSettings, host: str, port: int) -> None:
         log_config=None,
         timeout_graceful_shutdown=30,
     )
-
-
-def _keys() -> tuple[str, ...]:
-    """The key in the environment, if any."""
-    key = os.environ.get(API_KEY, "")
-    if key:
-        hide(key)
-    return (key,) if key else ()
 
 
 def _allow_files() -> None:

@@ -258,7 +258,10 @@ class Fleet:
     def ranked(self, prompt: Prompt | None, among: Sequence[Instance], turn: int) -> list[Instance]:
         """The healthy ones of some instances, best first; ``turn``: the number of the choice."""
         healthy = [instance for instance in among if instance.healthy]
-        costs = [self.cost(one, prompt) + _WAITS * one.waiting for one in healthy]
+        costs = [
+            self.cost_of(prompt, self.expected(one, prompt)) + _WAITS * one.waiting
+            for one in healthy
+        ]
         bound = min((i.inflight for i in healthy), default=0) + self._imbalance
 
         def rank(place: int) -> tuple[bool, float, int, int]:
@@ -268,12 +271,9 @@ class Fleet:
 
         return [healthy[place] for place in sorted(range(len(healthy)), key=rank)]
 
-    def cost(self, instance: Instance, prompt: Prompt | None) -> float:
-        """The work until a prompt's first token, in tokens computed."""
-        return self.cost_of(prompt, self.expected(instance, prompt))
-
     def cost_of(self, prompt: Prompt | None, expected: Expected) -> float:
-        """The same at an instance that is expected to recall so much."""
+        """The work until a prompt's first token, in tokens computed, at an instance that is
+        expected to recall so much."""
         if prompt is None:
             return 0.0
         new = prompt.tokens - sum(expected.values())

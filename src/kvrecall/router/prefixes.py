@@ -25,6 +25,15 @@ _MOST_BLOCKS = 16384  # of a prompt, likewise
 _REMEMBERED = 200_000
 _SHAPING = ("model", "cache_salt", "tools", "documents", "chat_template", "chat_template_kwargs")
 """Fields that change a prompt's blocks from the first one on."""
+_CHAT_FIELDS = (
+    "model messages add_generation_prompt continue_final_message add_special_tokens "
+    "chat_template chat_template_kwargs tools"
+).split()
+_COMPLETION_FIELDS = "model prompt add_special_tokens".split()
+_UNKNOWN = (
+    "prompt_embeds truncate_prompt_tokens mm_processor_kwargs documents reasoning_effort"
+).split()
+"""Fields with which a prompt has other tokens, or blocks, than /tokenize says."""
 _ids = msgspec.json.Decoder(tuple[int, ...])
 _list_of_one = msgspec.json.Decoder(tuple[msgspec.Raw])
 
@@ -118,6 +127,49 @@ def _chain(digest: bytes, text: memoryview) -> Iterable[bytes]:
         chunk = text[place * CHUNK_BYTES : (place + 1) * CHUNK_BYTES]
         digest = hashlib.blake2b(digest + chunk, digest_size=16).digest()
         yield digest
+
+
+class _MessagePart(msgspec.Struct, gc=False):
+    type: str | None = None
+
+
+class _ChatMessage(msgspec.Struct, gc=False):
+    content: str | list[_MessagePart] | None = None
+
+
+_messages = msgspec.json.Decoder(list[_ChatMessage])
+
+
+def is_text(body: Body) -> bool:
+    """Whether the blocks of a request depend on its tokens and its salt alone: no images, no
+    embeddings, no messages of another form."""
+    if any(body.raw(name) for name in _UNKNOWN):
+        return False
+    messages = body.raw("messages")
+    if begin_of(messages) != b"[":
+        return True
+    if len(messages) > MOST_PROMPT:
+        return False
+    try:
+        contents = [message.content for message in _messages.decode(messages)]
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return all(
+        part.type == "text" for content in contents if isinstance(content, list) for part in content
+    )
+
+
+def question_of(body: Body) -> bytes | None:
+    """What /tokenize is asked for the tokens of a request; None if they cannot be known."""
+    if not is_text(body):
+        return None
+    if begin_of(body.raw("messages")) == b"[":
+        return msgspec.json.encode({n: body.fields[n] for n in _CHAT_FIELDS if n in body.fields})
+    prompt = only_prompt(body)
+    if len(prompt) > MOST_PROMPT:
+        return None
+    fields = {name: body.fields[name] for name in _COMPLETION_FIELDS if name in body.fields}
+    return msgspec.json.encode({**fields, "prompt": msgspec.Raw(prompt)})
 
 
 class PrefixMap:

@@ -25,8 +25,7 @@ from kvrecall.router.bodies import Body, aside, fields_of, value_of
 from kvrecall.router.fleet import Expected, Fleet, Instance
 from kvrecall.router.metrics import RouterMetrics
 from kvrecall.router.prefixes import Prompt
-from kvrecall.router.tokens import tokens_of
-from kvrecall.router.traces import CompletionSpan, RouterTraces, calling
+from kvrecall.router.traces import CompletionSpan, RouterTraces
 from kvrecall.router.upstream import (
     Headers,
     InstanceFailedError,
@@ -259,7 +258,7 @@ class Router:
         is_named = model is None or (isinstance(model, str) and model in self.fleet.models)
         if instance is None or not is_named:
             return prompt  # with an adapter, blocks have other hashes
-        ids = await tokens_of(self.upstream, instance, request.body, prompt, request.headers)
+        ids = await self.upstream.tokens(instance, request.body, prompt, request.headers)
         self.metrics.tokenized.labels("done" if ids is not None else "unknown").inc()
         if ids is None:
             return prompt
@@ -349,8 +348,12 @@ class Router:
         self.fleet.sent(instance, request.prompt)
         streams = part == "decode" and request.body.get("stream")
         send = self.upstream.stream if streams else self.upstream.ask
+        call: contextlib.AbstractContextManager[Mapping[str, str]]
+        call = contextlib.nullcontext(request.headers)
+        if request.span is not None:
+            call = request.span.call(part, instance.name, request.headers)
         try:
-            with calling(request.span, part, instance.name, request.headers) as headers:
+            with call as headers:
                 async with instance.answering(cost, others):
                     return await send(instance, request.path, content, headers)
         except TimeoutError:

@@ -49,18 +49,6 @@ class CompletionSpan:
         self._span.end()
 
 
-@contextmanager
-def calling(
-    span: CompletionSpan | None, role: str, instance: str, headers: Mapping[str, str]
-) -> Iterator[Mapping[str, str]]:
-    """``span.call``; ``headers`` as they are where nothing is traced."""
-    if span is None:
-        yield headers
-        return
-    with span.call(role, instance, headers) as own:
-        yield own
-
-
 class RouterTraces:
     """Where the router's spans go; nothing without an ``endpoint``."""
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import httpx
 import msgspec
 
-from kvrecall.router.bodies import fields_of, value_of
+from kvrecall.router.bodies import Body, aside, fields_of, value_of
 from kvrecall.router.fleet import Instance
+from kvrecall.router.prefixes import Prompt, is_text, question_of
 
 _END = b"\n\n"
 _OTHERS_MAY_SERVE = frozenset({500, 502, 503, 504})
@@ -25,6 +26,7 @@ _SMALL = 1 << 20  # bytes of /health and /v1/models
 _LONGEST_REASON = 300
 _CONNECT_S = 5.0  # an overloaded machine accepts late
 _PROBE_S = 5.0  # for /health; an overloaded machine answers late
+_TOKENIZE_S = 5.0
 _LOOK_UP_S = 10.0  # for other small requests
 _OF_THE_CONNECTION = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
@@ -45,6 +47,13 @@ class _ModelList(msgspec.Struct):
 
 
 _models = msgspec.json.Decoder(_ModelList)
+
+
+class _TokenIds(msgspec.Struct):
+    tokens: tuple[int, ...]
+
+
+_tokens = msgspec.json.Decoder(_TokenIds)
 
 
 class InstanceFailedError(Exception):
@@ -147,6 +156,25 @@ class Upstream:
         )
         response = await self._send(instance, request, 2 * limit_s)
         return await _whole(instance, response, limit_s, _SMALL)
+
+    async def tokens(
+        self, instance: Instance, body: Body, prompt: Prompt, headers: Mapping[str, str]
+    ) -> tuple[int, ...] | None:
+        """The tokens of a request with one prompt, as the instance's own /tokenize cuts it: exact,
+        with chat template and tools, and without a model at the router. None if they cannot be
+        known."""
+        if prompt.given is not None:
+            return prompt.given if await aside(body.nbytes, is_text, body) else None
+        question = await aside(body.nbytes, question_of, body)
+        if question is None:
+            return None
+        try:
+            answer = await self.ask(instance, "/tokenize", question, headers, _TOKENIZE_S)
+            if answer.status != 200:
+                return None
+            return (await aside(len(answer.content), _tokens.decode, answer.content)).tokens
+        except (InstanceFailedError, msgspec.DecodeError, RecursionError):
+            return None
 
     async def ask(
         self,

@@ -1,9 +1,12 @@
-"""Who may use the routes of a listener, and where it may listen without asking. Needs no library of
-the server's, so that the command line can use it."""
+"""Who may use the routes of a listener: by API keys, or by client certificates as MindIE's
+configuration describes them (TLS 1.3, revocation); and where it may listen without asking. Needs no
+library of the server's, so that the command line can use it."""
 
 from __future__ import annotations
 
 import re
+import ssl
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,3 +69,50 @@ def check_reach(setting: str, host: str, protected: bool, allowed: bool) -> None
         "could use this server; give a key with --api-key-file FILE, or a loopback address, or "
         "allow it with --allow-unauthenticated"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """The PEM files of an HTTPS listener. ``authorities`` sign the clients' certificates."""
+
+    certificate: Path
+    key: Path
+    authorities: tuple[Path, ...]
+    revoked: tuple[Path, ...] = ()
+
+    def check(self) -> list[str]:
+        """Warnings about the files. Raises ConfigError if one is missing or unusable."""
+        for path in (self.certificate, self.key, *self.authorities, *self.revoked):
+            if not path.is_file():
+                raise ConfigError(f"there is no file {path}")
+        self.context()
+        if self.key.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            return [f"the private key {self.key} is accessible to other users; chmod 600 it"]
+        return []
+
+    def context(self) -> ssl.SSLContext:
+        """A server context that admits only clients with a certificate of ``authorities``.
+
+        Raises ConfigError naming the file that cannot be used.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        try:
+            context.load_cert_chain(self.certificate, self.key, password=_refuse_password)
+        except (ssl.SSLError, OSError) as error:
+            raise ConfigError(
+                f"{self.certificate} and {self.key} are not a PEM certificate and its key: {error}"
+            ) from error
+        for path in (*self.authorities, *self.revoked):
+            try:
+                context.load_verify_locations(path)
+            except (ssl.SSLError, OSError) as error:
+                raise ConfigError(f"{path} is not a PEM file: {error}") from error
+        context.verify_mode = ssl.CERT_REQUIRED
+        if self.revoked:
+            context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
+        return context
+
+
+def _refuse_password() -> str:
+    raise ConfigError("the private key is encrypted; decrypt it (openssl pkey -in KEY -out PLAIN)")

@@ -10,6 +10,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from starlette.endpoints import HTTPEndpoint
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -61,8 +62,7 @@ def attach_all(
         path for path, home in (("/load", management), (_METRICS, metrics)) if home is not app
     ]
     for path in closed:
-        reply = ReplyError(404, f"{path} is on another address of this server").response()
-        app.router.routes.insert(0, Route(f"{path}{{rest:path}}", reply))
+        app.router.routes.insert(0, Route(f"{path}{{rest:path}}", _Closed))
     _include_first(app, business_router(engine, plan))
     _include_first(management, management_router(engine, plan, mindie))
     _include_first(management, dashboard_router(engine))
@@ -139,3 +139,12 @@ async def _unreadable(_: Request, error: Any) -> Response:
     problem = error.errors()[0]
     field = ".".join(str(part) for part in problem["loc"])
     return ReplyError(422, f"{field}: {problem['msg']}").response()
+
+
+class _Closed(HTTPEndpoint):
+    """What another address serves, whatever the method."""
+
+    async def dispatch(self) -> None:
+        path = self.scope["path"]
+        reply = ReplyError(404, f"{path} is on another address of this server").response()
+        await reply(self.scope, self.receive, self.send)

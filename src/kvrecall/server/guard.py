@@ -77,7 +77,10 @@ class Guard:
         headers, path = Headers(scope=scope), _route_path(scope)
         method = scope.get("method", "GET")
         if method in ("GET", "HEAD") and path in self._access.open_paths:
-            scope[ADMITTED] = self._admits(scope, headers, path, method)
+            with contextlib.suppress(ReplyError):
+                scope[ADMITTED] = False
+                self._check(scope, headers, path, method)
+                scope[ADMITTED] = True
             await self._app(scope, receive, send)
             return
         upload = _Upload(headers, receive)
@@ -111,13 +114,6 @@ class Guard:
         finally:
             self.running -= 1
 
-    def _admits(self, scope: Scope, headers: Headers, path: str, method: str) -> bool:
-        try:
-            self._check(scope, headers, path, method)
-        except ReplyError:
-            return False
-        return True
-
     def _check(self, scope: Scope, headers: Headers, path: str, method: str) -> None:
         """Raises ReplyError unless the request may reach its route."""
         if len(headers.get("x-request-id", "")) > LONGEST_ID:
@@ -134,7 +130,9 @@ class Guard:
             shown = path.startswith(DASHBOARD) and method == "GET" and scheme.lower() == "basic"
             if not (shown and self._is_key(_password(value))):
                 raise ReplyError(401, "no API key, or a wrong one; send Authorization: Bearer KEY")
-        elif not (self._is_public(path) or _is_local(scope)):
+        elif (
+            (public := self._access.public) and not public.fullmatch(path) and not _is_local(scope)
+        ):
             raise ReplyError(
                 403, f"{path} needs an API key from other hosts, and this server has none"
             )
@@ -146,9 +144,6 @@ class Guard:
                 "any page in a browser could send this; add the header Content-Type: "
                 "application/json or X-Kvrecall: 1",
             )
-
-    def _is_public(self, path: str) -> bool:
-        return self._access.public is None or bool(self._access.public.fullmatch(path))
 
     def _check_page(self, headers: Headers, origin: str | None, method: str) -> None:
         """Raises ReplyError if a page of another origin sent the request, or one that reached

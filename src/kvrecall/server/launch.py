@@ -188,11 +188,19 @@ def check(plan: Plan) -> tuple[str, ...]:
     require_installed_version()
     spec = plan.spec
     check_options(spec.options, spec.extra_args, installed_options())
-    endpoint = _traces_endpoint(spec)
+    collector = OPTION.removeprefix("--")
+    endpoint = {**spec.options, **dict(vllm_options(spec.extra_args))}.get(collector)
     if endpoint is not None:
-        check_endpoint(endpoint)
-    if spec.role is not Role.BOTH:
-        _check_shared(spec)
+        check_endpoint(str(endpoint))
+    recall = spec.recall
+    alone = recall is None or (
+        recall.get("backend", "embedded") == "embedded" and "remote" not in recall
+    )
+    if spec.role is not Role.BOTH and alone:
+        raise ConfigError(
+            f"--role {spec.role}: prefill and decode instances meet in a pool that both use; give "
+            "them one with --pool-service (kvrecall pool serve), or a remote tier"
+        )
     if spec.retrieval:
         from kvrecall.attention.settings import RetrievalSettings  # imports torch
 
@@ -221,24 +229,6 @@ def _has_key(spec: ServeSpec) -> bool:
     """Whether an API key is given, to kvrecall or to vLLM."""
     of_vllm = (value for name, value in vllm_options(spec.extra_args) if name == "api-key")
     return bool(spec.keys or os.environ.get(VLLM_KEY) or any(of_vllm))
-
-
-def _traces_endpoint(spec: ServeSpec) -> str | None:
-    """The collector that spans go to, given before -- or after it."""
-    found = {**spec.options, **dict(vllm_options(spec.extra_args))}.get(OPTION.removeprefix("--"))
-    return None if found is None else str(found)
-
-
-def _check_shared(spec: ServeSpec) -> None:
-    """Raises ConfigError if prefill and decode instances would not share blocks."""
-    recall = spec.recall
-    if recall is None or (
-        recall.get("backend", "embedded") == "embedded" and "remote" not in recall
-    ):
-        raise ConfigError(
-            f"--role {spec.role}: prefill and decode instances meet in a pool that both use; give "
-            "them one with --pool-service (kvrecall pool serve), or a remote tier"
-        )
 
 
 def run(plan: Plan) -> int:

@@ -1,4 +1,9 @@
-"""The management plane: health, descriptions, and stopping the server."""
+"""The management plane: health, descriptions, and stopping the server.
+
+The members of descriptions are MindIE's, by its source (Ascend/MindIE-LLM, src/server/endpoint:
+``parse_protocol.cpp`` and ``http_handler.cpp``, read in April 2026) and its documents of 2.3 and
+3.1 (hiascend.com, mindiellm/llmdev). Further members are additions.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +17,26 @@ from dataclasses import asdict
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from kvrecall.engines.base import GenerateRequest, RequestView, Sampling, ServingEngine, miss_text
-from kvrecall.server.descriptions import add_management_descriptions, served_model
+from kvrecall.engines.base import (
+    GenerateRequest,
+    RequestView,
+    Role,
+    Sampling,
+    ServingEngine,
+    miss_text,
+)
 from kvrecall.server.metrics import MetricsVector, MindieMetrics
 from kvrecall.server.plan import SHUTDOWN_TIMEOUT_S, Plan, Plane
-from kvrecall.server.replies import ReplyError, whole
+from kvrecall.server.replies import ReplyError, served_model, whole
 
 log = logging.getLogger("kvrecall.server")
 
+Json = dict[str, object]
+
+_ROLES = {Role.BOTH: "none", Role.PREFILL: "prefill", Role.DECODE: "decode"}
+_UNKNOWN = (
+    "docker_label max_stop_sequences max_waiting_tokens sha validation_workers waiting_served_ratio"
+).split()
 _PROBE_LIMIT_S = 600
 _OUT_OF_TIME = 500
 _POLL_S = 0.05
@@ -89,7 +106,7 @@ def management_router(engine: ServingEngine, plan: Plan, metrics: MindieMetrics)
     """The routes of the management plane, except the dashboard."""
     router = health_router(engine)
     _add_health(router, engine, metrics)
-    add_management_descriptions(router, engine, plan)
+    _add_descriptions(router, engine, plan)
     stopping = Stopping(engine)
     vector = MetricsVector(metrics, engine.load, plan.address(Plane.MANAGEMENT))
 
@@ -203,3 +220,98 @@ async def _probe(
         if error.status_code != _OUT_OF_TIME or metrics.work_done() <= before:
             raise
     return JSONResponse({"status": "healthy"})
+
+
+def _add_descriptions(router: APIRouter, engine: ServingEngine, plan: Plan) -> None:
+    """Adds the routes of the management plane that describe model, bounds, load and
+    configuration."""
+    info = engine.info
+
+    @router.get("/info")
+    async def endpoint() -> Json:
+        """TGI's description of the model and the bounds of a request."""
+        described: Json = {
+            "model_id": info.names[0],
+            "model_dtype": info.dtype,
+            "model_device_type": info.device,
+            "model_pipeline_tag": "text-generation",
+            "model_sha": None,
+            "max_total_tokens": info.max_model_len,
+        }
+        return {
+            **described,
+            "models": [described],
+            "max_concurrent_requests": info.max_running,
+            "max_input_length": plan.longest_prompt(info),
+            "max_batch_prefill_tokens": info.max_step_tokens,
+            "max_batch_total_tokens": info.blocks * info.block_size,
+            "max_best_of": plan.spec.limits.max_n,
+            "version": info.version,
+            **dict.fromkeys(_UNKNOWN),
+        }
+
+    @router.get("/v1/config")
+    async def configuration() -> Json:
+        """The effective configuration."""
+        return {
+            "modelName": info.names[0],
+            "maxSeqLen": info.max_model_len,
+            "npuMemSize": plan.device_gb,
+            "cpuMemSize": plan.host_gb,
+            "worldSize": info.devices,
+            "maxOutputLen": plan.longest_answer(info),
+            "cacheBlockSize": info.block_size,
+            "maxInputTokenLen": plan.longest_prompt(info),
+            "maxBatchSize": info.max_running,
+            "maxPrefillTokens": info.max_step_tokens,
+            "npuBlockNum": info.blocks,
+            "kvPool": None if plan.spec.recall is None else dict(plan.spec.recall),
+        }
+
+    role: Json = {"roleStatus": "RoleReady", "currentRole": _ROLES[plan.spec.role]}
+
+    @router.get("/v1/status")
+    async def status() -> Json:
+        """vLLM swaps no requests and keeps no blocks of its own in host memory, so these numbers
+        are 0; the pool's are metrics."""
+        load = engine.load()
+        return {
+            "service": {**role, "draining": engine.draining},
+            "resource": {
+                "availSlotsNum": load.free_slots,
+                "availBlockNum": load.free_blocks,
+                "waitingRequestNum": load.waiting,
+                "runningRequestNum": load.running,
+                "swappedRequestNum": 0,
+                "freeNpuBlockNums": load.free_blocks,
+                "freeCpuBlockNums": 0,
+                "totalNpuBlockNums": load.blocks,
+                "totalCpuBlockNums": 0,
+            },
+            "linkStatus": {"peers": []},
+        }
+
+    @router.get("/v2/status")
+    async def status_v2() -> Json:
+        """There is one group of devices, so the maximum over groups is the total."""
+        load = engine.load()
+        return {
+            "service": role,
+            "resource": {
+                "totalAvailNpuSlotsNum": load.free_slots,
+                "totalAvailNpuBlockNum": load.free_blocks,
+                "maxAvailNpuBlockNum": load.free_blocks,
+            },
+            "linkStatus": {"peers": []},
+        }
+
+    @router.get("/v2/models/{model:path}/getSlotCount")
+    async def slots(model: str) -> Json:
+        """Total and free places in the batch."""
+        served_model(engine, model)
+        load = engine.load()
+        return {
+            "total_slots": load.max_running,
+            "free_slots": load.free_slots,
+            "available_tokens_length": load.free_blocks * info.block_size,
+        }

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvrecall.engines.base import Listener, ServeSpec, Tls
+from kvrecall.config import RecallSettings, parse_size
+from kvrecall.engines.base import EngineInfo, Listener, ServeSpec, Tls
 from kvrecall.errors import ConfigError
 from kvrecall.nicety import nicety
 from kvrecall.secret import words_shown
@@ -14,6 +15,7 @@ from kvrecall.server.access import check_reach
 
 BLOCK_SIZE = 128
 SHUTDOWN_TIMEOUT_S = 30
+_GIB = 1 << 30
 
 ENGINE_DEFAULTS: Mapping[str, object] = {
     "block-size": BLOCK_SIZE,
@@ -79,6 +81,28 @@ class Plan:
             planes = " and ".join(name.split("+")) or "business"
             setting = f"the address of the {planes} plane"
             check_reach(setting, host, protected, self.allow_unauthenticated)
+
+    def longest_answer(self, info: EngineInfo) -> int:
+        """In tokens."""
+        return self.spec.limits.max_new_tokens or info.max_model_len
+
+    def longest_prompt(self, info: EngineInfo) -> int:
+        """In tokens."""
+        return self.spec.limits.max_input_tokens or info.max_model_len - 1
+
+    @property
+    def device_gb(self) -> int:
+        """npuMemSize: whole GB of device cache, -1 if the engine determines the size."""
+        size = self.spec.options.get("kv-cache-memory-bytes")
+        return -1 if size is None else parse_size(str(size), "kv-cache-memory-bytes") // _GIB
+
+    @property
+    def host_gb(self) -> int:
+        """cpuMemSize: whole GB of the pool's host tier, 0 without a pool of the engine's own."""
+        recall = self.spec.recall
+        if recall is None or recall.get("backend", "embedded") != "embedded":
+            return 0
+        return RecallSettings.from_mapping(recall).pool.host_bytes // _GIB
 
     @nicety("a log line", "")
     def summary(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -11,7 +12,14 @@ from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, StreamingResponse
 
-from kvrecall.engines.base import MISSED_HEADER, RECALL_HEADER, Fault, GenerateError, Update
+from kvrecall.engines.base import (
+    MISSED_HEADER,
+    RECALL_HEADER,
+    Fault,
+    GenerateError,
+    ServingEngine,
+    Update,
+)
 
 T = TypeVar("T")
 Updates = AsyncGenerator[Update, None]
@@ -71,6 +79,16 @@ async def json_object(request: Request) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ReplyError(422, f"the body must be a JSON object, not {type(value).__name__}")
     return value
+
+
+def served_model(engine: ServingEngine, model: str) -> str:
+    """The name of the model in a path ``/v2/models/{model:path}/...``, which may also name a
+    version, of which there is one. Raises ReplyError 404 unless it is served."""
+    names = engine.info.names
+    name = model if model in names else re.sub("/versions/[^/]+$", "", model)
+    if name not in names:
+        raise ReplyError(404, f"no model {name!r}; served: {', '.join(names)}")
+    return name
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import PurePath
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from kvrecall.engines.base import REQUEST_HEADER, GenerateError, GenerateRequest, ServingEngine
-from kvrecall.server.descriptions import add_business_descriptions, served_model
 from kvrecall.server.forms.base import Form, Strict, described, parsed
 from kvrecall.server.forms.generate import PromptBody, TgiBody
 from kvrecall.server.forms.mindie import InferBody, StopBody, TextBody, TokenBody
@@ -21,11 +21,13 @@ from kvrecall.server.replies import (
     Updates,
     json_object,
     recall_headers,
+    served_model,
     streamed,
     whole,
 )
 from kvrecall.traces import trace_headers
 
+_PLATFORM = "kvrecall"  # MindIE: "MindIE Server"
 IGNORED_HEADER = "x-kvrecall-ignored"
 """Reply header: the given parameters that have no effect."""
 
@@ -62,7 +64,7 @@ def business_router(engine: ServingEngine, plan: Plan) -> APIRouter:
         shown = [] if body.do_decode is False else list(tokens)
         return JSONResponse({"token_number": len(tokens), "tokens": shown})
 
-    add_business_descriptions(router, engine, plan)
+    _add_descriptions(router, engine, plan)
     return router
 
 
@@ -165,3 +167,49 @@ def _add_triton(router: APIRouter, engine: ServingEngine) -> None:
         for request_id in stopped:
             await engine.stop(request_id)
         return JSONResponse({"id": body.id})
+
+
+def _add_descriptions(router: APIRouter, engine: ServingEngine, plan: Plan) -> None:
+    """Triton's, of the server and the model: members as in management.py."""
+    info = engine.info
+
+    @router.get("/v2")
+    async def service() -> dict[str, object]:
+        """The policies are MindIE's 0, first come, first served (and priorities)."""
+        return {
+            "name": _PLATFORM,
+            "version": info.version,
+            "extensions": {
+                "max_iter_times": plan.longest_answer(info),
+                "prefill_policy_type": 0,
+                "decode_policy_type": 0,
+                "max_prefill_batch_size": info.max_running,
+                "max_prefill_tokens": info.max_step_tokens,
+            },
+        }
+
+    @router.get("/v2/models/{model:path}/config")
+    async def model_config(model: str) -> dict[str, object]:
+        """Sizes are GB; of the weights' path only the last part."""
+        return {
+            "model_name": served_model(engine, model),
+            "input_datatype": "UINT32",
+            "output_datatype": "UINT32",
+            "max_seq_len": info.max_model_len,
+            "npu_mem_size": plan.device_gb,
+            "cpu_mem_size": plan.host_gb,
+            "world_size": info.devices,
+            "model_weight_path": PurePath(info.model).name,
+            "model_instance_type": "Standard",
+        }
+
+    @router.get("/v2/models/{model:path}")
+    async def model_metadata(model: str) -> dict[str, object]:
+        """The tensors of a request of tokens."""
+        one = {"datatype": "UINT32", "shape": [-1]}
+        return {
+            "name": served_model(engine, model),
+            "platform": _PLATFORM,
+            "inputs": [{"name": "input0", **one}],
+            "outputs": [{"name": "output0", **one}],
+        }

@@ -16,6 +16,7 @@ from kvrecall.engines.base import DEFAULT_MAX_N, Limits, Listener, ServeSpec
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import Document, JsonPath, read_object
 from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
+from kvrecall.server.access import TlsFiles
 from kvrecall.server.mindie.reader import dotted, problem, read_config
 from kvrecall.server.mindie.schema import Effect, MindieConfig, effect_of, fields_of
 from kvrecall.server.plan import (
@@ -26,7 +27,6 @@ from kvrecall.server.plan import (
     shared_listeners,
     vllm_options,
 )
-from kvrecall.server.tls import TlsFiles
 
 NOTHING = ServeSpec("", "", 0, {}, recall={}, limits=Limits(max_n=0))
 """A command line without options."""

@@ -1,4 +1,4 @@
-"""Mutual TLS: admitted clients, and errors about unusable files."""
+"""API keys and mutual TLS: admitted clients, and errors about unusable files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvrecall.errors import ConfigError
-from kvrecall.server.tls import TlsFiles
+from kvrecall.server.access import TlsFiles, read_keys
 
 pytest.importorskip("cryptography")
 
@@ -59,20 +59,6 @@ def files(authority: Authority) -> TlsFiles:
     return TlsFiles(certificate, key, (authority.path,))
 
 
-def test_clients_of_the_authority_come_in(authority: Authority, files: TlsFiles) -> None:
-    certificate, key, _ = authority.issue("client")
-    assert files.check() == []
-    assert answer(files, client_of(authority, certificate, key)) == "hello"
-
-
-def test_others_do_not(tmp_path: Path, authority: Authority, files: TlsFiles) -> None:
-    (tmp_path / "other").mkdir()
-    certificate, key, _ = Authority(tmp_path / "other", "other").issue("client")
-    for client in (client_of(authority), client_of(authority, certificate, key)):
-        with pytest.raises((ssl.SSLError, ConnectionError)):
-            answer(files, client)
-
-
 def test_older_tls_does_not(authority: Authority, files: TlsFiles) -> None:
     certificate, key, _ = authority.issue("client")
     client = client_of(authority, certificate, key)
@@ -106,3 +92,17 @@ def test_unusable_files(tmp_path: Path, authority: Authority, files: TlsFiles) -
             wrong.check()
     files.key.chmod(0o644)
     assert ["chmod 600" in line for line in files.check()] == [True]
+
+
+def test_the_file_of_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\n\n two \n")
+    file.chmod(0o600)
+    assert read_keys(file, "--api-key-file") == ("one", "two")
+    file.chmod(0o640)
+    with pytest.raises(ConfigError, match="has mode 0640"):
+        read_keys(file, "--api-key-file")
+    file.chmod(0o600)
+    file.write_text(" \n")
+    with pytest.raises(ConfigError, match="is empty"):
+        read_keys(file, "--api-key-file")
