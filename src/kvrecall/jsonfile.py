@@ -61,10 +61,6 @@ class Document:
             path = path[:-1]
         return f"{self.source}:{_place(self._text, self._offsets.get(path, 0))}"
 
-    def where_key(self, key: str) -> str:
-        """Where a member of the root stands."""
-        return self.where((key,))
-
     @property
     def paths(self) -> tuple[JsonPath, ...]:
         """The paths of all keys and list items, and of the root."""

@@ -186,7 +186,8 @@ def groups_of_trace(groups: tuple[Group, ...], step_tokens: int) -> tuple[GroupS
     sizes: dict[tuple[CacheKind, int], int] = {}
     for group in groups:
         is_state = group.kind is CacheKind.STATE
-        reach = group.state_tokens(step_tokens) if is_state else group.reach
+        kept = max(1, step_tokens // group.block_tokens) * group.block_tokens  # states, so often
+        reach = kept if is_state else group.reach
         nbytes = group.record_bytes
         nbytes = nbytes if is_state else nbytes // group.block_tokens * BLOCK_TOKENS
         key = group.kind, reach

@@ -409,7 +409,7 @@ class _Planner:
             raise self._wrong(path, f"is {pool.backend!r}, but {where} says {backend!r}")
         if embedded:
             self._default_host_size(settings)
-        RecallSettings.from_mapping(settings, document.where_key)
+        RecallSettings.from_mapping(settings, lambda key: document.where((key,)))
         return settings
 
     def _default_host_size(self, settings: dict[str, object]) -> None:
