@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "kvrecall"
 BUILD = "import sys, hatchling.build as b; print(getattr(b, 'build_' + sys.argv[1])(sys.argv[2]))"
 NOT_ASKED_FOR = (
-    "vllm torch transformers fastapi starlette uvicorn cryptography obstore faiss matplotlib "
+    "vllm torch transformers fastapi starlette uvicorn cryptography obstore faiss "
     "mooncake sglang triton hypothesis pytest"
 ).split()
 

@@ -24,8 +24,7 @@ from kvrecall_lab.chaos.faults import FaultInjector, Intervals, stored_blocks
 from kvrecall_lab.chaos.fleet import Fleet
 from kvrecall_lab.chaos.oracle import AMBIGUOUS, Conversations, DurabilityOracle
 from kvrecall_lab.chaos.report import FAULTS, FIGURES, Report
-from kvrecall_lab.engines.engine import EngineProcess, OnLine
-from kvrecall_lab.engines.engines import Engines
+from kvrecall_lab.engines.engine import EngineProcess, Engines, OnLine
 from kvrecall_lab.shapes.shapes import SHAPES, Shape, environment
 
 _DRAIN_S = 240.0

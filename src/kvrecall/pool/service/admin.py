@@ -28,7 +28,7 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import PoolStats
 from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.disk.codec import BlockCodec, Locked, Plain, make_codec
+from kvrecall.pool.disk.codec import BlockCodec, make_codec
 from kvrecall.pool.disk.folder import FolderHeld, own_bytes
 from kvrecall.pool.disk.index import check_index
 from kvrecall.pool.entries import BlockInfo, hangs
@@ -678,9 +678,11 @@ class FolderAdmin(AbstractContextManager["FolderAdmin"]):
     def __init__(self, path: Path, key_file: Path | None = None) -> None:
         """Opening changes nothing in the folder, and evicts nothing. Raises TierError if it is no
         disk tier's, or another process has it."""
-        codec: BlockCodec = Plain()
+        codec = BlockCodec()
         if check_index(path):
-            codec = Locked() if key_file is None else make_codec(read_cipher(key_file))
+            codec = (
+                BlockCodec(locked=True) if key_file is None else make_codec(read_cipher(key_file))
+            )
         own, system = own_bytes(path), os.statvfs(path)
         room = min(own // 10 + (64 << 20), system.f_bavail * system.f_frsize)
         terms = PoolTerms(pin_limit=1.0)  # the pool's own limit is of a size not known here
