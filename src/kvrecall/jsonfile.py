@@ -112,12 +112,13 @@ def read_json(path: Path) -> Document:
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
-    except IsADirectoryError as error:
-        raise ConfigError(f"{path}: is a folder; it must be a JSON file") from error
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}: there is no such file") from error
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        why = f"cannot be read: {error.strerror}"
+        if isinstance(error, IsADirectoryError):
+            why = "is a folder; it must be a JSON file"
+        elif isinstance(error, FileNotFoundError):
+            why = "there is no such file"
+        raise ConfigError(f"{path}: {why}") from error
     if len(raw) > MAX_BYTES:
         raise ConfigError(f"{path}: is larger than {MAX_BYTES >> 20} MiB, the limit")
     for mark, name in _BOMS:

@@ -186,14 +186,8 @@ def _summary(
             "bytes_per_s_at_end": round(even.at_end),
             "worth_it": {n: even.wins(b) for n, b in bandwidths.items() if b},
         },
-        "links": {
-            "cards": links.cards,
-            "links": links.links,
-            "bytes": links.nbytes,
-            "lower_memory_factor_by": links.lower_by,
-            "memory_factor": links.factor(site.memory_factor),
-            "too_many": links.too_many,
-        },
+        "links": asdict(links)
+        | {"memory_factor": round(site.memory_factor - links.lower_memory_factor_by, 4)},
         "settings": settings_of(site, use, several),
         "warnings": _warnings(shape, use, links, below >= use.sessions, bool(tiers)),
     }
