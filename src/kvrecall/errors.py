@@ -99,7 +99,10 @@ def errors_shown() -> Iterator[None]:
     except (KvrecallError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None:
             raise  # a bug, or a failed connection
-        message = _of_path(error) if isinstance(error, OSError) else str(error)
+        message = str(error)
+        if isinstance(error, OSError):
+            cure = _CURES.get(error.errno or 0)
+            message = f"{error.filename}: {error.strerror}" + (f"; {cure}" if cure else "")
         print(f"kvrecall: {message}", file=sys.stderr, flush=True)
         raise SystemExit(status_of(error)) from error
 
@@ -116,9 +119,3 @@ _CURES = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENAMETOOLONG: "use a shorter path",
 }
-
-
-def _of_path(error: OSError) -> str:
-    """An OSError about a path in one line: the path, the cause, the cure."""
-    cure = _CURES.get(error.errno or 0)
-    return f"{error.filename}: {error.strerror}" + (f"; {cure}" if cure else "")

@@ -61,10 +61,6 @@ class Document:
             path = path[:-1]
         return f"{self.source}:{_place(self._text, self._offsets.get(path, 0))}"
 
-    def where_key(self, key: str) -> str:
-        """Where a member of the root stands."""
-        return self.where((key,))
-
     @property
     def paths(self) -> tuple[JsonPath, ...]:
         """The paths of all keys and list items, and of the root."""
@@ -116,12 +112,13 @@ def read_json(path: Path) -> Document:
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
-    except IsADirectoryError as error:
-        raise ConfigError(f"{path}: is a folder; it must be a JSON file") from error
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}: there is no such file") from error
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        why = f"cannot be read: {error.strerror}"
+        if isinstance(error, IsADirectoryError):
+            why = "is a folder; it must be a JSON file"
+        elif isinstance(error, FileNotFoundError):
+            why = "there is no such file"
+        raise ConfigError(f"{path}: {why}") from error
     if len(raw) > MAX_BYTES:
         raise ConfigError(f"{path}: is larger than {MAX_BYTES >> 20} MiB, the limit")
     for mark, name in _BOMS:

@@ -61,7 +61,9 @@ def refuse_open(value: object, name: str, cure: str = TO_A_FILE) -> None:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             inside = f"{name}.{key}"
-            if is_secret(str(key)) and not (isinstance(inner, Mapping) or _is_flag(inner)):
+            if is_secret(str(key)) and not (
+                isinstance(inner, bool | Mapping) or inner in (None, "", "true", "false")
+            ):
                 raise ConfigError(
                     f"{inside} is a secret, and settings are printed; {cure}. If this one was in "
                     "use, replace it"
@@ -70,7 +72,9 @@ def refuse_open(value: object, name: str, cure: str = TO_A_FILE) -> None:
     elif isinstance(value, list | tuple):
         for inner in value:
             refuse_open(inner, name, cure)
-    elif isinstance(value, str) and _has_secret(value):
+    elif isinstance(value, str) and (
+        _USER.match(value) or ("://" in value and any(map(is_secret, _QUERY.findall(value))))
+    ):
         raise ConfigError(
             f"{name} is a URL with a user, a password or a token in it, and settings are printed; "
             f"{cure}"
@@ -151,14 +155,6 @@ def _file_of(value: object) -> str | None:
         path = value["file"]
         return path if isinstance(path, str) and path else None
     return None
-
-
-def _is_flag(value: object) -> bool:
-    return value is None or isinstance(value, bool) or value in ("", "true", "false")
-
-
-def _has_secret(text: str) -> bool:
-    return bool(_USER.match(text)) or ("://" in text and any(map(is_secret, _QUERY.findall(text))))
 
 
 def exposure(path: Path, status: os.stat_result, forbidden: int, root_too: bool = False) -> str:

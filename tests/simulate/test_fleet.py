@@ -99,8 +99,8 @@ def test_the_command_compares_both_ways(tmp_path: Path) -> None:
     assert (line["hosts"], line["sessions"]) == (4, 10)
     for routing in ("sticky", "spread"):
         assert [tier["name"] for tier in line[routing]["tiers"]] == ["host", "disk", "store"]
-        assert line[routing]["store_written_a_s"] > 0
-    assert line["sticky"]["store_read"] < line["spread"]["store_read"]
+        assert line[routing]["store_written_bytes_a_s"] > 0
+    assert line["sticky"]["store_read_bytes"] < line["spread"]["store_read_bytes"]
     assert line["sticky"]["hit_rate"] == line["spread"]["hit_rate"]
     without = simulate(*words, "--hosts", "4")
     assert without["spread"]["hit_rate"] < without["sticky"]["hit_rate"]

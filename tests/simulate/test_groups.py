@@ -125,7 +125,7 @@ def test_the_command(tmp_path: Path) -> None:
     row = json.loads(result.output.splitlines()[-1])
     assert 0.2 < row["hit_rate"] <= row["unlimited"] < 1
     assert [tier["name"] for tier in row["tiers"]] == ["host", "disk"]
-    assert sum(row["read_bytes"].values()) == sum(tier["read"] for tier in row["tiers"])
+    assert sum(row["read_bytes"].values()) == sum(tier["read_bytes"] for tier in row["tiers"])
     assert "a pool without limit" in " ".join(result.output.split())
     for wrong, says in (
         (["--capacity-blocks", "7"], "sizes of its own"),

@@ -284,7 +284,7 @@ def test_command_json(small: Path) -> None:
     assert row["requests"] == 30
     assert row["blocks"] == 90
     assert 0.3 < row["hit_rate"] <= row["clairvoyant"] < 1.0
-    assert row["tiers"][0]["read"] == row["hits"] << 20
+    assert row["tiers"][0]["read_bytes"] == row["hits"] << 20
 
 
 def test_command_compares_and_ends_with_json(small: Path) -> None:
@@ -308,7 +308,7 @@ def test_sizes_are_taken_as_well_as_blocks(small: Path) -> None:
     in_bytes = told("--tiers", "host:128MiB,disk:1GiB", *per_block)
     in_blocks = told("--tiers", "host:2,disk:16", *per_block)
     assert in_bytes == in_blocks
-    assert [tier["capacity"] for tier in in_bytes["tiers"]] == [128 << 20, 1 << 30]
+    assert [tier["capacity_bytes"] for tier in in_bytes["tiers"]] == [128 << 20, 1 << 30]
     assert told("--capacity", "320MiB", *per_block) == told("--capacity-blocks", "5", *per_block)
 
 

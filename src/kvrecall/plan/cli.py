@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrecall.commands import steps
-from kvrecall.config import DEFAULT_POLICY, format_count, format_size, parse_size
+from kvrecall.config import DEFAULT_POLICY, format_size, parse_size
 from kvrecall.environment import CPU_KV_SPACE
 from kvrecall.errors import ConfigError, errors_shown
 from kvrecall.modelconfig import CacheKind, find_config, hub_cache
@@ -34,11 +34,21 @@ from kvrecall.plan.sizing import (
     with_trace,
 )
 from kvrecall.pool.eviction import make_policy
-from kvrecall.simulate.cli import load_trace
+from kvrecall.simulate.cli import load_trace, print_records
 from kvrecall.simulate.trace import BLOCK_TOKENS
 
 app = typer.Typer(add_completion=False)
 _BANDWIDTHS = ("host", "disk", "remote")
+_GROUPS = {
+    "groups": "groups", "kind": "keeps", "layers": "layers", "block_tokens": "block tokens",
+    "record_bytes": "record", "device_blocks": "device blocks", "pool_records": "pool records",
+    "hit_records": "a hit loads",
+}  # fmt: skip
+_TIERS = {
+    "tier": "tier", "bytes": "size", "blocks": "blocks", "tokens": "tokens",
+    "sessions": "sessions", "hit_rate_up_to_here": "hit rate so far",
+}  # fmt: skip
+"""Columns of tables, by the keys of the JSON."""
 
 
 @app.command()
@@ -186,14 +196,8 @@ def _summary(
             "bytes_per_s_at_end": round(even.at_end),
             "worth_it": {n: even.wins(b) for n, b in bandwidths.items() if b},
         },
-        "links": {
-            "cards": links.cards,
-            "links": links.links,
-            "bytes": links.nbytes,
-            "lower_memory_factor_by": links.lower_by,
-            "memory_factor": links.factor(site.memory_factor),
-            "too_many": links.too_many,
-        },
+        "links": asdict(links)
+        | {"memory_factor": round(site.memory_factor - links.lower_memory_factor_by, 4)},
         "settings": settings_of(site, use, several),
         "warnings": _warnings(shape, use, links, below >= use.sessions, bool(tiers)),
     }
@@ -271,44 +275,17 @@ def _print(report: dict[str, Any], console: Console, rate_given: bool) -> None:
             f"(on a CPU, {CPU_KV_SPACE}=GIB sets the device cache itself)",
         )
     console.print(facts)
-    console.print(_groups_table(report))
+    alike: dict[str, dict[str, Any]] = {}  # groups that are alike are one row
+    for group in report["groups"]:
+        reach = f" of {group['reach']:,} tokens" if group["reach"] else ""
+        row = {"groups": 0, **group, "kind": group["kind"] + reach}
+        alike.setdefault(json.dumps(group), row)["groups"] += 1
+    print_records("KV groups", [*alike.values()], _GROUPS, "blocks and records are of one session")
     if len(report["groups"]) > 1 or report["groups"][0]["reach"]:
         command = f"kvrecall simulate TRACE --groups {report['simulate_groups']} --capacity SIZE"
         console.print(command, soft_wrap=True, highlight=False)
-    table = Table(caption="of all hosts together; 1 GiB = 1.074 GB, 1 TiB = 1.100 TB")
-    table.add_column("tier")
-    for title in ("size", "blocks", "tokens", "sessions", "hit rate so far"):
-        table.add_column(title, justify="right")
-    for tier in report["tiers"]:
-        hit = tier["hit_rate_up_to_here"]
-        counts = (format_count(tier[name]) for name in ("blocks", "tokens", "sessions"))
-        table.add_row(
-            tier["tier"], format_size(tier["bytes"]), *counts, "-" if hit is None else f"{hit:.4f}"
-        )
-    console.print(table)
+    print_records("", report["tiers"], _TIERS, "of all hosts; 1 GiB = 1.074 GB, 1 TiB = 1.100 TB")
     settings = json.dumps(report["settings"])
     console.print(f"pool.json of each host: {settings}", soft_wrap=True, highlight=False)
     for warning in report["warnings"]:
         console.print(f"note: {warning}")
-
-
-def _groups_table(report: dict[str, Any]) -> Table:
-    """vLLM's KV groups; those that are alike in one row."""
-    table = Table(title="KV groups", caption="blocks and records are of one session")
-    table.add_column("groups", justify="right")
-    table.add_column("keeps")
-    titles = ("layers", "block tokens", "record", "device blocks", "pool records", "a hit loads")
-    for title in titles:
-        table.add_column(title, justify="right")
-    alike: dict[str, list[dict[str, Any]]] = {}
-    for group in report["groups"]:
-        alike.setdefault(json.dumps(group), []).append(group)
-    for rows in alike.values():
-        one = rows[0]
-        reach = f" of {one['reach']:,} tokens" if one["reach"] else ""
-        table.add_row(
-            str(len(rows)), one["kind"] + reach, str(one["layers"]), str(one["block_tokens"]),
-            format_size(one["record_bytes"]),
-            *(format_count(one[name]) for name in ("device_blocks", "pool_records", "hit_records")),
-        )  # fmt: skip
-    return table

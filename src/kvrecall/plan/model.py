@@ -69,10 +69,6 @@ class Group:
                 return min(1, every)
         return every
 
-    def state_tokens(self, step_tokens: int) -> int:
-        """Tokens between two states that are kept."""
-        return max(1, step_tokens // self.block_tokens) * self.block_tokens
-
     def needed(self, hit: int) -> int:
         """Records that a hit of ``hit`` tokens, a multiple of all block sizes, loads."""
         return len(self.kind.needed(self.reach, hit, self.block_tokens))

@@ -63,12 +63,9 @@ class CardLinks:
 
     cards: int
     links: int
-    nbytes: int
-    lower_by: float
+    bytes: int
+    lower_memory_factor_by: float
     too_many: bool  # more than can stay connected: some are dropped and re-established
-
-    def factor(self, now: float) -> float:
-        return round(now - self.lower_by, 4)
 
 
 def links_of(cards: int, will_grow: bool = False) -> CardLinks:
@@ -113,7 +110,7 @@ def device_tier_bytes(shape: ModelShape, site: Site, links: CardLinks) -> int:
     """Device memory left for KV on all hosts. ConfigError if the weights do not fit."""
     if site.device_bytes == 0:
         return 0
-    factor = site.memory_factor - links.lower_by
+    factor = site.memory_factor - links.lower_memory_factor_by
     devices = site.hosts * site.devices
     left = int(devices * site.device_bytes * factor) - site.instances * shape.weight_bytes
     if left <= 0:
@@ -186,7 +183,8 @@ def groups_of_trace(groups: tuple[Group, ...], step_tokens: int) -> tuple[GroupS
     sizes: dict[tuple[CacheKind, int], int] = {}
     for group in groups:
         is_state = group.kind is CacheKind.STATE
-        reach = group.state_tokens(step_tokens) if is_state else group.reach
+        kept = max(1, step_tokens // group.block_tokens) * group.block_tokens  # states, so often
+        reach = kept if is_state else group.reach
         nbytes = group.record_bytes
         nbytes = nbytes if is_state else nbytes // group.block_tokens * BLOCK_TOKENS
         key = group.kind, reach

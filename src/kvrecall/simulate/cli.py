@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -30,6 +30,7 @@ Row = dict[str, Any]
 """A line of JSON, or a part of it."""
 _LITTLE = 0.005  # of all blocks
 _COUNTS = ("capacity", "read", "written", "evicted", "bypassed")
+_UNITS = {"bytes": "bytes", "blocks": "blocks; --block-bytes SIZE gives bytes"}
 
 
 @app.command()
@@ -206,10 +207,11 @@ def _simulate_pool(
             bounds = [replay(trace, [TierSpec("all", 1 << 62)], "lru", tell, groups).hit_rate]
         outcomes = {name: replay(trace, tiers, name, tell, groups) for name in policies}
     bound = "clairvoyant" if in_blocks else "unlimited"
+    unit = "blocks" if in_blocks and not block_bytes else "bytes"
     rows = []
     for name, outcome in outcomes.items():
         row = _row(trace, name, outcome) | {bound: round(bounds[-1], 6)}
-        row["tiers"] = _rows_of_tiers(outcome, block_bytes)
+        row["tiers"] = _rows_of_tiers(outcome, unit, block_bytes or 1)
         if in_blocks:
             row["hints"] = hints_of(outcome, bounds)
         else:  # a hit may need records of several tiers
@@ -219,9 +221,10 @@ def _simulate_pool(
             row["tiers"][-1]["hit_rate_up_to_here"] = row["hit_rate"]
         for tier, best in zip(row["tiers"][-len(bounds) :], bounds, strict=True):
             tier["best_up_to_here"] = round(best, 6)
+            tier["of_best"] = round(tier["hit_rate_up_to_here"] / best, 4) if best else None
         rows.append(row)
     if shown:
-        _print_rows(rows, block_bytes > 0 or not in_blocks, len(tiers) > 1)
+        _print_rows(rows, unit, len(tiers) > 1)
     if len(rows) == 1:
         return rows[0]
     best_row = max(rows, key=lambda row: float(row["hit_rate"]))
@@ -241,12 +244,12 @@ def _row(trace: Trace, policy: str, outcome: ReplayOutcome) -> Row:
     }
 
 
-def _rows_of_tiers(outcome: ReplayOutcome, block_bytes: int) -> list[Row]:
-    """In bytes if the size of a block is known, else in blocks; with the share of the blocks that
-    each tier and those before it hit."""
+def _rows_of_tiers(outcome: ReplayOutcome, unit: str, size: int) -> list[Row]:
+    """With the share of the blocks that each tier and those before it hit. ``size``: of what the
+    outcome counts, in ``unit``."""
     rows = []
     for tier, hits in zip(outcome.tiers, accumulate(t.read for t in outcome.tiers), strict=True):
-        counts = {name: getattr(tier, name) * (block_bytes or 1) for name in _COUNTS}
+        counts = {f"{name}_{unit}": getattr(tier, name) * size for name in _COUNTS}
         rate = round(hits / max(1, outcome.accesses), 6)
         rows.append({"name": tier.name, **counts, "hit_rate_up_to_here": rate})
     return rows
@@ -276,17 +279,8 @@ def hints_of(outcome: ReplayOutcome, bounds: Sequence[float]) -> list[str]:
     return hints
 
 
-def _print_rows(rows: Sequence[Row], in_bytes: bool, several: bool) -> None:
-    shown: list[tuple[str, ...]] = []
+def _print_rows(rows: Sequence[Row], unit: str, several: bool) -> None:
     first = rows[0]
-    for row in rows:
-        for tier in row["tiers"]:
-            rate, best = (tier.get(f"{which}_up_to_here") for which in ("hit_rate", "best"))
-            rates = [f"{rate:.4f}", f"{best:.4f}"] if best is not None else ["", ""]
-            rates.append(f"{rate / best:.0%}" if best else "-")
-            capacity, read, *rest = _amounts((tier[name] for name in _COUNTS), in_bytes)
-            label = row["policy"] if tier is row["tiers"][0] else ""
-            shown.append((label, tier["name"], capacity, read, *rates, *rest))
     if "read_bytes" in first:
         read_of = (f"{kind} {format_size(size)}" for kind, size in first["read_bytes"].items())
         rate = f"that is hit by every group ({first['policy']} read {', '.join(read_of)})"
@@ -294,38 +288,49 @@ def _print_rows(rows: Sequence[Row], in_bytes: bool, several: bool) -> None:
     else:
         rate = "hit by the tier and those before it" if several else "hit"
         best = "upper bound of any policy (clairvoyant)"
-    _print_table(
+    print_records(
         f"{first['trace']}: {first['requests']:,} requests, {first['blocks']:,} blocks",
-        ("policy", "tier", "capacity", "hits", "rate", "best", "of it", *_COUNTS[2:]),
-        shown,
-        f"in {'bytes' if in_bytes else 'blocks; --block-bytes SIZE gives bytes'}\n"
-        f"rate: share of blocks {rate};\nbest: {best}",
+        [{"policy": row["policy"], **tier} for row in rows for tier in row["tiers"]],
+        {"policy": "policy", **_headings(unit), f"bypassed_{unit}": "bypassed"},
+        f"in {_UNITS[unit]}\nrate: share of blocks {rate};\nbest: {best}",
     )
     for hint in dict.fromkeys(hint for row in rows for hint in row.get("hints", ())):
         Console().print(f"hint: {hint}", highlight=False, markup=False)
 
 
-def _print_table(
-    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], caption: str
+def _headings(unit: str) -> dict[str, str]:
+    return {
+        "name": "tier", f"capacity_{unit}": "capacity", f"read_{unit}": "hits",
+        "hit_rate_up_to_here": "rate", "best_up_to_here": "best", "of_best": "of it",
+        f"written_{unit}": "written", f"evicted_{unit}": "evicted",
+    }  # fmt: skip
+
+
+def print_records(
+    title: str, rows: Sequence[Row], headings: Mapping[str, str], caption: str
 ) -> None:
+    """Prints a table with a column for each key of ``headings`` that a row has. A size has
+    ``bytes`` in its key, a share is at most 1."""
+
+    def cell(key: str, value: Any) -> str:
+        if value is None or isinstance(value, str):
+            return value or "-"
+        if "bytes" in key:
+            return format_size(value)
+        if isinstance(value, int):
+            return format_count(value)
+        return f"{value:.4f}" if value <= 1 else f"{value:,.2f}"
+
     console = Console()
-    padding = (0, 1) if console.width >= 100 or len(headings) < 10 else 0
+    keys = [key for key in headings if any(key in row for row in rows)]
+    padding = (0, 1) if console.width >= 100 or len(keys) < 10 else 0
     table = Table(title=Text(title), caption=caption, padding=padding)
-    for heading in headings:
-        is_text = heading in ("policy", "tier", "sessions")
-        table.add_column(heading, justify="left" if is_text else "right")
+    for key in keys:
+        is_text = any(isinstance(row.get(key), str) for row in rows)
+        table.add_column(headings[key], justify="left" if is_text else "right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(cell(key, row.get(key)) for key in keys))
     console.print(table)
-
-
-def _amounts(numbers: Iterable[float], in_bytes: bool) -> list[str]:
-    return [
-        format_size(int(number)) if in_bytes
-        else format_count(number) if isinstance(number, int)
-        else f"{number:,.1f}".removesuffix(".0")
-        for number in numbers
-    ]  # fmt: skip
 
 
 # -- many hosts --------------------------------------------------------------------------------
@@ -352,48 +357,47 @@ def _simulate_fleet(
     line["seconds"] = round(first.seconds, 1)
     for name in ("hit_rate", "hits"):  # of each way to route
         del line[name]
-    line |= {name: _fleet_row(outcome, block_bytes) for name, outcome in outcomes.items()}
+    unit = "bytes" if block_bytes else "blocks"
+    ways = {name: _fleet_row(one, unit, block_bytes or 1) for name, one in outcomes.items()}
     if shown:
-        _print_fleet(line, {name: line[name] for name in outcomes}, block_bytes > 0)
-    return line
+        _print_fleet(line, ways, unit)
+    return line | ways
 
 
-def _fleet_row(outcome: FleetOutcome, block_bytes: int) -> Row:
-    traffic, seconds, size = outcome.traffic, max(outcome.seconds, 1.0), block_bytes or 1
-    return {
+def _fleet_row(outcome: FleetOutcome, unit: str, block_bytes: int) -> Row:
+    traffic, seconds = outcome.traffic, max(outcome.seconds, 1.0)
+    row: Row = {
         "hit_rate": round(outcome.hit_rate, 6),
         "busiest_host": round(outcome.busiest, 2),
-        "tiers": _rows_of_tiers(outcome, block_bytes),
-        "store_read": traffic.read * size,
-        "store_written": traffic.written * size,
-        "store_read_a_s": round(traffic.read * size / seconds, 1),
-        "store_read_a_s_in_a_minute": round(traffic.most_read * size / WINDOW_S, 1),
-        "store_written_a_s": round(traffic.written * size / seconds, 1),
-        "store_written_a_s_in_a_minute": round(traffic.most_written * size / WINDOW_S, 1),
+        "tiers": _rows_of_tiers(outcome, unit, block_bytes),
     }
+    for name in ("read", "written"):
+        moved, most = (getattr(traffic, each) * block_bytes for each in (name, f"most_{name}"))
+        row[f"store_{name}_{unit}"] = moved
+        row[f"store_{name}_{unit}_a_s"] = round(moved / seconds, 1)
+        row[f"store_{name}_{unit}_a_s_in_a_minute"] = round(most / WINDOW_S, 1)
+    return row
 
 
-def _print_fleet(line: Row, ways: Mapping[str, Row], in_bytes: bool) -> None:
-    tiers, network = [], []
-    for routing, row in ways.items():
-        for tier in row["tiers"]:
-            capacity, read, *rest, _ = _amounts((tier[name] for name in _COUNTS), in_bytes)
-            label = routing if tier is row["tiers"][0] else ""
-            rate = f"{tier['hit_rate_up_to_here']:.4f}"
-            tiers.append((label, tier["name"], capacity, read, rate, *rest))
-        rates = _amounts((row[name] for name in row if "_a_s" in name), in_bytes)
-        network.append((routing, *rates, f"{row['busiest_host']:.2f} of the mean"))
-    _print_table(
+def _print_fleet(line: Row, ways: Mapping[str, Row], unit: str) -> None:
+    print_records(
         f"{line['trace']}: {line['requests']:,} requests of {line['sessions']:,} sessions on "
         f"{line['hosts']:,} hosts",
-        ("sessions", "tier", "capacity, all", "hits", "rate", "written", "evicted"),
-        tiers,
+        [{"sessions": name, **tier} for name, row in ways.items() for tier in row["tiers"]],
+        {"sessions": "sessions", **_headings(unit)},
         "sticky: a session stays on one host; spread: each request goes to any\n"
-        "rate: share of blocks hit by the tier and those before it",
+        "capacity: of all hosts; rate: share of blocks hit by the tier and those before it",
     )
-    _print_table(
+    print_records(
         "a second, on average and in the busiest minute, of all hosts",
-        ("sessions", "from the store", "at most", "to the store", "at most", "busiest host"),
-        network,
-        f"in {'bytes' if in_bytes else 'blocks; --block-bytes gives bytes'}",
+        [{"sessions": name, **row} for name, row in ways.items()],
+        {
+            "sessions": "sessions",
+            f"store_read_{unit}_a_s": "from the store",
+            f"store_read_{unit}_a_s_in_a_minute": "at most",
+            f"store_written_{unit}_a_s": "to the store",
+            f"store_written_{unit}_a_s_in_a_minute": "at most",
+            "busiest_host": "busiest host",
+        },
+        f"in {_UNITS[unit]}; the busiest host: times the mean",
     )

@@ -21,7 +21,7 @@ from kvrecall.config import (
 )
 from kvrecall.errors import ConfigError
 from kvrecall.pool.service import protocol as p
-from kvrecall.pool.service.admin import Inventory, PrefixTrees
+from kvrecall.pool.service.admin import PrefixTrees
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.testing.blocks import chain, namespace, wait_until
@@ -131,10 +131,7 @@ def test_a_model_with_several_groups(at: tuple[object, ...], service: ServiceThr
     chains = rows(*at, "--by", "chain", "-n", full.digest.hex())
     assert set(chains) == {keys[-1].hex()}
     assert rows(*at, "--by", "chain", "-n", window.digest.hex()) == {}
-    trees = {
-        tree.namespace: tree
-        for tree in PrefixTrees(100).run(Inventory(service.pool), lambda *_: None)
-    }
+    trees = {tree.namespace: tree for tree in PrefixTrees(100).run(service.pool, lambda *_: None)}
     beside = trees[window.digest.hex()]
     assert (beside.model, beside.blocks) == ("one, KV group 1: window of 1024", 6)
     assert beside.children == [] != trees[full.digest.hex()].children
@@ -145,7 +142,7 @@ def test_a_model_with_several_groups(at: tuple[object, ...], service: ServiceThr
 
 def as_text(service: ServiceThread) -> str:
     """The prefix trees."""
-    return repr(PrefixTrees(100).run(Inventory(service.pool), lambda *_: None))
+    return repr(PrefixTrees(100).run(service.pool, lambda *_: None))
 
 
 def test_drop_by_tenant_leaves_pinned_blocks(at: tuple[object, ...]) -> None:

@@ -226,92 +226,81 @@ class _Known(NamedTuple):
 _UNKNOWN = _Known("unknown", -1, {})
 
 
-class Inventory:
-    """The inventory of a pool. Its methods block; call them outside of any loop. Raises ConfigError
-    if a query names something unknown."""
+def select(pool: Pool, query: Query) -> Iterator[BlockInfo]:
+    """The selected blocks, one after the other: there may be millions. A block in two tiers
+    appears twice. Raises ConfigError if the query names something unknown."""
+    if query.tier not in ("", TierName.HOST, TierName.DISK):
+        raise ConfigError(f"--tier: {query.tier!r} is unknown; allowed: host, disk")
+    admin, digests = pool.admin, _digests(pool, query)
+    prefix = _prefix_of(query.block, admin.blocks()) if query.block else None
+    used: dict[BlockKey, float] = {}  # of those in the host: the later use counts
+    if query.older_than_s is not None or query.younger_than_s is not None:
+        used = {block.key: block.used for block in pool.host_blocks()}
+        for block in admin.disk.catalog.infos() if admin.disk is not None and used else ():
+            if block.key in used:
+                used[block.key] = max(used[block.key], block.used)
+    now, tenants = admin.now(), frozenset(query.tenants)
+    least = -1.0 if query.older_than_s is None else query.older_than_s
+    most = float("inf") if query.younger_than_s is None else query.younger_than_s
+    for block in admin.blocks():
+        if (
+            (prefix is None or block.key in prefix)
+            and (not digests or block.key[:NAMESPACE_BYTES] in digests)
+            and (not tenants or block.tenant in tenants)
+            and (not query.tier or block.tier == query.tier)
+            and (query.pinned is None or block.pinned == query.pinned)
+            and least < max(0.0, now - used.get(block.key, block.used)) < most
+        ):
+            yield block
 
-    def __init__(self, pool: Pool, overview: Callable[[], Overview] | None = None) -> None:
-        """``overview``: of the service that has the pool."""
-        self.pool = pool
-        self._overview = overview
 
-    def overview(self) -> Overview:
-        if self._overview is None:
-            raise ConfigError("a folder has no clients and no traffic; pass the --socket of a pool")
-        return self._overview()
+def _digests(pool: Pool, query: Query) -> set[bytes]:
+    """The namespaces a query names; empty if it names none."""
+    if not (query.namespaces or query.models):
+        return set()
+    known = namespaces_of(pool)
+    chosen = {
+        digest
+        for digest, namespace in known.items()
+        if any(text.lower() in namespace.model.lower() for text in query.models)
+    }
+    if query.models and not chosen:
+        raise ConfigError(f"--model: no match for {list(query.models)}; {_SEE}")
+    for prefix in query.namespaces:
+        fitting = [digest for digest in known if digest.hex().startswith(prefix.lower())]
+        if len(fitting) != 1:
+            many = f"{len(fitting)} namespaces begin" if fitting else "no namespace begins"
+            raise ConfigError(f"--namespace: {many} with {prefix!r}; {_SEE}")
+        chosen.update(fitting)
+    return chosen
 
-    def select(self, query: Query) -> Iterator[BlockInfo]:
-        """The selected blocks, one after the other: there may be millions. A block in two tiers
-        appears twice."""
-        if query.tier not in ("", TierName.HOST, TierName.DISK):
-            raise ConfigError(f"--tier: {query.tier!r} is unknown; allowed: host, disk")
-        admin, digests = self.pool.admin, self._digests(query)
-        prefix = _prefix_of(query.block, admin.blocks()) if query.block else None
-        used: dict[BlockKey, float] = {}  # of those in the host: the later use counts
-        if query.older_than_s is not None or query.younger_than_s is not None:
-            used = {block.key: block.used for block in self.pool.host_blocks()}
-            for block in admin.disk.catalog.infos() if admin.disk is not None and used else ():
-                if block.key in used:
-                    used[block.key] = max(used[block.key], block.used)
-        now, tenants = admin.now(), frozenset(query.tenants)
-        least = -1.0 if query.older_than_s is None else query.older_than_s
-        most = float("inf") if query.younger_than_s is None else query.younger_than_s
-        for block in admin.blocks():
-            if (
-                (prefix is None or block.key in prefix)
-                and (not digests or block.key[:NAMESPACE_BYTES] in digests)
-                and (not tenants or block.tenant in tenants)
-                and (not query.tier or block.tier == query.tier)
-                and (query.pinned is None or block.pinned == query.pinned)
-                and least < max(0.0, now - used.get(block.key, block.used)) < most
-            ):
-                yield block
 
-    def _digests(self, query: Query) -> set[bytes]:
-        """The namespaces a query names; empty if it names none."""
-        if not (query.namespaces or query.models):
-            return set()
-        known = self.namespaces()
-        chosen = {
-            digest
-            for digest, namespace in known.items()
-            if any(text.lower() in namespace.model.lower() for text in query.models)
-        }
-        if query.models and not chosen:
-            raise ConfigError(f"--model: no match for {list(query.models)}; {_SEE}")
-        for prefix in query.namespaces:
-            fitting = [digest for digest in known if digest.hex().startswith(prefix.lower())]
-            if len(fitting) != 1:
-                many = f"{len(fitting)} namespaces begin" if fitting else "no namespace begins"
-                raise ConfigError(f"--namespace: {many} with {prefix!r}; {_SEE}")
-            chosen.update(fitting)
-        return chosen
+def tenants_of(pool: Pool) -> tuple[tuple[TenantView, ...], int]:
+    """Tenants that hold most, and how many there are."""
+    tier = pool.admin.disk
+    host = {use.tenant: use for use in pool.host_tenants()}
+    disk = {use.tenant: use for use in (tier.catalog.tenants() if tier is not None else ())}
+    views = []
+    for tenant in {**host, **disk}:
+        a, b = (of.get(tenant, TenantUse(tenant, 0, None, 0, 0)) for of in (host, disk))
+        views.append(
+            TenantView(
+                tenant, a.used_bytes, a.limit_bytes, b.used_bytes, b.limit_bytes,
+                a.refused + b.refused, a.evicted + b.evicted,
+            )
+        )  # fmt: skip
+    views.sort(key=lambda view: (-(view.host_bytes + view.disk_bytes), view.tenant))
+    return tuple(views[:_TENANTS_SHOWN]), len(views)
 
-    def tenants(self) -> tuple[tuple[TenantView, ...], int]:
-        """Tenants that hold most, and how many there are."""
-        tier = self.pool.admin.disk
-        host = {use.tenant: use for use in self.pool.host_tenants()}
-        disk = {use.tenant: use for use in (tier.catalog.tenants() if tier is not None else ())}
-        views = []
-        for tenant in {**host, **disk}:
-            a, b = (of.get(tenant, TenantUse(tenant, 0, None, 0, 0)) for of in (host, disk))
-            views.append(
-                TenantView(
-                    tenant, a.used_bytes, a.limit_bytes, b.used_bytes, b.limit_bytes,
-                    a.refused + b.refused, a.evicted + b.evicted,
-                )
-            )  # fmt: skip
-        views.sort(key=lambda view: (-(view.host_bytes + view.disk_bytes), view.tenant))
-        return tuple(views[:_TENANTS_SHOWN]), len(views)
 
-    def namespaces(self) -> dict[bytes, _Known]:
-        """Every namespace that was registered or has blocks on disk, by its digest."""
-        disk = self.pool.admin.disk
-        known = [*(disk.namespaces() if disk is not None else ()), *self.pool.namespaces()]
-        return {
-            namespace.digest: _Known(model_of(namespace.parts), nbytes, dict(namespace.parts))
-            for namespace, nbytes in known
-        }
+def namespaces_of(pool: Pool) -> dict[bytes, _Known]:
+    """Every namespace that was registered or has blocks on disk, by its digest."""
+    disk = pool.admin.disk
+    known = [*(disk.namespaces() if disk is not None else ()), *pool.namespaces()]
+    return {
+        namespace.digest: _Known(model_of(namespace.parts), nbytes, dict(namespace.parts))
+        for namespace, nbytes in known
+    }
 
 
 def _prefix_of(name: str, held: Iterable[BlockInfo]) -> set[BlockKey]:
@@ -447,19 +436,16 @@ class Command(msgspec.Struct, Generic[R], frozen=True, array_like=True):
     progress: ClassVar[str] = "working"
     on_folder: ClassVar[bool] = True
 
-    def run(self, inventory: Inventory, progress: OnProgress) -> R:
+    def run(self, pool: Pool, progress: OnProgress) -> R:
         """Executes the command. Blocks. Raises ConfigError if it cannot be executed."""
         raise NotImplementedError
 
 
 class Stat(Command[Overview], frozen=True):
-    """The current state of the service."""
+    """The current state of the service, which only the service itself knows."""
 
     result = Overview
     on_folder = False
-
-    def run(self, inventory: Inventory, progress: OnProgress) -> Overview:
-        return inventory.overview()
 
 
 class PrefixTrees(Command[list[PrefixTree]], frozen=True):
@@ -468,13 +454,13 @@ class PrefixTrees(Command[list[PrefixTree]], frozen=True):
     result = list[PrefixTree]
     limit: int = 300
 
-    def run(self, inventory: Inventory, progress: OnProgress) -> list[PrefixTree]:
+    def run(self, pool: Pool, progress: OnProgress) -> list[PrefixTree]:
         known = {}
-        for digest, one in inventory.namespaces().items():
+        for digest, one in namespaces_of(pool).items():
             group = one.parts.get("group", "")
             name = f"{one.model}, KV group {group}" if group else one.model
             known[digest] = name, one.block_bytes
-        admin = inventory.pool.admin
+        admin = pool.admin
         return prefix_trees(admin.blocks(), known, admin.now(), self.limit)
 
 
@@ -487,11 +473,11 @@ class List(Command[Listing], frozen=True):
     sort: str = "size"
     limit: int = 10_000
 
-    def run(self, inventory: Inventory, progress: OnProgress) -> Listing:
+    def run(self, pool: Pool, progress: OnProgress) -> Listing:
         if self.sort not in SORTS:
             raise ConfigError(f"--sort: {self.sort!r} is unknown; known: {', '.join(SORTS)}")
-        by, known, now = self.by, inventory.namespaces(), inventory.pool.admin.now()
-        held: Iterable[BlockInfo] = inventory.select(self.query)
+        by, known, now = self.by, namespaces_of(pool), pool.admin.now()
+        held: Iterable[BlockInfo] = select(pool, self.query)
         inner: set[BlockKey | None] = set()
         if by is By.CHAIN:
             held = [block for block in held if not block.hangs]
@@ -538,18 +524,18 @@ class Verify(Command[Counts], frozen=True):
     progress = "verifying"
     query: Query = Query()
 
-    def run(self, inventory: Inventory, progress: OnProgress) -> Counts:
-        disk = inventory.pool.admin.disk
+    def run(self, pool: Pool, progress: OnProgress) -> Counts:
+        disk = pool.admin.disk
         if disk is None:
             return {"checked": 0, "damaged": 0}
-        keys = [b.key for b in inventory.select(self.query) if b.tier is TierName.DISK]
+        keys = [b.key for b in select(pool, self.query) if b.tier is TierName.DISK]
         checked = damaged = 0
         told = 0.0
         for key, outcome in disk.check(keys):
             checked += outcome is not Outcome.MISS
             if outcome in (Outcome.CORRUPT, Outcome.ERROR):
                 damaged += 1
-                inventory.pool.lost_below([key])
+                pool.lost_below([key])
             if time.monotonic() - told > _PROGRESS_S:
                 told = time.monotonic()
                 progress(checked, len(keys))
@@ -565,13 +551,13 @@ class Drop(Command[Counts], frozen=True):
     query: Query
     pinned: bool
 
-    def run(self, inventory: Inventory, progress: OnProgress) -> Counts:
+    def run(self, pool: Pool, progress: OnProgress) -> Counts:
         keys: set[BlockKey] = set()
         kept: set[BlockKey] = set()
-        for block in inventory.select(self.query):
+        for block in select(pool, self.query):
             (kept if block.pinned and not self.pinned else keys).add(block.key)
         keys -= kept
-        inventory.pool.admin.drop(keys)
+        pool.admin.drop(keys)
         return {"dropped": len(keys), "pinned": len(kept)}
 
 
@@ -583,9 +569,9 @@ class Pin(Command[Counts], frozen=True):
     query: Query
     on: bool
 
-    def run(self, inventory: Inventory, progress: OnProgress) -> Counts:
-        sizes = {block.key: block.slot_bytes for block in inventory.select(self.query)}
-        admin = inventory.pool.admin
+    def run(self, pool: Pool, progress: OnProgress) -> Counts:
+        sizes = {block.key: block.slot_bytes for block in select(pool, self.query)}
+        admin = pool.admin
         (admin.pin if self.on else admin.unpin)(sizes.keys())
         return {"blocks": len(sizes), "bytes": sum(sizes.values())}
 
@@ -599,8 +585,8 @@ class Resize(Command[dict[str, int | None]], frozen=True):
     host_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)] | None
     disk_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)] | None
 
-    def run(self, inventory: Inventory, progress: OnProgress) -> dict[str, int | None]:
-        pool, disk = inventory.pool, inventory.pool.admin.disk
+    def run(self, pool: Pool, progress: OnProgress) -> dict[str, int | None]:
+        disk = pool.admin.disk
         if self.disk_bytes is not None and disk is None:
             raise ConfigError("disk: this pool has no disk tier; start it with disk_path")
         if self.host_bytes is not None:
@@ -700,4 +686,4 @@ class FolderAdmin(AbstractContextManager["FolderAdmin"]):
 
     def do(self, command: Command[R], progress: OnProgress = lambda *_: None) -> R:
         """Executes it. Blocks. Raises ConfigError if it cannot be executed."""
-        return command.run(Inventory(self._pool), progress)
+        return command.run(self._pool, progress)

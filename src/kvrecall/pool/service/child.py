@@ -108,11 +108,8 @@ class ChildService:
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
     """The exit status of a process, whose pipes are closed."""
-    status = process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
-    return status
+    with process:
+        return process.wait()
 
 
 def _end_with_orders() -> None:

@@ -254,28 +254,20 @@ class ServiceClient:
     def why(self, key: BlockKey) -> Absence | None:
         with self._lock:
             life = self._current()
-            asked = self._asked.get(key)
+            asked = self._asked.pop(key, None)
+        if life is None or (asked is not None and asked[0] is not life):
+            return _NO_SERVICE
         if asked is None:
-            return self._ask_why(life, key)
-        asked_of, number = asked
-        reply = asked_of.taken(number) if asked_of is life else None
-        if reply is None and asked_of is life:
-            return None
+            if key[:NAMESPACE_BYTES] in life.refuses:
+                return _BARRED
+            try:
+                asked = life, life.begin(p.Why, key, timeout_s=self._timeout_s)
+            except (LinkLate, LinkLost):
+                return _NO_SERVICE
+        elif (reply := life.taken(asked[1])) is not None:
+            return reply.absence if isinstance(reply, p.WhyReply) else _NO_SERVICE
         with self._lock:
-            self._asked.pop(key, None)
-        return reply.absence if isinstance(reply, p.WhyReply) else _NO_SERVICE
-
-    def _ask_why(self, life: _Life | None, key: BlockKey) -> Absence | None:
-        if life is None:
-            return _NO_SERVICE
-        if key[:NAMESPACE_BYTES] in life.refuses:
-            return _BARRED
-        try:
-            number = life.begin(p.Why, key, timeout_s=self._timeout_s)
-        except (LinkLate, LinkLost):
-            return _NO_SERVICE
-        with self._lock:
-            self._asked[key] = life, number
+            self._asked[key] = asked
             spare = [*self._asked][:-_MOST_ASKED]  # by requests that have ended since
             for old, forgotten in [self._asked.pop(one) for one in spare]:
                 old.forget(forgotten)

@@ -247,7 +247,7 @@ class AdminEndpoint:
         self._server.close()
 
 
-class ServiceThread:
+class ServiceThread(AdminEndpoint):
     """A service inside this process, for tests and for programs with several engines."""
 
     def __init__(
@@ -260,13 +260,13 @@ class ServiceThread:
         """``make`` opens the pool. Raises as ``serve``."""
         self.pool = make(config)
         try:
-            self._endpoint = AdminEndpoint(self.pool, path, config, patience)
+            super().__init__(self.pool, path, config, patience)
         except BaseException:
             self.pool.close()
             raise
 
     def close(self) -> None:
         """Stops serving and stores queued blocks. Idempotent."""
-        self._endpoint.stop()
+        self.stop()
         self.pool.close()
-        self._endpoint.close()
+        super().close()

@@ -55,7 +55,7 @@ class Link:
         self._on_progress: dict[int, Callable[[p.Progress], None]] = {}
         self._owed: int | None = None  # the request whose reply is late
         self._owed_since = 0.0
-        self._lost = ""
+        self.why_lost = ""
         self._framer = p.Framer()
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
@@ -105,11 +105,7 @@ class Link:
 
     @property
     def is_lost(self) -> bool:
-        return bool(self._lost)
-
-    @property
-    def why_lost(self) -> str:
-        return self._lost
+        return bool(self.why_lost)
 
     def ask(
         self,
@@ -188,7 +184,7 @@ class Link:
 
     def wait_lost(self, timeout_s: float) -> bool:
         """Waits until the other end hangs up. False if it has not in that time."""
-        if self._lost:
+        if self.why_lost:
             return True
         watch = select.poll()
         watch.register(self._sock, select.POLLRDHUP)
@@ -200,8 +196,8 @@ class Link:
     def fail(self, reason: str) -> None:
         """Closes the connection; waiting callers get LinkLost. Idempotent, from any thread."""
         with self._changed:
-            if not self._lost:
-                self._lost = reason
+            if not self.why_lost:
+                self.why_lost = reason
                 try:
                     self._sock.shutdown(socket.SHUT_RDWR)
                 except OSError as error:
@@ -232,8 +228,8 @@ class Link:
     def _send(self, message: p.Message, until: float) -> None:
         view = memoryview(p.frame_of(message))
         with self._sending:
-            if self._lost:
-                raise LinkLost(self._lost)
+            if self.why_lost:
+                raise LinkLost(self.why_lost)
             while view:
                 try:
                     view = view[self._sock.send(view) :]
@@ -243,18 +239,18 @@ class Link:
                     writable.register(self._sock, select.POLLOUT)
                     if left <= 0 or not writable.poll(left * 1000):
                         self.fail("the service does not read")
-                        raise LinkLost(self._lost) from None
+                        raise LinkLost(self.why_lost) from None
                 except OSError as error:
                     self.fail(os.strerror(error.errno or 0))
-                    raise LinkLost(self._lost) from None
+                    raise LinkLost(self.why_lost) from None
 
     def _await(self, number: int, until: float) -> p.Reply:
         while True:
             with self._changed:
                 if number in self._replies:
                     return self._replies.pop(number)
-                if self._lost:
-                    raise LinkLost(self._lost)
+                if self.why_lost:
+                    raise LinkLost(self.why_lost)
                 left = until - time.monotonic()
                 if left <= 0:
                     raise LinkLate
@@ -267,7 +263,7 @@ class Link:
     def _look(self) -> None:
         """Processes what has arrived, unless another caller does."""
         with self._changed:
-            is_mine = not (self._reading or self._lost)
+            is_mine = not (self._reading or self.why_lost)
             self._reading |= is_mine
         if is_mine:
             self._read(0.0)

@@ -29,7 +29,7 @@ from kvrecall.errors import ConfigError
 from kvrecall.pool.arena import take_seat
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
-from kvrecall.pool.service.admin import Command, Drop, Inventory, Overview, Query, command_of
+from kvrecall.pool.service.admin import Command, Drop, Overview, Query, Stat, command_of, tenants_of
 from kvrecall.pool.service.peers import Peer, credentials
 from kvrecall.pool.service.sessions import Reaper, Registered, Session
 
@@ -86,7 +86,6 @@ class Server:
         self.loop = asyncio.SelectorEventLoop()
         self.rejected = 0
         self._refused = 0, 0  # the last process, and its user
-        self.inventory = Inventory(pool, self._overview)
         self._config = config
         self._listener = listener
         self._socket = str(listener.getsockname())
@@ -254,12 +253,12 @@ class Server:
         """Of open connections. From any thread."""
         return [c.session for c in list(self._connections) if c.session is not None]
 
-    def _overview(self) -> Overview:
+    def overview(self) -> Overview:
         """From any thread."""
         now = time.monotonic()
         views = [s.view(now - s.since) for s in self._sessions()]
         views += [one.session.view(now - one.lost_at, lost=True) for one in self.reaper.orphans]
-        tenants, count = self.inventory.tenants()
+        tenants, count = tenants_of(self.pool)
         disk = self._config.disk if self._config is not None else None
         return Overview(
             pid=os.getpid(),
@@ -417,7 +416,7 @@ class Connection(asyncio.Protocol):
     async def _clear(self, number: int, session: Session) -> p.Message:
         if namespaces := tuple(digest.hex() for digest in session.namespaces):
             drop = Drop(Query(namespaces), True)
-            await self._command(lambda: drop.run(self._server.inventory, lambda *_: None))
+            await self._command(lambda: drop.run(self._server.pool, lambda *_: None))
         return p.Acknowledged(number)
 
     async def _administer(self, request: p.Administer, command: Command[Any]) -> p.Message:
@@ -432,7 +431,9 @@ class Connection(asyncio.Protocol):
                 server.loop.call_soon_threadsafe(self.send, news)
 
         def run() -> bytes:
-            return msgspec.msgpack.encode(command.run(server.inventory, progress))
+            is_stat = isinstance(command, Stat)
+            result = server.overview() if is_stat else command.run(server.pool, progress)
+            return msgspec.msgpack.encode(result)
 
         try:
             return p.Administered(request.number, await self._command(run))

@@ -382,7 +382,7 @@ class _Planner:
             self._default_host_size(settings)
         else:
             settings["backend"] = pool.backend
-        RecallSettings.from_mapping(settings, document.where_key)
+        RecallSettings.from_mapping(settings, lambda key: document.where((key,)))
         return settings
 
     def _default_host_size(self, settings: dict[str, object]) -> None:

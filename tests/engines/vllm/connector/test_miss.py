@@ -81,7 +81,7 @@ def is_answered(client: ServiceClient) -> bool:
     waits for a later answer reads it, too."""
     client.stats()
     asked = list(client._asked.values())
-    return all(life.is_over or number in life.link._replies for life, number in asked)
+    return all(life.is_lost or number in life._replies for life, number in asked)
 
 
 def other(first: int, blocks: int = 3) -> list[int]:
