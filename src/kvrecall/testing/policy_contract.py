@@ -73,14 +73,6 @@ class PolicyContract:
             policy.insert(key, chain[-1], 4, 5.0, hangs=True)
         assert len(policy.victims(9, anything, 6.0)) == 6
 
-    def test_leased_blocks_are_passed_over(self) -> None:
-        policy, leased, idle = self.make(), keys_of("leased", 5), keys_of("idle", 5)
-        store(policy, leased, 1.0)
-        store(policy, idle, 2.0)
-        assert policy.victims(10, lambda key: key in idle, 3.0) == idle[::-1]
-        assert policy.victims(10, lambda key: False, 3.0) == []
-        assert len(policy.victims(10, anything, 3.0)) == 10
-
     def test_held_blocks_come_back_where_they_were(self) -> None:
         policy, old, new = self.make(), keys_of("old", 5), keys_of("new", 5)
         store(policy, old, 1.0)
