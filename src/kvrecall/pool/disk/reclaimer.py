@@ -249,8 +249,5 @@ class Reclaimer:
         if self._catalog.used_bytes > total * self._watermarks.high:
             self._catalog.evict(self._catalog.used_bytes - int(total * self._watermarks.low))
             self.reap()
-        self._engine.changed_index(self._compact)
-
-    def _compact(self) -> None:
-        if self._index.file_bytes() > self._store.index_bytes - WAL_BYTES:
-            self._index.compact()
+        bound = self._store.index_bytes - WAL_BYTES
+        self._engine.changed_index(self._index.compact, bound)
