@@ -205,41 +205,10 @@ def test_uses_beyond_the_buffer_are_lost_and_nothing_else(monkeypatch: pytest.Mo
     assert bench.catalog.uses_lost == 2
     assert bench.order() == [*keys[4:7], *keys[:4]]
     assert bench.catalog.touch(alone[4])
-    bench.check()
-
-
-def test_a_long_chain_fills_the_buffer_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog_module, "_MOST_USED", 100)
-    bench, keys = Bench(), chain(NAMESPACE, 60)
-    assert not bench.catalog.touch(keys)
-    bench.catalog.touch(keys)
-    assert bench.catalog.uses_lost == 0
-    bench.catalog.touch(keys)
-    assert bench.catalog.uses_lost == 1
-    bench.catalog.settle()
-    assert bench.catalog.touch(keys[:10])
-
-
-def test_pinned_and_unpinned_at_once_it_is_where_the_owner_looks() -> None:
-    bench, keys = Bench("lru"), chain(NAMESPACE, 3)
-    bench.publish(keys)
-    bench.check()
-    bench.catalog.pin(keys)
-    bench.catalog.unpin(keys[1:2])
-    assert bench.order() == keys[1:2]
-    bench.catalog.unpin(keys)
-    assert bench.order() == keys[::-1]
-    bench.check()
-
-
-def test_an_empty_tier_is_sized_anew_once_the_owner_knows_that_it_is_empty() -> None:
-    bench, keys = Bench(), chain(NAMESPACE, 9)
-    bench.publish(keys)
-    bench.check()
-    bench.catalog.forget_all()
-    bench.catalog.touch(keys)
-    bench.catalog.fit(2 * SIZE)
-    bench.publish(keys[:5])
+    assert not bench.catalog.touch(chain(NAMESPACE, 120)), "a long chain fills it, too"
+    assert not bench.catalog.touch(alone[4])
+    assert bench.catalog.uses_lost == 3
     bench.check()
 
 

@@ -187,7 +187,7 @@ def _opened(
     opening = _Opening(_resident_bytes())
     tier = opening.tier = DiskTier(config, policy, terms=terms)
     opening.opened_s = opening.passed_s()
-    with Pool(Arena.create(_MIB, background=False), tier, policy, terms=terms) as pool:
+    with Pool(Arena.create(_MIB), tier, policy, terms=terms) as pool:
         pool.register(NAMESPACE, _BLOCK)
         opening.pool = pool
         yield pool, tier, opening

@@ -34,9 +34,9 @@ from kvrecall.pool.entries import (
     BlockInfo,
     EntryTable,
     Extent,
-    RequestUse,
     flags_of,
 )
+from kvrecall.pool.eviction.base import RequestUse
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.names import CompactNames, MemoryColumn, Names
 from kvrecall.pool.slots import ALIGNMENT, slot_bytes_of
@@ -119,7 +119,7 @@ class Catalog(EntryTable):
         self._recovers = False  # whether blocks are still being recovered
         self._late = _Late()
         self._changes = _Numbers()  # of blocks that the orders should know of
-        self._uses: deque[RequestUse] = deque()
+        self._uses: deque[RequestUse[BlockKey]] = deque()
         self._used_blocks = 0  # in these
         self.uses_lost = 0
         """Requests whose uses are not recorded, as too many waited for the owner."""
@@ -648,7 +648,7 @@ class Catalog(EntryTable):
                 if state[number] & (HERE | PINNED) == HERE and not self._is_busy(number)
             ]
             if going and cause is Cause.QUOTA:
-                self.accounts.evict(self._tenant_of(going[0]), len(going))
+                self.accounts.limited(self._tenant_of(going[0]), evicted=len(going))
             for number in going:
                 self._forget(number, cause)
             self.evictions += len(going)
@@ -677,7 +677,7 @@ class Catalog(EntryTable):
     def refuse(self, tenant: Tenant, blocks: int) -> None:
         """Counts blocks not stored because of a tenant's limit."""
         with self._lock:
-            self.accounts.refuse(tenant, blocks)
+            self.accounts.limited(tenant, refused=blocks)
 
     def tenants(self) -> list[TenantUse]:
         """Tenants that hold blocks."""
@@ -819,7 +819,7 @@ class DiskCounters(TierCounters):
 
     def fault(self, what: str, error: Exception) -> None:
         """An operation of the medium failed: counts and logs it."""
-        self.failed()
+        self.add(errors=1)
         self.warn(f"{what}: {error}")
 
     def yield_to_reads(self, at_most_s: float) -> None:

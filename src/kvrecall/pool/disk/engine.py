@@ -183,7 +183,7 @@ class DiskEngine:
                         failure,
                     )
                     return False
-                self.counters.failed()
+                self.counters.add(errors=1)
             for number, addresses in taken.items():
                 self.store.place(number, addresses)
             return self.catalog.rank_rest(is_closing)
@@ -227,7 +227,7 @@ class DiskEngine:
                 path,
             )
         if damaged:
-            self.counters.found_corrupt(damaged)
+            self.counters.add(corrupt=damaged)
             _LOG.warning(
                 "disk tier: %d rows in the index of %s are damaged; their blocks are dropped",
                 damaged,

@@ -104,7 +104,7 @@ class Flusher:
                     self._queued_bytes += len(put.data)
                     verdicts.append(PutVerdict.QUEUED)
             self._wake.notify_all()
-        self._counters.shed_some(verdicts.count(PutVerdict.SHED))
+        self._counters.add(dropped=verdicts.count(PutVerdict.SHED))
         return verdicts
 
     def _is_full(self, nbytes: int) -> bool:
@@ -264,11 +264,12 @@ class Flusher:
         written = self._sync(self._write(placed, tags))
         stored = self._commit(written, tags)
         nbytes, seconds = sum(len(put.data) for put in stored), time.monotonic() - began
-        self._counters.wrote(nbytes, seconds)
+        self._counters.add(write_bytes=nbytes, write_seconds=seconds)
         if packer is not None:
             packer.moved(nbytes, seconds, got=False)
-            self._counters.compressed(
-                sum(given[put.key] for put in stored), sum(put.nbytes for put in stored)
+            self._counters.add(
+                given_bytes=sum(given[put.key] for put in stored),
+                compressed_bytes=sum(put.nbytes for put in stored),
             )
         self._finish(batch, here.union(put.key for put in stored))
 

@@ -263,7 +263,7 @@ class DiskTier(Tier):
             else:
                 ended.append(Done(get.key, Outcome.CORRUPT))
         if not read.is_check:
-            self._counters.read(got, time.monotonic() - began)
+            self._counters.add(read_bytes=got, read_seconds=time.monotonic() - began)
             if self._codec.packer is not None:
                 self._codec.packer.moved(got, read_s, got=True)
         return ended

@@ -213,7 +213,7 @@ class RemoteTier(Tier):
                     verdicts.append(PutVerdict.QUEUED)
         self._puts.add(queued)
         if self._config.writes:
-            self._ledger.shed_some(verdicts.count(PutVerdict.SHED))
+            self._ledger.add(dropped=verdicts.count(PutVerdict.SHED))
         return verdicts
 
     def submit_get(self, gets: Sequence[Get]) -> None:
@@ -364,7 +364,7 @@ class RemoteTier(Tier):
             puts = [item.put for item in compress(live, answers)]
             stored.update(put.key for put in puts)
             nbytes, seconds = sum(put.nbytes for put in puts), time.monotonic() - began
-            self._ledger.wrote(nbytes, seconds)
+            self._ledger.add(write_bytes=nbytes, write_seconds=seconds)
             self._put_size.ended(size, nbytes, seconds, ahead)
         self._end_puts(batch, stored)
 
@@ -424,7 +424,7 @@ class RemoteTier(Tier):
                 else:
                     ended[key] = Done(key, Outcome.CORRUPT)
             seconds = time.monotonic() - began
-            self._ledger.read(nbytes, seconds)
+            self._ledger.add(read_bytes=nbytes, read_seconds=seconds)
             self._get_size.ended(size, nbytes, seconds, ahead)
             self._remove_bad(ended)
         self._end_gets(batch, ended)
@@ -533,7 +533,7 @@ class RemoteTier(Tier):
             if answers is not None and len(answers) != len(about):
                 raise ValueError(f"{len(answers)} answers to {len(about)} requests")
         except Exception as error:  # noqa: BLE001 - a store may raise anything
-            self._ledger.failed()
+            self._ledger.add(errors=1)
             if self._breaker.failed():
                 self._ledger.warn(
                     f"{what} failed, calls to the store pause and blocks are recomputed: "
