@@ -822,7 +822,5 @@ class DiskCounters(TierCounters):
     def yield_to_reads(self, at_most_s: float) -> None:
         """Waits until no read is queued, so that loads have priority over stores; but not
         forever."""
-        until = time.monotonic() + at_most_s
         with self._changed:
-            while self.reading and (left := until - time.monotonic()) > 0:
-                self._changed.wait(left)
+            self._changed.wait_for(lambda: not self.reading, at_most_s)
