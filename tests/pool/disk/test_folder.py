@@ -17,7 +17,9 @@ from support.disks import open_disk
 from support.indexes import forging
 
 from kvrecall.errors import TierError
+from kvrecall.pool.cipher import Cipher
 from kvrecall.pool.disk import index as index_module
+from kvrecall.pool.disk.codec import BlockCodec
 from kvrecall.pool.disk.folder import FolderLock
 from kvrecall.pool.tier import Outcome
 from kvrecall.testing.blocks import chain, namespace, wait_until
@@ -389,8 +391,12 @@ def test_a_smaller_limit_at_the_next_start(tmp_path: Path) -> None:
     assert 0 < bench.tier.stats().blocks < 2000
 
 
-def test_blocks_of_another_size_are_not_lost_for_a_smaller_disk(tmp_path: Path) -> None:
-    bench = open_tier(tmp_path, 64 * MIB)
+@pytest.mark.parametrize("codec", [None, BlockCodec(Cipher([bytes(range(32))]))])
+def test_blocks_of_another_size_are_not_lost_for_a_smaller_disk(
+    tmp_path: Path, codec: BlockCodec | None
+) -> None:
+    """Encrypted blocks that move open at their new place: their tag is of their key alone."""
+    bench = open_tier(tmp_path, 64 * MIB, codec=codec)
     small = namespace("small")
     bench.tier.register(small, 100)
     little = Bench(bench.tier, block_bytes=100)
