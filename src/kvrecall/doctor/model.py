@@ -17,6 +17,7 @@ from kvrecall.server.plan import BLOCK_SIZE
 from kvrecall.server.servable import Machine, fields_of, refusals
 
 _AREA = "model"
+_FIGURES = ("reach", "layers", "block_tokens", "record_bytes")  # of a group
 _USUAL_CONTEXT = 8192  # of a model whose config.json names no longest sequence
 
 
@@ -74,13 +75,7 @@ def _layout(shape: ModelShape, groups: tuple[Group, ...]) -> Finding:
         "block_bytes": chain.record_bytes,
         "slot_bytes": slot_bytes_of(chain.record_bytes),
         "groups": [
-            {
-                "kind": group.kind.value,
-                "reach": group.reach,
-                "layers": group.layers,
-                "block_tokens": group.block_tokens,
-                "record_bytes": group.record_bytes,
-            }
+            {"kind": group.kind.value} | {name: getattr(group, name) for name in _FIGURES}
             for group in groups
         ],
     }

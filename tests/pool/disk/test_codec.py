@@ -209,20 +209,6 @@ def test_administration_needs_the_key_only_to_verify(tmp_path: Path) -> None:
     assert cleared.output.strip() == '{"dropped":24,"pinned":0}'
 
 
-def test_an_encrypted_disk_that_shrinks_keeps_what_is_used(tmp_path: Path) -> None:
-    """Blocks that move to another slot open there: their proof is of their key, not their place."""
-    bench = open_tier(tmp_path, NEW)
-    chains = [chain(NAMESPACE, 200, str(number)) for number in range(9)]
-    for keys in chains:
-        assert bench.put(keys) == [Outcome.STORED] * 200
-    bench.tier.touch(chains[0])
-    bench.tier.resize(16 * MIB)
-    disk = bench.tier
-    wait_until(lambda: disk.stats().evictions > 0 and disk.surplus_bytes == 0)
-    assert bench.get(chains[0]) == [Outcome.LOADED] * 200
-    assert bench.holds(chains[0])
-
-
 # -- compressed ---------------------------------------------------------------------------------
 
 

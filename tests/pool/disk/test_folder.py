@@ -10,22 +10,17 @@ import sqlite3
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from support.clocks import ManualClock
 from support.disks import open_disk
 from support.indexes import forging
 
-from kvrecall.config import PoolTerms
 from kvrecall.errors import TierError
-from kvrecall.pool.changes import Cause
-from kvrecall.pool.clock import Clock
+from kvrecall.pool.cipher import Cipher
 from kvrecall.pool.disk import index as index_module
-from kvrecall.pool.disk.catalog import Catalog
+from kvrecall.pool.disk.codec import BlockCodec
 from kvrecall.pool.disk.folder import FolderLock
-from kvrecall.pool.disk.index import IndexRow
 from kvrecall.pool.tier import Outcome
 from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
@@ -385,19 +380,6 @@ def test_watermarks(tmp_path: Path) -> None:
     assert 0.85 * slots < bench.tier.stats().blocks < 0.96 * slots
 
 
-def test_suffixes_are_evicted_first(tmp_path: Path) -> None:
-    bench = open_tier(tmp_path, 16 * MIB)
-    old = chain(NAMESPACE, 300, "old")
-    bench.put(old[:150])
-    bench.put(old[150:])
-    bench.tier.touch(old)
-    for name in range(32):
-        bench.put(chain(NAMESPACE, 20, str(name)))
-    kept = [bench.tier.contains(key) for key in old]
-    assert 0 < sum(kept) < 300
-    assert kept == sorted(kept, reverse=True)
-
-
 def test_a_smaller_limit_at_the_next_start(tmp_path: Path) -> None:
     bench = open_tier(tmp_path, 64 * MIB)
     for name in range(20):
@@ -409,8 +391,12 @@ def test_a_smaller_limit_at_the_next_start(tmp_path: Path) -> None:
     assert 0 < bench.tier.stats().blocks < 2000
 
 
-def test_blocks_of_another_size_are_not_lost_for_a_smaller_disk(tmp_path: Path) -> None:
-    bench = open_tier(tmp_path, 64 * MIB)
+@pytest.mark.parametrize("codec", [None, BlockCodec(Cipher([bytes(range(32))]))])
+def test_blocks_of_another_size_are_not_lost_for_a_smaller_disk(
+    tmp_path: Path, codec: BlockCodec | None
+) -> None:
+    """Encrypted blocks that move open at their new place: their tag is of their key alone."""
+    bench = open_tier(tmp_path, 64 * MIB, codec=codec)
     small = namespace("small")
     bench.tier.register(small, 100)
     little = Bench(bench.tier, block_bytes=100)
@@ -440,47 +426,3 @@ def test_slabs_go_to_another_block_size(tmp_path: Path) -> None:
     assert big.holds(keys)
     assert bytes_in(tmp_path) <= 16 * MIB
     assert bench.tier.stats().blocks > 100
-
-
-def test_recency_survives_a_restart(tmp_path: Path) -> None:
-    clock = ManualClock(time.time())
-    bench = open_tier(tmp_path, 16 * MIB, clock=Clock(clock, clock))
-    first, second = chain(NAMESPACE, 30, "first"), chain(NAMESPACE, 150, "second")
-    bench.put(first)
-    bench.put(second)
-    clock.advance(100)
-    bench.tier.touch(first)
-    bench.tier.close()
-    clock.advance(100)
-    bench = open_tier(tmp_path, 16 * MIB, clock=Clock(clock, clock))
-    tier = bench.tier
-    name = 0
-    while tier.stats().evictions == 0:
-        bench.put(chain(NAMESPACE, 30, str(name)))
-        name += 1
-    assert all(tier.contains(key) for key in first)
-    assert not all(tier.contains(key) for key in second)
-    tier.close()
-
-
-def test_uses_are_noted_once_for_blocks_that_are_still_here() -> None:
-    now = [1_000_000.0]
-    catalog = Catalog("lru", 64, lambda: 64 * MIB, lambda: now[0], PoolTerms())
-    rows = {
-        key: IndexRow(place * BLOCK_BYTES, key, None, 0, BLOCK_BYTES, bytes(16), 0)
-        for place, key in enumerate(KEYS)
-    }
-    catalog.publish(list(rows.values()))
-    now[0] += 100.0
-    catalog.touch(KEYS)
-    now[0] += 100.0
-    catalog.touch(KEYS[:16])
-    catalog.pin(KEYS[:4])
-    catalog.unpin(KEYS[:2])
-    catalog.forget(KEYS[24:], Cause.DROPPED)
-    catalog.publish([rows[key] for key in KEYS[28:]])  # not used since
-    noted = catalog.take_unnoted_uses(12) + catalog.take_unnoted_uses(100)
-    expected = [(1_000_200, rows[key].address) for key in KEYS[:16]]
-    expected += [(1_000_100, rows[key].address) for key in KEYS[16:24]]
-    assert sorted(noted) == sorted(expected)
-    assert catalog.take_unnoted_uses(100) == []

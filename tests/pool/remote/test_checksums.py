@@ -71,7 +71,8 @@ def test_what_comes_from_the_store_goes_to_disk_with_its_checksum(
     computed.clear()
     pool = open_pool(tmp_path / "disk")
     assert recall(pool, keys) == (TierName.REMOTE,) * 10
-    assert recall(pool, keys) == (TierName.HOST,) * 10
+    assert pool.stats().tiers[1].blocks == 0
+    assert recall(pool, keys) == (TierName.HOST,) * 10, "used again, they go to disk"
     wait_until(lambda: pool.stats().tiers[1].blocks == 10)
     assert computed == []
     pool.close()

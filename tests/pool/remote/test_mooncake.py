@@ -33,7 +33,7 @@ from kvrecall.pool.tier import Outcome, Tier
 from kvrecall.processes.master import Master
 from kvrecall.processes.ports import free_port
 from kvrecall.testing.blocks import chain, wait_until
-from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench, TierContract
+from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
 from pool.remote.mooncake import needs_mooncake
 from pool.remote.pools import find, recall, save
 
@@ -102,19 +102,6 @@ def tier_of(node: Node, prefix: str) -> RemoteTier:
     tier = RemoteTier(Apart(node, prefix), RemoteConfig("mooncake", call_deadline_s=60.0))
     tier.register(NAMESPACE, BLOCK_BYTES)
     return tier
-
-
-@needs_mooncake
-class TestMooncakeTier(TierContract):
-    @pytest.fixture(autouse=True)
-    def _node(self, nodes: list[Node]) -> None:
-        self.node = nodes[0]
-
-    def make(self, path: Path) -> Tier:
-        return tier_of(self.node, f"{next(_numbers)}.")
-
-    def memory(self) -> memoryview:
-        return self.node.arena.memory
 
 
 def ask(tier: Tier, keys: list[BlockKey]) -> list[bool]:

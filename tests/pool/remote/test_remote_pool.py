@@ -136,20 +136,6 @@ def test_host_disk_and_remote_make_one_prefix(
     assert [tier.name for tier in second.stats().tiers] == ["host", "disk", "remote"]
 
 
-def test_a_block_from_the_store_goes_to_disk_when_it_is_used_again(
-    open_pool: OpenPool, store: MemoryStore, tmp_path: Path
-) -> None:
-    keys = chain(NAMESPACE, 10)
-    save(open_pool(), keys)
-    pool = open_pool(tmp_path / "disk")
-    find(pool, keys)
-    assert recall(pool, keys) == (TierName.REMOTE,) * 10
-    assert pool.stats().tiers[1].blocks == 0
-    assert recall(pool, keys) == (TierName.HOST,) * 10
-    wait_until(lambda: pool.stats().tiers[1].blocks == 10)
-    assert store.calls.count(("put", 10)) <= 1
-
-
 def test_what_is_only_in_the_store_is_kept_here_when_computed(
     open_pool: OpenPool, store: MemoryStore, tmp_path: Path
 ) -> None:

@@ -81,7 +81,7 @@ class Catalog(EntryTable):
     The flusher's thread owns the orders (see ``EntryTable``), and alone calls what says so. Other
     threads append what changes, and the uses of requests, to two buffers that the owner empties
     with ``settle``, at the latest before it evicts. The one has each changed block once, and loses
-    none; the other is bounded, and what exceeds it is not recorded (``uses_lost``).
+    none; the other is bounded, and what exceeds it is not recorded.
 
     A forgotten entry is not found from that moment on. Its slot is passed to the flusher
     (``take_pending_free``), which deletes the row before the slot is reused.
@@ -121,8 +121,6 @@ class Catalog(EntryTable):
         self._changes = _Numbers()  # of blocks that the orders should know of
         self._uses: deque[RequestUse[BlockKey]] = deque()
         self._used_blocks = 0  # in these
-        self.uses_lost = 0
-        """Requests whose uses are not recorded, as too many waited for the owner."""
         self._pending_free = _Numbers()
         self._unnoted_uses = _Numbers()  # of blocks that were used, or gone since
         self._unnoted_pins: dict[int, int] = {}  # 1 or 0 by address, not in the index yet
@@ -270,7 +268,6 @@ class Catalog(EntryTable):
         should ``settle`` soon, before uses are lost."""
         with self._lock:
             if len(self._uses) >= _MOST_USES or self._used_blocks >= _MOST_USED:
-                self.uses_lost += 1
                 return False
             # Copies: the caller's may grow before they are looked at.
             use = RequestUse(tuple(chain), self.now(), tuple(hanging), tuple(ending), advice)
@@ -825,7 +822,5 @@ class DiskCounters(TierCounters):
     def yield_to_reads(self, at_most_s: float) -> None:
         """Waits until no read is queued, so that loads have priority over stores; but not
         forever."""
-        until = time.monotonic() + at_most_s
         with self._changed:
-            while self.reading and (left := until - time.monotonic()) > 0:
-                self._changed.wait(left)
+            self._changed.wait_for(lambda: not self.reading, at_most_s)

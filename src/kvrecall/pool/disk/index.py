@@ -145,19 +145,17 @@ class Index:
         self._ids = {space.digest: number for number, (space, _) in self._spaces.items()}
         self.damaged = len(bad)
         """Rows found damaged, of namespaces; those of blocks are reported by ``rows``."""
-        self._ahead_s = self._ahead()
+        # By how much this process's clock is ahead of the seconds in the file. Those go on from
+        # where they were when the file was last noted in, see ``Clock``.
+        seconds, _, note = self._meta.get("time", "").partition(" ")
+        ahead_s = self._clock() - int(seconds) - self._clock.since(note) if note else 0
+        self._ahead_s = round(ahead_s)
         for number in bad:
             connection.execute("DELETE FROM namespaces WHERE id = ?", (number,))
         connection.execute("DELETE FROM meta WHERE name = 'ended'")
         self._meta.pop("ended", None)
         self.note_time()  # now the log exists
         self._inodes = [os.stat(file).st_ino for file in (self._path, self._log_path)]
-
-    def _ahead(self) -> int:
-        """By how much this process's clock is ahead of the seconds in the file. Those go on from
-        where they were when the file was last noted in, see ``Clock``."""
-        seconds, _, note = self._meta.get("time", "").partition(" ")
-        return round(self._clock() - int(seconds) - self._clock.since(note)) if note else 0
 
     def note_time(self) -> None:
         """Notes what time it is. Durable on return; raises sqlite3.Error if the medium accepts no
@@ -365,12 +363,13 @@ class Index:
         query = f"UPDATE blocks SET sum = sum + ?1 - {column}, {column} = ?1 WHERE address = ?2"
         self._change(query, values)
 
-    def compact(self) -> None:
-        """Returns the space of deleted rows to the file system. Temporarily takes as much space as
-        the remaining rows."""
-        self._connection.execute("PRAGMA max_page_count = 1073741823").fetchone()
-        self._connection.execute("VACUUM")
-        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    def compact(self, bound: int) -> None:
+        """Returns the space of deleted rows to the file system if the file, without its log, is
+        larger than ``bound``. Temporarily takes as much space as the remaining rows."""
+        if os.stat(self._path).st_size > bound:
+            self._connection.execute("PRAGMA max_page_count = 1073741823").fetchone()
+            self._connection.execute("VACUUM")
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     def _note(self, name: str, value: str = "") -> None:
         _put_meta(self._connection, name, value)
@@ -395,10 +394,6 @@ class Index:
         """Limits the file to ``nbytes`` from now on; changes that need more fail."""
         pages = max(1, nbytes // _PAGE)
         self._connection.execute(f"PRAGMA max_page_count = {pages}").fetchone()
-
-    def file_bytes(self) -> int:
-        """Bytes of the index file itself, without its log."""
-        return os.stat(self._path).st_size
 
     def is_in_place(self) -> bool:
         """Whether the files are still in place (neither deleted nor replaced)."""

@@ -172,8 +172,10 @@ class Reclaimer:
         self._remove_emptied()
         if not self._engine.measure_surplus() or self._emptied:
             return
-        costs = self._costs()
-        if costs and (not costs[0][0] or not self._catalog.evict(self._to_evict())):
+        costs, surplus = self._costs(), self._engine.surplus_bytes
+        free = sum(slots.free * slots.slot_bytes for slots in self._store.classes())
+        some = max(_EVICTED_BYTES, surplus - free, surplus // 64)  # before the next search
+        if costs and (not costs[0][0] or not self._catalog.evict(some)):
             slab = self._store.slab(costs[0][2])
             assert slab is not None
             try:
@@ -183,13 +185,6 @@ class Reclaimer:
         self.reap()
         if not self._engine.measure_surplus():
             self._end_shrinking()
-
-    def _to_evict(self) -> int:
-        """Bytes to evict before the next search for a slab that can be emptied."""
-        free = sum(slots.free * slots.slot_bytes for slots in self._store.classes())
-        return max(
-            _EVICTED_BYTES, self._engine.surplus_bytes - free, self._engine.surplus_bytes // 64
-        )
 
     def _costs(self) -> list[tuple[int, int, int]]:
         """For every slab the bytes that emptying it would lose, the bytes it would move, and its
@@ -254,8 +249,5 @@ class Reclaimer:
         if self._catalog.used_bytes > total * self._watermarks.high:
             self._catalog.evict(self._catalog.used_bytes - int(total * self._watermarks.low))
             self.reap()
-        self._engine.changed_index(self._compact)
-
-    def _compact(self) -> None:
-        if self._index.file_bytes() > self._store.index_bytes - WAL_BYTES:
-            self._index.compact()
+        bound = self._store.index_bytes - WAL_BYTES
+        self._engine.changed_index(self._index.compact, bound)

@@ -24,8 +24,13 @@ from kvrecall.pool.changes import Cause, Watcher, Watchers
 from kvrecall.pool.checksum import checksum_of
 from kvrecall.pool.counters import Histogram, TierCounters
 from kvrecall.pool.hints import Advice
-from kvrecall.pool.remote.calls import BatchSize, CallQueue, CircuitBreaker
-from kvrecall.pool.remote.existence import Existence, ExistenceCache
+from kvrecall.pool.remote.calls import (
+    BatchSize,
+    CallQueue,
+    CircuitBreaker,
+    Existence,
+    ExistenceCache,
+)
 from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Object, Store
 from kvrecall.pool.slots import slot_bytes_of

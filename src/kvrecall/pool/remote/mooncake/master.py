@@ -11,7 +11,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvrecall.addresses import is_loopback
 from kvrecall.errors import ConfigError, TierError
@@ -42,8 +41,11 @@ class MasterFlags:
                 "traffic is in the clear and without authentication; isolate the port from "
                 "other networks, then pass --allow-plaintext"
             )
+        folder = package_folder()
+        if folder is None:
+            raise TierError("Mooncake is not installed; pip install 'kvrecall[mooncake]'")
         return [
-            str(master_binary()),
+            str(folder / "mooncake_master"),
             f"--rpc_port={self.port}",
             f"--rpc_address={self.host}",
             f"--metrics_host={self.host}",
@@ -52,14 +54,6 @@ class MasterFlags:
             f"--eviction_ratio={self.eviction_ratio}",
             f"--rpc_thread_num={self.rpc_thread_num}",
         ]
-
-
-def master_binary() -> Path:
-    """The master that comes with Mooncake's package. Raises TierError if it is not installed."""
-    folder = package_folder()
-    if folder is None:
-        raise TierError("Mooncake is not installed; pip install 'kvrecall[mooncake]'")
-    return folder / "mooncake_master"
 
 
 def run_master(flags: MasterFlags, started: Callable[[], None], quiet: bool = True) -> int:

@@ -98,12 +98,30 @@ class MooncakeSettings:
         if file is not None:
             if not isinstance(file, str):
                 raise ConfigError(f"remote: config is {file!r}; it must be the path of a file")
-            source, read = file, _read(Path(file))
-            values = {**read, **values}
+            source, values = file, {**_read(Path(file)), **values}
         refuse_open(values, source, MOONCAKE)  # which would print it, and has it in argv
-        _check(values, source)
-        device = _LOOPBACK if is_loopback(_host(values)) else ""
-        return cls(_as_setup(values, source), _address(values, source), device)
+        for name in _REQUIRED:
+            value = values.get(name)
+            if not isinstance(value, str) or not value.strip():
+                raise ConfigError(
+                    f"{source}: {name} is {value!r}; it must be a string, as in Mooncake"
+                )
+        for name, value in values.items():
+            if name in _TEXTS and not isinstance(value, str):
+                raise ConfigError(f"{source}: {name} is {value!r}; it must be a string")
+            if not isinstance(value, str | int | float | bool):
+                raise ConfigError(f"{source}: {name} is {value!r}; it must be a string or a number")
+        text = str(values["master_server_address"])
+        master = split_address(text)
+        if master is None:
+            raise ConfigError(
+                f"{source}: master_server_address is {text!r}; write host:port, e.g. "
+                "127.0.0.1:50051"
+            )
+        host = str(values["local_hostname"])  # which may carry a port
+        if host.count(":") == 1 and (parts := split_address(host)) is not None:
+            host = parts[0]
+        return cls(_as_setup(values, source), master, _LOOPBACK if is_loopback(host) else "")
 
 
 def _read(path: Path) -> dict[str, object]:
@@ -113,36 +131,6 @@ def _read(path: Path) -> dict[str, object]:
     if not isinstance(document.value, dict):
         raise ConfigError(f"{document.where(())}: must hold an object, Mooncake's mooncake.json")
     return document.value
-
-
-def _check(values: Mapping[str, object], source: str) -> None:
-    for name in _REQUIRED:
-        value = values.get(name)
-        if not isinstance(value, str) or not value.strip():
-            raise ConfigError(f"{source}: {name} is {value!r}; it must be a string, as in Mooncake")
-    for name in _TEXTS:
-        if not isinstance(values.get(name, ""), str):
-            raise ConfigError(f"{source}: {name} is {values[name]!r}; it must be a string")
-    for name, value in values.items():
-        if not isinstance(value, str | int | float | bool):
-            raise ConfigError(f"{source}: {name} is {value!r}; it must be a string or a number")
-
-
-def _host(values: Mapping[str, object]) -> str:
-    """The host of ``local_hostname``, which may carry a port."""
-    text = str(values["local_hostname"])
-    parts = split_address(text)
-    return parts[0] if parts is not None and text.count(":") == 1 else text
-
-
-def _address(values: Mapping[str, object], source: str) -> tuple[str, int]:
-    text = str(values["master_server_address"])
-    address = split_address(text)
-    if address is None:
-        raise ConfigError(
-            f"{source}: master_server_address is {text!r}; write host:port, e.g. 127.0.0.1:50051"
-        )
-    return address
 
 
 def _as_setup(values: Mapping[str, object], source: str) -> dict[str, str]:
