@@ -47,7 +47,7 @@ from kvrecall.engines.vllm.attention.cuda import CopiedDense, TritonKernel
 from kvrecall.engines.vllm.attention.group import KeptCopies
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow
-from kvrecall_lab.engines.meta import launches
+from kvrecall_lab.engines.counting import launches
 
 
 class DeviceBench(Bench):

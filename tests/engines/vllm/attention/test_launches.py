@@ -17,9 +17,8 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.base import KernelShape
 from kvrecall.engines.vllm.attention.cuda import DeviceSelection, TritonKernel
 from kvrecall.engines.vllm.attention.step import BatchRow
-from kvrecall_lab.engines import meta
-from kvrecall_lab.engines.launches import SparseSteps
-from kvrecall_lab.engines.meta import META, Operations, counting
+from kvrecall_lab.engines import counting as meta
+from kvrecall_lab.engines.counting import META, Operations, SparseSteps, counting
 
 LLAMA = KernelShape(32, 8, 128, 128, torch.bfloat16, "")
 """The attention of an 8B model of the Llama family."""

@@ -21,7 +21,7 @@ from kvrecall.engines.vllm.attention.cuda import TritonKernel
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.attention.step import StepPlanner
 from kvrecall.engines.vllm.compat import runner
-from kvrecall_lab.engines.meta import META, counting
+from kvrecall_lab.engines.counting import META, counting
 
 BLOCK = 128
 SETTINGS = RetrievalSettings(gate=False)

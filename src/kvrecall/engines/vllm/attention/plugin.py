@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from kvrecall.attention.settings import PREFIX, RetrievalSettings
-from kvrecall.engines.vllm.compat.plugins import name_plugins
+from kvrecall.engines.vllm.compat.processes import name_plugins
 from kvrecall.environment import PLUGINS, RETRIEVAL
 from kvrecall.errors import ConfigError, EngineError
 
