@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvrecall.attention.digest import Layout, decode
@@ -39,8 +38,8 @@ class HostPlan:
 
     ``tokens``: int64, the sequences' places in the batch; ``span``: the same where they are side by
     side, else None. ``table``: int32 ``[sequences * kv_heads, width]``, in which a block of a head
-    is named ``block * kv_heads + head``. ``distances``: the same in bytes from the start of a
-    layer's cache, which then counts instead; None if no sequence is partially offloaded.
+    is named ``block * kv_heads + head``, or, if a sequence is partially offloaded, by its distance
+    from the start of a layer's cache, in ``unit`` bytes; otherwise ``unit`` is 0.
     ``seq_lens``: int32, tokens in each row's blocks; ``starts``: int32, 0, 1, 2 ... to the number
     of rows. ``search``: finds the blocks of all sequences with middle ones and enters them; None if
     layers find them one after the other. ``work``: vLLM's plan for the kernel's threads.
@@ -52,21 +51,20 @@ class HostPlan:
         """``layout``: as of ``AttentionKernel.schedule``."""
         heads = self._heads = shape.kv_heads
         head = torch.arange(heads, dtype=torch.int32)[:, None]
+        head_bytes = shape.block_size * shape.token_bytes // heads
+        away = [one.offloaded.unit for one in sequences if one.offloaded is not None]
+        self.unit = min(away, default=0)
+        named_by = self.unit or head_bytes
+        self._bytes = heads * head_bytes, head_bytes, named_by
+        step = head_bytes // named_by
         width = max(sequence.split.attended_blocks for sequence in sequences)
         self.table = torch.zeros(len(sequences) * heads, width, dtype=torch.int32)
         for at, sequence in enumerate(sequences):
             split, blocks = sequence.split, sequence.table
             rows, last = self.table[self._rows(at)], split.init + split.chosen
-            rows[:, : split.init] = blocks[: split.init] * heads + head
-            named = blocks[split.local : split.blocks] * heads + head
+            rows[:, : split.init] = (blocks[: split.init] * heads + head) * step
+            named = (blocks[split.local : split.blocks] * heads + head) * step
             rows[:, last : split.attended_blocks] = named
-        self.distances: Ints | None = None
-        self._entries: npt.NDArray[Any] = self.table.numpy()
-        self._steps = heads, 1  # from block to block and from head to head, as they are named
-        if any(sequence.offloaded is not None for sequence in sequences):
-            head_bytes = shape.block_size * shape.token_bytes // heads
-            self._steps = heads * head_bytes, head_bytes
-            self._entries = self.distances = self._entries.astype(np.int64) * head_bytes
         lens = [sequence.split.attended_tokens for sequence in sequences]
         self.seq_lens = torch.tensor(lens, dtype=torch.int32).repeat_interleave(heads)
         self.starts = torch.arange(len(self.seq_lens) + 1, dtype=torch.int32)
@@ -79,12 +77,13 @@ class HostPlan:
 
     def enter(self, at: int, sequence: SparseSequence, places: Ints, away: Ints) -> None:
         """The step's sequence ``at`` attends to these of its middle blocks: ``[kv_heads, chosen]``.
-        ``away``: distances from the cache of those that are off the device."""
+        ``away``: distances from the cache of those that are off the device, in bytes."""
         columns = slice(sequence.split.init, sequence.split.init + sequence.split.chosen)
-        block, head = self._steps
+        block, head, unit = self._bytes
         here = sequence.blocks[len(away) :].numpy().astype(np.int64)
         begins = np.concatenate([away, here * block])[places]
-        self._entries[self._rows(at), columns] = begins + np.arange(self._heads)[:, None] * head
+        begins += np.arange(self._heads)[:, None] * head
+        self.table.numpy()[self._rows(at), columns] = begins // unit
 
     def _rows(self, at: int) -> slice:
         return slice(at * self._heads, (at + 1) * self._heads)
@@ -98,12 +97,12 @@ class HostPlan:
             if one.split.middle:
                 here = one.blocks[one.left :].numpy().astype(np.int64)
                 parts = [here] if one.offloaded is None else [np.arange(one.left), here]
-                into = self._entries[self._rows(at), one.split.init :]
+                into = self.table[self._rows(at), one.split.init :].numpy()
                 sought.append(Sought(parts, one.split.chosen, one.token, into, one.left))
         if not sought or not is_compiled():
             return None
         size = shape.kv_heads, shape.group, shape.head_dim
-        return Search(size, layout, sought, self._steps)
+        return Search(size, layout, sought, self._bytes)
 
 
 @dataclass(slots=True)
