@@ -235,8 +235,9 @@ class TritonKernel(AttentionKernel):
         layer.digest_rows(cache).zero_()
 
         def once() -> None:
-            layer.digest(cache, step.stale)
-            layer.attend(query, cache, step, AttentionParameters(1.0), output)
+            self.digest(cache, step.stale, layer.store)
+            layer.select(query, step, 1.0, False)
+            self.attend(query, cache, step, output, AttentionParameters(1.0))
 
         spent = min(_seconds(device, once, rounds) for _ in range(_TRIES))
         speed = DeviceSpeed(spent / (LAUNCHES + LAUNCHES_A_BLOCK), bandwidth)
