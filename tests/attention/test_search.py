@@ -121,7 +121,7 @@ def test_a_model_that_overflows_is_given_blocks_of_its_sequence(
         rows[0] = torch.randint(-128, 128, rows[0].shape)
     coarse = rows[:, :, layout.coarse_rows].contiguous() if layout.coarse else None
     table = torch.full((2, 9), -7, dtype=torch.int32)
-    sought = Search((2, 3, 32), layout, [Sought([ids.numpy()], 7, table=table.numpy())])
+    sought = Search((2, 3, 32), layout, [Sought([ids.numpy()], 7, table=table.numpy())], (2, 1, 1))
     sought.found[0].fill_(1 << 40)
     sought.run(query.view(1, 6, 32), [Placed(layout, [(rows, coarse)])], 0.2)
     for head, found in enumerate(sought.found[0].tolist()):
@@ -157,7 +157,7 @@ class Case:
 
     def prepared(self, count: int, *parts: torch.Tensor) -> Search:
         sought = Sought([part.numpy() for part in parts], count)
-        return Search(self.size, self.layout, [sought])
+        return Search(self.size, self.layout, [sought], (0, 0, 1))
 
     def run(self, prepared: Search, parts: int = 1) -> torch.Tensor:
         placed = Placed(self.layout, [(self.rows, self.coarse)] * parts)
@@ -198,7 +198,7 @@ def test_a_query_is_read_where_it_lies(dtype: torch.dtype, threads: int) -> None
     case = Case(0.2, "bounds", (2, 3, 64), 50)
     case.query = case.query.to(dtype)
     want = case.plainly(9, torch.arange(50))
-    prepared = Search(case.size, case.layout, [Sought([np.arange(50)], 9, token=2)])
+    prepared = Search(case.size, case.layout, [Sought([np.arange(50)], 9, token=2)], (0, 0, 1))
     placed = Placed(case.layout, [(case.rows, case.coarse)])
     batches = (
         torch.randn(4, 6 * 64 + 40).to(dtype)[:, : 6 * 64].unflatten(1, (6, 64)),
@@ -239,7 +239,7 @@ def test_sequences_of_one_search_are_found_as_by_themselves(share: float, thread
     for one, count, token in zip(ids, counts, tokens, strict=True):
         cut = len(one) // 2
         sought.append(Sought([one[:cut].numpy(), one[cut:].numpy()], count, token))
-    prepared = Search((2, 3, 64), cases[0].layout, sought)
+    prepared = Search((2, 3, 64), cases[0].layout, sought, (0, 0, 1))
     placed = [Placed(case.layout, [(case.rows, case.coarse)] * 2) for case in cases]
     for _ in range(3):
         for case, token in zip(cases, tokens, strict=True):
@@ -253,17 +253,17 @@ def test_sequences_of_one_search_are_found_as_by_themselves(share: float, thread
 def test_found_blocks_are_entered_by_their_distances(threads: int) -> None:
     """Of the first 40 from where they lie off the device, of the others from their numbers."""
     case, left = Case(0.2, "bounds", (2, 3, 64), 90), 40
-    away = np.random.default_rng(0).integers(-(1 << 40), 1 << 40, left)
+    away = 8 * np.random.default_rng(0).integers(-(1 << 31), 1 << 31, left)
     here = left + torch.randperm(95 - left)[: 90 - left]  # none twice: equal blocks have no order
-    table = np.full((5, 12), -1, np.int64)
+    table = np.full((5, 12), -1, np.int32)
     sought = Sought([np.arange(left), here.numpy()], 8, 0, table[1:3, 4:], left)
-    prepared = Search(case.size, case.layout, [sought], (2000, 1000))
+    prepared = Search(case.size, case.layout, [sought], (2000, 1000, 8))
     whole = case.rows, case.coarse
     prepared.run(case.query.flatten(0, 1)[None], [Placed(case.layout, [whole] * 2, away)], 0.125)
     begins = np.concatenate([away, here.numpy() * 2000])
     want = np.full((5, 12), -1, np.int64)
     found = case.plainly(8, torch.arange(left), here).numpy()
-    want[1:3, 4:12] = begins[found] + np.array([[0], [1000]])
+    want[1:3, 4:12] = (begins[found] + np.array([[0], [1000]])) // 8
     assert np.array_equal(table, want)
     assert prepared.left == int((found < left).sum())
 

@@ -105,7 +105,7 @@ def test_rows_are_one_call_of_the_driver(is_load: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
     stream = SimpleNamespace(cuda_stream=STREAM)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    driver._rows_copy.cache_clear()
+    driver._driver.cache_clear()
     try:
         assert driver.copies_rows()
         source = np.arange(100, dtype=np.uint8)
@@ -119,7 +119,7 @@ def test_rows_are_one_call_of_the_driver(is_load: bool, monkeypatch: pytest.Monk
         with pytest.raises(EngineError, match="cuMemcpy2DAsync: CUDA error 1"):
             driver.copy_rows(4, 12, of, to, is_load)
     finally:
-        driver._rows_copy.cache_clear()
+        driver._driver.cache_clear()
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def libcuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(cuMemcpyBatchAsync=call))
     stream = SimpleNamespace(cuda_stream=STREAM)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    driver._batched_copy.cache_clear()
+    driver._driver.cache_clear()
 
 
 def test_a_batch_is_one_call_of_the_driver(libcuda: None) -> None:
@@ -161,7 +161,7 @@ def test_without_such_a_driver_the_cure_is_named(
     library: Callable[[str], SimpleNamespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", library)
-    driver._batched_copy.cache_clear()
+    driver._driver.cache_clear()
     with pytest.raises(EngineError, match=r"install vLLM .* or a driver of CUDA 12\.8"):
         driver.swap_blocks_batch(*torch.ones(3, 1, dtype=torch.int64))
 

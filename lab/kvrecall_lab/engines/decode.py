@@ -205,7 +205,7 @@ class _Trial:
             np.arange(split.middle) * (LAYERS * page),
             torch.empty(0, dtype=torch.int32),
             records,
-            self._near.bases,
+            self._near,
         )
         for layer, small in zip(self._layers, caches, strict=True):
             layer.depart(sequence, middle, small)

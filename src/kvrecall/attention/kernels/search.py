@@ -75,15 +75,14 @@ class Placed:
 class Sought:
     """What a search finds in a sequence: ``count`` blocks, for the batch's ``token``. ``parts``:
     int64, the numbers of the sequence's blocks, in its order, in one tensor of digests after
-    another. ``table``: ``[kv_heads, at least count]``, into whose leading columns every run writes
-    the blocks found: int32, named ``number * kv_heads + head``, or int64, by their distances from
-    the start of the layer's cache, in bytes; the first ``left`` blocks are off the device then,
-    with the distances of ``Placed``."""
+    another. ``table``: int32 ``[kv_heads, at least count]``, into whose leading columns every run
+    writes the blocks found, as ``Search`` names them. ``left``: blocks that are off the device, the
+    first ones, which begin at the distances of ``Placed``."""
 
     parts: Sequence[Numbers]
     count: int
     token: int = 0
-    table: npt.NDArray[np.integer[Any]] | None = None
+    table: npt.NDArray[np.int32] | None = None
     left: int = 0
 
 
@@ -95,11 +94,12 @@ class Search:
         size: tuple[int, int, int],
         layout: Layout,
         sequences: Sequence[Sought],
-        cache_bytes: tuple[int, int] = (0, 0),
+        cache_bytes: tuple[int, int, int],
     ) -> None:
         """``size``: of queries, ``kv_heads, group, dim``. ``sequences``: at least one, each with at
-        least one block. ``cache_bytes``: of the cache, from block to block and from head to head.
-        Where ``is_compiled``."""
+        least one block. ``cache_bytes``: from block to block and from head to head of the cache,
+        and of the unit by which tables name blocks, counting from its start. Where
+        ``is_compiled``."""
         native = _native()
         assert native is not None
         self._start = native.start
@@ -148,8 +148,7 @@ class Search:
             logits += heads * group * int(counts[at]) * 4
             if one.table is not None:
                 row["table"], row["table_row"] = one.table.ctypes.data, one.table.strides[0]
-                row["far"], row["left"] = one.table.dtype == np.int64, one.left
-                row["nears"] = self._nears[at].ctypes.data
+                row["left"], row["nears"] = one.left, self._nears[at].ctypes.data
         self._work = np.zeros(1, native.search)
         facts: dict[str, Any] = {
             "sequences": len(sequences),
@@ -166,8 +165,7 @@ class Search:
             "scratch": _aligned(self._scratch.ctypes.data),
             "threads": threads,
             "sought": self._sought.ctypes.data,
-            "block_bytes": cache_bytes[0],
-            "head_bytes": cache_bytes[1],
+            **dict(zip(("block_bytes", "head_bytes", "unit"), cache_bytes, strict=True)),
             **native.functions,
         }
         for name, value in facts.items():
@@ -178,7 +176,7 @@ class Search:
 
     @property
     def left(self) -> int:
-        """How many of the blocks that the last run wrote as distances are off the device."""
+        """How many of the blocks that the last run wrote into tables are off the device."""
         return int(self._nears.sum())
 
     def run(self, query: torch.Tensor, placed: Sequence[Placed], scale: float) -> None:
@@ -260,7 +258,7 @@ def is_compiled() -> bool:
         query = torch.randn(2, 3, 32, generator=drawn)
         rows, ids = encode(layout.rows_of(keys)), torch.arange(60, 3, -1)
         coarse = rows[:, :, layout.coarse_rows].contiguous() if layout.coarse else None
-        search = Search((2, 3, 32), layout, [Sought([ids.numpy()], 7)])
+        search = Search((2, 3, 32), layout, [Sought([ids.numpy()], 7)], (2, 1, 1))
         search.run(query.view(1, 6, 32), [Placed(layout, [(rows, coarse)])], 0.2)
         want = choose(layout, query, rows[:, ids], 7, 0.2)
         if not torch.equal(search.found[0], want.sort(-1).values):

@@ -18,12 +18,12 @@ _SEARCH = (
     "sequences", "heads", "group", "dim", "parts", "first", "fine", "row_bytes", "scratch_bytes",
     "point_at", "sums_at", "packed_at", "scales_at", "weights_at", "near_at", "fine_at", "counters",
     "scratch", "threads", "pack", "dots", "fork", "share", "sought", "block_bytes", "head_bytes",
-    "query", "query_row", "halved", "layers", "layer_step",
+    "unit", "query", "query_row", "halved", "layers", "layer_step",
 )  # fmt: skip
 
 _SOUGHT = (
     "token", "blocks", "count", "few", "at_once", "chunks", "segments", "found", "logits", "ids",
-    "ends", "table", "table_row", "far", "left", "nears",
+    "ends", "table", "table_row", "left", "nears",
 )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ read of the best blocks only. ``counters``, on lines of their own: the next thre
 all sequences', and of each of those the chunks that are not done, and behind them the next one.
 ``scratch_bytes``: of ``scratch``, for a thread; ``.._at``: in it. ``pack``, ``dots``: NumKong's
 functions; ``fork``: OpenMP's, ``share``: what it calls in each of ``threads``. ``block_bytes``,
-``head_bytes``: of the KV cache, from block to block and from head to head.
+``head_bytes``: of the KV cache, from block to block and from head to head; ``unit``: bytes.
 
 What differs from layer to layer: ``query``: its address; ``query_row``: bytes from token to token;
 ``halved``: whether it is of 16 bits (bfloat16); ``layers``: addresses of each sequence's ``layer``,
@@ -48,15 +48,15 @@ SOUGHT = _record(*_SOUGHT)
 """What is sought in a sequence. ``token``: which of the batch asks; ``blocks``: of the sequence, in
 ``segments`` of digests that end at ``ends``; ``ids``: their numbers there. ``few``: the best ones,
 whose fine rows are read; 0: all rows are read first. ``at_once``: blocks of a chunk. ``table``:
-where a head's blocks are written, in rows that are ``table_row`` bytes apart; 0: nowhere. They are
-named ``number * heads + head``, int32, or if ``far`` by their distance in bytes from the start of
-the KV cache, int64. ``left``: blocks that are off the device, the first ones; ``nears``: where each
-head's number of such blocks among the chosen ones is written.
+where a head's blocks are written, int32, in rows that are ``table_row`` bytes apart; 0: nowhere.
+They are named by their distance from the start of the KV cache, in units. ``left``: blocks that are
+off the device, the first ones; ``nears``: where each head's number of such blocks among the chosen
+ones is written.
 
 Its ``layer``, int64 ``[4, 1 + segments]``: bytes from block to block, of rows that are read first
 and of fine ones (first column of the last two rows); then of each segment where the former begin,
 bytes from head to head, and the same of the latter. The first number is the address of the
-distances of the ``left`` blocks from the start of the KV cache."""
+distances of the ``left`` blocks from the start of the KV cache, in bytes."""
 
 _LEAST_SCORE = np.float32(-1e38)
 
@@ -325,21 +325,13 @@ def _choose(work: Any, sought: Any, layer: Any, head: int, scratch: int) -> None
     if not sought.table:
         return
     ids = carray(_pointer(sought.ids), sought.blocks, np.int64)
-    begin = _pointer(sought.table + head * sought.table_row)
-    if not sought.far:
-        names = carray(begin, sought.count, np.int32)
-        for at in range(sought.count):
-            names[at] = ids[found[at]] * work.heads + head
-        return
-    far, nears = carray(begin, sought.count, np.int64), 0
-    away = carray(_pointer(layer[0, 0]), sought.left, np.int64)
+    names = carray(_pointer(sought.table + head * sought.table_row), sought.count, np.int32)
+    away, nears = carray(_pointer(layer[0, 0]), sought.left, np.int64), 0
     for at in range(sought.count):
         place = found[at]
-        if place < sought.left:
-            far[at] = away[place] + head * work.head_bytes
-            nears += 1
-        else:
-            far[at] = ids[place] * work.block_bytes + head * work.head_bytes
+        begin = away[place] if place < sought.left else ids[place] * work.block_bytes
+        names[at] = (begin + head * work.head_bytes) // work.unit
+        nears += place < sought.left
     carray(_pointer(sought.nears), work.heads, np.int64)[head] = nears
 
 

@@ -4,7 +4,6 @@ and speed."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,23 +11,21 @@ from typing import Any
 import pytest
 from pool.service.service import MIB, Service
 
-from engines.vllm.attention.test_engine import EXTENSION, activity, spent, tokens_of
+from engines.vllm.attention.test_engine import EXTENSION, activity, retrieval, spent, tokens_of
 from engines.vllm.attention.test_offload_faults import same
+from engines.vllm.attention.test_offload_service import meanwhile
 from engines.vllm.engine import Engine, prompt_of
-from kvrecall.testing.blocks import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 pytest.importorskip("triton")
 
 BLOCK = 32
-BOUNDARIES = {
+FEW = {
+    **retrieval(0.3),
     "VLLM_RETRIEVAL_INIT_TOKENS_NUM": "32",
     "VLLM_RETRIEVAL_LOCAL_TOKENS_NUM": "32",
     "VLLM_RETRIEVAL_DENSE_BOUNDARY": "160",
     "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY": "9999",
-    "VLLM_RETRIEVAL_DENSE_LAYERS": "1",
-    "VLLM_RETRIEVAL_GATE": "0",
-    "VLLM_RETRIEVAL_LEAST_BLOCKS": "1",
 }
 AS_GPU = {"prelude": "engines.vllm.attention.asgpu"}
 INTERPRETED = {
@@ -43,10 +40,6 @@ MIDDLE = (230 - 32) // BLOCK - 1
 """Blocks of the first prompt that may leave the device."""
 WHOLE = 230 // BLOCK + 1
 """All of its blocks, also while it decodes."""
-
-
-def retrieval(share: float) -> dict[str, str]:
-    return {**BOUNDARIES, "VLLM_PLUGINS": "retrieval", "VLLM_RETRIEVAL_TOPK_PERCENT": str(share)}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +58,7 @@ def setup(model_folder: Callable[..., Path]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def sparse(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
     pool = {"host_size": "64MiB", "load_or_compute": "load"}
-    env = {**retrieval(0.3), **INTERPRETED, "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    env = {**FEW, **INTERPRETED, "VLLM_USE_V2_MODEL_RUNNER": "1"}
     return start(**setup, **AS_GPU, pool=pool, env=env)
 
 
@@ -79,7 +72,7 @@ BACKENDS = {"V1": "TRITON_ATTN", "V2": "FLASH_ATTN"}
 def offloading(runner: str, ahead: bool, pool: dict[str, Any]) -> dict[str, Any]:
     """An engine whose long sequences are partially offloaded. ``ahead``: by asynchronous
     scheduling."""
-    env = {**retrieval(0.3), **INTERPRETED, "AS_GPU": BACKENDS[runner], **RUNNERS[runner]}
+    env = {**FEW, **INTERPRETED, "AS_GPU": BACKENDS[runner], **RUNNERS[runner]}
     env |= {"AS_GPU_AHEAD": str(int(ahead)), "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY": "192"}
     return {**AS_GPU, "env": env, "pool": {"load_or_compute": "load", **pool}}
 
@@ -105,7 +98,7 @@ def offloaded(
 @pytest.fixture(scope="module")
 def on_cpu(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
     """The same settings with vLLM's CPU kernel."""
-    return start(**setup, env=retrieval(0.3))
+    return start(**setup, env=FEW)
 
 
 def prompts() -> list[list[int]]:
@@ -145,8 +138,8 @@ def test_windows_and_sinks(
     has sinks in all of them."""
     shape = {"hidden": 64, "layers": layers, "heads": 4, "kv_heads": 2, "head_dim": 32}
     setup = {**setup, "model": str(model_folder(architecture, window=64, **shape))}
-    env = {**retrieval(0.3), **INTERPRETED, **RUNNERS[runner]}
-    device, host = start(**setup, **AS_GPU, env=env), start(**setup, env=retrieval(0.3))
+    env = {**FEW, **INTERPRETED, **RUNNERS[runner]}
+    device, host = start(**setup, **AS_GPU, env=env), start(**setup, env=FEW)
     assert answers(device) == answers(host)
     done = activity(device)
     assert 0 < done["blocks_selected"] < done["blocks_considered"]
@@ -228,19 +221,12 @@ def test_the_memory_of_a_dead_service_is_read_on(
     with Service(folder, 64 * MIB) as service:
         pool = {"backend": "service", "socket": str(service.socket), "call_timeout": 10}
         engine = start(**setup, **offloading("V2", True, pool))
-        replies: list[dict[str, Any]] = []
-        place = folder / "here"
-        order = {"prompts": [prompt], "after_steps": 8, "max_tokens": 24}
-        trouble = {"name": "meet", "place": str(place), "anew": True}
-        thread = threading.Thread(
-            target=lambda: replies.extend(engine.decode_through(**order, trouble=trouble))
-        )
-        thread.start()
-        wait_until(place.exists)
-        service.kill()
-        service.start()
-        place.unlink()
-        thread.join()
-        same(replies[0], want)
+
+        def begin_anew() -> None:
+            service.kill()
+            service.start()
+
+        (got,) = meanwhile(engine, [prompt], folder / "here", begin_anew, True, 8, 24)
+        same(got, want)
         assert activity(engine)["sequences_offloaded"] == 24 - 2
         engine.close()

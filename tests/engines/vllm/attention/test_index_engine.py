@@ -7,17 +7,13 @@ from typing import Any
 
 import pytest
 
-from engines.vllm.attention.test_engine import BOUNDARIES, activity, spent
+from engines.vllm.attention.test_engine import activity, spent
+from engines.vllm.attention.test_offload import settings
 from engines.vllm.engine import Engine, EngineFailed, prompt_of
 
 pytestmark = pytest.mark.engine
 
-ENVIRON = {
-    **BOUNDARIES,
-    "VLLM_PLUGINS": "retrieval",
-    "VLLM_RETRIEVAL_TOPK_PERCENT": "0.2",
-    "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY": "2600",
-}
+ENVIRON = settings(2600)
 TOKENS, ANSWER = (1500, 3000), 70  # on the device and off it
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engines.vllm.attention.test_engine import BOUNDARIES, SAMPLING, activity, spent, tokens_of
+from engines.vllm.attention.test_engine import SAMPLING, activity, retrieval, spent, tokens_of
 from engines.vllm.engine import Engine, prompt_of
 
 pytestmark = pytest.mark.engine
@@ -21,12 +21,7 @@ MIXED = [3100, 3500, 3900, 1500, 2000, 100]
 
 
 def settings(boundary: int) -> dict[str, str]:
-    return {
-        **BOUNDARIES,
-        "VLLM_PLUGINS": "retrieval",
-        "VLLM_RETRIEVAL_TOPK_PERCENT": "0.2",
-        "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY": str(boundary),
-    }
+    return {**retrieval(0.2), "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY": str(boundary)}
 
 
 @pytest.fixture(scope="module")

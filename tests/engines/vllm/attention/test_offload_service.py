@@ -133,11 +133,13 @@ def meanwhile(
     place: Path,
     act: Callable[[], None],
     anew: bool = False,
+    after_steps: int = PREFILL + 15,
+    max_tokens: int = 160,
 ) -> list[dict[str, Any]]:
     """Decodes, and calls ``act`` midway."""
     replies: list[dict[str, Any]] = []
     trouble = {"name": "meet", "place": str(place), "anew": anew}
-    order = {"prompts": prompts, "after_steps": PREFILL + 15, "max_tokens": 160}
+    order = {"prompts": prompts, "after_steps": after_steps, "max_tokens": max_tokens}
     thread = threading.Thread(
         target=lambda: replies.extend(engine.decode_through(**order, trouble=trouble))
     )

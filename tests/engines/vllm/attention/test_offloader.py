@@ -140,6 +140,12 @@ class Bench:
         self.manager.cache_blocks(request, request.num_computed_tokens)
         return True
 
+    def restored(self, name: str, tokens: int) -> Request:
+        """A request that has begun with its prefix from device and pool."""
+        request = self.request(name, tokens)
+        assert self.restore(request)
+        return request
+
     def compute(self, request: Request, tokens: int) -> bool:
         """Computes the next tokens of the prompt."""
         request.status = RequestStatus.RUNNING
@@ -180,7 +186,7 @@ class Bench:
         self.orders = orders.offload
         return orders
 
-    def begun(self, name: str, tokens: int, first: int) -> Request:
+    def begun(self, name: str, tokens: int, first: int = 0) -> Request:
         """A request whose prompt is computed."""
         request = self.request(name, tokens, first)
         self.prefill(request)
@@ -229,8 +235,7 @@ def small_pool() -> Iterator[Pool]:
 
 
 def test_middle_blocks_leave_with_the_first_decoded_token(bench: Bench, pool: Pool) -> None:
-    request = bench.request("r", 400)  # 25 blocks
-    bench.prefill(request)
+    request = bench.begun("r", 400)
     assert bench.free == 99 - 25
     assert bench.orders is None
     before = bench.manager.get_block_ids("r")[0]
@@ -269,8 +274,7 @@ def test_blocks_of_a_writer_that_is_not_proved_do_not_stand_in_for_the_devices(
 
 
 def test_it_goes_on_while_the_sequence_grows(bench: Bench) -> None:
-    request = bench.request("r", 230)
-    bench.prefill(request)
+    request = bench.begun("r", 230)
     gone = slots = 0
     for _ in range(200):
         assert bench.decode(request)
@@ -293,8 +297,7 @@ def test_a_prefix_within_the_first_blocks_is_loaded(pool: Pool, shared: int) -> 
     bench = Bench(pool, 100, settings=replace(SETTINGS, init_tokens=48))
     bench.end(bench.begun("before", shared + 1, 0))
     assert bench.manager.reset_prefix_cache()
-    request = bench.request("r", 400)
-    assert bench.restore(request)
+    request = bench.restored("r", 400)
     assert len(bench.manager.get_block_ids("r")[0]) == shared // BLOCK
     assert 0 not in bench.manager.get_block_ids("r")[0]
     assert bench.compute(request, 400 - shared)
@@ -304,8 +307,7 @@ def test_a_prefix_within_the_first_blocks_is_loaded(pool: Pool, shared: int) -> 
 
 def test_what_the_pool_does_not_hold_stays(small_pool: Pool) -> None:
     bench = Bench(small_pool, 100)
-    request = bench.request("r", 400)
-    bench.prefill(request)
+    request = bench.begun("r", 400)
     assert bench.decode(request, PATIENCE + 2)
     ids = bench.manager.get_block_ids("r")[0]
     assert ids.count(0) == 15
@@ -333,7 +335,7 @@ def test_what_workers_attend_to_densely_stays_on_the_device(
     connector._vllm_config = connector._kv_cache_config = None
     make_planner = connector._offload(FACTS, [shard_of(number) for number in measured])
     bench = Bench(pool, 100, make_planner=make_planner)
-    request = bench.begun("r", 400, 0)
+    request = bench.begun("r", 400)
     assert bench.decode(request)
     assert (0 in bench.manager.get_block_ids("r")[0]) == offloads
     bench.end(request)
@@ -347,7 +349,7 @@ def test_what_an_unproved_writer_has_saved_stays_on_the_device(pool: Pool) -> No
     """The first 19 blocks are another engine's, and the ones behind them this engine's own."""
     Bench(pool, 100).begun("theirs", 19 * BLOCK, 0)
     bench = Bench(pool, 100, audit=4096)
-    request = bench.begun("r", 400, 0)
+    request = bench.begun("r", 400)
     assert bench.decode(request, PATIENCE + 2)
     assert 0 not in bench.manager.get_block_ids("r")[0]
     ids = bench.manager.get_block_ids("r")[0]
@@ -366,8 +368,7 @@ def test_what_went_to_the_disk_is_brought_back_first(tmp_path: Path) -> None:
     settings = {"host_size": 32 * 4096, "disk_path": str(tmp_path), "disk_size": "64MiB"}
     with Pool.open(RecallSettings.from_mapping(settings).pool) as pool:
         bench = Bench(pool, 100)
-        request = bench.request("r", 400)
-        bench.prefill(request)
+        request = bench.begun("r", 400)
         state = bench.side.state_of("r")
         assert state is not None
         assert pool.flush(state.keys(25), 60.0)
@@ -390,7 +391,7 @@ def test_what_another_engine_stored_leaves_once_nothing_reads_it(tmp_path: Path)
     settings = RecallSettings.from_mapping({"host_size": "1MiB", "remote": store}).pool
     with Pool.open(settings) as pool:
         bench = Bench(pool, 100)
-        request = bench.begun("r", 400, 0)
+        request = bench.begun("r", 400)
         state = bench.side.state_of("r")
         assert state is not None
         assert pool.flush(state.keys(25), 60.0)
@@ -398,7 +399,7 @@ def test_what_another_engine_stored_leaves_once_nothing_reads_it(tmp_path: Path)
     with Pool.open(settings) as pool:
         bench = Bench(pool, 100)
         bench.makes_stores = False
-        request = bench.begun("r", 400, 0)
+        request = bench.begun("r", 400)
         state = bench.side.state_of("r")
         assert state is not None
         keys = state.keys(25)
@@ -420,9 +421,7 @@ def test_what_another_engine_stored_leaves_once_nothing_reads_it(tmp_path: Path)
 
 
 def test_a_shared_prefix_is_freed_by_the_last(bench: Bench) -> None:
-    one, two = bench.request("one", 400), bench.request("two", 400)
-    bench.prefill(one)
-    bench.prefill(two)
+    one, two = bench.begun("one", 400), bench.begun("two", 400)
     assert bench.free == 99 - 26
     assert bench.decode(one)
     assert bench.free == 99 - 26 - 1 - 6, "its blocks are the other's, too"
@@ -433,9 +432,7 @@ def test_a_shared_prefix_is_freed_by_the_last(bench: Bench) -> None:
 def test_a_full_device_lets_nothing_leave_rather_than_fail(pool: Pool) -> None:
     """Slots are needed first; offloading shared blocks frees none."""
     bench = Bench(pool, 30)
-    one, two = bench.request("one", 400), bench.request("two", 400)
-    bench.prefill(one)
-    bench.prefill(two)
+    one, two = bench.begun("one", 400), bench.begun("two", 400)
     assert bench.free == 29 - 26
     assert bench.decode(one)
     assert bench.orders is None
@@ -448,8 +445,7 @@ def test_a_full_device_lets_nothing_leave_rather_than_fail(pool: Pool) -> None:
 def test_slots_that_a_step_needs_are_asked_for(pool: Pool) -> None:
     """As the middle grows, more blocks are selected. If none is free, vLLM preempts a request."""
     bench = Bench(pool, 60)
-    request = bench.request("r", 400)
-    bench.prefill(request)
+    request = bench.begun("r", 400)
     assert bench.decode(request)
     hog = bench.manager.block_pool.get_new_blocks(bench.free)
     assert not bench.decode(request, 200)
@@ -460,8 +456,7 @@ def test_slots_that_a_step_needs_are_asked_for(pool: Pool) -> None:
 
 
 def test_preempted_and_back(bench: Bench, pool: Pool) -> None:
-    request = bench.request("r", 400)
-    bench.prefill(request)
+    request = bench.begun("r", 400)
     assert bench.decode(request, 3)
     bench.manager.free(request)
     request.status = RequestStatus.PREEMPTED
@@ -482,7 +477,7 @@ def test_leases_last_while_a_step_under_way_reads_what_they_keep(
 ) -> None:
     """With asynchronous scheduling a request may be preempted before the result of its last step is
     in, which still counts."""
-    request = bench.begun("r", 400, 0)
+    request = bench.begun("r", 400)
     assert bench.decode(request, 3)
     request.num_in_flight_tokens = 1
     bench.manager.free(request)
@@ -506,8 +501,7 @@ def forgotten(bench: Bench, tokens: int = 400) -> None:
 
 def test_of_a_prefix_in_the_pool_only_init_and_local_come(bench: Bench, pool: Pool) -> None:
     forgotten(bench)
-    request = bench.request("r", 400)
-    assert bench.restore(request)
+    request = bench.restored("r", 400)
     # 24 of 25 blocks are hit: init 1, local from block 21 on, 20 between stay: 6 slots for them.
     ids = bench.manager.get_block_ids("r")[0]
     assert ids[1:21] == [0] * 20
@@ -561,8 +555,7 @@ def test_it_fits_where_the_whole_prefix_would_not(pool: Pool) -> None:
     bench = Bench(pool, 60)
     forgotten(bench)
     hog = bench.manager.block_pool.get_new_blocks(bench.free - 12)
-    request = bench.request("r", 400)
-    assert bench.restore(request)
+    request = bench.restored("r", 400)
     assert bench.compute(request, 16)
     assert bench.decode(request)
     bench.end(request)
@@ -577,8 +570,7 @@ def test_blocks_found_on_the_device_stay_there_unless_they_are_in_the_middle(
     forgotten(bench)
     bench.begun("other", blocks * BLOCK + 1, 0)  # the same tokens: a shared prefix
     held = bench.manager.get_block_ids("other")[0]
-    request = bench.request("r", 400)
-    assert bench.restore(request)
+    bench.restored("r", 400)
     ids = bench.manager.get_block_ids("r")[0]
     assert ids[0] == held[0]
     assert ids[1:21] == [0] * 20
@@ -601,8 +593,7 @@ def test_a_prefix_that_does_not_fit_leaves_no_lease_when_its_request_ends(pool: 
 
 def test_preempted_while_its_prompt_is_computed(bench: Bench, pool: Pool) -> None:
     forgotten(bench)
-    request = bench.request("r", 400)
-    assert bench.restore(request)
+    request = bench.restored("r", 400)
     assert bench.compute(request, 5)
     bench.manager.free(request)
     request.status = RequestStatus.PREEMPTED
@@ -619,7 +610,6 @@ def test_preempted_while_its_prompt_is_computed(bench: Bench, pool: Pool) -> Non
 def test_a_short_prefix_of_a_long_prompt_comes_whole(bench: Bench) -> None:
     """All of its few middle blocks would be selected."""
     forgotten(bench, 100)
-    request = bench.request("r", 400)
-    assert bench.restore(request)
+    bench.restored("r", 400)
     assert 0 not in bench.manager.get_block_ids("r")[0]
     assert bench.orders is None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engines.vllm.attention.qwen2 import Qwen2, Retrieval
+from engines.vllm.attention.test_engine import EXTENSION, activity, spent
 from engines.vllm.engine import Engine, prompt_of
 
 pytestmark = pytest.mark.engine
@@ -42,7 +43,7 @@ def engine(start: Callable[..., Engine], folder: Path) -> Engine:
     return start(
         model=str(folder),
         dtype="float32",
-        worker_extension_cls="kvrecall.engines.vllm.attention.backend.ActivityExtension",
+        worker_extension_cls=EXTENSION,
         num_gpu_blocks_override=90,
         pool=pool,
         env=ENVIRON,
@@ -58,11 +59,6 @@ def apart(some: list[float], others: list[float]) -> list[float]:
     return [abs(a - b) for a, b in zip(some, others, strict=True)]
 
 
-def activity(engine: Engine) -> dict[str, int]:
-    (totals,) = engine.workers(method="retrieval_activity")
-    return dict(totals)
-
-
 @pytest.mark.parametrize("tokens", [1500, 2300])
 def test_logprobs_are_those_of_the_document(engine: Engine, folder: Path, tokens: int) -> None:
     """On the device, and from 2,048 tokens on off it. With vectors in eight bits nearly all steps
@@ -71,7 +67,7 @@ def test_logprobs_are_those_of_the_document(engine: Engine, folder: Path, tokens
     before = activity(engine)
     prompt = prompt_of(tokens, 7)
     reply = engine.ask(prompt, max_tokens=ANSWER, temperature=0, logprobs=0)
-    did = {name: count - before[name] for name, count in activity(engine).items()}
+    did = spent(engine, before)
     assert did["steps_sparse"] == ANSWER - 1
     assert (did["sequences_offloaded"] > 0) == (tokens > 2048)
     model, answer = Qwen2(folder), reply["tokens"]

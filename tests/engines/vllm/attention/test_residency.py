@@ -28,7 +28,7 @@ from kvrecall.engines.vllm.attention.offloaded import (
 from kvrecall.engines.vllm.attention.step import OffloadedRow
 from kvrecall.engines.vllm.wire import Arrival, Departure, OffloadOrders
 from kvrecall.pool.arena import Arena
-from kvrecall.pool.slots import ALIGNMENT
+from kvrecall.pool.slots import ALIGNMENT, slot_bytes_of
 
 SETTINGS = RetrievalSettings(
     init_tokens=100,
@@ -72,7 +72,7 @@ def offload(
     begins, slots = np.array(offsets, dtype=np.int64), torch.empty(0, dtype=torch.int32)
     near = NearArena(records, {"layer": bench.cache})
     MAPPED.append(near)
-    offloaded = OffloadedSequence("one", split.init, begins, slots, records, near.bases)
+    offloaded = OffloadedSequence("one", split.init, begins, slots, records, near)
     bench.layer.digest(bench.cache, bench.freshness.take_stale(ids))
     bench.layer.depart(offloaded, ids, bench.cache)
     bench.cache[ids] = float("nan") if bench.cache.is_floating_point() else 0x7F  # NaN, too
@@ -192,13 +192,15 @@ def test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits(
         record[block, byte if byte < 0 else page + byte] ^= 64
     for part in parts:
         part[ids] = 255  # no numbers
-    offsets = tuple(at * record.shape[1] for at in range(split.middle))
+    slot = slot_bytes_of(record.shape[1])
+    offsets = tuple(at * slot for at in range(split.middle))
     count = 0 if bench.kernel.on_host else slots_of(split, split.middle, settings)[1]
     arrival = Arrival("one", split.init, offsets, tuple(bench.take(count).tolist()))
     bench.group.register({"layer": bench.cache})
     starts = {"layer": 0, digests_of_layer("layer"): page}
     starts[checksums_of_layer("layer")] = record.shape[1] - CHECKSUM_BYTES
-    records = Records(record.reshape(-1), starts)
+    memory = np.pad(record, ((0, 0), (0, slot - record.shape[1]))).reshape(-1)
+    records = Records(memory, starts)
     last = int(sequence.block_ids[-1])
     assert not bench.group.take(OffloadOrders([], {last: "one"}, [], [arrival]), records)
     assert bench.activity.digests_mended == len(damaged)
@@ -263,7 +265,9 @@ def test_a_sequence_leaves_in_parts_and_its_arena_with_it() -> None:
     assert not bench.group.arenas, "it need not be mapped any longer"
 
 
-@pytest.mark.parametrize(("further", "slots"), [(1 << 30, [1]), (-4096, []), (0, [100]), (0, [-1])])
+@pytest.mark.parametrize(
+    ("further", "slots"), [(1 << 30, [1]), (-4096, []), (32, []), (0, [100]), (0, [-1])]
+)
 def test_blocks_outside_of_the_arena_or_of_the_cache_are_refused(
     further: int, slots: list[int]
 ) -> None:

@@ -183,78 +183,13 @@ def engine(layers: Sequence[str] = (), **changed: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**values, **changed})
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"cache_config": SimpleNamespace(cache_dtype="int8_per_token_head")}, "dtype=int8_per_"),
-        ({"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}, "context_parallel"),
-        ({"parallel_config": SimpleNamespace(enable_dbo=True)}, "remove --enable-dbo"),
-        ({"kv_transfer_config": SimpleNamespace(kv_connector="Other")}, "the connector Other"),
-    ],
-)
-def test_what_cannot_work_is_refused(changed: dict[str, Any], named: str) -> None:
-    require_engine(engine(), RetrievalSettings())
-    with pytest.raises(EngineError, match=named):
-        require_engine(engine(**changed), RetrievalSettings())
-
-
-@pytest.mark.parametrize(
-    ("method", "ahead", "index", "named"),
-    [
-        ("eagle", False, "exact", "by eagle, whose draft has layers of its own; draft by"),
-        ("ngram", True, "exact", "asynchronous scheduling; pass --no-async-scheduling"),
-        ("ngram", False, "faiss-flat", "INDEX=faiss-flat; leave the index at exact"),
-        ("ngram", False, "latent", "latent attention"),
-    ],
-)
-def test_speculation_that_cannot_be_followed_is_refused(
-    method: str, ahead: bool, index: str, named: str
-) -> None:
-    def speculating(method: str, ahead: bool) -> Any:
-        return engine(
-            speculative_config=SimpleNamespace(method=method),
-            scheduler_config=SimpleNamespace(async_scheduling=ahead),
-        )
-
-    require_engine(speculating("ngram", False), RetrievalSettings())
-    refused = speculating(method, ahead)
-    if index == "latent":
-        refused.model_config.use_mla, index = True, "exact"
-    with pytest.raises(EngineError, match=named):
-        require_engine(refused, RetrievalSettings(index=index))
-
-
 FULL, WINDOW = "full_attention", "sliding_attention"
 
 
-@pytest.mark.parametrize(
-    ("layers", "named"),
-    [
-        (("chunked_attention", FULL), "layers of chunked_attention"),  # Llama 4
-        (("linear_attention", FULL), "layers of linear_attention"),  # Qwen3-Next
-    ],
-)
-def test_layers_of_other_kinds_are_refused(layers: tuple[str, ...], named: str) -> None:
-    """Llama 4's chunks would be attended to by retrieval: their layers have no window of their own
-    that would tell them from full attention."""
-    with pytest.raises(EngineError) as refused:
-        require_engine(engine(layers), RetrievalSettings())
-    assert str(refused.value) == (
-        f"retrieval attention does not work with {named}; serve a model with full attention or "
-        "sliding windows in every layer, or remove `retrieval` from VLLM_PLUGINS"
-    )
-
-
-def test_windows_need_a_layer_with_full_attention_beside_them() -> None:
-    """One past the dense layers, and in a KV group of its own."""
-    require_engine(engine((WINDOW, WINDOW, FULL)), RetrievalSettings())
-    with pytest.raises(EngineError, match="windows in every layer"):
-        require_engine(engine((WINDOW, WINDOW)), RetrievalSettings())
-    with pytest.raises(EngineError, match="leaves none of this model's 2 layers"):
-        require_engine(engine((WINDOW, FULL, WINDOW)), RetrievalSettings())
-    one = SimpleNamespace(disable_hybrid_kv_cache_manager=True)
-    with pytest.raises(EngineError, match="remove --disable-hybrid-kv-cache-manager"):
-        require_engine(engine((WINDOW, WINDOW, FULL), scheduler_config=one), RetrievalSettings())
+def speculating(method: str = "ngram", ahead: bool = False, **changed: Any) -> Any:
+    made = engine(speculative_config=SimpleNamespace(method=method), **changed)
+    made.scheduler_config = SimpleNamespace(async_scheduling=ahead)
+    return made
 
 
 def pooled(extra: dict[str, Any] | None = None, stages: int = 1, layers: Sequence[str] = ()) -> Any:
@@ -263,24 +198,80 @@ def pooled(extra: dict[str, Any] | None = None, stages: int = 1, layers: Sequenc
     return engine(layers, kv_transfer_config=transfer, parallel_config=parallel)
 
 
+def latent() -> Any:
+    made = speculating()
+    made.model_config.use_mla = True
+    return made
+
+
+SEED = RetrievalSettings()
+ONE_GROUP = SimpleNamespace(disable_hybrid_kv_cache_manager=True)
+OTHERS = (
+    "serve a model with full attention or sliding windows in every layer, or remove `retrieval` "
+    "from VLLM_PLUGINS"
+)
+REFUSED = [
+    (engine(cache_config=SimpleNamespace(cache_dtype="int8_per_token_head")), "dtype=int8_per_"),
+    (engine(parallel_config=SimpleNamespace(decode_context_parallel_size=2)), "context_parallel"),
+    (engine(parallel_config=SimpleNamespace(enable_dbo=True)), "remove --enable-dbo"),
+    (engine(kv_transfer_config=SimpleNamespace(kv_connector="Other")), "the connector Other"),
+    (speculating("eagle"), "by eagle, whose draft has layers of its own; draft by"),
+    (speculating(ahead=True), "asynchronous scheduling; pass --no-async-scheduling"),
+    (latent(), "latent attention"),
+    # Llama 4's chunks would be attended to by retrieval: their layers have no window of their own
+    # that would tell them from full attention.
+    (engine(("chunked_attention", FULL)), f"work with layers of chunked_attention; {OTHERS}"),
+    (engine(("linear_attention", FULL)), f"work with layers of linear_attention; {OTHERS}"),
+    (engine((WINDOW, WINDOW)), "windows in every layer"),
+    (engine((WINDOW, FULL, WINDOW)), "leaves none of this model's 2 layers"),
+    (
+        engine((WINDOW, WINDOW, FULL), scheduler_config=ONE_GROUP),
+        "remove --disable-hybrid-kv-cache-manager",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "said"), REFUSED, ids=[said for _, said in REFUSED])
+def test_what_cannot_work_is_refused(config: Any, said: str) -> None:
+    with pytest.raises(EngineError) as refused:
+        require_engine(config, SEED)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "changed", "said"),
+    [
+        (speculating(), {"index": "faiss-flat"}, "INDEX=faiss-flat; leave the index at exact"),
+        (engine(), {"dense_layers": 4}, "DENSE_LAYERS=4"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(config: Any, changed: Any, said: str) -> None:
+    with pytest.raises(EngineError, match=said):
+        require_engine(config, replace(SEED, **changed))
+
+
+def test_what_works_is_not_refused() -> None:
+    windows = engine((WINDOW, WINDOW, FULL))
+    for config in (engine(), speculating(), windows, pooled({"backend": "service"})):
+        require_engine(config, SEED)
+
+
 def test_offload_that_cannot_be_is_refused_unless_no_sequence_gets_there() -> None:
-    require_engine(pooled({"backend": "service"}), RetrievalSettings())
-    ngram = pooled()
-    ngram.speculative_config = SimpleNamespace(method="ngram")
-    ngram.scheduler_config.async_scheduling = False
+    transfer = pooled().kv_transfer_config
     for config, why in (
         (pooled(stages=2), "use tensor parallelism"),
         (pooled(layers=(WINDOW, WINDOW, FULL)), "KV groups of their own"),
-        (ngram, "disable speculation"),
+        (
+            speculating(
+                kv_transfer_config=transfer,
+                parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+            ),
+            "disable speculation",
+        ),
     ):
         with pytest.raises(EngineError, match=rf"{why}.*above max_model_len=100000"):
-            require_engine(config, RetrievalSettings())
-        require_engine(config, replace(RetrievalSettings(), offload_boundary=100_001))
-
-
-def test_no_layer_left_is_refused() -> None:
-    with pytest.raises(EngineError, match="DENSE_LAYERS=4"):
-        require_engine(engine(), replace(RetrievalSettings(), dense_layers=4))
+            require_engine(config, SEED)
+        require_engine(config, replace(SEED, offload_boundary=100_001))
 
 
 def test_blocks_that_digests_do_not_divide_are_refused() -> None:

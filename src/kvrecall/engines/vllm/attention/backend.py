@@ -286,26 +286,22 @@ class RetrievalBuilder(ABC):
     def _note_written(self, rows: Sequence[BatchRow], blocks: runner.BatchBlocks) -> None:
         """The step writes tokens into these blocks."""
         size, freshness = self.block_size, self._group.freshness
-        if freshness.is_empty:
-            return
-        spans = [
-            (at, (row.tokens - row.query_tokens) // size, (row.tokens - 1) // size)
-            for at, row in enumerate(rows)
+        written = [
+            (blocks.rows[at], place)
+            for at, row in enumerate(() if freshness.is_empty else rows)
             if row.query_tokens
+            for place in range((row.tokens - row.query_tokens) // size, -(-row.tokens // size))
         ]
-        of = [at for at, first, last in spans for _ in range(first, last + 1)]
-        places = [block for _, first, last in spans for block in range(first, last + 1)]
-        freshness.wrote_blocks(blocks.ids[blocks.rows[of], places])
+        if written:
+            freshness.wrote_blocks(blocks.ids[tuple(zip(*written, strict=True))])
 
     def _work(self, common: Any, rows: Sequence[BatchRow], table: torch.Tensor) -> StepWork:
         """The step's work. ``table``: the batch's block table, on the host."""
         offloaded: dict[int, OffloadedSequence] = {}
-        for at, row in enumerate(rows if not self._group.is_idle else ()):
-            if not row.query_tokens:  # padding
-                continue
+        for at, row in enumerate(() if self._group.is_idle else rows):
             last = int(table[at, (row.tokens - 1) // self.block_size])
             sequence = self._group.sequence(last)
-            if sequence is not None:
+            if row.query_tokens and sequence is not None:  # no padding
                 offloaded[at] = sequence
         step = self._planner.plan(rows, table, offloaded)
         sparse = [] if step is None else [one.row for one in step.sequences]
@@ -321,13 +317,9 @@ class RetrievalBuilder(ABC):
         offloaded_rows = []
         for at, sequence in offloaded.items():
             row, here = rows[at], slice(int(starts[at]), int(starts[at + 1]))
-            # While its prompt is computed all layers attend to it densely: too many to keep copies.
-            kept = None
-            if row.decodes:
-                kept = self._group.copies.of(sequence.key, -(-row.tokens // self.block_size))
-            alone = self.alone(common, rows, at, kept)
+            alone = self.alone(common, rows, at, sequence.key)
             offloaded_rows.append(
-                OffloadedRow(sequence, here, table[at], row.tokens, not row.decodes, alone, kept)
+                OffloadedRow(sequence, here, table[at], row.tokens, not row.decodes, *alone)
             )
         beside_offloaded = self._without(offloaded, common, rows)
         return StepWork(step, beside_sparse, tuple(offloaded_rows), beside_offloaded)
@@ -372,10 +364,11 @@ class RetrievalBuilder(ABC):
         )
         return tokens, super().build(0, part)  # type: ignore[misc]
 
-    def alone(self, common: Any, rows: Sequence[BatchRow], at: int, kept: KeptCopy | None) -> Any:
-        """vLLM's metadata of a request whose blocks are to lie in the pages of ``kept``, or, if it
-        is None, in their order in a cache of their own. None if that is not needed."""
-        return None
+    def alone(
+        self, common: Any, rows: Sequence[BatchRow], at: int, key: str
+    ) -> tuple[Any, KeptCopy | None]:
+        """``metadata`` and ``kept`` of the offloaded sequence ``key``: of ``OffloadedRow``."""
+        return None, None
 
     def _warn_of_missing_offload(self, rows: Sequence[BatchRow]) -> None:
         """Logs once that a sequence past the offload boundary stays on the device."""

@@ -22,7 +22,6 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from kvrecall.attention.digest import Layout, encode
-from kvrecall.attention.kernels.device import Ints
 from kvrecall.attention.kernels.search import is_compiled
 from kvrecall.attention.selection import OVERHEAD_BYTES
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
@@ -35,7 +34,6 @@ from kvrecall.engines.vllm.attention.base import (
     SparseStep,
 )
 from kvrecall.engines.vllm.attention.host_selection import HostPlan, HostSelection
-from kvrecall.engines.vllm.attention.offloaded import stride_to
 from kvrecall.engines.vllm.attention.step import DenseOffload, OffloadedRow
 from kvrecall.engines.vllm.compat import config
 from kvrecall.errors import EngineError
@@ -50,38 +48,24 @@ Pack = Callable[[torch.Tensor], torch.Tensor]
 """Packs one block of one head: ``[tokens, dim]`` -> the elements of its half, flat."""
 
 
-def halves(kv_cache: torch.Tensor, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def halves(
+    kv_cache: torch.Tensor, whole: bool = False, unit: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Key and value cache as the kernel takes them: ``[blocks * kv_heads, 1, tokens, dim]``, or
-    ``[blocks, kv_heads, tokens, dim]`` if ``whole``."""
+    ``[blocks, kv_heads, tokens, dim]`` if ``whole``. ``unit``: bytes by which a block table counts
+    from the cache's start, forwards and backwards, also out of the cache; 0: it names its blocks.
+    """
     blocks, kv_heads, block_size, width = kv_cache.shape
     dim, row = width // 2, block_size * width
     heads, steps = ((blocks, kv_heads), (kv_heads * row, row))
     if not whole:
         heads, steps = (blocks * kv_heads, 1), (row, row)
+    if unit:
+        heads, steps = (1, heads[1]), (unit // kv_cache.element_size(), row)
     size, strides, first = (*heads, block_size, dim), (*steps, dim, 1), kv_cache.storage_offset()
     # Of one piece. One operation for each: a decoded token's layers all wait for this.
     keys = kv_cache.as_strided(size, strides, first)
     return keys, kv_cache.as_strided(size, strides, first + row // 2)
-
-
-def far_halves(
-    kv_cache: torch.Tensor, distances: Ints, whole: bool = False
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """``halves`` of a cache, and a table for them of what begins so many bytes from its start, in
-    it or elsewhere in this process: int32 of the distances' shape.
-
-    A kernel call reads blocks at multiples of one stride from one address, forwards and backwards.
-    Here that is the longest stride that leads to all of them. Each must be a whole block, or one of
-    a KV head, and they must be as near as ``are_near`` says.
-    """
-    stride = stride_to(distances)
-    keys, values = (
-        half[:1].as_strided(
-            (1, *half.shape[1:]), (stride // half.element_size(), *half.stride()[1:])
-        )
-        for half in halves(kv_cache, whole)
-    )
-    return (keys, values), torch.from_numpy((distances // stride).astype(np.int32))
 
 
 def schedule(
@@ -230,9 +214,7 @@ class CpuKernel(AttentionKernel):
         span = plan.span
         here = plan.tokens if span is None else span
         rows = query[here].reshape(-1, shape.group, shape.head_dim).contiguous()
-        caches, table = halves(kv_cache), plan.table
-        if plan.distances is not None:
-            caches, table = far_halves(kv_cache, plan.distances)
+        caches, table = halves(kv_cache, unit=plan.unit), plan.table
         is_there = span is not None and output.is_contiguous()
         found = output[span].view(rows.shape) if is_there else torch.empty_like(rows)
         if parameters.sinks is None:
@@ -306,7 +288,8 @@ def attend_in_place(
     distances = row.table[:blocks].numpy().astype(np.int64) * kv_cache[0].nbytes
     left = slice(sequence.init, sequence.init + sequence.count)
     distances[left] = sequence.addresses(name) - kv_cache.data_ptr()
-    caches, table = far_halves(kv_cache, distances[None], whole=True)
+    caches = halves(kv_cache, True, sequence.unit)
+    table = torch.from_numpy((distances // sequence.unit).astype(np.int32))[None]
     seq_lens = torch.tensor([row.tokens], dtype=torch.int32)
     starts = torch.tensor([0, len(query)], dtype=torch.int32)
     plan = schedule(shape, seq_lens, starts, whole=True)

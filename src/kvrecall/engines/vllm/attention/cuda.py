@@ -235,8 +235,9 @@ class TritonKernel(AttentionKernel):
         layer.digest_rows(cache).zero_()
 
         def once() -> None:
-            layer.digest(cache, step.stale)
-            layer.attend(query, cache, step, AttentionParameters(1.0), output)
+            self.digest(cache, step.stale, layer.store)
+            layer.select(query, step, 1.0, False)
+            self.attend(query, cache, step, output, AttentionParameters(1.0))
 
         spent = min(_seconds(device, once, rounds) for _ in range(_TRIES))
         speed = DeviceSpeed(spent / (LAUNCHES + LAUNCHES_A_BLOCK), bandwidth)
@@ -416,14 +417,18 @@ class DeviceBuilder(RetrievalBuilder):
     def make_dense(self, name: str) -> DenseOffload:
         return CopiedDense(name, self._activity).attend
 
-    def alone(self, common: Any, rows: Sequence[BatchRow], at: int, kept: KeptCopy | None) -> Any:
+    def alone(
+        self, common: Any, rows: Sequence[BatchRow], at: int, key: str
+    ) -> tuple[Any, KeptCopy | None]:
         blocks = -(-rows[at].tokens // self.block_size)
+        # While its prompt is computed all layers attend to it densely: too many to keep copies.
+        kept = self._group.copies.of(key, blocks) if rows[at].decodes else None
         if kept is None:
             places = torch.arange(blocks, dtype=torch.int32, device=self.device)
         else:
             pages = torch.from_numpy(kept.pages[:blocks].astype(np.int32))
             places = device_of(self.device).send(pages)
-        return self.part(common, rows, [at], places[None])[1]
+        return self.part(common, rows, [at], places[None])[1], kept
 
 
 class DeviceAttention(RetrievalAttention):

@@ -177,13 +177,11 @@ class RetrievalGroup:
         found = {sequence.records.arena for sequence in self._sequences.values()}
         return {arena for arena in found if arena is not None}
 
-    def _bases(self, records: Records) -> Mapping[str, int]:
-        """The arena's address for each layer that reads it in place. Raises EngineError."""
-        if not self._kernel.on_host:
-            return {}
-        if records.arena not in self._near:
+    def _near_arena(self, records: Records) -> NearArena | None:
+        """The arena for layers that read it in place. Raises EngineError."""
+        if self._kernel.on_host and records.arena not in self._near:
             self._near[records.arena] = NearArena(records, self._caches)
-        return self._near[records.arena].bases
+        return self._near.get(records.arena)
 
     def _forget(self, key: str) -> None:
         """The sequence has ended. With the last one in an arena that arena is unmapped: its owner
@@ -208,7 +206,7 @@ class RetrievalGroup:
                 return False
             self._forget(order.request_id)
             try:
-                near = self._bases(records)
+                near = self._near_arena(records)
             except EngineError as error:
                 logger.error("kvrecall: %s", error)
                 return False

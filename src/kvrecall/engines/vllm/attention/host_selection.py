@@ -38,8 +38,8 @@ class HostPlan:
 
     ``tokens``: int64, the sequences' places in the batch; ``span``: the same where they are side by
     side, else None. ``table``: int32 ``[sequences * kv_heads, width]``, in which a block of a head
-    is named ``block * kv_heads + head``. ``distances``: the same in bytes from the start of a
-    layer's cache, which then counts instead; None if no sequence is partially offloaded.
+    is named ``block * kv_heads + head``, or, if a sequence is partially offloaded, by its distance
+    from the start of a layer's cache, in ``unit`` bytes; otherwise ``unit`` is 0.
     ``seq_lens``: int32, tokens in each row's blocks; ``starts``: int32, 0, 1, 2 ... to the number
     of rows. ``search``: finds the blocks of all sequences with middle ones and enters them; None if
     layers find them one after the other. ``work``: vLLM's plan for the kernel's threads.
@@ -50,19 +50,21 @@ class HostPlan:
     ) -> None:
         """``layout``: as of ``AttentionKernel.schedule``."""
         heads = self._heads = shape.kv_heads
-        self._head = torch.arange(heads, dtype=torch.int32)[:, None]
-        self._head_bytes = shape.block_size * shape.token_bytes // heads
+        head = torch.arange(heads, dtype=torch.int32)[:, None]
+        head_bytes = shape.block_size * shape.token_bytes // heads
+        away = [one.offloaded.unit for one in sequences if one.offloaded is not None]
+        self.unit = min(away, default=0)
+        named_by = self.unit or head_bytes
+        self._bytes = heads * head_bytes, head_bytes, named_by
+        step = head_bytes // named_by
         width = max(sequence.split.attended_blocks for sequence in sequences)
         self.table = torch.zeros(len(sequences) * heads, width, dtype=torch.int32)
         for at, sequence in enumerate(sequences):
             split, blocks = sequence.split, sequence.table
             rows, last = self.table[self._rows(at)], split.init + split.chosen
-            rows[:, : split.init] = blocks[: split.init] * heads + self._head
-            named = blocks[split.local : split.blocks] * heads + self._head
+            rows[:, : split.init] = (blocks[: split.init] * heads + head) * step
+            named = (blocks[split.local : split.blocks] * heads + head) * step
             rows[:, last : split.attended_blocks] = named
-        self.distances: Ints | None = None
-        if any(sequence.offloaded is not None for sequence in sequences):
-            self.distances = self.table.numpy().astype(np.int64) * self._head_bytes
         lens = [sequence.split.attended_tokens for sequence in sequences]
         self.seq_lens = torch.tensor(lens, dtype=torch.int32).repeat_interleave(heads)
         self.starts = torch.arange(len(self.seq_lens) + 1, dtype=torch.int32)
@@ -75,16 +77,13 @@ class HostPlan:
 
     def enter(self, at: int, sequence: SparseSequence, places: Ints, away: Ints) -> None:
         """The step's sequence ``at`` attends to these of its middle blocks: ``[kv_heads, chosen]``.
-        ``away``: distances from the cache of those that are off the device."""
+        ``away``: distances from the cache of those that are off the device, in bytes."""
         columns = slice(sequence.split.init, sequence.split.init + sequence.split.chosen)
-        if self.distances is None:
-            named = sequence.blocks[torch.from_numpy(places)] * self._heads + self._head
-            self.table[self._rows(at), columns] = named
-            return
+        block, head, unit = self._bytes
         here = sequence.blocks[len(away) :].numpy().astype(np.int64)
-        begins = np.concatenate([away, here * self._heads * self._head_bytes])
-        heads = self._head.numpy() * self._head_bytes
-        self.distances[self._rows(at), columns] = begins[places] + heads
+        begins = np.concatenate([away, here * block])[places]
+        begins += np.arange(self._heads)[:, None] * head
+        self.table.numpy()[self._rows(at), columns] = begins // unit
 
     def _rows(self, at: int) -> slice:
         return slice(at * self._heads, (at + 1) * self._heads)
@@ -98,21 +97,19 @@ class HostPlan:
             if one.split.middle:
                 here = one.blocks[one.left :].numpy().astype(np.int64)
                 parts = [here] if one.offloaded is None else [np.arange(one.left), here]
-                table = self.table.numpy() if self.distances is None else self.distances
-                into = table[self._rows(at), one.split.init :]
+                into = self.table[self._rows(at), one.split.init :].numpy()
                 sought.append(Sought(parts, one.split.chosen, one.token, into, one.left))
         if not sought or not is_compiled():
             return None
         size = shape.kv_heads, shape.group, shape.head_dim
-        return Search(size, layout, sought, (self._heads * self._head_bytes, self._head_bytes))
+        return Search(size, layout, sought, self._bytes)
 
 
 @dataclass(slots=True)
 class _LeftBlocks:
-    """A sequence's blocks off the device: how many, their digests, how far from the layer's cache
-    each begins, in bytes, and all of this for a search."""
+    """A sequence's blocks off the device: their digests, how far from the layer's cache each
+    begins, in bytes, and both for a search."""
 
-    count: int
     digests: DigestStore
     away: Ints
     placed: Placed
@@ -166,12 +163,12 @@ class HostSelection(RetrievalLayer):
         sequence.require_inside(self.name, kv_cache)
         left = self._left.get(sequence.key)
         store = DigestStore(self._shape, self._layout) if left is None else left.digests
-        first = 0 if left is None else left.count
+        first = 0 if left is None else len(left.away)
         count = first + digests.shape[1]
         store.reach(count)
         store.write(torch.arange(first, count), digests)
         away = sequence.addresses(self.name)[:count] - kv_cache.data_ptr()
-        self._left[sequence.key] = _LeftBlocks(count, store, away, self._place(store, away))
+        self._left[sequence.key] = _LeftBlocks(store, away, self._place(store, away))
 
     def forget(self, key: str) -> None:
         if not self._is_open:
@@ -204,24 +201,23 @@ class HostSelection(RetrievalLayer):
         """Places of the chosen blocks among the sequence's middle ones: int64 ``[kv_heads,
         chosen]``. ``query``: ``[kv_heads, group, dim]``."""
         ids = one.blocks[one.left :].to(torch.int64)
-        if self._indexes is not None:
-            digests = partial(self._from, ids, left)
-            if one.offloaded is None:
-                assert self.store.written is not None
-                index = self._indexes.on_device(ids, self.store.written[ids], digests)
-            else:
-                index = self._indexes.off_device(one.offloaded.key, one.split.middle, digests)
-            return index.choose(query, one.split.chosen, scale)
-        rows = self._from(ids, left, 0)
-        return choose(self._layout, query, rows, one.split.chosen, scale)
+        digests, count = partial(self._from, ids, left), one.split.chosen
+        if self._indexes is None:
+            return choose(self._layout, query, digests(0), count, scale)
+        if one.offloaded is not None:
+            index = self._indexes.off_device(one.offloaded.key, one.split.middle, digests)
+        else:
+            assert self.store.written is not None
+            index = self._indexes.on_device(ids, self.store.written[ids], digests)
+        return index.choose(query, count, scale)
 
     def _from(self, ids: torch.Tensor, left: _LeftBlocks | None, first: int) -> torch.Tensor:
         """The digests of a sequence's middle blocks from a place on, the last of which are ``ids``:
         int8 ``[kv_heads, blocks, rows, width]``."""
         if left is None:
             return self.store.rows[:, ids[first:]]
-        there = left.digests.rows[:, first : left.count]
-        return torch.cat([there, self.store.rows[:, ids[max(0, first - left.count) :]]], 1)
+        there = left.digests.rows[:, first : len(left.away)]
+        return torch.cat([there, self.store.rows[:, ids[max(0, first - len(left.away)) :]]], 1)
 
     def _placed_for(self, one: SparseSequence) -> Placed:
         return self._placed[0] if one.offloaded is None else self._left[one.offloaded.key].placed

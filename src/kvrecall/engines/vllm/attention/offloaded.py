@@ -63,16 +63,15 @@ class OffloadedSequence:
     """A partially offloaded sequence: its middle blocks ``[0, count)``, counted from block
     ``init``, are off the device, in the arena of ``records`` at ``offsets``. ``slots``: int32
     device blocks that it recalls into, where every layer and KV head has its own blocks; none if
-    blocks are read in place. ``near``: the arena's address for each layer that does so
-    (``NearArena``). ``numbers``: of those blocks on a device whose kernels recall them
-    (``device.BlockNumbers``), which they do as long as it ``is_readable``."""
+    blocks are read in place, in ``near``. ``numbers``: of those blocks on a device whose kernels
+    recall them (``device.BlockNumbers``), which they do as long as it ``is_readable``."""
 
     key: str
     init: int
     offsets: Ints
     slots: torch.Tensor
     records: Records
-    near: Mapping[str, int] = field(default_factory=dict)
+    near: NearArena | None = None
     numbers: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     is_readable: bool = True
 
@@ -82,17 +81,25 @@ class OffloadedSequence:
 
     def addresses(self, layer: str) -> Ints:
         """Addresses of the layer's pages of the offloaded blocks."""
-        base = self.near.get(layer) or self.records.memory.ctypes.data
+        near, records = self.near, self.records
+        base = records.memory.ctypes.data if near is None else near.bases[layer]
         return self.offsets + (base + self.records.layers[layer])
 
     def require_inside(self, layer: str, kv_cache: torch.Tensor) -> None:
-        """Raises IndexError if a page of the layer lies outside the arena, or a slot outside its
-        cache: both are read and written by address."""
+        """Raises IndexError if a page of the layer lies outside the arena, or between units, or a
+        slot outside its cache: all are read and written by address."""
         begins = self.offsets + self.records.layers[layer]
         last, slots = len(self.records.memory) - kv_cache[0].nbytes, self.slots.tolist()
         inside = begins.min(initial=0) >= 0 and begins.max(initial=0) <= last
+        inside &= self.near is None or not (self.offsets % self.near.unit).any()
         if not (inside and all(0 <= slot < len(kv_cache) for slot in slots)):
             raise IndexError(f"blocks of {self.key} lie outside of the arena or of the cache")
+
+    @property
+    def unit(self) -> int:
+        """See ``NearArena``."""
+        assert self.near is not None
+        return self.near.unit
 
     @property
     def begins(self) -> Ints:
@@ -110,18 +117,6 @@ class OffloadedSequence:
         return table
 
 
-def stride_to(distances: Ints) -> int:
-    """The largest power of two, of at most ``ALIGNMENT``, that divides all of them."""
-    bits = int(np.bitwise_or.reduce(distances, axis=None)) | ALIGNMENT
-    return bits & -bits
-
-
-def are_near(distances: Ints) -> bool:
-    """Whether a block table, int32, can name what begins at all of these distances, in bytes, as
-    multiples of ``stride_to`` them."""
-    return int(np.abs(distances).max(initial=0)) < 2**31 * stride_to(distances)
-
-
 class NearArena:
     """An arena in this worker's addresses so near to every layer's cache that one block table names
     the blocks of both. Where it is mapped already, if that will do, else mapped once more."""
@@ -130,6 +125,14 @@ class NearArena:
         """``caches``: the layers'. Raises EngineError if it cannot be mapped near one of them."""
         self._nbytes = len(records.memory)
         self._mapped: list[int] = []
+        strides = [ALIGNMENT]
+        for name, cache in caches.items():
+            first = records.memory.ctypes.data + records.layers[name] - cache.data_ptr()
+            strides += first, cache[0].nbytes // cache.shape[1]
+        bits = int(np.bitwise_or.reduce(strides))
+        self.unit = bits & -bits
+        """Bytes, a power of two of at most ``ALIGNMENT``: in every layer, the part of a KV head in
+        any block of arena and cache begins at a multiple of it from the cache's start."""
         self.bases: dict[str, int] = {}
         """Its address for each layer."""
         known = [records.memory.ctypes.data]
@@ -148,8 +151,8 @@ class NearArena:
     def _serves(self, base: int, layer_at: int, cache: torch.Tensor) -> bool:
         """Whether a table names that layer's pages in an arena at ``base``, and its cache's."""
         first = base + layer_at - cache.data_ptr()
-        head = cache[0].nbytes // cache.shape[1]
-        return are_near(np.array([first, first + _aligned(self._nbytes), cache.nbytes, head]))
+        ends = abs(first), abs(first + _aligned(self._nbytes)), cache.nbytes
+        return max(ends) < 2**31 * self.unit
 
     def _map(self, records: Records, layer_at: int, cache: torch.Tensor) -> int:
         """The address of another mapping, which serves this layer."""

@@ -44,7 +44,13 @@ def swap_blocks_batch(
     ``reads_ahead``: no stream writes the sources. Raises EngineError."""
     attributes = _Attributes(_ANY_TIME if reads_ahead else _IN_STREAM_ORDER)
     of_item, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-    error = _batched_copy()(
+    # As of CUDA 12.8, which later drivers have beside their own.
+    call = _driver("cuMemcpyBatchAsync", "pppnppnpp")
+    if call is None:
+        raise EngineError(
+            "no batched copies here: install vLLM for this device, or a driver of CUDA 12.8"
+        )
+    error = call(
         targets.data_ptr(), sources.data_ptr(), sizes.data_ptr(), len(sizes),
         ctypes.byref(attributes), ctypes.byref(of_item), 1, ctypes.byref(failed),
         torch.cuda.current_stream().cuda_stream,
@@ -54,16 +60,15 @@ def swap_blocks_batch(
 
 
 @functools.cache
-def _batched_copy() -> Callable[..., int]:
-    """``cuMemcpyBatchAsync`` as of CUDA 12.8, which later drivers have beside their own."""
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+def _driver(name: str, arguments: str) -> Callable[..., int] | None:
+    """The function of CUDA's driver with these arguments, ``p``: pointers, ``n``: sizes. None if
+    there is none."""
     try:
-        call = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync
-    except (OSError, AttributeError) as error:
-        raise EngineError(
-            "no batched copies here: install vLLM for this device, or a driver of CUDA 12.8"
-        ) from error
-    call.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer]
+        call = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    except (OSError, AttributeError):
+        return None
+    kinds = {"p": ctypes.c_void_p, "n": ctypes.c_size_t}
+    call.argtypes = [kinds[one] for one in arguments]
     return call
 
 
@@ -81,6 +86,7 @@ class _Rows(ctypes.Structure):
     ] + [("nbytes", ctypes.c_size_t), ("rows", ctypes.c_size_t)]  # fmt: skip
 
 
+_ROWS_COPY = "cuMemcpy2DAsync_v2", "pp"
 _HOST, _DEVICE = 1, 2
 MOST_STEP = (1 << 31) - 1
 """Bytes from row to row that CUDA takes."""
@@ -95,7 +101,7 @@ def copy_rows(rows: int, nbytes: int, source: Place, target: Place, is_load: boo
     for side, kind, place in zip(("source", "target"), sides, (source, target), strict=True):
         where = "host" if kind == _HOST else "device"
         told |= {f"{side}_kind": kind, f"{side}_{where}": place.address, f"{side}_step": place.step}
-    call = _rows_copy()
+    call = _driver(*_ROWS_COPY)
     assert call is not None
     error = call(ctypes.byref(_Rows(**told)), torch.cuda.current_stream().cuda_stream)
     if error:
@@ -104,17 +110,7 @@ def copy_rows(rows: int, nbytes: int, source: Place, target: Place, is_load: boo
 
 def copies_rows() -> bool:
     """Whether CUDA's driver is there for ``copy_rows``."""
-    return _rows_copy() is not None
-
-
-@functools.cache
-def _rows_copy() -> Callable[..., int] | None:
-    try:
-        call = ctypes.CDLL("libcuda.so.1").cuMemcpy2DAsync_v2
-    except (OSError, AttributeError):
-        return None
-    call.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    return call
+    return _driver(*_ROWS_COPY) is not None
 
 
 def pci_address(index: int) -> str | None:
