@@ -547,40 +547,26 @@ class RecallScheduler:
         self._settle(state)
         self._drop_load(state)
         whole = request.status.name in _FINISHED_WHOLE
-        any_new = (whole or bool(states)) and self._save_rest(state, block_ids, states)
+        is_loading = state.id in self._loading
+        if (whole or states) and not is_loading:
+            # Its last token has no KV yet: under asynchronous scheduling the step that computes it
+            # may be under way, and states of recurrent layers have moved on.
+            final = min(request.num_computed_tokens, request.num_tokens - 1)
+            self._saver.save([Computed(state, final, lambda: block_ids, states, True)])
         self._auditor.ended(state.id)
         if self._facts.recovers and request.status.name == _ABORTED:
             # A step that failed aborts all requests, and its blocks are in vLLM's prefix cache.
             self._saver.invalidate(state)
-            self._uncache({block_id for ids in block_ids for block_id in ids})
+            self._uncache(set().union(*block_ids))
         if whole and not self._settings.async_write:
             self._saver.flush_later(state)
-        hold = self._holds_blocks(state, any_new)
+        # vLLM keeps the blocks of one that loads until that is reported, and takes one report only.
+        # Stores of before its preemption are complete by then: the load came after them.
+        hold = not is_loading and self._saver.is_reading(state)
         if hold:
             self._releases.append(state.id)
         self._events.finished(state, min(request.num_computed_tokens + 1, request.num_tokens))
         return hold, self._reply(state, whole)
-
-    def _save_rest(
-        self,
-        state: RequestState,
-        block_ids: Sequence[Sequence[int]],
-        states: Sequence[BoundaryState],
-    ) -> bool:
-        """Saves what a request that ended has computed. Its last token has no KV yet: under
-        asynchronous scheduling the step that computes it may be under way, and states of recurrent
-        layers have moved on."""
-        if state.id in self._loading:
-            return False
-        final = min(state.request.num_computed_tokens, state.request.num_tokens - 1)
-        return self._saver.save([Computed(state, final, lambda: block_ids, states, True)])
-
-    def _holds_blocks(self, state: RequestState, any_new: bool) -> bool:
-        """Whether stores still read the device blocks of a request that ended. If it loads, vLLM
-        keeps its blocks until the load is reported, and takes one report only. Stores of before its
-        preemption are complete by then: the load came after them on the device."""
-        is_read = any_new or (bool(state.saving.open) and not self._facts.copies_in_step)
-        return is_read and state.id not in self._loading
 
     def _reply(self, state: RequestState, whole: bool) -> dict[str, Any]:
         """What the reply to a request carries for others."""
