@@ -40,7 +40,7 @@ class Traced:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         endpoint, self.spans = collected
-        self.traces = Traces(endpoint, FACTS, "cpu", False, 10.0, clock=clock)
+        self.traces = Traces(endpoint, FACTS, "cpu", False, clock=clock)
         self.bench = make(observers=[self.traces])
 
     def answers(self, request: Request) -> None:

@@ -172,7 +172,7 @@ def test_spans_without_a_collector_are_dropped_and_counted() -> None:
     dropped: list[int] = []
     facts = EngineFacts.of_one(16, 4096)
     endpoint = f"http://127.0.0.1:{free_port()}"
-    traces = Traces(endpoint, facts, "cpu", False, 10.0, lambda: dropped.append(1))
+    traces = Traces(endpoint, facts, "cpu", False, lambda: dropped.append(1))
     traces.close()
     for number in range(3000):
         request = Request(f"one-{number:08x}", [1] * 20, SamplingParams(max_tokens=2), None)
@@ -191,7 +191,7 @@ def test_a_span_of_the_process_is_no_requests_parent() -> None:
     from vllm.v1.request import Request
 
     endpoint = f"http://127.0.0.1:{free_port()}"
-    traces = Traces(endpoint, EngineFacts.of_one(16, 4096), "cpu", False, 10.0)
+    traces = Traces(endpoint, EngineFacts.of_one(16, 4096), "cpu", False)
     request = Request("one-00000000", [1] * 20, SamplingParams(max_tokens=2), None)
     with TracerProvider().get_tracer("vllm").start_as_current_span("start") as current:
         state = state_of(request)

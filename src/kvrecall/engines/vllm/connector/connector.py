@@ -273,14 +273,9 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         endpoint = config.traces_endpoint(self._vllm_config)
         if endpoint is None:
             return None
-        return Traces(
-            endpoint,
-            facts,
-            config.device_kind(),
-            isinstance(self._pool, ServiceClient),
-            self._settings.pool.load_deadline_s,
-            lambda: self._s.counters.counted("traces_dropped"),
-        )
+        device, is_service = config.device_kind(), isinstance(self._pool, ServiceClient)
+        dropped = lambda: self._s.counters.counted("traces_dropped")  # noqa: E731
+        return Traces(endpoint, facts, device, is_service, dropped)
 
     def _offload(self, facts: wire.EngineFacts, shards: Sequence[wire.Shard]) -> MakePlanner | None:
         """With retrieval on, makes the planner of the partial offload of long sequences: of those
