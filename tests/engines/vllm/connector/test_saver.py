@@ -19,8 +19,7 @@ ONE = replace(FACTS, ranks=1, copies_in_step=True)
 
 def ended(bench: Bench, request: Request, status: RequestStatus) -> list[int]:
     """The device blocks that are saved when a request has ended."""
-    request.status = status
-    bench.side.finished(request, (bench.blocks[request.request_id],))
+    bench.end(request, status)
     return stored(bench.idle())
 
 

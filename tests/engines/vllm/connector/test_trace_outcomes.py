@@ -51,8 +51,7 @@ class Traced:
     def ends(
         self, request: Request, status: RequestStatus = RequestStatus.FINISHED_STOPPED
     ) -> None:
-        request.status = status
-        self.bench.side.finished(request, (self.bench.blocks[request.request_id],))
+        self.bench.end(request, status)
         self.traces.close()
 
     def told(self, name: str) -> dict[str, Any]:
