@@ -233,11 +233,15 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
 
     @nicety("a log line")
     def _tell_open(self, facts: wire.EngineFacts, arena_bytes: int) -> None:
+        disk, remote = self._settings.pool.disk, self._settings.pool.remote
+        below = f"disk {disk.capacity_bytes / 2**30:.2f} GiB in {disk.path}" if disk else "no disk"
+        below += f", remote {remote.kind}" if remote else ""
+        is_service = self._settings.backend == "service"
         logger.info(
             "kvrecall: pool open as %s: host %.2f GiB, %s, %s, hits in units of %d tokens",
             self._vllm_config.kv_transfer_config.kv_role,
             arena_bytes / 2**30,
-            _below_text(self._settings),
+            "by the node's pool service" if is_service else below,
             _groups_text(facts),
             facts.unit,
         )
@@ -527,12 +531,3 @@ def _warn_if_hopeless(vllm_config: Any) -> None:
             "PYTHONHASHSEED to a fixed number",
             algo,
         )
-
-
-def _below_text(settings: RecallSettings) -> str:
-    """The tiers below the host tier, for the log."""
-    if settings.backend == "service":
-        return "by the node's pool service"
-    disk, remote = settings.pool.disk, settings.pool.remote
-    text = f"disk {disk.capacity_bytes / 2**30:.2f} GiB in {disk.path}" if disk else "no disk"
-    return f"{text}, remote {remote.kind}" if remote else text

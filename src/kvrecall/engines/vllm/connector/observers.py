@@ -10,7 +10,6 @@ from kvrecall.engines.vllm.connector.hit import Hit, Lookup
 from kvrecall.engines.vllm.connector.load import LoadPlan, PrefixLoad
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.device.base import Copy
-from kvrecall.engines.vllm.wire import StepReport
 
 
 class SchedulerEvents:
@@ -58,9 +57,6 @@ class SchedulerEvents:
 
     def changes(self) -> None:
         """What the pool or the engine has may change next."""
-
-    def reported(self, report: StepReport) -> None:
-        """The workers' report of a step."""
 
     def load_done(
         self, state: RequestState | None, load: PrefixLoad, failed: bool, copied_s: float | None
