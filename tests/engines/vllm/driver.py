@@ -200,7 +200,7 @@ class Host:
         """Which life of the pool service the engine is joined to; None if to none."""
         pool = self.connector()._pool
         life = pool._next or pool._life
-        return None if life is None or life.is_over else life.boot
+        return None if life is None or life.is_lost else life.handle.boot
 
     def namespace(self) -> dict[str, str]:
         known = self.connector()._s.namespaces

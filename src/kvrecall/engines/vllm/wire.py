@@ -55,8 +55,8 @@ class StoreOrder:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Device blocks that this step completes, to be compared with records of the arena.
-    ``repeated``: the request's loaded blocks were proved before, so they are wrong, too, if these
-    differ; the request then starts over."""
+    ``repeated``: the request has loaded the blocks before these, which are wrong, too, if these
+    differ; it then starts over."""
 
     number: int
     request_id: str

@@ -222,8 +222,8 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: Stream())
     monkeypatch.setattr(torch.accelerator, "device_index", lambda _: nullcontext())
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
-    monkeypatch.setattr(pagelock, "register", lambda at, n: bool(locked.append(f"+{n}")) or True)
-    monkeypatch.setattr(pagelock, "unregister", lambda at: locked.append("-"))
+    monkeypatch.setattr(driver, "host_register", lambda at, n: bool(locked.append(f"+{n}")) or True)
+    monkeypatch.setattr(driver, "host_unregister", lambda at: locked.append("-"))
     monkeypatch.setitem(devices.FORMS, "cpu", AcceleratorDevice)
     return locked
 
@@ -460,7 +460,7 @@ def test_small_items_are_read_by_a_kernel_only_from_locked_memory(
     for module in (accelerator, pagelock):
         monkeypatch.setattr(module, "CHUNK_BYTES", 4096)
     room = iter([True, True, False])
-    monkeypatch.setattr(pagelock, "register", lambda *_: next(room))
+    monkeypatch.setattr(driver, "host_register", lambda *_: next(room))
     memory = torch.zeros(5 * 4096, dtype=torch.uint8)
     device = devices.device_of(CPU)
     device.lock(memory, memory.numel)
@@ -514,7 +514,7 @@ def test_a_driver_that_fails_leaves_slower_copies(
     def fail(*_: int) -> bool:
         raise OSError("no such function")
 
-    monkeypatch.setattr(pagelock, "register", fail)
+    monkeypatch.setattr(driver, "host_register", fail)
     memory = torch.zeros(1 << 16, dtype=torch.uint8)
     device = devices.device_of(CPU)
     device.lock(memory, memory.numel)

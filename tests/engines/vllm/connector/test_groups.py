@@ -48,7 +48,7 @@ from kvrecall.engines.vllm.wire import (
     StepReport,
 )
 from kvrecall.modelconfig import CacheKind
-from kvrecall.plan.groups import Group
+from kvrecall.plan.model import Group
 from kvrecall.pool import Pool
 from kvrecall.testing.blocks import wait_until
 

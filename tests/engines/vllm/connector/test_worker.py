@@ -15,9 +15,8 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from engines.vllm.connector.test_scheduler import BLOCK, Bench
 from kvrecall.engines.vllm import device as devices
-from kvrecall.engines.vllm.attention.activity import Activity
+from kvrecall.engines.vllm.attention.activity import Activity, HeatTotals
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
-from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.compat.config import LayerPlacement, Sharing
 from kvrecall.engines.vllm.connector import copier as copier_module
 from kvrecall.engines.vllm.connector import worker

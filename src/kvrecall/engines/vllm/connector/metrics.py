@@ -20,8 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from kvrecall.engines.base import Miss
-from kvrecall.engines.vllm.attention.activity import Activity
-from kvrecall.engines.vllm.attention.heat import HeatTotals
+from kvrecall.engines.vllm.attention.activity import Activity, HeatTotals
 from kvrecall.engines.vllm.connector.handover import Handover
 from kvrecall.engines.vllm.connector.hit import Hit
 from kvrecall.engines.vllm.connector.load import LoadPlan, PrefixLoad

@@ -16,10 +16,9 @@ import torch
 
 from kvrecall.engines.fingerprint import default_memory
 from kvrecall.engines.vllm import wire
-from kvrecall.engines.vllm.attention.activity import totals_of
+from kvrecall.engines.vllm.attention.activity import HeatTotals, totals_of
 from kvrecall.engines.vllm.attention.backend import retrieval_groups
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
-from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.offloaded import Records
 from kvrecall.engines.vllm.compat import config
 from kvrecall.engines.vllm.compat.scales import settle_scales
