@@ -103,12 +103,21 @@ class Bench:
         self.reloads += 1
 
     def request(
-        self, name: str, tokens: int, first: int = 0, told: Any = None, salt: str | None = None
+        self,
+        name: str,
+        prompt: int | list[int],
+        first: int = 0,
+        told: Any = None,
+        salt: str | None = None,
+        media: Sequence[Any] = (),
+        **sampling: Any,
     ) -> Request:
-        params = SamplingParams(max_tokens=100)
+        """``prompt``: its tokens, or how many from ``first`` on."""
+        params = SamplingParams(max_tokens=100, **sampling)
         params.update_from_generation_config({}, eos_token_id=1)
-        prompt = list(range(first, first + tokens))
-        request = Request(name, prompt, params, None, cache_salt=salt, block_hasher=self.hasher)
+        tokens = list(range(first, first + prompt)) if isinstance(prompt, int) else prompt
+        hashed: Any = {"cache_salt": salt, "mm_features": list(media), "block_hasher": self.hasher}
+        request = Request(name, tokens, params, None, **hashed)
         request.kv_transfer_params = told
         self.side.admit(request)
         return request
