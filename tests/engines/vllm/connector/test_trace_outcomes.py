@@ -43,19 +43,16 @@ class Traced:
         self.traces = Traces(endpoint, FACTS, "cpu", False, clock=clock)
         self.bench = make(observers=[self.traces])
 
-    def answers(self, request: Request) -> None:
-        """The step had a result: the first token."""
-        request.append_output_token_ids(5)
-        self.traces.step_ended()
-
-    def ends(
-        self, request: Request, status: RequestStatus = RequestStatus.FINISHED_STOPPED
-    ) -> None:
-        self.bench.end(request, status)
+    def ends(self, request: Request, answers: bool = True) -> dict[str, Any]:
+        """A step had a result, the first token, unless the request is aborted before. Of its spans
+        by their names, the attributes, without their prefix."""
+        if answers:
+            request.append_output_token_ids(5)
+            self.traces.step_ended()
+        aborted, stopped = RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_STOPPED
+        self.bench.end(request, stopped if answers else aborted)
         self.traces.close()
-
-    def told(self, name: str) -> dict[str, Any]:
-        """Of the request's spans by their names, the attributes, without their prefix."""
+        name = request.request_id
         roots = [s for s in self.spans.named("kvrecall.request") if self.is_of(s, name)]
         self.spans.wait(lambda: bool(roots), 1.0)
         (root,) = roots
@@ -93,9 +90,7 @@ def test_a_load_that_is_not_waited_for(
     assert traced.bench.matched(request) == 0
     traced.bench.step(request, TOKENS)
     slow.now += 8.0
-    traced.answers(request)
-    traced.ends(request)
-    told = traced.told(name)
+    told = traced.ends(request)
     assert (told["load"]["load.tier"], told["load"]["load.outcome"]) == ("disk", outcome)
     assert (told["load"]["load.blocks"], told["load"]["load.bytes"]) == (0, 0)
     assert told["load"]["load.missing"] == told["lookup"]["lookup.found.disk"] == 49
@@ -124,9 +119,7 @@ def test_blocks_that_are_lost_on_the_way(
     request = traced.bench.request("damaged", TOKENS)
     wait_until(lambda: traced.bench.matched(request) is not None)
     traced.bench.step(request, TOKENS)
-    traced.answers(request)
-    traced.ends(request)
-    told = traced.told("damaged")
+    told = traced.ends(request)
     load = told["load"]
     assert load["load.outcome"] == "lost"
     assert load["load.missing"] >= 40
@@ -145,9 +138,7 @@ def test_a_load_that_is_declined(slow: SlowPool, collected: tuple[str, Spans]) -
     request = traced.bench.request("declined", TOKENS)
     assert traced.bench.matched(request) == 0
     traced.bench.step(request, TOKENS)
-    traced.answers(request)
-    traced.ends(request)
-    told = traced.told("declined")
+    told = traced.ends(request)
     assert told["lookup"]["lookup.declined"] == told["lookup"]["lookup.found"] == 49
     assert "load" not in told
     assert told["request"]["missed"] == "declined"
@@ -160,8 +151,7 @@ def test_a_request_that_ends_while_it_loads(slow: SlowPool, collected: tuple[str
     request = traced.bench.request("ends early", TOKENS)
     assert traced.bench.matched(request) is None
     slow.now = 0.3
-    traced.ends(request, RequestStatus.FINISHED_ABORTED)
-    told = traced.told("ends early")
+    told = traced.ends(request, answers=False)
     assert told["load"]["load.outcome"] == "dropped"
     assert told["request"]["outcome"] == "aborted"
     assert told["request"]["output_tokens"] == 0
@@ -180,9 +170,7 @@ def test_a_copy_that_fails(collected: tuple[str, Spans]) -> None:
         traced.bench.side.allocated(request, (traced.bench.blocks["failing copy"],), 4 * BLOCK)
         traced.bench.side.reported(None, {"failing copy"}, {"failing copy"})
         traced.bench.step(request, 4 * BLOCK + 4)
-        traced.answers(request)
-        traced.ends(request)
-    told = traced.told("failing copy")
+        told = traced.ends(request)
     assert told["load"]["load.outcome"] == "whole"
     assert told["copy"]["copy.failed"] is True
     assert told["compute"]["compute.tokens"] == 4 * BLOCK + 4
@@ -196,9 +184,7 @@ def test_a_save_that_fails(collected: tuple[str, Spans]) -> None:
         request = traced.bench.request("failing save", 40)
         traced.bench.matched(request)
         traced.bench.report(traced.bench.step(request, 40), failed=True)
-        traced.answers(request)
-        traced.ends(request)
-    save = traced.told("failing save")["save"]
+        save = traced.ends(request)["save"]
     assert (save["save.blocks"], save["save.failed"]) == (2, 1)
 
 
@@ -217,9 +203,7 @@ def test_a_store_that_does_not_answer(
         asking = traced.bench.request("unanswered", 40)
         wait_until(lambda: traced.bench.matched(asking) is not None)
         traced.bench.report(traced.bench.step(asking, 40))
-        traced.answers(asking)
-        traced.ends(asking)
-    told = traced.told("unanswered")
+        told = traced.ends(asking)
     assert told["lookup"]["lookup.unanswered"] is True
     assert told["lookup"]["lookup.rounds"] > 1
     assert (told["request"]["missed"], told["request"]["missed.tier"]) == ("late", "remote")
