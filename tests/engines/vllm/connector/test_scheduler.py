@@ -27,7 +27,7 @@ from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import DiskConfig, RecallSettings
 from kvrecall.engines.base import HANDOVER, HINT
 from kvrecall.engines.vllm.compat import scheduler as compat_scheduler
-from kvrecall.engines.vllm.connector.observers import SchedulerEvents
+from kvrecall.engines.vllm.connector.metrics import SchedulerEvents
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.engines.vllm.wire import (

@@ -13,7 +13,7 @@ import msgspec
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Tenant
 from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.connector.hit import HitFinder
-from kvrecall.engines.vllm.connector.observers import SchedulerEvents
+from kvrecall.engines.vllm.connector.metrics import SchedulerEvents
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.engines.vllm.wire import EngineFacts, StoreOrder

@@ -22,9 +22,8 @@ from kvrecall.engines.vllm.connector.audit import Auditor
 from kvrecall.engines.vllm.connector.handover import Handover, Promise, Wait, pool_id, receipt
 from kvrecall.engines.vllm.connector.hit import FirstNeeded, Hit, HitFinder, Lookup
 from kvrecall.engines.vllm.connector.load import LoadCostModel, PrefixLoad
-from kvrecall.engines.vllm.connector.metrics import Counters
+from kvrecall.engines.vllm.connector.metrics import Counters, Observers, SchedulerEvents
 from kvrecall.engines.vllm.connector.miss import MissExplainer
-from kvrecall.engines.vllm.connector.observers import Observers, SchedulerEvents
 from kvrecall.engines.vllm.connector.offload import OffloadPlanner, StateOf, Trusted
 from kvrecall.engines.vllm.connector.request import (
     AwakeRequests,

@@ -23,7 +23,7 @@ from kvrecall.block import TierName
 from kvrecall.engines.vllm.connector.handover import Handover
 from kvrecall.engines.vllm.connector.hit import Hit, Lookup
 from kvrecall.engines.vllm.connector.load import PrefixLoad
-from kvrecall.engines.vllm.connector.observers import SchedulerEvents
+from kvrecall.engines.vllm.connector.metrics import SchedulerEvents
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.engines.vllm.wire import EngineFacts
