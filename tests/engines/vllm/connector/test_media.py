@@ -10,9 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.v1.request import Request
 
 from engines.vllm.connector.test_scheduler import BLOCK, Bench
 from kvrecall.pool import Pool
@@ -42,22 +40,13 @@ def prompt_of(*images: Any) -> list[int]:
     return tokens
 
 
-def asked(bench: Bench, name: str, prompt: list[int], *images: Any) -> Request:
-    params = SamplingParams(max_tokens=100)
-    params.update_from_generation_config({}, eos_token_id=1)
-    request = Request(
-        name, prompt, params, None, mm_features=list(images), block_hasher=bench.hasher
-    )
-    bench.side.admit(request)
-    return request
-
-
 def save(bench: Bench, name: str, prompt: list[int], *images: Any) -> None:
-    bench.report(bench.step(asked(bench, name, prompt, *images), len(prompt)))
+    request = bench.request(name, prompt, media=images)
+    bench.report(bench.step(request, len(prompt)))
 
 
 def recalled(bench: Bench, name: str, prompt: list[int], *images: Any) -> int:
-    return bench.matched(asked(bench, name, prompt, *images)) or 0
+    return bench.matched(bench.request(name, prompt, media=images)) or 0
 
 
 CAT, DOG = "0f" * 32, "1e" * 32

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from support.disks import FaultyIo
 from support.stores import MemoryStore
-from vllm import SamplingParams
 from vllm.v1.request import Request
 
 from engines.vllm.connector.test_groups import SHAPES
@@ -53,21 +52,22 @@ def make_pool(**settings: Any) -> Pool:
 
 
 def ask(
-    bench: Bench, prompt: list[int], salt: str | None = None, saves: bool = True, **sampling: Any
+    bench: Bench,
+    prompt: list[int],
+    salt: str | None = None,
+    saves: bool = True,
+    loads: bool = True,
+    **sampling: Any,
 ) -> dict[str, Any]:
     """The miss of a request that is computed and ends, as its reply has it; {} without one."""
     name = f"request {next(NAMES)}"
-    params = SamplingParams(max_tokens=100, **sampling)
-    params.update_from_generation_config({}, eos_token_id=1)
-    request = Request(name, prompt, params, None, cache_salt=salt, block_hasher=bench.hasher)
-    bench.side.admit(request)
+    request = bench.request(name, prompt, salt=salt, **sampling)
     wait_until(lambda: bench.matched(request) is not None)
-    got = bench.matched(request) or 0
-    if got:
+    if got := bench.matched(request):
         bench.side.allocated(request, (bench.blocks[name],), got)
-        request.num_computed_tokens = got
-        bench.side.reported(None, {name}, set())
-    orders = bench.step(request, len(prompt) - got)
+        request.num_computed_tokens = got if loads else 0
+        bench.side.reported(None, {name}, set() if loads else {name})
+    orders = bench.step(request, len(prompt) - request.num_computed_tokens)
     bench.report(orders, failed=not saves)
     wait_until(lambda: bench.pool.stats().queued_writes == 0)
     if isinstance(bench.pool, ServiceClient):
@@ -214,10 +214,7 @@ def test_a_block_that_is_being_saved_is_a_race(pool: Pool) -> None:
 
 def begun(bench: Bench, name: str, prompt: list[int]) -> tuple[Request, StepOrders]:
     """A request whose step is with the workers."""
-    params = SamplingParams(max_tokens=100)
-    params.update_from_generation_config({}, eos_token_id=1)
-    request = Request(name, prompt, params, None, block_hasher=bench.hasher)
-    bench.side.admit(request)
+    request = bench.request(name, prompt)
     assert bench.matched(request) == 0
     return request, bench.step(request, len(prompt))
 
@@ -261,7 +258,7 @@ def test_what_one_step_brings_is_settled_in_order(pool: Pool, has_aside: bool) -
     assert finished(bench, first)[MISSED]["reason"] == "new"
     bench.report(orders)
     third = [*PROMPT, 6, *range(50_000, 50_050)]
-    request = Request("third", third, second.sampling_params, None, block_hasher=bench.hasher)
+    request = bench.request("third", third)
     assert bench.matched(request) == 8 * BLOCK
     bench.side.allocated(request, (bench.blocks["third"],), 8 * BLOCK)
     request.num_computed_tokens = 8 * BLOCK
@@ -456,11 +453,7 @@ def does(world: World, reason: str) -> None:
             other.side.namespaces._make_base = lambda: Namespace.of({"test": "2"})
             ask(other, PROMPT, THEIRS)
         case "race":
-            params = SamplingParams()
-            request = Request(
-                "live", PROMPT, params, None, cache_salt=THEIRS, block_hasher=bench.hasher
-            )
-            bench.side.admit(request)
+            request = bench.request("live", PROMPT, salt=THEIRS)
             bench.matched(request)
             bench.step(request, 8)
         case "refused":
@@ -503,20 +496,7 @@ def asks(world: World, reason: str, salt: str | None) -> dict[str, Any]:
     prompt = PROMPT[:BLOCK] if reason == "short" else PROMPT
     if reason == "not_asked":
         return ask(world.bench, prompt, salt, skip_reading_prefix_cache=True)
-    if reason != "failed":
-        return ask(world.bench, prompt, salt)
-    name = f"request {next(NAMES)}"
-    request = Request(
-        name, prompt, SamplingParams(), None, cache_salt=salt, block_hasher=world.bench.hasher
-    )
-    world.bench.side.admit(request)
-    wait_until(lambda: world.bench.matched(request) is not None)
-    if got := world.bench.matched(request):
-        world.bench.side.allocated(request, (world.bench.blocks[name],), got)
-        world.bench.side.reported(None, {name}, {name})
-    world.bench.report(world.bench.step(request, len(prompt)))
-    told: dict[str, Any] = finished(world.bench, request).get(MISSED, {})
-    return told
+    return ask(world.bench, prompt, salt, loads=reason != "failed")
 
 
 ALIKE = {Reason.SHORT, Reason.NOT_ASKED, Reason.NOT_POOLED, Reason.UNKNOWN, Reason.AWAY}

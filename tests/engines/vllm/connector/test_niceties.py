@@ -94,8 +94,7 @@ def test_a_scheduler_side_whose_niceties_all_fail_saves_and_recalls() -> None:
         first = bench.request("first", 40)
         orders = bench.step(first, 40)
         bench.report(orders)
-        first.status = RequestStatus.FINISHED_STOPPED
-        bench.side.finished(first, (bench.blocks["first"],))
+        bench.end(first, RequestStatus.FINISHED_STOPPED)
         again = bench.request("again", 40)
         assert bench.side.match(again, 0) == (32, True), "all that was found, at no known cost"
         bench.side.allocated(again, (bench.blocks["again"],), 32)

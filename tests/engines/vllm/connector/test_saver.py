@@ -19,8 +19,7 @@ ONE = replace(FACTS, ranks=1, copies_in_step=True)
 
 def ended(bench: Bench, request: Request, status: RequestStatus) -> list[int]:
     """The device blocks that are saved when a request has ended."""
-    request.status = status
-    bench.side.finished(request, (bench.blocks[request.request_id],))
+    bench.end(request, status)
     return stored(bench.idle())
 
 
@@ -128,7 +127,7 @@ def test_blocks_of_a_session_whose_tokens_are_replaced_have_the_new_tokens_keys(
     bench.report(bench.step(request, 40), ranks=1)
     assert bench.matched(bench.request("as before", 40)) == BLOCK
     tokens = [*request.all_token_ids, 1]
-    twin = Request("twin", tokens, request.sampling_params, None, block_hasher=bench.hasher)
+    twin = bench.request("twin", tokens)
     assert bench.matched(twin) == 3 * BLOCK
 
 

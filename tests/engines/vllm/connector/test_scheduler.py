@@ -27,7 +27,7 @@ from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import DiskConfig, RecallSettings
 from kvrecall.engines.base import HANDOVER, HINT
 from kvrecall.engines.vllm.compat import scheduler as compat_scheduler
-from kvrecall.engines.vllm.connector.observers import SchedulerEvents
+from kvrecall.engines.vllm.connector.metrics import SchedulerEvents
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.engines.vllm.wire import (
@@ -103,12 +103,21 @@ class Bench:
         self.reloads += 1
 
     def request(
-        self, name: str, tokens: int, first: int = 0, told: Any = None, salt: str | None = None
+        self,
+        name: str,
+        prompt: int | list[int],
+        first: int = 0,
+        told: Any = None,
+        salt: str | None = None,
+        media: Sequence[Any] = (),
+        **sampling: Any,
     ) -> Request:
-        params = SamplingParams(max_tokens=100)
+        """``prompt``: its tokens, or how many from ``first`` on."""
+        params = SamplingParams(max_tokens=100, **sampling)
         params.update_from_generation_config({}, eos_token_id=1)
-        prompt = list(range(first, first + tokens))
-        request = Request(name, prompt, params, None, cache_salt=salt, block_hasher=self.hasher)
+        tokens = list(range(first, first + prompt)) if isinstance(prompt, int) else prompt
+        hashed: Any = {"cache_salt": salt, "mm_features": list(media), "block_hasher": self.hasher}
+        request = Request(name, tokens, params, None, **hashed)
         request.kv_transfer_params = told
         self.side.admit(request)
         return request
@@ -133,6 +142,11 @@ class Bench:
         ids = [store.store_id for store in orders.stores]
         report = StepReport(dict.fromkeys(ids, ranks), set(ids) if failed else set())
         self.side.reported(report, set(), set())
+
+    def end(self, request: Request, status: RequestStatus) -> tuple[bool, dict[str, Any]]:
+        """Whether its device blocks are held, and its reply."""
+        request.status = status
+        return self.side.finished(request, (self.blocks[request.request_id],))
 
     def matched(self, request: Request, computed: int = 0) -> int | None:
         return self.side.match(request, computed)[0]
@@ -166,8 +180,7 @@ def test_asynchronous_scheduling_saves_what_is_known_late(pool: Pool) -> None:
     assert stored(orders) == []
     request.append_output_token_ids([5])
     request.append_output_token_ids([6])
-    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    hold, told = bench.side.finished(request, (bench.blocks["r"],))
+    hold, told = bench.end(request, RequestStatus.FINISHED_LENGTH_CAPPED)
     assert hold
     assert told["kvrecall"]["computed"] == 31
     orders = bench.idle()
@@ -183,8 +196,7 @@ def test_blocks_whose_copies_are_late_are_durable_a_step_later(tmp_path: Path) -
         request = bench.request("r", 40)
         orders = bench.step(request, 40)
         request.append_output_token_ids(3)
-        request.status = RequestStatus.FINISHED_STOPPED
-        bench.side.finished(request, (bench.blocks["r"],))
+        bench.end(request, RequestStatus.FINISHED_STOPPED)
         bench.side.reported(StepReport(), set(), set())
         assert bench.side.counters.counts["flushes_missed"] == 0
         bench.report(orders)
@@ -221,8 +233,7 @@ def test_a_failed_load_is_not_tried_again(pool: Pool) -> None:
     assert bench.side.counters.loads == {}
     assert pool.stats().leases == 0
     assert bench.matched(request) == 0
-    request.status = RequestStatus.FINISHED_STOPPED
-    assert bench.side.finished(request, (bench.blocks["again"],))[1]["kvrecall"]["computed"] == 40
+    assert bench.end(request, RequestStatus.FINISHED_STOPPED)[1]["kvrecall"]["computed"] == 40
 
 
 def test_no_room_is_no_error(pool: Pool) -> None:
@@ -342,8 +353,7 @@ def test_embeddings_are_pooled_until_some_are_mixed_with_tokens(pool: Pool, mask
 
 def finished(bench: Bench, request: Request) -> dict[str, Any]:
     request.append_output_token_ids([5])
-    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    return bench.side.finished(request, (bench.blocks[request.request_id],))[1]
+    return bench.end(request, RequestStatus.FINISHED_LENGTH_CAPPED)[1]
 
 
 def test_a_decode_instance_waits_for_what_a_prefill_instance_promised(pool: Pool) -> None:
@@ -425,8 +435,7 @@ def test_no_more_is_promised_than_was_saved(pool: Pool) -> None:
     assert HANDOVER not in finished(bench, request)
     aborted = bench.request("aborted", 40, first=100)
     bench.report(bench.step(aborted, 40))
-    aborted.status = RequestStatus.FINISHED_ABORTED
-    assert HANDOVER not in bench.side.finished(aborted, (bench.blocks["aborted"],))[1]
+    assert HANDOVER not in bench.end(aborted, RequestStatus.FINISHED_ABORTED)[1]
 
 
 def test_an_engine_that_may_not_load_only_saves(pool: Pool) -> None:
@@ -738,8 +747,7 @@ def test_requests_that_end_before_they_complete_a_block_leave_nothing(pool: Pool
         bench.step(request, 8)
         request.append_output_token_ids(2)
         bench.step(request, 1)
-        request.status = RequestStatus.FINISHED_ABORTED
-        bench.side.finished(request, (bench.blocks[request.request_id],))
+        bench.end(request, RequestStatus.FINISHED_ABORTED)
     awake = bench.side._awake
     assert sum(map(len, awake._resting.values())) <= BLOCK
     assert not awake._awake

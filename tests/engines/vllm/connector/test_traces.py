@@ -1,23 +1,31 @@
-"""Spans of a real engine's requests, at a real collector."""
+"""Spans of requests at a real collector: a real engine's, and the scheduler side's over real pools
+for those that go another way than a whole hit."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.collector import Span, Spans, by_grpc
+from support.stores import SHARED, MemoryStore
+from vllm.v1.request import Request, RequestStatus
 
+from engines.vllm.connector.test_miss import make_pool
+from engines.vllm.connector.test_scheduler import FACTS, Bench, SlowPool
 from engines.vllm.engine import Engine, prompt_of
 from engines.vllm.exactness import BLOCK, hits, push_out_of_host
+from kvrecall.block import TierName
 from kvrecall.engines.vllm.connector.handover import Wait
 from kvrecall.engines.vllm.connector.request import BlockHashes, LoadRecord, RequestState
 from kvrecall.engines.vllm.connector.traces import Traces
 from kvrecall.engines.vllm.wire import EngineFacts
 from kvrecall.processes.ports import free_port
-
-pytestmark = pytest.mark.engine
+from kvrecall.testing.blocks import wait_until
 
 BLOCK_BYTES = 4 * 2 * 2 * 64 * BLOCK * 4  # layers, K and V, KV heads, head size, float32
 BLOCKS = 7
@@ -91,6 +99,7 @@ def check_tree(found: list[Span]) -> None:
     assert one(found, "queue").began == root.began
 
 
+@pytest.mark.engine
 def test_a_computed_prompt(engine: Engine, collected: tuple[str, Spans]) -> None:
     _, spans = collected
     reply, found = traced(engine, spans, prompt_of(TOKENS, 1), max_tokens=3, salts=[SALT])
@@ -113,6 +122,7 @@ def test_a_computed_prompt(engine: Engine, collected: tuple[str, Spans]) -> None
     assert SALT not in repr(found)
 
 
+@pytest.mark.engine
 def test_hits_on_host_and_disk(engine: Engine, collected: tuple[str, Spans]) -> None:
     _, spans = collected
     prompt = prompt_of(TOKENS, 2)
@@ -153,6 +163,7 @@ def test_hits_on_host_and_disk(engine: Engine, collected: tuple[str, Spans]) -> 
     assert sum(one["kvrecall.load.blocks"] for one in loads.values()) == BLOCKS
 
 
+@pytest.mark.engine
 def test_a_request_without_a_client_s_span_begins_a_trace(engine: Engine) -> None:
     found = engine.traced_midway(prompt=prompt_of(TOKENS, 4))
     assert found["request"]
@@ -172,7 +183,7 @@ def test_spans_without_a_collector_are_dropped_and_counted() -> None:
     dropped: list[int] = []
     facts = EngineFacts.of_one(16, 4096)
     endpoint = f"http://127.0.0.1:{free_port()}"
-    traces = Traces(endpoint, facts, "cpu", False, 10.0, lambda: dropped.append(1))
+    traces = Traces(endpoint, facts, "cpu", False, lambda: dropped.append(1))
     traces.close()
     for number in range(3000):
         request = Request(f"one-{number:08x}", [1] * 20, SamplingParams(max_tokens=2), None)
@@ -191,7 +202,7 @@ def test_a_span_of_the_process_is_no_requests_parent() -> None:
     from vllm.v1.request import Request
 
     endpoint = f"http://127.0.0.1:{free_port()}"
-    traces = Traces(endpoint, EngineFacts.of_one(16, 4096), "cpu", False, 10.0)
+    traces = Traces(endpoint, EngineFacts.of_one(16, 4096), "cpu", False)
     request = Request("one-00000000", [1] * 20, SamplingParams(max_tokens=2), None)
     with TracerProvider().get_tracer("vllm").start_as_current_span("start") as current:
         state = state_of(request)
@@ -203,6 +214,7 @@ def test_a_span_of_the_process_is_no_requests_parent() -> None:
     assert int(sampled, 16) & 1
 
 
+@pytest.mark.engine
 def test_an_aborted_request_ends_its_trace(engine: Engine, collected: tuple[str, Spans]) -> None:
     _, spans = collected
     engine.abort_midway(prompt=prompt_of(TOKENS, 3), after_steps=1, max_tokens=8)
@@ -215,3 +227,189 @@ def test_an_aborted_request_ends_its_trace(engine: Engine, collected: tuple[str,
     (root,) = aborted()
     assert "first token" not in root.events
     assert "kvrecall.compute" in {span.name for span in spans.of_trace(root.trace)}
+
+
+# ---- without an engine ----------------------------------------------------------------
+
+PROMPT = 16 * 50
+
+
+class Traced:
+    """A scheduler side whose spans go to the collector."""
+
+    def __init__(
+        self,
+        make: Callable[..., Bench],
+        collected: tuple[str, Spans],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        endpoint, self.spans = collected
+        self.traces = Traces(endpoint, FACTS, "cpu", False, clock=clock)
+        self.bench = make(observers=[self.traces])
+
+    def ends(self, request: Request, answers: bool = True) -> dict[str, Any]:
+        """A step had a result, the first token, unless the request is aborted before. Of its spans
+        by their names, the attributes, without their prefix."""
+        if answers:
+            request.append_output_token_ids(5)
+            self.traces.step_ended()
+        aborted, stopped = RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_STOPPED
+        self.bench.end(request, stopped if answers else aborted)
+        self.traces.close()
+        name = request.request_id
+        roots = [s for s in self.spans.named("kvrecall.request") if self.is_of(s, name)]
+        self.spans.wait(lambda: bool(roots), 1.0)
+        (root,) = roots
+        found = self.spans.of_trace(root.trace)
+        assert all(span.began <= span.ended for span in found)
+        assert all(span.parent == root.id for span in found if span.name.count(".") == 1
+                   and span is not root)  # fmt: skip
+        self.root = root
+        return {
+            span.name.removeprefix("kvrecall."): {
+                key.removeprefix("kvrecall."): value for key, value in span.attributes.items()
+            }
+            for span in found
+        }
+
+    @staticmethod
+    def is_of(span: Span, name: str) -> bool:
+        return span.attributes["gen_ai.request.id"] == name
+
+
+@pytest.mark.parametrize(
+    ("choice", "after_s", "outcome"), [("auto", 0.9, "given_up"), ("load", 20.0, "late")]
+)
+def test_a_load_that_is_not_waited_for(
+    slow: SlowPool, collected: tuple[str, Spans], choice: str, after_s: float, outcome: str
+) -> None:
+    """Computing takes 8 seconds, and the load's deadline is 10."""
+    slow.fill(PROMPT)
+    traced = Traced(partial(slow.bench, load_or_compute=choice), collected, lambda: slow.now)
+    slow.io.read_gate.clear()
+    name = f"a load that is {outcome}"
+    request = traced.bench.request(name, PROMPT)
+    assert traced.bench.matched(request) is None
+    slow.now = after_s
+    assert traced.bench.matched(request) == 0
+    traced.bench.step(request, PROMPT)
+    slow.now += 8.0
+    told = traced.ends(request)
+    assert (told["load"]["load.tier"], told["load"]["load.outcome"]) == ("disk", outcome)
+    assert (told["load"]["load.blocks"], told["load"]["load.bytes"]) == (0, 0)
+    assert told["load"]["load.missing"] == told["lookup"]["lookup.found.disk"] == 49
+    assert told["compute"]["compute.tokens"] == PROMPT
+    assert (told["request"]["missed"], told["request"]["missed.tier"]) == ("late", "disk")
+    assert "copy" not in told
+    # The wait for the disk, and that for computing, are what the first token waited for.
+    lengths = {
+        span.name.removeprefix("kvrecall."): (span.ended - span.began) / 1e9
+        for span in traced.spans.of_trace(traced.root.trace)
+    }
+    assert lengths["load"] == pytest.approx(after_s, abs=0.01)
+    assert lengths["compute"] == pytest.approx(8.0, abs=0.01)
+
+
+def test_blocks_that_are_lost_on_the_way(
+    slow: SlowPool, collected: tuple[str, Spans], tmp_path: Path
+) -> None:
+    slow.fill(PROMPT)
+    for slab in (tmp_path / "disk").glob("slab-*.kv"):
+        with slab.open("r+b") as file:
+            for at in range(8192, slab.stat().st_size, 4096):
+                file.seek(at + 17)
+                file.write(b"\xff\x00\xff")
+    traced = Traced(partial(Bench, slow.pool), collected)
+    request = traced.bench.request("damaged", PROMPT)
+    wait_until(lambda: traced.bench.matched(request) is not None)
+    traced.bench.step(request, PROMPT)
+    told = traced.ends(request)
+    load = told["load"]
+    assert load["load.outcome"] == "lost"
+    assert load["load.missing"] >= 40
+    assert load["load.blocks"] + load["load.missing"] == told["lookup"]["lookup.found"] == 49
+    assert load["load.bytes"] == load["load.blocks"] * FACTS.block_bytes
+    assert (told["request"]["missed"], told["request"]["missed.tier"]) == ("damaged", "disk")
+
+
+def test_a_load_that_is_declined(slow: SlowPool, collected: tuple[str, Spans]) -> None:
+    slow.fill(PROMPT)
+    traced = Traced(slow.bench, collected, lambda: slow.now)
+    costs = traced.bench.side.costs
+    costs.saw_load(TierName.DISK, 0.1, 50.0)
+    costs._passed_over = 0
+    costs._seen_at[TierName.DISK] = slow.now
+    request = traced.bench.request("declined", PROMPT)
+    assert traced.bench.matched(request) == 0
+    traced.bench.step(request, PROMPT)
+    told = traced.ends(request)
+    assert told["lookup"]["lookup.declined"] == told["lookup"]["lookup.found"] == 49
+    assert "load" not in told
+    assert told["request"]["missed"] == "declined"
+
+
+def test_a_request_that_ends_while_it_loads(slow: SlowPool, collected: tuple[str, Spans]) -> None:
+    slow.fill(PROMPT)
+    traced = Traced(slow.bench, collected, lambda: slow.now)
+    slow.io.read_gate.clear()
+    request = traced.bench.request("ends early", PROMPT)
+    assert traced.bench.matched(request) is None
+    slow.now = 0.3
+    told = traced.ends(request, answers=False)
+    assert told["load"]["load.outcome"] == "dropped"
+    assert told["request"]["outcome"] == "aborted"
+    assert told["request"]["output_tokens"] == 0
+    assert "first token" not in traced.root.events
+    assert "compute" not in told
+
+
+def test_a_copy_that_fails(collected: tuple[str, Spans]) -> None:
+    with make_pool() as pool:
+        traced = Traced(partial(Bench, pool), collected)
+        first = traced.bench.request("saved", 64)
+        traced.bench.report(traced.bench.step(first, 64))
+        wait_until(lambda: pool.stats().queued_writes == 0)
+        request = traced.bench.request("failing copy", 68)
+        assert traced.bench.matched(request) == 64
+        traced.bench.side.allocated(request, (traced.bench.blocks["failing copy"],), 64)
+        traced.bench.side.reported(None, {"failing copy"}, {"failing copy"})
+        traced.bench.step(request, 68)
+        told = traced.ends(request)
+    assert told["load"]["load.outcome"] == "whole"
+    assert told["copy"]["copy.failed"] is True
+    assert told["compute"]["compute.tokens"] == 68
+    assert told["request"]["tokens.computed"] == 68
+    assert told["request"]["missed"] == "failed"
+
+
+def test_a_save_that_fails(collected: tuple[str, Spans]) -> None:
+    with make_pool() as pool:
+        traced = Traced(partial(Bench, pool), collected)
+        request = traced.bench.request("failing save", 40)
+        traced.bench.matched(request)
+        traced.bench.report(traced.bench.step(request, 40), failed=True)
+        save = traced.ends(request)["save"]
+    assert (save["save.blocks"], save["save.failed"]) == (2, 1)
+
+
+def test_a_store_that_does_not_answer(
+    request: pytest.FixtureRequest, collected: tuple[str, Spans]
+) -> None:
+    store = SHARED.setdefault(request.node.name, MemoryStore())
+    remote = {"kind": "support.stores:make_store", "name": request.node.name}
+    with make_pool(remote=remote) as pool:
+        traced = Traced(partial(Bench, pool, lookup_deadline=0.05), collected)
+        first = traced.bench.request("registers", 17, 9_000)
+        wait_until(lambda: traced.bench.matched(first) is not None)
+        traced.bench.report(traced.bench.step(first, 17))
+        store.gate.clear()
+        threading.Timer(0.5, store.gate.set).start()
+        asking = traced.bench.request("unanswered", 40)
+        wait_until(lambda: traced.bench.matched(asking) is not None)
+        traced.bench.report(traced.bench.step(asking, 40))
+        told = traced.ends(asking)
+    assert told["lookup"]["lookup.unanswered"] is True
+    assert told["lookup"]["lookup.rounds"] > 1
+    assert (told["request"]["missed"], told["request"]["missed.tier"]) == ("late", "remote")
+    (lookup,) = (s for s in traced.spans.of_trace(traced.root.trace) if s.name == "kvrecall.lookup")
+    assert lookup.ended - lookup.began >= 45e6

@@ -27,7 +27,7 @@ TOKENS = 32 * BLOCK
 BESIDE = (
     *("pool/eviction/", "pool/write"),  # what the policies note of it
     *("pool/base.py", "pool/tier.py", "pool/arena.py", "engines/vllm/wire.py", "block.py"),
-    *("engines/vllm/connector/metrics.py", "engines/vllm/connector/observers.py"),
+    "engines/vllm/connector/metrics.py",
 )
 """Beginnings of modules that have no part in a hit's way, and of what they call: policies, values,
 observers."""

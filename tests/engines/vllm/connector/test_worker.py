@@ -286,8 +286,7 @@ def test_nothing_of_a_step_that_failed_is_saved(
             raise Failing
         assert output.kv_connector_worker_meta is None
         assert not output.finished_recving
-    doomed.status = RequestStatus.FINISHED_ABORTED
-    machine.side.finished(doomed, (machine.blocks["doomed"],))
+    machine.end(doomed, RequestStatus.FINISHED_ABORTED)
     loaded: set[str] = set()
     for _ in range(2 * PATIENCE):
         loaded |= machine.rest()

@@ -233,11 +233,15 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
 
     @nicety("a log line")
     def _tell_open(self, facts: wire.EngineFacts, arena_bytes: int) -> None:
+        disk, remote = self._settings.pool.disk, self._settings.pool.remote
+        below = f"disk {disk.capacity_bytes / 2**30:.2f} GiB in {disk.path}" if disk else "no disk"
+        below += f", remote {remote.kind}" if remote else ""
+        is_service = self._settings.backend == "service"
         logger.info(
             "kvrecall: pool open as %s: host %.2f GiB, %s, %s, hits in units of %d tokens",
             self._vllm_config.kv_transfer_config.kv_role,
             arena_bytes / 2**30,
-            _below_text(self._settings),
+            "by the node's pool service" if is_service else below,
             _groups_text(facts),
             facts.unit,
         )
@@ -273,14 +277,9 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         endpoint = config.traces_endpoint(self._vllm_config)
         if endpoint is None:
             return None
-        return Traces(
-            endpoint,
-            facts,
-            config.device_kind(),
-            isinstance(self._pool, ServiceClient),
-            self._settings.pool.load_deadline_s,
-            lambda: self._s.counters.counted("traces_dropped"),
-        )
+        device, is_service = config.device_kind(), isinstance(self._pool, ServiceClient)
+        dropped = lambda: self._s.counters.counted("traces_dropped")  # noqa: E731
+        return Traces(endpoint, facts, device, is_service, dropped)
 
     def _offload(self, facts: wire.EngineFacts, shards: Sequence[wire.Shard]) -> MakePlanner | None:
         """With retrieval on, makes the planner of the partial offload of long sequences: of those
@@ -532,12 +531,3 @@ def _warn_if_hopeless(vllm_config: Any) -> None:
             "PYTHONHASHSEED to a fixed number",
             algo,
         )
-
-
-def _below_text(settings: RecallSettings) -> str:
-    """The tiers below the host tier, for the log."""
-    if settings.backend == "service":
-        return "by the node's pool service"
-    disk, remote = settings.pool.disk, settings.pool.remote
-    text = f"disk {disk.capacity_bytes / 2**30:.2f} GiB in {disk.path}" if disk else "no disk"
-    return f"{text}, remote {remote.kind}" if remote else text

@@ -76,13 +76,10 @@ class CopyQueue:
     microsecond of its time for each item and may wait for room in the stream.
     """
 
-    def __init__(
-        self, device: Device, name: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """``clock``: seconds."""
+    def __init__(self, device: Device, name: str) -> None:
         self._device = device
         self._name = name
-        self._clock = clock
+        self._clock = time.monotonic
         self._stream = device.stream(name)
         self._thread = device.thread(name)
         self._under_way: deque[_Order] = deque()

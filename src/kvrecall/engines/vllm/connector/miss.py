@@ -25,8 +25,7 @@ from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.connector.chains import LEAST_COMMON, Chains
 from kvrecall.engines.vllm.connector.hit import Hit, Lookup
 from kvrecall.engines.vllm.connector.load import LoadPlan, PrefixLoad
-from kvrecall.engines.vllm.connector.metrics import Counters
-from kvrecall.engines.vllm.connector.observers import SchedulerEvents
+from kvrecall.engines.vllm.connector.metrics import Counters, SchedulerEvents
 from kvrecall.engines.vllm.connector.request import RequestState, Truncation
 from kvrecall.engines.vllm.wire import EngineFacts
 from kvrecall.nicety import niceties

@@ -257,10 +257,3 @@ def hint_of_request(request: Any) -> tuple[Hint | None, bool]:
     except ValueError:
         return None, True
     return (Hint(returns=True), False) if session else (None, False)
-
-
-def request_of(sequence: str) -> str:
-    """The request of a sequence: vLLM calls the n-th of several ``n_request``, and one alone as its
-    request."""
-    number, _, request = sequence.partition("_")
-    return request if number.isdecimal() and request else sequence

@@ -13,7 +13,7 @@ import msgspec
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Tenant
 from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.connector.hit import HitFinder
-from kvrecall.engines.vllm.connector.observers import SchedulerEvents
+from kvrecall.engines.vllm.connector.metrics import SchedulerEvents
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.engines.vllm.wire import EngineFacts, StoreOrder
@@ -114,26 +114,25 @@ class Saver:
         self._sizes = {group.block_size for group in facts.groups}
         self._by_need = [chain, *(i for i in groups if i != chain)]
 
-    def save(self, computed: Sequence[Computed]) -> bool:
-        """Orders stores for the blocks of these requests that the pool lacks; returns whether there
-        were any. After a refusal a request tries again after 1, 3, 7, then every 15 calls, and once
-        more when it has ended. These blocks contain final tokens only: rejected speculation is
-        beyond ``num_tokens``."""
+    def save(self, computed: Sequence[Computed]) -> None:
+        """Orders stores for the blocks of these requests that the pool lacks. After a refusal a
+        request tries again after 1, 3, 7, then every 15 calls, and once more when it has ended.
+        These blocks contain final tokens only: rejected speculation is beyond ``num_tokens``."""
         computed = [one for one in computed if one.state.namespace is not None]
-        any_new = self._has_chain and self._save_chains(computed)
+        if self._has_chain:
+            self._save_chains(computed)
         if self._has_chain and self._facts.match_unit is not None:
             for one in computed:
                 for end in self._tails(one):
-                    any_new |= self._save_tail(one, end)
+                    self._save_tail(one, end)
         for group in self._dependents:
-            any_new |= self._save_dependents(computed, group)
+            self._save_dependents(computed, group)
         for one in computed:
             if one.ended:
                 tokens = self._reach(one)
                 aligned = tokens - tokens % self._facts.alignment
                 if ending := self._finder.ending(one.state, aligned):
                     self._pool.touch((), ending=ending)
-        return any_new
 
     def blocks(self, one: Computed) -> Tables:
         """The device blocks of a request, of recurrent groups those of its ``states``."""
@@ -195,7 +194,7 @@ class Saver:
                 yield each, answers[first:stop]
                 first = stop
 
-    def _save_chains(self, computed: Iterable[Computed]) -> bool:
+    def _save_chains(self, computed: Iterable[Computed]) -> None:
         """Blocks of the chain: each needs the one before it."""
         size, wanted = self._facts.block_size, list[_Wanted]()
         for one in computed:
@@ -212,12 +211,10 @@ class Saver:
             parents.pop()
             if new:
                 wanted.append(_Wanted(one, new, parents, range(saved, saved + len(new))))
-        any_new = False
         for each, answers in self._reserve(wanted):
-            any_new |= self._save_chain(each, answers)
-        return any_new
+            self._save_chain(each, answers)
 
-    def _save_chain(self, wanted: _Wanted, answers: Sequence[Reservation]) -> bool:
+    def _save_chain(self, wanted: _Wanted, answers: Sequence[Reservation]) -> None:
         state, saving, chain = wanted.of.state, wanted.of.state.saving, self._facts.chain
         before, new = saving.blocks, wanted.keys
         table = self.blocks(wanted.of)[chain]
@@ -251,35 +248,33 @@ class Saver:
         if self._facts.match_unit is not None:
             size = self._facts.block_size
             self._finder.learn(state, before * size, saving.blocks * size)
-        return self._order(state, chain, rows)
+        self._order(state, chain, rows)
 
-    def _save_tail(self, one: Computed, end: int) -> bool:
+    def _save_tail(self, one: Computed, end: int) -> None:
         """What a hit needs that ends at ``end``, inside a block of the chain: the chain's block
         first, as the others are worth nothing without it."""
         state, saving, size = one.state, one.state.saving, self._facts.block_size
         if end > one.tokens or end in saving.tails or saving.blocks < end // size:
-            return False
+            return
         saving.tails[end] = False
         found = self.blocks(one)
-        any_new = False
         for group in self._by_need:
             facts, is_chain = self._facts.groups[group], group == self._facts.chain
             place = (end - 1) // facts.block_size
             block = block_at(found[group], place, end)
             key = state.key_at(end, group)
             if not block or key is None or (is_chain and saving.closed):
-                return any_new
+                return
             (parent,) = self._finder.parents(state, group, [place], end)
             (answer,) = self._pool.reserve([key], None, state.tenant, [parent])
             if not self._is_kept(state, group, key, answer, end):
-                return any_new
+                return
             if answer.verdict is _RESERVED:
-                any_new |= self._order(state, group, [(key, block, answer.offset)])
+                self._order(state, group, [(key, block, answer.offset)])
         saving.tails[end] = True
         self._finder.learn(state, end // size * size, end)
-        return any_new
 
-    def _save_dependents(self, computed: Iterable[Computed], group: int) -> bool:
+    def _save_dependents(self, computed: Iterable[Computed], group: int) -> None:
         """Blocks of a group in which a hit needs only some: of those that became complete, the ones
         that are on the device and that a hit can need; at the end of a request also those that its
         continuation needs, such as a conversation's next turn."""
@@ -297,7 +292,6 @@ class Saver:
             else:
                 parents = self._finder.parents(state, group, places, tokens)
             wanted.append(_Wanted(one, [keys[i] for i in places], parents, places))
-        any_new = False
         for each, answers in self._reserve(wanted):
             state, table = each.of.state, self.blocks(each.of)[group]
             rows = []
@@ -305,8 +299,7 @@ class Saver:
                 end = (place + 1) * size
                 if self._is_kept(state, group, key, answer, end) and answer.verdict is _RESERVED:
                     rows.append((key, block_at(table, place, end), answer.offset))
-            any_new |= self._order(state, group, rows)
-        return any_new
+            self._order(state, group, rows)
 
     def _is_kept(
         self, state: RequestState, group: int, key: BlockKey, answer: Reservation, end: int
@@ -339,10 +332,10 @@ class Saver:
             places += (i for i in needed if block_at(table, i, (i + 1) * size))
         return sorted(set(places))
 
-    def _order(self, state: RequestState, group: int, rows: Sequence[_Row]) -> bool:
+    def _order(self, state: RequestState, group: int, rows: Sequence[_Row]) -> None:
         """Orders the copy of reserved blocks, with others of its kind in the same step."""
         if not rows:
-            return False
+            return
         assert state.namespace is not None
         kind = state.namespace.digest, group, self._origin()
         number = self._ordered.get(kind)
@@ -354,7 +347,12 @@ class Saver:
         store.states.append((state, state.request.num_preemptions))
         state.saving.open.add(number)
         self._events.store_ordered(state, group, len(rows))
-        return True
+
+    def is_reading(self, state: RequestState) -> bool:
+        """Whether stores that are open, or that the next step orders, read a request's device
+        blocks."""
+        ordered = state.saving.open.intersection(self._ordered.values())
+        return bool(ordered) or (bool(state.saving.open) and not self._facts.copies_in_step)
 
     def promised(self, state: RequestState) -> int:
         """Leading tokens of a request that a hit can have once all its stores are made."""

@@ -22,9 +22,8 @@ from kvrecall.engines.vllm.connector.audit import Auditor
 from kvrecall.engines.vllm.connector.handover import Handover, Promise, Wait, pool_id, receipt
 from kvrecall.engines.vllm.connector.hit import FirstNeeded, Hit, HitFinder, Lookup
 from kvrecall.engines.vllm.connector.load import LoadCostModel, PrefixLoad
-from kvrecall.engines.vllm.connector.metrics import Counters
+from kvrecall.engines.vllm.connector.metrics import Counters, Observers, SchedulerEvents
 from kvrecall.engines.vllm.connector.miss import MissExplainer
-from kvrecall.engines.vllm.connector.observers import Observers, SchedulerEvents
 from kvrecall.engines.vllm.connector.offload import OffloadPlanner, StateOf, Trusted
 from kvrecall.engines.vllm.connector.request import (
     AwakeRequests,
@@ -33,7 +32,6 @@ from kvrecall.engines.vllm.connector.request import (
     RequestState,
     TailHash,
     hint_of_request,
-    request_of,
 )
 from kvrecall.engines.vllm.connector.saver import BoundaryState, Computed, Reachable, Saver
 from kvrecall.engines.vllm.device.base import Copy
@@ -51,8 +49,9 @@ _FINISHED_WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPET
 _ABORTED = "FINISHED_ABORTED"
 _MOST_RETRIES = 2  # of loads that were incomplete, before a request is computed
 _HINTED = 256  # requests of several sequences whose hint was told
-_NOTHING = 0, False
-_ASK_AGAIN = None, False
+_Answer = tuple[int | None, bool]
+_NOTHING: _Answer = (0, False)
+_ASK_AGAIN: _Answer = (None, False)
 
 
 class RecallScheduler:
@@ -131,7 +130,7 @@ class RecallScheduler:
 
     # ---- recall -------------------------------------------------------------------------
 
-    def match(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+    def match(self, request: Any, computed_tokens: int) -> _Answer:
         """Tokens that the pool can add to ``computed_tokens``; None while blocks are on their way.
         At least one token is left to compute, and a hit ends where one on the device can, so a
         recalled prefix is cut exactly like a hit on the device; except with a ``match_unit`` of the
@@ -144,9 +143,9 @@ class RecallScheduler:
         if not self._may_load(state):
             return _NOTHING
         start = computed_tokens // self._facts.alignment * self._facts.alignment
-        load, is_pending = self._load_from(state, start)
-        if load is None:
-            return _ASK_AGAIN if is_pending else _NOTHING
+        load = self._load_from(state, start)
+        if not isinstance(load, PrefixLoad):
+            return load
         is_new = load.offsets is None
         if not load.poll():
             return _ASK_AGAIN
@@ -169,33 +168,33 @@ class RecallScheduler:
             and not state.request.skip_reading_prefix_cache
         )
 
-    def _load_from(self, state: RequestState, start: int) -> tuple[PrefixLoad | None, bool]:
-        """The load of the request's hit behind ``start``, which may begin here. None without a hit,
-        or if it is to be looked for again: a tier beyond this host, or a prefill instance, has not
+    def _load_from(self, state: RequestState, start: int) -> PrefixLoad | _Answer:
+        """The load of the request's hit behind ``start``, which may begin here; or what ``match``
+        answers, as there is no hit, or a tier beyond this host, or a prefill instance, has not
         delivered yet."""
         load = self._matched.get(state.id)
         if load is not None and load.hit.start == start:
-            return load, False
+            return load
         self._drop_load(state)
         unit = self._facts.unit
         limit = int(state.request.num_tokens - 1) // unit * unit
         search = self._search(state, start, limit)
         if search is None:
-            return None, True
+            return _ASK_AGAIN
         if search.hit is None:
-            return None, False
+            return _NOTHING
         deadline_s = patience_s = self._settings.pool.load_deadline_s
         hit: Hit | None = search.hit
         if self._settings.appraise_loads and state.loading.promise is None:
             hit, patience_s = self._appraise(state, search.hit)
         if hit is None:
-            return None, False
+            return _NOTHING
         if hit.chain.tail is not None:  # no other request that uses the chain is bound to use it
             self._pool.touch((), hanging=hit.chain.keys[-1:])
         load = PrefixLoad(self._pool, self.costs, hit, self.costs.mark(), patience_s, deadline_s)
         self._matched[state.id] = load
         load.acquire(state)
-        return load, False
+        return load
 
     def _search(self, state: RequestState, start: int, limit: int) -> Lookup | None:
         """Looks for the longest hit between ``start`` and ``limit``, once all of it that is to be
@@ -247,13 +246,13 @@ class RecallScheduler:
         promise = state.loading.promise
         if promise is not None and promise.hinted == pool_id(self._pool.arena_handle()):
             return True
-        name = request_of(state.id)
-        if name == state.id:
+        number, _, request = state.id.partition("_")  # as vLLM calls one of several sequences
+        if not (number.isdecimal() and request):
             return False
-        number = hash(name)  # names may be long
-        if number in self._hinted:
+        name = hash(request)  # names may be long
+        if name in self._hinted:
             return True
-        self._hinted.append(number)
+        self._hinted.append(name)
         return False
 
     def _appraise(self, state: RequestState, hit: Hit) -> tuple[Hit | None, float]:
@@ -293,7 +292,7 @@ class RecallScheduler:
             state.loading.computes = not admitted
         load.cut(admitted)
 
-    def _without(self, state: RequestState, load: PrefixLoad) -> tuple[int | None, bool]:
+    def _without(self, state: RequestState, load: PrefixLoad) -> _Answer:
         """A load gives nothing: the request is computed, or a shorter hit is looked for, because a
         block of one that needs all of them did not arrive. The pool knows by now that it is
         lost."""
@@ -437,7 +436,7 @@ class RecallScheduler:
     def reported(self, report: StepReport | None, loaded: set[str], failed: set[str]) -> None:
         self._events.changes()
         report = StepReport() if report is None else report
-        self._events.reported(report)
+        self.counters.reported(report)
         for step, seconds in report.timed.items():
             self.costs.step_took(step, seconds)
         if report.load_seconds > 0:
@@ -547,40 +546,26 @@ class RecallScheduler:
         self._settle(state)
         self._drop_load(state)
         whole = request.status.name in _FINISHED_WHOLE
-        any_new = (whole or bool(states)) and self._save_rest(state, block_ids, states)
+        is_loading = state.id in self._loading
+        if (whole or states) and not is_loading:
+            # Its last token has no KV yet: under asynchronous scheduling the step that computes it
+            # may be under way, and states of recurrent layers have moved on.
+            final = min(request.num_computed_tokens, request.num_tokens - 1)
+            self._saver.save([Computed(state, final, lambda: block_ids, states, True)])
         self._auditor.ended(state.id)
         if self._facts.recovers and request.status.name == _ABORTED:
             # A step that failed aborts all requests, and its blocks are in vLLM's prefix cache.
             self._saver.invalidate(state)
-            self._uncache({block_id for ids in block_ids for block_id in ids})
+            self._uncache(set().union(*block_ids))
         if whole and not self._settings.async_write:
             self._saver.flush_later(state)
-        hold = self._holds_blocks(state, any_new)
+        # vLLM keeps the blocks of one that loads until that is reported, and takes one report only.
+        # Stores of before its preemption are complete by then: the load came after them.
+        hold = not is_loading and self._saver.is_reading(state)
         if hold:
             self._releases.append(state.id)
         self._events.finished(state, min(request.num_computed_tokens + 1, request.num_tokens))
         return hold, self._reply(state, whole)
-
-    def _save_rest(
-        self,
-        state: RequestState,
-        block_ids: Sequence[Sequence[int]],
-        states: Sequence[BoundaryState],
-    ) -> bool:
-        """Saves what a request that ended has computed. Its last token has no KV yet: under
-        asynchronous scheduling the step that computes it may be under way, and states of recurrent
-        layers have moved on."""
-        if state.id in self._loading:
-            return False
-        final = min(state.request.num_computed_tokens, state.request.num_tokens - 1)
-        return self._saver.save([Computed(state, final, lambda: block_ids, states, True)])
-
-    def _holds_blocks(self, state: RequestState, any_new: bool) -> bool:
-        """Whether stores still read the device blocks of a request that ended. If it loads, vLLM
-        keeps its blocks until the load is reported, and takes one report only. Stores of before its
-        preemption are complete by then: the load came after them on the device."""
-        is_read = any_new or (bool(state.saving.open) and not self._facts.copies_in_step)
-        return is_read and state.id not in self._loading
 
     def _reply(self, state: RequestState, whole: bool) -> dict[str, Any]:
         """What the reply to a request carries for others."""

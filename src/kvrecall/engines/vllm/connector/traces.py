@@ -23,7 +23,7 @@ from kvrecall.block import TierName
 from kvrecall.engines.vllm.connector.handover import Handover
 from kvrecall.engines.vllm.connector.hit import Hit, Lookup
 from kvrecall.engines.vllm.connector.load import PrefixLoad
-from kvrecall.engines.vllm.connector.observers import SchedulerEvents
+from kvrecall.engines.vllm.connector.metrics import SchedulerEvents
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.engines.vllm.wire import EngineFacts
@@ -116,7 +116,6 @@ class Traces(SchedulerEvents):
         facts: EngineFacts,
         device: str,
         is_service: bool,
-        load_deadline_s: float,
         dropped: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -125,7 +124,6 @@ class Traces(SchedulerEvents):
         self._facts = facts
         self._device = device
         self._is_service = is_service
-        self._load_deadline_s = load_deadline_s
         self._dropped = dropped
         self._has_dropped = False
         self._now = clock
@@ -210,7 +208,7 @@ class Traces(SchedulerEvents):
             if load.offsets is None:
                 outcome = "dropped"
             elif came < wanted:
-                is_late = now - began >= self._load_deadline_s
+                is_late = now - began >= load.deadline_s
                 outcome = "late" if is_late else "given_up" if load.given_up else "lost"
             part = trace.add("load", began, max(began, now if came < wanted else began + last))
             part.attributes = {
