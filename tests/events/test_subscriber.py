@@ -17,8 +17,8 @@ from kvrecall.block import TierName
 from kvrecall.engines.base import ServeSpec
 from kvrecall.errors import ConfigError
 from kvrecall.events import subscriber
-from kvrecall.events.hashes import HashRule
 from kvrecall.events.history import EventHistory
+from kvrecall.events.holdings import HashRule
 from kvrecall.events.subscriber import Publisher, Subscription
 from kvrecall.processes.ports import free_port
 from kvrecall.server.checks import check_port
