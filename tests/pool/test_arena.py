@@ -145,17 +145,6 @@ def test_attaching_to_what_is_gone() -> None:
     arena.close()
 
 
-def test_can_be_read_and_written_directly(tmp_path: Path) -> None:
-    arena = Arena.create(MIB)
-    arena.array()[:] = np.arange(MIB, dtype=np.uint64).astype(np.uint8)
-    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
-    assert os.pwritev(fd, [arena.view(4096, 8192)], 0) == 8192
-    assert os.preadv(fd, [arena.view(65536, 8192)], 0) == 8192
-    assert arena.view(65536, 8192) == arena.view(4096, 8192)
-    os.close(fd)
-    arena.close()
-
-
 def test_memory_comes_from_the_numa_nodes_that_are_preferred() -> None:
     """Also what other processes touch first: the kernel keeps the policy with the memory."""
     arena = Arena.create(2 * MIB)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrecall.block import BlockKey, Namespace, TierName
+from kvrecall.block import BlockKey, Namespace, TierName, tenant_of
 from kvrecall.config import Amount, DiskConfig, PoolConfig, PoolTerms, TenantRules, TenantTerms
 from kvrecall.pool import Pool
 from kvrecall.pool.changes import Cause, ChangeLog, Removed, Restart, Stored
@@ -160,31 +160,23 @@ def test_what_is_repeated_of_a_namespace_is_its_blocks_alone(tmp_path: Path) -> 
 
 
 def test_each_removal_has_its_cause() -> None:
-    with open_pool(None, 8) as pool:
+    rules = TenantRules(TenantTerms(), {tenant_of("ann"): TenantTerms(host=Amount(2 * SLOT_BYTES))})
+    with open_pool(None, 8, PoolTerms(tenants=rules)) as pool:
         engine = Engine(pool)
         reader = Reader(pool, 1000)
-        engine.save(CHAINS[0])
-        engine.save(CHAINS[1][:2])
-        reader.read()
-        assert set(reader.causes) == {(TierName.HOST, Cause.CAPACITY)}
-        reader.causes.clear()
-        pool.admin.drop(CHAINS[1][:1])
-        pool.clear()
-        reader.read()
-        assert reader.causes[0] == (TierName.HOST, Cause.DROPPED)
-        assert {cause for _, cause in reader.causes[1:]} == {Cause.CLEARED}
-        engine.close()
-
-
-def test_a_quota_is_a_cause() -> None:
-    rules = TenantRules(TenantTerms(host=Amount(4 * SLOT_BYTES)))
-    with open_pool(None, 16, PoolTerms(tenants=rules)) as pool:
-        engine = Engine(pool)
-        reader = Reader(pool, 1000)
-        engine.save(CHAINS[0][:3])
-        engine.save(CHAINS[1][:3])
-        assert reader.read_all() == held(pool)
-        assert reader.causes == [(TierName.HOST, Cause.QUOTA)] * 2
+        steps = [
+            ([lambda: engine.save(CHAINS[0]), lambda: engine.save(CHAINS[1][:2])], Cause.CAPACITY),
+            ([lambda: engine.save(CHAINS[2][:2], tenant_of("ann"))], Cause.CAPACITY),
+            ([lambda: engine.save(CHAINS[3][:2], tenant_of("ann"))], Cause.QUOTA),
+            ([lambda: pool.admin.drop(CHAINS[3][:1])], Cause.DROPPED),
+            ([pool.clear], Cause.CLEARED),
+        ]
+        for actions, cause in steps:
+            for act in actions:
+                act()
+            assert reader.read_all() == held(pool)
+            assert set(reader.causes) == {(TierName.HOST, cause)}
+            reader.causes.clear()
         engine.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from kvrecall.config import RecallSettings
 from kvrecall.errors import ConfigError
-from kvrecall.pool.cipher import make_key_file, read_keys, rotate_key_file
+from kvrecall.pool.cipher import read_keys
 from kvrecall.pool_cli import app
 from kvrecall.server.checks import check_pool
 
@@ -97,26 +98,18 @@ def test_settings_name_the_file_and_it_is_checked_before_the_start(tmp_path: Pat
         RecallSettings.from_mapping({"backend": "service", "encryption_key_file": str(path)})
 
 
-def test_make_and_rotate(tmp_path: Path) -> None:
-    path = tmp_path / "key"
-    make_key_file(path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+def test_the_command_makes_and_rotates(tmp_path: Path) -> None:
+    run, path = CliRunner(), tmp_path / "key"
+    made = run.invoke(app, ["key", str(path)])
     (first,) = read_keys(path)
-    with pytest.raises(ConfigError, match=r"exists and is not changed.*--rotate"):
-        make_key_file(path)
-    assert rotate_key_file(path) == 2
+    assert (made.exit_code, first.hex() in made.output) == (0, False)
+    again = run.invoke(app, ["key", str(path)])
+    assert again.exit_code == 2
+    assert re.search("exists and is not changed.*--rotate", " ".join(again.output.split()))
+    assert read_keys(path) == (first,)
+    assert run.invoke(app, ["key", str(path), "--rotate"]).exit_code == 0
     second, old = read_keys(path)
     assert (old, len({first, second})) == (first, 2)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [entry.name for entry in tmp_path.iterdir()] == ["key"]
-
-
-def test_the_command(tmp_path: Path) -> None:
-    run = CliRunner()
-    path = str(tmp_path / "key")
-    made = run.invoke(app, ["key", path])
-    assert (made.exit_code, read_keys(Path(path))[0].hex() in made.output) == (0, False)
-    assert run.invoke(app, ["key", path]).exit_code == 2
-    assert run.invoke(app, ["key", path, "--rotate"]).exit_code == 0
-    assert len(read_keys(Path(path))) == 2
     assert run.invoke(app, ["key", str(tmp_path / "no" / "key")]).exit_code == 2

@@ -78,6 +78,7 @@ def test_the_last_tier_that_a_block_left_is_named(tmp_path: Path) -> None:
         engine = Engine(pool)
         engine.save(KEYS[:8])
         assert pool.flush(KEYS[:8], 60.0)
+        wait_until(lambda: pool.stats().queued_writes == 0)  # a moment after they are durable
         engine.save(KEYS[8:24])  # drives them out of the host
         assert engine.why(KEYS[0]) == engine.why(KEYS[1])
         assert engine.why(KEYS[0]).presence is Presence.HERE
@@ -95,6 +96,7 @@ def test_a_damaged_block_is_gone_as_damaged(tmp_path: Path) -> None:
         engine = Engine(pool)
         engine.save(KEYS[:4])
         assert pool.flush(KEYS[:4], 60.0)
+        wait_until(lambda: pool.stats().queued_writes == 0)  # a moment after they are durable
         engine.save(KEYS[8:24])
         for slab in tmp_path.glob("slab-*.kv"):
             size = slab.stat().st_size

@@ -6,7 +6,7 @@ import errno
 import mmap
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvrecall.block import BlockKey, Namespace
 from kvrecall.pool.names import CompactNames, DictNames, Names
 
+Factors = Sequence[int]
 SPACES = [Namespace.of({"n": str(number)}) for number in range(3)]
 
 
@@ -35,23 +36,20 @@ def key(number: int) -> BlockKey:
             return space.key(digest)
 
 
-def few(key: BlockKey) -> int:
-    """A hash that many keys have in common."""
-    return hash(key) % 7
-
-
-HASHES = [hash, few]
+SAME: Factors = (0,) * 7
+"""Gives all keys one code."""
+FEW: Factors = (0, 0, 1, 1, 0, 0, 1)
+"""Gives many keys the same upper bits, and some the same code."""
+FACTORS: list[Factors | None] = [None, SAME, FEW]
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from("mmmmkdsn"), st.integers(0, 400)), min_size=1, max_size=900),
-    st.sampled_from(HASHES),
+    st.sampled_from(FACTORS),
 )
-def test_names_are_a_dictionary(
-    steps: list[tuple[str, int]], hash_of: Callable[[BlockKey], int]
-) -> None:
-    names: list[Names] = [CompactNames(1, hash_of=hash_of), DictNames()]
+def test_names_are_a_dictionary(steps: list[tuple[str, int]], factors: Factors | None) -> None:
+    names: list[Names] = [CompactNames(1, factors=factors), DictNames()]
     columns = [one.column("i") for one in names]
     kept: list[dict[bytes, int]] = [{}, {}]  # how often
     for what, which in steps:
@@ -77,7 +75,8 @@ def test_names_are_a_dictionary(
                 some = [key(n) for n in range(which, which + 30)]
                 met = table.meet_all(some)
                 assert [table.key(number) for number in met] == some
-                table.sweep(met)
+                table.keep_all(met)
+                table.drop_all(met)
         for table, refs in zip(names, kept, strict=True):
             if what == "n":
                 some = [key(n) for n in range(which, which + 60)]
@@ -89,10 +88,10 @@ def test_names_are_a_dictionary(
         assert {key(column.cells[table.number(BlockKey(one))]) for one in refs} == set(refs)
 
 
-@pytest.mark.parametrize(("expected", "hash_of"), [(1, hash), (40_000, hash), (1, few)])
-def test_many_names_are_met_at_once(expected: int, hash_of: Callable[[BlockKey], int]) -> None:
+@pytest.mark.parametrize(("expected", "factors"), [(1, None), (40_000, None), (1, FEW), (1, SAME)])
+def test_many_names_are_met_at_once(expected: int, factors: Factors | None) -> None:
     """With and without growing on the way, and some of them known already."""
-    rng, names = random.Random(1), CompactNames(expected, hash_of=hash_of)
+    rng, names = random.Random(1), CompactNames(expected, factors=factors)
     keys = [SPACES[0].key(rng.randbytes(32)) for _ in range(40_000)]
     for one in keys[:100]:
         names.keep(names.meet(one))
@@ -108,7 +107,7 @@ def test_many_names_are_met_at_once(expected: int, hash_of: Callable[[BlockKey],
     assert sorted([*found, names.number(key(7))]) == list(range(len(keys) + 1))
     assert [names.key(number) for number in found] == keys
     assert found == [names.number(one) for one in keys]
-    if hash_of is hash:
+    if factors is None:
         assert found == names.numbers_of(keys, exact=False).tolist()
     names.drop(found[200])
     names.drop(found[7])
@@ -121,41 +120,11 @@ def test_many_names_are_met_at_once(expected: int, hash_of: Callable[[BlockKey],
     assert names.numbers_of(keys[20_000:]).tolist() == found[20_000:]
 
 
-@pytest.mark.parametrize("hash_of", HASHES)
-def test_many_keys_are_found_as_one_by_one_while_the_table_grows(
-    hash_of: Callable[[BlockKey], int],
-) -> None:
-    """Present ones and absent ones, with deletions."""
-    rng, names = random.Random(2), CompactNames(1, hash_of=hash_of)
-    here: dict[BlockKey, int] = {}
-    gone: list[BlockKey] = []
-    for turn in range(60):
-        for number in range(turn * 200, turn * 200 + 200):
-            one = key(number)
-            here[one] = names.meet(one)
-            names.keep(here[one])
-        for one in rng.sample(sorted(here), 60):
-            names.drop(here.pop(one))
-            gone.append(one)
-        asked = rng.sample(sorted(here), 60) + rng.sample(gone, 60)
-        rng.shuffle(asked)
-        for some in (asked, [one for one in asked if len(one) == 48]):
-            expected = [here.get(one, -1) for one in some]
-            assert names.numbers_of(some).tolist() == expected
-            assert [names.number(one) for one in some] == expected
-            if hash_of is hash:
-                assert names.numbers_of(some, exact=False).tolist() == expected
-    everything = list(here)
-    assert names.numbers_of(everything).tolist() == list(here.values())
-    assert set(names.numbers_of(gone).tolist()) == {-1}
-
-
 @pytest.mark.parametrize("at_once", [1, 500])
 def test_keys_chosen_to_share_a_bucket_cost_neither_time_nor_memory(at_once: int) -> None:
     """Codes that agree in their upper half, and so want one bucket however often it is split."""
-    names = CompactNames(1, hash_of=lambda key: int.from_bytes(key[-4:], "big"))
-    names._factor = 1  # as if the secret were known
-    crowd = [SPACES[0].key((2 * n + 1).to_bytes(32, "big")) for n in range(20_000)]
+    names = CompactNames(1, factors=(0, 0, 1, 0, 0, 0, 0))  # as if they were known
+    crowd = [SPACES[0].key((2 * n + 1).to_bytes(32, "little")) for n in range(20_000)]
     for start in range(0, len(crowd), at_once):
         names.keep_all(names.meet_many(crowd[start : start + at_once]))
     assert len(names._directory.cells) <= 16 * names._buckets
@@ -177,11 +146,12 @@ def test_keys_of_several_lengths_that_run_into_each_other_are_told_apart() -> No
     assert names.numbers_of(keys, exact=False).tolist() == expected
 
 
-def test_many_names_come_and_go_while_the_table_grows() -> None:
-    """Freed numbers are used again, and keys of every form move along."""
-    rng, names = random.Random(5), CompactNames(1)
+@pytest.mark.parametrize("factors", FACTORS)
+def test_many_names_come_and_go_while_the_table_grows(factors: Factors | None) -> None:
+    """Freed numbers are used again, keys of every form move along, and many are found as one."""
+    rng, names = random.Random(5), CompactNames(1, factors=factors)
     here: dict[BlockKey, int] = {}
-    for turn in range(100):
+    for turn in range(60 if factors is None else 12):
         ones = [key(number) for number in range(turn * 40, turn * 40 + 40)]
         many = [SPACES[turn % 3].key(rng.randbytes(32)) for _ in range(250)]
         for some in (ones, many + many[:3] * (turn % 2)):
@@ -198,12 +168,19 @@ def test_many_names_come_and_go_while_the_table_grows() -> None:
         for one in leaving:
             del here[one]
             assert names.number(one) == -1
+        asked = rng.sample(sorted(here), 60) + leaving
+        rng.shuffle(asked)
+        for some in (asked, [one for one in asked if len(one) == 48]):
+            expected = [here.get(one, -1) for one in some]
+            assert names.numbers_of(some).tolist() == expected
+            if factors is None:
+                assert names.numbers_of(some, exact=False).tolist() == expected
         assert len(names) == len(here) == len(set(here.values()))
     assert names.size < len(here) + 400, "free numbers are used first"
     assert {one: names.number(one) for one in here} == here
     assert {one: names.key(number) for one, number in here.items()} == {one: one for one in here}
     names.drop_all(list(here.values()))
-    assert len(names) == len(names._seatless) == len(names._long) == 0
+    assert len(names) == len(names._outside) == len(names._outside_keys) == 0
     assert not names._codes.array().any()
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import unittest
 from collections import Counter
 from pathlib import Path
 
@@ -59,28 +60,18 @@ class RemoteBackMachine(CountedMachine):
         return Pool.open(PoolConfig(1 << 20, disk, terms=self.terms, remote=remote))
 
 
-TestHazardMachine = HazardMachine.TestCase
-TestHazardMachine.settings = settings(
-    max_examples=8,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-TestBackMachine = BackMachine.TestCase
-TestSelectiveMachine = SelectiveMachine.TestCase
-TestRemoteBackMachine = RemoteBackMachine.TestCase
-for _case in (TestBackMachine, TestSelectiveMachine, TestRemoteBackMachine):
-    _case.settings = settings(
-        max_examples=8,
+def case_of(machine: type[PoolMachine], examples: int = 8) -> type[unittest.TestCase]:
+    machine.TestCase.settings = settings(
+        max_examples=examples,
         stateful_step_count=40,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
     )
-del _case  # or it is taken for one more test
-TestPoolMachine = CountedMachine.TestCase
-TestPoolMachine.settings = settings(
-    max_examples=25,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+    return machine.TestCase
+
+
+TestPoolMachine = case_of(CountedMachine, 25)
+TestHazardMachine = case_of(HazardMachine)
+TestBackMachine = case_of(BackMachine)
+TestSelectiveMachine = case_of(SelectiveMachine)
+TestRemoteBackMachine = case_of(RemoteBackMachine)

@@ -93,7 +93,7 @@ def _kept_by(policy: EvictionPolicy, size: int) -> Iterator[int]:
     """The numbers that a policy knows, and the parents that it remembers of them."""
     if isinstance(policy, LruPolicy):
         parents = policy._links.parent.cells
-        for number in (*policy, *policy._held):
+        for number in (*policy, *policy._queue.held):
             yield number
             if parents[number]:
                 yield parents[number] - 1
@@ -104,4 +104,5 @@ def _kept_by(policy: EvictionPolicy, size: int) -> Iterator[int]:
                 if above := policy._ranked._parent.cells[number]:
                     yield above - 1
     else:
-        yield from (*policy._small, *policy._main, *policy._ghost, *policy._held)  # type: ignore[attr-defined]
+        for queue in (policy._small, policy._main, policy._ghost):  # type: ignore[attr-defined]
+            yield from (*queue, *queue.held)

@@ -13,6 +13,7 @@ from kvrecall.config import Amount, PoolTerms, TenantRules, TenantTerms, Waterma
 from kvrecall.errors import ConfigError
 from kvrecall.pool.admin import PoolAdmin
 from kvrecall.pool.base import PoolClient, TierStats, Verdict
+from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.hints import Hint
 from kvrecall.pool.pool import Pool
 from kvrecall.testing.blocks import chain, wait_until
@@ -44,6 +45,11 @@ class TermsContract:
         """The admin of the pool, after everything sent to the pool before has arrived."""
         engine.pool.find(())
         return self.pool_of(engine.pool).admin
+
+    def disk(self, engine: Engine) -> DiskTier:
+        disk = self.admin(engine).disk
+        assert disk is not None
+        return disk
 
     @pytest.fixture
     def start(self, tmp_path: Path) -> Iterator[Start]:
@@ -121,8 +127,7 @@ class TermsContract:
             flood = keys_of(f"flood {number}", 10)
             engine.save(flood, EVE)
             assert engine.pool.flush(flood, 60.0)
-        disk = self.pool_of(engine.pool).admin.disk
-        assert disk is not None
+        disk = self.disk(engine)
         assert {use.tenant: use.used_bytes for use in disk.catalog.tenants()} == {
             ANN: 30 * SLOT_BYTES,
             EVE: limit,
@@ -151,8 +156,7 @@ class TermsContract:
                 engine.fill(key, answer.offset)
             engine.pool.commit(part)
             wait_until(lambda: engine.pool.stats().queued_writes == 0)
-        disk = self.admin(engine).disk
-        assert disk is not None
+        disk = self.disk(engine)
         kept = "".join(".#"[disk.contains(key)] for key in keys)
         assert kept == "#" * 20 + "." * 12
         assert tier(engine, TierName.DISK).over_quota >= 12
@@ -176,8 +180,7 @@ class TermsContract:
         engine = start(PoolTerms(tenants=rules))
         kept, more = pinned_by_hint(engine), keys_of("more", 8)
         assert engine.pool.flush(kept, 60.0)
-        disk = self.admin(engine).disk
-        assert disk is not None
+        disk = self.disk(engine)
         wait_until(lambda: len(disk.catalog._policy._pins) == 4)  # type: ignore[attr-defined]
         engine.save(more, ANN)
         assert engine.pool.flush(more, 60.0)
@@ -250,8 +253,7 @@ class TermsContract:
             flood = keys_of(f"flood {number}", 10)
             engine.save(flood, ANN)
             assert engine.pool.flush(flood, 60.0)
-        disk = self.admin(engine).disk
-        assert disk is not None
+        disk = self.disk(engine)
         assert all(disk.contains(key) for key in keys)
         self.admin(engine).unpin(keys)
         assert tier(engine, TierName.DISK).pinned_bytes == 0
@@ -300,8 +302,7 @@ class TermsContract:
 
     def test_the_disk_shrinks_without_losing_what_is_used(self, start: Start) -> None:
         engine = start(PoolTerms(pin_limit=0.2), blocks=128)
-        disk = self.admin(engine).disk
-        assert disk is not None
+        disk = self.disk(engine)
         hot, pinned = keys_of("hot", 60), keys_of("pinned", 60)
         for keys in (pinned, *(keys_of(f"cold {n}", 60) for n in range(8)), hot):
             engine.save(keys)
@@ -338,8 +339,9 @@ class TermsContract:
         engine.save(other)
         assert engine.pool.stats().unwritten_bytes == 20 * SLOT_BYTES
         assert engine.pool.flush(keys, 60.0)
-        assert tier(engine, TierName.DISK).writes == 10
-        assert engine.pool.stats().unwritten_bytes == 10 * SLOT_BYTES
+        # Durable is a moment before it is counted.
+        wait_until(lambda: tier(engine, TierName.DISK).writes == 10)
+        wait_until(lambda: engine.pool.stats().unwritten_bytes == 10 * SLOT_BYTES)
         engine.close()
         engine.pool.close()
         engine = start(PoolTerms("back"))
@@ -360,8 +362,7 @@ class TermsContract:
         engine.save(first)
         engine.save(second)
         wait_until(lambda: tier(engine, TierName.DISK).writes == 15)
-        disk = self.admin(engine).disk
-        assert disk is not None
+        disk = self.disk(engine)
         assert all(disk.contains(key) for key in first), "the least recently used first"
         assert engine.pool.stats().unwritten_bytes == 10 * SLOT_BYTES
 
@@ -373,8 +374,7 @@ class TermsContract:
             engine.save(keys)
         engine.pool.touch(twice)
         wait_until(lambda: tier(engine, TierName.DISK).writes == 8)
-        disk = self.admin(engine).disk
-        assert disk is not None
+        disk = self.disk(engine)
         assert all(disk.contains(key) for key in twice)
         assert not any(disk.contains(key) for key in once)
         assert engine.pool.flush(once, 60.0), "what is flushed is written"

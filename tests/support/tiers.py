@@ -1,4 +1,4 @@
-"""Tiers for tests: wrappers that delay, fail and record."""
+"""Tiers for tests: wrappers that delay and fail."""
 
 from __future__ import annotations
 
@@ -7,71 +7,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from kvrecall.block import BlockKey, Namespace, TierName
-from kvrecall.pool.base import TierStats
-from kvrecall.pool.changes import Cause
-from kvrecall.pool.hints import Advice
-from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier
+from kvrecall.block import BlockKey
+from kvrecall.pool.tier import Done, Get, Outcome, Put, PutVerdict, Tier
 
 
-class WrapperTier(Tier):
+class WrapperTier:
     """Passes everything on to ``inner``; the base of wrappers that change one thing."""
 
     def __init__(self, inner: Tier) -> None:
         self.inner = inner
-        self.name = inner.name
 
-    def register(self, namespace: Namespace, block_bytes: int) -> None:
-        self.inner.register(namespace, block_bytes)
-
-    def contains(self, key: BlockKey) -> bool:
-        return self.inner.contains(key)
-
-    def tier_of(self, key: BlockKey) -> TierName:
-        return self.inner.tier_of(key)
-
-    def ask(self, keys: Sequence[BlockKey], every: bool = False) -> bool:
-        return self.inner.ask(keys, every)
-
-    def depth_of(self, key: BlockKey) -> int | None:
-        return self.inner.depth_of(key)
-
-    def submit_put(self, puts: Sequence[Put]) -> list[PutVerdict]:
-        return self.inner.submit_put(puts)
-
-    def submit_get(self, gets: Sequence[Get]) -> None:
-        self.inner.submit_get(gets)
-
-    def poll(self, timeout_s: float = 0.0) -> list[Done]:
-        return self.inner.poll(timeout_s)
-
-    def touch(
-        self,
-        chain: Sequence[BlockKey],
-        hanging: Sequence[BlockKey] = (),
-        ending: Sequence[BlockKey] = (),
-        advice: Advice | None = None,
-    ) -> None:
-        self.inner.touch(chain, hanging, ending, advice)
-
-    def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
-        self.inner.drop(keys, cause)
-
-    def clear(self) -> None:
-        self.inner.clear()
-
-    def stats(self) -> TierStats:
-        return self.inner.stats()
-
-    def histograms(self) -> dict[str, Buckets]:
-        return self.inner.histograms()
-
-    def queued(self) -> tuple[int, int]:
-        return self.inner.queued()
-
-    def close(self, deadline_s: float = 10.0) -> None:
-        self.inner.close(deadline_s)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 class LatencyTier(WrapperTier):
@@ -153,33 +102,3 @@ class FaultyTier(WrapperTier):
             done += [d for d in self._hung if d.key not in hung]
             self._hung = [d for d in self._hung if d.key in hung]
         return done
-
-
-class RecordingTier(WrapperTier):
-    """Keeps the names and arguments of the calls that change something."""
-
-    def __init__(self, inner: Tier) -> None:
-        super().__init__(inner)
-        self.calls: list[tuple[str, tuple[BlockKey, ...]]] = []
-
-    def submit_put(self, puts: Sequence[Put]) -> list[PutVerdict]:
-        self.calls.append(("put", tuple(put.key for put in puts)))
-        return super().submit_put(puts)
-
-    def submit_get(self, gets: Sequence[Get]) -> None:
-        self.calls.append(("get", tuple(get.key for get in gets)))
-        super().submit_get(gets)
-
-    def touch(
-        self,
-        chain: Sequence[BlockKey],
-        hanging: Sequence[BlockKey] = (),
-        ending: Sequence[BlockKey] = (),
-        advice: Advice | None = None,
-    ) -> None:
-        self.calls.append(("touch", (*chain, *hanging, *ending)))
-        super().touch(chain, hanging, ending, advice)
-
-    def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
-        self.calls.append(("drop", tuple(keys)))
-        super().drop(keys, cause)

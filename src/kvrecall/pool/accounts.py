@@ -44,14 +44,13 @@ class Accounts:
         self.is_bounded = bounded
         self._limit_of = limit_of
         self._accounts: dict[Tenant, Account] = {}
-        self._by_number: list[Account] = []
+        self.by_number: list[Account] = []
         self._unused: list[int] = []  # numbers of accounts that ended
         self._links: QueueLinks | None = None
         self.refused = 0
         self.evicted = 0
 
     def begin(self, names: NumberRefs) -> None:
-        """Begins new orders, without a block."""
         # QueueLinks of their own: a block is in the order of its tenant and in the policy's.
         self._links = QueueLinks(names) if self.is_bounded else None
         for account in self._accounts.values():
@@ -63,9 +62,9 @@ class Accounts:
     def _open(self, tenant: Tenant) -> Account:
         account = self._accounts.get(tenant)
         if account is None:
-            number = self._unused.pop() if self._unused else len(self._by_number)
+            number = self._unused.pop() if self._unused else len(self.by_number)
             account = self._accounts[tenant] = Account(tenant, number, self._new_orders())
-            self._by_number[number : number + 1] = (account,)
+            self.by_number[number : number + 1] = (account,)
         return account
 
     def _close(self, account: Account) -> None:
@@ -74,11 +73,9 @@ class Accounts:
             self._unused.append(account.number)
 
     def charge(self, tenant: Tenant, nbytes: int) -> None:
-        """Charges the tenant for that many bytes."""
         self._open(tenant).used_bytes += nbytes
 
     def refund(self, tenant: Tenant, nbytes: int) -> None:
-        """Refunds the tenant."""
         account = self._accounts[tenant]
         account.used_bytes -= nbytes
         self._close(account)
@@ -91,13 +88,9 @@ class Accounts:
 
     def leave(self, number: int) -> None:
         """Undoes ``enter`` of one block."""
-        account = self._by_number[number]
+        account = self.by_number[number]
         account.blocks -= 1
         self._close(account)
-
-    def numbered(self, number: int) -> Account:
-        """The account with that number."""
-        return self._by_number[number]
 
     def excess(self, tenant: Tenant, nbytes: int) -> int:
         """Bytes by which ``nbytes`` more would exceed the tenant's limit; 0 if they would not."""
@@ -108,17 +101,12 @@ class Accounts:
         used = 0 if account is None else account.used_bytes
         return max(0, used + nbytes - limit)
 
-    def refuse(self, tenant: Tenant, blocks: int) -> None:
-        """Counts blocks refused because of the limit."""
-        self.refused += blocks
-        if tenant in self._accounts:
-            self._accounts[tenant].refused += blocks
-
-    def evict(self, tenant: Tenant, blocks: int) -> None:
-        """Counts blocks evicted because of the limit."""
-        self.evicted += blocks
-        if tenant in self._accounts:
-            self._accounts[tenant].evicted += blocks
+    def limited(self, tenant: Tenant, refused: int = 0, evicted: int = 0) -> None:
+        """Counts blocks refused or evicted because of the limit."""
+        for one in (self, self._accounts.get(tenant)):
+            if one is not None:
+                one.refused += refused
+                one.evicted += evicted
 
     def orders(self, tenant: Tenant) -> tuple[LruPolicy, ...]:
         """The tenant's eviction orders, of tails and of other blocks; none if tenants are not

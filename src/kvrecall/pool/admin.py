@@ -113,7 +113,6 @@ class PoolAdmin:
         self._wait_durable()
 
     def unpin(self, keys: Collection[BlockKey]) -> None:
-        """Undoes ``pin``."""
         for part in _parts(keys):
             self._unpin(part)
         self._wait_durable()

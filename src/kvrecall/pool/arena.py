@@ -139,7 +139,7 @@ class Arena:
     ``torch.frombuffer(arena.memory, dtype=torch.uint8)`` and slice, for numpy ``array``.
     """
 
-    def __init__(self, fd: int, nbytes: int, background: bool, goal_bytes: int | None) -> None:
+    def __init__(self, fd: int, nbytes: int, goal_bytes: int | None) -> None:
         """``goal_bytes``: bytes that the owner populates at first; None for attaching processes,
         which map the pages present at that time, and the others as they access them."""
         self._fd = fd
@@ -152,14 +152,13 @@ class Arena:
         self.memory = memoryview(self._map)
         self.ready_bytes = 0
         self._stop = threading.Event()
-        self._background = background
         self._filler: threading.Thread | None = None
         if self.goal_bytes:
             self._step()
         self._populate()
 
     @classmethod
-    def create(cls, nbytes: int, background: bool = True, most_bytes: int = 0) -> Arena:
+    def create(cls, nbytes: int, most_bytes: int = 0) -> Arena:
         """A new arena of ``nbytes`` that can grow to ``most_bytes``. Raises ConfigError if the
         machine does not have that much free memory, or this process may not map it."""
         check_memory(nbytes, "set a smaller host_size")
@@ -171,7 +170,7 @@ class Arena:
                 os.ftruncate(fd, most_bytes)
                 seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-                arena = cls(fd, most_bytes, background, nbytes)
+                arena = cls(fd, most_bytes, nbytes)
             except (OSError, MemoryError) as error:
                 raise ConfigError(
                     f"host_size: {most_bytes / _GIB:.2f} GiB cannot be mapped by this process "
@@ -182,7 +181,7 @@ class Arena:
             return arena
 
     @classmethod
-    def attach(cls, handle: ArenaHandle, background: bool = True) -> Arena:
+    def attach(cls, handle: ArenaHandle) -> Arena:
         """Maps the arena of another process of the same user, in its engine's seat. Raises
         TierError if the arena is gone, or the seat was closed."""
         fd = open_arena(handle, os.O_RDWR)
@@ -199,7 +198,7 @@ class Arena:
             raise TierError(
                 f"cannot map the arena of process {handle.pid}: its service saw this engine end"
             )
-        return cls(fd, handle.nbytes, background, None)
+        return cls(fd, handle.nbytes, None)
 
     def grow(self, nbytes: int) -> None:
         """Populates the first ``nbytes`` bytes (at most the arena's); no effect if they are
@@ -217,7 +216,6 @@ class Arena:
         return self._handle
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Writable view of ``nbytes`` bytes from ``offset`` on."""
         return self.memory[offset : offset + nbytes]
 
     def array(self) -> npt.NDArray[np.uint8]:
@@ -270,13 +268,9 @@ class Arena:
             _LOG.debug("arena views are still in use; the memory is freed with the last of them")
 
     def _populate(self) -> None:
-        if self.ready_bytes >= self.goal_bytes:
-            return
-        if not self._background:
-            self._fill()
-            return
-        self._filler = threading.Thread(target=self._fill, name="kvrecall-arena", daemon=True)
-        self._filler.start()
+        if self.ready_bytes < self.goal_bytes:
+            self._filler = threading.Thread(target=self._fill, name="kvrecall-arena", daemon=True)
+            self._filler.start()
 
     def _fill(self) -> None:
         began = time.perf_counter()

@@ -52,8 +52,6 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """A block has left a tier."""
-
     tier: TierName
     key: BlockKey
     cause: Cause

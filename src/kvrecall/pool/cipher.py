@@ -49,7 +49,6 @@ class Cipher:
         return self._first.hex()
 
     def knows(self, tag: bytes) -> bool:
-        """Whether the key of this tag is one of these keys."""
         return len(tag) == TAG_BYTES and tag[:_ID_BYTES] in self._keys
 
     @property

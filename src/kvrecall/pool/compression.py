@@ -46,8 +46,6 @@ assert FRAME_BYTES == 32
 
 @dataclass(slots=True)
 class _Kind:
-    """What is known of the values of one size."""
-
     width: int = 0
     seen: int = 0
     skip: int = 0
@@ -87,7 +85,6 @@ class Compressor:
 
     @property
     def is_on(self) -> bool:
-        """Whether values are to be compressed now."""
         return not self._is_auto or (self._get_s or self._put_s) > _SLOW_S
 
     def pack(self, data: memoryview, into: memoryview) -> int:

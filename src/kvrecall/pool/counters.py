@@ -6,7 +6,9 @@ import logging
 import threading
 import time
 from bisect import bisect_left
+from collections import defaultdict
 from itertools import accumulate
+from typing import Any
 
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.tier import Buckets, Outcome
@@ -42,71 +44,34 @@ class TierCounters:
     def __init__(self, name: str) -> None:
         self._name = name
         self._changed = threading.Condition()  # its lock guards everything below
-        self._reads = 0
-        self._read_bytes = 0
-        self._read_seconds = 0.0
-        self._hits = 0
-        self._writes = 0
-        self._write_bytes = 0
-        self._write_seconds = 0.0
-        self._given_bytes = 0
-        self._compressed_bytes = 0
-        self._shed = 0
-        self._errors = 0
-        self._corrupt = 0
+        self._counts: defaultdict[str, Any] = defaultdict(int)  # fields of ``TierStats``
         self._silent_until = 0.0
         self._read_latency = Histogram()
         self._write_latency = Histogram()
 
-    def read(self, nbytes: int, seconds: float) -> None:
-        """One call of the medium for blocks ended."""
+    def add(self, **more: float) -> None:
+        """Adds to these fields of ``TierStats``."""
         with self._changed:
-            self._read_bytes += nbytes
-            self._read_seconds += seconds
+            for name, value in more.items():
+                self._counts[name] += value
 
     def read_done(self, outcome: Outcome, seconds: float) -> None:
         """One get ended, ``seconds`` after it was queued."""
         with self._changed:
-            self._reads += 1
-            self._hits += outcome is Outcome.LOADED
-            self._corrupt += outcome is Outcome.CORRUPT
-            self._errors += outcome is Outcome.ERROR
+            self._counts["reads"] += 1
+            self._counts["hits"] += outcome is Outcome.LOADED
+            self._counts["corrupt"] += outcome is Outcome.CORRUPT
+            self._counts["errors"] += outcome is Outcome.ERROR
             self._read_latency.observe(seconds)
-
-    def wrote(self, nbytes: int, seconds: float) -> None:
-        """A batch was stored."""
-        with self._changed:
-            self._write_bytes += nbytes
-            self._write_seconds += seconds
-
-    def compressed(self, given: int, stored: int) -> None:
-        """Blocks of ``given`` bytes were stored in ``stored``."""
-        with self._changed:
-            self._given_bytes += given
-            self._compressed_bytes += stored
 
     def write_done(self, outcome: Outcome, seconds: float) -> None:
         """One put ended, ``seconds`` after it was queued."""
         with self._changed:
             if outcome is Outcome.STORED:
-                self._writes += 1
+                self._counts["writes"] += 1
                 self._write_latency.observe(seconds)
             else:
-                self._shed += 1
-
-    def shed_some(self, count: int) -> None:
-        with self._changed:
-            self._shed += count
-
-    def found_corrupt(self, blocks: int) -> None:
-        """Blocks were found damaged beside gets."""
-        with self._changed:
-            self._corrupt += blocks
-
-    def failed(self) -> None:
-        """An operation of the medium failed."""
-        with self._changed:
-            self._errors += 1
+                self._counts["dropped"] += 1
 
     def warn(self, what: str) -> None:
         """Logs a failure, unless another was logged just before."""
@@ -125,23 +90,5 @@ class TierCounters:
             }
 
     def stats(self, capacity_bytes: int, used_bytes: int, blocks: int) -> TierStats:
-        """The counters, together with the tier's gauges."""
         with self._changed:
-            return TierStats(
-                name=self._name,
-                capacity_bytes=capacity_bytes,
-                used_bytes=used_bytes,
-                blocks=blocks,
-                hits=self._hits,
-                reads=self._reads,
-                read_bytes=self._read_bytes,
-                read_seconds=self._read_seconds,
-                writes=self._writes,
-                write_bytes=self._write_bytes,
-                write_seconds=self._write_seconds,
-                dropped=self._shed,
-                errors=self._errors,
-                corrupt=self._corrupt,
-                given_bytes=self._given_bytes,
-                compressed_bytes=self._compressed_bytes,
-            )
+            return TierStats(self._name, capacity_bytes, used_bytes, blocks, **self._counts)

@@ -54,11 +54,9 @@ class Departures:
         self._next = 0
 
     def note(self, key: BlockKey, what: Cause | Refusal) -> None:
-        """A block leaves, or is refused."""
         self.note_n(self._names.meet(key), what)
 
     def note_n(self, number: int, what: Cause | Refusal) -> None:
-        """``note`` of the block with that number."""
         place, code = self._next, _CODES[type(what), str(what)]
         self._names.keep(number)
         if place == len(self._numbers):
@@ -80,7 +78,6 @@ class Departures:
         return self.of_n(number) if number >= 0 else None
 
     def of_n(self, number: int) -> BlockDeparture | None:
-        """``of`` the block with that number."""
         place = self._place.cells[number]
         if not place:
             return None

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Tenant, TierName, is_tail
 from kvrecall.config import Amount, PoolTerms, TenantTerms
@@ -18,9 +18,8 @@ from kvrecall.pool.accounts import Accounts
 from kvrecall.pool.changes import Cause, Watchers
 from kvrecall.pool.departures import Departures
 from kvrecall.pool.eviction import EvictionPolicy, policy_over
-from kvrecall.pool.eviction.base import NumberRefs
+from kvrecall.pool.eviction.base import NumberRefs, RequestUse
 from kvrecall.pool.eviction.queues import LruPolicy, QueueLinks
-from kvrecall.pool.hints import Advice
 from kvrecall.pool.names import DictNames, Names
 from kvrecall.pool.slots import slot_bytes_of
 
@@ -78,17 +77,6 @@ class Extent:
     pinned: int = 0
 
 
-class RequestUse(NamedTuple):
-    """A request used ``chain`` (prefix first) and ``hanging`` blocks beside it, and leaves
-    ``ending`` ones at its end."""
-
-    chain: Sequence[BlockKey]
-    now: float
-    hanging: Sequence[BlockKey] = ()
-    ending: Sequence[BlockKey] = ()
-    advice: Advice | None = None
-
-
 class EntryTable(ABC):
     """The visible blocks of one tier, each with a number, and what is known of it in columns.
 
@@ -130,7 +118,6 @@ class EntryTable(ABC):
         self.now = clock
         """Seconds that only pass."""
         self._terms = terms
-        self._has_lock = lock is not None
         self._lock = lock or contextlib.nullcontext()
         self._blocks = 0
         amounts = [self._amount(rules) for rules in terms.tenants.all]
@@ -151,23 +138,23 @@ class EntryTable(ABC):
         self._extents: dict[int, Extent] = {}
         self._held: set[int] = set()  # blocks that the orders hold
         self.departures = Departures(names, self.now)
-        refs: NumberRefs = _LockedRefs(names, self._lock) if self._has_lock else names
-        links = QueueLinks(refs)
+        # A lock that is none would cost the policies time.
+        is_locked = not isinstance(self._lock, contextlib.nullcontext)
+        self._refs: NumberRefs = _LockedRefs(names, self._lock) if is_locked else names
+        links = QueueLinks(self._refs)
         self._policy: EvictionPolicy = policy_over(links, self._policy_name, capacity_blocks)
         self._tails = LruPolicy(links)
-        self.accounts.begin(refs)
+        self.accounts.begin(self._refs)
 
     def _new_names(self) -> Names:
         return DictNames()
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no visible block."""
         return not self._blocks
 
     @property
     def _is_settled(self) -> bool:
-        """Whether the orders know of all changes."""
         return True
 
     def fit(self, block_bytes: int) -> None:
@@ -232,7 +219,7 @@ class EntryTable(ABC):
         return self._names.key(above - 1) if above else None
 
     def _tenant_of(self, number: int) -> Tenant:
-        return self.accounts.numbered(self._tenant.cells[number]).tenant
+        return self.accounts.by_number[int(self._tenant.cells[number])].tenant
 
     def _info(self, number: int) -> BlockInfo:
         return BlockInfo(
@@ -329,30 +316,28 @@ class EntryTable(ABC):
                         self._names.drop(above - 1)
 
     def _orders(self, number: int) -> tuple[EvictionPolicy, ...]:
-        """The orders that contain a block."""
         is_tail = self._state.cells[number] & _TAIL
         order: EvictionPolicy = self._tails if is_tail else self._policy
         if not self.accounts.is_bounded:
             return (order,)
-        tails, others = self.accounts.numbered(self._tenant.cells[number]).orders
+        tails, others = self.accounts.by_number[self._tenant.cells[number]].orders
         return (order, tails if is_tail else others)
 
-    def _apply(self, use: RequestUse) -> None:
+    def _apply(self, use: RequestUse[BlockKey]) -> None:
         """Records a use: in the policy, of the blocks themselves, and in the orders of their
         tenant."""
         learns = self._policy.learns
         chain, ending = self._numbers(use.chain, learns), self._numbers(use.ending, learns)
         hanging = self._numbers(use.hanging, False)
-        self._policy.access(chain, use.now, hanging, ending, use.advice)
-        self._tails.access((), use.now, hanging)
+        by_number = RequestUse(chain, use.now, hanging, ending, use.advice)
+        self._policy.access(by_number)
+        self._tails.access(RequestUse((), use.now, hanging))
         last = self._note_uses(itertools.chain(chain, hanging), use.now)
         if last >= 0 and self.accounts.is_bounded:
-            for order in self.accounts.numbered(self._tenant.cells[last]).orders:
-                order.access(chain, use.now, hanging)
-        for kept in (chain, ending) if learns else ():
-            for start in range(0, len(kept), _LOOKED_UP):
-                with self._lock:
-                    self._names.drop_all(kept[start : start + _LOOKED_UP])
+            for order in self.accounts.by_number[self._tenant.cells[last]].orders:
+                order.access(by_number)
+        if learns:
+            self._refs.drop_all([*chain, *ending])
 
     def _numbers(self, keys: Sequence[BlockKey], makes: bool) -> list[int]:
         """The numbers of keys, -1 for none; or ``makes`` new ones, and keeps all."""
@@ -458,7 +443,6 @@ class EntryTable(ABC):
                 self._release(number)
 
     def _release(self, number: int) -> None:
-        """The orders need not skip the block any more."""
         if number in self._held:
             self._held.discard(number)
             for order in self._orders(number):
@@ -468,7 +452,6 @@ class EntryTable(ABC):
 
     @property
     def pin_limit(self) -> int:
-        """Limit of bytes of pinned blocks."""
         return int(self._terms.pin_limit * self._capacity_bytes())
 
     def _may_pin(self, number: int) -> bool:
@@ -480,7 +463,6 @@ class EntryTable(ABC):
         self._set_pins(keys, True)
 
     def unpin(self, keys: Collection[BlockKey]) -> None:
-        """Undoes ``pin``."""
         self._set_pins(keys, False)
 
     def _set_pins(self, keys: Collection[BlockKey], pinned: bool) -> list[int]:
@@ -519,15 +501,16 @@ class _LockedRefs:
             self._names.keep(number)
 
     def keep_all(self, numbers: Sequence[int]) -> None:
-        for start in range(0, len(numbers), _LOOKED_UP):
-            with self._lock:
-                self._names.keep_all(numbers[start : start + _LOOKED_UP])
+        self._in_parts(self._names.keep_all, numbers)
 
     def drop(self, number: int) -> None:
         with self._lock:
             self._names.drop(number)
 
     def drop_all(self, numbers: Sequence[int]) -> None:
+        self._in_parts(self._names.drop_all, numbers)
+
+    def _in_parts(self, do: Callable[[Sequence[int]], None], numbers: Sequence[int]) -> None:
         for start in range(0, len(numbers), _LOOKED_UP):
             with self._lock:
-                self._names.drop_all(numbers[start : start + _LOOKED_UP])
+                do(numbers[start : start + _LOOKED_UP])

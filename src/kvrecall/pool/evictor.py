@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from kvrecall.block import SHARED, BlockKey, Tenant, is_tail
 from kvrecall.config import PoolTerms
@@ -54,7 +54,7 @@ class Evictor:
                 if choosy:
                     blocks = [block for block in blocks if not is_tail(block.key)]
                 fitting = self._within_limit(tenant, slot_bytes, len(blocks))
-                self._refuse(blocks[fitting:], Refusal.QUOTA)
+                host.refuse(blocks[fitting:], Refusal.QUOTA)
                 blocks = blocks[:fitting]
                 offsets = host.take(slot_bytes, len(blocks), tenant)
             if choosy:
@@ -62,7 +62,7 @@ class Evictor:
             offsets = self._fill_up(offsets, slot_bytes, len(blocks), tenant)
             host.unlease(spared)
         placed = blocks[: len(offsets)]
-        self._refuse(blocks[len(offsets) :], Refusal.ROOM)
+        host.refuse(blocks[len(offsets) :], Refusal.ROOM)
         for block, offset in zip(placed, offsets, strict=True):
             block.offset = offset
         return placed
@@ -79,13 +79,8 @@ class Evictor:
                 admitted.append(block)
             else:
                 refused.add(block.key)
-                self._host.departures.note(block.key, Refusal.POLICY)
+                self._host.refuse((block,), Refusal.POLICY)
         return admitted
-
-    def _refuse(self, blocks: Sequence[Block], why: Refusal) -> None:
-        """Remembers why these blocks have no slot."""
-        for block in blocks:
-            self._host.departures.note(block.key, why)
 
     def _fill_up(
         self, offsets: list[int], slot_bytes: int, count: int, tenant: Tenant
@@ -109,8 +104,9 @@ class Evictor:
         for block in blocks:
             if block.leases:
                 host.set_stored(block, False)
-        self._withdraw(going, cause)
+        host.withdraw(going, cause)
         for block in going:
+            self._writer.withdrawn(block)
             if not block.io_refs:
                 host.free(block)
 
@@ -139,20 +135,17 @@ class Evictor:
         """How many of ``count`` slots the tenant may have. Evicts its own coldest blocks if
         needed."""
         accounts = self._host.accounts
+        for offer in (True, False):  # last what is only to be offered to the remote tier yet
+            excess = accounts.excess(tenant, count * slot_bytes)
+            if not excess:
+                return count
+            wanted = None if offer else lambda block: block.stored
+            going = self._host.victims_of(tenant, excess, wanted)
+            accounts.limited(tenant, evicted=self._evict(going, Cause.QUOTA, offer))
         excess = accounts.excess(tenant, count * slot_bytes)
-        if excess:
-            going = self._host.victims_of(tenant, excess)
-            accounts.evict(tenant, self._evict(going, Cause.QUOTA))
-            excess = accounts.excess(tenant, count * slot_bytes)
-        if excess:  # last what is only to be offered to the remote tier yet
-            going = self._host.victims_of(tenant, excess, lambda block: block.stored)
-            accounts.evict(tenant, self._evict(going, Cause.QUOTA, offer=False))
-            excess = accounts.excess(tenant, count * slot_bytes)
-        if excess:
-            fitting = max(0, count - -(-excess // slot_bytes))
-            accounts.refuse(tenant, count - fitting)
-            return fitting
-        return count
+        fitting = max(0, count - -(-excess // slot_bytes))
+        accounts.limited(tenant, refused=count - fitting)
+        return fitting
 
     # -- making room -----------------------------------------------------------------------
 
@@ -210,18 +203,13 @@ class Evictor:
         """Evicts idle blocks, except those that must be written first (without ``offer``: to the
         tier that counts only). Returns their number."""
         writer = self._writer
-        staying: Collection[BlockKey] = ()
         if writer.has_below:
             dirty = [b for b in blocks if not (writer.is_clean(b) if offer else b.stored)]
             staying = writer.leaving(dirty) if dirty else ()
-        going = [block for block in blocks if block.key not in staying] if staying else blocks
-        self._withdraw(going, cause)
-        for block in going:
-            self._host.free(block)
-        self._host.evictions += len(going)
-        return len(going)
-
-    def _withdraw(self, blocks: Sequence[Block], cause: Cause) -> None:
+            blocks = [block for block in blocks if block.key not in staying]
         self._host.withdraw(blocks, cause)
         for block in blocks:
-            self._writer.withdrawn(block)
+            writer.withdrawn(block)
+            self._host.free(block)
+        self._host.evictions += len(blocks)
+        return len(blocks)

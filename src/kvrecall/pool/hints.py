@@ -55,7 +55,7 @@ NOT_AGAIN, RETURNS = 1, 2  # kinds; those after them: by the time of the return
 KINDS = RETURNS + 1 + len(_DUE_S) + 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HintCounts:
     """Hints so far: given, believed when they were, and with an outcome, true or false."""
 
@@ -67,8 +67,6 @@ class HintCounts:
 
 @dataclass(slots=True)
 class _Record:
-    """A tenant's outcomes, faded."""
-
     true: float = _PRIOR / 2
     all: float = _PRIOR
 
@@ -81,16 +79,13 @@ class _Record:
         self.all = self.all * _FADE + 1.0
 
 
-@dataclass(slots=True)
-class _Open:
+class _Open(NamedTuple):
     """A hint without an outcome yet, about the return of one block."""
 
     key: BlockKey
     tenant: Tenant
     hint: Hint
     given: float
-    ends: float
-    is_over: bool = False
 
 
 class HintRecord:
@@ -111,17 +106,8 @@ class HintRecord:
     def __init__(self) -> None:
         self._records: OrderedDict[Tenant, _Record] = OrderedDict()
         self._open: OrderedDict[BlockKey, _Open] = OrderedDict()  # the oldest first
-        self._ends: list[tuple[float, int, _Open]] = []  # a heap
-        self._given = self._believed = self._true = self._false = 0
-
-    @property
-    def counts(self) -> HintCounts:
-        return HintCounts(self._given, self._believed, self._true, self._false)
-
-    def credit(self, tenant: Tenant) -> float:
-        """Between 0 and 1; 0.5 without outcomes."""
-        record = self._records.get(tenant)
-        return _Record().credit if record is None else record.credit
+        self._ends: list[tuple[float, int, _Open]] = []  # a heap, some of them over
+        self.counts = HintCounts()
 
     def used(
         self, chain: Sequence[BlockKey], now: float, tenant: Tenant, hint: Hint | None
@@ -132,7 +118,7 @@ class HintRecord:
             self._settle(chain, now)
         if hint is None or not chain:
             return None
-        self._given += 1
+        self.counts.given += 1
         record = self._records.setdefault(tenant, _Record())
         self._records.move_to_end(tenant)
         if len(self._records) > _TENANTS:
@@ -140,31 +126,32 @@ class HintRecord:
         self._record(chain[-1], now, tenant, hint)
         if record.credit < _BELIEVED:
             return None
-        self._believed += 1
+        self.counts.believed += 1
         return Advice(_kind(hint), hint.pin_s or 0.0, PINNED_SHARE * record.credit, tenant)
 
     def _record(self, key: BlockKey, now: float, tenant: Tenant, hint: Hint) -> None:
-        before = self._open.pop(key, None)
-        if before is not None:  # the same request again
-            before.is_over = True
         ends = now + _HORIZON_S
         if hint.in_s is not None:
             ends = now + hint.in_s * _LATE + _SLACK_S
         elif hint.pin_s is not None and hint.returns is None:
             ends = now + hint.pin_s
-        mine = self._open[key] = _Open(key, tenant, hint, now, ends)
-        heapq.heappush(self._ends, (ends, self._given, mine))
+        self._open.pop(key, None)  # of the same request before
+        mine = self._open[key] = _Open(key, tenant, hint, now)
+        heapq.heappush(self._ends, (ends, self.counts.given, mine))
         if len(self._open) > _OPEN:
-            self._open.popitem(last=False)[1].is_over = True
+            self._open.popitem(last=False)
         if len(self._ends) > 2 * _OPEN:
-            self._ends = [each for each in self._ends if not each[2].is_over]
+            self._ends = [each for each in self._ends if self._is_open(each[2])]
             heapq.heapify(self._ends)
+
+    def _is_open(self, mine: _Open) -> bool:
+        return self._open.get(mine.key) is mine
 
     def _settle(self, chain: Sequence[BlockKey], now: float) -> None:
         """Outcomes of what was hinted about the blocks of a chain, and of what is past."""
-        while self._ends and (self._ends[0][0] < now or self._ends[0][2].is_over):
+        while self._ends and (self._ends[0][0] < now or not self._is_open(self._ends[0][2])):
             past = heapq.heappop(self._ends)[2]
-            if not past.is_over:
+            if self._is_open(past):
                 self._close(past, past.hint.returns is False)
         found = self._open
         for key in chain:
@@ -175,10 +162,9 @@ class HintRecord:
                 self._close(mine, mine.hint.returns is not False and not is_early)
 
     def _close(self, mine: _Open, came_true: bool) -> None:
-        mine.is_over = True
-        self._open.pop(mine.key, None)
-        self._true += came_true
-        self._false += not came_true
+        del self._open[mine.key]
+        self.counts.true += came_true
+        self.counts.false += not came_true
         record = self._records.get(mine.tenant)
         if record is not None:
             record.note(came_true)

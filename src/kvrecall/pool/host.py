@@ -4,48 +4,45 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from kvrecall.block import SHARED, BlockKey, Tenant, TierName
 from kvrecall.config import PoolTerms
 from kvrecall.pool.changes import Cause
-from kvrecall.pool.entries import BlockInfo, EntryTable, Extent, RequestUse
+from kvrecall.pool.departures import Refusal
+from kvrecall.pool.entries import BlockInfo, EntryTable, Extent
+from kvrecall.pool.eviction.base import RequestUse
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.slots import ArenaSlots, slot_bytes_of
 
 
+@dataclass(slots=True, eq=False)
 class Block:
-    """A slot of the arena and the block in it. Only the host store changes it."""
+    """A slot of the arena and the block in it. Only host store and writer change it."""
 
-    __slots__ = (
-        "base", "checksum", "depth", "extent", "io_refs", "key", "leases", "nbytes", "number",
-        "offset", "parent", "pinned", "slot_bytes", "stored", "tenant", "tries",
-    )  # fmt: skip
+    key: BlockKey
+    parent: BlockKey | None
+    depth: int
+    offset: int
+    nbytes: int
+    tenant: Tenant = SHARED
+    slot_bytes: int = field(init=False)
+    number: int = -1  # its entry in the host; -1: it is not visible
+    base: int = -1  # of its extent
+    extent: Extent | None = None
+    pinned: bool = False  # as its entry says
+    leases: int = 0  # recalls that use the slot
+    io_refs: int = 0  # reads or writes of the slot under way
+    stored: bool = False  # the tier below that counts has it too
+    tries: int = 0  # failed attempts to store it there
+    checksum: bytes | None = None  # while it may be needed, if it is known
 
-    def __init__(
-        self,
-        key: BlockKey,
-        parent: BlockKey | None,
-        depth: int,
-        offset: int,
-        nbytes: int,
-        tenant: Tenant = SHARED,
-    ) -> None:
-        self.key = key
-        self.parent = parent
-        self.depth = depth
-        self.offset = offset
-        self.nbytes = nbytes
-        self.slot_bytes = slot_bytes_of(nbytes)
-        self.tenant = tenant
-        self.number = -1  # its entry in the host; -1: it is not visible
-        self.base = -1  # of its extent
-        self.extent: Extent | None = None
-        self.pinned = False  # as its entry says
-        self.leases = 0  # recalls that use the slot
-        self.io_refs = 0  # reads or writes of the slot under way
-        self.stored = False  # the tier below that counts has it too
-        self.tries = 0  # failed attempts to store it there
-        self.checksum: bytes | None = None  # while it may be needed, if it is known
+    def __post_init__(self) -> None:
+        self.slot_bytes = slot_bytes_of(self.nbytes)
+
+    @property
+    def is_fixed(self) -> bool:
+        return bool(self.leases or self.io_refs or self.pinned)
 
 
 class HostStore(EntryTable):
@@ -94,7 +91,7 @@ class HostStore(EntryTable):
                 block.key, block.parent, block.depth, block.nbytes, block.tenant, now
             )
             self.blocks[block.key] = self._numbered[number] = block
-            block.base = self.slots.extent_of(block.slot_bytes, block.offset)
+            block.base = self.slots.slot_class(block.slot_bytes).extent_of(block.offset)
             block.extent = self._place(number)
             if block.key in self.pins and self._may_pin(number):
                 self._set_pinned(number, True)
@@ -121,22 +118,17 @@ class HostStore(EntryTable):
         ending: Sequence[BlockKey] = (),
         advice: Advice | None = None,
     ) -> None:
-        """A request used these blocks, see ``RequestUse``."""
         self._apply(RequestUse(chain, self.now(), hanging, ending, advice))
 
+    def refuse(self, blocks: Iterable[Block], why: Refusal) -> None:
+        """Remembers why these blocks have no slot."""
+        for block in blocks:
+            self.departures.note(block.key, why)
+
     def set_stored(self, block: Block, stored: bool) -> None:
-        """Records whether the tier below has the block."""
         if block.number >= 0:
             self.stored[block.slot_bytes] += stored - block.stored
         block.stored = stored
-
-    def set_checksum(self, block: Block, checksum: bytes | None) -> None:
-        """Records the checksum of the block's bytes."""
-        block.checksum = checksum
-
-    def count_failure(self, block: Block) -> None:
-        """Records that storing the block below failed."""
-        block.tries += 1
 
     def infos(self, blocks: Iterable[Block], unused_since: float) -> list[BlockInfo]:
         """Those of these blocks that are visible, and unused since that second."""
@@ -150,35 +142,31 @@ class HostStore(EntryTable):
     # -- in use ----------------------------------------------------------------------------
 
     def lease(self, blocks: Sequence[Block]) -> None:
-        """Visible blocks are in use."""
         self.leases += len(blocks)
         for block in blocks:
-            before = block.leases
-            block.leases = before + 1
-            if not (before or block.io_refs or block.pinned):
+            if not (block.leases or block.io_refs or block.pinned):
                 block.extent.fixed += 1  # type: ignore[union-attr]
+            block.leases += 1
 
     def unlease(self, blocks: Sequence[Block]) -> None:
-        """Releases leases."""
         self.leases -= len(blocks)
         held = self._held
         for block in blocks:
-            left = block.leases - 1
-            block.leases = left
-            if not (left or block.io_refs or block.pinned):
+            block.leases -= 1
+            if not (block.leases or block.io_refs or block.pinned):
                 block.extent.fixed -= 1  # type: ignore[union-attr]
                 if held and block.number in held:
                     self._changed(block.number)
 
     def begin_io(self, block: Block) -> None:
         """The slot is being read or written; it is not reused before ``end_io``."""
-        if block.extent is not None and not (block.leases or block.io_refs or block.pinned):
+        if block.extent is not None and not block.is_fixed:
             block.extent.fixed += 1
         block.io_refs += 1
 
     def end_io(self, block: Block) -> None:
         block.io_refs -= 1
-        if block.extent is not None and not (block.leases or block.io_refs or block.pinned):
+        if block.extent is not None and not block.is_fixed:
             block.extent.fixed -= 1
             if block.number in self._held:
                 self._changed(block.number)
@@ -197,17 +185,18 @@ class HostStore(EntryTable):
     ) -> list[Block]:
         """Up to ``count`` idle blocks (of a slot size, that are ``wanted``), the least valuable
         first. Removes none."""
-        block_of = self._numbered
-        is_wanted = None if wanted is None else lambda number: wanted(block_of[number])
-        return [block_of[number] for number in self._search(count, slot_bytes, is_wanted)]
+        found = self._search(count, slot_bytes, self._by_number(wanted))
+        return [self._numbered[number] for number in found]
 
     def victims_of(
         self, tenant: Tenant, nbytes: int, wanted: Callable[[Block], bool] | None = None
     ) -> list[Block]:
         """A limited tenant's idle blocks, coldest first, up to ``nbytes`` bytes."""
-        block_of = self._numbered
-        is_wanted = None if wanted is None else lambda number: wanted(block_of[number])
-        return [block_of[number] for number in self._search_of(tenant, nbytes, is_wanted)]
+        found = self._search_of(tenant, nbytes, self._by_number(wanted))
+        return [self._numbered[number] for number in found]
+
+    def _by_number(self, wanted: Callable[[Block], bool] | None) -> Callable[[int], bool] | None:
+        return None if wanted is None else lambda number: wanted(self._numbered[number])
 
     def has_idle(self, slot_bytes: int, others: bool = False) -> bool:
         """Whether there is an idle block of that slot size, or of any other. Checks the extents,
@@ -224,7 +213,7 @@ class HostStore(EntryTable):
             for base, extent in self._extents.items()
             if extent.slot_bytes != slot_bytes
             and not extent.fixed
-            and self.slots.used_in(extent.slot_bytes, base) == extent.blocks
+            and self.slots.slot_class(extent.slot_bytes).used_in(base) == extent.blocks
         }
 
     def blocks_in(self, bases: Collection[int]) -> list[Block]:

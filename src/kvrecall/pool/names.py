@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -22,7 +23,6 @@ from kvrecall.block import BlockKey
 
 Numbers = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
-_BYTES = {"B": 1, "i": 4, "I": 4, "q": 8, "Q": 8, "d": 8}
 Kind = Literal["B", "i", "I", "q", "Q", "d"]
 _MORE = 64  # numbers that a dictionary of names makes at once
 _NO_KEY = BlockKey(b"")
@@ -53,7 +53,6 @@ class Names(ABC):
         """The number is in use once more."""
 
     def keep_all(self, numbers: Sequence[int] | Numbers) -> None:
-        """``keep`` of each."""
         for number in numbers:
             self.keep(number)
 
@@ -62,24 +61,17 @@ class Names(ABC):
         """Undoes ``keep``; the last one frees the number."""
 
     def drop_all(self, numbers: Sequence[int] | Numbers) -> None:
-        """``drop`` of each."""
         for number in numbers:
             self.drop(number)
-
-    @abstractmethod
-    def sweep(self, numbers: Sequence[int]) -> None:
-        """Frees those of these numbers that are not kept."""
 
     @abstractmethod
     def column(self, kind: Kind, width: int = 1) -> Column:
         """A new column with ``width`` cells of a kind (of ``array``) for each number, all zero."""
 
     def numbers(self, keys: Sequence[BlockKey]) -> Sequence[int]:
-        """``number`` of each."""
         return list(map(self.number, keys))
 
     def meet_all(self, keys: Sequence[BlockKey]) -> Sequence[int]:
-        """``meet`` of each."""
         return list(map(self.meet, keys))
 
 
@@ -141,6 +133,7 @@ class DictNames(Names):
             self._free.append(number)
 
     def sweep(self, numbers: Sequence[int]) -> None:
+        """Frees those of these numbers that are not kept."""
         refs = self._refs
         for number in numbers:
             if refs[number]:
@@ -168,7 +161,7 @@ class MemoryColumn(Column):
     def __init__(self, kind: Kind, width: int, room: int, most: int = 0) -> None:
         """With cells of ``room`` numbers, or if the address space allows of ``most``."""
         self.kind, self.width = kind, width
-        size = width * _BYTES[kind]
+        size = width * np.dtype(kind).itemsize
         try:
             self.pages = mmap.mmap(-1, max(room, most) * size, flags=_PRIVATE | _NORESERVE)
         except OSError:  # a limit of this process, or of the system
@@ -182,12 +175,11 @@ class MemoryColumn(Column):
         """Makes room for that many numbers. Without the address space for them the system moves
         the pages, which copies nothing, but takes a millisecond for 250 MiB and makes each page
         slow to reach once more."""
-        size = room * self.width * _BYTES[self.kind]
-        if size <= len(self.pages):
-            return
-        self.cells.release()
-        self.pages.resize(size)
-        self.cells = memoryview(self.pages).cast(self.kind)
+        size = room * self.width * np.dtype(self.kind).itemsize
+        if size > len(self.pages):
+            self.cells.release()
+            self.pages.resize(size)
+            self.cells = memoryview(self.pages).cast(self.kind)
 
     def array(self) -> npt.NDArray[Any]:
         """The cells as an array [numbers, width]; must be gone before the names grow."""
@@ -198,43 +190,45 @@ class MemoryColumn(Column):
 _CELL = 56  # bytes of a key's cell: the key, zeros, and the key's length
 _LONGEST = _CELL - 1
 _ENDS = [bytes(_LONGEST - size) + bytes((size,)) for size in range(_CELL)]
-_TOO_LONG = 255  # the length of a key that does not fit its cell
 _SEATS = 16  # of a bucket
 _FILLED = 10  # of them, at most, in a table that is made for a known number of keys
 _SPREAD = 8  # entries of the directory for each bucket, at most
 _WORD = (1 << 64) - 1
 _FEW = 32  # keys or numbers that are worked on one by one
+_EACH = np.ones(_CELL // 8, np.bool_)  # any() of a cell's words as a product, which is faster
+_words_of = struct.Struct("=7Q").unpack  # of a cell
 
 
 class CompactNames(Names):
     """Names in columns, found by extendible hashing (Fagin et al., 1979).
 
-    A key's *code* is 64 bits of hash. Its upper bits lead through a directory to a bucket of 16
-    *seats*, each a code and the number of its key. A full bucket is split in two, and the directory
-    doubles where it has but one entry for that bucket: the only step that takes longer with more
-    keys (a few milliseconds with ten million). The table never shrinks.
+    A key's *code* is 64 bits: the sum of the words of its cell, times secret odd factors
+    (multilinear hashing, Carter & Wegman, 1979), so that keys with one code, or many with the same
+    upper bits, cannot be chosen from outside. Its upper bits lead through a directory to a bucket
+    of 16 *seats*, each a code and the number of its key. A full bucket is split in two, and the
+    directory doubles where it has but one entry for that bucket: the only step that takes longer
+    with more keys (a few milliseconds with ten million). The table never shrinks.
 
     Each code is in the table once, and a bucket that may not be split any more stays full: further
-    keys go into a dictionary. So do keys too long for a cell. Python's hash is known where
-    PYTHONHASHSEED is set, but not the factor in the code, so that many such keys cannot be chosen.
+    keys are *outside*, in a dictionary. So are keys too long for a cell.
     """
 
     def __init__(
-        self, room: int = 1 << 12, most: int = 0, hash_of: Callable[[BlockKey], int] = hash
+        self, room: int = 1 << 12, most: int = 0, factors: Sequence[int] | None = None
     ) -> None:
         """``room``: of how many keys there will be at least, if that is known. ``most``: for how
-        many there is address space from the start, so that columns need not move."""
-        self._hash_of = hash_of
-        self._factor = int.from_bytes(os.urandom(8), "little") | 1
+        many there is address space from the start, so that columns need not move. ``factors``: of
+        the 7 words of a cell; random ones if None."""
+        self._factors = factors or [word | 1 for word in _words_of(os.urandom(_CELL))]
+        self._factor_array = np.array(self._factors, np.uint64)
         self._room, self._most = max(1 << 12, room), most
         self._columns: list[MemoryColumn] = []
         self._cells = self.column("B", _CELL)
         self._refs = self.column("i")  # -1: a free number
-        self._seat = self.column("i")  # -1: none
         self._size = self._count = 0  # numbers ever used, and now
         self._free = array("i")
-        self._seatless: dict[BlockKey, int] = {}
-        self._long: dict[int, BlockKey] = {}  # keys that do not fit their cell
+        self._outside: dict[BlockKey, int] = {}
+        self._outside_keys: dict[int, BlockKey] = {}
         self._bits = max(1, (room // _FILLED).bit_length())
         self._buckets = 1 << self._bits
         self._directory = MemoryColumn("i", 1, self._buckets)  # buckets by the upper bits of codes
@@ -259,77 +253,76 @@ class CompactNames(Names):
         return self._columns[-1]
 
     def key(self, number: int) -> BlockKey:
-        cells, begin = self._cells.cells, number * _CELL
-        size = cells[begin + _LONGEST]
-        if size == _TOO_LONG:
-            return self._long[number]
-        return BlockKey(bytes(cells[begin : begin + size]))
+        if number in self._outside_keys:
+            return self._outside_keys[number]
+        cell = self._cell(number)
+        return BlockKey(cell[: cell[_LONGEST]])
+
+    def _cell(self, number: int) -> bytes:
+        return bytes(self._cells.cells[number * _CELL : (number + 1) * _CELL])
 
     # -- one -------------------------------------------------------------------------------
 
-    def number(self, key: BlockKey) -> int:
-        return self._find(key, self._code(key))
-
-    def _code(self, key: BlockKey) -> int:
-        code = self._hash_of(key) * self._factor & _WORD
+    def _code(self, cell: bytes) -> int:
+        a, b, c, d, e, f, g = _words_of(cell)
+        o, p, q, r, s, t, u = self._factors
+        code: int = a * o + b * p + c * q + d * r + e * s + f * t + g * u & _WORD
         return code ^ code >> 32 | 1
 
-    def _find(self, key: BlockKey, code: int) -> int:
+    def _seat(self, code: int) -> int:
+        """Where a code is; -1: nowhere."""
         begin = self._directory.cells[code >> 64 - self._bits] * _SEATS
         codes = self._codes.cells[begin : begin + _SEATS].tolist()
-        if code in codes:
-            number: int = self._seated.cells[begin + codes.index(code)]
-            if self.key(number) == key:
-                return number
-        return self._seatless.get(key, -1) if self._seatless else -1
+        return begin + codes.index(code) if code in codes else -1
+
+    def number(self, key: BlockKey) -> int:
+        if len(key) <= _LONGEST:
+            cell = key + _ENDS[len(key)]
+            seat = self._seat(self._code(cell))
+            if seat >= 0:
+                number: int = self._seated.cells[seat]
+                if self._cell(number) == cell:
+                    return number
+        return self._outside.get(key, -1)
 
     def meet(self, key: BlockKey) -> int:
-        code = self._code(key)
-        number = self._find(key, code)
+        number = self.number(key)
         if number < 0:
-            number = self._new_number()
-            self._add(key, code, number)
+            number = self._new_numbers(1)[0]
+            self._refs.cells[number] = 0
+            self._count += 1
+            if len(key) > _LONGEST or not self._seat_new(key, number):
+                self._outside[key], self._outside_keys[number] = number, key
         return number
 
-    def _new_number(self) -> int:
-        if self._free:
-            return self._free.pop()
-        if self._size == self._room:
-            self._grow()
-        self._size += 1
-        return self._size - 1
+    def _new_numbers(self, count: int) -> array[int]:
+        """Freed numbers first."""
+        kept = max(0, len(self._free) - count)
+        numbers = self._free[kept:]
+        del self._free[kept:]
+        begin, self._size = self._size, self._size + count - len(numbers)
+        numbers.extend(range(begin, self._size))
+        while self._size > self._room:
+            self._room *= 2
+            for column in self._columns:
+                column.grow(self._room)
+        return numbers
 
-    def _grow(self) -> None:
-        self._room *= 2
-        for column in self._columns:
-            column.grow(self._room)
-
-    def _add(self, key: BlockKey, code: int, number: int) -> None:
-        """A number gets a key that has none."""
-        self._refs.cells[number] = 0
-        self._count += 1
-        begin = number * _CELL
-        if len(key) > _LONGEST:
-            self._cells.cells[begin + _LONGEST] = _TOO_LONG
-            self._long[number] = key
-        else:
-            self._cells.cells[begin : begin + _CELL] = key + _ENDS[len(key)]
-            while True:
-                bucket = self._directory.cells[code >> 64 - self._bits]
-                begin = bucket * _SEATS
-                codes = self._codes.cells[begin : begin + _SEATS].tolist()
-                if code not in codes and 0 in codes:
-                    self._sit(begin + codes.index(0), code, number)
-                    return
-                if code in codes or not self._split(bucket, code):
-                    break
-        self._seat.cells[number] = -1
-        self._seatless[key] = number
-
-    def _sit(self, seat: int, code: int, number: int) -> None:
-        self._codes.cells[seat] = code
-        self._seated.cells[seat] = number
-        self._seat.cells[number] = seat
+    def _seat_new(self, key: BlockKey, number: int) -> bool:
+        """Puts a new key into the table. False if there is no seat for it."""
+        cell = key + _ENDS[len(key)]
+        code = self._code(cell)
+        while True:
+            bucket = self._directory.cells[code >> 64 - self._bits]
+            begin = bucket * _SEATS
+            codes = self._codes.cells[begin : begin + _SEATS].tolist()
+            if code in codes or not (0 in codes or self._split(bucket, code)):
+                return False
+            if 0 in codes:
+                seat = begin + codes.index(0)
+                self._codes.cells[seat], self._seated.cells[seat] = code, number
+                self._cells.cells[number * _CELL : (number + 1) * _CELL] = cell
+                return True
 
     def _split(self, bucket: int, code: int) -> bool:
         """Splits the full bucket that ``code`` leads to by one more bit of its codes. False if the
@@ -352,12 +345,11 @@ class CompactNames(Names):
         half = 1 << self._bits - bits - 1
         upper = (code >> 64 - bits << self._bits - bits) + half
         self._directory.array()[upper : upper + half] = new
-        to = new * _SEATS
-        for seat in range(bucket * _SEATS, (bucket + 1) * _SEATS):
-            code = self._codes.cells[seat]
-            if code >> 63 - bits & 1:
-                self._sit(to, code, self._seated.cells[seat])
-                self._codes.cells[seat] = 0
+        codes, seated, bit = self._codes.cells, self._seated.cells, 1 << 63 - bits
+        begin, to = bucket * _SEATS, new * _SEATS
+        for seat, each in enumerate(codes[begin : begin + _SEATS].tolist(), begin):
+            if each & bit:
+                codes[to], seated[to], codes[seat] = each, seated[seat], 0
                 to += 1
         return True
 
@@ -368,23 +360,13 @@ class CompactNames(Names):
         refs = self._refs.cells
         refs[number] -= 1
         if not refs[number]:
-            self._delete(number)
-
-    def sweep(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            if not self._refs.cells[number]:
-                self._delete(number)
-
-    def _delete(self, number: int) -> None:
-        seat = self._seat.cells[number]
-        if seat >= 0:
-            self._codes.cells[seat] = 0
-        else:
-            del self._seatless[self.key(number)]
-            self._long.pop(number, None)
-        self._refs.cells[number] = -1
-        self._free.append(number)
-        self._count -= 1
+            if number in self._outside_keys:
+                del self._outside[self._outside_keys.pop(number)]
+            else:
+                self._codes.cells[self._seat(self._code(self._cell(number)))] = 0
+            refs[number] = -1
+            self._free.append(number)
+            self._count -= 1
 
     # -- many ------------------------------------------------------------------------------
 
@@ -398,13 +380,7 @@ class CompactNames(Names):
         cells = self._cells_of(keys)
         if cells is None:
             return np.fromiter(map(self.number, keys), np.int64, len(keys))
-        return self._find_all(keys, self._codes_of(keys), cells if exact else None)
-
-    def _codes_of(self, keys: Sequence[BlockKey]) -> Words:
-        """``_code`` of each [keys]."""
-        hashes = np.fromiter(map(self._hash_of, keys), np.int64, len(keys)).view(np.uint64)
-        codes: Words = hashes * np.uint64(self._factor)
-        return codes ^ codes >> np.uint64(32) | np.uint64(1)
+        return self._find_all(keys, self._codes_of(cells), cells if exact else None)
 
     def _cells_of(self, keys: Sequence[BlockKey]) -> Words | None:
         """The cells of many keys [keys, 7]; None if they are few, or one does not fit."""
@@ -417,22 +393,31 @@ class CompactNames(Names):
             text = b"".join([key + _ENDS[len(key)] for key in keys])
         return np.frombuffer(text, np.uint64).reshape(-1, _CELL // 8)
 
+    def _codes_of(self, cells: Words) -> Words:
+        """``_code`` of each [keys]."""
+        codes: Words = cells @ self._factor_array
+        return codes ^ codes >> np.uint64(32) | np.uint64(1)
+
     def _buckets_of(self, codes: Words) -> Numbers:
         entries = (codes >> np.uint64(64 - self._bits)).astype(np.int64)
         return self._directory.array().take(entries).astype(np.int64)
 
+    def _seats(self, codes: Words) -> tuple[Numbers, npt.NDArray[np.bool_]]:
+        """``_seat`` of each, and whether it is right [keys]."""
+        buckets, table = self._buckets_of(codes), self._codes.array()
+        seats = buckets * _SEATS
+        seats += (table.take(buckets, axis=0) == codes[:, None]).argmax(axis=1)
+        return seats, table.ravel().take(seats) == codes
+
     def _find_all(self, keys: Sequence[BlockKey], codes: Words, cells: Words | None) -> Numbers:
         """The number of each key that has one of these codes, and the cell unless None [keys]."""
-        buckets = self._buckets_of(codes)
-        same = self._codes.array().take(buckets, axis=0) == codes[:, None]
-        seats = buckets * _SEATS + same.argmax(axis=1)
-        is_here = same.any(axis=1)
-        numbers = self._seated.array().ravel().take(seats)
-        found = np.where(is_here, numbers, -1).astype(np.int64)
-        unsure = ~is_here if self._seatless else np.zeros(len(keys), np.bool_)
+        seats, is_here = self._seats(codes)
+        found = self._seated.array().ravel().take(seats).astype(np.int64)
+        found[~is_here] = -1
+        unsure = ~is_here if self._outside else np.zeros(len(keys), np.bool_)
         if cells is not None:
             known = self._cells.array().view(np.uint64).take(found, axis=0, mode="clip")
-            unsure |= is_here & (known != cells).any(axis=1)
+            unsure |= is_here & ((known != cells) @ _EACH)
         for place in np.flatnonzero(unsure).tolist():
             found[place] = self.number(keys[place])
         return found
@@ -446,7 +431,7 @@ class CompactNames(Names):
         cells = self._cells_of(keys)
         if cells is None:
             return np.fromiter(map(self.meet, keys), np.int64, len(keys))
-        codes = self._codes_of(keys)
+        codes = self._codes_of(cells)
         numbers = self._find_all(keys, codes, cells)
         new = np.flatnonzero(numbers < 0)
         if new.size:
@@ -462,13 +447,12 @@ class CompactNames(Names):
         has_room = (known == 0).any(axis=1) & (known != codes[first, None]).all(axis=1)
         seats = (buckets * _SEATS + (known == 0).argmax(axis=1))[has_room]
         first = first[has_room]
-        added = np.array([self._new_number() for _ in first], np.int64)
+        added = np.array(self._new_numbers(len(first)), np.int64)
         self._cells.array().view(np.uint64)[added] = cells[first]
         self._refs.array()[added] = 0
         self._count += len(added)
         self._codes.array().ravel()[seats] = codes[first]
         self._seated.array().ravel()[seats] = added
-        self._seat.array()[added] = seats
         numbers = np.full(len(keys), -1, np.int64)
         numbers[first] = added
         for place in np.flatnonzero(numbers < 0).tolist():
@@ -482,17 +466,14 @@ class CompactNames(Names):
             np.add.at(self._refs.array(), np.asarray(numbers, np.int64), 1)
 
     def drop_all(self, numbers: Sequence[int] | Numbers) -> None:
-        if len(numbers) < _FEW:
+        if len(numbers) < _FEW or self._outside:
             super().drop_all(numbers)
             return
         dropped, refs = np.asarray(numbers, np.int64), self._refs.array()
         np.subtract.at(refs, dropped, 1)
         ended = np.unique(dropped[refs[dropped] == 0])
-        seats = self._seat.array()[ended]
-        has_seat = seats >= 0
-        self._codes.array().ravel()[seats[has_seat]] = 0
-        refs[ended[has_seat]] = -1
-        self._free.extend(ended[has_seat].tolist())
-        self._count -= int(has_seat.sum())
-        for number in ended[~has_seat].tolist():
-            self._delete(number)
+        seats, _ = self._seats(self._codes_of(self._cells.array().view(np.uint64)[ended]))
+        self._codes.array().ravel()[seats] = 0
+        refs[ended] = -1
+        self._free.extend(ended.tolist())
+        self._count -= len(ended)

@@ -91,7 +91,6 @@ class Ticket:
     result: Recall | None = None  # once it stands, or the caller no longer waits
 
     def waiting(self) -> list[int]:
-        """Places of missing blocks."""
         return [place for place, block in enumerate(self.blocks) if block is None]
 
     def fill(self, place: int, block: Block) -> bool:
@@ -111,7 +110,6 @@ class Ticket:
         return leased
 
     def settle(self, now: float) -> tuple[Recall, list[Block]]:
-        """The recall as it stands at ``now``."""
         if self.result is not None:
             return self.result, []
         if self.missing and now < self.deadline:
@@ -168,9 +166,8 @@ class Pool:
         writes = make_write_policy(terms, self._host.chance)
         self._writer = Writer(self._host, below, arena, writes, remote, monotonic)
         self._evictor = Evictor(self._host, self._writer, terms)
-        self._sizes: dict[bytes, int] = {}
-        self._names: dict[bytes, Namespace] = {}
-        self._others: dict[bytes, tuple[tuple[Namespace, Namespace], ...]] = {}
+        self._namespaces: dict[bytes, tuple[Namespace, int]] = {}  # and bytes of their blocks
+        self._others: dict[bytes, tuple[tuple[bytes, tuple[str, ...]], ...]] = {}
         self._filling: dict[BlockKey, Block] = {}
         self._tickets: dict[int, Ticket] = {}
         self._hints = HintRecord()
@@ -254,22 +251,20 @@ class Pool:
                 f"host_size: {host_bytes} bytes cannot hold one block of {slot_bytes} bytes"
             )
         with self._changed:
-            known = self._sizes.get(namespace.digest, block_bytes)
+            _, known = self._namespaces.get(namespace.digest, (namespace, block_bytes))
             if known != block_bytes:
                 raise ConfigError(
                     f"namespace {namespace.digest.hex()} has blocks of {known} bytes, "
                     f"not of {block_bytes}"
                 )
-            self._sizes[namespace.digest] = block_bytes
-            self._names[namespace.digest] = namespace
+            self._namespaces[namespace.digest] = namespace, block_bytes
             self._others.clear()
             self._host.fit(block_bytes)
             self._below.register(namespace, block_bytes)
 
     def namespaces(self) -> list[tuple[Namespace, int]]:
-        """The registered namespaces, and the bytes of their blocks."""
         with self._changed:
-            return [(name, self._sizes[digest]) for digest, name in self._names.items()]
+            return list(self._namespaces.values())
 
     # -- recall ----------------------------------------------------------------------------
 
@@ -366,34 +361,27 @@ class Pool:
         others = self._others.get(digest)
         if others is None:
             others = self._others[digest] = self._others_than(digest)
-        rest = key[NAMESPACE_BYTES:] if others else b""
-        for own, other in others:
-            twin = BlockKey(other.digest + rest)
-            in_host = twin in self._host.blocks
-            if not (in_host or (self._disk is not None and self._disk.contains(twin))):
-                continue
-            parts, theirs = dict(own.parts), dict(other.parts)
-            names = parts.keys() | theirs.keys()
-            fields = sorted(name for name in names if parts.get(name) != theirs.get(name))
-            tier = TierName.HOST if in_host else TierName.DISK
-            return Absence(Presence.ELSEWHERE, tier, fields=tuple(fields))
+        for other, fields in others:
+            twin = BlockKey(other + key[NAMESPACE_BYTES:])
+            if twin in self._host.blocks:
+                return Absence(Presence.ELSEWHERE, TierName.HOST, fields=fields)
+            if self._disk is not None and self._disk.contains(twin):
+                return Absence(Presence.ELSEWHERE, TierName.DISK, fields=fields)
         return None
 
-    def _others_than(self, digest: bytes) -> tuple[tuple[Namespace, Namespace], ...]:
-        """A namespace beside each other one with blocks of the same KV group, the latest first."""
-        known = (
-            {} if self._disk is None else {one.digest: one for one, _ in self._disk.namespaces()}
-        )
-        known |= self._names
-        own = known.get(digest)
-        if own is None:
-            return ()
-        group = dict(own.parts).get("group")
-        latest = itertools.islice(reversed(known.values()), _MOST_NAMESPACES)
+    def _others_than(self, digest: bytes) -> tuple[tuple[bytes, tuple[str, ...]], ...]:
+        """Each other namespace with blocks of the same KV group, the latest first, and the fields
+        in which it differs."""
+        on_disk = () if self._disk is None else self._disk.namespaces()
+        here = self._namespaces.values()
+        known = {one.digest: set(one.parts) for one, _ in (*on_disk, *here)}
+        own = known.get(digest, set())
+        latest = itertools.islice(reversed(known.items()), _MOST_NAMESPACES)
+        differing = [(other, {name for name, _ in own ^ parts}) for other, parts in latest if own]
         return tuple(
-            (own, other)
-            for other in latest
-            if other.digest != digest and dict(other.parts).get("group") == group
+            (other, tuple(sorted(fields)))
+            for other, fields in differing
+            if other != digest and "group" not in fields
         )
 
     def acquire(
@@ -499,22 +487,18 @@ class Pool:
 
     def commit(self, keys: Sequence[BlockKey]) -> None:
         with self._changed:
-            filled = [self._filling.pop(key) for key in keys if key in self._filling]
-            blocks = [block for block in filled if block.key not in self._host.blocks]
-            if len(blocks) < len(filled):
-                self._drop_copies(filled)
-            self._host.publish(blocks)
-            self._commit_bytes += sum([block.nbytes for block in blocks])
-            self._commits += len(blocks)
-            self._writer.committed(blocks)
-
-    def _drop_copies(self, filled: Sequence[Block]) -> None:
-        """Of these blocks, frees the slots of those that have come from a store meanwhile."""
-        for block in filled:
-            present = self._host.blocks.get(block.key)
-            if present is not None:
-                self._host.free(block)
-                self._writer.recalled([present])
+            new: list[Block] = []
+            for block in [self._filling.pop(key) for key in keys if key in self._filling]:
+                present = self._host.blocks.get(block.key)
+                if present is None:
+                    new.append(block)
+                else:  # it came from a store meanwhile
+                    self._host.free(block)
+                    self._writer.recalled([present])
+            self._host.publish(new)
+            self._commit_bytes += sum([block.nbytes for block in new])
+            self._commits += len(new)
+            self._writer.committed(new)
 
     def abandon(self, keys: Sequence[BlockKey]) -> None:
         with self._changed:
@@ -641,7 +625,6 @@ class Pool:
         return found
 
     def host_tenants(self) -> list[TenantUse]:
-        """Tenants in the host."""
         with self._changed:
             return self._host.accounts.uses()
 
@@ -651,7 +634,6 @@ class Pool:
             self._host.pin(keys)
 
     def unpin(self, keys: Collection[BlockKey]) -> None:
-        """Undoes ``pin``."""
         with self._changed:
             self._host.unpin(keys)
 
@@ -721,10 +703,10 @@ class Pool:
                 self._loaded(item)
 
     def _size_of(self, key: BlockKey) -> int:
-        size = self._sizes.get(key[:NAMESPACE_BYTES])
-        if size is None:
+        known = self._namespaces.get(key[:NAMESPACE_BYTES])
+        if known is None:
             raise KeyError(f"namespace {key[:NAMESPACE_BYTES].hex()} was not registered")
-        return size
+        return known[1]
 
     def _depth_of(self, parent: BlockKey | None) -> int:
         """Depth of the child of ``parent``; 0 if it is not known."""
@@ -854,7 +836,6 @@ class Pool:
                 self._host.unlease(ticket.cut(len(ticket.blocks) - (short + 1) // 2))
 
     def _loaded(self, done: Done) -> None:
-        """A get is done."""
         loading = self._loading.pop(done.key)
         self._silent_until = float("-inf")
         waiters = [waiter for waiter in loading.waiters if waiter[0].result is None]

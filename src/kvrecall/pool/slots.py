@@ -144,12 +144,10 @@ class SlotClass:
 
     @property
     def free(self) -> int:
-        """Slots that are free."""
         return self._runs.total // self.slot_bytes
 
     @property
     def slots(self) -> int:
-        """Slots in all extents."""
         return sum(extent.slots for extent in self._extents.values())
 
     def add_extent(self, base: int, slots: int, used: Iterable[int] = ()) -> None:
@@ -176,7 +174,6 @@ class SlotClass:
         return addresses
 
     def give(self, address: int) -> None:
-        """Frees a slot."""
         self._extents[self.extent_of(address)].used -= 1
         self._runs.add(address, self.slot_bytes)
 
@@ -194,19 +191,15 @@ class SlotClass:
             self._runs.add(begin, end - begin)
 
     def has_run(self, count: int) -> bool:
-        """Whether ``count`` adjacent slots are free."""
         return self._runs.has_run(count * self.slot_bytes)
 
     def extent_of(self, address: int) -> int:
-        """Base of the extent that holds ``address``."""
         return self._bases[bisect_right(self._bases, address) - 1]
 
     def extents(self) -> dict[int, int]:
-        """Base and length in bytes of every extent."""
         return {base: e.slots * self.slot_bytes for base, e in self._extents.items()}
 
     def used_in(self, base: int) -> int:
-        """Used slots of the extent at ``base``; 0 if there is none."""
         extent = self._extents.get(base)
         return 0 if extent is None else extent.used
 
@@ -272,13 +265,6 @@ class ArenaSlots:
     def give(self, slot_bytes: int, offset: int) -> None:
         self._classes[slot_bytes].give(offset)
         self.used_bytes -= slot_bytes
-
-    def extent_of(self, slot_bytes: int, offset: int) -> int:
-        return self._classes[slot_bytes].extent_of(offset)
-
-    def used_in(self, slot_bytes: int, base: int) -> int:
-        """Used slots of an extent."""
-        return self._classes[slot_bytes].used_in(base)
 
     def window(self, slot_bytes: int, cost: Mapping[int, float]) -> tuple[int, ...] | None:
         """Bases of the cheapest extents of other size classes whose space, with the gaps between

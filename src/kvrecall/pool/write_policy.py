@@ -4,13 +4,11 @@ after evidence of reuse.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
 from kvrecall.block import BlockKey
 from kvrecall.config import PoolTerms, Watermarks
-from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.host import Block
 from kvrecall.pool.tier import Tier
 
@@ -22,8 +20,8 @@ _LIKELY = 0.5  # chance of being used again from which a block is written at fir
 _PAUSE_S = 1.0  # after the remote tier took nothing
 
 
-class WritePolicy(ABC):
-    """Decides which blocks of the host to store below, and when.
+class WritePolicy:
+    """Decides which blocks of the host to store below, and when. This one stores none.
 
     Owner: one pool's writer; used under the pool's lock; never waits. The writer skips blocks that
     are stored already, or being stored, and stores flushed blocks whatever the policy says.
@@ -35,9 +33,9 @@ class WritePolicy(ABC):
         """Whether the block is dirty: its write is pending."""
         return False
 
-    @abstractmethod
     def committed(self, blocks: Sequence[Block]) -> Sequence[Block]:
         """Called when blocks become visible; returns those to store now."""
+        return ()
 
     def touched(
         self, chain: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()
@@ -58,7 +56,6 @@ class WritePolicy(ABC):
         """Returns further blocks to store now. Called repeatedly."""
         return ()
 
-    @abstractmethod
     def settled(self, key: BlockKey) -> None:
         """Called when the block was stored, or has left the host."""
 
@@ -66,18 +63,16 @@ class WritePolicy(ABC):
         """Returns blocks to store before the pool closes."""
         return ()
 
+    def pause(self) -> None:
+        """Called when the tier accepted none of the due blocks."""
+
 
 class WriteThrough(WritePolicy):
-    """Stores every block at once."""
-
     def committed(self, blocks: Sequence[Block]) -> Sequence[Block]:
         return blocks
 
     def recalled(self, blocks: Sequence[Block]) -> Sequence[Block]:
         return blocks
-
-    def settled(self, key: BlockKey) -> None:
-        """No block is dirty here."""
 
 
 class WriteBack(WritePolicy):
@@ -86,17 +81,15 @@ class WriteBack(WritePolicy):
 
     def __init__(self, marks: Watermarks) -> None:
         self._marks = marks
-        self._order = make_policy("lru", 1)
-        self._sizes: dict[BlockKey, int] = {}
+        self._sizes: OrderedDict[BlockKey, int] = OrderedDict()  # the least recently used first
         self._writing = False
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._sizes
 
     def committed(self, blocks: Sequence[Block]) -> Sequence[Block]:
-        for block in blocks:
+        for block in reversed(blocks):  # of a chain the end is the oldest
             if block.key not in self._sizes and not block.stored:
-                self._order.insert(block.key, block.parent, block.depth, 0.0)
                 self._sizes[block.key] = block.slot_bytes
                 self.unwritten_bytes += block.slot_bytes
         return ()
@@ -104,7 +97,9 @@ class WriteBack(WritePolicy):
     def touched(
         self, chain: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()
     ) -> Sequence[BlockKey]:
-        self._order.access(chain, 0.0, hanging)
+        for key in (*hanging, *reversed(chain)):
+            if key in self._sizes:
+                self._sizes.move_to_end(key)
         return ()
 
     def leaving(self, blocks: Sequence[Block]) -> Sequence[Block]:
@@ -117,23 +112,25 @@ class WriteBack(WritePolicy):
             return ()
         surplus = self.unwritten_bytes - self._marks.low * host_bytes
         found: list[Block] = []
-        for key in self._order:
+        left_alone: list[BlockKey] = []
+        for block in map(blocks.__getitem__, self._sizes):
             if surplus <= 0 or len(found) == _DUE_AT_ONCE:
-                return found
-            block = blocks[key]
+                break
             if block.tries >= STORE_TRIES:
-                self.settled(key)  # left alone
+                left_alone.append(block.key)
                 continue
             surplus -= block.slot_bytes
             if not block.io_refs:
                 found.append(block)
-        self._writing = surplus > 0
+        else:
+            self._writing = surplus > 0
+        for key in left_alone:
+            self.settled(key)
         return found
 
     def settled(self, key: BlockKey) -> None:
         nbytes = self._sizes.pop(key, None)
         if nbytes is not None:
-            self._order.remove(key)
             self.unwritten_bytes -= nbytes
 
     def rest(self, blocks: Mapping[BlockKey, Block]) -> Sequence[Block]:
@@ -164,7 +161,6 @@ class RemoteWriteBack(WriteBack):
         return self._lacking(idle)[:_DUE_AT_ONCE]
 
     def pause(self) -> None:
-        """Called when the tier accepted none of the due blocks."""
         self._not_before = self._monotonic() + _PAUSE_S
 
     def _lacking(self, blocks: Sequence[Block]) -> list[Block]:
@@ -216,9 +212,6 @@ class WriteSelective(WritePolicy):
     def recalled(self, blocks: Sequence[Block]) -> Sequence[Block]:
         return [block for block in blocks if self._sights.get(block.key, 0) > 1]
 
-    def settled(self, key: BlockKey) -> None:
-        """Remembered keys stay remembered."""
-
     def _is_likely(self, key: BlockKey) -> bool:
         chance = self._chance(key)
         return chance is not None and chance >= _LIKELY
@@ -229,7 +222,6 @@ class WriteSelective(WritePolicy):
 
 
 def make_write_policy(terms: PoolTerms, chance: Callable[[BlockKey], float | None]) -> WritePolicy:
-    """The write policy that ``terms`` name."""
     if terms.write_policy == "back":
         return WriteBack(terms.unwritten_marks)
     if terms.write_policy == "selective":

@@ -40,7 +40,8 @@ class Writer:
         self._below = below
         self._arena = arena
         self._policy = policy
-        self._remote_policy = remote_policy
+        self._remote_policy = remote_policy or WritePolicy()
+        self._offers_all = remote_policy is None
         self._monotonic = monotonic
         self._writing: dict[BlockKey, tuple[Block, Checksum]] = {}
         self._offered: set[BlockKey] = set()  # of those, the ones that are offers
@@ -53,7 +54,6 @@ class Writer:
 
     @property
     def unwritten_bytes(self) -> int:
-        """Bytes in the host that the write policy keeps back."""
         return self._policy.unwritten_bytes
 
     def is_durable(self, key: BlockKey) -> bool:
@@ -62,36 +62,28 @@ class Writer:
 
     def is_clean(self, block: Block) -> bool:
         """Whether the block can be evicted without further writes."""
-        return block.stored and not self._is_owed(block.key)
-
-    def _is_owed(self, key: BlockKey) -> bool:
-        """Whether the block is still to be offered to the remote tier."""
-        return self._remote_policy is not None and key in self._remote_policy
+        return block.stored and block.key not in self._remote_policy
 
     def keep_checksum(self, block: Block, checksum: bytes | None) -> None:
         """Keeps the checksum of a block's bytes for as long as a tier is to get the block: if they
         change before that, the tier's copy is found damaged."""
-        self._host.set_checksum(block, None if self.is_clean(block) else checksum)
+        block.checksum = None if self.is_clean(block) else checksum
 
     # -- what happens to blocks ------------------------------------------------------------
 
     def committed(self, blocks: Sequence[Block]) -> None:
-        """Blocks became visible."""
         if self.has_below:
-            if self._remote_policy is not None:
-                self._remote_policy.committed(blocks)
+            self._remote_policy.committed(blocks)
             self.store(self._policy.committed(blocks))
 
     def touched(self, chain: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()) -> None:
         """A request asked for ``chain``, and for ``hanging`` blocks beside it."""
         wanted = self._policy.touched(chain, hanging)
-        if self._remote_policy is not None:
-            self._remote_policy.touched(chain, hanging)
+        self._remote_policy.touched(chain, hanging)
         blocks = self._host.blocks
         self._store_missing([blocks[key] for key in wanted if key in blocks])
 
     def recalled(self, blocks: Sequence[Block]) -> None:
-        """Blocks of the host are in use."""
         self._store_missing(self._policy.recalled(blocks))
 
     def lost(self, blocks: Sequence[Block]) -> None:
@@ -101,11 +93,9 @@ class Writer:
         self._policy.committed(blocks)
 
     def withdrawn(self, block: Block) -> None:
-        """The block left the host."""
         self._shed.pop(block.key, None)
         self._policy.settled(block.key)
-        if self._remote_policy is not None:
-            self._remote_policy.settled(block.key)
+        self._remote_policy.settled(block.key)
 
     def leaving(self, blocks: Sequence[Block]) -> frozenset[BlockKey]:
         """Stores dirty blocks among ``blocks``, which are about to be evicted. Returns those that
@@ -113,8 +103,7 @@ class Writer:
         has not finished a write for a while, or a remote tier that accepts no more: such lost
         blocks are counted as shed."""
         wanted = self._policy.leaving([block for block in blocks if not block.stored])
-        remote = self._remote_policy
-        offers = [] if remote is None else self._offerable(remote.leaving(blocks))
+        offers = self._offerable(self._remote_policy.leaving(blocks))
         self.store(offers, offering=True)
         self.store(wanted)
         now = self._monotonic()
@@ -137,11 +126,10 @@ class Writer:
             return
         blocks, host = self._host.blocks, self._host
         self.store(self._policy.due(blocks, host.slots.limit_bytes))
-        if self._remote_policy is not None:
-            offers = self._offerable(self._remote_policy.due(blocks, host.least_limit))
-            self.store(offers, offering=True)
-            if offers and not any(block.io_refs for block in offers):
-                self._remote_policy.pause()
+        offers = self._offerable(self._remote_policy.due(blocks, host.least_limit))
+        self.store(offers, offering=True)
+        if offers and not any(block.io_refs for block in offers):
+            self._remote_policy.pause()
 
     def store_rest(self) -> bool:
         """Stores the blocks that were kept back, before the pool closes. False if none is left, or
@@ -149,7 +137,7 @@ class Writer:
         if not self.has_below:
             return False
         blocks = self._host.blocks
-        offers = self._remote_policy.rest(blocks) if self._remote_policy is not None else ()
+        offers = self._remote_policy.rest(blocks)
         self.store(offers, offering=True)
         rest = self._policy.rest(blocks)
         self._store_missing(rest)
@@ -191,7 +179,7 @@ class Writer:
         blocks = [block for block in blocks if block.key not in self._writing]
         if not (self.has_below and blocks):
             return
-        shared = offering or self._remote_policy is None
+        shared = offering or self._offers_all
         puts = [
             Put(
                 b.key,
@@ -226,20 +214,18 @@ class Writer:
                 self._policy.settled(block.key)
 
     def ended(self, done: Done) -> None:
-        """Processes a completed put."""
         block, checksum = self._writing.pop(done.key)
         self._wrote_at = self._monotonic()
         self._host.end_io(block)
         if done.key in self._offered:
             self._offered.discard(done.key)
             self._offered_bytes -= block.slot_bytes
-            if self._remote_policy is not None:
-                self._remote_policy.settled(done.key)
+            self._remote_policy.settled(done.key)
         if done.outcome is Outcome.STORED:
             self._host.set_stored(block, True)
             self._policy.settled(block.key)
         else:
-            self._host.count_failure(block)
+            block.tries += 1
         self.keep_checksum(block, checksum.known)
         if block.number < 0:  # withdrawn meanwhile
             self._host.free(block)

@@ -98,7 +98,7 @@ def _overwriting(pool: Any) -> Iterator[Any]:
     keys = [BlockKey(space + os.urandom(32)) for _ in range(1000)]
     for answer in pool.reserve(keys):
         if answer.verdict is Verdict.RESERVED:
-            pool.arena.array()[answer.offset : answer.offset + pool._sizes[space]] = 0x3C
+            pool.arena.array()[answer.offset : answer.offset + pool._namespaces[space][1]] = 0x3C
     pool.abandon(keys)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvrecall.pool.eviction.lifetable import AgeBins, LifeTable
-from kvrecall.pool.eviction.shadow import ShadowCache
+from kvrecall.pool.eviction.warmup import ShadowCache
 
 CHAIN = 20.0
 

@@ -69,7 +69,6 @@ class AgeBucket:
 
     @property
     def size(self) -> int:
-        """Entries of names."""
         return len(self.names) + len(self.rest)
 
     def prune(self, of: Sequence[int], known: Sequence[int]) -> None:
@@ -200,7 +199,6 @@ class AgeRanking:
     # -- ranking ---------------------------------------------------------------------------
 
     def cell(self, bucket: AgeBucket) -> int:
-        """Class and bin of age."""
         return bucket.kind * self._bins + bucket.bin
 
     def worth(self, cell: int) -> float:
@@ -225,7 +223,6 @@ class AgeRanking:
         self._filled = sorted(self._place[cell] for cell, ready in enumerate(self._ready) if ready)
 
     def make_ready(self, bucket: AgeBucket) -> None:
-        """The bucket has a block that can be evicted."""
         cell = self.cell(bucket)
         ready = self._ready[cell]
         if not ready:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.names import Column, Kind
@@ -23,6 +23,22 @@ class NumberRefs(Protocol):
     def drop_all(self, numbers: Sequence[int]) -> None: ...
 
     def column(self, kind: Kind, width: int = 1) -> Column: ...
+
+
+B = TypeVar("B")
+
+
+class RequestUse(NamedTuple, Generic[B]):
+    """A request used ``chain`` (prefix first), and ``hanging`` blocks: each has a block of a chain
+    as its parent, but is none itself. ``ending``: those that are at the request's own end, or will
+    be: where a request that continues it begins. ``advice``: what the client said about the return
+    of ``chain``, if it is believed; it may be wrong."""
+
+    chain: Sequence[B]
+    now: float
+    hanging: Sequence[B] = ()
+    ending: Sequence[B] = ()
+    advice: Advice | None = None
 
 
 class EvictionPolicy(ABC):
@@ -45,7 +61,6 @@ class EvictionPolicy(ABC):
     its tier, so that ten million blocks take no Python objects. It keeps the numbers it knows.
     """
 
-    name: ClassVar[str]
     learns: ClassVar[bool] = False
     """Whether it wants numbers also for keys of a chain, or at a request's end, that have none."""
 
@@ -58,20 +73,9 @@ class EvictionPolicy(ABC):
         """
 
     @abstractmethod
-    def access(
-        self,
-        chain: Sequence[int],
-        now: float,
-        hanging: Sequence[int] = (),
-        ending: Sequence[int] = (),
-        advice: Advice | None = None,
-    ) -> None:
-        """A request used ``chain`` (prefix first), and ``hanging`` blocks: each has a block of a
-        chain as its parent, but is none itself. ``ending``: those that are at the request's own
-        end, or will be: where a request that continues it begins. Blocks that are not resident are
-        allowed: a policy may learn from them, but does not make them resident. ``advice``: what
-        the client said about the return of ``chain``, if it is believed; it may be wrong.
-        """
+    def access(self, use: RequestUse[int]) -> None:
+        """Blocks that are not resident are allowed: a policy may learn from them, but does not make
+        them resident."""
 
     @abstractmethod
     def remove(self, number: int) -> None:

@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 from kvrecall.pool.eviction.ages import MOST_MEMBERS, AgeBucket, AgeRanking
-from kvrecall.pool.eviction.base import EvictionPolicy, NumberRefs
-from kvrecall.pool.eviction.classes import (
+from kvrecall.pool.eviction.base import EvictionPolicy, NumberRefs, RequestUse
+from kvrecall.pool.eviction.lifetable import (
     CLASSES,
     INNER,
     ORPHANED,
+    AgeBins,
+    LifeTable,
     class_of,
     feature,
     feature_of,
     levels,
 )
-from kvrecall.pool.eviction.lifetable import AgeBins, LifeTable
 from kvrecall.pool.hints import Advice
 
 _TICK = 0.25  # seconds; what happens within one counts as happening at once
@@ -60,7 +61,6 @@ class HazardPolicy(EvictionPolicy):
     about 40 bytes for each resident and each remembered block; at most ``remember`` of the latter.
     """
 
-    name: ClassVar[str] = "hazard"
     learns: ClassVar[bool] = True
 
     def __init__(
@@ -106,24 +106,17 @@ class HazardPolicy(EvictionPolicy):
 
     # -- what happens to blocks ------------------------------------------------------------
 
-    def access(
-        self,
-        chain: Sequence[int],
-        now: float,
-        hanging: Sequence[int] = (),
-        ending: Sequence[int] = (),
-        advice: Advice | None = None,
-    ) -> None:
-        self.maintain(now)
-        state = self._state.cells
-        for number in hanging:
+    def access(self, use: RequestUse[int]) -> None:
+        self.maintain(use.now)
+        state, chain = self._state.cells, use.chain
+        for number in use.hanging:
             if number >= 0 and state[number] & _KNOWN:
                 bucket, used = self._bucket_of(number), self._used.cells
                 self._table.used[bucket.kind][bucket.bin] += 1.0
                 self._note_return()
                 used[number] = min(255, used[number] + 1)
                 self._move(number, class_of(used[number], 1, bool(state[number] & _HANGS)))
-        for number in ending:
+        for number in use.ending:
             if not state[number] & _KNOWN:
                 self._meet(number, -1, 1, 0.0, True)
                 self._remember_it(number)
@@ -132,9 +125,9 @@ class HazardPolicy(EvictionPolicy):
         if chain:
             self._mean_chain += 0.01 * (len(chain) - self._mean_chain)
             self._uses += len(chain)
-            self._use_chain(chain, advice)
+            self._use_chain(chain, use.advice)
             self._to_forget = max(_FORGOTTEN, 2 * len(chain))
-        self.maintain(now)
+        self.maintain(use.now)
 
     def maintain(self, now: float) -> None:
         """Does what past uses and the time that passed have made due."""
@@ -295,7 +288,6 @@ class HazardPolicy(EvictionPolicy):
     # -- names -----------------------------------------------------------------------------
 
     def is_known(self, number: int) -> bool:
-        """Whether the block is resident or remembered."""
         return bool(self._state.cells[number] & _KNOWN)
 
     def _meet(
@@ -316,7 +308,6 @@ class HazardPolicy(EvictionPolicy):
         self._enter(number, self._ranking.join(class_of(1, ended, hangs, feature), slack))
 
     def _adopt(self, number: int, parent: int) -> None:
-        """Records the parent of a number."""
         self._names.keep(parent)
         self._parent.cells[number] = parent + 1
 
@@ -366,9 +357,8 @@ class HazardPolicy(EvictionPolicy):
             self._ranking.make_ready(bucket)
 
     def _note_return(self) -> None:
-        if self._returned_at != self._ranking.now:
-            self._returned_at = self._ranking.now
-            self._returns += 1
+        self._returns += self._returned_at != self._ranking.now
+        self._returned_at = self._ranking.now
 
     def _move(self, number: int, kind: int) -> None:
         """Puts a known block into another class, as if it was used now."""
@@ -380,27 +370,21 @@ class HazardPolicy(EvictionPolicy):
     def own_part(self, chain: Sequence[int]) -> int:
         """Where a chain's own part begins: behind its last block with children in two chains."""
         children = self._children.cells
-        for index in range(len(chain) - 1, 0, -1):
-            if children[chain[index - 1]] > 1:
-                return index
-        return 0
+        places = range(len(chain) - 1, 0, -1)
+        return next((place for place in places if children[chain[place - 1]] > 1), 0)
 
     def leading_residents(self, chain: Sequence[int]) -> int:
         """How many blocks of a chain are resident, before the first that is not."""
         state = self._state.cells
-        for index, number in enumerate(chain):
-            if not state[number] & _RESIDENT:
-                return index
-        return len(chain)
+        absent = (place for place, n in enumerate(chain) if not state[n] & _RESIDENT)
+        return next(absent, len(chain))
 
     def _continues(self, chain: Sequence[int]) -> tuple[int, float | None]:
         """The number of leading blocks that are known, and the seconds since the last one was used;
         None if that is the root, which many have in common, or there is none."""
-        state, count = self._state.cells, 0
-        for number in chain:
-            if not state[number] & _KNOWN:
-                break
-            count += 1
+        state = self._state.cells
+        new = (place for place, number in enumerate(chain) if not state[number] & _KNOWN)
+        count = next(new, len(chain))
         deepest = count - 1 - (count == len(chain))  # the last may end many chains
         if deepest < 1:
             return count, None
@@ -530,7 +514,6 @@ class HazardPolicy(EvictionPolicy):
         return feature_of(self._bucket_of(parent).kind)
 
     def _learn(self, fade: float = 1.0) -> None:
-        """Looks at the life table again, and ranks the cells by it."""
         evidence = _EVIDENCE * self._mean_chain
         seen = sum(map(sum, self._table.used))
         self.is_warm = self._returns >= _RETURNS and seen >= evidence

@@ -1,12 +1,17 @@
-"""Life tables: learned while serving, they predict when blocks come back and thus their value."""
+"""Life tables of classes of blocks: learned while serving, they predict when blocks come back and
+thus their value.
+"""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+
+from kvrecall.pool.hints import KINDS
 
 _LEAST, _MOST = 1e-5, 0.98  # no bin is known to use up less or more than these shares
 _SMOOTHED = 4  # times that counts are smoothed over neighbouring bins
@@ -14,24 +19,70 @@ _LEANING = 2.0  # of the weight of thin evidence: of that for one class, against
 _SPREAD = 0.4  # variance of a smoothed count, over that of chance: of chains of unequal length
 Floats = npt.NDArray[np.float64]
 
+# What the hazard policy knows of a block at its last use:
+_USES = (0, 0, 1, 2, 3, 3, 4, 4, 4, 4, 5)  # uses -> group; more uses: the last
+_GROUPS = 6
+_FRESH = (3, 15)  # blocks that the request added to what was known, up to which
+_PAUSES = (32.0, 128.0)  # seconds since the use that it continues, up to which
+_PLAIN = (len(_FRESH) + 1) * (len(_PAUSES) + 2)  # features without a hint
+_FEATURES = _PLAIN + KINDS - 1
+# Of chains, by group and feature; the last block of a request; what hangs on a chain,
+_ENDED = _GROUPS * _FEATURES
+_HANGING = _ENDED + _GROUPS
+INNER = _HANGING + _GROUPS  # what hangs there and was neither used nor at the end of a request,
+ORPHANED = INNER + 1  # and what can serve no hit as things are.
+CLASSES = ORPHANED + 1
+
+
+def feature(fresh: int, pause: float | None, hint: int = 0) -> int:
+    """What is known of a request: the number of blocks that it added to a known chain, the seconds
+    since the use that it continues (None: it continues none), and the kind of a believed hint."""
+    if hint:
+        return _PLAIN + hint - 1
+    length = bisect_left(_FRESH, fresh) * (len(_PAUSES) + 2)
+    return length if pause is None else length + 1 + bisect_left(_PAUSES, pause)
+
+
+def class_of(uses: int, ended: int, hangs: bool, feature: int = 0) -> int:
+    """The class of a block that was used ``uses`` times, was the last one of its request or not
+    (of what hangs: was used or is at a request's end), and hangs on a chain or not."""
+    group = _USES[uses] if uses < len(_USES) else _USES[-1]
+    if hangs:
+        return _HANGING + group if ended else INNER
+    if ended and feature < _PLAIN:
+        return _ENDED + group
+    return group * _FEATURES + feature
+
+
+def feature_of(kind: int) -> int:
+    """The feature of a class; 0 of those without."""
+    return kind % _FEATURES if kind < _ENDED else 0
+
+
+def levels() -> tuple[npt.NDArray[np.intp], ...]:
+    """Groupings of the classes, the coarse ones first, each refined by the next: by hint, or by
+    uses if there is none; by uses, and length or hint; all apart."""
+    kinds = np.arange(CLASSES)
+    in_chain = kinds < _ENDED
+    group, own = kinds // _FEATURES, kinds % _FEATURES
+    length = np.where(own < _PLAIN, own // (len(_PAUSES) + 2), own)
+    coarse = np.where(own < _PLAIN, group, _GROUPS + own)
+    coarse = np.where(in_chain, coarse, CLASSES + kinds)
+    middle = np.where(in_chain, group * _FEATURES + length, CLASSES + kinds)
+    return tuple(np.unique(each, return_inverse=True)[1] for each in (coarse, middle, kinds))
+
 
 class AgeBins:
-    """Ages since last use, in seconds, cut into bins of equal ratio.
+    """Ages since last use, in seconds, cut into bins of equal ratio: bin 0 is [0, 1), each further
+    one is wider by ``2 ** (1 / 3)``; the last has no end."""
 
-    Bin 0 is [0, ``first``), each further one is wider by ``2 ** (1 / per_octave)``; the last has
-    no end.
-    """
+    count = 48
 
-    def __init__(self, first: float = 1.0, per_octave: int = 3, count: int = 48) -> None:
-        self.count = count
-        self.starts: list[float] = [0.0] + [
-            first * 2.0 ** (i / per_octave) for i in range(count - 1)
-        ]
-        self.ends: list[float] = [*self.starts[1:], math.inf]
-        last = self.starts[-1]
-        self.widths: Floats = np.diff(
-            np.array([*self.starts, last * 2.0 ** (1.0 / per_octave)], dtype=np.float64)
-        )
+    def __init__(self) -> None:
+        self.starts = [0.0, *(2.0 ** (i / 3) for i in range(self.count - 1))]
+        self.ends = [*self.starts[1:], math.inf]
+        end = self.starts[-1] * 2.0 ** (1.0 / 3)
+        self.widths: Floats = np.diff(np.array([*self.starts, end], dtype=np.float64))
 
 
 class LifeTable:
@@ -99,8 +150,6 @@ class LifeTable:
 
 
 class _Level:
-    """A grouping of classes."""
-
     def __init__(self, of: npt.NDArray[np.intp], bins: int) -> None:
         """``of``: the group of each class."""
         self._of = of

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import ClassVar
 
-from kvrecall.pool.eviction.base import EvictionPolicy, NumberRefs
-from kvrecall.pool.hints import Advice
+from kvrecall.pool.eviction.base import EvictionPolicy, NumberRefs, RequestUse
 
 _SWEPT = 4096  # blocks that one search sends round again, at most
 
@@ -26,9 +24,11 @@ class QueueLinks:
 
 
 class Queue:
-    """Blocks from oldest to youngest, by number, doubly linked. ``first``: the oldest, plus one."""
+    """Blocks from oldest to youngest, by number, doubly linked. ``first``: the oldest, plus one.
+    ``held`` ones are out of the queue; they come back as the oldest, because all blocks skipped
+    with them were older than the rest."""
 
-    __slots__ = ("_last", "_latest", "_links", "first", "mark", "size")
+    __slots__ = ("_last", "_latest", "_links", "first", "held", "mark", "size")
 
     def __init__(self, links: QueueLinks) -> None:
         links.queues += 1
@@ -38,12 +38,12 @@ class Queue:
         self.first = self._last = 0  # oldest and youngest, plus one; 0: none
         self._latest = -1  # last one put in
         self.size = 0
+        self.held: set[int] = set()
 
     def __contains__(self, number: int) -> bool:
         return bool(self._links.queue.cells[number] == self.mark)
 
     def append(self, number: int) -> None:
-        """A block that is in no queue becomes the youngest."""
         links, name = self._links, number + 1
         links.queue.cells[number] = self.mark
         last = links.older.cells[number] = self._last
@@ -65,7 +65,6 @@ class Queue:
             self.append(number)
 
     def prepend(self, number: int) -> None:
-        """A block that is in no queue becomes the oldest."""
         if self.first:
             self.put_before(number, self.first - 1)
         else:
@@ -103,6 +102,30 @@ class Queue:
         links.queue.cells[number] = 0
         self.size -= 1
 
+    def knows(self, number: int) -> bool:
+        """Whether the block is in it, or held."""
+        return number in self or number in self.held
+
+    def discard(self, number: int) -> bool:
+        """Removes a block, held or not. False if it is not known."""
+        if number in self:
+            self.take(number)
+        elif number in self.held:
+            self.held.discard(number)
+        else:
+            return False
+        return True
+
+    def hold(self, number: int) -> None:
+        if number in self:
+            self.take(number)
+            self.held.add(number)
+
+    def release(self, number: int) -> None:
+        if number in self.held:
+            self.held.discard(number)
+            self.prepend(number)
+
     def __iter__(self) -> Iterator[int]:
         """Oldest first. The yielded block may be removed or moved meanwhile."""
         younger = self._links.younger
@@ -117,25 +140,16 @@ class LruPolicy(EvictionPolicy):
     """Least recently used. Within one request the deepest block counts as the oldest: an access
     refreshes the chain from its end; a new block, and one that hangs on a chain, goes right before
     its parent.
-
-    Held blocks are out of the queue; they come back to its front, because all blocks skipped with
-    them were older than the rest.
     """
-
-    name: ClassVar[str] = "lru"
 
     def __init__(self, links: QueueLinks, keeps: bool = True) -> None:
         """``links``: shared with policies that know none of its blocks. Not ``keeps``: the names of
         its blocks, and of what these hang on, are kept by others."""
         self._names, self._links, self._keeps = links.names, links, keeps
         self._queue = Queue(links)
-        self._held: set[int] = set()
-
-    def _knows(self, number: int) -> bool:
-        return number in self._queue or number in self._held
 
     def insert(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> None:
-        if self._knows(number):
+        if self._queue.knows(number):
             return
         if self._keeps:
             self._names.keep(number)
@@ -148,17 +162,10 @@ class LruPolicy(EvictionPolicy):
         else:
             self._queue.append(number)
 
-    def access(
-        self,
-        chain: Sequence[int],
-        now: float,
-        hanging: Sequence[int] = (),
-        ending: Sequence[int] = (),
-        advice: Advice | None = None,
-    ) -> None:
-        queue, held = self._queue, self._held
+    def access(self, use: RequestUse[int]) -> None:
+        queue, held = self._queue, self._queue.held
         marks, mark = self._links.queue.cells, queue.mark
-        for number in reversed(chain):
+        for number in reversed(use.chain):
             if number < 0:
                 continue
             if marks[number] == mark:
@@ -168,12 +175,9 @@ class LruPolicy(EvictionPolicy):
             else:
                 continue
             queue.append(number)
-        for number in hanging:
-            if number < 0 or not self._knows(number):
+        for number in use.hanging:
+            if number < 0 or not queue.discard(number):
                 continue
-            if marks[number] == mark:
-                queue.take(number)
-            held.discard(number)
             parent = self._links.parent.cells[number] - 1
             if parent >= 0 and parent in queue:
                 queue.put_before(number, parent)
@@ -181,11 +185,7 @@ class LruPolicy(EvictionPolicy):
                 queue.append(number)
 
     def remove(self, number: int) -> None:
-        if number in self._queue:
-            self._queue.take(number)
-        elif number in self._held:
-            self._held.discard(number)
-        else:
+        if not self._queue.discard(number):
             return
         parent = self._links.parent.cells[number]
         self._links.parent.cells[number] = 0
@@ -193,14 +193,10 @@ class LruPolicy(EvictionPolicy):
             self._names.drop_all((parent - 1, number) if parent else (number,))
 
     def hold(self, number: int) -> None:
-        if number in self._queue:
-            self._queue.take(number)
-            self._held.add(number)
+        self._queue.hold(number)
 
     def release(self, number: int) -> None:
-        if number in self._held:
-            self._held.discard(number)
-            self._queue.prepend(number)
+        self._queue.release(number)
 
     def victims(self, count: int, evictable: Callable[[int], bool], now: float) -> list[int]:
         return list(islice(filter(evictable, self._queue), count))
@@ -221,8 +217,6 @@ class S3FifoPolicy(EvictionPolicy):
     never takes long; what then comes next goes.
     """
 
-    name: ClassVar[str] = "s3fifo"
-
     def __init__(self, capacity_blocks: int, links: QueueLinks) -> None:
         self._names = links.names
         self._marks = links.queue
@@ -230,51 +224,37 @@ class S3FifoPolicy(EvictionPolicy):
         self._ghost_room = max(1, capacity_blocks - self._small_room)
         self._uses = self._names.column("B")
         self._small, self._main, self._ghost = Queue(links), Queue(links), Queue(links)
-        self._held: dict[int, Queue] = {}  # and the queues they go back to
-
-    def _queue_of(self, number: int) -> Queue | None:
-        """The queue of a resident block that is not held."""
-        mark = self._marks.cells[number]
-        return next((q for q in (self._small, self._main) if q.mark == mark), None)
+        self._resident = (self._small, self._main)
 
     def insert(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> None:
-        if self._queue_of(number) or number in self._held:
+        if any(queue.knows(number) for queue in self._resident):
             return
-        above = self._queue_of(parent) if hangs and parent >= 0 else None
+        above = [queue for queue in self._resident if hangs and parent >= 0 and parent in queue]
         is_ghost = number in self._ghost
         if is_ghost:
             self._ghost.take(number)
         else:
             self._names.keep(number)
         self._uses.cells[number] = 0
-        if above is not None:
-            above.put_before(number, parent)
+        if above:
+            above[0].put_before(number, parent)
         else:
             (self._main if is_ghost else self._small).append_chained(number, parent)
 
-    def access(
-        self,
-        chain: Sequence[int],
-        now: float,
-        hanging: Sequence[int] = (),
-        ending: Sequence[int] = (),
-        advice: Advice | None = None,
-    ) -> None:
+    def access(self, use: RequestUse[int]) -> None:
         uses, marks = self._uses.cells, self._marks.cells
         here = (self._small.mark, self._main.mark)
-        for number in (*chain, *hanging):
-            if number >= 0 and (marks[number] in here or number in self._held):
+        for number in (*use.chain, *use.hanging):
+            if number >= 0 and (marks[number] in here or self._is_held(number)):
                 uses[number] = min(3, uses[number] + 1)
 
+    def _is_held(self, number: int) -> bool:
+        return number in self._small.held or number in self._main.held
+
     def remove(self, number: int) -> None:
-        queue = self._queue_of(number)
-        if queue is not None:
-            queue.take(number)
-        else:
-            queue = self._held.pop(number, None)
-        if queue is self._main:
+        if self._main.discard(number):
             self._names.drop(number)
-        elif queue is self._small:
+        elif self._small.discard(number):
             self._ghost.append(number)
             if self._ghost.size > self._ghost_room:
                 oldest = self._ghost.first - 1
@@ -282,15 +262,12 @@ class S3FifoPolicy(EvictionPolicy):
                 self._names.drop(oldest)
 
     def hold(self, number: int) -> None:
-        queue = self._queue_of(number)
-        if queue is not None:
-            self._held[number] = queue
-            queue.take(number)
+        for queue in self._resident:
+            queue.hold(number)
 
     def release(self, number: int) -> None:
-        queue = self._held.pop(number, None)
-        if queue is not None:
-            queue.prepend(number)
+        for queue in self._resident:
+            queue.release(number)
 
     def victims(self, count: int, evictable: Callable[[int], bool], now: float) -> list[int]:
         found: list[int] = []

@@ -27,7 +27,7 @@ from kvrecall.engines.base import (
     RecallSplit,
     RequestView,
 )
-from kvrecall.engines.vllm.attention.heat import HeatTotals
+from kvrecall.engines.vllm.attention.activity import HeatTotals
 from kvrecall.nicety import nicety
 
 _REMEMBERED = 16_384
