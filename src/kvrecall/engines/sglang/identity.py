@@ -87,10 +87,11 @@ def page_of(host_pool: Any) -> dict[str, str]:
 
 
 def read_settings(
-    extra: Mapping[str, Any] | None, server: Mapping[str, Any]
+    extra: Mapping[str, Any] | None, server: Mapping[str, Any], ranks: int
 ) -> tuple[RecallSettings, str]:
     """kvrecall's settings from SGLang's extra config, and the digest of the model's weights.
-    ``server``: SGLang's own settings, resolved. Raises ConfigError if one is wrong."""
+    ``server``: SGLang's own settings, resolved. Raises ConfigError if one is wrong, or if several
+    ranks would each open the same folder."""
     raw = (extra or {}).get(SECTION)
     if not isinstance(raw, Mapping):
         raise ConfigError(
@@ -114,7 +115,13 @@ def read_settings(
             f"{_SOURCE}: identify the model's weights: set model_path (their folder) or revision "
             "(any text that changes with them)"
         )
-    return RecallSettings.from_mapping(left, _SOURCE), weights
+    settings = RecallSettings.from_mapping(left, _SOURCE)
+    if ranks > 1 and settings.pool.disk is not None:
+        raise ConfigError(
+            f"{SECTION}: disk_path serves one process, but this engine has {ranks} ranks; run "
+            '`kvrecall pool serve` on the node and set "backend": "service"'
+        )
+    return settings, weights
 
 
 def _digest(setting: str, path: str, code: bool = False) -> str:
@@ -156,15 +163,6 @@ def _named(server: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         else:
             path = adapter["lora_path"] if isinstance(adapter, dict) else adapter.lora_path
             yield "lora_paths", str(path)
-
-
-def check_ranks(settings: RecallSettings, ranks: int) -> None:
-    """ConfigError if several ranks would each open the same folder."""
-    if ranks > 1 and settings.pool.disk is not None:
-        raise ConfigError(
-            f"{SECTION}: disk_path serves one process, but this engine has {ranks} ranks; run "
-            '`kvrecall pool serve` on the node and set "backend": "service"'
-        )
 
 
 def identity_of(config: Any, weights: str, engine: Mapping[str, str]) -> Identity:

@@ -37,7 +37,6 @@ from sglang.srt.utils import get_device_name
 from kvrecall.block import BlockKey, Namespace
 from kvrecall.config import RecallSettings
 from kvrecall.engines.sglang.identity import (
-    check_ranks,
     identity_of,
     key_of,
     page_of,
@@ -208,8 +207,8 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> None:
         """Opens the pool. ConfigError or TierError, naming the setting, if that cannot be."""
         server = get_context().resolved_server_args_dict()
-        settings, weights = read_settings(storage_config.extra_config, server)
-        check_ranks(settings, storage_config.tp_size * storage_config.pp_size)
+        ranks = storage_config.tp_size * storage_config.pp_size
+        settings, weights = read_settings(storage_config.extra_config, server, ranks)
         engine = {"version": str(sglang.__version__), "device": str(get_device_name())}
         self._identity = identity_of(storage_config, weights, engine | settings_of(server))
         by_pieces = bool((storage_config.extra_config or {}).get("interface_v1", 0))
