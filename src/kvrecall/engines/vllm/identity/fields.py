@@ -51,12 +51,8 @@ class Decision:
 
 def _decision(text: str) -> Decision:
     """A decision that the tables write as ``FATE: reason``."""
-    fate, _, reason = _line(text).partition(": ")
+    fate, _, reason = " ".join(text.split()).partition(": ")
     return Decision(Fate[fate], reason)
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())
 
 
 _DATA: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
@@ -82,7 +78,7 @@ LIBRARIES: Sequence[str] = _DATA["libraries"].split()
 and precision. In the namespace when set."""
 
 HASHED_ALL_THE_SAME: Mapping[str, Sequence[str]] = {
-    _line(row["reason"]): row["fields"].split() for row in _DATA["hashed_all_the_same"]
+    " ".join(row["reason"].split()): row["fields"].split() for row in _DATA["hashed_all_the_same"]
 }
 """Why vLLM's ``compute_hash`` holds fields whose fate here is ``NO_EFFECT``."""
 
