@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,21 +54,6 @@ _FILES = (
     "decrypted_draft_config_file",
 )
 """Settings that name a file or folder whose content shapes KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """``shared``: pages that are the same on all tensor-parallel ranks (MLA)."""
-
-    base: Namespace
-    rank: Mapping[str, str]
-    shared: bool
-
-    def namespace(self, pool: str, nbytes: int, form: str, page: Mapping[str, str]) -> Namespace:
-        """Of pages of one kind (SGLang's pool name), size and form. ``page``: how the pool lays one
-        out."""
-        rank = {} if self.shared and pool == "kv" else dict(self.rank)
-        return self.base.derive(pool=pool, page_bytes=str(nbytes), form=form, **page, **rank)
 
 
 def key_of(namespace: Namespace, page_hash: str) -> BlockKey:
@@ -165,10 +149,10 @@ def _named(server: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield "lora_paths", str(path)
 
 
-def identity_of(config: Any, weights: str, engine: Mapping[str, str]) -> Identity:
-    """``config``: SGLang's ``HiCacheStorageConfig``. ``engine``: its version and device, and
-    ``settings_of``."""
-    base = Namespace.of(
+def base_of(config: Any, weights: str, engine: Mapping[str, str]) -> Namespace:
+    """What all pages of an engine's rank share. ``config``: SGLang's ``HiCacheStorageConfig``.
+    ``engine``: its version and device, and ``settings_of``."""
+    return Namespace.of(
         {
             "engine": "sglang",
             "model": str(config.model_name),
@@ -180,5 +164,13 @@ def identity_of(config: Any, weights: str, engine: Mapping[str, str]) -> Identit
             **engine,
         }
     )
-    rank = {"tp": f"{config.tp_rank}/{config.tp_size}"}
-    return Identity(base, rank, bool(config.is_mla_model))
+
+
+def namespace_of(
+    base: Namespace, config: Any, pool: str, nbytes: int, form: str, page: Mapping[str, str]
+) -> Namespace:
+    """Of pages of one kind (SGLang's pool name), size and form. ``page``: how the pool lays one
+    out. Those of MLA are the same on all tensor-parallel ranks."""
+    is_shared = config.is_mla_model and pool == "kv"
+    rank = {} if is_shared else {"tp": f"{config.tp_rank}/{config.tp_size}"}
+    return base.derive(pool=pool, page_bytes=str(nbytes), form=form, **page, **rank)

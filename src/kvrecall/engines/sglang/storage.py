@@ -36,8 +36,9 @@ from sglang.srt.utils import get_device_name
 
 from kvrecall.block import BlockKey, Namespace
 from kvrecall.engines.sglang.identity import (
-    identity_of,
+    base_of,
     key_of,
+    namespace_of,
     page_of,
     read_settings,
     settings_of,
@@ -86,7 +87,8 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
         ranks = storage_config.tp_size * storage_config.pp_size
         settings, weights = read_settings(storage_config.extra_config, server, ranks)
         engine = {"version": str(sglang.__version__), "device": str(get_device_name())}
-        self._identity = identity_of(storage_config, weights, engine | settings_of(server))
+        self._config = storage_config
+        self._base = base_of(storage_config, weights, engine | settings_of(server))
         by_pieces = bool((storage_config.extra_config or {}).get("interface_v1", 0))
         self._form = _PIECES if by_pieces else _FLAT
         self._namespaces: dict[tuple[str, int, str], Namespace] = {}
@@ -419,7 +421,7 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
         if kind not in self._namespaces:
             of_kv = getattr(self, "mem_pool_host", None)
             host_pool = of_kv if pool == "kv" else self.registered_pools.get(pool)
-            namespace = self._identity.namespace(*kind, page_of(host_pool))
+            namespace = namespace_of(self._base, self._config, *kind, page_of(host_pool))
             with self._lock:
                 self._pool.register(namespace, nbytes)
             self._namespaces[kind] = namespace
