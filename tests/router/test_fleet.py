@@ -9,7 +9,7 @@ import pytest
 from events.test_holdings import MEDIA, Json, removed, stored
 
 from kvrecall.block import TierName
-from kvrecall.events.hashes import HashRule
+from kvrecall.events.holdings import HashRule
 from kvrecall.events.subscriber import BatchOutcome, EventReader, Publisher, Subscriptions
 from kvrecall.router.fleet import COST, Address, Fleet
 from kvrecall.router.prefixes import Prompt

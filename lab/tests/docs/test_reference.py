@@ -21,7 +21,7 @@ DOCS = ROOT / "docs"
 _METRIC = re.compile(r"\bkvrecall_[a-z_]*[a-z]\b(?!:)")  # with a colon: a recording rule
 _FIELDS = set(
     "kvrecall_handover kvrecall_unit kvrecall_timeout kvrecall_best_of kvrecall_patch "
-    "kvrecall_plain kvrecall_hint".split()
+    "kvrecall_hint".split()
 )
 
 

@@ -1,6 +1,6 @@
 """What the server needs from an engine: plain values and one interface, without an engine import.
 
-The server builds a ``ServeSpec``; the engine package runs it and returns a ``Generator``. Nothing
+The server builds a ``ServeSpec``; the engine package runs it and gives a ``ServingEngine``. Nothing
 here knows HTTP, and nothing here imports vLLM.
 """
 
@@ -291,17 +291,6 @@ class GenerateError(Exception):
         self.fault = fault
 
 
-class Generator(Protocol):
-    """An engine that completes prompts."""
-
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
-        """Updates of the request, until each of its sequences has finished.
-
-        Raises GenerateError. Closing or cancelling the generator aborts the request: the engine
-        stops computing for it.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
     """The load of an engine at a moment."""
@@ -422,8 +411,15 @@ class Insight(Protocol):
         """None if retrieval has selected no block."""
 
 
-class ServingEngine(Generator, Protocol):
+class ServingEngine(Protocol):
     """A running engine, for all planes of a server."""
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
+        """Updates of the request, until each of its sequences has finished.
+
+        Raises GenerateError. Closing or cancelling the generator aborts the request: the engine
+        stops computing for it.
+        """
 
     @property
     def info(self) -> EngineInfo: ...

@@ -151,7 +151,9 @@ class EventHistory:
         hashes, size = event["block_hashes"], event.get("block_size") or 0
         tokens, extra = event.get("token_ids") or (), event.get("extra_keys")
         told = bool(size) and len(tokens) >= size * len(hashes)
-        about = self._about(event)
+        # The fields that are not its blocks', one object for all events in which they are equal.
+        fields = {k: v for k, v in event.items() if k not in _OF_BLOCKS and k not in _OF_REQUEST}
+        about = self._abouts.setdefault(msgspec.msgpack.encode(fields), fields)
         held = self._held.setdefault(_place_of(event), {})
         parent = event.get("parent_block_hash")
         for at, block in enumerate(hashes):
@@ -164,11 +166,6 @@ class EventHistory:
                 held[block] = _Block(parent, about, part, extra[at] if extra else None)
                 self._count += 1
             parent = block
-
-    def _about(self, event: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The event's fields that are not its blocks', one object for all that are equal."""
-        fields = {k: v for k, v in event.items() if k not in _OF_BLOCKS and k not in _OF_REQUEST}
-        return self._abouts.setdefault(msgspec.msgpack.encode(fields), fields)
 
     def _base(self, most: int) -> list[bytes]:
         """The table as at most so many batches, in which a block comes after its parent."""

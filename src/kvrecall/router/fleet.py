@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 
 from kvrecall.block import TierName
 from kvrecall.engines.base import Role
-from kvrecall.events.hashes import HashRule
-from kvrecall.events.holdings import REMOTE, Holdings, tier_of
+from kvrecall.events.holdings import REMOTE, HashRule, Holdings, tier_of
 from kvrecall.events.subscriber import Publisher, Subscription, Subscriptions
 from kvrecall.events.wire import BlockHash
 from kvrecall.router.prefixes import PrefixMap, Prompt

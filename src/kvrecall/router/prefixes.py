@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from kvrecall.events.hashes import HashRule
+from kvrecall.events.holdings import HashRule
 from kvrecall.events.wire import BlockHash
 from kvrecall.router.bodies import MOST_PROMPT, Body, begin_of
 

@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,21 +56,6 @@ _FILES = (
 """Settings that name a file or folder whose content shapes KV."""
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """``shared``: pages that are the same on all tensor-parallel ranks (MLA)."""
-
-    base: Namespace
-    rank: Mapping[str, str]
-    shared: bool
-
-    def namespace(self, pool: str, nbytes: int, form: str, page: Mapping[str, str]) -> Namespace:
-        """Of pages of one kind (SGLang's pool name), size and form. ``page``: how the pool lays one
-        out."""
-        rank = {} if self.shared and pool == "kv" else dict(self.rank)
-        return self.base.derive(pool=pool, page_bytes=str(nbytes), form=form, **page, **rank)
-
-
 def key_of(namespace: Namespace, page_hash: str) -> BlockKey:
     """Key of the page with this SGLang hash, or any other text."""
     return namespace.key(hashlib.sha256(page_hash.encode()).digest())
@@ -87,10 +71,11 @@ def page_of(host_pool: Any) -> dict[str, str]:
 
 
 def read_settings(
-    extra: Mapping[str, Any] | None, server: Mapping[str, Any]
+    extra: Mapping[str, Any] | None, server: Mapping[str, Any], ranks: int
 ) -> tuple[RecallSettings, str]:
     """kvrecall's settings from SGLang's extra config, and the digest of the model's weights.
-    ``server``: SGLang's own settings, resolved. Raises ConfigError if one is wrong."""
+    ``server``: SGLang's own settings, resolved. Raises ConfigError if one is wrong, or if several
+    ranks would each open the same folder."""
     raw = (extra or {}).get(SECTION)
     if not isinstance(raw, Mapping):
         raise ConfigError(
@@ -114,7 +99,13 @@ def read_settings(
             f"{_SOURCE}: identify the model's weights: set model_path (their folder) or revision "
             "(any text that changes with them)"
         )
-    return RecallSettings.from_mapping(left, _SOURCE), weights
+    settings = RecallSettings.from_mapping(left, _SOURCE)
+    if ranks > 1 and settings.pool.disk is not None:
+        raise ConfigError(
+            f"{SECTION}: disk_path serves one process, but this engine has {ranks} ranks; run "
+            '`kvrecall pool serve` on the node and set "backend": "service"'
+        )
+    return settings, weights
 
 
 def _digest(setting: str, path: str, code: bool = False) -> str:
@@ -158,19 +149,10 @@ def _named(server: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield "lora_paths", str(path)
 
 
-def check_ranks(settings: RecallSettings, ranks: int) -> None:
-    """ConfigError if several ranks would each open the same folder."""
-    if ranks > 1 and settings.pool.disk is not None:
-        raise ConfigError(
-            f"{SECTION}: disk_path serves one process, but this engine has {ranks} ranks; run "
-            '`kvrecall pool serve` on the node and set "backend": "service"'
-        )
-
-
-def identity_of(config: Any, weights: str, engine: Mapping[str, str]) -> Identity:
-    """``config``: SGLang's ``HiCacheStorageConfig``. ``engine``: its version and device, and
-    ``settings_of``."""
-    base = Namespace.of(
+def base_of(config: Any, weights: str, engine: Mapping[str, str]) -> Namespace:
+    """What all pages of an engine's rank share. ``config``: SGLang's ``HiCacheStorageConfig``.
+    ``engine``: its version and device, and ``settings_of``."""
+    return Namespace.of(
         {
             "engine": "sglang",
             "model": str(config.model_name),
@@ -182,5 +164,13 @@ def identity_of(config: Any, weights: str, engine: Mapping[str, str]) -> Identit
             **engine,
         }
     )
-    rank = {"tp": f"{config.tp_rank}/{config.tp_size}"}
-    return Identity(base, rank, bool(config.is_mla_model))
+
+
+def namespace_of(
+    base: Namespace, config: Any, pool: str, nbytes: int, form: str, page: Mapping[str, str]
+) -> Namespace:
+    """Of pages of one kind (SGLang's pool name), size and form. ``page``: how the pool lays one
+    out. Those of MLA are the same on all tensor-parallel ranks."""
+    is_shared = config.is_mla_model and pool == "kv"
+    rank = {} if is_shared else {"tp": f"{config.tp_rank}/{config.tp_size}"}
+    return base.derive(pool=pool, page_bytes=str(nbytes), form=form, **page, **rank)

@@ -35,11 +35,10 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.utils import get_device_name
 
 from kvrecall.block import BlockKey, Namespace
-from kvrecall.config import RecallSettings
 from kvrecall.engines.sglang.identity import (
-    check_ranks,
-    identity_of,
+    base_of,
     key_of,
+    namespace_of,
     page_of,
     read_settings,
     settings_of,
@@ -61,129 +60,6 @@ class HiCachePage:
 
     key: BlockKey
     pieces: tuple[memoryview, ...]
-
-
-class HiCachePages:
-    """A pool, for a caller that waits. One call at a time; others wait their turn."""
-
-    def __init__(self, settings: RecallSettings) -> None:
-        """Opens the pool, or connects to the node's. Raises ConfigError or TierError if that
-        fails."""
-        self._pool: PoolClient = open_pool(settings)
-        self._settings = settings.pool
-        self._lock = threading.Lock()
-        self._arena: Arena | None = None
-        self._handle: ArenaHandle | None = None
-        self._sizes: dict[bytes, int] = {}
-
-    def register(self, namespace: Namespace, nbytes: int) -> None:
-        """Pages of ``namespace`` have ``nbytes`` bytes. Idempotent."""
-        with self._lock:
-            if self._sizes.get(namespace.digest) != nbytes:
-                self._pool.register(namespace, nbytes)
-                self._sizes[namespace.digest] = nbytes
-
-    def count(self, keys: Sequence[BlockKey]) -> int:
-        """How many of ``keys``, from the first on, are in the pool. Waits for the remote tier's
-        answer, not longer than ``lookup_deadline``."""
-        until = time.monotonic() + self._settings.lookup_deadline_s
-        with self._lock:
-            while True:
-                found = self._pool.find(keys)
-                if not found.pending or time.monotonic() > until:
-                    return found.blocks
-                time.sleep(_POLL_S)
-
-    def put(self, pages: Sequence[HiCachePage], parent: BlockKey | None = None) -> list[bool]:
-        """Stores a chain of pages; returns which of them are in the pool now."""
-        keys = [page.key for page in pages]
-        with self._lock:
-            arena = self._current()
-            if arena is None:
-                return [False] * len(pages)
-            answers = self._pool.reserve(keys, parent)
-            pairs = zip(pages, answers, strict=True)
-            reserved = [(page, of.offset) for page, of in pairs if of.verdict is Verdict.RESERVED]
-            filled: list[BlockKey] = []
-            try:
-                for page, offset in reserved:
-                    for place, piece in _places(page, arena, offset):
-                        place[:] = piece
-                    filled.append(page.key)
-            finally:
-                self._pool.commit(filled)
-                self._pool.abandon([page.key for page, _ in reserved[len(filled) :]])
-            return [answer.verdict is not Verdict.REFUSED for answer in answers]
-
-    def get(self, pages: Sequence[HiCachePage], parent: BlockKey | None = None) -> list[bool]:
-        """Fills pages; returns which of them were found. Missing pages are skipped."""
-        found = [False] * len(pages)
-        begin = 0
-        with self._lock:
-            while begin < len(pages):
-                got = self._get(pages[begin:], parent)
-                found[begin : begin + got] = [True] * got
-                begin += got + 1
-                parent = pages[begin - 1].key if begin <= len(pages) else None
-        return found
-
-    def clear(self) -> None:
-        with self._lock:
-            self._pool.clear()
-
-    def close(self) -> None:
-        """Idempotent."""
-        with self._lock:
-            self._unmap()
-            self._pool.close()
-
-    # -- under the lock --------------------------------------------------------------------
-
-    def _get(self, pages: Sequence[HiCachePage], parent: BlockKey | None) -> int:
-        """Fills pages up to the first missing one; returns their number."""
-        arena = self._current()
-        if arena is None:
-            return 0
-        keys = [page.key for page in pages]
-        self._pool.touch(keys)
-        ticket = self._pool.acquire(keys, self._settings.load_deadline_s, parent)
-        try:
-            recall = self._await(ticket)
-            for page, offset in zip(pages, recall.offsets, strict=False):
-                for place, piece in _places(page, arena, offset):
-                    piece[:] = place
-            return len(recall.offsets)
-        finally:
-            self._pool.release(ticket)
-
-    def _await(self, ticket: int) -> Recall:
-        """The recall, once it is READY; the pool's deadline bounds that."""
-        until = time.monotonic() + self._settings.load_deadline_s + 1.0
-        while True:
-            recall = self._pool.poll(ticket)
-            if recall.state is RecallState.READY:
-                return recall
-            if time.monotonic() > until:
-                return Recall(RecallState.READY)
-            time.sleep(_POLL_S)
-
-    def _current(self) -> Arena | None:
-        """The arena of offsets from now on. None if it cannot be mapped (no service): no page is
-        moved then."""
-        handle = self._pool.arena_handle()
-        if handle != self._handle:
-            self._unmap()
-            self._handle = handle
-            try:
-                self._arena = Arena.attach(handle)
-            except TierError as error:
-                _LOG.warning("kvrecall: %s; pages are computed", error)
-        return self._arena
-
-    def _unmap(self) -> None:
-        if self._arena is not None:
-            self._arena.close()
-        self._arena = self._handle = None
 
 
 def _places(
@@ -208,16 +84,21 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> None:
         """Opens the pool. ConfigError or TierError, naming the setting, if that cannot be."""
         server = get_context().resolved_server_args_dict()
-        settings, weights = read_settings(storage_config.extra_config, server)
-        check_ranks(settings, storage_config.tp_size * storage_config.pp_size)
+        ranks = storage_config.tp_size * storage_config.pp_size
+        settings, weights = read_settings(storage_config.extra_config, server, ranks)
         engine = {"version": str(sglang.__version__), "device": str(get_device_name())}
-        self._identity = identity_of(storage_config, weights, engine | settings_of(server))
+        self._config = storage_config
+        self._base = base_of(storage_config, weights, engine | settings_of(server))
         by_pieces = bool((storage_config.extra_config or {}).get("interface_v1", 0))
         self._form = _PIECES if by_pieces else _FLAT
         self._namespaces: dict[tuple[str, int, str], Namespace] = {}
         self._sizes: dict[str, int] = {}  # of the pages of a pool by its name, once known
         self.registered_pools: dict[str, Any] = {}
-        self._pages = HiCachePages(settings)
+        self._terms = settings.pool
+        self._lock = threading.Lock()  # of what follows
+        self._pool: PoolClient = open_pool(settings)
+        self._arena: Arena | None = None
+        self._handle: ArenaHandle | None = None
 
     # -- the engine's memory ---------------------------------------------------------------
 
@@ -288,7 +169,7 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
         if not keys or self._is_logical_only():
             return [True] * len(keys)
         namespace, pages = self._by_pieces(keys, host_indices)
-        return self._pages.get(pages, _parent(namespace, extra_info))
+        return self._get(pages, _parent(namespace, extra_info))
 
     def batch_set_v1(
         self,
@@ -299,7 +180,7 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
         if not keys or self._is_logical_only():
             return [True] * len(keys)
         namespace, pages = self._by_pieces(keys, host_indices)
-        return self._pages.put(pages, _parent(namespace, extra_info))
+        return self._put(pages, _parent(namespace, extra_info))
 
     def _is_logical_only(self) -> bool:
         """Whether the KV pool has no memory: side pools carry its data, through v2."""
@@ -335,7 +216,13 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
         if nbytes is None or not keys:
             return 0
         namespace = self._namespace(pool, nbytes, self._form if pool == "kv" else _FLAT)
-        return self._pages.count([key_of(namespace, key) for key in keys])
+        until = time.monotonic() + self._terms.lookup_deadline_s  # for the remote tier's answer
+        with self._lock:
+            while True:
+                found = self._pool.find([key_of(namespace, key) for key in keys])
+                if not found.pending or time.monotonic() > until:
+                    return found.blocks
+                time.sleep(_POLL_S)
 
     # -- several pools ---------------------------------------------------------------------
 
@@ -411,19 +298,104 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
         fits = indices is not None and indices.numel() == len(keys) * size
         return pool, keys, indices[::size].tolist() if fits else []
 
+    # -- to and from the pool ----------------------------------------------------------------
+
+    def _put(self, pages: Sequence[HiCachePage], parent: BlockKey | None = None) -> list[bool]:
+        """Stores a chain of pages; returns which of them are in the pool now."""
+        keys = [page.key for page in pages]
+        with self._lock:
+            arena = self._current()
+            if arena is None:
+                return [False] * len(pages)
+            answers = self._pool.reserve(keys, parent)
+            pairs = zip(pages, answers, strict=True)
+            reserved = [(page, of.offset) for page, of in pairs if of.verdict is Verdict.RESERVED]
+            filled: list[BlockKey] = []
+            try:
+                for page, offset in reserved:
+                    for place, piece in _places(page, arena, offset):
+                        place[:] = piece
+                    filled.append(page.key)
+            finally:
+                self._pool.commit(filled)
+                self._pool.abandon([page.key for page, _ in reserved[len(filled) :]])
+            return [answer.verdict is not Verdict.REFUSED for answer in answers]
+
+    def _get(self, pages: Sequence[HiCachePage], parent: BlockKey | None = None) -> list[bool]:
+        """Fills pages; returns which of them were found. Missing pages are skipped."""
+        found = [False] * len(pages)
+        begin = 0
+        with self._lock:
+            while begin < len(pages):
+                got = self._get_leading(pages[begin:], parent)
+                found[begin : begin + got] = [True] * got
+                begin += got + 1
+                parent = pages[begin - 1].key if begin <= len(pages) else None
+        return found
+
+    def _get_leading(self, pages: Sequence[HiCachePage], parent: BlockKey | None) -> int:
+        """Fills pages up to the first missing one; returns their number. Under the lock."""
+        arena = self._current()
+        if arena is None:
+            return 0
+        keys = [page.key for page in pages]
+        self._pool.touch(keys)
+        ticket = self._pool.acquire(keys, self._terms.load_deadline_s, parent)
+        try:
+            recall = self._await(ticket)
+            for page, offset in zip(pages, recall.offsets, strict=False):
+                for place, piece in _places(page, arena, offset):
+                    piece[:] = place
+            return len(recall.offsets)
+        finally:
+            self._pool.release(ticket)
+
+    def _await(self, ticket: int) -> Recall:
+        """The recall, once it is READY; the pool's deadline bounds that."""
+        until = time.monotonic() + self._terms.load_deadline_s + 1.0
+        while True:
+            recall = self._pool.poll(ticket)
+            if recall.state is RecallState.READY:
+                return recall
+            if time.monotonic() > until:
+                return Recall(RecallState.READY)
+            time.sleep(_POLL_S)
+
+    def _current(self) -> Arena | None:
+        """The arena of offsets from now on. None if it cannot be mapped (no service): no page is
+        moved then."""
+        handle = self._pool.arena_handle()
+        if handle != self._handle:
+            self._unmap()
+            self._handle = handle
+            try:
+                self._arena = Arena.attach(handle)
+            except TierError as error:
+                _LOG.warning("kvrecall: %s; pages are computed", error)
+        return self._arena
+
+    def _unmap(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
+        self._arena = self._handle = None
+
     # -- the rest --------------------------------------------------------------------------
 
     def clear(self) -> None:
-        self._pages.clear()
+        with self._lock:
+            self._pool.clear()
 
     def close(self) -> None:
-        self._pages.close()
+        """Idempotent."""
+        with self._lock:
+            self._unmap()
+            self._pool.close()
 
     def _get_flat(self, pool: str, keys: Sequence[str], into: Sequence[torch.Tensor]) -> list[bool]:
         if not keys:
             return []
         whole = [target.contiguous() for target in into]
-        found = self._pages.get(self._flat(pool, keys, whole))
+        found = self._get(self._flat(pool, keys, whole))
         for target, filled, is_there in zip(into, whole, found, strict=True):
             if is_there and filled is not target:
                 target.copy_(filled)
@@ -435,7 +407,7 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
         if not keys:
             return []
         whole = [value.contiguous() for value in values]
-        return self._pages.put(self._flat(pool, keys, whole))
+        return self._put(self._flat(pool, keys, whole))
 
     def _flat(
         self, pool: str, keys: Sequence[str], whole: Sequence[torch.Tensor]
@@ -449,8 +421,9 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
         if kind not in self._namespaces:
             of_kv = getattr(self, "mem_pool_host", None)
             host_pool = of_kv if pool == "kv" else self.registered_pools.get(pool)
-            namespace = self._identity.namespace(*kind, page_of(host_pool))
-            self._pages.register(namespace, nbytes)
+            namespace = namespace_of(self._base, self._config, *kind, page_of(host_pool))
+            with self._lock:
+                self._pool.register(namespace, nbytes)
             self._namespaces[kind] = namespace
         return self._namespaces[kind]
 

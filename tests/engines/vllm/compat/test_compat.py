@@ -21,7 +21,9 @@ import pytest
 import torch
 import vllm
 from vllm.config import KVTransferConfig
+from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor.abstract import Executor
 
 from kvrecall.engines.vllm.compat import patches, versions
@@ -31,6 +33,7 @@ from kvrecall.engines.vllm.compat.patches import PATCHES, Patch, install, owner_
 from kvrecall.engines.vllm.compat.runner import _without_offsets
 from kvrecall.engines.vllm.compat.shims import command_line
 from kvrecall.engines.vllm.compat.versions import engine_version
+from kvrecall.engines.vllm.compat.weights import watch_weights
 from kvrecall.engines.vllm.identity import weights
 from kvrecall.errors import ConfigError, EngineError
 
@@ -181,6 +184,16 @@ def test_the_first_patch_counts_and_the_last_where_it_is_renewed(
     assert (Theirs().one(), Theirs.two(), Theirs().two()) == (11, 12, 12), "static as before"
     install("p", plus(30), Theirs, renew=True)
     assert Theirs().two() == 32
+
+
+def test_vllm_converts_arguments_of_what_is_replaced() -> None:
+    """A request to load an adapter comes to the engine's process as a list."""
+    watch_weights(Theirs(), None)
+    core = object.__new__(EngineCoreProc)
+    (made,) = EngineCoreProc._convert_msgspec_args(core.add_lora, [["style", 1, "/adapter"]])
+    assert made == LoRARequest("style", 1, "/adapter")
+    args = ["reload_weights", None, [], {}]
+    assert EngineCoreProc._convert_msgspec_args(core.collective_rpc, args) == tuple(args)
 
 
 def test_the_version_is_said_once() -> None:

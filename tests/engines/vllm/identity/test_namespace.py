@@ -527,7 +527,7 @@ class Running:
     def call(self, method: object, tensors: str | None, **more: Any) -> str:
         """A call after which the workers have these weights; the text of them."""
         kwargs = more.pop("kwargs", {})
-        with self.weights.call(self.ranks.look, method, (), kwargs):
+        with self.weights.call(self.ranks.look, method, None, (), kwargs):
             self.ranks.gets(tensors, **more)
         return self.text
 
@@ -560,12 +560,13 @@ def test_no_news_is_lost_in_a_look(model: Path) -> None:
     one.ranks.gets("one", adapters={3: (1, "a")})
     one.call("their_own_method", "one", adapters={})
     one.ranks.gets("one", adapters={4: (1, "b")})
-    one.weights.woke(one.ranks.look)
-    one.weights.adapter_loaded(one.ranks.look)
+    with one.weights.waking(one.ranks.look), one.weights.adding(one.ranks.look, "adapter"):
+        pass
     assert one.adapters == [3, 4, 4]
     assert (one.text, one.changes) == (plain, 0)
     one.ranks.gets("two", is_reloaded=True)
-    one.weights.adapter_loaded(one.ranks.look)
+    with one.weights.adding(one.ranks.look, "adapter"):
+        pass
     assert (one.text, one.changes) == ("tensors two", 1)
     other = Running(model, Ranks())
     other.ranks.gets("two", is_reloaded=True)

@@ -20,8 +20,7 @@ from vllm.v1.kv_cache_interface import (
     create_kv_cache_views,
 )
 
-from kvrecall.engines.vllm.compat.config import layer_placements
-from kvrecall.engines.vllm.compat.scales import Scaled, settle_scales
+from kvrecall.engines.vllm.compat.config import Scaled, layer_placements, settle_scales
 from kvrecall.engines.vllm.connector.compare import deviation
 from kvrecall.engines.vllm.connector.copier import Copier
 from kvrecall.engines.vllm.connector.pages import GroupPages, pages_of

@@ -266,7 +266,9 @@ REGISTRATIONS = {
 }
 """Uses of vLLM's own extension points, for the docs."""
 
-_NAME, _PLAIN = "kvrecall_patch", "kvrecall_plain"
+_NAME, _PLAIN = "kvrecall_patch", "__wrapped__"
+"""Attributes of a replacement. By the second its signature is that of vLLM's own, by which vLLM
+converts arguments that come from another process."""
 
 
 def owner_of(patch: Patch) -> Any:

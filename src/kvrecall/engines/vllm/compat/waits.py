@@ -9,7 +9,6 @@ processor to the others.
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Mapping, MutableMapping
@@ -49,4 +48,8 @@ def _choice(environ: Mapping[str, str]) -> str:
 
 def _sleep_on_cpus() -> None:
     if is_on_cpu():
-        patches.install("sleep", lambda plain: functools.partial(time.sleep, _SLEEP_S))
+        patches.install("sleep", lambda plain: _sleep)
+
+
+def _sleep() -> None:
+    time.sleep(_SLEEP_S)

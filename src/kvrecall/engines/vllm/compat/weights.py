@@ -5,19 +5,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from kvrecall.engines.vllm.compat.patches import install
 from kvrecall.engines.vllm.compat.runner import worker_class
 from kvrecall.engines.vllm.identity.changes import Look, RankWeights, together
-
-_HARMLESS = frozenset(
-    "check_health compute_weight_checksums execute_dummy_batch get_supported_tasks list_loras "
-    "pin_lora profile remove_lora reset_encoder_cache reset_mm_cache retrieval_activity "
-    "save_sharded_state save_tensorized_model synchronize_device".split()
-)
-"""Methods of workers that write no weights, vLLM's and ours. Any other call of a worker may."""
 
 _WATCHES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The ``RunningWeights`` of an engine, by its KV cache manager."""
@@ -30,9 +24,9 @@ def watch_weights(kv_cache_manager: Any, watch: Any) -> None:
     write weights, that load an adapter, that wake them up. What is in a step's queue was given to
     the workers before, what follows comes behind it."""
     _WATCHES[kv_cache_manager] = watch
-    install("see-calls", _seeing_calls)
-    install("see-adapters", _seeing_adapters)
-    install("see-waking", _seeing_waking)
+    install("see-calls", _watched(lambda watch: watch.call))
+    install("see-adapters", _watched(lambda watch: watch.adding))
+    install("see-waking", _watched(lambda watch: watch.waking))
     install("keep-pool", _keeping)
 
 
@@ -41,58 +35,26 @@ def keeps_pool(kv_cache_manager: Any) -> bool:
     return id(kv_cache_manager) in _KEEPING
 
 
-def _watch_of(core: Any) -> Any:
-    manager = getattr(getattr(core, "scheduler", None), "kv_cache_manager", None)
-    return None if manager is None else _WATCHES.get(manager)
-
-
 def look_at(call: Callable[[Callable[[Any], Look]], list[Look]]) -> Callable[[bool], Look]:
     """What the workers of an engine have loaded. ``call``: does some work on all of them."""
     return lambda weigh: together(call(functools.partial(_look, weigh=weigh)))
 
 
-def _looking(core: Any) -> Callable[[bool], Look]:
-    return look_at(core.model_executor.collective_rpc)
+def _watched(around: Callable[[Any], Callable[..., AbstractContextManager[None]]]) -> Any:
+    """A method of the engine's core, within ``around(watch)`` of its arguments."""
 
+    def make(plain: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            manager = getattr(getattr(self, "scheduler", None), "kv_cache_manager", None)
+            watch = None if manager is None else _WATCHES.get(manager)
+            if watch is None:
+                return plain(self, *args, **kwargs)
+            with around(watch)(look_at(self.model_executor.collective_rpc), *args, **kwargs):
+                return plain(self, *args, **kwargs)
 
-def _seeing_calls(plain: Any) -> Any:
-    def collective_rpc(
-        self: Any,
-        method: Any,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        watch = _watch_of(self)
-        if watch is None or (isinstance(method, str) and method in _HARMLESS):
-            return plain(self, method, timeout, args, kwargs)
-        with watch.call(_looking(self), method, args, kwargs or {}):
-            return plain(self, method, timeout, args, kwargs)
+        return call
 
-    return collective_rpc
-
-
-def _seeing_adapters(plain: Any) -> Any:
-    def add_lora(self: Any, lora_request: Any) -> Any:
-        watch = _watch_of(self)
-        try:
-            return plain(self, lora_request)
-        finally:
-            if watch is not None:
-                watch.adapter_loaded(_looking(self))
-
-    return add_lora
-
-
-def _seeing_waking(plain: Any) -> Any:
-    def wake_up(self: Any, tags: list[str] | None = None) -> Any:
-        awake = plain(self, tags)
-        watch = _watch_of(self)
-        if watch is not None:
-            watch.woke(_looking(self))
-        return awake
-
-    return wake_up
+    return make
 
 
 def _keeping(plain: Any) -> Any:

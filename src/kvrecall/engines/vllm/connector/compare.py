@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrecall.engines.vllm.compat.scales import SCALE_BYTES, Scaled
+from kvrecall.engines.vllm.compat.config import SCALE_BYTES, Scaled
 from kvrecall.engines.vllm.connector.pages import GroupPages, LayerPages
 from kvrecall.engines.vllm.wire import Deviation
 

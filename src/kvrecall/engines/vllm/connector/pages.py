@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrecall.engines.vllm.compat.config import ALONE, LayerPlacement, Sharing
-from kvrecall.engines.vllm.compat.scales import Scaled
+from kvrecall.engines.vllm.compat.config import ALONE, LayerPlacement, Scaled, Sharing
 from kvrecall.errors import EngineError
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

@@ -51,12 +51,8 @@ class Decision:
 
 def _decision(text: str) -> Decision:
     """A decision that the tables write as ``FATE: reason``."""
-    fate, _, reason = _line(text).partition(": ")
+    fate, _, reason = " ".join(text.split()).partition(": ")
     return Decision(Fate[fate], reason)
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())
 
 
 _DATA: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
@@ -82,7 +78,7 @@ LIBRARIES: Sequence[str] = _DATA["libraries"].split()
 and precision. In the namespace when set."""
 
 HASHED_ALL_THE_SAME: Mapping[str, Sequence[str]] = {
-    _line(row["reason"]): row["fields"].split() for row in _DATA["hashed_all_the_same"]
+    " ".join(row["reason"].split()): row["fields"].split() for row in _DATA["hashed_all_the_same"]
 }
 """Why vLLM's ``compute_hash`` holds fields whose fate here is ``NO_EFFECT``."""
 
@@ -102,7 +98,7 @@ def ingredients(vllm_config: Any) -> dict[str, str]:
     equal results mean equal values of all fields. The same in every process and on every machine
     for the same configuration.
     """
-    return _Walk(vllm_config, Fate.IN_NAMESPACE).result()
+    return _fields(vllm_config, Fate.IN_NAMESPACE)
 
 
 def adapter_ingredients(vllm_config: Any) -> dict[str, str]:
@@ -112,7 +108,7 @@ def adapter_ingredients(vllm_config: Any) -> dict[str, str]:
     """
     if vllm_config.lora_config is None:
         return {}
-    return _Walk(vllm_config, Fate.ADAPTER).result() | _variables(Fate.ADAPTER)
+    return _fields(vllm_config, Fate.ADAPTER) | _variables(Fate.ADAPTER)
 
 
 def environment() -> dict[str, str]:
@@ -135,55 +131,47 @@ def unrepeatable(vllm_config: Any) -> str:
     return ""
 
 
-class _Walk:
-    """Gathers the fields of one fate from a configuration and its parts."""
+def _fields(root: Any, fate: Fate) -> dict[str, str]:
+    """The fields of one fate from a configuration and its parts."""
+    found: dict[str, str] = {}
+    defaults: dict[str, str] = {}
+    labels: set[str] = set()
 
-    def __init__(self, root: Any, fate: Fate) -> None:
-        self._root = root
-        self._fate = fate
-        self._found: dict[str, str] = {}
-        self._defaults: dict[str, str] = {}
-        self._labels: set[str] = set()
-
-    def result(self) -> dict[str, str]:
-        self._config(self._root, "VllmConfig")
-        return self._found | {"defaults of fields": _digest(self._defaults)}
-
-    def _config(self, config: Any, label: str) -> None:
+    def visit(config: Any, label: str) -> None:
         """Adds a configuration's fields, their names beginning with ``label``."""
-        self._labels.add(label)
-        decided = decisions(type(config).__name__)
+        labels.add(label)
+        kind = type(config).__name__
+        decided = decisions(kind)
         for field in dataclasses.fields(config):
-            decision = decided.get(field.name, UNKNOWN)
-            name = f"{type(config).__name__}.{field.name}"
-            value = getattr(config, field.name, None)
+            name, key = f"{kind}.{field.name}", f"{label}.{field.name}"
+            decision, value = decided.get(field.name, UNKNOWN), getattr(config, field.name, None)
             if decision is PARTS and not (value is None or dataclasses.is_dataclass(value)):
                 decision = UNKNOWN
-            if decision is PARTS:
-                self._part(value, f"{label}.{field.name}", name)
-            elif decision.fate is self._fate:
-                self._add(f"{label}.{field.name}", name, value, field, decision is not UNKNOWN)
+            if decision is PARTS and value is not None:
+                visit_part(value, key, name)
+            elif decision.fate is fate:
+                text, usual = canonical(taken(name, value)), ""
+                if (default := _default(field)) is not _NONE:
+                    usual = canonical(taken(name, default))
+                if decision is not UNKNOWN:
+                    defaults[name] = usual
+                if default is _NONE or text != usual:
+                    found[key] = text
 
-    def _part(self, part: Any, key: str, name: str) -> None:
+    def visit_part(part: Any, key: str, name: str) -> None:
         """Adds the fields of a part, and the part itself where being there means something."""
-        is_draft = name == "VllmConfig.speculative_config"
-        if part is None or (is_draft and draft_model(self._root) is None):
+        if name == "VllmConfig.speculative_config" and draft_model(root) is None:
             return
-        kind = type(part).__name__
-        counts = _COUNTS_ITSELF.get(name)
-        if self._fate is Fate.IN_NAMESPACE and counts is not None and counts(self._root):
-            self._found[key] = kind
-        self._config(part, kind if kind not in self._labels else key)
+        kind, counts = type(part).__name__, _COUNTS_ITSELF.get(name)
+        if fate is Fate.IN_NAMESPACE and counts is not None and counts(root):
+            found[key] = kind
+        visit(part, kind if kind not in labels else key)
 
-    def _add(self, key: str, name: str, value: Any, field: Any, known: bool) -> None:
-        take = _TAKEN_AS.get(name, _as_it_is)
-        text = canonical(take(value, self._root))
-        default = _default(field)
-        default_text = "" if default is _NONE else canonical(take(default, self._root))
-        if known:
-            self._defaults[name] = default_text
-        if default is _NONE or text != default_text:
-            self._found[key] = text
+    def taken(name: str, value: Any) -> Any:
+        return _TAKEN_AS[name](value, root) if name in _TAKEN_AS else value
+
+    visit(root, "VllmConfig")
+    return found | {"defaults of fields": _digest(defaults)}
 
 
 def decisions(class_name: str) -> dict[str, Decision]:
@@ -216,10 +204,6 @@ def _digest(texts: Mapping[str, str]) -> str:
 
 def _is_moe(root: Any) -> bool:
     return bool(root.parallel_config.is_moe_model)
-
-
-def _as_it_is(value: Any, root: Any) -> Any:
-    return value
 
 
 _PLAIN_TYPES = (bool, int, float, str, list, tuple, dict, types.NoneType)
@@ -296,9 +280,9 @@ def _variables(fate: Fate) -> dict[str, str]:
 
 def _read(name: str, getter: Callable[[], Any]) -> tuple[str, str]:
     """A variable's value and its value where nothing is set, both as canonical text."""
-    take = _content if name == TUNED_CONFIGS else _as_it_is
     try:
-        value, unset = take(getter(), None), take(_where_nothing_is_set(getter)(), None)
+        values = getter(), _where_nothing_is_set(getter)()
+        value, unset = [_content(v, None) for v in values] if name == TUNED_CONFIGS else values
         return canonical(value), canonical(unset)
     except (ValueError, OSError, TypeError):
         # vLLM refuses such a value when it comes to need it.

@@ -103,20 +103,18 @@ def _switches(model: nn.Module) -> Iterator[tuple[str, object]]:
             is_copied = hasattr(module, "num_kv_head_replicas") and _COPIES.search(name)
             if is_copied or name in _STATE or _LIMITS.search(name) or _SHARDS.search(name):
                 continue
-            if not name.startswith("_") and _is_plain(value):
-                yield f"{path}.{name}", _text(value)
+            if not name.startswith("_") and (plain := _plain(value)) is not None:
+                yield f"{path}.{name}", plain
 
 
-def _is_plain(value: object) -> bool:
+def _plain(value: object) -> object:
+    """A number, flag or type, or a short list of them, as JSON has it; None of anything else."""
     if isinstance(value, list | tuple):
-        return len(value) <= 1024 and all(_is_plain(one) for one in value)
-    return isinstance(value, bool | int | float | torch.dtype)
-
-
-def _text(value: object) -> object:
-    if isinstance(value, list | tuple):
-        return [_text(one) for one in value]
-    return str(value) if isinstance(value, torch.dtype) else value
+        parts = [_plain(one) for one in value[:1025]]
+        return None if len(parts) > 1024 or None in parts else parts
+    if isinstance(value, torch.dtype):
+        return str(value)
+    return value if isinstance(value, bool | int | float) else None
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, str]]:

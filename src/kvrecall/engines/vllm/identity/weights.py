@@ -169,6 +169,12 @@ _LOADS = frozenset(
     "reload_weights update_weights finish_weight_update reset_weights load_model".split()
 )
 """Methods of workers that are there to write weights."""
+_HARMLESS = frozenset(
+    "check_health compute_weight_checksums execute_dummy_batch get_supported_tasks list_loras "
+    "pin_lora profile remove_lora reset_encoder_cache reset_mm_cache retrieval_activity "
+    "save_sharded_state save_tensorized_model synchronize_device".split()
+)
+"""Methods of workers that write no weights, vLLM's and ours. Any other call of a worker may."""
 
 
 class RunningWeights:
@@ -212,10 +218,15 @@ class RunningWeights:
         self,
         look: Callable[[bool], Look],
         method: object,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[None]:
         """Around a call of the workers. ``look(weigh)``: as of ``RankWeights``, of all ranks."""
+        name = method if isinstance(method, str) else "a function"
+        if name in _HARMLESS:
+            yield
+            return
         if self._tensors is None and self._now is not None:
             before = look(True)
             if before.is_reloaded:
@@ -225,9 +236,8 @@ class RunningWeights:
                 self._tensors = before.tensors
                 if before.tensors is not None:
                     self._known[self._key(before)] = self._now
-        folder = self._folder_of(method, args, kwargs)
+        folder = self._folder_of(method, args, kwargs or {})
         files = None if folder is None else self._started.files(folder)
-        name = method if isinstance(method, str) else "a function"
         try:
             yield
         finally:
@@ -239,15 +249,21 @@ class RunningWeights:
         """The workers say that their model has loaded weights by itself."""
         self._settle(look(True), True, None, "load_weights")
 
-    def woke(self, look: Callable[[bool], Look]) -> None:
-        """The workers woke up: weights are what they were if sleep kept them."""
+    @contextmanager
+    def waking(self, look: Callable[[bool], Look], *_: object) -> Iterator[None]:
+        """Around the workers' waking up: weights are what they were if sleep kept them."""
+        yield
         if self._has_news(look) or self._now is None:
             self._settle(look(True), True, None, "sleep")
 
-    def adapter_loaded(self, look: Callable[[bool], Look]) -> None:
-        """The workers were told to load an adapter."""
-        if self._has_news(look):
-            self.loaded(look)
+    @contextmanager
+    def adding(self, look: Callable[[bool], Look], _: object) -> Iterator[None]:
+        """Around the loading of an adapter."""
+        try:
+            yield
+        finally:
+            if self._has_news(look):
+                self.loaded(look)
 
     def _has_news(self, look: Callable[[bool], Look]) -> bool:
         """Takes note of adapters; whether weights were loaded, too."""

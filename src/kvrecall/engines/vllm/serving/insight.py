@@ -38,7 +38,7 @@ WINDOW_S = 10.0
 """Time over which throughputs are averaged; vLLM's own log takes the same."""
 
 
-class ConnectorReports:
+class ConnectorReports(StatLoggerBase):
     """The latest splits by request, as many as can be under way at once, and the sum of what the
     workers' layers chose. Owned by the served engine; not thread-safe.
 
@@ -75,19 +75,13 @@ class ConnectorReports:
         return self._misses.get(_CHILD.sub("", engine_id))
 
     def stat_logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
-        """One of vLLM's stat loggers, which feeds this."""
-        return _StatsReader(self)
-
-
-class _StatsReader(StatLoggerBase):
-    def __init__(self, reports: ConnectorReports) -> None:
-        self._reports = reports
+        """The stat logger of each of vLLM's engines."""
+        return self
 
     @nicety("the reading of statistics")
     def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
-        payload = getattr(scheduler_stats, "kv_connector_stats", None)
-        if payload:
-            self._reports.take(payload)
+        if payload := getattr(scheduler_stats, "kv_connector_stats", None):
+            self.take(payload)
 
     def log_engine_initialized(self) -> None:
         """Does nothing."""

@@ -143,12 +143,10 @@ class ServedLLM(AsyncLLM):
         outputs = super().generate(prompt, sampling_params, request_id, **kwargs)
         timed = self.timed(outputs, _own_timeout(wanted.extra_args))
         watched = self.request_log.watch(request_id, timed, _ENGINE_ID.get)
-        try:
+        async with contextlib.aclosing(watched):
             async for output in watched:
                 sampling.check_output(output, wanted)
                 yield output if best_of is None else sampling.ranked(output, wanted)
-        finally:
-            await watched.aclose()
 
     async def searched(
         self, found: AsyncGenerator[RequestOutput, None], width: int
