@@ -15,20 +15,20 @@
 #   make models          models of every shape, recalled from every tier: twenty minutes
 #   make compat          connector, servers and retrieval with each supported version of vLLM
 #   make streams         copies in random orders of a simulated device: SCHEDULES=5000
-#   make bench           all benchmarks with their peers, plots and tables; QUICK=1 small, unpublished
+#   make bench           all benchmarks with their peers, and the pages that show them; QUICK=1 small, unpublished
 #   make docs            the generated pages, and the site in build/site
 #   make gpu-check       retrieval and copies on this machine's GPU
 .PHONY: demo demo-mooncake serve test test-lab test-all check chaos hostile identity models compat streams bench docs gpu-check \
   setup setup-engine setup-mooncake setup-bench
 
 demo: setup-engine
-	@.venv/bin/python -m kvrecall.demo $(DEMO)
+	@.venv/bin/python -m kvrecall demo $(DEMO)
 
 demo-mooncake: setup-mooncake
-	@.venv/bin/python -m kvrecall.demo mooncake $(DEMO)
+	@.venv/bin/python -m kvrecall demo mooncake $(DEMO)
 
 serve: setup-engine
-	@.venv/bin/python -m kvrecall.demo serve $(SERVE)
+	@.venv/bin/python -m kvrecall demo serve $(SERVE)
 
 # Two files at a time: starting an engine keeps one core busy.
 WORKERS ?= -n 2

@@ -60,12 +60,6 @@ class Table(VectorIndex):
                 numbers[at, place], products[at, place] = number, product
         return products, numbers
 
-    @property
-    def nbytes(self) -> int:
-        """In the database."""
-        row = self._run("SELECT pg_total_relation_size(%s)", self._table).fetchone()
-        return int(row[0]) if row else 0
-
     def close(self) -> None:
         self._run(f"DROP TABLE {self._table}")
         self._database.close()

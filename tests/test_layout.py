@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "kvrecall"
 
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"addresses", "errors", "block", "commands", "environment", "nicety", "ownership"}),
+    frozenset({"addresses", "errors", "block", "commands", "environment", "nicety"}),
     frozenset({"secret"}),
     frozenset({"config", "factories", "jsonfile", "traces"}),
     frozenset({"pool", "attention", "modelconfig"}),

@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn, TypeVar
 
 import typer
 
-from kvrecall.processes.progress import ProgressLines
+from kvrecall.processes.command import ProgressLines
 
 Jobs = Annotated[int, typer.Option(min=1, max=8, help="How many run at a time.")]
 Keep = Annotated[bool, typer.Option("--keep", help="Keep what is made, and the logs.")]

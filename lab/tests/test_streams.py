@@ -16,10 +16,10 @@ from kvrecall.engines.vllm.connector.copier import LONGEST_S
 from kvrecall.engines.vllm.wire import StepReport
 from kvrecall.pool import Pool
 from kvrecall_lab.models import write_model
-from kvrecall_lab.streams.device import CELL, DeadlockError, LateDevice, Machine, Style
+from kvrecall_lab.streams.device import CELL, DeadlockError, Machine, Style
 from kvrecall_lab.streams.engine import BLOCK, LAYERS, PAGE, RECOVERS, TOKEN_S, Engine, config, on
+from kvrecall_lab.streams.late import META, LateDevice, LateTensor, Queueing
 from kvrecall_lab.streams.run import ALL, check
-from kvrecall_lab.streams.tensors import META, DeviceTensors, LateTensor, Queueing
 
 SCHEDULES = dict(zip(ALL, (40, 16, 6), strict=True))
 
@@ -98,7 +98,7 @@ def test_a_load_that_never_ends_costs_a_wait_and_a_recomputation(
             engine.add(f"first-{number}", prompt, 2, 0)
         steps()
         assert engine.preempt_all()
-        queues = [rank.worker._arena._copier.loads for rank in engine.ranks]  # type: ignore[union-attr]
+        queues = [rank.worker._arena._mapped.copier.loads for rank in engine.ranks]  # type: ignore[union-attr]
         late = queues[-1]  # of one rank
         for queue in queues:
             queue._clock = lambda: machine.now
@@ -195,7 +195,7 @@ def test_unmapping_under_a_copy_is_noticed() -> None:
 
 def test_what_torch_does_on_the_device_is_late() -> None:
     machine = Machine(random.Random(0), Style(0.0, 10**9, True, (1.0,)))
-    device = LateDevice(machine, DeviceTensors(machine))
+    device = LateDevice(machine, meta=True)
     with Queueing(machine):
         rows = torch.zeros(4, 3, device=META)
         assert isinstance(rows, LateTensor)
@@ -219,7 +219,7 @@ def test_what_torch_does_on_the_device_is_late() -> None:
 
 def test_rows_that_another_stream_reads_are_told_apart() -> None:
     machine = Machine(random.Random(0), Style(0.0, 10**9, True, (1.0,)))
-    device, copies = LateDevice(machine, DeviceTensors(machine)), machine.stream("copies")
+    device, copies = LateDevice(machine, meta=True), machine.stream("copies")
     with Queueing(machine):
         rows = torch.zeros(4, 8, dtype=torch.uint8, device=META)
         machine.watch(rows.data_ptr(), rows.nbytes, 8)

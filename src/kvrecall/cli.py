@@ -49,7 +49,7 @@ _ROOMS = {
         "Say why a request's prompt was computed and not recalled.",
     ),
     "router": ("kvrecall.router.cli", "Send prompts to prefill and decode instances."),
-    "config": ("kvrecall.server.config_cli", "Check MindIE's config.json, or print an example."),
+    "config": ("kvrecall.server.mindie.check", "Check MindIE's config.json, or print an example."),
     "plan": ("kvrecall.plan.cli", "Size a pool."),
     "simulate": (
         "kvrecall.simulate.cli",

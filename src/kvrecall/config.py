@@ -14,9 +14,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
 from pydantic.fields import FieldInfo
@@ -31,7 +32,6 @@ DEFAULT_MATCH_UNIT = 16  # tokens, where hits on the device may end inside block
 MatchUnit = int | Literal["auto", "off"]
 ExplainMisses = Literal["tokens", "blocks", "off"]
 Compression = Literal["none", "lz4", "zstd", "auto"]
-_UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _LEAST_BARE = 1 << 20  # minimum of a size without a unit
 _LEAST_NUMBER = 64 << 10  # the same for a number in JSON, which a program may have computed
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
@@ -49,7 +49,7 @@ def parse_size(value: str | int | float, name: str, least_bare: int = _LEAST_BAR
         raise ConfigError(f"{name}: {value!r} is not a size; write for example 8GiB or 500MB")
     number, unit, binary, byte = match.groups()
     power = "bkmgt".index(unit.lower() or "b")
-    nbytes = int(float(number) * (1024**power if binary else _UNITS[unit.lower()]))
+    nbytes = int(float(number) * (1024 if binary else 1000) ** power)
     least = least_bare if isinstance(value, str) else min(least_bare, _LEAST_NUMBER)
     if 0 < nbytes < least and not (unit or byte):
         meant = f"{number}GiB" if nbytes < 1024 else f"{number}KiB"
@@ -255,14 +255,26 @@ class Owner(StrEnum):
     CLIENT = "an engine that uses a pool service"
 
 
+class SettingWords(NamedTuple):
+    """Of a setting: ``shown``, its default in words, empty if there is none; ``kind``, the kind of
+    its value, empty if its type says it."""
+
+    owner: Owner
+    shown: str
+    kind: str
+
+
 def _setting(
     owner: Owner, text: str, default: Any, shown: str = "", kind: str = "", **bounds: Any
 ) -> Any:
-    """A field of ``Settings``. ``shown``: the default in words, if not clear from the value;
-    ``kind``: the kind of value, if not clear from the type."""
-    shown = shown or _shown(default)
-    extra: dict[str, Any] = {"owner": owner.value, "shown": shown, "kind": kind}
-    return Field(default, description=text, json_schema_extra=extra, **bounds)
+    """A field of ``Settings``, with its ``SettingWords``."""
+    words = SettingWords(owner, shown or _shown(default), kind)
+    return Field(default, description=text, json_schema_extra=words._asdict(), **bounds)
+
+
+_of_pool = partial(_setting, Owner.POOL)
+_of_engine = partial(_setting, Owner.ENGINE)
+_of_client = partial(_setting, Owner.CLIENT)
 
 
 def _shown(default: object) -> str:
@@ -395,150 +407,120 @@ class Settings(BaseModel):
         extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True
     )
 
-    backend: Literal["embedded", "service"] = _setting(
-        Owner.ENGINE,
+    backend: Literal["embedded", "service"] = _of_engine(
         "`embedded`: the pool is in the engine's process; `service`: the engine uses the node's "
         "pool service (`kvrecall pool serve`)",
         "embedded",
     )
-    host_size: Size = _setting(Owner.POOL, "host memory for blocks, a hard limit", 4 << 30, "4GiB")
-    host_max_size: Size | None = _setting(
-        Owner.POOL,
+    host_size: Size = _of_pool("host memory for blocks, a hard limit", 4 << 30, "4GiB")
+    host_max_size: Size | None = _of_pool(
         "upper bound for `kvrecall pool resize --host`; the part above host_size takes "
         "only address space until then, but a GPU's driver pins all of it at the start",
         None,
         "host_size",
     )
-    disk_path: File | None = _setting(
-        Owner.POOL, "folder of the disk tier, which is off without it", None
+    disk_path: File | None = _of_pool("folder of the disk tier, which is off without it", None)
+    disk_size: Size | None = _of_pool(
+        "hard limit of the disk tier, index included; required with disk_path", None
     )
-    disk_size: Size | None = _setting(
-        Owner.POOL, "hard limit of the disk tier, index included; required with disk_path", None
-    )
-    disk_compression: Compression = _setting(
-        Owner.POOL,
+    disk_compression: Compression = _of_pool(
         "lossless compression of blocks on disk: `none`, `lz4`, `zstd`, or `auto`: `zstd` where "
         "the disk, as measured, is so slow that blocks come back sooner by it",
         "none",
     )
-    direct_io: bool = _setting(
-        Owner.POOL, "bypass the page cache (O_DIRECT) where the file system allows it", True
+    direct_io: bool = _of_pool(
+        "bypass the page cache (O_DIRECT) where the file system allows it", True
     )
-    policy: str = _setting(
-        Owner.POOL,
-        "eviction policy: `lru`, `fifo`, `lfu`, `s3fifo`, `hazard`",
-        DEFAULT_POLICY,
-    )
-    host_watermarks: Marks = _setting(
-        Owner.POOL,
+    policy: str = _of_pool("eviction policy: `lru`, `s3fifo`, `hazard`", DEFAULT_POLICY)
+    host_watermarks: Marks = _of_pool(
         "[high, low], shares of the host tier: background eviction starts above high and stops "
         "at low; 1: no background eviction",
         Watermarks(1.0, 1.0),
     )
-    disk_watermarks: Marks = _setting(
-        Owner.POOL,
-        "[high, low], shares of the disk tier, as host_watermarks",
-        Watermarks(0.95, 0.9),
+    disk_watermarks: Marks = _of_pool(
+        "[high, low], shares of the disk tier, as host_watermarks", Watermarks(0.95, 0.9)
     )
-    write_policy: Literal["through", "back", "selective"] = _setting(
-        Owner.POOL,
+    write_policy: Literal["through", "back", "selective"] = _of_pool(
         "when a block is written to disk. `through`: at once; `back`: before it leaves host "
         "memory; `selective`: on its second use",
         "through",
     )
-    unwritten_watermarks: Marks = _setting(
-        Owner.POOL,
+    unwritten_watermarks: Marks = _of_pool(
         "[high, low], shares of the host tier: with write_policy back, writing starts when more "
         "than high is unwritten and stops at low",
         Watermarks(0.5, 0.4),
     )
-    encryption_key_file: File | None = _setting(
-        Owner.POOL,
+    encryption_key_file: File | None = _of_pool(
         "file with the key that encrypts blocks below the host (AES-256-GCM), created by "
         "`kvrecall pool key`; without it blocks are not encrypted",
         None,
     )
-    ttl: Annotated[float | None, _parsed(_age)] = _setting(
-        Owner.POOL,
-        "drop blocks that were not used for this long, e.g. 12h, 30d",
-        None,
-        "never",
-        kind="age",
+    ttl: Annotated[float | None, _parsed(_age)] = _of_pool(
+        "drop blocks that were not used for this long, e.g. 12h, 30d", None, "never", kind="age"
     )
-    tenant_quota: Annotated[TenantTerms, _parsed(_quota)] = _setting(
-        Owner.POOL,
+    tenant_quota: Annotated[TenantTerms, _parsed(_quota)] = _of_pool(
         'share of each tier that one tenant (`cache_salt`) may hold: 25%, 4GiB, or {"host": .., '
         '"disk": ..}',
         TenantTerms(),
         "no limit",
         kind="share, size or object",
     )
-    tenants: Annotated[dict[Tenant, TenantTerms], _parsed(_tenants)] = _setting(
-        Owner.POOL,
+    tenants: Annotated[dict[Tenant, TenantTerms], _parsed(_tenants)] = _of_pool(
         '{TENANT: {"host": .., "disk": .., "ttl": ..}}: limits of single tenants, instead of '
         "tenant_quota and ttl; omitted limits are unlimited",
         {},
         "none",
     )
-    pin_limit: float = _setting(
-        Owner.POOL, "share of a tier that pinned blocks may take", 0.5, kind="share", gt=0, le=1
+    pin_limit: float = _of_pool(
+        "share of a tier that pinned blocks may take", 0.5, kind="share", gt=0, le=1
     )
-    remote: Annotated[Mapping[str, object] | None, _parsed(_remote)] = _setting(
-        Owner.POOL,
+    remote: Annotated[Mapping[str, object] | None, _parsed(_remote)] = _of_pool(
         "the store beyond this host: an object with its `kind` (`mooncake`, `objects` or "
         "`package.module:Factory`), the options of that kind, and `allow_plaintext`: true lets a "
         "store that others can read have blocks that are not encrypted",
         None,
         "none",
     )
-    remote_write: Literal["through", "back", "off"] = _setting(
-        Owner.POOL,
+    remote_write: Literal["through", "back", "off"] = _of_pool(
         "when a block is written to the remote store. `through`: when it is committed; `back`: "
         "before it leaves host memory, and when the pool closes; `off`: never, only read",
         "through",
     )
-    remote_compression: Compression = _setting(
-        Owner.POOL,
+    remote_compression: Compression = _of_pool(
         "lossless compression of blocks in the remote store: `none`, `lz4`, `zstd`, or `auto`: "
         "`zstd` where the store, as measured, is so slow that blocks come back sooner by it",
         "none",
     )
-    admin_socket: File | None = _setting(
-        Owner.POOL,
+    admin_socket: File | None = _of_pool(
         "socket at which an embedded pool answers `kvrecall pool stat` and `kvrecall pool ls`",
         None,
         "none; under `kvrecall serve` serve-PORT.sock in the folder of the default `socket`",
     )
-    lookup_deadline: float = _setting(
-        Owner.ENGINE,
+    lookup_deadline: float = _of_engine(
         "maximum seconds that a request waits for the remote store's answer to a lookup",
         0.05,
         kind="seconds",
         gt=0,
         le=60,
     )
-    load_deadline: float = _setting(
-        Owner.ENGINE,
+    load_deadline: float = _of_engine(
         "maximum seconds that a request waits for blocks from lower tiers; then it computes them",
         10.0,
         kind="seconds",
         gt=0,
         le=3600,
     )
-    load_or_compute: Literal["auto", "load"] = _setting(
-        Owner.ENGINE,
+    load_or_compute: Literal["auto", "load"] = _of_engine(
         "`auto`: load only the part of a prefix that is expected to load faster than it "
         "computes; `load`: load everything that is found",
         "auto",
     )
-    async_write: bool = _setting(
-        Owner.ENGINE,
+    async_write: bool = _of_engine(
         "save blocks off the critical path and shed load under pressure; false: a reply ends "
         "once its blocks are durable in the pool",
         True,
     )
-    handover_deadline: float = _setting(
-        Owner.ENGINE,
+    handover_deadline: float = _of_engine(
         "maximum seconds that a decode instance waits for blocks promised by a prefill instance; "
         "then it computes them",
         2.0,
@@ -546,22 +528,19 @@ class Settings(BaseModel):
         gt=0,
         le=600,
     )
-    audit: Annotated[int | None, _parsed(_audit)] = _setting(
-        Owner.ENGINE,
+    audit: Annotated[int | None, _parsed(_audit)] = _of_engine(
         "one of this many hits is computed and compared with the pool's blocks, besides the first "
         'hit on each writer\'s blocks; 0: only first hits; "off": none',
         DEFAULT_AUDIT_EVERY,
         kind='whole number or "off"',
     )
-    explain_misses: ExplainMisses = _setting(
-        Owner.ENGINE,
+    explain_misses: ExplainMisses = _of_engine(
         "each miss is reported with its reason; `tokens`: with the token at which a prompt leaves "
         "the nearest known one of its tenant; `blocks`: without, for clients that have no salts "
         "and shall not find out each other's prompts token by token; `off`: not at all",
         "tokens",
     )
-    match_unit: Annotated[MatchUnit, _parsed(_match_unit)] = _setting(
-        Owner.ENGINE,
+    match_unit: Annotated[MatchUnit, _parsed(_match_unit)] = _of_engine(
         "tokens of which a hit is a multiple, inside blocks, too. `auto`: 16 for models with "
         "recurrent layers beside full attention, as on the device, and whole blocks for others; a "
         "number also for models of one group of full attention, which then recall more than the "
@@ -569,25 +548,18 @@ class Settings(BaseModel):
         "auto",
         kind='whole number, "auto" or "off"',
     )
-    retrieval: dict[str, object] | None = _setting(
-        Owner.ENGINE,
+    retrieval: dict[str, object] | None = _of_engine(
         "settings of retrieval attention, {} for its defaults; instead of VLLM_RETRIEVAL_*",
         None,
         "off",
     )
-    socket: File | None = _setting(
-        Owner.CLIENT,
+    socket: File | None = _of_client(
         "socket of the pool service, at which `kvrecall pool serve` listens",
         None,
         "/run/user/UID/kvrecall/pool.sock, without such a folder /tmp/kvrecall-UID/pool.sock",
     )
-    call_timeout: float = _setting(
-        Owner.CLIENT,
-        "maximum seconds that a call waits for the pool service",
-        0.1,
-        kind="seconds",
-        gt=0,
-        le=60,
+    call_timeout: float = _of_client(
+        "maximum seconds that a call waits for the pool service", 0.1, kind="seconds", gt=0, le=60
     )
 
     @classmethod
@@ -615,7 +587,7 @@ class Settings(BaseModel):
         if not of_service:
             foreign = Owner.POOL if read.backend == "service" else Owner.CLIENT
             for key in raw:
-                if owner_of(key) is foreign:
+                if words_of(key).owner is foreign:
                     allowed = f"it has no effect with backend {read.backend!r}"
                     raise _wrong(_named(place(key), key), raw[key], allowed)
         elif raw.get("backend", "service") != "service":
@@ -626,20 +598,16 @@ class Settings(BaseModel):
 
     def _check_together(self, place: Callable[[str], str]) -> None:
         """Raises ConfigError for settings that do not go together."""
-        if self.disk_size is not None and self.disk_path is None:
-            raise ConfigError(f"{place('disk_size')}: disk_size is set but disk_path is not")
+        needs = {"disk_size": "disk_path", "disk_compression": "disk_path"}
+        needs |= {"remote_write": "remote", "remote_compression": "remote"}
+        for name, needed in needs.items():
+            if name in self.model_fields_set and getattr(self, needed) is None:
+                raise ConfigError(f"{place(name)}: {name} is set but {needed} is not")
         if self.disk_path is not None and self.disk_size is None:
             raise ConfigError(
                 f"{place('disk_path')}: disk_path is set but disk_size is not; the disk tier needs "
                 "a hard limit, for example disk_size=100GiB"
             )
-        if self.disk_path is None and "disk_compression" in self.model_fields_set:
-            raise ConfigError(
-                f"{place('disk_compression')}: disk_compression is set but disk_path is not"
-            )
-        for name in ("remote_write", "remote_compression"):
-            if self.remote is None and name in self.model_fields_set:
-                raise ConfigError(f"{place(name)}: {name} is set but remote is not")
         if self.host_max_size is not None and self.host_max_size < self.host_size:
             name = _named(place("host_max_size"), "host_max_size")
             raise _wrong(name, self.host_max_size, "it must not be below host_size")
@@ -735,10 +703,10 @@ def split_for_service(raw: Mapping[str, object]) -> tuple[dict[str, object], dic
     """Splits the settings of an embedded pool for several engines: into those of a service with the
     pool, at ``admin_socket``, and those of the engines."""
     socket = str(RecallSettings.from_mapping(raw).admin_socket or default_socket())
-    pool = {key: value for key, value in raw.items() if owner_of(key) is Owner.POOL}
+    pool = {key: value for key, value in raw.items() if words_of(key).owner is Owner.POOL}
     pool |= {key: raw[key] for key in ("load_deadline", "lookup_deadline") if key in raw}
     pool.pop("admin_socket", None)
-    engines = {key: value for key, value in raw.items() if owner_of(key) is Owner.ENGINE}
+    engines = {key: value for key, value in raw.items() if words_of(key).owner is Owner.ENGINE}
     return pool | {"socket": socket}, engines | {"backend": "service", "socket": socket}
 
 
@@ -794,28 +762,13 @@ def bounds_of(metadata: list[Any]) -> str:
     return ", ".join(f"{words[name]} {found[name]:g}" for name in words if name in found)
 
 
-def owner_of(key: str) -> Owner:
-    return Owner(str(_extra(key)["owner"]))
-
-
-def shown_default(key: str) -> str:
-    """The default of a setting, in words; empty if there is none."""
-    return str(_extra(key)["shown"])
-
-
-def kind_of(key: str) -> str:
-    """The kind of a setting's value; empty if its type says it."""
-    return str(_extra(key)["kind"])
-
-
-def _extra(key: str) -> dict[str, Any]:
-    extra = Settings.model_fields[key].json_schema_extra
-    assert isinstance(extra, dict)
-    return extra
+def words_of(key: str) -> SettingWords:
+    extra: Any = Settings.model_fields[key].json_schema_extra
+    return SettingWords(**extra)
 
 
 def help_of(key: str) -> str:
     """The text of a setting for ``--help`` (rich markup), with its default."""
     text = (Settings.model_fields[key].description or "").replace("`", "").replace("[", r"\[")
-    default = shown_default(key)
+    default = words_of(key).shown
     return text[0].upper() + text[1:] + "." + (f" Default: {default}." if default else "")

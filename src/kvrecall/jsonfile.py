@@ -1,8 +1,8 @@
 """Reads hand-written JSON files strictly; errors name line, column, cause and cure.
 
-The standard library says whether a text is JSON; ``_PlaceReader`` then notes where each value
-stands, so that a wrong *value* can be pointed at too, and refuses what JSON does not have (NaN,
-repeated keys, unlimited nesting). ``_explained`` recognises common mistakes in pasted
+The standard library says whether a text is JSON; ``_offsets_of`` then notes where each value
+stands, so that a wrong *value* can be pointed at too, and refuses what a configuration must not
+have (NaN, repeated keys, unlimited nesting). ``_explained`` recognises common mistakes in pasted
 configuration: full-width punctuation, missing colons and braces, comments, trailing commas.
 """
 
@@ -28,7 +28,8 @@ MAX_DEPTH = 64
 _MAX_DIGITS = 20
 _SPACE = " \t\r\n"
 
-_GAP = re.compile(f"[{_SPACE}]*")
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{},:]|[^\s"\[\]{},:]+')
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|([\[{])|([\]}])')
 _FRAGMENT = re.compile(r'"(?:[^"\\]|\\.)*"\s*[:：]')
 _CHARACTER = re.compile(r"\\u[dD][89abAB]..\\u....|\\u....|\\.|.", re.DOTALL)
@@ -52,7 +53,7 @@ class Document:
     source: str
     value: object
     _text: str
-    _offsets: Mapping[JsonPath, int]
+    _offsets: dict[JsonPath, int]
 
     def where(self, path: JsonPath) -> str:
         """``file:line:column`` of the key or list item at ``path``, or of its nearest parent."""
@@ -70,24 +71,30 @@ class Document:
         return tuple(self._offsets)
 
     def opened(self, path: JsonPath, name: str) -> Document:
-        """This document with the JSON of the string at ``path`` in place of the string; its parts
-        stand where they stand in the string. Itself if there is no string, or an empty one. Raises
-        ConfigError, which calls the field ``name``, if the string holds no JSON."""
-        value: Any = self.value
-        for key in path:
-            value = value[key]
-        if not isinstance(value, str) or not value:
+        """Puts the JSON of the string at ``path`` in place of the string, if there is one that is
+        not empty; its parts stand where they stand in the string. Raises ConfigError, which calls
+        the field ``name``, if the string holds no JSON."""
+        parent: Any = self.value
+        for key in path[:-1]:
+            parent = parent[key]
+        text = parent[path[-1]]
+        if not isinstance(text, str) or not text:
             return self
-        origin = _Origin("string", self._text, _characters(self._text, self._offsets[path]))
+        key_end = _STRING.match(self._text, self._offsets[path]).end()  # type: ignore[union-attr]
+        gap = re.compile(rf"[{_SPACE}]*:[{_SPACE}]*").match(self._text, key_end)
+        begin = gap.end() if gap else self._offsets[path]  # of a list's item it has no key
+        end = _STRING.match(self._text, begin).end() - 1  # type: ignore[union-attr]
+        characters = [c.start() for c in _CHARACTER.finditer(self._text, begin + 1, end)]
+        origin = _Origin("string", self._text, [*characters, end])
         try:
-            inner, offsets = _parsed(value, origin)
+            parent[path[-1]], offsets = _parsed(text, origin)
         except json.JSONDecodeError as error:
             place, message = _explained(error, origin)
             where = f"{self.source}:{place}"
             raise ConfigError(f"{where}: {name} is JSON in a string: {message}") from error
-        places = {(*path, *part): origin.offset(at) for part, at in offsets.items() if part}
-        changed = _replaced(self.value, path, inner)
-        return Document(self.source, changed, self._text, {**self._offsets, **places})
+        for part, at in offsets.items():
+            self._offsets.setdefault((*path, *part), origin.offsets[at])
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,31 +106,9 @@ class _Origin:
     file: str
     offsets: Sequence[int]
 
-    def offset(self, at: int) -> int:
-        return self.offsets[min(at, len(self.offsets) - 1)]
-
     def place(self, at: int) -> str:
-        """``line:column``, both counted from 1, the column in characters."""
-        return _place(self.file, self.offset(at))
-
-
-def _characters(file: str, at: int) -> list[int]:
-    """Where the characters of a string begin that is a list item, or the value of a key, at ``at``;
-    and where it ends."""
-    key_end = _SCALARS.raw_decode(file, at)[1]
-    gap = re.compile(rf"[{_SPACE}]*:[{_SPACE}]*").match(file, key_end)
-    begin = gap.end() if gap else at
-    end = _SCALARS.raw_decode(file, begin)[1] - 1
-    return [found.start() for found in _CHARACTER.finditer(file, begin + 1, end)] + [end]
-
-
-def _replaced(value: Any, path: JsonPath, new: object) -> Any:
-    """A copy of a JSON value, with ``new`` at ``path``."""
-    if not path:
-        return new
-    copy = value.copy()
-    copy[path[0]] = _replaced(value[path[0]], path[1:], new)
-    return copy
+        """``line:column`` of a character, both counted from 1, the column in characters."""
+        return _place(self.file, self.offsets[min(at, len(self.offsets) - 1)])
 
 
 def read_json(path: Path) -> Document:
@@ -172,9 +157,8 @@ def _parsed(text: str, origin: _Origin) -> tuple[object, dict[JsonPath, int]]:
     if _FRAGMENT.match(text, start):
         raise json.JSONDecodeError(_without_braces(text, origin), text, start)
     _check_grammar(text)
-    reader = _PlaceReader(text, origin)
-    value, _ = reader.value(start, ())
-    return value, reader.offsets
+    offsets = _offsets_of(text, origin)
+    return json.loads(text), offsets
 
 
 def _check_grammar(text: str) -> None:
@@ -238,74 +222,51 @@ def _place(text: str, offset: int) -> str:
     return f"{text.count(chr(10), 0, offset) + 1}:{offset - text.rfind(chr(10), 0, offset)}"
 
 
-class _PlaceReader:
-    """Reads a text that is JSON, and notes in ``offsets`` where its values begin, those with a key
-    at the key. Raises JSONDecodeError for what is refused."""
-
-    def __init__(self, text: str, origin: _Origin) -> None:
-        self._text = text
-        self._origin = origin
-        self.offsets: dict[JsonPath, int] = {}
-
-    def value(self, at: int, path: JsonPath) -> tuple[Any, int]:
-        """The value that begins at ``at``, and where it ends."""
-        text = self._text
-        self.offsets.setdefault(path, at)
-        bracket = text[at]
-        if bracket not in "{[":
-            return self._scalar(at)
-        read: dict[str | int, Any] = {}
-        at = self._next(at + 1)
-        while text[at] not in "}]":
-            key: str | int = len(read)
-            if bracket == "{":
-                key, colon = _SCALARS.raw_decode(text, at)
-                if key in read:
-                    first = self._origin.place(self.offsets[(*path, key)])
-                    message = f"the key {key!r:.80} is repeated (first at {first})"
-                    raise json.JSONDecodeError(message, text, at)
-                self.offsets[(*path, key)] = at
-                at = self._next(self._next(colon) + 1)
-            read[key], at = self.value(at, (*path, key))
-            at = self._next(at)
-            if text[at] == ",":
-                at = self._next(at + 1)
-        return (read if bracket == "{" else list(read.values())), at + 1
-
-    def _next(self, at: int) -> int:
-        """Where the white space at ``at`` ends."""
-        gap = _GAP.match(self._text, at)
-        assert gap is not None
-        return gap.end()
-
-    def _scalar(self, at: int) -> tuple[Any, int]:
-        try:
-            value, end = _SCALARS.raw_decode(self._text, at)
-        except ValueError as error:
-            raise json.JSONDecodeError(str(error), self._text, at) from None
-        if isinstance(value, str) and _SURROGATE.search(value):
-            raise json.JSONDecodeError("half of a surrogate pair", self._text, at)
-        return value, end
+def _offsets_of(text: str, origin: _Origin) -> dict[JsonPath, int]:
+    """Where the values of a text begin that is JSON, those with a key at the key. Raises
+    JSONDecodeError for what is refused."""
+    offsets: dict[JsonPath, int] = {}
+    path: JsonPath = ()  # of the next value, if its key is known
+    is_key = False  # whether a text that comes now is one
+    for token in _TOKEN.finditer(text):
+        word, at = token[0], token.start()
+        if word in ("{", "["):
+            offsets.setdefault(path, at)
+            path = (*path, "" if word == "{" else 0)
+            is_key = word == "{"
+        elif word in ("}", "]"):
+            path, is_key = path[:-1], False
+        elif word == ",":
+            last = path[-1]
+            is_key = isinstance(last, str)
+            path = path if isinstance(last, str) else (*path[:-1], last + 1)
+        elif is_key:
+            path, is_key = (*path[:-1], json.loads(word)), False
+            if path in offsets:
+                first = origin.place(offsets[path])
+                message = f"the key {path[-1]!r:.80} is repeated (first at {first})"
+                raise json.JSONDecodeError(message, text, at)
+            offsets[path] = at
+        elif word != ":":
+            offsets.setdefault(path, at)
+            if refused := _refusal(word):
+                raise json.JSONDecodeError(refused, text, at)
+    return offsets
 
 
-def _int(digits: str) -> int:
-    if len(digits) > _MAX_DIGITS:
-        raise ValueError(f"a number of more than {_MAX_DIGITS - 1} digits")
-    return int(digits)
+def _refusal(word: str) -> str:
+    """Why a text or a number of JSON is refused; "" if it is not."""
+    if word.startswith('"'):
+        return "half of a surrogate pair" if _SURROGATE.search(json.loads(word)) else ""
+    if word.endswith(("NaN", "Infinity")):
+        return f"{word} is not a JSON number"
+    if word.lstrip("-").isdecimal() and len(word) > _MAX_DIGITS:
+        return f"a number of more than {_MAX_DIGITS - 1} digits"
+    is_number = word not in ("true", "false", "null")
+    return "a number too large" if is_number and math.isinf(float(word)) else ""
 
 
-def _float(digits: str) -> float:
-    if math.isinf(number := float(digits)):
-        raise ValueError("a number too large")
-    return number
-
-
-def _constant(word: str) -> None:
-    raise ValueError(f"{word} is not a JSON number")
-
-
-_GRAMMAR = json.JSONDecoder(parse_int=len, parse_float=len)  # numbers are read by _SCALARS
-_SCALARS = json.JSONDecoder(parse_int=_int, parse_float=_float, parse_constant=_constant)
+_GRAMMAR = json.JSONDecoder(parse_int=len, parse_float=len)  # numbers are ``_refusal``'s
 
 
 def _explained(error: json.JSONDecodeError, origin: _Origin) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 ``pool.service.admin`` has the commands on blocks. Here a function makes each from options: its
 docstring is the help, and ``@command`` adds the options that all have. ``--json`` prints a
-command's result, else ``_SHOWN`` makes it readable.
+command's result, else ``shown_as`` makes it readable.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,19 +20,12 @@ import msgspec
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
 from kvrecall.addresses import split_address
 from kvrecall.block import NAMESPACE_BYTES
+from kvrecall.commands import progress_bar
 from kvrecall.config import (
     PoolConfig,
     default_socket,
@@ -56,24 +48,17 @@ from kvrecall.pool.remote.mooncake.master import MasterFlags, check_master, run_
 from kvrecall.pool.service.admin import (
     SORTS,
     By,
-    ClientView,
     Command,
     Drop,
-    Dropped,
     FolderAdmin,
     List,
     Listing,
-    OnProgress,
     Overview,
     Pin,
-    Pinned,
     Query,
     Resize,
-    Resized,
     ServiceAdmin,
     Stat,
-    TenantView,
-    Verified,
     Verify,
 )
 from kvrecall.pool.service.endpoint import serve as run_service
@@ -87,9 +72,12 @@ app = typer.Typer(
 DEFAULT_SOCKET = default_socket()
 _EVERY_S = 1.0
 _TENANTS_SHOWN = 20
-_LONG_S = 1.0
 
 # -- the service ---
+
+
+def _setting(key: str) -> Any:
+    return typer.Option(help=help_of(key))
 
 
 @app.command()
@@ -101,18 +89,16 @@ def serve(
     socket: Annotated[
         str | None, typer.Option(help=f"Where to listen. Default: {DEFAULT_SOCKET}.")
     ] = None,
-    host_size: Annotated[str | None, typer.Option(help=help_of("host_size"))] = None,
-    host_max_size: Annotated[str | None, typer.Option(help=help_of("host_max_size"))] = None,
-    disk_path: Annotated[str | None, typer.Option(help=help_of("disk_path"))] = None,
-    disk_size: Annotated[str | None, typer.Option(help=help_of("disk_size"))] = None,
-    disk_compression: Annotated[str | None, typer.Option(help=help_of("disk_compression"))] = None,
-    policy: Annotated[str | None, typer.Option(help=help_of("policy"))] = None,
-    encryption_key_file: Annotated[
-        str | None, typer.Option(help=help_of("encryption_key_file"))
-    ] = None,
-    ttl: Annotated[str | None, typer.Option(help=help_of("ttl"))] = None,
-    write_policy: Annotated[str | None, typer.Option(help=help_of("write_policy"))] = None,
-    tenant_quota: Annotated[str | None, typer.Option(help=help_of("tenant_quota"))] = None,
+    host_size: Annotated[str | None, _setting("host_size")] = None,
+    host_max_size: Annotated[str | None, _setting("host_max_size")] = None,
+    disk_path: Annotated[str | None, _setting("disk_path")] = None,
+    disk_size: Annotated[str | None, _setting("disk_size")] = None,
+    disk_compression: Annotated[str | None, _setting("disk_compression")] = None,
+    policy: Annotated[str | None, _setting("policy")] = None,
+    encryption_key_file: Annotated[str | None, _setting("encryption_key_file")] = None,
+    ttl: Annotated[str | None, _setting("ttl")] = None,
+    write_policy: Annotated[str | None, _setting("write_policy")] = None,
+    tenant_quota: Annotated[str | None, _setting("tenant_quota")] = None,
     events: Annotated[
         str | None,
         typer.Option(
@@ -126,10 +112,8 @@ def serve(
 ) -> None:
     """Run the pool of this node for all its engines, until SIGTERM."""
     with errors_shown():
-        given: dict[str, Any] = {k: v for k, v in context.params.items() if v is not None}
-        given.pop("config", None)
-        given.pop("events", None)
-        given.pop("events_topic", None)
+        own = ("config", "events", "events_topic")
+        given = {k: v for k, v in context.params.items() if v is not None and k not in own}
         if events is None and events_topic:
             raise ConfigError("--events-topic: no events are published; give --events as well")
         publish = None
@@ -145,15 +129,11 @@ def serve(
 
 
 def _announce(config: PoolConfig, path: Path) -> None:
-    typer.echo(
-        f"kvrecall: pool service on {path}: host {format_size(config.host_bytes)}, disk "
-        + (
-            f"{format_size(config.disk.capacity_bytes)} in {config.disk.path}"
-            if config.disk
-            else "none"
-        )
-        + (f", remote {config.remote.kind}" if config.remote else "")
-    )
+    text = f"kvrecall: pool service on {path}: host {format_size(config.host_bytes)}, disk none"
+    if config.disk:
+        size = format_size(config.disk.capacity_bytes)
+        text = text.removesuffix("none") + f"{size} in {config.disk.path}"
+    typer.echo(text + (f", remote {config.remote.kind}" if config.remote else ""))
 
 
 @app.command()
@@ -188,14 +168,9 @@ def master(
             )
             return
         flags = MasterFlags(
-            host,
-            port,
-            metrics_port,
-            eviction_high_watermark_ratio,
-            eviction_ratio,
-            rpc_thread_num,
-            allow_plaintext,
-        )
+            host, port, metrics_port, eviction_high_watermark_ratio, eviction_ratio,
+            rpc_thread_num, allow_plaintext,
+        )  # fmt: skip
         started = f"kvrecall: Mooncake master on {host}:{port}, metrics on port {metrics_port}"
         status = run_master(flags, lambda: typer.echo(started), quiet=not verbose)
     raise typer.Exit(status)
@@ -315,12 +290,12 @@ def command(*which: str) -> Callable[[Callable[..., Command[Any]]], None]:
                     result = admin.do(order, progress)
                 if json:
                     typer.echo(msgspec.json.encode(result).decode())
+                elif isinstance(result, Listing):
+                    Console().print(listing_of(result))
                 else:
-                    shown = shown_as(result, order)
-                    print(shown) if isinstance(shown, str) else Console().print(shown)
-                status = isinstance(result, Verified) and int(result.damaged > 0)
-            if status:
-                raise typer.Exit(status)
+                    print(shown_as(result, order))
+            if isinstance(order, Verify) and result["damaged"]:
+                raise typer.Exit(1)
 
         run.__signature__ = own.replace(  # type: ignore[attr-defined]
             parameters=[
@@ -437,48 +412,19 @@ def _query(
 # -- for people -----------------------------------------------------------------------------
 
 
-def shown_as(result: Any, order: Command[Any]) -> RenderableType:
+def shown_as(result: Any, order: Command[Any]) -> str:
     """The result of a command, for people."""
-    match result:
-        case Listing():
-            return listing_of(result)
-        case Verified(checked, damaged):
-            return f"{checked} blocks checked, {damaged} damaged (and dropped)"
-        case Dropped(dropped, pinned):
+    match order:
+        case Verify():
+            return f"{result['checked']} blocks checked, {result['damaged']} damaged (and dropped)"
+        case Drop():
+            pinned = result["pinned"]
             kept = f"; {pinned} pinned ones stay (--with-pinned)" if pinned else ""
-            return f"{dropped} blocks dropped{kept}"
-        case Pinned(blocks, nbytes):
-            word = "pinned" if isinstance(order, Pin) and order.on else "unpinned"
-            return f"{blocks} blocks ({format_size(nbytes)}) {word}"
-        case Resized():
-            return "done; set host_size and disk_size as well to keep it after a restart"
-    return str(result)
-
-
-@contextlib.contextmanager
-def progress_bar(title: str) -> Iterator[OnProgress]:
-    """On standard error, if that is a terminal: a bar, once it takes longer than a second."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda *_: None
-        return
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=console, transient=True)
-    task = bar.add_task(title, total=None)
-    timer = threading.Timer(_LONG_S, bar.start)
-    timer.start()
-    try:
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-    finally:
-        timer.cancel()
-        timer.join()  # it is started or never will be
-        bar.stop()
+            return f"{result['dropped']} blocks dropped{kept}"
+        case Pin():
+            word = "pinned" if order.on else "unpinned"
+            return f"{result['blocks']} blocks ({format_size(result['bytes'])}) {word}"
+    return "done; set host_size and disk_size as well to keep it after a restart"
 
 
 def _duration(seconds: float) -> str:
@@ -489,6 +435,14 @@ def _duration(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.1f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def _table(*columns: str, title: str | None = None, caption: str | None = None) -> Table:
+    """Numbers stand to the right. Nothing is cut off: what is too long goes on below."""
+    table = Table(title=title, caption=caption, collapse_padding=len(columns) > 5)
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="right" if place else "left", overflow="fold")
+    return table
 
 
 def overview_of(now: Overview, before: Overview | None, seconds: float) -> RenderableType:
@@ -504,100 +458,75 @@ def overview_of(now: Overview, before: Overview | None, seconds: float) -> Rende
         f"write policy {now.write_policy or 'through'}, unwritten "
         f"{format_size(stats.unwritten_bytes)}"
     )
-    parts: list[RenderableType] = [Text(head), _tiers(now, before, seconds), _clients(now.clients)]
+    is_lost = any(client.lost for client in now.clients)
+    clients = _table(
+        "process", "since", "namespaces", "recalls", "being filled", "requests", "state",
+        caption="lost: its slots are kept until its copies have ended" if is_lost else None,
+    )  # fmt: skip
+    for client in now.clients:
+        numbers = (client.namespaces, client.tickets, client.reserved, client.requests)
+        clients.add_row(
+            str(client.pid), _duration(client.seconds), *map(format_count, numbers),
+            "lost" if client.lost else "",
+        )  # fmt: skip
+    parts: list[RenderableType] = [Text(head), _tiers(now, before, seconds), clients]
     if now.tenant_count > 1:
-        parts.append(_tenants(now.tenants[:_TENANTS_SHOWN], now.tenant_count))
+        parts.append(_tenants(now))
     return Group(*parts)
 
 
 def _tiers(now: Overview, before: Overview | None, seconds: float) -> Table:
     """A column for each tier: there are four at most, and numbers of any length fit."""
     earlier = {tier.name: tier for tier in before.stats.tiers} if before else {}
-    table = _table("tier", *(tier.name for tier in now.stats.tiers))
 
-    def add(title: str, show: Callable[[TierStats], str], is_fault: bool = False) -> None:
+    def speed(tier: TierStats, name: str) -> str:
+        then = earlier.get(tier.name)
+        if then is None or seconds <= 0:
+            return "-"
+        return f"{format_size((getattr(tier, name) - getattr(then, name)) / seconds)}/s"
+
+    def compressed(tier: TierStats) -> str:
+        return f"{tier.compressed_bytes / tier.given_bytes:.0%}" if tier.given_bytes else "-"
+
+    rows: dict[str, Callable[[TierStats], str]] = {
+        "used": lambda tier: format_size(tier.used_bytes),
+        "of": lambda tier: format_size(tier.capacity_bytes),
+        "pinned": lambda tier: format_size(tier.pinned_bytes),
+        "compressed to": compressed,
+        "blocks": lambda tier: f"{tier.blocks:,}",
+        "hits": lambda tier: f"{tier.hits:,}",
+        "read": lambda tier: speed(tier, "read_bytes"),
+        "written": lambda tier: speed(tier, "write_bytes"),
+        "evicted": lambda tier: f"{tier.evictions:,}",
+        "over quota": lambda tier: f"{tier.over_quota:,}",
+        "shed": lambda tier: f"{tier.dropped:,}",
+        "no room": lambda tier: "yes" if tier.full else "no",
+        "errors": lambda tier: f"{tier.errors:,}",
+        "corrupt": lambda tier: f"{tier.corrupt:,}",
+    }
+    table = _table("tier", *(tier.name for tier in now.stats.tiers))
+    for title, show in rows.items():
         cells = [Text(show(tier)) for tier in now.stats.tiers]
+        if title == "compressed to" and all(cell.plain == "-" for cell in cells):
+            continue
         for cell in cells:
-            if is_fault and cell.plain not in ("0", "no"):
+            if title in ("no room", "errors", "corrupt") and cell.plain not in ("0", "no"):
                 cell.stylize("bold red")
         table.add_row(title, *cells)
-
-    def speed(name: str) -> Callable[[TierStats], str]:
-        def show(tier: TierStats) -> str:
-            then = earlier.get(tier.name)
-            if then is None or seconds <= 0:
-                return "-"
-            return f"{format_size((getattr(tier, name) - getattr(then, name)) / seconds)}/s"
-
-        return show
-
-    add("used", lambda tier: format_size(tier.used_bytes))
-    add("of", lambda tier: format_size(tier.capacity_bytes))
-    add("pinned", lambda tier: format_size(tier.pinned_bytes))
-    if any(tier.given_bytes for tier in now.stats.tiers):
-        add("compressed to", _compressed)
-    add("blocks", lambda tier: f"{tier.blocks:,}")
-    add("hits", lambda tier: f"{tier.hits:,}")
-    add("read", speed("read_bytes"))
-    add("written", speed("write_bytes"))
-    add("evicted", lambda tier: f"{tier.evictions:,}")
-    add("over quota", lambda tier: f"{tier.over_quota:,}")
-    add("shed", lambda tier: f"{tier.dropped:,}")
-    add("no room", lambda tier: "yes" if tier.full else "no", is_fault=True)
-    add("errors", lambda tier: f"{tier.errors:,}", is_fault=True)
-    add("corrupt", lambda tier: f"{tier.corrupt:,}", is_fault=True)
     return table
 
 
-def _compressed(tier: TierStats) -> str:
-    return f"{tier.compressed_bytes / tier.given_bytes:.0%}" if tier.given_bytes else "-"
-
-
-def _table(first: str, *others: str, title: str | None = None, caption: str | None = None) -> Table:
-    """Numbers stand to the right. Nothing is cut off: what is too long goes on below."""
-    table = Table(title=title, caption=caption, collapse_padding=len(others) > 4)
-    table.add_column(first, overflow="fold")
-    for name in others:
-        table.add_column(name, justify="right", overflow="fold")
-    return table
-
-
-def _clients(clients: tuple[ClientView, ...]) -> Table:
-    note = "lost: its slots are kept until its copies have ended"
-    table = _table(
-        "process", "since", "namespaces", "recalls", "being filled", "requests", "state",
-        caption=note if any(client.lost for client in clients) else None,
-    )  # fmt: skip
-    for client in clients:
-        numbers = (client.namespaces, client.tickets, client.reserved, client.requests)
-        table.add_row(
-            str(client.pid),
-            _duration(client.seconds),
-            *map(format_count, numbers),
-            "lost" if client.lost else "",
-        )
-    return table
-
-
-def _tenants(views: tuple[TenantView, ...], count: int) -> Table:
-    """Some of ``count`` tenants: what they hold, of how much."""
-    title = f"tenants ({len(views)} of {count})" if count > len(views) else "tenants"
+def _tenants(now: Overview) -> Table:
+    shown, count = now.tenants[:_TENANTS_SHOWN], now.tenant_count
+    title = f"tenants ({len(shown)} of {count})" if count > len(shown) else "tenants"
     table = _table("tenant", "in host", "of", "on disk", "of", "refused", "evicted", title=title)
-    for view in views:
+    for view in shown:
+        sizes = (view.host_bytes, view.host_limit, view.disk_bytes, view.disk_limit)
         table.add_row(
-            view.tenant,
-            format_size(view.host_bytes),
-            _limit(view.host_limit),
-            format_size(view.disk_bytes),
-            _limit(view.disk_limit),
-            format_count(view.refused),
-            format_count(view.evicted),
-        )
+            view.tenant, *("-" if nbytes is None else format_size(nbytes) for nbytes in sizes),
+            format_count(view.refused), format_count(view.evicted),
+        )  # fmt: skip
     return table
-
-
-def _limit(nbytes: int) -> str:
-    return "-" if nbytes < 0 else format_size(nbytes)
 
 
 def listing_of(found: Listing) -> Table:
@@ -626,15 +555,13 @@ def listing_of(found: Listing) -> Table:
         cells.append("\n".join(about))
         if is_named:
             cells.append(format_count(row.depth))
-        cells += [
-            _held(row.host_blocks, row.host_bytes),
-            _held(row.disk_blocks, row.disk_bytes),
-            format_count(row.pinned_blocks),
-            _duration(row.youngest_s) + ("" if by is By.BLOCK else f"\n{_duration(row.oldest_s)}"),
-        ]
+        for blocks, nbytes in (
+            (row.host_blocks, row.host_bytes),
+            (row.disk_blocks, row.disk_bytes),
+        ):
+            cells.append(f"{format_count(blocks)}\n{format_size(nbytes)}" if blocks else "-")
+        cells.append(format_count(row.pinned_blocks))
+        oldest = "" if by is By.BLOCK else f"\n{_duration(row.oldest_s)}"
+        cells.append(_duration(row.youngest_s) + oldest)
         table.add_row(*map(Text, cells))
     return table
-
-
-def _held(blocks: int, nbytes: int) -> str:
-    return f"{format_count(blocks)}\n{format_size(nbytes)}" if blocks else "-"

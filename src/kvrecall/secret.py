@@ -1,4 +1,5 @@
-"""Secrets: no setting holds one. A setting names the file that does, ``{"file": "/path"}``.
+"""Secrets: no setting holds one. A setting names the file that does, ``{"file": "/path"}``; and
+whether a file or folder is this user's alone (``exposure``).
 
 vLLM prints its options, a connector's settings among them, hands them to all its processes and
 repeats them when it dies. So a secret in a setting is refused at the edge (``refuse_open``), and
@@ -16,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.errors import ConfigError, hidden, hide
-from kvrecall.ownership import ACCESS, exposure
+
+WRITE = 0o022
+ACCESS = 0o077
+"""What others may not do: write, or anything."""
 
 _MAX_BYTES = 64 << 10
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
@@ -155,3 +159,23 @@ def _is_flag(value: object) -> bool:
 
 def _has_secret(text: str) -> bool:
     return bool(_USER.match(text)) or ("://" in text and any(map(is_secret, _QUERY.findall(text))))
+
+
+def exposure(path: Path, status: os.stat_result, forbidden: int, root_too: bool = False) -> str:
+    """Why others can change the file or folder at ``path``, or do what is ``forbidden``, with the
+    cure; "" if they cannot. ``root_too``: it may be root's."""
+    is_folder = stat.S_ISDIR(status.st_mode)
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid != os.geteuid() and not (root_too and status.st_uid == 0):
+        return (
+            f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}; give it to this user "
+            f"(chown), or use another {'folder' if is_folder else 'file'}"
+        )
+    if not mode & forbidden:
+        return ""
+    do, cure = "may read", f"run: chmod {700 if is_folder else 600} {path}"
+    if forbidden == WRITE:
+        do = "can write to"
+        if is_folder:
+            cure += ", or name a folder below it, which kvrecall makes"
+    return f"{path} has mode {mode:04o}, so others {do} it; {cure}"

@@ -8,30 +8,23 @@ import pytest
 
 from bench.commands import figures_of
 from kvrecall.bench import serving
-from kvrecall.bench.serving import DEPLOYMENTS, HOST, measure_serving, servers
-from kvrecall.bench.workload import conversations
+from kvrecall.bench.serving import DEPLOYMENTS, HOST, conversations, measure_chat, servers
 from kvrecall.errors import EngineError
 
 
-def test_conversations_are_always_the_same() -> None:
-    assert conversations(8, 2) == conversations(8, 2)
-
-
-def test_conversations_share_the_system_prompt_and_nothing_else() -> None:
-    first, second, *_ = (session.opening for session in conversations(8, 2).sessions)
+def test_conversations_are_always_the_same_and_share_the_system_prompt() -> None:
+    workload = conversations(8, 2)
+    assert conversations(8, 2) == workload
+    first, second, *_ = (session.opening for session in workload.sessions)
     assert first[:256] == second[:256]
     assert first[256:320] != second[256:320]
-
-
-def test_no_prompt_is_longer_than_said() -> None:
-    workload = conversations(8, 3)
     assert workload.prompt_tokens > 0
     assert workload.longest_prompt >= max(len(s.opening) for s in workload.sessions)
 
 
 def test_an_unknown_variant_is_an_error_that_names_the_known() -> None:
     with pytest.raises(EngineError, match=r"there is no variant 'ram'.*host, disk"):
-        measure_serving(conversations(1, 1), ["ram"], 60.0)
+        measure_chat(1, 1, "ram")
 
 
 @pytest.mark.long

@@ -10,7 +10,6 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from pydantic import BaseModel, ConfigDict
 
 from distribution.test_deploy import DEPLOY, parsed
 from kvrecall.config import RecallSettings, parse_size
@@ -21,39 +20,6 @@ SCHEMAS = json.loads((Path(__file__).parent / "kubernetes-1.34.json").read_text(
 KUSTOMIZATION = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
 ONE_POD = "one-pod.yaml"
 FILES = (*KUSTOMIZATION["resources"], ONE_POD)
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class _Labels(_Strict):
-    matchLabels: dict[str, str]
-
-
-class _Endpoint(_Strict):
-    port: str
-    path: str
-    interval: str
-
-
-class _Spec(_Strict):
-    selector: _Labels
-    endpoints: list[_Endpoint]
-
-
-class _Metadata(_Strict):
-    name: str
-    labels: dict[str, str]
-
-
-class ServiceMonitor(_Strict):
-    """The used part of the operator's ServiceMonitor (monitoring.coreos.com/v1)."""
-
-    apiVersion: str
-    kind: str
-    metadata: _Metadata
-    spec: _Spec
 
 
 def objects(*files: str) -> list[dict[str, Any]]:
@@ -105,14 +71,6 @@ def test_every_file_is_applied_or_stands_alone() -> None:
 def test_an_object_is_valid(each: dict[str, Any]) -> None:
     schema = {"$ref": f"#/$defs/{SCHEMAS['kinds'][each['kind']]}", "$defs": SCHEMAS["$defs"]}
     jsonschema.Draft202012Validator(schema).validate(each)
-
-
-def test_the_schemas_do_refuse() -> None:
-    wrong = json.loads(json.dumps(the("DaemonSet", "kvrecall-pool")))
-    wrong["spec"]["template"]["spec"]["hostPid"] = True
-    schema = {"$ref": f"#/$defs/{SCHEMAS['kinds']['DaemonSet']}", "$defs": SCHEMAS["$defs"]}
-    with pytest.raises(jsonschema.ValidationError, match="hostPid"):
-        jsonschema.Draft202012Validator(schema).validate(wrong)
 
 
 @pytest.mark.parametrize(("pod", "container"), RUNNING)
@@ -249,16 +207,13 @@ def test_selectors_select() -> None:
 
 @pytest.mark.parametrize("each", [x for x in ALL if x["kind"] == "ServiceMonitor"], ids=named)
 def test_a_monitor_scrapes_a_named_port(each: dict[str, Any]) -> None:
-    """Checked here, because the schema of this kind comes with the operator."""
-    monitor = ServiceMonitor.model_validate(each)
-    assert (monitor.apiVersion, monitor.kind) == ("monitoring.coreos.com/v1", "ServiceMonitor")
-    (service,) = (
-        x for x in ALL
-        if x["kind"] == "Service"
-        and monitor.spec.selector.matchLabels.items() <= x["metadata"]["labels"].items()
-    )  # fmt: skip
+    """The schema of this kind comes with the operator."""
+    assert each["apiVersion"] == "monitoring.coreos.com/v1"
+    wanted = each["spec"]["selector"]["matchLabels"].items()
+    services = (x for x in ALL if x["kind"] == "Service")
+    (service,) = (x for x in services if wanted <= x["metadata"]["labels"].items())
     ports = {port["name"] for port in service["spec"]["ports"]}
-    assert {endpoint.port for endpoint in monitor.spec.endpoints} <= ports
-    for endpoint in monitor.spec.endpoints:
-        assert endpoint.path.startswith("/")
-        assert endpoint.interval.removesuffix("s").isdigit()
+    for endpoint in each["spec"]["endpoints"]:
+        assert endpoint["port"] in ports
+        assert endpoint["path"].startswith("/")
+        assert endpoint["interval"].removesuffix("s").isdigit()

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "kvrecall"
 BUILD = "import sys, hatchling.build as b; print(getattr(b, 'build_' + sys.argv[1])(sys.argv[2]))"
 NOT_ASKED_FOR = (
-    "vllm torch transformers fastapi starlette uvicorn cryptography obstore faiss matplotlib "
+    "vllm torch transformers fastapi starlette uvicorn cryptography obstore faiss "
     "mooncake sglang triton hypothesis pytest"
 ).split()
 
@@ -150,7 +150,9 @@ def test_it_is_the_installed_one_and_says_its_version(installed: Path, metadata:
 
 def test_commands_that_need_no_engine(installed: Path) -> None:
     assert "simulate" in kvrecall(installed, "--help")
-    words = ["simulate", "synthetic:loop", "--hours", "0.2", "--capacity-blocks", "100"]
+    trace = installed / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "hash_ids": [1, 2]}\n' * 2)
+    words = ["simulate", str(trace), "--capacity-blocks", "100"]
     words += ["--policy", "all", "--json"]
     told = json.loads(kvrecall(installed, *words).strip().splitlines()[-1])
     assert "lru" in json.dumps(told)

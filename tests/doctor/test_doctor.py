@@ -7,6 +7,7 @@ import os
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from support.commands import Commands
 from typer.testing import CliRunner
 
 from kvrecall.config import DiskConfig, PoolConfig, RecallSettings
-from kvrecall.doctor import cli, installed
+from kvrecall.doctor import cli, machine
 from kvrecall.doctor.pool import check_folder, check_pool, file_system_of, read_settings
 from kvrecall.engines.vllm.compat.versions import BUILT_ON, SUPPORTED
 from kvrecall.pool import Pool
@@ -66,7 +67,11 @@ def test_for_people() -> None:
     assert done.exit_code == 1
     assert "set a smaller host_size" in done.stdout
     last = done.stdout.splitlines()[-1]
-    states = [each["state"] for each in asked("--host-size", "999TiB", status=1)["findings"]]
+    report = asked("--host-size", "999TiB", status=1)
+    host = one(report, "pool", "host")
+    assert (host["state"], host["figures"]["bytes"]) == ("broken", 999 << 40)
+    assert "set a smaller host_size" in host["cure"]
+    states = [each["state"] for each in report["findings"]]
     assert last == f"1 broken; warnings: {states.count('warning')}, notes: {states.count('note')}"
 
 
@@ -104,7 +109,7 @@ def test_versions_of_vllm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     vllm_of(version, tmp_path / "site", monkeypatch)
-    found = {each.check: each for each in installed.check_packages(serves)}
+    found = {each.check: each for each in machine.check_packages(serves)}
     assert found["vllm"].state is state
     assert found["vllm"].figures == {"version": version, "supported": SUPPORTED}
     assert bool(found["vllm"].cure) == (state is not Health.OK)
@@ -115,7 +120,7 @@ def test_versions_of_vllm(
 def test_extras_are_those_of_the_project() -> None:
     root = Path(__file__).parents[2]
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    for extra, (names, _) in installed.EXTRAS.items():
+    for extra, (names, _) in machine.EXTRAS.items():
         brought = " ".join(extras["optional-dependencies"][extra])
         assert any(name in brought for name in names)
 
@@ -137,7 +142,7 @@ def test_an_engine_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.getenv("PYTHONPATH", "")]))
-    found = {each.check: each for each in installed.check_engine(None)}
+    found = {each.check: each for each in machine.check_engine(None)}
     assert {each.state for each in found.values()} == {Health.BROKEN}
     assert "libcudart.so.13" in found["torch"].found
     assert "killed by SIGILL after torch" in found["process"].found
@@ -153,13 +158,6 @@ def test_figures_of_the_machine_are_the_kernels() -> None:
     assert one(report, "machine", "cpu")["figures"]["cores"] == len(os.sched_getaffinity(0))
     processes = one(report, "machine", "processes")["figures"]
     assert processes["own_namespace"] == (os.readlink("/proc/self/ns/pid") != "pid:[4026531836]")
-
-
-def test_too_little_memory() -> None:
-    host = one(asked("--host-size", "999TiB", status=1), "pool", "host")
-    assert host["state"] == "broken"
-    assert host["figures"]["bytes"] == 999 << 40
-    assert "set a smaller host_size" in host["cure"]
 
 
 # -- the pool -----------------------------------------------------------------------------------
@@ -190,9 +188,6 @@ def test_a_disk_that_fits_and_nothing_is_changed(tmp_path: Path) -> None:
     assert disk["figures"]["free_bytes"] > 8 * MIB
     assert one(report, "pool", "direct I/O")["figures"]["direct"] in (True, False)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_disk_without_room(tmp_path: Path) -> None:
     report = asked("--disk-path", tmp_path, "--disk-size", "999TiB", status=1)
     assert "more than" in one(report, "pool", "disk")["found"]
 
@@ -232,12 +227,7 @@ def fill(pool: Pool, blocks: int) -> None:
     assert pool.flush(keys, 60.0)
 
 
-MOUNTS = """22 1 8:1 / / rw - ext4 /dev/sda1 rw
-23 22 0:20 / /data rw - xfs /dev/sdb1 rw
-24 22 0:21 / /data\\040two rw - tmpfs tmpfs rw
-25 23 0:22 / /data/share rw shared:5 - nfs4 host:/x rw
-26 25 0:23 / /data/share rw - ext3 /dev/sdc1 rw
-"""
+MOUNTS = {"/": "ext4", "/data": "xfs", "/data two": "tmpfs", "/data/share": "nfs4"}
 
 
 @pytest.mark.parametrize(
@@ -252,7 +242,9 @@ MOUNTS = """22 1 8:1 / / rw - ext4 /dev/sda1 rw
     ],
 )
 def test_file_systems(folder: str, kind: str) -> None:
-    assert file_system_of(Path(folder), MOUNTS) == kind
+    mounts = [SimpleNamespace(mountpoint=at, fstype=of) for at, of in MOUNTS.items()]
+    mounts.append(SimpleNamespace(mountpoint="/data/share", fstype="ext3"))
+    assert file_system_of(Path(folder), mounts) == kind
 
 
 def test_a_folder_in_memory_is_a_warning() -> None:
@@ -292,11 +284,8 @@ def test_how_many_blocks_fit() -> None:
     host = one(report, "model", "host blocks")
     assert host["figures"] == {"tier": "host", "bytes": 64 * MIB, "blocks": 256, "tokens": 32768}
     assert host["state"] == "warning", "less than one sequence of the model"
-
-
-def test_a_host_without_room_for_a_block() -> None:
     report = asked(MODEL, "--host-size", "128KiB", status=1)
-    assert one(report, "model", "host blocks")["state"] == "broken"
+    assert one(report, "model", "host blocks")["state"] == "broken", "no room for a block"
 
 
 def test_a_model_of_several_kv_groups(tmp_path: Path) -> None:

@@ -142,12 +142,11 @@ def test_never_more_is_known_than_is_held(
                 assert known == engine.held[medium]
 
 
-def test_rows_and_maps_and_hashes_of_bytes() -> None:
+def test_hashes_of_bytes_and_fields_of_other_versions() -> None:
     reader = EventReader(Holdings())
     long = bytes(range(32))
-    row = ["BlockStored", [long], None, [1, 2, 3], 2, None, "CPU", None]
-    batch = msgspec.msgpack.encode([1.0, [row, ["BlockRemoved", [5], "GPU"]]])
-    assert reader.take(0, batch) is BatchOutcome.APPLIED
+    events = [stored("CPU", [long]), removed("GPU", [5])]  # type: ignore[list-item]
+    assert reader.take(0, msgspec.msgpack.encode([1.0, events])) is BatchOutcome.APPLIED
     assert reader.holdings.hashes(TierName.HOST) == {short_hash(long)}
     newer = stored("GPU", [7]) | {"session_id": "s", "field_of_next_year": [1]}
     assert reader.take(1, msgspec.msgpack.encode([2.0, [newer], 0, "more"])) is BatchOutcome.APPLIED

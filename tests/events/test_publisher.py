@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pool.test_changes import OTHER, Action, actions, open_pool, play
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError
 from kvrecall.events import publisher as room
-from kvrecall.events.publisher import EventPublisher, endpoint_of
-from kvrecall.events.subscriber import Publisher, Subscription
-from kvrecall.events.wire import short_hash
+from kvrecall.events.holdings import Holdings
+from kvrecall.events.publisher import EventPublisher, PoolEvents, endpoint_of
+from kvrecall.events.subscriber import BatchOutcome, EventReader, Publisher, Subscription
+from kvrecall.events.wire import encode, short_hash
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.processes.command import kvrecall
@@ -31,10 +34,59 @@ from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine
 
 MIB = 1 << 20
+KV_EVENTS = "vllm.distributed.kv_events"
 
 
-def hashes(keys: list[BlockKey]) -> set[int]:
+def hashes(keys: Iterable[BlockKey]) -> set[int]:
     return {short_hash(key[NAMESPACE_BYTES:]) for key in keys}
+
+
+class Router:
+    """Follows a pool of which some namespaces are live: an engine can recall their blocks."""
+
+    def __init__(self, pool: Pool, most: int) -> None:
+        self.live: dict[bytes, int] = {}
+        self.events = PoolEvents(pool, lambda: self.live, most)
+        self._reader = EventReader(Holdings())
+
+    def read(self, repeat: bool = False) -> None:
+        batch = encode(self.events.take(repeat))
+        assert self._reader.take(self._reader.last + 1, batch) is BatchOutcome.APPLIED
+
+    def known(self) -> set[tuple[TierName, int]]:
+        self.read()
+        while not self.events.is_complete:
+            self.read()
+        return {
+            (tier, one)
+            for tier in (TierName.HOST, TierName.DISK)
+            for one in self._reader.holdings.hashes(tier)
+        }
+
+
+@given(actions("toggle"), st.integers(1, 40), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_a_router_knows_what_an_engine_can_recall(
+    tmp_path_factory: pytest.TempPathFactory, story: list[Action], most: int, with_disk: bool
+) -> None:
+    """Whatever happens in between: logs that overflow, namespaces that come and go."""
+    with open_pool(tmp_path_factory.mktemp("pool") if with_disk else None) as pool:
+        router = Router(pool, most)
+
+        def act(action: str, which: int) -> None:
+            digest = (NAMESPACE, OTHER)[which].digest
+            if action != "toggle":
+                router.read(repeat=action == "repeat")
+            elif router.live.pop(digest, None) is None:
+                router.live[digest] = which
+
+        play(pool, story, act)
+        there = {
+            (block.tier, *hashes([block.key]))
+            for block in pool.admin.blocks()
+            if block.key[:NAMESPACE_BYTES] in router.live
+        }
+        assert router.known() == there
 
 
 class Follower:
@@ -70,10 +122,46 @@ def port() -> int:
 
 
 @pytest.fixture
+def ending() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def follower(port: int, ending: contextlib.ExitStack) -> Follower:
+    return ending.enter_context(contextlib.closing(Follower(port)))
+
+
+@pytest.fixture
+def socket_of(port: int, ending: contextlib.ExitStack) -> Callable[[int], zmq.Socket[bytes]]:
+    """Connected to the publisher's port for sockets of that kind."""
+    context = zmq.Context()
+    ending.callback(context.destroy, linger=0)
+
+    def connected(kind: int) -> zmq.Socket[bytes]:
+        made = context.socket(kind)
+        made.connect(f"tcp://127.0.0.1:{port + (kind == zmq.DEALER)}")
+        return made
+
+    return connected
+
+
+@pytest.fixture
 def pool(tmp_path: Path) -> Iterator[Pool]:
     config = PoolConfig(8 * SLOT_BYTES, DiskConfig(tmp_path / "disk", 64 * MIB), policy="lru")
     with Pool.open(config) as made:
         yield made
+
+
+Publish = Callable[..., EventPublisher]
+
+
+@pytest.fixture
+def publish(port: int) -> Iterator[Publish]:
+    with contextlib.ExitStack() as ending:
+        yield lambda pool, topic="": ending.enter_context(
+            contextlib.closing(EventPublisher(pool, "127.0.0.1", port, topic))
+        )
 
 
 def save(pool: Any, name: str, count: int = 4) -> list[BlockKey]:
@@ -96,94 +184,40 @@ def save_until_told(pool: Pool, sub: zmq.Socket[bytes]) -> list[BlockKey]:
 
 def agrees(follower: Follower, pool: Pool) -> Callable[[], bool]:
     def is_so() -> bool:
-        host = {short_hash(one.key[NAMESPACE_BYTES:]) for one in pool.host_blocks()}
-        disk = {
-            short_hash(one.key[NAMESPACE_BYTES:])
-            for one in pool.admin.blocks()
-            if one.tier is TierName.DISK
-        }
+        host = hashes(one.key for one in pool.host_blocks())
+        disk = hashes(one.key for one in pool.admin.blocks() if one.tier is TierName.DISK)
         return follower.held(TierName.HOST) == host and follower.held(TierName.DISK) >= disk
 
     return is_so
 
 
-def test_vllms_classes_decode_what_is_published(pool: Pool, port: int) -> None:
-    """As vLLM's example of a subscriber does."""
-    from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
-
-    decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
-    publisher = EventPublisher(pool, "127.0.0.1", port)
-    context = zmq.Context()
-    sub = context.socket(zmq.SUB)
-    try:
-        sub.connect(f"tcp://127.0.0.1:{port}")
-        sub.subscribe(b"")
-        keys = save_until_told(pool, sub)
-        pool.drop(keys)
-        events: list[Any] = []
-        numbers: list[int] = []
-        while not any(isinstance(one, BlockRemoved) and one.medium == "STORAGE" for one in events):
-            assert sub.poll(20_000)
-            topic, number, payload = sub.recv_multipart()
-            assert topic == b""
-            numbers.append(int.from_bytes(number, "big"))
-            batch = decoder.decode(payload)
-            assert abs(batch.ts - time.time()) < 60
-            assert batch.data_parallel_rank == 0
-            events += batch.events
-        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-        stored = [one for one in events if isinstance(one, BlockStored) and one.medium == "CPU"]
-        first = stored[0]
-        assert set(first.block_hashes) <= hashes(keys)
-        assert (first.parent_block_hash, first.token_ids, first.block_size) == (None, [], 0)
-        assert (first.group_idx, first.locality, first.ownership) == (0, "LOCAL", None)
-        assert {one.medium for one in events} == {"CPU", "STORAGE"}
-    finally:
-        context.destroy(linger=0)
-        publisher.close()
-
-
-def test_a_reader_follows_a_pool_through_evictions_and_drops(pool: Pool, port: int) -> None:
-    publisher = EventPublisher(pool, "127.0.0.1", port)
-    follower = Follower(port)
-    try:
-        kept = save(pool, "a")
-        for number in range(4):
-            save(pool, f"more {number}")
-        wait_until(agrees(follower, pool))
-        assert hashes(kept) <= follower.held(TierName.DISK)
-        assert not hashes(kept) & follower.held(TierName.HOST)
-        pool.drop(kept)
-        wait_until(lambda: not hashes(kept) & follower.held(TierName.DISK))
-        pool.clear()
-        wait_until(lambda: not len(follower.known.holdings))
-        assert follower.known.gaps == 0
-    finally:
-        follower.close()
-        publisher.close()
-
-
-def test_a_late_reader_is_told_everything(
-    pool: Pool, port: int, monkeypatch: pytest.MonkeyPatch
+def test_a_late_reader_follows_a_pool_through_evictions_and_drops(
+    pool: Pool,
+    publish: Publish,
+    port: int,
+    follower: Follower,
+    ending: contextlib.ExitStack,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(room, "_KEPT_BATCHES", 2)
-    publisher = EventPublisher(pool, "127.0.0.1", port)
-    first = Follower(port)
-    try:
-        keys = [key for number in range(5) for key in save(pool, f"story {number}")]
-        wait_until(lambda: first.held(TierName.DISK) == hashes(keys))
-        late = Follower(port)
-        try:
-            wait_until(lambda: late.held(TierName.DISK) == hashes(keys))
-            wait_until(agrees(late, pool))
-        finally:
-            late.close()
-    finally:
-        first.close()
-        publisher.close()
+    publish(pool)
+    first = save(pool, "a")
+    keys = [*first, *(key for number in range(4) for key in save(pool, f"more {number}"))]
+    late = ending.enter_context(contextlib.closing(Follower(port)))
+    for reader in (follower, late):
+        wait_until(lambda reader=reader: reader.held(TierName.DISK) == hashes(keys))
+        wait_until(agrees(reader, pool))
+        assert not hashes(first) & reader.held(TierName.HOST)
+    pool.drop(first)
+    wait_until(lambda: not hashes(first) & late.held(TierName.DISK))
+    pool.clear()
+    wait_until(lambda: not len(late.known.holdings))
+    assert late.known.gaps == 0
 
 
-def test_a_service_that_is_killed_and_comes_back(tmp_path: Path, port: int) -> None:
+def test_a_service_that_is_killed_and_comes_back(
+    tmp_path: Path, port: int, follower: Follower, ending: contextlib.ExitStack
+) -> None:
     """The command; its host memory is lost, its disk is not."""
     folder = tmp_path / "service"
     folder.mkdir(mode=0o700)
@@ -193,33 +227,31 @@ def test_a_service_that_is_killed_and_comes_back(tmp_path: Path, port: int) -> N
 
     def started() -> subprocess.Popen[bytes]:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+        ending.callback(process.wait)
+        ending.callback(process.kill)
         assert process.stdout is not None
         assert b"pool service on" in process.stdout.readline()
         return process
 
-    follower = Follower(port)
     process = started()
-    try:
-        with contextlib.closing(ServiceClient(socket, 60.0)) as client:
-            keys = save(client, "a")
-            wait_until(lambda: follower.held(TierName.HOST) == hashes(keys))
-            wait_until(lambda: follower.held(TierName.DISK) == hashes(keys))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process = started()
-        with contextlib.closing(ServiceClient(socket, 60.0)) as client:
-            client.register(NAMESPACE, BLOCK_BYTES)
-            wait_until(lambda: not follower.held(TierName.HOST))
-            wait_until(lambda: follower.held(TierName.DISK) == hashes(keys))
-        reader = follower.known.reader
-        assert reader.restarts + reader.lost >= 1
-    finally:
-        follower.close()
-        process.kill()
-        process.wait()
+    with contextlib.closing(ServiceClient(socket, 60.0)) as client:
+        keys = save(client, "a")
+        wait_until(lambda: follower.held(TierName.HOST) == hashes(keys))
+        wait_until(lambda: follower.held(TierName.DISK) == hashes(keys))
+    process.kill()
+    process.wait()
+    started()
+    with contextlib.closing(ServiceClient(socket, 60.0)) as client:
+        client.register(NAMESPACE, BLOCK_BYTES)
+        wait_until(lambda: not follower.held(TierName.HOST))
+        wait_until(lambda: follower.held(TierName.DISK) == hashes(keys))
+    reader = follower.known.reader
+    assert reader.restarts + reader.lost >= 1
 
 
-def test_a_further_namespace_publishes_its_own_blocks(tmp_path: Path, port: int) -> None:
+def test_a_further_namespace_publishes_its_own_blocks(
+    tmp_path: Path, publish: Publish, follower: Follower
+) -> None:
     """Another engine joins, whose blocks are on disk: those of the first are not told again."""
     other = Namespace.of({"a": "other"})
     config = PoolConfig(32 * SLOT_BYTES, DiskConfig(tmp_path / "disk", 64 * MIB))
@@ -228,9 +260,7 @@ def test_a_further_namespace_publishes_its_own_blocks(tmp_path: Path, port: int)
         theirs = chain(other, 4, "theirs")
         Engine(pool).save(theirs)
         assert pool.flush(theirs, 30.0)
-    with Pool.open(config) as pool:
-        publisher = EventPublisher(pool, "127.0.0.1", port)
-        follower = Follower(port)
+    with Pool.open(config) as pool, contextlib.closing(publish(pool)) as publisher:
 
         def settle(name: str) -> list[BlockKey]:
             """Until all that was taken from the log is published: a further block is told after
@@ -241,33 +271,32 @@ def test_a_further_namespace_publishes_its_own_blocks(tmp_path: Path, port: int)
             wait_until(lambda: hashes(keys) <= follower.held(TierName.DISK))
             return keys
 
-        try:
-            ours = save(pool, "ours", 8)
-            wait_until(lambda: follower.held(TierName.DISK) == hashes(ours))
-            marks = settle("before")
-            before = publisher._number
-            pool.register(other, BLOCK_BYTES)
-            wait_until(lambda: follower.held(TierName.DISK) == hashes(ours + marks + theirs))
-            marks += settle("after")
-            told = [
-                block
-                for _, payload in publisher._history.since(before)
-                for event in msgspec.msgpack.decode(payload)[1]
-                for block in event["block_hashes"]
-                if block not in hashes(marks)
-            ]
-            assert sorted(told) == sorted(hashes(theirs))
-        finally:
-            follower.close()
-            publisher.close()
+        ours = save(pool, "ours", 8)
+        wait_until(lambda: follower.held(TierName.DISK) == hashes(ours))
+        marks = settle("before")
+        before = publisher._number
+        pool.register(other, BLOCK_BYTES)
+        wait_until(lambda: follower.held(TierName.DISK) == hashes(ours + marks + theirs))
+        marks += settle("after")
+        told = [
+            block
+            for _, payload in publisher._history.since(before)
+            for event in msgspec.msgpack.decode(payload)[1]
+            for block in event["block_hashes"]
+            if block not in hashes(marks)
+        ]
+        assert sorted(told) == sorted(hashes(theirs))
 
 
-def test_a_reader_that_asks_all_the_time_keeps_nothing_from_others(pool: Pool, port: int) -> None:
-    publisher = EventPublisher(pool, "127.0.0.1", port)
-    follower = Follower(port)
-    context = zmq.Context()
-    replay = context.socket(zmq.DEALER)
-    is_over = threading.Event()
+def test_a_reader_that_asks_all_the_time_keeps_nothing_from_others(
+    pool: Pool,
+    publish: Publish,
+    follower: Follower,
+    socket_of: Callable[[int], zmq.Socket[bytes]],
+    ending: contextlib.ExitStack,
+) -> None:
+    publish(pool)
+    replay, is_over = socket_of(zmq.DEALER), threading.Event()
 
     def ask() -> None:
         """So that a request always waits."""
@@ -278,17 +307,11 @@ def test_a_reader_that_asks_all_the_time_keeps_nothing_from_others(pool: Pool, p
                 replay.send_multipart((b"", (0).to_bytes(8, "big")))
 
     thread = threading.Thread(target=ask, daemon=True)
-    try:
-        replay.connect(f"tcp://127.0.0.1:{port + 1}")
-        thread.start()
-        keys = save(pool, "a")
-        wait_until(lambda: follower.held(TierName.DISK) == hashes(keys))
-    finally:
-        is_over.set()
-        thread.join(10)
-        follower.close()
-        context.destroy(linger=0)
-        publisher.close()
+    ending.callback(thread.join, 10)
+    ending.callback(is_over.set)
+    thread.start()
+    keys = save(pool, "a")
+    wait_until(lambda: follower.held(TierName.DISK) == hashes(keys))
 
 
 def test_endpoints() -> None:
@@ -307,41 +330,45 @@ def test_a_port_that_is_taken(pool: Pool, port: int) -> None:
 
 
 def test_a_topic_and_a_gap_that_is_no_longer_kept(
-    pool: Pool, port: int, monkeypatch: pytest.MonkeyPatch
+    pool: Pool,
+    publish: Publish,
+    follower: Follower,
+    socket_of: Callable[[int], zmq.Socket[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The frames: with the topic, in order, and first those that void what a reader knew."""
+    """The frames: with the topic, in order, and first those that void what a reader knew; vLLM's
+    classes decode them, as its example of a subscriber does."""
+    decode = msgspec.msgpack.Decoder(type=pytest.importorskip(KV_EVENTS).KVEventBatch).decode
     monkeypatch.setattr(room, "_KEPT_BATCHES", 4)
-    publisher = EventPublisher(pool, "127.0.0.1", port, "kv-events")
-    context = zmq.Context()
-    sub, replay = context.socket(zmq.SUB), context.socket(zmq.DEALER)
-    follower = Follower(port)
-    try:
-        sub.connect(f"tcp://127.0.0.1:{port}")
-        sub.subscribe(b"kv-events")
-        replay.connect(f"tcp://127.0.0.1:{port + 1}")
-        keys = save_until_told(pool, sub)
-        assert sub.recv_multipart()[0] == b"kv-events"
-        for number in range(12):
-            before = publisher._number
-            pool.drop(save(pool, f"b {number}", 1))
-            wait_until(lambda before=before: publisher._number > before)
-        wait_until(lambda: follower.held(TierName.DISK) == hashes(keys))
-        published = publisher._number
-        replay.send_multipart((b"", (2).to_bytes(8, "big")))
-        replies: list[list[bytes]] = []
-        while not replies or replies[-1][-1]:
-            assert replay.poll(20_000)
-            replies.append(replay.recv_multipart())
-        numbers = [int.from_bytes(one[2], "big") for one in replies[:-1]]
-        assert numbers == list(range(numbers[0], numbers[-1] + 1))
-        assert numbers[0] >= 2
-        assert numbers[-1] >= published - 1, "up to the last"
-        assert {one[1] for one in replies[:-1]} == {b"kv-events"}
-        first = msgspec.msgpack.decode(replies[0][-1])[1]
-        assert first[0]["type"] == "AllBlocksCleared"
-        told = {h for one in first if one.get("medium") == "STORAGE" for h in one["block_hashes"]}
-        assert told >= hashes(keys)
-    finally:
-        follower.close()
-        context.destroy(linger=0)
-        publisher.close()
+    publisher = publish(pool, "kv-events")
+    sub, replay = socket_of(zmq.SUB), socket_of(zmq.DEALER)
+    sub.subscribe(b"kv-events")
+    keys = save_until_told(pool, sub)
+    topic, number, payload = sub.recv_multipart()
+    batch = decode(payload)
+    assert (topic, batch.data_parallel_rank) == (b"kv-events", 0)
+    assert abs(batch.ts - time.time()) < 60
+    told = next(one for one in batch.events if one.medium == "CPU")
+    assert set(told.block_hashes) <= hashes(keys)
+    assert (told.parent_block_hash, told.token_ids, told.block_size) == (None, [], 0)
+    assert (told.group_idx, told.locality, told.ownership) == (0, "LOCAL", None)
+    for number in range(12):
+        before = publisher._number
+        pool.drop(save(pool, f"b {number}", 1))
+        wait_until(lambda before=before: publisher._number > before)
+    wait_until(lambda: follower.held(TierName.DISK) == hashes(keys))
+    published = publisher._number
+    replay.send_multipart((b"", (2).to_bytes(8, "big")))
+    replies: list[list[bytes]] = []
+    while not replies or replies[-1][-1]:
+        assert replay.poll(20_000)
+        replies.append(replay.recv_multipart())
+    numbers = [int.from_bytes(one[2], "big") for one in replies[:-1]]
+    assert numbers == list(range(numbers[0], numbers[-1] + 1))
+    assert numbers[0] >= 2
+    assert numbers[-1] >= published - 1, "up to the last"
+    assert {one[1] for one in replies[:-1]} == {b"kv-events"}
+    cleared, *first = decode(replies[0][-1]).events
+    assert type(cleared).__name__ == "AllBlocksCleared"
+    on_disk = {block for one in first if one.medium == "STORAGE" for block in one.block_hashes}
+    assert on_disk >= hashes(keys)

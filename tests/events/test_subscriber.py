@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from kvrecall.server.checks import check_port
 from kvrecall.testing.blocks import wait_until
 
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
+of_vllm = pytest.importorskip("kvrecall.engines.vllm.compat.events")
 
 
 def is_free(port: int) -> bool:
@@ -34,15 +36,54 @@ def is_free(port: int) -> bool:
     return True
 
 
-def publisher(ports: Publisher, keeps: int = 10_000) -> Any:
-    """Once the ports are free: ZeroMQ closes those of the one before in a thread of its own."""
-    wait_until(lambda: all(map(is_free, (ports.port, ports.replay_port))))
-    return kv_events.ZmqEventPublisher(
-        0,
-        endpoint=f"tcp://*:{ports.port}",
-        replay_endpoint=f"tcp://*:{ports.replay_port}",
-        buffer_steps=keeps,
-    )
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        asyncio.run(test(**fixtures))
+
+    return run
+
+
+Publish = Callable[..., Any]
+
+
+@pytest.fixture
+def ports() -> Publisher:
+    return Publisher("127.0.0.1", free_port(), free_port())
+
+
+@pytest.fixture
+def publisher(ports: Publisher) -> Iterator[Publish]:
+    """Publishers at the ports, once these are free: ZeroMQ closes those of the one before in a
+    thread of its own. ``whole``: vLLM's, as its scheduler makes one after the connector has said
+    that it publishes."""
+    endpoint, replay = f"tcp://*:{ports.port}", f"tcp://*:{ports.replay_port}"
+    factory = kv_events.EventPublisherFactory
+    before = factory._registry
+    with ExitStack() as ending:
+
+        def start(keeps: int = 10_000, whole: bool = False) -> Any:
+            wait_until(lambda: all(map(is_free, (ports.port, ports.replay_port))))
+            if whole:
+                of_vllm.replay_everything()
+                config = kv_events.KVEventsConfig(
+                    enable_kv_cache_events=True,
+                    publisher="zmq",
+                    endpoint=endpoint,
+                    replay_endpoint=replay,
+                    buffer_steps=keeps,
+                    topic="a topic",
+                )
+                made = factory.create(config)
+                factory._registry = before
+            else:
+                made = kv_events.ZmqEventPublisher(
+                    0, endpoint=endpoint, replay_endpoint=replay, buffer_steps=keeps
+                )
+            ending.callback(made.shutdown)
+            return made
+
+        yield start
 
 
 def stored(hashes: list[int], **more: Any) -> Any:
@@ -51,14 +92,12 @@ def stored(hashes: list[int], **more: Any) -> Any:
     return kv_events.BlockStored(block_hashes=hashes, **(fields | more))
 
 
+def removed(block: int, medium: str = "CPU") -> Any:
+    return kv_events.BlockRemoved(block_hashes=[block], medium=medium)
+
+
 def publish(of: Any, *events: Any) -> None:
     of.publish(kv_events.KVEventBatch(ts=time.time(), events=list(events)))
-
-
-def wait_until_sent(of: Any, batches: int) -> None:
-    """vLLM's publisher sends from a thread of its own: what a reader that joins meets is known
-    only after that."""
-    wait_until(lambda: list(of._buffer)[-1:] and of._buffer[-1][0] == batches - 1)
 
 
 @asynccontextmanager
@@ -79,124 +118,83 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.02)
 
 
-@pytest.fixture
-def ports() -> Publisher:
-    return Publisher("127.0.0.1", free_port(), free_port())
+@in_a_loop
+async def test_what_was_published_before_is_replayed(ports: Publisher, publisher: Publish) -> None:
+    engine = publisher()
+    publish(engine, stored([1, 2]))
+    publish(engine, removed(1))
+    async with following(ports) as known:
+        await until(lambda: known.holdings.hashes(TierName.HOST) == {2})
+        publish(engine, stored([3], medium="GPU"))
+        await until(lambda: known.holdings.hashes(TierName.DEVICE) == {3})
+        assert known.gaps == 0
 
 
-def test_what_was_published_before_is_replayed(ports: Publisher) -> None:
-    async def story() -> None:
-        engine = publisher(ports)
-        try:
-            publish(engine, stored([1, 2]))
-            publish(engine, kv_events.BlockRemoved(block_hashes=[1], medium="CPU"))
-            async with following(ports) as known:
-                await until(lambda: known.holdings.hashes(TierName.HOST) == {2})
-                publish(engine, stored([3], medium="GPU"))
-                await until(lambda: known.holdings.hashes(TierName.DEVICE) == {3})
-                assert known.gaps == 0
-        finally:
-            engine.shutdown()
-
-    asyncio.run(story())
-
-
-def test_a_publisher_that_comes_later_and_comes_back(ports: Publisher) -> None:
-    async def story() -> None:
-        async with following(ports) as known:
-            first = publisher(ports)
-            for number in range(5):
-                publish(first, stored([number]))
-            await until(lambda: len(known.holdings) == 5)
-            first.shutdown()
-            second = publisher(ports)
-            try:  # it reaches the same numbers before anyone is connected again
-                for number in range(5):
-                    publish(second, stored([100 + number]))
-                await until(lambda: known.reader.restarts == 1)
-                publish(second, stored([105]))
-                wanted = set(range(100, 106))
-                await until(lambda: known.holdings.hashes(TierName.HOST) == wanted)
-            finally:
-                second.shutdown()
-
-    asyncio.run(story())
+@in_a_loop
+async def test_a_publisher_that_comes_later_and_comes_back(
+    ports: Publisher, publisher: Publish
+) -> None:
+    async with following(ports) as known:
+        first = publisher()
+        for number in range(5):
+            publish(first, stored([number]))
+        await until(lambda: len(known.holdings) == 5)
+        first.shutdown()
+        second = publisher()  # it reaches the same numbers before anyone is connected again
+        for number in range(5):
+            publish(second, stored([100 + number]))
+        await until(lambda: known.reader.restarts == 1)
+        publish(second, stored([105]))
+        await until(lambda: known.holdings.hashes(TierName.HOST) == set(range(100, 106)))
 
 
-def test_a_late_reader_of_a_long_story_knows_its_end(ports: Publisher) -> None:
-    async def story() -> None:
-        engine = publisher(ports, keeps=3)
-        try:
-            for number in range(10):
-                publish(engine, stored([number]))
-            wait_until_sent(engine, 10)
-            async with following(ports) as known:
-                await until(lambda: known.holdings.hashes(TierName.HOST) == {7, 8, 9})
-                assert known.reader.lost == 0
-        finally:
-            engine.shutdown()
-
-    asyncio.run(story())
+@in_a_loop
+async def test_a_late_reader_of_a_long_story_knows_its_end(
+    ports: Publisher, publisher: Publish
+) -> None:
+    engine = publisher(keeps=3)
+    for number in range(10):
+        publish(engine, stored([number]))
+    # vLLM's publisher sends from a thread of its own.
+    wait_until(lambda: list(engine._buffer)[-1:] and engine._buffer[-1][0] == 9)
+    async with following(ports) as known:
+        await until(lambda: known.holdings.hashes(TierName.HOST) == {7, 8, 9})
+        assert known.reader.lost == 0
 
 
-def whole_publisher(ports: Publisher, keeps: int) -> Any:
-    """vLLM's, as its scheduler makes one after the connector has said that it publishes."""
-    from kvrecall.engines.vllm.compat import events as of_vllm
-
-    wait_until(lambda: all(map(is_free, (ports.port, ports.replay_port))))
-    factory = kv_events.EventPublisherFactory
-    before = factory._registry
-    try:
-        of_vllm.replay_everything()
-        config = kv_events.KVEventsConfig(
-            enable_kv_cache_events=True,
-            publisher="zmq",
-            endpoint=f"tcp://*:{ports.port}",
-            replay_endpoint=f"tcp://*:{ports.replay_port}",
-            buffer_steps=keeps,
-            topic="a topic",
-        )
-        return kv_events.EventPublisherFactory.create(config)
-    finally:
-        factory._registry = before
-
-
-def test_late_readers_and_lost_batches_with_our_replay(ports: Publisher) -> None:
+@in_a_loop
+async def test_late_readers_and_lost_batches_with_our_replay(
+    ports: Publisher, publisher: Publish
+) -> None:
     """What the publisher no longer keeps as it was is known nevertheless, and how it hashes."""
     rule, tokens = HashRule("sha256_cbor", 4), [5, 6, 7, 8]
     (root,) = rule.chain(tokens)
     wanted = {root, 1000, *range(20, 2000, 20)}
-
-    async def story() -> None:
-        engine = whole_publisher(ports, keeps=3)
-        try:
-            publish(engine, stored([root], token_ids=tokens, block_size=4, medium="GPU"))
-            for number in range(1, 2000):
-                publish(engine, stored([number]))
-                if number % 20:
-                    publish(engine, kv_events.BlockRemoved(block_hashes=[number], medium="CPU"))
-            publish(engine, stored([root]))
-            async with following(ports) as late:
-                await until(lambda: late.holdings.hashes(TierName.HOST) == wanted)
-                assert late.holdings.hashes(TierName.DEVICE) == {root}
-                assert late.holdings.rule == rule
-                late.reader.last -= 1500  # as if it had slept
-                late.reader.last_ts -= 1
-                publish(engine, kv_events.BlockRemoved(block_hashes=[root], medium="GPU"))
-                await until(lambda: late.reader.lost + late.reader.restarts == 1)
-                await until(lambda: late.holdings.hashes(TierName.HOST) == wanted)
-                await until(lambda: not late.holdings.hashes(TierName.DEVICE))
-                assert late.holdings.rule == rule
-                publish(engine, stored([3]))
-                await until(lambda: late.holdings.hashes(TierName.HOST) == wanted | {3})
-        finally:
-            engine.shutdown()
-
-    asyncio.run(story())
+    engine = publisher(keeps=3, whole=True)
+    publish(engine, stored([root], token_ids=tokens, block_size=4, medium="GPU"))
+    for number in range(1, 2000):
+        publish(engine, stored([number]))
+        if number % 20:
+            publish(engine, removed(number))
+    publish(engine, stored([root]))
+    async with following(ports) as late:
+        await until(lambda: late.holdings.hashes(TierName.HOST) == wanted)
+        assert late.holdings.hashes(TierName.DEVICE) == {root}
+        assert late.holdings.rule == rule
+        late.reader.last -= 1500  # as if it had slept
+        late.reader.last_ts -= 1
+        publish(engine, removed(root, "GPU"))
+        await until(lambda: late.reader.lost + late.reader.restarts == 1)
+        await until(lambda: late.holdings.hashes(TierName.HOST) == wanted)
+        await until(lambda: not late.holdings.hashes(TierName.DEVICE))
+        assert late.holdings.rule == rule
+        publish(engine, stored([3]))
+        await until(lambda: late.holdings.hashes(TierName.HOST) == wanted | {3})
 
 
-def test_a_publisher_that_needs_long_for_a_replay_is_waited_for(
-    ports: Publisher, monkeypatch: pytest.MonkeyPatch
+@in_a_loop
+async def test_a_publisher_that_needs_long_for_a_replay_is_waited_for(
+    ports: Publisher, publisher: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is there. Without an answer all that it held before would stay unknown."""
     monkeypatch.setattr(subscriber, "_REPLAY_S", 0.2)
@@ -207,20 +205,27 @@ def test_a_publisher_that_needs_long_for_a_replay_is_waited_for(
         return since(self, start)
 
     monkeypatch.setattr(EventHistory, "since", slow)
+    engine = publisher(keeps=100, whole=True)
+    for number in range(10):
+        publish(engine, stored([number]))
+    wait_until(lambda: len(engine._history._kept) == 10)
+    async with following(ports) as known:
+        await until(lambda: known.holdings.hashes(TierName.HOST) == {*range(10)})
+        assert known.reader.lost == 0
 
-    async def story() -> None:
-        engine = whole_publisher(ports, keeps=100)
-        try:
-            for number in range(10):
-                publish(engine, stored([number]))
-            wait_until(lambda: len(engine._history._kept) == 10)
-            async with following(ports) as known:
-                await until(lambda: known.holdings.hashes(TierName.HOST) == {*range(10)})
-                assert known.reader.lost == 0
-        finally:
-            engine.shutdown()
 
-    asyncio.run(story())
+@in_a_loop
+async def test_the_way_of_hashing_is_learned(ports: Publisher, publisher: Publish) -> None:
+    rule, tokens = HashRule("sha256_cbor", 4), [5, 6, 7, 8]
+    (first,) = rule.chain(tokens, "salt")
+    engine = publisher()
+    told: dict[str, Any] = {"token_ids": tokens, "block_size": 4, "medium": "GPU"}
+    publish(engine, stored([first], **told, extra_keys=[("salt",)]))
+    async with following(ports) as known:
+        await until(lambda: known.holdings.rule == rule)
+        publish(engine, stored([12345], **told))
+        await until(lambda: known.holdings.unknown_rule)
+        assert known.holdings.rule is None
 
 
 def connects(host: str, port: int) -> bool:
@@ -231,10 +236,9 @@ def connects(host: str, port: int) -> bool:
     return True
 
 
-def test_events_are_published_where_the_server_listens(
-    ports: Publisher,
-) -> None:
+def test_events_are_published_where_the_server_listens(ports: Publisher) -> None:
     """vLLM's default is every address of the machine, and no key."""
+
     from kvrecall.engines.vllm.serving.app import parse_args
 
     def published(host: str, words: dict[str, object]) -> Any:
@@ -261,23 +265,3 @@ def test_events_are_published_where_the_server_listens(
         assert published("127.0.0.1", {"endpoint": own}).endpoint == own
     with pytest.raises(ConfigError, match="::1 is none of IPv4; give the address"):
         published("::1", {})
-
-
-def test_the_way_of_hashing_is_learned(ports: Publisher) -> None:
-    rule, tokens = HashRule("sha256_cbor", 4), [5, 6, 7, 8, 9]
-    (first,) = rule.chain(tokens, "salt")
-
-    async def story() -> None:
-        engine = publisher(ports)
-        try:
-            told: dict[str, Any] = {"token_ids": tokens[:4], "block_size": 4, "medium": "GPU"}
-            publish(engine, stored([first], **told, extra_keys=[("salt",)]))
-            async with following(ports) as known:
-                await until(lambda: known.holdings.rule == rule)
-                publish(engine, stored([12345], **told))
-                await until(lambda: known.holdings.unknown_rule)
-                assert known.holdings.rule is None
-        finally:
-            engine.shutdown()
-
-    asyncio.run(story())

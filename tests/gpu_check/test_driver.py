@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvrecall.engines.vllm.device import accelerator, driver, pagelock
+from kvrecall.engines.vllm.device import accelerator, driver
 from kvrecall.errors import EngineError
 
 STREAM = 0x51
@@ -171,7 +171,7 @@ def test_it_is_used_where_no_vllm_is_installed(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setitem(sys.modules, module, None)
     assert accelerator.swap_blocks_batch() is driver.swap_blocks_batch
     if not torch.cuda.is_available():
-        assert not pagelock.register(4096, 4096)
+        assert not driver.host_register(4096, 4096)
     called = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     error = SimpleNamespace(value=0)
@@ -180,8 +180,8 @@ def test_it_is_used_where_no_vllm_is_installed(monkeypatch: pytest.MonkeyPatch) 
         cudaHostUnregister=called.append,
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    assert pagelock.register(4096, 8192)
-    pagelock.unregister(4096)
+    assert driver.host_register(4096, 8192)
+    driver.host_unregister(4096)
     assert called == [(4096, 8192, 0), 4096]
     error.value = 2
-    assert not pagelock.register(4096, 8192)
+    assert not driver.host_register(4096, 8192)

@@ -19,11 +19,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvrecall.engines.vllm.device import facts
+from kvrecall.engines.vllm.device import driver
 from kvrecall.engines.vllm.device.inline import InlineDevice
 from kvrecall.errors import ConfigError
 from kvrecall.gpu_check import cli, copies, servers
-from kvrecall.gpu_check.layouts import LAYOUTS, Size
+from kvrecall.gpu_check.copies import LAYOUTS, Size
 from kvrecall.gpu_check.outcome import CheckError, CheckOutcome, State, tried
 from kvrecall.gpu_check.part import PARTS, overdue, run_part
 from kvrecall.testing.blocks import wait_until
@@ -276,10 +276,10 @@ def test_the_facts_of_a_device_are_torchs(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
-    assert facts.accelerators() == [facts.DeviceFacts(f"card {n}", "", 9, 5) for n in range(2)]
+    assert driver.accelerators() == [driver.DeviceFacts(f"card {n}", "", 9, 5) for n in range(2)]
     monkeypatch.setattr(torch.version, "cuda", None, raising=False)
     monkeypatch.setattr(torch.version, "hip", "7.2", raising=False)
-    assert facts.built_for() == "ROCm 7.2"
+    assert driver.built_for() == "ROCm 7.2"
 
 
 @pytest.mark.long

@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 from kvrecall.errors import ConfigError
 from kvrecall.modelconfig import CacheKind
 from kvrecall.plan.cli import app
-from kvrecall.plan.groups import Group, hit_unit
-from kvrecall.plan.model import ModelShape, read_shape
+from kvrecall.plan.model import Group, ModelShape, hit_unit, read_shape
 from kvrecall.plan.sizing import hit_bytes
 from kvrecall.simulate.cli import app as simulate
 from kvrecall.simulate.groups import parse_groups

@@ -54,33 +54,28 @@ def planned(*arguments: str | Path) -> dict[str, Any]:
 # -- links: the document's own numbers ----------------------------------------------------------
 
 
-def test_four_and_four_machines_of_sixteen_dies() -> None:
-    """(8*16-1)*4MB = 508MB; 0.92 lowered by 0.01 gives 600MB, which is enough."""
-    links = links_of(8 * 16)
-    assert links.nbytes == 508 * 10**6
-    assert links.lower_by == 0.01
-    assert links.factor(0.92) == 0.91
-
-
-def test_room_to_grow_lowers_by_four_hundredths() -> None:
-    links = links_of(8 * 16, will_grow=True)
-    assert links.factor(0.92) == 0.88
-
-
-def test_no_more_than_512_links() -> None:
-    assert links_of(512).links == 511
-    assert not links_of(512).too_many
-    assert links_of(512).lower_by == 0.04  # 2,044 MB
-    larger = links_of(2000)
-    assert (larger.links, larger.nbytes, larger.lower_by) == (512, 2048 * 10**6, 0.04)
-    assert larger.too_many
-
-
 @pytest.mark.parametrize(
-    ("cards", "lower_by"), [(0, 0), (1, 0), (2, 0.01), (151, 0.01), (152, 0.02)]
+    ("cards", "will_grow", "links", "nbytes", "lower_by", "too_many"),
+    [
+        (0, False, 0, 0, 0, False),
+        (1, False, 0, 0, 0, False),
+        (2, False, 1, 4 * 10**6, 0.01, False),
+        (8 * 16, False, 127, 508 * 10**6, 0.01, False),  # (8*16-1)*4MB = 508MB; 600MB is enough
+        (8 * 16, True, 127, 508 * 10**6, 0.04, False),
+        (151, False, 150, 600 * 10**6, 0.01, False),
+        (152, False, 151, 604 * 10**6, 0.02, False),
+        (512, False, 511, 2044 * 10**6, 0.04, False),
+        (2000, False, 512, 2048 * 10**6, 0.04, True),
+    ],
 )
-def test_the_factor_goes_down_in_steps_of_600_mb(cards: int, lower_by: float) -> None:
-    assert links_of(cards).lower_by == lower_by
+def test_links_of_cards(
+    cards: int, will_grow: bool, links: int, nbytes: int, lower_by: float, too_many: bool
+) -> None:
+    """The factor goes down in steps of 600 MB; more than 512 links cannot stay."""
+    found = links_of(cards, will_grow)
+    assert (found.links, found.nbytes, found.lower_by) == (links, nbytes, lower_by)
+    assert found.too_many == too_many
+    assert found.factor(0.92) == pytest.approx(0.92 - lower_by)
 
 
 # -- models -------------------------------------------------------------------------------------

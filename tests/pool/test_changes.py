@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -62,51 +63,66 @@ def open_pool(path: Path | None, host_blocks: int = 16, terms: PoolTerms | None 
 
 CHAINS = [chain(NAMESPACE, 8, name) for name in "abcdef"]
 OF_OTHER = [chain(OTHER, 8, name) for name in "ab"]
-OTHERS = ["clear", "read", "flush", "restart", "repeat"]
-ACTIONS = st.one_of(
-    st.tuples(st.just("save"), st.integers(0, 7), st.integers(1, 8)),
-    st.tuples(st.just("recall"), st.integers(0, 7), st.integers(1, 8)),
-    st.tuples(st.just("drop"), st.integers(0, 7), st.integers(0, 7)),
-    st.tuples(st.sampled_from(OTHERS), st.integers(0, 1), st.just(0)),
-)
+EVERY = CHAINS + OF_OTHER
+Action = tuple[str, int, int]
 
 
-@given(st.lists(ACTIONS, max_size=30), st.integers(1, 40), st.booleans())
+def actions(*more: str) -> st.SearchStrategy[list[Action]]:
+    """Of an engine and an operator, and ``more`` of the test's own."""
+    others = st.sampled_from(["clear", "read", "repeat", *more])
+    which = st.integers(0, 7)
+    return st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from(["save", "recall"]), which, st.integers(1, 8)),
+            st.tuples(st.just("drop"), which, st.integers(0, 7)),
+            st.tuples(others, st.integers(0, 1), st.just(0)),
+        ),
+        max_size=30,
+    )
+
+
+def play(pool: Pool, story: list[Action], act: Callable[[str, int], None]) -> None:
+    """Lets an engine and an operator act, and waits until the disk has what was saved. ``act``:
+    does the other actions."""
+    engine = Engine(pool)
+    for action, which, length in story:
+        match action:
+            case "save":
+                engine.save(EVERY[which][:length])
+            case "recall":
+                engine.recall(EVERY[which][:length])
+            case "drop":
+                pool.admin.drop([EVERY[which][length]])
+            case "clear":
+                pool.clear()
+            case _:
+                act(action, which)
+    engine.close()
+    wait_until(lambda: pool.stats().queued_writes == 0)
+    pool.flush([key for each in EVERY for key in each], 10.0)
+
+
+@given(actions("flush", "restart"), st.integers(1, 40), st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_a_reader_knows_what_the_pool_holds(
-    tmp_path_factory: pytest.TempPathFactory,
-    actions: list[tuple[str, int, int]],
-    most: int,
-    with_disk: bool,
+    tmp_path_factory: pytest.TempPathFactory, story: list[Action], most: int, with_disk: bool
 ) -> None:
     path = tmp_path_factory.mktemp("pool") if with_disk else None
-    every = CHAINS + OF_OTHER
     with open_pool(path) as pool:
-        engine = Engine(pool)
         reader = Reader(pool, most)
-        for action, which, length in actions:
-            keys = every[which]
+
+        def act(action: str, which: int) -> None:
             match action:
-                case "save":
-                    engine.save(keys[:length])
-                case "recall":
-                    engine.recall(keys[:length])
-                case "drop":
-                    pool.admin.drop([keys[length]])
-                case "clear":
-                    pool.clear()
                 case "flush":
-                    pool.flush([key for each in every for key in each], 10.0)
+                    pool.flush([key for each in EVERY for key in each], 10.0)
                 case "read":
                     reader.read()
                 case "restart":
                     reader.log.restart()
                 case "repeat":
                     reader.log.repeat()
-        engine.close()
-        if with_disk:
-            wait_until(lambda: pool.stats().queued_writes == 0)
-            pool.flush([key for each in every for key in each], 10.0)
+
+        play(pool, story, act)
         assert reader.read_all() == held(pool)
 
 

@@ -17,7 +17,7 @@ from kvrecall.config import Amount, PoolTerms, TenantRules, TenantTerms
 from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk import catalog as catalog_module
 from kvrecall.pool.disk.catalog import Catalog
-from kvrecall.pool.disk.index import IndexRow, IndexRows
+from kvrecall.pool.disk.index import IndexRow
 from kvrecall.pool.eviction import POLICY_NAMES
 from kvrecall.pool.hints import RETURNS, Advice
 from kvrecall.testing.blocks import chain, namespace
@@ -88,8 +88,8 @@ class Changes:
         self.of_the_owner: list[Callable[[], object]] = [
             self.store,
             self.store,
-            lambda: catalog.evict(rng.randrange(1, 9), SIZE),
-            lambda: catalog.evict_bytes(5 * SIZE),
+            lambda: catalog.evict(rng.randrange(1, 9) * SIZE, SIZE),
+            lambda: catalog.evict(5 * SIZE),
             lambda: catalog.make_way(ANN, 64 * MIB, None),
             lambda: catalog.fit(rng.choice((SIZE, 2 * SIZE))),
         ]
@@ -237,16 +237,12 @@ def test_a_use_that_waits_counts() -> None:
     assert sorted(again) == sorted(keys[2:])
 
 
-def rows_of(keys: Sequence[BlockKey]) -> IndexRows:
-    count = len(keys)
-    addresses = [place * SIZE for place in range(count)]
-    parents = [None, *keys[:-1]]
-    tags, used = [bytes(16)] * count, [1000] * count
-    depths = list(range(count))
-    sizes = [SIZE] * count
-    return IndexRows(
-        addresses, keys, parents, depths, sizes, tags, used, [ANN] * count, [0] * count
-    )
+def rows_of(keys: Sequence[BlockKey]) -> list[IndexRow]:
+    above = [None, *keys[:-1]]
+    return [
+        IndexRow(place * SIZE, key, parent, place, SIZE, bytes(16), 1000, ANN)
+        for place, (key, parent) in enumerate(zip(keys, above, strict=True))
+    ]
 
 
 @pytest.mark.parametrize("kind", ["drop", "pin", "clear", "twice"])
@@ -272,7 +268,7 @@ def test_what_is_said_of_rows_while_they_are_read_is_heeded(
             actions.pop()()
 
     monkeypatch.setattr("kvrecall.pool.disk.catalog.time.sleep", turn)
-    refused = catalog.recover(rows_of(keys))
+    refused = [address // SIZE for address in catalog.recover(rows_of(keys))]
     monkeypatch.undo()
     assert refused == {"drop": [8], "pin": [], "clear": [*range(4, 12)], "twice": [6]}[kind]
     assert catalog.rank_rest(lambda: False)

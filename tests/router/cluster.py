@@ -130,12 +130,3 @@ def header(reply: httpx.Response) -> dict[str, str]:
     """``x-kvrecall`` taken apart."""
     pairs = (word.partition("=") for word in reply.headers["x-kvrecall"].split(";"))
     return {name: value for name, _, value in pairs}
-
-
-def until(condition: Any, timeout: float = 60) -> bool:
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False

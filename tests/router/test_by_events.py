@@ -15,11 +15,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server.live import LiveServer
+from server.live import LiveServer, until
 
 from kvrecall.processes.ports import free_port, two_ports
 from kvrecall_lab.models import write_model
-from router.cluster import Json, Router, header, instance, kill, until
+from router.cluster import Json, Router, header, instance, kill
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
 from kvrecall.errors import ConfigError
 from kvrecall.events.subscriber import Publisher
-from kvrecall.router.addresses import address, addresses, instances
+from kvrecall.router.addresses import address
 from kvrecall.router.bodies import Body
 from kvrecall.router.fleet import Address, Fleet
 from kvrecall.router.prefixes import CHUNK_BYTES, PrefixMap, Prompt, prompt_of
@@ -236,19 +237,13 @@ def test_what_waits_at_an_instance_counts_as_work() -> None:
     all_ = fleet()
     first, second, third = all_.decode
     all_.computed(first, prompt(TEXT))
-    with first.answering(5 * prompt(TEXT).tokens):
-        assert all_.best_for_decode(prompt(TEXT))[0] in (second, third)
+
+    async def busy() -> None:
+        async with first.answering(5 * prompt(TEXT).tokens):
+            assert all_.best_for_decode(prompt(TEXT))[0] in (second, third)
+
+    asyncio.run(busy())
     assert all_.best_for_decode(prompt(TEXT))[0] is first
-
-
-def test_addresses() -> None:
-    assert address("10.0.0.5:8000", "--decode") == Address("http://10.0.0.5:8000")
-    assert address("https://host/", "--decode").url == "https://host"
-    for wrong in ("", "http://", "ftp://x", "http://x/v1", "http://x:port"):
-        with pytest.raises(ConfigError, match="is not an address of an instance"):
-            address(wrong, "--decode")
-    with pytest.raises(ConfigError, match="given twice"):
-        instances(["a:1", "http://a:1"], "--prefill")
 
 
 def test_addresses_of_events() -> None:
@@ -262,17 +257,3 @@ def test_addresses_of_events() -> None:
     for wrong in ("event=1", "pool=1&pool=2"):
         with pytest.raises(ConfigError, match="unknown or given twice"):
             address(f"http://h:1?{wrong}", "--engine")
-
-
-def test_roles_or_none() -> None:
-    def given(engine: list[str], prefill: list[str], decode: list[str]) -> object:
-        return addresses({"--engine": engine, "--prefill": prefill, "--decode": decode})
-
-    assert given(["a:1"], [], []) == [(Address("http://a:1"),), (), ()]
-    assert given([], ["a:1"], ["b:1"]) == [(), (Address("http://a:1"),), (Address("http://b:1"),)]
-    with pytest.raises(ConfigError, match="do not go with"):
-        given(["a:1"], [], ["b:1"])
-    with pytest.raises(ConfigError, match="no instance is given"):
-        given([], ["a:1"], [])
-    with pytest.raises(ConfigError, match="given for --prefill and for --decode"):
-        given([], ["a:1"], ["a:1"])

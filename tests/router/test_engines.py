@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 from pool.service.service import MIB, Service
-from server.live import LiveServer
+from server.live import LiveServer, sse, until
 
 from kvrecall.processes.ports import free_port, two_ports
 from kvrecall_lab.models import write_model
-from router.cluster import Json, Router, header, instance, kill, until
+from router.cluster import Json, Router, header, instance, kill
 
 pytestmark = pytest.mark.engine
 
@@ -25,6 +25,7 @@ BLOCK = 128
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 27
 TOKENS = len(TEXT)  # the model's tokens are bytes
 BLOCKS = TOKENS // BLOCK * BLOCK
+RUNNING = "vllm:num_requests_running"
 
 
 @dataclass(slots=True)
@@ -81,11 +82,6 @@ def text_of(reply: Json) -> str:
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
-def events(reply: httpx.Response) -> list[Json]:
-    lines = [line[6:] for line in reply.text.split("\n\n") if line.startswith("data: {")]
-    return [json.loads(line) for line in lines]
-
-
 def test_the_roles_are_vllms(cluster: Cluster) -> None:
     assert "pool open as kv_producer" in cluster.prefill.log
     for server in cluster.decode:
@@ -125,7 +121,7 @@ def test_streams_say_the_same(cluster: Cluster, form: str) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}}
     reply = cluster.router.complete(**what, **options, max_tokens=24)
     assert reply.headers["content-type"].startswith("text/event-stream")
-    told = events(reply)
+    told = sse(reply)
     assert reply.text.endswith("data: [DONE]\n\n")
     details = told[-1]["usage"]["prompt_tokens_details"]
     assert details["recall"]["host"] >= BLOCKS
@@ -243,11 +239,6 @@ def test_other_routes(cluster: Cluster) -> None:
     assert cluster.router.client.post("/v1/completions", content=b"{").status_code == 400
 
 
-def running(server: LiveServer) -> float:
-    lines = server.client.get("/metrics").text.splitlines()
-    return sum(float(s.rsplit(" ", 1)[1]) for s in lines if s.startswith("vllm:num_requests_run"))
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_stops_the_computing(cluster: Cluster, stream: bool) -> None:
     body = {"model": "tiny", "prompt": f"Long {stream}. " + TEXT, "max_tokens": 15_000}
@@ -258,11 +249,21 @@ def test_a_client_that_leaves_stops_the_computing(cluster: Cluster, stream: bool
             with client.stream("POST", "/v1/completions", json=body, timeout=timeout) as reply:
                 chunks = reply.iter_raw()  # kept: its end would end the stream
                 next(chunks)
-                assert until(lambda: any(running(server) for server in cluster.decode))
+                assert until(
+                    lambda: any(
+                        server.metric("vllm:num_requests_running") for server in cluster.decode
+                    )
+                )
         except httpx.ReadTimeout:
             assert not stream
     assert until(lambda: cluster.router.inflight() == 0)
-    assert until(lambda: not any(running(s) for s in [cluster.prefill, *cluster.decode]))
+    assert until(
+        lambda: (
+            not any(
+                s.metric("vllm:num_requests_running") for s in [cluster.prefill, *cluster.decode]
+            )
+        )
+    )
 
 
 def test_a_dead_prefill_instance_costs_time_and_nothing_else(cluster: Cluster) -> None:

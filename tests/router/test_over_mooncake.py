@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import pytest
 from pool.remote.mooncake import needs_mooncake
-from server.live import LiveServer
+from server.live import LiveServer, until
 
 from kvrecall.processes.master import Master
 from kvrecall.processes.ports import free_port, two_ports
 from kvrecall_lab.models import write_model
-from router.cluster import Json, Router, header, instance, until
+from router.cluster import Json, Router, header, instance
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -41,8 +41,7 @@ def prove(decode: LiveServer, router: Router) -> None:
     """Prompts until the decode instance has audited what the prefill instance writes."""
     for number in range(10):
         assert router.complete(prompt=f"Warm-up {number}. {TEXT}").status_code == 200
-        metrics = decode.client.get("/metrics").text
-        if any(line.startswith("kvrecall_audits_total") for line in metrics.splitlines()):
+        if decode.metric("kvrecall_audits_total"):
             return
     raise AssertionError("nothing was audited")
 
@@ -92,11 +91,7 @@ def alone(server: LiveServer, prompt: str) -> list[int]:
 def stored_by(server: LiveServer) -> float:
     """Blocks that an instance has put into the store. Metrics move with the engine's steps."""
     server.client.post("/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 2})
-    lines = server.client.get("/metrics").text.splitlines()
-    writes = [
-        s for s in lines if s.startswith("kvrecall_tier_writes_total") and 'tier="remote"' in s
-    ]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in writes)
+    return server.metric("kvrecall_tier_writes_total", tier="remote")
 
 
 @needs_mooncake

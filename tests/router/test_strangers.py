@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from server.live import until
 from typer.testing import CliRunner
 
 from kvrecall import cli
@@ -30,7 +31,7 @@ from kvrecall.router.bodies import Body
 from kvrecall.router.fleet import Address, Fleet
 from kvrecall.router.router import RouterSettings
 from kvrecall.server.access import Access
-from router.cluster import Router, until
+from router.cluster import Router
 
 
 @contextmanager
@@ -249,18 +250,6 @@ def test_a_client_that_goes_before_its_body_ends(tmp_path: Path) -> None:
         assert alone.complete(prompt="x").status_code == 503
 
 
-@pytest.mark.parametrize("name", ["☃.x", "a\0b", "xn--a"])
-def test_a_host_that_is_no_name_is_refused(tmp_path: Path, name: str) -> None:
-    """Requests to it fail in ways of their own."""
-    assert "is not an address of an instance" in refused("--engine", f"http://{name}:80")
-
-
-def test_a_password_is_not_told_to_clients() -> None:
-    told = refused("--engine", "http://me:secret@127.0.0.1:80")
-    assert "has a user or a password" in told
-    assert "secret" not in told
-
-
 def test_a_file_that_becomes_garbage_leaves_the_instances(tmp_path: Path) -> None:
     """Each time the router reads it, says so, goes on, and reads the next one."""
     file = tmp_path / "instances"
@@ -475,6 +464,15 @@ def test_what_is_refused_at_start(tmp_path: Path) -> None:
     told = refused("--engine", "127.0.0.1:1", "--port", str(port), "--host", "0.0.0.0")
     assert "--host is 0.0.0.0, which other hosts reach, and no API key is set" in told
     assert "is given twice" in refused("--engine", "http://H:1", "--engine", "http://h:1/")
+    for name in ("☃.x", "a\0b", "xn--a", "x:port", "x/v1"):
+        assert "is not an address of an instance" in refused("--engine", f"http://{name}")
+    told = refused("--engine", "http://me:secret@127.0.0.1:80")
+    assert "has a user or a password" in told
+    assert "secret" not in told
+    both = refused("--engine", "a:1", "--decode", "b:1")
+    assert "engines without roles do not go with" in both
+    assert "for --prefill and for --decode" in refused("--prefill", "a:1", "--decode", "a:1")
+    assert "no instance is given" in refused("--prefill", "a:1")
     missing = tmp_path / "missing"
     assert f"--instances: {missing}: No such file" in refused("--instances", str(missing))
     file = tmp_path / "instances"

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
 
 from kvrecall.engines.base import (
     EngineInfo,
@@ -17,6 +22,7 @@ from kvrecall.engines.base import (
     Token,
     Update,
 )
+from kvrecall.server.access import OWN_HEADER
 
 SPLIT = RecallSplit(device=128, host=256, disk=384, computed=5)
 INFO = EngineInfo(("tiny",), "m", "bfloat16", "cpu", 4096, 8, 8192, 128, 64, 1, "0")
@@ -114,6 +120,22 @@ class FakeEngine:
         prompt = 128 + 256 + 384 + 5
         told = (finish or self.finish) if last else None
         return Update(0, tokens, text, told, prompt, SPLIT, pace=pace or Pace())
+
+
+def ask(
+    app: FastAPI, path: str, method: str = "GET", body: object = None, **more: Any
+) -> httpx.Response:
+    """The reply of an application to a client on this host, which sends its body as JSON."""
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.request(
+                method, path, content=content, headers={OWN_HEADER: "1"}, **more
+            )
+
+    return asyncio.run(send())
 
 
 class FakeInsight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -82,6 +83,24 @@ class LiveServer:
                 time.sleep(0.2)
         raise AssertionError(f"the server did not start:\n{self.log[-4000:]}")
 
+    def metric(self, name: str, **labels: str) -> float:
+        """A figure of the metrics page, summed over the labels that are not given; 0 if it is not
+        there (a counter of the connector is from its first count on)."""
+        total = 0.0
+        for line in self.client.get("/metrics").text.splitlines():
+            wanted = all(f'{key}="{value}"' in line for key, value in labels.items())
+            if wanted and line.startswith((f"{name}{{", f"{name} ")):
+                total += float(line.rsplit(" ", 1)[1])
+        return total
+
+    def forget_device(self) -> None:
+        """Empties the device's cache, which is busy while blocks are still copied: a step ends."""
+        for _ in range(100):
+            if self.client.post("/reset_prefix_cache").json()["success"]:
+                return
+            self.client.post("/generate", json={"inputs": "a step"})
+        raise AssertionError("the device's cache stays in use")
+
     def family(self) -> list[psutil.Process]:
         """The server's process and all below it."""
         main = psutil.Process(self.process.pid)
@@ -104,6 +123,22 @@ class LiveServer:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+
+
+def until(condition: Any, timeout: float = 60) -> bool:
+    """Whether the condition holds in time."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def sse(reply: httpx.Response) -> list[Any]:
+    """The events of a stream that are JSON."""
+    parts = (part for part in reply.text.split("\n\n") if part.startswith("data: {"))
+    return [json.loads(part[6:]) for part in parts]
 
 
 def all_gone(processes: list[psutil.Process], timeout: float = 90) -> bool:

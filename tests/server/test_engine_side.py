@@ -206,105 +206,6 @@ def test_a_request_is_not_shorter_than_the_wait_for_its_first_token() -> None:
     assert view.ended - view.began >= view.ttft_s
 
 
-def test_requests_of_one_name_have_each_its_own_report() -> None:
-    """Clients name them (``X-Request-Id``), and those of two tenants may choose the same."""
-    from kvrecall.engines.vllm.serving.insight import ConnectorReports, RequestLog
-
-    reports = ConnectorReports()
-    requests = RequestLog(
-        reports, SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
-    )
-    theirs = {"reason": "diverged", "from": 0, "tokens": 90, "token": 40}
-
-    async def outputs(*indices: int) -> AsyncGenerator[Any, None]:
-        for index in indices:
-            yield SimpleNamespace(
-                metrics=None, kv_transfer_params=None, prompt_token_ids=[1] * 90,
-                num_cached_tokens=0, outputs=[SimpleNamespace(index=index)],
-            )  # fmt: skip
-
-    async def told(engine_id: str, *indices: int) -> list[Any]:
-        found = requests.watch("cmpl-same-0", outputs(*indices), lambda: engine_id)
-        return [output.kv_transfer_params async for output in found]
-
-    reports.take({"splits": {"cmpl-same-0-aaaaaaaa": {"computed": 90}}})
-    reports.take({"misses": {"cmpl-same-0-aaaaaaaa": theirs}})
-    assert asyncio.run(told("cmpl-same-0-bbbbbbbb", 0)) == [None], "another's"
-    own = {"kvrecall": {"computed": 90}, "kvrecall_missed": theirs}
-    assert asyncio.run(told("cmpl-same-0-aaaaaaaa", 0, 1)) == [own, own]
-    assert asyncio.run(told("", 0)) == [None], "not in the engine yet"
-    missed = [view.missed for view in requests.requests("cmpl-same-0")]
-    assert missed == [None, theirs, None]
-
-
-def test_several_prompts_of_one_request_keep_their_reports() -> None:
-    """vLLM merges their outputs, each in a task of its own; one ends by a stop string, of which
-    the engine reports nothing."""
-    from vllm.utils.async_utils import merge_async_iterators
-
-    from kvrecall.engines.vllm.serving.insight import ConnectorReports, RequestLog
-    from kvrecall.engines.vllm.serving.served_llm import _ENGINE_ID
-
-    reports = ConnectorReports()
-    requests = RequestLog(
-        reports, SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
-    )
-    miss = {"reason": "new", "from": 0, "tokens": 90}
-
-    async def outputs(engine_id: str) -> AsyncGenerator[Any, None]:
-        _ENGINE_ID.set(engine_id)
-        for _ in range(3):
-            yield SimpleNamespace(
-                metrics=None, kv_transfer_params=None, prompt_token_ids=[1] * 90,
-                num_cached_tokens=0, outputs=[SimpleNamespace(index=0)],
-            )  # fmt: skip
-
-    async def told(suffix: str) -> list[Any]:
-        names = [f"cmpl-same-{number}" for number in range(2)]
-        watched = [requests.watch(name, outputs(name + suffix), _ENGINE_ID.get) for name in names]
-        return [output.kv_transfer_params async for _, output in merge_async_iterators(*watched)]
-
-    for suffix in ("-aaaaaaaa", "-bbbbbbbb"):  # of two tenants
-        for number in range(2):
-            reports.take({"splits": {f"cmpl-same-{number}{suffix}": {"computed": 90}}})
-            reports.take({"misses": {f"cmpl-same-{number}{suffix}": miss}})
-        assert (
-            asyncio.run(told(suffix))
-            == [{"kvrecall": {"computed": 90}, "kvrecall_missed": miss}] * 6
-        )
-    assert [view.missed for view in requests.requests("cmpl-same")] == [miss] * 4
-    assert [view.id for view in requests.requests("cmpl-same-1")] == ["cmpl-same-1"] * 2
-
-
-ODD_MARKS = [
-    0, -1, "", "ephemeral", [], [{"type": "ephemeral"}], {}, {"type": None}, {"type": [1]},
-    *({"type": "ephemeral", "ttl": ttl} for ttl in (
-        0, -1, 10**300, float("nan"), True, "", "0m", "-5m", "5M", "1h ", "9" * 10_000, [], {}
-    )),
-]  # fmt: skip
-
-
-def test_odd_marks_are_refused_in_a_line() -> None:
-    from kvrecall.engines.vllm.serving.openai_handlers import hint_of_messages
-
-    for mark in ODD_MARKS:
-        part = {"type": "text", "text": "x", "cache_control": mark}
-        for message in (
-            {"role": "user", "content": "x", "cache_control": mark},
-            {"role": "user", "content": [part, "x", None, 3]},
-        ):
-            with pytest.raises(ValueError, match="it must be") as raised:
-                hint_of_messages({"messages": [{"role": "system", "cache_control": 7}, message]})
-            assert len(str(raised.value)) < 200
-
-
-def test_bodies_without_messages_have_no_mark() -> None:
-    from kvrecall.engines.vllm.serving.openai_handlers import hint_of_messages
-
-    bodies = [None, 3, [], {}, *({"messages": of} for of in (None, 3, [], [None], ["x"], [[]]))]
-    assert [hint_of_messages(body) for body in bodies] == [None] * len(bodies)
-
-
 @pytest.mark.parametrize("name", ["", "cmpl", "cmpl-one-x", "cmpl-on", "cmpl-one-", "-", ".*"])
 def test_ids_that_are_none(name: str) -> None:
     from kvrecall.engines.vllm.serving.insight import ConnectorReports, RequestLog
@@ -431,23 +332,6 @@ def test_other_schemas_are_left_to_vllm(wanted: dict[str, Any]) -> None:
     from kvrecall.engines.vllm.serving import sampling
 
     sampling.check(structured(wanted))
-
-
-@pytest.mark.parametrize("name", ["kv_transfer_params", "odd"])
-def test_what_the_engine_cannot_pickle_is_refused(name: str) -> None:
-    """The step of such a request ended the engine, and all requests with it."""
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-
-    from kvrecall.engines.vllm.serving import sampling
-
-    deep: Any = {}
-    for level in range(5000):
-        deep = [deep]
-        if level == 190:
-            sampling.check(SamplingParams(extra_args={name: {"kvrecall_hint": deep}}))
-    with pytest.raises(VLLMValidationError, match=f"{name} is nested deeper than 200 levels"):
-        sampling.check(SamplingParams(extra_args={name: {"kvrecall_hint": deep}}))
 
 
 def test_a_body_is_refused_at_its_first_wrong_item() -> None:

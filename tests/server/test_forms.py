@@ -13,7 +13,7 @@ import pytest
 
 from kvrecall.engines.base import Finish, GenerateRequest, Sampling, Update
 from kvrecall.pool.hints import Hint
-from server.fake import SPLIT, FakeEngine
+from server.fake import SPLIT, FakeEngine, ask
 from server.test_routes import application, events, post
 
 Json = dict[str, Any]
@@ -200,14 +200,12 @@ def test_parameters_of_a_token_request(within: bool) -> None:
     assert request_of(f"{V2}/infer", body).sampling.max_tokens == 7
 
 
-def test_server_and_model_are_described() -> None:
-    async def get(path: str) -> Json:
-        transport = httpx.ASGITransport(application(FakeEngine()))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            found: Json = (await client.get(path)).json()
-            return found
+def get(path: str) -> httpx.Response:
+    return ask(application(FakeEngine()), path)
 
-    assert asyncio.run(get("/v2")) == {
+
+def test_server_and_model_are_described() -> None:
+    assert get("/v2").json() == {
         "name": "kvrecall",
         "version": "0",
         "extensions": {
@@ -219,26 +217,21 @@ def test_server_and_model_are_described() -> None:
         },
     }
     one = {"datatype": "UINT32", "shape": [-1]}
-    assert asyncio.run(get(V2)) == {
+    assert get(V2).json() == {
         "name": "tiny",
         "platform": "kvrecall",
         "inputs": [{"name": "input0", **one}],
         "outputs": [{"name": "output0", **one}],
     }
     for path in (f"{V2}/config", f"{V2}/versions/1/config"):
-        config = asyncio.run(get(path))
+        config = get(path).json()
         assert (config["model_name"], config["max_seq_len"]) == ("tiny", 4096)
         assert (config["npu_mem_size"], config["cpu_mem_size"]) == (-1, 0)
 
 
 def test_one_model_of_the_openai_routes() -> None:
-    async def get(path: str) -> httpx.Response:
-        transport = httpx.ASGITransport(application(FakeEngine()))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await client.get(path)
-
-    assert asyncio.run(get("/v1/models/tiny")).json() == {"id": "tiny", "object": "model"}
-    other = asyncio.run(get("/v1/models/some/other"))
+    assert get("/v1/models/tiny").json() == {"id": "tiny", "object": "model"}
+    other = get("/v1/models/some/other")
     assert (other.status_code, other.json()["error"]["code"]) == (404, 404)
     assert other.json()["error"]["message"] == "no model 'some/other' is served"
 

@@ -8,14 +8,13 @@ import json
 import random
 import re
 import string
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from server.live import LiveServer
+from server.live import LiveServer, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -114,36 +113,20 @@ def fresh(length: int) -> str:
 
 def host_blocks(server: LiveServer) -> int:
     """Blocks that the host has room for."""
-    page = server.client.get("/metrics").text
     used, blocks, room = (
-        float(re.search(rf'^kvrecall_tier_{name}{{[^}}]*tier="host"[^}}]*}} (\S+)$', page, re.M)[1])
+        server.metric(f"kvrecall_tier_{name}", tier="host")
         for name in ("used_bytes", "blocks", "capacity_bytes")
     )
     return round(room / (used / blocks))
 
 
 def counted(server: LiveServer, name: str) -> float:
-    page = server.client.get("/metrics").text
-    found = re.search(rf"^kvrecall_{name}_total{{[^}}]*}} (\S+)$", page, re.MULTILINE)
-    return float(found[1]) if found else 0.0
+    return server.metric(f"kvrecall_{name}_total")
 
 
 def settled(server: LiveServer, name: str, value: float) -> bool:
     """Whether a counter reaches a value: metrics follow the steps of the engine."""
-    end = time.monotonic() + 20
-    while counted(server, name) != value:
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def forget_device(server: LiveServer) -> None:
-    """Empties the device's cache, which is busy while blocks are still copied."""
-    end = time.monotonic() + 30
-    while not server.client.post("/reset_prefix_cache").json()["success"]:
-        assert time.monotonic() < end
-        complete(server, "a step", "nobody")
+    return until(lambda: counted(server, name) == value)
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -298,11 +281,11 @@ def test_who_pins_everything_takes_nothing_from_others(tiny: LiveServer, is_beli
     while sent < 1.2 * blocks:
         complete(tiny, [fresh(700) for _ in range(8)], theirs, hint={"pin_s": 86400})
         sent += 5 * 8
-        forget_device(tiny)
+        tiny.forget_device()
         lost += [sent for prompt in kept if complete(tiny, prompt, ours)["host"] != 256]
     assert (counted(tiny, "hints_believed") > believed) == is_believed
     assert not lost, f"of {blocks} blocks, after {lost}"
     new = fresh(300)
     complete(tiny, new, ours)
-    forget_device(tiny)
+    tiny.forget_device()
     assert complete(tiny, new, ours)["host"] == 256

@@ -27,7 +27,7 @@ from kvrecall.server.management import management_router
 from kvrecall.server.metrics import MetricsVector, MindieMetrics
 from kvrecall.server.plan import Plan, Plane
 from kvrecall.server.replies import ReplyError
-from server.fake import IDLE, FakeEngine
+from server.fake import IDLE, FakeEngine, ask
 from server.live import OWN
 
 SPEC = ServeSpec("m", "127.0.0.1", 1, {})
@@ -42,15 +42,6 @@ TOGETHER = Plan(
     dataclasses.replace(SPEC, listeners=(Listener("management+metrics", "127.0.0.1", 2),)),
     homes={Plane.MANAGEMENT: "management+metrics", Plane.METRICS: "management+metrics"},
 )
-
-
-def ask(app: FastAPI, path: str, method: str = "GET") -> httpx.Response:
-    async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await client.request(method, path, headers=OWN)
-
-    return asyncio.run(send())
 
 
 async def stop(client: httpx.AsyncClient, query: str = "") -> httpx.Response:

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvrecall.config import RecallSettings
+from kvrecall.engines.base import Limits
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import parse_json
 from kvrecall.server.checks import check_pool
-from kvrecall.server.mindie.planner import Beside, plan_config
+from kvrecall.server.mindie.planner import NOTHING, plan_config
 from kvrecall.server.mindie.reader import Problems, validate
 from kvrecall.server.mindie.schema import Effect, MindieConfig, effect_of
 from kvrecall.server.plan import Plan, Plane
@@ -368,7 +370,7 @@ def test_mooncake_off_this_host_needs_a_word(tmp_path: Path) -> None:
     config = right()
     mooncake(config)
     path = write(tmp_path, config, away)
-    recall = plan_config(path, Beside(allow_plaintext=True)).spec.recall
+    recall = plan_config(path, plaintext=True).spec.recall
     assert recall is not None
     assert recall["remote"] == {
         "kind": "mooncake",
@@ -464,35 +466,39 @@ def test_a_wrong_string_has_its_place(tmp_path: Path, text: str, at: str | None,
     assert message.startswith(f"{path}:{line}:{begin + 1}: BackendConfig.kvPoolConfig")
 
 
-BESIDE: list[tuple[Beside, Callable[[Plan], object], object, str]] = [
+BESIDE: list[tuple[Json, Callable[[Plan], object], object, str]] = [
     # What the command line says, where it must come out, as what, the note
-    (Beside(host="127.0.0.9", port=7001), lambda p: p.address(Plane.BUSINESS), "127.0.0.9:7001",
+    ({"host": "127.0.0.9", "port": 7001}, lambda p: p.address(Plane.BUSINESS), "127.0.0.9:7001",
      "--host 127.0.0.9 (file: 127.0.0.1), --port 7001 (file: 1025)"),
-    (Beside(port=1026), lambda p: p.address(Plane.MANAGEMENT), "127.0.0.2:1026", "--port 1026"),
-    (Beside(max_n=3), lambda p: p.spec.limits.max_n, 3, "--max-n 3 (file: nothing)"),
-    (Beside(options={"max-model-len": "9k"}), lambda p: p.spec.options["max-model-len"], "9k",
+    ({"port": 1026}, lambda p: p.address(Plane.MANAGEMENT), "127.0.0.2:1026", "--port 1026"),
+    ({"limits": Limits(max_n=3)}, lambda p: p.spec.limits.max_n, 3, "--max-n 3 (file: nothing)"),
+    ({"options": {"max-model-len": "9k"}}, lambda p: p.spec.options["max-model-len"], "9k",
      "--max-model-len 9k (file: 2560)"),
-    (Beside(options={"max-model-len": "9k"}), lambda p: p.spec.limits.max_input_tokens, 2048,
+    ({"options": {"max-model-len": "9k"}}, lambda p: p.spec.limits.max_input_tokens, 2048,
      "--max-model-len"),
-    (Beside(words=("--max_num_seqs=4", "-tp", "2", "--no-enable-prefix-caching")),
+    ({"extra_args": ("--max_num_seqs=4", "-tp", "2", "--no-enable-prefix-caching")},
      lambda p: p.spec.extra_args[1:3], ("-tp", "2"),
      "--max-num-seqs 4 (file: 200), --tensor-parallel-size 2 (file: nothing), "
      "--no-enable-prefix-caching (file: True)"),
-    (Beside(recall=None), lambda p: p.spec.recall, None, "--no-pool"),
-    (Beside(recall={"host_size": "2GiB"}), lambda p: p.spec.recall,
+    ({"recall": None}, lambda p: p.spec.recall, None, "--no-pool"),
+    ({"recall": {"host_size": "2GiB"}}, lambda p: p.spec.recall,
      {"host_size": "2GiB", "async_write": False}, "pool host_size 2GiB (file: 1GiB)"),
-    (Beside(recall={"backend": "service", "socket": "/s"}), lambda p: p.spec.recall,
+    ({"recall": {"backend": "service", "socket": "/s"}}, lambda p: p.spec.recall,
      {"backend": "service", "socket": "/s", "async_write": False}, "pool backend service"),
-    (Beside(recall={"policy": "lru"}, whole_pool=True), lambda p: p.spec.recall,
+    ({"recall": {"policy": "lru"}, "whole_pool": True}, lambda p: p.spec.recall,
      {"policy": "lru", "async_write": False}, "pool policy lru"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("beside", "found", "value", "note"), BESIDE)
 def test_the_command_line_wins(
-    tmp_path: Path, beside: Beside, found: Callable[[Plan], object], value: object, note: str
+    tmp_path: Path, beside: Json, found: Callable[[Plan], object], value: object, note: str
 ) -> None:
-    plan = plan_config(write(tmp_path, right(), {"host_size": "1GiB"}), beside)
+    whole = bool(beside.get("whole_pool"))
+    path = write(tmp_path, right(), {"host_size": "1GiB"})
+    plan = plan_config(
+        path, replace(NOTHING, **{k: v for k, v in beside.items() if k != "whole_pool"}), whole
+    )
     assert found(plan) == value
     (told,) = (each for each in plan.notes if each.startswith("the command line overrides"))
     assert note in told
@@ -502,7 +508,7 @@ def test_another_model_beside_the_file(tmp_path: Path) -> None:
     config = right()
     model(config)["modelWeightPath"] = "/none"
     path = write(tmp_path, config)
-    plan = plan_config(path, Beside(model=str(tmp_path / "model")))
+    plan = plan_config(path, replace(NOTHING, model=str(tmp_path / "model")))
     assert plan.spec.model == str(tmp_path / "model")
     assert any(f"MODEL {tmp_path}/model (file: /none)" in note for note in plan.notes)
 
@@ -510,10 +516,10 @@ def test_another_model_beside_the_file(tmp_path: Path) -> None:
 def test_a_pool_beside_a_file_without_one(tmp_path: Path) -> None:
     config = right()
     model(config).update(cpuMemSize=2)
-    beside = Beside(recall={"policy": "lru"})
+    beside = replace(NOTHING, recall={"policy": "lru"})
     plan = plan_config(write(tmp_path, config), beside)
     assert plan.spec.recall == {"async_write": False, "policy": "lru", "host_size": 2 << 30}
-    alone = plan_config(write(tmp_path, config), Beside(recall={"async_write": True}))
+    alone = plan_config(write(tmp_path, config), replace(NOTHING, recall={"async_write": True}))
     assert alone.spec.recall is None
     assert any("asynchronous writes are without effect" in note for note in alone.notes)
     model(config).pop("plugin_params")
@@ -524,7 +530,7 @@ def test_a_pool_beside_a_file_without_one(tmp_path: Path) -> None:
 def test_every_network_needs_the_files_word(tmp_path: Path) -> None:
     path = write(tmp_path, right())
     with pytest.raises(ConfigError, match=r"allowAllZeroIpListening is false, and --host is 0\."):
-        plan_config(path, Beside(host="0.0.0.0"))
+        plan_config(path, replace(NOTHING, host="0.0.0.0"))
 
 
 def test_nothing_beside_the_file_is_no_note(tmp_path: Path) -> None:
@@ -533,7 +539,7 @@ def test_nothing_beside_the_file_is_no_note(tmp_path: Path) -> None:
 
 def test_a_memory_factor_beside_a_size(tmp_path: Path) -> None:
     """What `kvrecall plan` says of it is given to vLLM, unless the file has a size."""
-    lowered = Beside(words=("--gpu-memory-utilization", "0.91"))
+    lowered = replace(NOTHING, extra_args=("--gpu-memory-utilization", "0.91"))
     config = right()
     assert plan_config(write(tmp_path, config), lowered).warnings == ()
     model(config)["npuMemSize"] = 8
@@ -592,7 +598,9 @@ def test_hosts_are_joined_by_vllms_options(tmp_path: Path) -> None:
     path = write(tmp_path, config)
     (warning,) = plan_config(path).warnings
     assert "--data-parallel-rank 0 --data-parallel-address" in warning
-    assert plan_config(path, Beside(words=("--data-parallel-rank", "0"))).warnings == ()
+    assert (
+        plan_config(path, replace(NOTHING, extra_args=("--data-parallel-rank", "0"))).warnings == ()
+    )
 
 
 @pytest.mark.parametrize("name", ["kv_pool.txt", "kv_pool_page.txt"])

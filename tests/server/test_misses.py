@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import itertools
 import random
-import re
 import string
 import subprocess
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +19,7 @@ from kvrecall.block import tenant_of
 from kvrecall.errors import ExitStatus
 from kvrecall.pool.service.admin import Drop, Query, ServiceAdmin
 from server.conftest import tiny_server
-from server.live import KVRECALL, LiveServer
+from server.live import KVRECALL, LiveServer, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -69,16 +67,8 @@ def why(server: LiveServer, request_id: str) -> list[Json]:
     return found
 
 
-def forget(server: LiveServer) -> None:
-    """Empties the device's cache, which is busy while blocks are still copied."""
-    end = time.monotonic() + 30
-    while not server.client.post("/reset_prefix_cache").json()["success"]:
-        assert time.monotonic() < end
-        post(server, None, prompt="a step")
-
-
 def drop(server: LiveServer, salt: str) -> None:
-    forget(server)
+    server.forget_device()
     with ServiceAdmin(server.folder / "admin.sock", 60.0) as admin:
         admin.do(Drop(Query(tenants=(tenant_of(salt),)), True))
 
@@ -120,11 +110,8 @@ def test_reasons_are_found_while_the_workers_compute(live: LiveServer) -> None:
     """vLLM makes the call in which they are."""
     for _ in range(2):
         post(live, None, prompt=fresh())
-    page = live.client.get("/metrics").text
     for name in ("explain", "explain_aside"):
-        found = re.search(rf"^kvrecall_{name}_seconds_total{{[^}}]*}} (\S+)$", page, re.MULTILINE)
-        assert found, name
-        assert float(found[1]) > 0
+        assert live.metric(f"kvrecall_{name}_seconds_total") > 0, name
 
 
 def test_headers_tell_nothing_of_another_tenant(live: LiveServer) -> None:
@@ -245,10 +232,8 @@ def test_a_request_that_is_given_up_has_its_reason(live: LiveServer) -> None:
         next(lines)
         (view,) = why(live, f"cmpl-{name}")
         assert (view["phase"], view["missed"]["reason"]) == ("decode", "new")
-    end = time.monotonic() + 30
-    while not (view := why(live, f"cmpl-{name}")[-1])["ended"]:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    assert until(lambda: why(live, f"cmpl-{name}")[-1]["ended"])
+    view = why(live, f"cmpl-{name}")[-1]
     assert (view["phase"], view["missed"]["reason"]) == ("cancelled", "new")
     assert view["why"].startswith(f"{LENGTH} tokens from token 0 on: first time seen")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -14,7 +13,7 @@ from fastapi import FastAPI
 from kvrecall.engines.base import Fault, Finish, GenerateError, RecallSplit, ServeSpec
 from kvrecall.server.application import attach_all
 from kvrecall.server.plan import Plan
-from server.fake import SPLIT, FakeEngine
+from server.fake import SPLIT, FakeEngine, ask
 from server.live import OWN
 
 PLAN = Plan(ServeSpec("m", "127.0.0.1", 1, {}), max_body_bytes=1000)
@@ -27,14 +26,8 @@ def application(generator: FakeEngine, plan: Plan = PLAN) -> FastAPI:
     return app
 
 
-def post(generator: FakeEngine, path: str, body: object, **kwargs: Any) -> httpx.Response:
-    async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(application(generator))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            return await client.post(path, content=content, headers=OWN, **kwargs)
-
-    return asyncio.run(send())
+def post(generator: FakeEngine, path: str, body: object) -> httpx.Response:
+    return ask(application(generator), path, "POST", body)
 
 
 def events(reply: httpx.Response) -> list[Json]:
@@ -45,8 +38,9 @@ def events(reply: httpx.Response) -> list[Json]:
     return [json.loads(part[6:]) for part in parts]
 
 
-def test_plain_reply() -> None:
-    reply = post(FakeEngine(), "/generate", {"inputs": "Hi"})
+@pytest.mark.parametrize("path", ["/generate", "/"])
+def test_plain_reply(path: str) -> None:
+    reply = post(FakeEngine(), path, {"inputs": "Hi"})
     assert reply.status_code == 200
     assert reply.json() == {"generated_text": "Hello, 世界"}
     assert reply.headers["x-kvrecall"] == "device=128;host=256;disk=384;remote=0;computed=5"
@@ -76,16 +70,6 @@ def test_stream(path: str, extra: Json) -> None:
     assert told[-1]["generated_text"] == "Hello, 世界"
     assert told[-1]["details"]["recall"] == SPLIT.as_dict()
     assert told[-1]["details"]["generated_tokens"] == 4
-
-
-def test_root_without_stream() -> None:
-    assert post(FakeEngine(), "/", {"inputs": "Hi"}).json() == {"generated_text": "Hello, 世界"}
-
-
-def test_stream_without_details() -> None:
-    told = events(post(FakeEngine(), "/generate_stream", {"inputs": "Hi"}))
-    assert told[-1]["generated_text"] == "Hello, 世界"
-    assert told[-1]["details"] is None
 
 
 @pytest.mark.parametrize(("finish", "name"), [(f, f.value) for f in Finish])
@@ -212,87 +196,27 @@ def test_unknown_path_and_method() -> None:
     assert (reply.status_code, reply.json()["error_type"]) == (405, "Method Not Allowed")
 
 
-def test_body_too_large() -> None:
-    generator = FakeEngine()
-    reply = post(generator, "/generate", {"inputs": "x" * 1000})
-    assert (reply.status_code, reply.json()["error_type"]) == (413, "Payload Too Large")
-    assert "larger than" in reply.json()["error"]
-    assert generator.requests == []
-
-
 @pytest.mark.parametrize("path", ["/generate", "/parsed"])
 def test_body_too_large_without_a_length(path: str) -> None:
-    """Also where FastAPI reads the body, as on vLLM's routes."""
+    """And with one. Also where FastAPI reads the body, as on vLLM's routes."""
+
+    app = application(FakeEngine())
+
+    @app.post("/parsed")
+    async def parsed(body: dict[str, str]) -> None: ...
 
     async def send() -> httpx.Response:
         async def chunks() -> Any:
             for _ in range(20):
                 yield b"x" * 100
 
-        app = application(FakeEngine())
-
-        @app.post("/parsed")
-        async def parsed(body: dict[str, str]) -> None: ...
-
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.post(path, content=chunks(), headers=OWN)
 
-    reply = asyncio.run(send())
-    assert (reply.status_code, reply.json()["error_type"]) == (413, "Payload Too Large")
-
-
-def _leave(path: str, when: Callable[[FakeEngine], bool], whole: bool = True) -> FakeEngine:
-    """Sends a request, of which the body is ``whole`` or not, and goes away as soon as ``when``
-    holds; the generator as it is then."""
-    generator = FakeEngine(words=("a",) * 1000, delay=0.01)
-
-    async def run() -> None:
-        body = json.dumps({"inputs": "x"}).encode()
-        gone = asyncio.Event()
-        messages = [{"type": "http.request", "body": body, "more_body": not whole}]
-
-        async def receive() -> Any:
-            if messages:
-                return messages.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(_: Any) -> None:
-            pass
-
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "headers": [
-                (b"host", b"localhost"),
-                (b"content-type", b"application/json"),
-                (b"content-length", b"15"),
-            ],
-            "client": ("127.0.0.1", 1),
-            "server": ("test", 80),
-        }
-        task = asyncio.create_task(application(generator)(scope, receive, send))
-        while not when(generator):
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(0.05)
-        gone.set()
-        await asyncio.wait_for(task, 60)
-
-    asyncio.run(run())
-    return generator
-
-
-@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
-def test_a_client_that_leaves_aborts_its_request(path: str) -> None:
-    generator = _leave(path, lambda g: bool(g.requests))
-    assert generator.aborted == [request.request_id for request in generator.requests]
+    for reply in (asyncio.run(send()), ask(app, path, "POST", {"inputs": "x" * 1000})):
+        assert (reply.status_code, reply.json()["error_type"]) == (413, "Payload Too Large")
+        assert "larger than" in reply.json()["error"]
 
 
 def test_prompt_form() -> None:
@@ -315,9 +239,3 @@ def test_split() -> None:
     unnamed = RecallSplit.of_report(None, 400, 384, pooled=True)
     assert (unnamed.device, unnamed.unspecified, unnamed.computed) == (0, 384, 16)
     assert unnamed.as_dict()["unspecified"] == 384
-
-
-@pytest.mark.parametrize("path", ["/generate", "/infer", "/v1/tokenizer"])
-def test_a_client_that_leaves_within_its_body(path: str) -> None:
-    """Nothing is computed for it, and no exception reaches the server's log."""
-    assert _leave(path, lambda g: True, whole=False).requests == []

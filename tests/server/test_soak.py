@@ -88,18 +88,13 @@ async def all_clients(url: str, round_number: int) -> tuple[list[int], list[int]
     return statuses, ready
 
 
-def figure(tiny: LiveServer, name: str) -> float:
-    lines = tiny.client.get("/metrics").text.splitlines()
-    return sum(float(s.rsplit(" ", 1)[1]) for s in lines if s.startswith((f"{name}{{", f"{name} ")))
-
-
 def quiet(tiny: LiveServer) -> bool:
     """Whether nothing runs, waits or is held, and every request is accounted for."""
     held = ("vllm:num_requests_running", "vllm:num_requests_waiting")
     held += ("kvrecall_leases", "kvrecall_reserved", "vllm:kv_cache_usage_perc")
-    ended = figure(tiny, "request_success_total") + figure(tiny, "request_failed_total")
-    settled = figure(tiny, "request_received_total") == ended
-    return settled and not any(figure(tiny, name) for name in held)
+    ended = tiny.metric("request_success_total") + tiny.metric("request_failed_total")
+    settled = tiny.metric("request_received_total") == ended
+    return settled and not any(tiny.metric(name) for name in held)
 
 
 def wait_quiet(tiny: LiveServer) -> None:

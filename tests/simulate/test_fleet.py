@@ -13,7 +13,7 @@ from kvrecall.simulate.cli import app
 from kvrecall.simulate.fleet import replay_fleet, sessions_of
 from kvrecall.simulate.replay import TierSpec, replay
 from kvrecall.simulate.trace import Trace, trace_of
-from kvrecall.simulate.workload import make_workload
+from kvrecall_lab.workload import make_workload
 
 ROOMY = [TierSpec("host", 10_000)]
 
@@ -99,8 +99,8 @@ def test_the_command_compares_both_ways(tmp_path: Path) -> None:
     assert (line["hosts"], line["sessions"]) == (4, 10)
     for routing in ("sticky", "spread"):
         assert [tier["name"] for tier in line[routing]["tiers"]] == ["host", "disk", "store"]
-        assert line[routing]["store_written_bytes_a_s"] > 0
-    assert line["sticky"]["store_read_blocks"] < line["spread"]["store_read_blocks"]
+        assert line[routing]["store_written_a_s"] > 0
+    assert line["sticky"]["store_read"] < line["spread"]["store_read"]
     assert line["sticky"]["hit_rate"] == line["spread"]["hit_rate"]
     without = simulate(*words, "--hosts", "4")
     assert without["spread"]["hit_rate"] < without["sticky"]["hit_rate"]
@@ -117,6 +117,6 @@ def test_the_command_compares_both_ways(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_options_are_refused_by_name(words: tuple[str, ...], said: str) -> None:
-    done = CliRunner().invoke(app, ["synthetic:scan", "--capacity-blocks", "100", *words])
+    done = CliRunner().invoke(app, ["trace.jsonl", "--capacity-blocks", "100", *words])
     assert done.exit_code != 0
     assert said in " ".join(done.output.split()).replace("│ ", "")

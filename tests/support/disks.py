@@ -1,4 +1,4 @@
-"""System calls of a disk tier with faults injected."""
+"""Disk tiers with a bench, and their system calls with faults injected."""
 
 from __future__ import annotations
 
@@ -9,8 +9,39 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from kvrecall.config import DEFAULT_POLICY, DiskConfig
+from kvrecall.pool.clock import Clock
+from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.disk.codec import BlockCodec
 from kvrecall.pool.disk.slabs import FileIo
+from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
+
+
+class DiskBench(Bench):
+    tier: DiskTier
+
+
+OPENED: list[DiskBench] = []
+"""What ``open_disk`` opened, for the fixture that closes it."""
+
+
+def open_disk(
+    folder: Path,
+    nbytes: int = 64 << 20,
+    block_bytes: int = BLOCK_BYTES,
+    policy: str = DEFAULT_POLICY,
+    io: FileIo | None = None,
+    clock: Clock | None = None,
+    codec: BlockCodec | None = None,
+    **settings: Any,
+) -> DiskBench:
+    """A tier for blocks of ``NAMESPACE``, and a bench on it. ``settings``: of ``DiskConfig``."""
+    tier = DiskTier(DiskConfig(folder, nbytes, **settings), policy, io, clock, codec)
+    tier.register(NAMESPACE, block_bytes)
+    OPENED.append(DiskBench(tier, slots=512, block_bytes=block_bytes))
+    return OPENED[-1]
 
 
 @dataclass(slots=True)

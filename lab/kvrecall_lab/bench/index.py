@@ -333,10 +333,8 @@ def _pauses(tier: DiskTier, blocks: int, repeats: int) -> dict[str, float]:
         with watch.of("list"):
             deque(tier.catalog.infos(), maxlen=0)
         watch.calls("use of slabs", lambda _: catalog.slab_uses(), once)
-        evict, evict_bytes = (
-            partial(catalog.evict, 512, _BLOCK),
-            partial(catalog.evict_bytes, _EVICTED),
-        )
+        evict = partial(catalog.evict, _EVICTED, _BLOCK)
+        evict_bytes = partial(catalog.evict, _EVICTED)
         watch.calls("eviction of 512", lambda _: _by_owner(tier, evict), few)
         watch.calls("eviction of bytes", lambda _: _by_owner(tier, evict_bytes), few)
         watch.calls("drop of 1,000", tier.drop, once)

@@ -30,7 +30,7 @@ def measure_launches(
     import torch
 
     from kvrecall.engines.vllm.attention.base import KernelShape
-    from kvrecall_lab.engines.launches import SparseSteps
+    from kvrecall_lab.engines.counting import SparseSteps
 
     shape = KernelShape(heads, kv_heads, head_dim, BLOCK, torch.bfloat16, "")
     settings = RetrievalSettings()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,14 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from kvrecall.pool.remote.mooncake import MooncakeSettings
+from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
 from kvrecall.processes.master import Master
-from kvrecall_lab.bench.stores import Store, StoreError, address_of
+from kvrecall_lab.bench.stores import DEADLINE_S, Space, Store, StoreError, address_of
 
 PEERS = Path(sys.prefix) / "peers" / "bench"
 """Folder for libraries that would change packages of the environment; may be absent."""
 
-_DEADLINE_S = 60.0
 _BLOCK_TOKENS = 64
 
 
@@ -31,10 +28,11 @@ def find_peers() -> None:
         sys.path.append(str(PEERS))
 
 
-class _Lmcache(Store):
-    """Common part of both backends: LMCache's memory, and blocks in it."""
+class LmcacheCpu(Store):
+    """``LocalCPUBackend``: allocate, copy in, submit; get, copy out, release. Its disk backend
+    loses blocks that are put as fast as here."""
 
-    def __init__(self, nbytes: int, block_bytes: int, **config: Any) -> None:
+    def __init__(self, space: Space) -> None:
         os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
         os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")  # disables telemetry
         import torch
@@ -43,40 +41,33 @@ class _Lmcache(Store):
         from lmcache.v1.metadata import LMCacheMetadata
         from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-        shape = (2, 1, 64, block_bytes // 128)  # K and V, one layer, 64 tokens: the bytes count
+        # K and V, one layer, 64 tokens: the bytes count
+        shape = (2, 1, 64, space.block_bytes // 128)
         self._how = (torch.Size(shape), torch.uint8, MemoryFormat.KV_2LTD)
-        self.config = LMCacheEngineConfig.from_defaults(
-            local_cpu=True, max_local_cpu_size=nbytes / 2**30, **config
+        config = LMCacheEngineConfig.from_defaults(
+            local_cpu=True, max_local_cpu_size=space.limit / 2**30
         )
         metadata = LMCacheMetadata("bench", 1, 1, 0, 0, torch.uint8, (1, 2, 64, 1, shape[3]))
-        self.cpu: Any = LocalCPUBackend(self.config, metadata, "cpu")
+        self._cpu: Any = LocalCPUBackend(config, metadata, "cpu")
 
-    def key(self, name: bytes) -> Any:
+    def _key(self, name: bytes) -> Any:
         from lmcache.utils import CacheEngineKey
 
         return CacheEngineKey("bench", 1, 0, int.from_bytes(name[:8]) >> 1, self._how[1])
 
-    def filled(self, block: memoryview) -> Any:
-        """A memory object with the bytes of ``block``."""
-        made = self.cpu.allocate(*self._how)
-        if made is None:
-            raise StoreError("LMCache has no memory left")
-        memoryview(made.byte_array).cast("B")[:] = block
-        return made
-
-
-class LmcacheCpu(_Lmcache):
-    """``LocalCPUBackend``: allocate, copy in, submit; get, copy out, release."""
-
     def put(self, names: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
-        made = [self.filled(block) for block in blocks]
-        self.cpu.batched_submit_put_task([self.key(name) for name in names], made)
+        made = [self._cpu.allocate(*self._how) for _ in blocks]
+        if None in made:
+            raise StoreError("LMCache has no memory left")
+        for one, block in zip(made, blocks, strict=True):
+            memoryview(one.byte_array).cast("B")[:] = block
+        self._cpu.batched_submit_put_task([self._key(name) for name in names], made)
         for one in made:
             one.ref_count_down()
 
     def get(self, names: Sequence[bytes], into: Sequence[memoryview]) -> None:
         for name, place in zip(names, into, strict=True):
-            found = self.cpu.get_blocking(self.key(name))
+            found = self._cpu.get_blocking(self._key(name))
             if found is None:
                 raise StoreError("LMCache has lost a block")
             place[:] = memoryview(found.byte_array).cast("B")
@@ -84,92 +75,29 @@ class LmcacheCpu(_Lmcache):
 
     def remove(self, names: Sequence[bytes]) -> None:
         for name in names:
-            self.cpu.remove(self.key(name))
+            self._cpu.remove(self._key(name))
 
     def close(self) -> None:
-        self.cpu.close()
-
-
-class LmcacheDisk(_Lmcache):
-    """``LocalDiskBackend`` between LMCache's own memory objects and its files.
-
-    It keeps no block in memory here; a put ends when its worker has written the file.
-    """
-
-    def __init__(self, folder: Path, nbytes: int, block_bytes: int, direct: bool) -> None:
-        super().__init__(
-            nbytes,
-            block_bytes,
-            local_disk=str(folder),
-            max_local_disk_size=2 * nbytes / 2**30,
-            extra_config={"use_odirect": direct},
-        )
-        from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
-
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self._disk: Any = LocalDiskBackend(self.config, self._loop, self.cpu, "cpu")
-        self._objects: list[Any] = []
-
-    def prepare(self, names: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
-        self._objects = [self.filled(block) for block in blocks]
-
-    def put(self, names: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
-        keys = [self.key(name) for name in names]
-        self._disk.batched_submit_put_task(keys, self._objects)
-        until = time.monotonic() + _DEADLINE_S
-        while any(map(self._disk.exists_in_put_tasks, keys)):
-            if time.monotonic() > until:
-                raise StoreError("LMCache does not finish writing")
-            time.sleep(0.0005)
-        self._let_go()
-
-    def get(self, names: Sequence[bytes], into: Sequence[memoryview]) -> None:
-        found = self._disk.batched_get_blocking([self.key(name) for name in names])
-        self._objects = [one for one in found if one is not None]
-        if len(self._objects) != len(names):
-            raise StoreError("LMCache has lost a block")
-
-    def land(self, into: Sequence[memoryview]) -> None:
-        for place, one in zip(into, self._objects, strict=True):
-            place[:] = memoryview(one.byte_array).cast("B")
-        self._let_go()
-
-    def _let_go(self) -> None:
-        for one in self._objects:
-            one.ref_count_down()
-        self._objects = []
-
-    def remove(self, names: Sequence[bytes]) -> None:
-        for name in names:
-            self._disk.remove(self.key(name))
-
-    def close(self) -> None:
-        self._disk.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10.0)
-        self.cpu.close()
+        self._cpu.close()
 
 
 class MooncakeClient(Store):
-    """``MooncakeDistributedStore`` with a master of its own, on ``memory`` it has registered.
+    """``MooncakeDistributedStore`` with a master of its own, on memory that it has registered; it
+    lends the memory itself, so blocks are copied locally."""
 
-    All blocks given to ``put`` and ``get`` lie in ``memory``.
-    """
-
-    def __init__(self, folder: Path, nbytes: int, memory: memoryview) -> None:
+    def __init__(self, space: Space) -> None:
         os.environ.setdefault("GLOG_minloglevel", "2")
         from mooncake.store import MooncakeDistributedStore
 
-        self._master = Master(folder / "master.log")
+        self._master = Master(space.folder / "master.log")
         self._master.start()
         self._client: Any = MooncakeDistributedStore()
         try:
-            setup = dict(MooncakeSettings.of(self._master.options(max(2 * nbytes, 64 << 20))).setup)
+            lent = max(2 * space.nbytes, 64 << 20)
+            setup = dict(MooncakeSettings.of(self._master.options(lent)).setup)
             if self._client.setup(setup) != 0:
                 raise StoreError("cannot set up Mooncake's client")
-            if self._client.register_buffer(address_of(memory), len(memory)) != 0:
+            if self._client.register_buffer(address_of(space.memory), len(space.memory)) != 0:
                 raise StoreError("Mooncake cannot register memory")
         except BaseException:
             self._master.kill()
@@ -203,18 +131,14 @@ def _places(
 class DiskCache(Store):
     """``diskcache.Cache``: SQLite with a file a value. It takes bytes and gives a file to read."""
 
-    def __init__(self, folder: Path, nbytes: int) -> None:
+    def __init__(self, space: Space) -> None:
         import diskcache
 
-        self._cache: Any = diskcache.Cache(str(folder), size_limit=2 * nbytes)
-        self._values: dict[bytes, bytes] = {}
-
-    def prepare(self, names: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
-        self._values = {n: bytes(block) for n, block in zip(names, blocks, strict=True)}
+        self._cache: Any = diskcache.Cache(str(space.folder), size_limit=2 * space.nbytes)
 
     def put(self, names: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
-        for name in names:
-            self._cache.set(name, self._values[name])
+        for name, block in zip(names, blocks, strict=True):
+            self._cache.set(name, bytes(block))
 
     def get(self, names: Sequence[bytes], into: Sequence[memoryview]) -> None:
         for name, place in zip(names, into, strict=True):
@@ -231,10 +155,10 @@ class DiskCache(Store):
 
 
 class VllmFiles(Store):
-    """vLLM's ``FileSystemTierManager`` with the threads it has by default. It moves blocks between
-    files and one piece of memory, in which all blocks given to ``put`` and ``get`` lie."""
+    """vLLM's ``FileSystemTierManager`` with the threads it has by default: direct I/O, a request a
+    job. It moves blocks between files and one piece of memory, in which all blocks lie."""
 
-    def __init__(self, folder: Path, memory: memoryview, block_bytes: int) -> None:
+    def __init__(self, space: Space) -> None:
         from vllm.v1.kv_offload.base import ReqContext, make_offload_key
         from vllm.v1.kv_offload.config import (
             OffloadingCacheConfig,
@@ -248,7 +172,7 @@ class VllmFiles(Store):
 
         config = OffloadingConfig(  # one group, one worker, a block a file
             groups=(OffloadingGroupConfig(_BLOCK_TOKENS, ("layer",), 0),),
-            worker_kv_bytes_per_block=block_bytes,
+            worker_kv_bytes_per_block=space.block_bytes,
             enable_kv_cache_events=False,
             extra_config={},
             engine_id="bench",
@@ -259,10 +183,10 @@ class VllmFiles(Store):
         spec: Any = SimpleNamespace(
             config=config, blocks_per_chunk=1, kv_events_config=SimpleNamespace(), extra_config={}
         )
-        view = memory.cast("B", (len(memory) // block_bytes, block_bytes))
-        self._tier: Any = FileSystemTierManager(spec, view, "fs", str(folder))
-        self._block_bytes = block_bytes
-        self._base = address_of(memory)
+        self._bytes = space.block_bytes
+        view = space.memory.cast("B", (len(space.memory) // self._bytes, self._bytes))
+        self._tier: Any = FileSystemTierManager(spec, view, "fs", str(space.folder))
+        self._base = address_of(space.memory)
         self._jobs = 0
         self._job_type, self._context, self._key = TransferJob, ReqContext, make_offload_key
 
@@ -277,20 +201,20 @@ class VllmFiles(Store):
     def _job(self, names: Sequence[bytes], blocks: Sequence[memoryview], promotion: bool) -> Any:
         self._jobs += 1
         keys = [self._key(name, 0) for name in names]
-        places = [(address_of(block) - self._base) // self._block_bytes for block in blocks]
+        places = [(address_of(block) - self._base) // self._bytes for block in blocks]
         chunks = np.asarray(places, dtype=np.int64)
         context = self._context(f"bench-{self._jobs}")
         return self._job_type(self._jobs, keys, chunks, promotion, context)
 
     def _await(self) -> None:
-        until = time.monotonic() + _DEADLINE_S
+        until = time.monotonic() + DEADLINE_S
         while time.monotonic() < until:
             for done in self._tier.get_finished_jobs():
                 if not done.success:
                     raise StoreError("vLLM's file-system tier failed")
                 return
             time.sleep(0.0001)
-        raise StoreError(f"vLLM's file-system tier did not finish within {_DEADLINE_S:.0f} s")
+        raise StoreError(f"vLLM's file-system tier did not finish within {DEADLINE_S:.0f} s")
 
     def remove(self, names: Sequence[bytes]) -> None:
         for name in names:

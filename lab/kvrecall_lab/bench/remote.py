@@ -17,9 +17,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -37,13 +36,11 @@ from kvrecall.bench.report import Report, Times, Tokens, percentiles, progress
 from kvrecall.config import Compression, RemoteConfig
 from kvrecall.errors import EngineError
 from kvrecall.pool.arena import Arena
-from kvrecall.pool.remote.compressed import CompressedStore
-from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
-from kvrecall.pool.remote.mooncake.store import ENVIRONMENT
+from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
+from kvrecall.pool.remote.mooncake.store import ENVIRONMENT, MooncakeStore
 from kvrecall.pool.remote.staged import StagedStore
-from kvrecall.pool.remote.store import Store
 from kvrecall.pool.remote.tier import RemoteTier
-from kvrecall.processes.child import orders, reply_to, worker
+from kvrecall.processes.child import one_process
 from kvrecall.processes.master import Master
 from kvrecall.processes.server import ServerProcess
 
@@ -52,6 +49,7 @@ BLOCKS = 128
 ROUNDS = 21
 TIER_GOAL = 0.9
 TTFT_GOAL = 3.0
+_LIMIT_S = 120.0  # of a call of the bare client
 _PARTIES = ("tier", "bare")
 _WAYS = ("put", "get")
 _REASONS = ("blocks_declined", "loads_given_up", "loads_failed")
@@ -96,11 +94,15 @@ def _compare_clients(folder: Path, repeats: int, compression: Compression) -> di
     lent, own = (dict(MooncakeSettings.of(master.options(n)).setup) for n in (8 * nbytes, 0))
     try:
         with (
-            worker(bare_client, lent, 0) as lender,
-            worker(bare_client, own, nbytes) as bare,
+            one_process(BareClient.begin, lent, 0) as lender,
+            one_process(BareClient.begin, own, nbytes) as bare,
             _tier(master.options(0), nbytes, compression) as (tier, slots),
         ):
-            reply_to(lender, "ready", "", 0, 0)
+
+            def of_bare(way: str, name: str) -> float:
+                return bare.submit(BareClient.seconds_of, way, name).result(_LIMIT_S)
+
+            lender.submit(BareClient.seconds_of, "ready").result(_LIMIT_S)
             for number in range(repeats):
                 keys = keys_of(BLOCKS, f"{number}/")
                 turn = number % len(_PARTIES)
@@ -108,13 +110,13 @@ def _compare_clients(folder: Path, repeats: int, compression: Compression) -> di
                     name = f"{who}.{number}"
                     for way in _WAYS:
                         if who == "bare":
-                            spent = reply_to(bare, way, name, BLOCK_BYTES, BLOCKS)
+                            spent = of_bare(way, name)
                         elif way == "put":
                             spent = put_all(tier, keys, slots, BLOCK_BYTES)
                         else:
                             spent = get_all(tier, keys, slots)
                         seconds[f"{who}_{way}"].append(spent)
-                reply_to(bare, "remove", f"bare.{number}", BLOCK_BYTES, BLOCKS)
+                of_bare("remove", f"bare.{number}")
                 tier.drop(keys)
                 time.sleep(0.2)  # for the store to remove them
             stats = tier.stats()
@@ -143,9 +145,7 @@ def _tier(
     arena.wait_ready()
     filling = os.urandom(1 << 20) if compression == "none" else kv_like(1 << 20)
     arena.memory[:] = filling * (nbytes >> 20)
-    store: Store = StagedStore(MooncakeStore(MooncakeSettings.of(options)))
-    if compression != "none":
-        store = CompressedStore(store, compression)
+    store = StagedStore(MooncakeStore(MooncakeSettings.of(options)), compression=compression)
     store.exists(["ready"])
     config = RemoteConfig("mooncake", max_queued_bytes=2 * nbytes, call_deadline_s=60.0)
     tier = RemoteTier(store, config)
@@ -159,37 +159,46 @@ def _tier(
         arena.close()
 
 
-def bare_client(pipe: Connection, setup: dict[str, str], nbytes: int) -> None:
-    """A process with Mooncake's bare client, all blocks in one call, on registered memory of
-    ``nbytes``. With 0 it only lends the store memory."""
-    for name, value in ENVIRONMENT.items():  # as the tier's own client
-        os.environ.setdefault(name, value)
-    from mooncake.store import MooncakeDistributedStore
+class BareClient:
+    """Mooncake's bare client, in a process of its own: all blocks in one call."""
 
-    client = MooncakeDistributedStore()
-    if client.setup(setup) != 0:
-        raise EngineError("Mooncake's client cannot be set up")
-    address = 0
-    if nbytes:
-        memory = mmap.mmap(-1, nbytes)
-        memory[:] = os.urandom(1 << 20) * (nbytes >> 20)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        client.register_buffer(address, nbytes)
-    for way, name, block_bytes, count in orders(pipe):
-        names = [f"{name}.{place:064d}.{'0' * 32}" for place in range(count)]
-        places = [address + place * block_bytes for place in range(count)]
-        sizes = [block_bytes] * count
+    _here: ClassVar[BareClient]
+
+    def __init__(self, setup: dict[str, str], nbytes: int) -> None:
+        """On registered memory of ``nbytes``. With 0 it only lends the store memory."""
+        for name, value in ENVIRONMENT.items():  # as the tier's own client
+            os.environ.setdefault(name, value)
+        from mooncake.store import MooncakeDistributedStore
+
+        self._client = MooncakeDistributedStore()
+        if self._client.setup(setup) != 0:
+            raise EngineError("Mooncake's client cannot be set up")
+        if nbytes:
+            self._memory = mmap.mmap(-1, nbytes)
+            self._memory[:] = os.urandom(1 << 20) * (nbytes >> 20)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+            self._client.register_buffer(address, nbytes)
+            self._places = [address + place * BLOCK_BYTES for place in range(BLOCKS)]
+
+    @classmethod
+    def begin(cls, setup: dict[str, str], nbytes: int) -> None:
+        cls._here = cls(setup, nbytes)
+
+    @classmethod
+    def seconds_of(cls, way: str, name: str = "") -> float:
+        """``put``, ``get`` or ``remove`` the blocks ``name``; NaN if that failed."""
+        here = cls._here
+        names = [f"{name}.{place:064d}.{'0' * 32}" for place in range(BLOCKS)]
+        sizes = [BLOCK_BYTES] * BLOCKS
         good = True
         began = time.perf_counter()
         if way == "put":
-            good = not any(client.batch_put_from(names, places, sizes))
+            good = not any(here._client.batch_put_from(names, here._places, sizes))
         elif way == "get":
-            good = list(client.batch_get_into(names, places, sizes)) == sizes
+            good = list(here._client.batch_get_into(names, here._places, sizes)) == sizes
         elif way == "remove":
-            good = bool(client.batch_remove(names, True))
-        seconds = time.perf_counter() - began
-        pipe.send(seconds if good else math.nan)
-    client.close()
+            good = bool(here._client.batch_remove(names, True))
+        return time.perf_counter() - began if good else math.nan
 
 
 # -- a hit against computing ----------------------------------------------------------------

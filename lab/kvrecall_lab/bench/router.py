@@ -10,9 +10,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,9 +22,10 @@ import uvicorn
 
 from kvrecall.bench.model import BenchModel, Texts
 from kvrecall.bench.report import Report, names_in, progress
+from kvrecall.bench.serving import BLOCK, Conversation, Workload, play
 from kvrecall.errors import EngineError
 from kvrecall.processes.ports import free_port
-from kvrecall.processes.server import ServerProcess
+from kvrecall.processes.server import Answer, ServerProcess
 from kvrecall.router.addresses import Roster
 from kvrecall.router.application import application
 from kvrecall.router.fleet import Fleet, Instance
@@ -33,8 +33,6 @@ from kvrecall.router.prefixes import Prompt
 from kvrecall.router.router import RouterSettings, split_of
 from kvrecall.server.access import OWN_HEADER
 
-BLOCK = 64
-ANSWER_TOKENS = 16
 _ENGINES = 2
 _SYSTEM_TOKENS = 512
 _START_S = 30.0
@@ -81,106 +79,52 @@ WAYS = {
 # -- the sessions ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """``pause_s``: while a tool runs, before it."""
-
-    pause_s: float
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    start_s: float
-    opening: str
-    turns: tuple[Turn, ...]
-
-
-def agents(sessions: int, turns: int, pause_s: float, seed: int) -> tuple[Session, ...]:
+def agents(sessions: int, turns: int, pause_s: float, seed: int) -> Workload:
     """Sessions over one of two system prompts of 512 tokens, one every two seconds; a task of 128
     to 512, results of tools of 64 to 384 tokens, after pauses of half a second and more (in the
     mean ``pause_s``, exponential, at most four times that)."""
     draw, texts = random.Random(seed), Texts(seed)
     systems = [texts.document(_SYSTEM_TOKENS) for _ in range(2)]
 
-    def turn() -> Turn:
+    def turn() -> tuple[float, str]:
         pause = min(4 * pause_s, 0.5 + draw.expovariate(1 / max(0.1, pause_s - 0.5)))
-        return Turn(pause, texts.document(draw.randint(64, 384)))
+        return pause, texts.document(draw.randint(64, 384))
 
-    return tuple(
-        Session(
-            draw.uniform(0, 2.0 * sessions),
-            systems[number % 2] + texts.document(draw.randint(128, 512)),
-            tuple(turn() for _ in range(turns)),
-        )
-        for number in range(sessions)
+    return Workload(
+        f"{sessions} sessions of {turns} turns",
+        tuple(
+            Conversation(
+                draw.uniform(0, 2.0 * sessions),
+                systems[number % 2] + texts.document(draw.randint(128, 512)),
+                tuple(turn() for _ in range(turns)),
+            )
+            for number in range(sessions)
+        ),
     )
 
 
-def longest_of(sessions: Sequence[Session]) -> int:
-    """Tokens of the longest prompt, with its answers."""
-    return max(
-        len(one.opening) + sum(len(turn.text) + ANSWER_TOKENS for turn in one.turns)
-        for one in sessions
-    )
-
-
-@dataclass(slots=True)
-class Played:
-    """Seconds to the first token of each request, prompt tokens by source."""
-
-    ttft_s: list[float] = field(default_factory=list)
-    tokens: dict[str, int] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, ttft_s: float, split: dict[str, int]) -> None:
-        with self.lock:
-            self.ttft_s.append(ttft_s)
-            for source, count in split.items():
-                self.tokens[source] = self.tokens.get(source, 0) + count
-
-
-def ask(client: httpx.Client, url: str, prompt: str) -> tuple[str, float, dict[str, int]]:
-    """The answer, seconds to its first token, and prompt tokens by source. Raises EngineError."""
-    body = {"model": "bench", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0}
+def ask(client: httpx.Client, url: str, prompt: str, tokens: int, timeout_s: float) -> Answer:
+    """Of /v1/completions, which a router passes on; without tokens and log-probabilities. Raises
+    EngineError."""
+    body = {"model": "bench", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
     body |= {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
-    text, ttft_s, split = "", 0.0, dict[str, int]()
+    text, ttft_s, last_s, usage = "", 0.0, 0.0, dict[str, Any]()
     began = time.perf_counter()
-    with client.stream("POST", f"{url}/v1/completions", json=body) as reply:
+    with client.stream("POST", f"{url}/v1/completions", json=body, timeout=timeout_s) as reply:
         if reply.status_code != 200:
             raise EngineError(f"HTTP {reply.status_code}: {reply.read().decode()[:500]}")
         for line in reply.iter_lines():
             if not line.startswith("data: {"):
                 continue
-            ttft_s = ttft_s or time.perf_counter() - began
+            last_s = time.perf_counter() - began
+            ttft_s = ttft_s or last_s
             event = json.loads(line[6:])
             if "error" in event:
                 raise EngineError(f"a request failed: {event['error']}")
             text += "".join(choice["text"] for choice in event["choices"])
-            if event.get("usage"):
-                split = split_of(event["usage"]["prompt_tokens_details"]["recall"])
-    return text, ttft_s, split
-
-
-def play(sessions: Sequence[Session], url: str) -> Played:
-    """All sessions at once, at the router at ``url``."""
-    played = Played()
-
-    def converse(session: Session) -> None:
-        prompt = session.opening
-        time.sleep(session.start_s)
-        with httpx.Client(timeout=600) as client:
-            for turn in session.turns:
-                time.sleep(turn.pause_s)
-                prompt += turn.text
-                answer, ttft_s, split = ask(client, url, prompt)
-                played.add(ttft_s, split)
-                prompt += answer
-
-    with ThreadPoolExecutor(len(sessions)) as clients:
-        for one in [clients.submit(converse, one) for one in sessions]:
-            one.result()
-    return played
+            usage = event.get("usage") or usage
+    split = split_of(usage["prompt_tokens_details"]["recall"])
+    return Answer(usage["prompt_tokens"], split, (), (), text, ttft_s, last_s)
 
 
 # -- router and engines ---------------------------------------------------------------------
@@ -213,18 +157,14 @@ def routing(way: Way, addresses: Sequence[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def engines(
-    folder: Path, arguments: Sequence[str], host_bytes: int, disk_bytes: int
+    folder: Path, arguments: Sequence[str], host_bytes: int
 ) -> Iterator[tuple[list[ServerProcess], list[str]]]:
     """Two servers with pools of their own, which publish their events."""
     with ExitStack() as stack:
         servers, addresses = [], []
         for number in range(_ENGINES):
-            pool: dict[str, Any] = {"host_size": host_bytes, "load_or_compute": "load"}
-            if disk_bytes:
-                disk = folder / f"disk{number}"
-                pool |= {"disk_path": str(disk), "disk_size": disk_bytes}
             file = folder / f"pool{number}.json"
-            file.write_text(json.dumps(pool))
+            file.write_text(json.dumps({"host_size": host_bytes, "load_or_compute": "load"}))
             events, replay = free_port(), free_port()
             published = {
                 "enable_kv_cache_events": True,
@@ -241,7 +181,7 @@ def engines(
 
 
 def empty(servers: Sequence[ServerProcess]) -> None:
-    """Empties device, host and disk of all engines."""
+    """Empties device and host of all engines."""
     for server in servers:
         server.settle()
         reply = httpx.post(
@@ -276,15 +216,15 @@ def measure_router(
             raise EngineError(f"there is no way {name!r}; known: {', '.join(WAYS)}")
     model = BenchModel(hidden=384, layers=6, heads=6, kv_heads=2)
     all_sessions = [agents(sessions, turns, pause, seed + number) for number in range(rounds)]
-    longest = max(map(longest_of, all_sessions)) + 128
+    longest = max(one.longest_prompt for one in all_sessions) + 128
     unique = 2 * _SYSTEM_TOKENS + sessions * (longest - _SYSTEM_TOKENS)
     device = max(unique // 8, longest + 4 * BLOCK) * model.token_bytes
-    host, disk = 2 * unique // 5 * model.token_bytes, 0
-    played: dict[str, list[Played]] = {name: [] for name in names}
+    host = 2 * unique // 5 * model.token_bytes
+    played: dict[str, list[list[Answer]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as place:
         folder = Path(place)
         arguments = model.serve(folder, longest, device, BLOCK)
-        with engines(folder, arguments, host, disk) as (servers, addresses):
+        with engines(folder, arguments, host) as (servers, addresses):
             for server in servers:
                 server.ask("warm up " * 40, 4)
             for number, one in enumerate(all_sessions):
@@ -292,39 +232,33 @@ def measure_router(
                 for name in order:
                     empty(servers)
                     with routing(WAYS[name], addresses) as url:
-                        run = play(one, url)
-                    played[name].append(run)
-                    progress(
-                        f"  round {number + 1}, {name}: {run.tokens.get('computed', 0)} computed"
-                    )
+                        answers, _ = play(one, [url], lambda _: None, ask)
+                    played[name].append(answers)
+                    computed = _tokens(answers, "computed")
+                    progress(f"  round {number + 1}, {name}: {computed} computed")
     figures = {name: _figures(played[name]) for name in names}
     return _report(figures, sessions, turns, rounds, host, device)
 
 
-def _figures(runs: Sequence[Played]) -> dict[str, Any]:
-    times = [seconds for run in runs for seconds in run.ttft_s]
-    tokens = {
-        source: sum(run.tokens.get(source, 0) for run in runs) for source in (*_SOURCES, "computed")
-    }
+def _tokens(answers: Sequence[Answer], source: str) -> int:
+    return sum(one.recalled.get(source, 0) for one in answers)
+
+
+def _figures(rounds: Sequence[Sequence[Answer]]) -> dict[str, Any]:
+    answers = [one for some in rounds for one in some]
+    tokens = {source: _tokens(answers, source) for source in (*_SOURCES, "computed")}
     prompt = sum(tokens.values())
+    times = [one.ttft_s for one in answers]
+    ranks = {f"ttft_p{rank}_s": float(np.percentile(times, rank)) for rank in (50, 90, 99)}
     return {
-        "requests": len(times),
+        "requests": len(answers),
         "prompt_tokens": prompt,
         "computed_tokens": tokens["computed"],
         "computed_share": round(tokens["computed"] / prompt, 4),
         "by_tier": {source: round(tokens[source] / prompt, 4) for source in _SOURCES},
-        "ttft_p50_s": round(float(np.percentile(times, 50)), 4),
-        "ttft_p90_s": round(float(np.percentile(times, 90)), 4),
-        "ttft_p99_s": round(float(np.percentile(times, 99)), 4),
+        **{name: round(value, 4) for name, value in ranks.items()},
         "ttft_mean_s": round(statistics.fmean(times), 4),
-        "rounds": [
-            {
-                "computed_tokens": run.tokens.get("computed", 0),
-                "ttft_p50_s": round(statistics.median(run.ttft_s), 4),
-                "ttft_mean_s": round(statistics.fmean(run.ttft_s), 4),
-            }
-            for run in runs
-        ],
+        "computed_by_round": [_tokens(some, "computed") for some in rounds],
     }
 
 
@@ -337,10 +271,7 @@ def _report(
             WAYS[name].story,
             f"{one['computed_tokens']:,}",
             f"{one['computed_tokens'] / base['computed_tokens']:.2f}",
-            f"{one['ttft_p50_s']:.3f}",
-            f"{one['ttft_p90_s']:.3f}",
-            f"{one['ttft_p99_s']:.3f}",
-            f"{one['ttft_mean_s']:.3f}",
+            *(f"{one[f'ttft_{rank}_s']:.3f}" for rank in ("p50", "p90", "p99", "mean")),
             f"{one['ttft_mean_s'] / base['ttft_mean_s']:.2f}",
         )
         for name, one in figures.items()
@@ -351,11 +282,5 @@ def _report(
         f"tokens; two engines, each with {device / 2**20:.0f} MiB on the device and "
         f"{host / 2**20:.0f} MiB of host memory",
     )
-    shown = {
-        "sessions": sessions,
-        "turns": turns,
-        "rounds": rounds,
-        "engines": _ENGINES,
-        "ways": figures,
-    }
+    shown = {"sessions": sessions, "turns": turns, "rounds": rounds, "ways": figures}
     return Report("router", columns, rows, shown, notes)

@@ -1,4 +1,4 @@
-"""Deployments of ``bench chat`` that need other projects, and ``replay``: a recorded trace."""
+"""``bench chat`` with the deployments that need other projects."""
 
 from __future__ import annotations
 
@@ -11,31 +11,23 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from kvrecall.bench import serving
-from kvrecall.bench.model import Texts
-from kvrecall.bench.report import Report, Times, names_in
+from kvrecall.bench.report import Report, Times
 from kvrecall.bench.serving import (
     BLOCK,
     Budget,
     Deployment,
     Sizes,
     Variants,
-    measure_serving,
     servers,
 )
-from kvrecall.bench.workload import Conversation, Turn, Workload, conversations
 from kvrecall.errors import EngineError
 from kvrecall.processes.child import ChildProcess, server_environment
 from kvrecall.processes.command import as_child
 from kvrecall.processes.master import Master
 from kvrecall.processes.ports import free_port
-from kvrecall.simulate.trace import read_trace
 from kvrecall_lab.bench.peers import PEERS
-from kvrecall_lab.variants import thinned
 
 
 @contextlib.contextmanager
@@ -119,50 +111,4 @@ def measure_chat(
     budget: Budget = math.inf,
 ) -> Report:
     """The product's ``bench chat``, with these deployments, too."""
-    workload = conversations(sessions, turns)
-    names = names_in(variants) or tuple(DEPLOYMENTS)
-    return measure_serving(workload, names, budget, DEPLOYMENTS)
-
-
-def measure_replay(
-    trace: Annotated[Path, typer.Argument(help="A trace in Mooncake's format.")],
-    requests: Annotated[int, typer.Option(min=2, help="How many, from its beginning.")] = 100,
-    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens for a block of 512.")] = 32,
-    seconds: Annotated[float, typer.Option(min=0, help="From first to last arrival.")] = 60.0,
-    every: Annotated[int, typer.Option(min=1, help="Play one of this many sessions.")] = 12,
-    variants: Variants = "device,host,disk",
-    budget: Budget = math.inf,
-) -> Report:
-    """A slice of a recorded trace, scaled down, against live servers."""
-    workload = slice_of(trace, requests, block_tokens, seconds, every)
-    return measure_serving(workload, names_in(variants), budget, DEPLOYMENTS)
-
-
-def slice_of(
-    trace: Path, requests: int, block_tokens: int, seconds: float, every: int = 1
-) -> Workload:
-    """The first ``requests`` requests of one session in ``every`` of a trace, scaled down for the
-    machine.
-
-    Sampling sessions keeps their turns, which are thousands of requests apart in the whole trace.
-    A block of the trace (512 tokens) becomes ``block_tokens`` tokens, and the requests span
-    ``seconds``. Shared prefixes are preserved. Raises TraceError.
-    """
-    whole = read_trace(trace)
-    slice_ = (thinned(whole, every) if every > 1 else whole).requests[:requests]
-    first, last = slice_[0].now, slice_[-1].now
-    scale = seconds / (last - first) if last > first else 0.0
-    bodies: dict[bytes, str] = {}
-    made = []
-    for request in slice_:
-        for key in request.chain:
-            if key not in bodies:
-                bodies[key] = Texts(int.from_bytes(key, "little")).document(block_tokens)
-        prompt = "".join(bodies[key] for key in request.chain)
-        made.append(Conversation((request.now - first) * scale, prompt, (Turn(0.0, "\nAnswer:"),)))
-    sessions = "all sessions" if every == 1 else f"one session in {every}"
-    story = (
-        f"the first {len(made)} requests of {sessions} of {trace.name}, blocks of 512 "
-        f"tokens made {block_tokens}, {last - first:.0f} s made {seconds:.0f} s"
-    )
-    return Workload("replay", story, tuple(made))
+    return serving.measure_chat(sessions, turns, variants, budget, DEPLOYMENTS)

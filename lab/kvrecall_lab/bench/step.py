@@ -9,14 +9,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvrecall.bench.model import BenchModel, Texts
-from kvrecall.bench.report import Report, names_in, percentiles, progress
+from kvrecall.bench.report import Report, cells, names_in, percentiles, progress
 from kvrecall.errors import ConfigError, EngineError
 
 GOALS_US = {64: 100.0, 256: 200.0}
@@ -55,13 +55,8 @@ def measure_step(
         }
         measured.append(figures)
         goal = GOALS_US.get(count)
-        rows.append(
-            (
-                str(count),
-                *(f"{figures['us'][p]:.0f}" for p in ("p10", "p50", "p90")),  # type: ignore[index]
-                "" if goal is None else f"{goal:.0f}",
-            )
-        )
+        cells_us = cells(percentiles(whole), 0)
+        rows.append((str(count), *cells_us, "" if goal is None else f"{goal:.0f}"))
     columns = ("sequences", "us a step, p10", "p50", "p90", "goal, p50")
     notes = tuple(
         f"{one['sequences']} sequences, mean us: "
@@ -143,16 +138,12 @@ def _scheduler(folder: Path, count: int, block_size: int, steps: int) -> Iterato
     cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
     outputs = StructuredOutputManager(config)
     scheduler = Scheduler(config, cache, outputs, block_size, log_stats=True)
-    with closing(_Closing(scheduler)):
+    with ExitStack() as stack:
+        stack.callback(scheduler.shutdown)
         scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): _shard()})
         if not scheduler.connector._started.wait(_FINGERPRINT_S):  # requests have no pool before
             raise EngineError("the fingerprint of the model's weights took too long")
         yield scheduler
-
-
-class _Closing:
-    def __init__(self, scheduler: Any) -> None:
-        self.close = scheduler.shutdown
 
 
 def _shard() -> Any:
@@ -211,16 +202,14 @@ def _step(scheduler: Any, spent: dict[str, float]) -> int:
     stored = {store.store_id: 1 for store in orders.stores}
     report = StepReport(stored, stored_bytes=len(stored) * _RECORD_BYTES) if stored else None
     names = list(output.num_scheduled_tokens)
+    told = [scheduler.requests[name] for name in names]  # they get a token with their last one
     done = ModelRunnerOutput(
         req_ids=names,
         req_id_to_index={name: index for index, name in enumerate(names)},
-        sampled_token_ids=[_sampled(scheduler.requests[name]) for name in names],
+        sampled_token_ids=[
+            [7] if one.num_computed_tokens >= one.num_tokens else [] for one in told
+        ],
         kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=report),
     )
     scheduler.update_from_output(output, done)
     return sum(len(store.copy.block_ids) for store in orders.stores)
-
-
-def _sampled(request: Any) -> list[int]:
-    """A token, if the step has computed the last one of the request."""
-    return [7] if request.num_computed_tokens >= request.num_tokens else []

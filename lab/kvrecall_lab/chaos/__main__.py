@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from kvrecall.config import parse_size
-from kvrecall.processes.command import command_folder
-from kvrecall.processes.progress import ProgressLines
+from kvrecall.processes.command import ProgressLines, command_folder
 from kvrecall_lab.chaos.run import MODELS, ChaosRun, Settings
 from kvrecall_lab.trials import Keep, finish, one_of
 

@@ -24,8 +24,7 @@ from kvrecall_lab.chaos.faults import FaultInjector, Intervals, stored_blocks
 from kvrecall_lab.chaos.fleet import Fleet
 from kvrecall_lab.chaos.oracle import AMBIGUOUS, Conversations, DurabilityOracle
 from kvrecall_lab.chaos.report import FAULTS, FIGURES, Report
-from kvrecall_lab.engines.engine import EngineProcess, OnLine
-from kvrecall_lab.engines.engines import Engines
+from kvrecall_lab.engines.engine import EngineProcess, Engines, OnLine
 from kvrecall_lab.shapes.shapes import SHAPES, Shape, environment
 
 _DRAIN_S = 240.0
@@ -232,8 +231,8 @@ class ChaosRun:
             before = {row.key for row in stored_blocks(service.disk, in_use=False)}
             with FolderAdmin(service.disk) as admin:
                 verified = admin.do(Verify())
-            report.add("blocks_verified", verified.checked)
-            report.add("blocks_found_damaged", verified.damaged)
+            report.add("blocks_verified", verified["checked"])
+            report.add("blocks_found_damaged", verified["damaged"])
             after = {row.key for row in stored_blocks(service.disk, in_use=False)}
             if strange := oracle.undamaged(before - after):
                 what = f"{len(strange)} blocks on disk are damaged, but not by the run"

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from kvrecall.engines.vllm.compat.versions import VERSIONS
-from kvrecall.processes.command import command_folder
-from kvrecall.processes.progress import ProgressLines
+from kvrecall.processes.command import ProgressLines, command_folder
 from kvrecall_lab.compat.parts import PARTS, Seen, run_part
 from kvrecall_lab.compat.wheels import RELEASES, provide
 from kvrecall_lab.trials import Jobs, Keep, finish, one_of, run_trials

@@ -6,8 +6,8 @@ Layers run in turn, as in a model, so that the processor's caches are used as in
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,78 +15,50 @@ import numpy as np
 import torch
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from kvrecall.attention.selection import Split, split_of
+from kvrecall.attention.selection import Gate, Split, split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
+from kvrecall.bench.report import percentiles
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape, SparseStep
+from kvrecall.engines.vllm.attention.checks import require_block_size
 from kvrecall.engines.vllm.attention.cpu import CpuKernel, attend, halves, schedule
-from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 from kvrecall.engines.vllm.attention.offloaded import NearArena, OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, StepPlanner
+from kvrecall.errors import KvrecallError
 from kvrecall.pool.arena import Arena
 
 BLOCK = 128
 LAYERS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeTimes:
-    """Seconds per layer, one value per round, dense and sparse alternating; of the processor if
-    there is one thread.
+MODEL_LAYERS = 28
+"""A step is planned once for all layers; its cost is shared by as many as Qwen2-7B has."""
 
-    ``selection`` is part of ``sparse``. ``plan``: seconds of a step's planning, once for all
-    layers. ``selected_share``: of the middle blocks; ``attended_share``: of the tokens;
-    ``gated``: whether an engine would attend densely here; ``whole_error``: maximum difference to
-    dense attention if every block is selected.
+
+def measure(tokens: int, settings: RetrievalSettings, rounds: int) -> dict[str, Any]:
+    """Times one layer over a sequence of ``tokens`` random keys, dense and sparse by turns, in
+    milliseconds of the processor if there is one thread; past the offload boundary also with the
+    middle blocks offloaded. The settings' gate is ignored but reported: ``gated``.
+
+    Raises KvrecallError if there is nothing to select from, if retrieval did not act, if selecting
+    every block differs from dense attention, or if offloaded blocks give another result.
     """
-
-    dense: tuple[float, ...]
-    sparse: tuple[float, ...]
-    selection: tuple[float, ...]
-    plan: tuple[float, ...]
-    selected_share: float
-    attended_share: float
-    gated: bool
-    whole_error: float
-    activity: dict[str, int]
-    offload: OffloadTimes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadTimes:
-    """The same with the middle blocks offloaded: ``seconds`` per layer, beside ``here``, of the
-    same queries with all blocks on the device, alternating. ``in_place``: selected blocks read in
-    the arena. ``device_blocks``, ``blocks``: the sequence's blocks on the device, and in total.
-    ``error``: maximum difference between the two."""
-
-    seconds: tuple[float, ...]
-    here: tuple[float, ...]
-    in_place: int
-    device_blocks: int
-    blocks: int
-    error: float
-
-
-def measure_decode(
-    tokens: int,
-    settings: RetrievalSettings,
-    rounds: int,
-    heads: int = 16,
-    kv_heads: int = 4,
-    head_dim: int = 128,
-    dtype: torch.dtype = torch.bfloat16,
-) -> DecodeTimes:
-    """Times a sequence of ``tokens`` random keys; the settings' gate is ignored but reported.
-
-    Past the offload boundary also with the middle blocks offloaded.
-    """
-    isa = isa_of(dtype, head_dim)
-    shape = KernelShape(heads, kv_heads, head_dim, BLOCK, dtype, isa)
-    trial = _Trial(shape, settings, tokens)
-    times = trial.run(rounds)
-    if settings.regime(tokens, tokens) is not Regime.OFFLOAD:
-        return times
-    return replace(times, offload=trial.run_offloaded(rounds))
+    require_block_size(BLOCK, settings)
+    ungated = replace(settings, gate=False)
+    split = split_of(tokens, BLOCK, ungated)
+    if not Gate(ungated, token_bytes=1).passes(tokens, split):
+        raise KvrecallError(
+            f"--contexts {tokens} leaves no blocks to select from: the first "
+            f"{settings.init_tokens} and the last {settings.local_tokens} tokens are always "
+            f"attended to, and between them at least {settings.fewest_blocks} blocks; use a "
+            "longer context"
+        )
+    trial = _Trial(settings, tokens)
+    figures = {"context": tokens, "digest": f"{settings.digest} of {settings.tokens_a_digest}"}
+    figures |= trial.run(rounds)
+    if settings.regime(tokens, tokens) is Regime.OFFLOAD:
+        figures |= trial.run_offloaded(rounds, figures)
+    return figures
 
 
 def isa_of(dtype: torch.dtype, head_dim: int, block_size: int = BLOCK) -> str:
@@ -98,9 +70,10 @@ def isa_of(dtype: torch.dtype, head_dim: int, block_size: int = BLOCK) -> str:
 
 
 class _Trial:
-    def __init__(self, shape: KernelShape, settings: RetrievalSettings, tokens: int) -> None:
+    def __init__(self, settings: RetrievalSettings, tokens: int) -> None:
         torch.manual_seed(0)
-        self._shape = shape
+        isa = isa_of(torch.bfloat16, 128)
+        self._shape = shape = KernelShape(16, 4, 128, BLOCK, torch.bfloat16, isa)
         self._settings = settings
         self._rows = [BatchRow(1, tokens, False)]
         blocks = -(-tokens // BLOCK)
@@ -110,19 +83,19 @@ class _Trial:
         self._table = torch.arange(1, blocks + 1, dtype=torch.int32)[None]
         self._query = torch.randn(1, shape.heads, shape.head_dim).to(shape.dtype)
         self._scale = shape.head_dim**-0.5
+        self._terms = AttentionParameters(self._scale)
         self._seq_lens = torch.tensor([tokens], dtype=torch.int32)
         self._starts = torch.tensor([0, 1], dtype=torch.int32)
         self._dense_plan = schedule(shape, self._seq_lens, self._starts, whole=True)
         self._activity = Activity()
         self._kernel = CpuKernel(shape)
         self._layers = [
-            RetrievalLayer(str(at), settings, self._kernel, self._activity) for at in range(LAYERS)
+            self._kernel.layer(str(at), settings, self._activity) for at in range(LAYERS)
         ]
 
-    def run(self, rounds: int) -> DecodeTimes:
+    def run(self, rounds: int) -> dict[str, Any]:
         step = self._step()
-        if step is None or not step.sequences:
-            raise ValueError("the sequence has no middle blocks to choose from")
+        assert step is not None
         for layer, cache in zip(self._layers, self._caches, strict=True):
             layer.digest(cache, step.stale)
         times: dict[str, list[float]] = {"dense": [], "sparse": [], "selection": [], "plan": []}
@@ -130,63 +103,79 @@ class _Trial:
             layer, cache = self._layers[at % LAYERS], self._caches[at % LAYERS]
             acts: dict[str, Callable[[], object]] = {
                 "dense": partial(self._dense, cache),
-                "sparse": partial(
-                    layer.attend, self._query, cache, step, AttentionParameters(self._scale)
-                ),
-                "selection": partial(layer.select, self._query, step, self._scale),
+                "sparse": partial(layer.attend, self._query, cache, step, self._terms),
+                "selection": partial(layer.select, self._query, step, self._scale, False),
                 "plan": self._step,
             }
             for name, act in acts.items():
-                times[name].append(_seconds(act))
+                began = _now()
+                act()
+                times[name].append((_now() - began) * 1e3)
+        if not self._activity.totals()["blocks_selected"]:
+            raise KvrecallError(
+                "retrieval did not act: no block was selected; the figures are meaningless"
+            )
+        if (error := self._whole_error()) > 0.02:
+            raise KvrecallError(
+                f"selecting every block differs from dense attention by {error:.3f}"
+            )
         split = step.sequences[0].split
-        return DecodeTimes(
-            dense=tuple(times["dense"]),
-            sparse=tuple(times["sparse"]),
-            selection=tuple(times["selection"]),
-            plan=tuple(times["plan"]),
-            selected_share=split.chosen / split.middle,
-            attended_share=split.attended_tokens / self._rows[0].tokens,
-            gated=self._step(gate=True) is None,
-            whole_error=self._whole_error(),
-            activity=self._activity.totals(),
-        )
+        spent = {name: percentiles(values) for name, values in times.items()}
+        planned = spent["plan"]["p50"] / MODEL_LAYERS
+        return {
+            "dense_ms": spent["dense"]["p50"],
+            "sparse_ms": round(spent["sparse"]["p50"] + planned, 6),
+            "selection_ms": spent["selection"]["p50"],
+            "plan_ms_a_step": spent["plan"]["p50"],
+            **{
+                name: round((spent["sparse"][rank] + planned) / spent["dense"][rank], 4)
+                for name, rank in (("attention_ratio", "p50"), ("attention_ratio_p10", "p10"))
+            },
+            "selection_share": round(spent["selection"]["p50"] / spent["sparse"]["p50"], 4),
+            "selected_share": round(split.chosen / split.middle, 4),
+            "attended_share": round(split.attended_tokens / self._rows[0].tokens, 4),
+            "gated": self._step(gate=True) is None,
+            "active": True,
+            "percentiles_ms": spent,
+            "activity": self._activity.totals(),
+        }
 
-    def run_offloaded(self, rounds: int) -> OffloadTimes:
-        """The same with all middle blocks in an arena. ``run`` must come first: it computes
+    def run_offloaded(self, rounds: int, before: Mapping[str, Any]) -> dict[str, Any]:
+        """The same with all middle blocks in an arena, and ``to_device``: beside the same queries
+        with all blocks on the device, by turns. ``before``: what ``run`` gave, which computes
         digests."""
         split = split_of(self._rows[0].tokens, BLOCK, self._settings)
         sequence, caches, table = self._depart(split)
         settings = replace(self._settings, gate=False, dense_boundary=0)
         planner = StepPlanner(settings, self._kernel, Freshness(), Activity())
-        offloaded = planner.plan(self._rows, table, {0: sequence})
-        here = self._step()
-        assert offloaded is not None
-        assert here is not None
-        terms = AttentionParameters(self._scale)
-        seconds: list[float] = []
-        beside: list[float] = []
-        error = 0.0
-        before = self._activity.blocks_in_place
+        steps = [planner.plan(self._rows, table, {0: sequence}), self._step()]
+        seconds: list[list[float]] = [[], []]
+        in_place = self._activity.blocks_in_place
         for at in range(rounds):
             self._query = torch.randn(self._query.shape).to(self._query.dtype)
-            turns = [(seconds, caches, offloaded), (beside, self._caches, here)]
             got: list[list[torch.Tensor]] = [[], []]
             for turn in (0, 1) if at % 2 else (1, 0):
-                spent, those, step = turns[turn]
-                for layer, cache in zip(self._layers, those, strict=True):
+                step = steps[turn]
+                assert step is not None
+                for layer, cache in zip(self._layers, (caches, self._caches)[turn], strict=True):
                     began = _now()
-                    got[turn].append(layer.attend(self._query, cache, step, terms))
-                    spent.append(_now() - began)
-            for one, other in zip(*got, strict=True):
-                error = max(error, float((one - other).abs().max()))
-        return OffloadTimes(
-            seconds=tuple(seconds),
-            here=tuple(beside),
-            in_place=self._activity.blocks_in_place - before,
-            device_blocks=split.init + split.blocks - split.local,
-            blocks=split.blocks,
-            error=error,
-        )
+                    got[turn].append(layer.attend(self._query, cache, step, self._terms))
+                    seconds[turn].append((_now() - began) * 1e3)
+            if not all(map(torch.equal, *got)):
+                raise KvrecallError("blocks off the device give other results")
+        if self._activity.blocks_in_place == in_place:
+            raise KvrecallError(
+                "offload did not act: no block was read in the arena; the figures are meaningless"
+            )
+        spent, beside = (percentiles(values) for values in seconds)
+        offload_ms = spent["p50"] + before["plan_ms_a_step"] / MODEL_LAYERS
+        return {
+            "offload_ms": round(offload_ms, 6),
+            "offload_ratio": round(offload_ms / before["dense_ms"], 4),
+            "offload_to_device": round(spent["p50"] / beside["p50"], 4),
+            "offload_to_device_p10": round(spent["p10"] / beside["p10"], 4),
+            "device_blocks_ratio": round(1 - split.middle / split.blocks, 4),
+        }
 
     def _depart(self, split: Split) -> tuple[OffloadedSequence, list[torch.Tensor], torch.Tensor]:
         """The sequence with its middle blocks in an arena, the device caches of its other blocks, a
@@ -219,7 +208,7 @@ class _Trial:
             self._near.bases,
         )
         for layer, small in zip(self._layers, caches, strict=True):
-            layer.depart(sequence, middle.tolist(), small)
+            layer.depart(sequence, middle, small)
         return sequence, caches, table
 
     def _dense(self, cache: torch.Tensor) -> torch.Tensor:
@@ -231,14 +220,15 @@ class _Trial:
             self._seq_lens,
             self._starts,
             self._dense_plan,
-            AttentionParameters(self._scale),
+            self._terms,
         )
 
     def _whole_error(self) -> float:
+        """The most by which selecting every block differs from dense attention."""
         step = self._step(topk_share=1.0)
         assert step is not None
         cache = self._caches[0]
-        whole = self._layers[0].attend(self._query, cache, step, AttentionParameters(self._scale))
+        whole = self._layers[0].attend(self._query, cache, step, self._terms)
         return float((whole - self._dense(cache)).abs().max())
 
     def _step(self, **changed: Any) -> SparseStep | None:
@@ -246,12 +236,6 @@ class _Trial:
         settings = replace(self._settings, **{"gate": False, "dense_boundary": 0, **changed})
         planner = StepPlanner(settings, self._kernel, Freshness(), Activity())
         return planner.plan(self._rows, self._table)
-
-
-def _seconds(act: Callable[[], object]) -> float:
-    started = _now()
-    act()
-    return _now() - started
 
 
 def _now() -> float:

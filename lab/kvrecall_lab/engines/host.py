@@ -14,18 +14,12 @@
 {"do": "memory"}           asks for the engine's device cache: blocks and KV groups
 {"do": "kv"}               asks for the KV on the device of the request that ended last
 {"do": "admissions"}       asks for the requests admitted since the last such order
-{"do": "generate", "sequences": .., "context": .., "decoded": .., "source": ..}
-                           adds prompts that decode together in the steps of the next two orders
-                           only, until the last of these three (kvrecall_lab.engines.generate)
-{"do": "steps", "count": ..}       takes so many steps
-{"do": "end_generation"}
 {"do": "close"}            ends the process, as the end of stdin does
 
 On stdout: ``{"ready": pid}``, ``{"id": .., "tokens": [..], "finish": .., "from": .., "keys": [..],
 "gaps": [..], "scores": [..], "cached": ..}`` for every answer, ``{"metrics": {name: value}}``,
 ``{"memory": {..}}``, ``{"kv": {layer: {token: [digest, ..]}}}``,
-``{"admissions": [[id, start, end, tokens], ..]}``, ``{"generate": true}``,
-``{"steps": [{..}, ..]}``, ``{"end_generation": {..}}``, ``{"joined": bool}`` when a pool service is
+``{"admissions": [[id, start, end, tokens], ..]}``, ``{"joined": bool}`` when a pool service is
 found or lost, and ``{"error": ..}`` before it ends because the engine failed. Requests that arrive
 while others run are batched with them, as in a server. The laboratory uses such processes because
 they can be killed at any moment and share nothing.
@@ -43,13 +37,10 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from kvrecall.block import BlockKey
 from kvrecall_lab.engines.kv import device_kv, joined
-
-if TYPE_CHECKING:
-    from kvrecall_lab.engines.generate import Generation
 
 _SEED = 7  # of a request for several samples
 Admission = tuple[str, int, int, int]
@@ -143,8 +134,6 @@ class Host:
         self._started: dict[str, tuple[float, float]] = {}  # submitted, first token
         self._joined: bool | None = None
         self._admissions: list[Admission] = []
-        self._generation: Generation | None = None
-        self._generates = False
         self._tables: Sequence[Sequence[int]] = ()  # device blocks of the last request that ended
         if self._core.scheduler.connector is not None:
             _watch_admissions(self._core.scheduler.connector, self._admissions, self._names)
@@ -153,7 +142,7 @@ class Host:
     def run(self) -> None:
         _say(self._replies, {"ready": os.getpid()})
         while True:
-            busy = self._engine.has_unfinished_requests() and not self._generates
+            busy = self._engine.has_unfinished_requests()
             for line in self._orders.waiting(0.0 if busy else 0.05):
                 order = json.loads(line)
                 name = order.pop("do")
@@ -177,8 +166,6 @@ class Host:
                 elif name == "admissions":
                     _say(self._replies, {name: self._admissions})
                     self._admissions.clear()
-                elif name in ("generate", "steps", "end_generation"):
-                    _say(self._replies, {name: self._generate(name, order)})
                 else:
                     self._ask(**order)
             if self._orders.ended:
@@ -186,22 +173,6 @@ class Host:
             self._tell_joined()
             if busy:
                 self._step()
-
-    def _generate(self, name: str, order: Mapping[str, Any]) -> Any:
-        from kvrecall_lab.engines.generate import Generation
-
-        if self._generation is None:
-            self._generation = Generation(self._llm)
-        if name == "generate":
-            self._generates = True
-            self._generation.begin(**order)
-            return True
-        if name == "steps":
-            return self._generation.steps(order["count"])
-        totals = self._generation.end()
-        self._generates = False
-        self._forget(running=False)
-        return totals
 
     def _forget(self, running: bool) -> None:
         """Empties the device's prefix cache; ``running``: of running requests, too. Blocks of a
@@ -287,7 +258,7 @@ class Host:
         if connector is None:
             return
         for request_id, name in list(self._names.items()):
-            if chain := connector.saved(request_id):
+            if chain := connector._s.saved(request_id):
                 self._chains[name] = chain
             if request_id not in self._core.scheduler.requests:
                 del self._names[request_id]
@@ -334,7 +305,7 @@ class Host:
 
     def _tell_joined(self) -> None:
         connector = self._core.scheduler.connector
-        joined = None if connector is None else connector.has_service
+        joined = None if connector is None else getattr(connector._pool, "is_connected", False)
         if joined != self._joined:
             self._joined = joined
             _say(self._replies, {"joined": joined})

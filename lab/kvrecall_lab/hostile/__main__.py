@@ -19,8 +19,7 @@ from typing import Annotated
 
 import typer
 
-from kvrecall.processes.command import command_folder
-from kvrecall.processes.progress import ProgressLines
+from kvrecall.processes.command import ProgressLines, command_folder
 from kvrecall_lab.hostile.attack import BREACHES, Attack, Breach, NotHere, attacks
 from kvrecall_lab.trials import Jobs, Keep, Listed, finish, run_trials
 

@@ -82,11 +82,6 @@ def attack(
     return register
 
 
-def attack_of(area: str, name: str, about: str, run: Callable[[Path], str]) -> None:
-    """Registers one of several attacks that differ in what they send."""
-    _attacks[f"{area}.{name}"] = Attack(f"{area}.{name}", about, run, False, 60.0)
-
-
 def attacks() -> list[Attack]:
     """All attacks of this package's modules, by name."""
     package = importlib.import_module(__package__ or "")

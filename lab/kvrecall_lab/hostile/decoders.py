@@ -9,6 +9,7 @@ import secrets
 import struct
 import time
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from pathlib import Path
 
 from kvrecall.errors import ConfigError
@@ -17,7 +18,7 @@ from kvrecall.pool import compression
 from kvrecall.pool.checksum import checksum_of
 from kvrecall.pool.cipher import TAG_BYTES, Cipher, read_keys
 from kvrecall.pool.compression import CODECS, FRAME_BYTES, Compressor, unpack
-from kvrecall.pool.disk.codec import BlockCodec, Encrypted, Plain
+from kvrecall.pool.disk.codec import BlockCodec
 from kvrecall.simulate.trace import read_trace
 from kvrecall.testing.blocks import chain, namespace
 from kvrecall_lab.hostile.attack import Crashed, GotIn, attack
@@ -84,8 +85,9 @@ def _forged() -> Iterator[bytes]:
 def forged_frames(folder: Path) -> str:
     """Compressed blocks with right checksums, whose insides point elsewhere."""
     del folder
-    until = time.monotonic() + _FUZZING_S
-    for count, frame in enumerate(_forged(), 1):
+    count = 0
+    for frame in _for_a_while(_forged()):
+        count += 1
         room = memoryview(bytearray(frame + _MARK * 8000))
         into = memoryview(bytearray(_PLAIN + 64))
         into[_PLAIN:] = b"\x5a" * 64
@@ -93,24 +95,26 @@ def forged_frames(folder: Path) -> str:
             raise GotIn("bytes behind the frame became the block's")
         if into[_PLAIN:] != b"\x5a" * 64:
             raise GotIn("bytes behind the block were overwritten")
-        if time.monotonic() > until:
-            return f"{count} forged frames were refused, or held only their own bytes"
-    return ""
+    return f"{count} forged frames were refused, or held only their own bytes"
+
+
+def _for_a_while(endless: Iterator[bytes]) -> Iterator[bytes]:
+    until = time.monotonic() + _FUZZING_S
+    return takewhile(lambda _: time.monotonic() < until, endless)
 
 
 @attack()
 def forged_blocks(folder: Path) -> str:
     """Blocks on disk with right checksums, or without the key."""
     del folder
-    codecs: tuple[BlockCodec, ...] = (Plain(), Encrypted(Cipher((secrets.token_bytes(32),))))
-    rng, count, frames = random.Random(2), 0, _forged()
-    until = time.monotonic() + _FUZZING_S
-    while time.monotonic() < until:
-        frame = memoryview(bytearray(next(frames)[: _PLAIN - 1]))
+    codecs = (BlockCodec(), BlockCodec(Cipher((secrets.token_bytes(32),))))
+    rng, count = random.Random(2), 0
+    for forged in _for_a_while(_forged()):
+        frame = memoryview(bytearray(forged[: _PLAIN - 1]))
         for codec in codecs:
             tag = checksum_of(_KEY, frame)
             if codec.encrypts:
-                tag = rng.choice((tag, codec._cipher._first + os.urandom(TAG_BYTES - 4)))  # type: ignore[attr-defined]
+                tag = rng.choice((tag, codec._cipher._first + os.urandom(TAG_BYTES - 4)))
             slot = memoryview(bytearray(_PLAIN))
             right = codec.decode(_KEY, len(frame), tag, frame, slot, _PLAIN)
             if right and codec.encrypts:
@@ -152,8 +156,8 @@ def documents_of_strangers(folder: Path) -> str:
         secrets.token_hex(32).encode() + b"\n# a comment\n",
     ]
     readers = (parse, read(read_trace), read(read_keys))
-    until, count = time.monotonic() + _FUZZING_S, 0
-    for data in _texts(seeds):
+    count = 0
+    for data in _for_a_while(_texts(seeds)):
         for reader in readers:
             count += 1
             try:
@@ -163,8 +167,6 @@ def documents_of_strangers(folder: Path) -> str:
                     raise Crashed(f"an error of {len(str(error))} characters") from None
             except Exception as error:
                 raise Crashed(f"{error!r:.200} from {data[:100]!r}") from error
-        if time.monotonic() > until:
-            break
     for endless in (Path("/dev/zero"), Path("/dev/urandom")):
         try:
             read_trace(endless)

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import sqlite3
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,7 +23,8 @@ from kvrecall.pool.pool import Pool
 from kvrecall.pool.tier import Get, Outcome, Put
 from kvrecall.testing.blocks import chain, content, namespace
 from kvrecall.testing.pool_contract import Engine
-from kvrecall_lab.hostile.attack import Crashed, GotIn, NotHere, Stalled, attack
+from kvrecall_lab.hostile.attack import Breach, Crashed, GotIn, NotHere, Stalled, attack
+from kvrecall_lab.hostile.listeners import said_by
 
 _MIB = 1 << 20
 _BYTES = 4000
@@ -147,23 +147,21 @@ def _damage(
             path.write_bytes(data)
         try:
             with _tier(trial) as tier:
-                first = _get(tier, _OLD)
-                if _put(tier, (more := [k for k in _OLD + _NEW if not tier.contains(k)])) < len(
-                    more
-                ):
-                    raise Crashed(f"change {times} of {name}: blocks are not stored any more")
+                lost += len(_OLD) - len(_get(tier, _OLD))
+                more = [key for key in _OLD + _NEW if not tier.contains(key)]
+                if _put(tier, more) < len(more):
+                    raise Crashed("blocks are not stored any more")
                 if _get(tier, _OLD + _NEW) != {*_OLD, *_NEW}:
-                    raise Crashed(f"change {times} of {name}: stored blocks are not found")
+                    raise Crashed("stored blocks are not found")
             with _tier(trial) as tier:
                 if _get(tier, _OLD + _NEW) != {*_OLD, *_NEW}:
-                    raise Crashed(f"change {times} of {name}: blocks are gone after a restart")
-        except (Crashed, GotIn, Stalled):
-            raise
+                    raise Crashed("blocks are gone after a restart")
+            if deaths:
+                raise Crashed(f"a thread died of {deaths[0]}")
+        except Breach as breach:
+            raise type(breach)(f"change {times} of {name}: {breach}") from breach
         except Exception as error:
             raise Crashed(f"change {times} of {name}: {error!r}") from error
-        if deaths:
-            raise Crashed(f"change {times} of {name}: a thread died of {deaths[0]}")
-        lost += len(_OLD) - len(first)
         shutil.rmtree(trial)
     return f"{times} damaged folders cost {lost / times:.1f} of {len(_OLD)} blocks each, no more"
 
@@ -275,10 +273,8 @@ def medium_that_fails(folder: Path) -> str:
             # Of its own, which is gone with the process.
             mount = f"mount -t tmpfs -o {_SMALL} none medium || exit 77"
             steps = f"{mount}; {first} || exit 78; {change}; {python}"
-            done = subprocess.run(
-                ["sh", "-c", 'unshare -rm true || exit 77; exec unshare -rm sh -c "$0"', steps],
-                cwd=folder, capture_output=True, text=True, check=False,
-            )  # fmt: skip
+            alone = 'unshare -rm true || exit 77; exec unshare -rm sh -c "$0"'
+            done = said_by("sh", "-c", alone, steps, cwd=folder)
             if done.returncode == 77:
                 raise NotHere("a file system of one's own")
             if done.returncode:
@@ -311,10 +307,8 @@ def limits_of_the_process(folder: Path) -> str:
             f"try: Pool.open(PoolConfig({size} << 30))\n"
             "except ConfigError as error: print(error)\n"
         )
-        done = subprocess.run(
-            ["sh", "-c", f'ulimit {limit}; exec "{sys.executable}" -c "$0"', program],
-            cwd=folder, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        limited = f'ulimit {limit}; exec "{sys.executable}" -c "$0"'
+        done = said_by("sh", "-c", limited, program, cwd=folder)
         said = done.stdout.strip()
         if done.returncode or "\n" in said or "host_size" not in said:
             raise Crashed(f"under ulimit {limit}: {said} {done.stderr[-200:]}")

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import secrets
-import subprocess
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -26,7 +25,7 @@ from kvrecall.processes.command import kvrecall as command
 from kvrecall.processes.ports import free_port
 from kvrecall.processes.server import ServerProcess, generate
 from kvrecall_lab.hostile.attack import NotHere, SecretSeen, attack
-from kvrecall_lab.hostile.listeners import http_server
+from kvrecall_lab.hostile.listeners import http_server, said_by
 from kvrecall_lab.hostile.router import routing
 
 _MODEL = Path(kvrecall.__file__).parents[2] / "models" / "recall-tiny"
@@ -130,9 +129,7 @@ def settings_that_hold_a_secret(folder: Path) -> str:
         else:
             raise SecretSeen(f"settings with a secret in the open are accepted: {sorted(remote)}")
         for words in asked if number in (0, 3, 6) else ():
-            done = subprocess.run(
-                command(*words.split()), capture_output=True, text=True, timeout=60, check=False
-            )
+            done = said_by(*command(*words.split()), timeout=60)
             marks.sought(done.stdout + done.stderr, words)
             if done.returncode == 0 or "Traceback" in done.stderr:
                 raise SecretSeen(f"kvrecall {words} takes it: {done.stderr[-300:]}")

@@ -1,14 +1,43 @@
-"""Listeners that play a part: HTTP servers, raw sockets, and ZeroMQ's handshake."""
+"""What attacks share: waiting, work beside them, and listeners that play a part: HTTP servers, raw
+sockets, and ZeroMQ's handshake."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from kvrecall_lab.hostile.attack import Stalled
 
 Play = Callable[[socket.socket], None]
+
+
+def until(is_so: Callable[[], bool], seconds: float, otherwise: str) -> None:
+    """Raises Stalled if it is not so in time."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        if time.monotonic() > end:
+            raise Stalled(otherwise)
+        time.sleep(0.05)
+
+
+def while_running(load: Callable[[], object]) -> Iterator[None]:
+    """Runs ``load`` in a thread; goes on, every hundredth of a second, until it has ended."""
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        yield
+        thread.join(0.01)
+
+
+def said_by(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a command; what it printed."""
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
 @contextlib.contextmanager

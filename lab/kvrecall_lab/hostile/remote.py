@@ -30,7 +30,7 @@ from kvrecall.pool.base import RecallState
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.backends import make_store
 from kvrecall.pool.remote.objects import path_of
-from kvrecall.pool.remote.sections import SECTION_BYTES
+from kvrecall.pool.remote.staged import SECTION_BYTES
 from kvrecall.pool.remote.store import Object
 from kvrecall.pool.remote.tier import name_of
 from kvrecall.processes.master import Master

@@ -21,7 +21,7 @@ from kvrecall.processes.child import ChildProcess
 from kvrecall.processes.command import kvrecall
 from kvrecall.processes.ports import free_port
 from kvrecall_lab.hostile.attack import Crashed, GotIn, SecretSeen, Stalled, attack
-from kvrecall_lab.hostile.listeners import Play, frame, listening, shake_hands
+from kvrecall_lab.hostile.listeners import Play, frame, listening, shake_hands, until, while_running
 
 _START_S = 30.0
 _PATIENCE_S = 3.0  # of somebody else: a router that is not held up answers in milliseconds
@@ -63,16 +63,14 @@ class Router(ChildProcess):
         options = itertools.chain.from_iterable(("--engine", url) for url in urls)
         self.launch(kvrecall("router", "--port", str(self.port), *options, *words), environment)
         self.client = _Client(base_url=self.url, headers=_JSON, timeout=10)
-        end = time.monotonic() + _START_S
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if self.client.get("/health").status_code == 200 or not is_up:
-                    return
-            if not self.is_alive and "Traceback" in self.text:
-                raise Crashed(f"the router ended at its start: {self.text[-300:]}")
-            if time.monotonic() > end or not self.is_alive:
-                raise Stalled(f"the router does not start: {self.text[-300:]}")
-            time.sleep(0.05)
+        until(lambda: self._answers(is_up), _START_S, "the router does not start")
+
+    def _answers(self, is_up: bool) -> bool:
+        if not self.is_alive:
+            raise Crashed(f"the router ended at its start: {self.text[-300:]}")
+        with contextlib.suppress(httpx.TransportError):
+            return self.client.get("/health").status_code == 200 or not is_up
+        return False
 
     @property
     def text(self) -> str:
@@ -221,7 +219,6 @@ def forty_megabytes_of_messages(folder: Path) -> str:
     body = b'{"messages":[' + b",".join([message] * ((40 << 20) // 31)) + b"]}"
     with _instance() as url, routing(folder, [url]) as router:
         slowest = 0.0
-        done = threading.Event()
         statuses: list[int] = []
 
         def send() -> None:
@@ -230,10 +227,8 @@ def forty_megabytes_of_messages(folder: Path) -> str:
                     f"{router.url}/v1/chat/completions", content=body, headers=_JSON, timeout=60
                 )
                 statuses.append(reply.status_code)
-            done.set()
 
-        threading.Thread(target=send, daemon=True).start()
-        while not done.wait(0.01):
+        for _ in while_running(send):
             began = time.monotonic()
             router.check(f"{len(body)} bytes of messages are read")
             slowest = max(slowest, time.monotonic() - began)
@@ -394,10 +389,9 @@ def endless_replies(folder: Path) -> str:
     ):
         for name, play in ways.items():
             way[0] = play
+            options = {"stream": name == "an event"}
             clients = [
-                threading.Thread(
-                    target=router.complete, kwargs={"stream": name == "an event"}, daemon=True
-                )
+                threading.Thread(target=router.complete, kwargs=options, daemon=True)
                 for _ in range(2)
             ]
             for one in clients:
@@ -442,14 +436,13 @@ def lists_without_end(folder: Path) -> str:
         file.write_text(f"engine {slow_url}\nengine {nested_url}\nengine {good}\n")
         with routing(folder, [], "--instances", str(file)) as router:
             file.write_text(f"engine {slow_url}\nengine {late}\n")
-            end = time.monotonic() + 20
-            while True:
+
+            def is_seen() -> bool:
                 listed = router.client.get("/health").json()["instances"]
-                if any(one["url"] == late and one["up"] for one in listed):
-                    return "a probe has an end, and the others go on"
-                if time.monotonic() > end:
-                    raise Stalled("a new instance is not seen, as another one's probe has no end")
-                time.sleep(0.2)
+                return any(one["url"] == late and one["up"] for one in listed)
+
+            until(is_seen, 20, "a new instance is not seen, as another one's probe has no end")
+    return "a probe has an end, and the others go on"
 
 
 @attack()
@@ -567,15 +560,8 @@ def broken_events(folder: Path) -> str:
         ("a replay that stalls", good, stalled),
     ]
     now: list[tuple[str, Play, Play]] = [plays[0]]
-
-    def live(link: socket.socket) -> None:
-        now[0][1](link)
-
-    def replay(link: socket.socket) -> None:
-        now[0][2](link)
-
     with (
-        _publisher(live, replay) as publisher,
+        _publisher(lambda link: now[0][1](link), lambda link: now[0][2](link)) as publisher,
         _instance() as url,
         routing(folder, [url + publisher]) as router,
     ):
@@ -586,11 +572,11 @@ def broken_events(folder: Path) -> str:
                 router.check(one[0])
                 time.sleep(0.05)
         now[0] = ("", good, _nothing_more)
-        end = time.monotonic() + 15
-        while 'tier="device"} 3.0' not in router.client.get("/metrics").text:
-            if time.monotonic() > end:
-                raise Stalled("a publisher that sends good batches again is not followed")
-            time.sleep(0.1)
+        until(
+            lambda: 'tier="device"} 3.0' in router.client.get("/metrics").text,
+            15,
+            "a publisher that sends good batches again is not followed",
+        )
         if "nan" in router.client.get("/metrics").text.lower():
             raise GotIn("a batch without a time spoilt a metric")
         return f"each was dropped with its connection, and a good one followed ({router.mib} MiB)"

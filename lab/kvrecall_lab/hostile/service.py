@@ -12,11 +12,10 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain as chain_of
-from itertools import repeat
+from itertools import islice, repeat
 from pathlib import Path
 
 import psutil
@@ -34,8 +33,8 @@ from kvrecall.pool.service.endpoint import ServiceThread, listener_at
 from kvrecall.processes.command import as_child, kvrecall
 from kvrecall.processes.ports import two_ports
 from kvrecall.testing.blocks import chain, namespace
-from kvrecall_lab.hostile.attack import Crashed, GotIn, NotHere, Stalled, attack, attack_of
-from kvrecall_lab.hostile.listeners import frame, shake_hands
+from kvrecall_lab.hostile.attack import Crashed, GotIn, NotHere, Stalled, attack
+from kvrecall_lab.hostile.listeners import frame, said_by, shake_hands, until
 
 _NAMESPACE = namespace("hostile service")
 _BLOCK = 1 << 20
@@ -99,14 +98,6 @@ def _service(place: Path, *words: str, under: Sequence[str] = ()) -> Iterator[_S
         process.wait()
 
 
-def _until(done: Callable[[], bool], otherwise: str) -> None:
-    until = time.monotonic() + _PATIENCE_S
-    while not done():
-        if time.monotonic() > until:
-            raise AssertionError(otherwise)
-        time.sleep(0.02)
-
-
 def _state(pid: int) -> str:
     """The letter of /proc; X if it has ended."""
     try:
@@ -123,7 +114,7 @@ def _dead_engine(socket: Path, worker: str, under: Sequence[str] = ()) -> Iterat
     assert engine.stdout is not None
     pid = int(engine.stdout.readline())
     try:
-        _until(lambda: _state(pid) in "TX", "the worker did not stop")
+        until(lambda: _state(pid) in "TX", _PATIENCE_S, "the worker did not stop")
         engine.kill()
         engine.wait()
         yield pid
@@ -139,8 +130,8 @@ def _overwritten(socket: Path, worker: int, watch_s: float) -> bool:
     client.register(_NAMESPACE, _BLOCK)
     arena = Arena.attach(client.arena_handle())
     written: list[int] = []
-    until = time.monotonic() + watch_s
-    while time.monotonic() < until:
+    end = time.monotonic() + watch_s
+    while time.monotonic() < end:
         keys = chain(_NAMESPACE, _HOST, str(time.monotonic_ns()))
         for key, answer in zip(keys, client.reserve(keys), strict=True):
             if answer.verdict is Verdict.RESERVED:
@@ -153,7 +144,8 @@ def _overwritten(socket: Path, worker: int, watch_s: float) -> bool:
     found = any(bytes(arena.view(offset, 64)) == b"X" * 64 for offset in written)
     with contextlib.suppress(ProcessLookupError):
         os.kill(worker, signal.SIGKILL)
-    _until(lambda: client.stats().reserved == 0, "the slots of the dead engine are lost for good")
+    lost = "the slots of the dead engine are lost for good"
+    until(lambda: client.stats().reserved == 0, _PATIENCE_S, lost)
     arena.close()
     client.close()
     return found
@@ -229,14 +221,14 @@ def _peer_of_zeromq(port: int, kind: bytes) -> socket.socket:
     return peer
 
 
-def _fill(place: Path, *, which: int, kind: bytes, make: Callable[[], Iterator[bytes]]) -> str:
+def _fill(place: Path, which: int, kind: bytes, parts: Iterable[bytes]) -> str:
     """``_fill_memory`` of a service."""
     port = two_ports()
     with _service(place / "pool", "--host-size=16MiB", f"--events={port}") as service:
-        return _fill_memory(service.process.pid, port, which, kind, make())
+        return _fill_memory(service.process.pid, port, which, kind, parts)
 
 
-def _fill_memory(pid: int, port: int, which: int, kind: bytes, parts: Iterator[bytes]) -> str:
+def _fill_memory(pid: int, port: int, which: int, kind: bytes, parts: Iterable[bytes]) -> str:
     """Sends ``parts`` to an event port of a process (0: subscriptions, 1: replay) over several
     connections; it must not keep them, and must answer afterwards."""
     process = psutil.Process(pid)
@@ -262,48 +254,32 @@ def _fill_memory(pid: int, port: int, which: int, kind: bytes, parts: Iterator[b
     return f"the connection ends; {kept >> 20} MiB kept"
 
 
-def _small_parts() -> Iterator[bytes]:
+def _small_parts() -> Iterable[bytes]:
     """A message of ever more parts of a kilobyte."""
     return repeat(frame(bytes(1000), more=True) * 1000, 130)
 
 
-def _subscriptions() -> Iterator[bytes]:
-    for first in range(0, 130_000, 1000):
-        yield b"".join(
-            b"\x00\x65\x01" + struct.pack(">QQ", number, 7).ljust(100, b"t")
-            for number in range(first, first + 1000)
-        )
+@attack()
+def unfinished_frame(place: Path) -> str:
+    """A reader announces a request of 400 MiB at the replay port, and sends most of it."""
+    head = frame(b"")[:1] + (400 << 20).to_bytes(8, "big")
+    return _fill(place, 1, b"DEALER", chain_of([head], repeat(bytes(1 << 20), 130)))
 
 
-def _most_of_a_frame() -> Iterator[bytes]:
-    return chain_of([frame(b"")[:1] + (400 << 20).to_bytes(8, "big")], repeat(bytes(1 << 20), 130))
+@attack()
+def unfinished_message(place: Path) -> str:
+    """A reader asks for a replay in a message of ever more small parts."""
+    return _fill(place, 1, b"DEALER", _small_parts())
 
 
-for _name, _about, _which, _kind, _parts in (
-    (
-        "unfinished-frame",
-        "A reader announces a request of 400 MiB at the replay port, and sends most of it.",
-        1,
-        b"DEALER",
-        _most_of_a_frame,
-    ),
-    (
-        "unfinished-message",
-        "A reader asks for a replay in a message of ever more small parts.",
-        1,
-        b"DEALER",
-        _small_parts,
-    ),
-    (
-        "endless-subscriptions",
-        "A reader subscribes to one topic after the other.",
-        0,
-        b"SUB",
-        _subscriptions,
-    ),
-):
-    _run = partial(_fill, which=_which, kind=_kind, make=_parts)
-    attack_of("service", _name, _about, _run)
+@attack()
+def endless_subscriptions(place: Path) -> str:
+    """A reader subscribes to one topic after the other."""
+    topics = (
+        b"\x00\x65\x01" + struct.pack(">QQ", number, 7).ljust(100, b"t")
+        for number in range(130_000)
+    )
+    return _fill(place, 0, b"SUB", iter(lambda: b"".join(islice(topics, 1000)), b""))
 
 
 @attack()
@@ -481,7 +457,7 @@ def names_for_a_terminal(place: Path) -> str:
             client.register(Namespace.of(dict([part])), _BLOCK)
         command = kvrecall("pool", "ls", "--socket", str(service.socket))
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S)
+            done = said_by(*command, timeout=_PATIENCE_S)
         except subprocess.TimeoutExpired:
             raise Stalled("`kvrecall pool ls` is not answered") from None
         client.close()

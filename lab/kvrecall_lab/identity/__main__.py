@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kvrecall.processes.command import command_folder
-from kvrecall.processes.progress import ProgressLines
+from kvrecall.processes.command import ProgressLines, command_folder
 from kvrecall_lab.identity.pairs import PAIRS, Kv, Pair
 from kvrecall_lab.identity.trial import Laboratory, Verdict
 from kvrecall_lab.trials import Jobs, Keep, Listed, finish, one_of, run_trials

@@ -19,8 +19,7 @@ from typing import Any
 
 from kvrecall.block import Namespace
 from kvrecall_lab.engines import host
-from kvrecall_lab.engines.engine import HOST, Answer, EngineProcess, Question
-from kvrecall_lab.engines.engines import Engines
+from kvrecall_lab.engines.engine import HOST, Answer, EngineProcess, Engines, Question
 from kvrecall_lab.identity.setups import ANSWER_TOKENS, KNOWN, PAST, Prompts, Setup
 from kvrecall_lab.models import write_over
 

@@ -7,8 +7,8 @@ changes a folder.
 
 from functools import partial
 
-from kvrecall.bench import random_model
-from kvrecall.bench.random_model import WEIGHTS, Family, Tensors
+from kvrecall.bench import model
+from kvrecall.bench.model import WEIGHTS, Family, Tensors
 from kvrecall_lab.models import experts, hybrid
 from kvrecall_lab.models.variants import (
     ADAPTER,
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 FAMILIES = {
-    **random_model.FAMILIES,
+    **model.FAMILIES,
     **experts.FAMILIES,
     **{
         name: Family(class_name, hybrid.SETTINGS[name], hybrid.weights)
@@ -64,4 +64,4 @@ FAMILIES = {
 three layers of gemma3_text, every other of gpt_oss, three of four of llama4_text. Three of four
 layers of qwen3_next and granitemoehybrid keep recurrent state."""
 
-write_model = partial(random_model.write_model, families=FAMILIES)
+write_model = partial(model.write_model, families=FAMILIES)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrecall.bench.random_model import ATTENTION_GAIN, SHARPNESS, DenseWeights, Family
+from kvrecall.bench.model import ATTENTION_GAIN, SHARPNESS, DenseWeights, Family
 
 _DEEPSEEK: dict[str, Any] = {
     "kv_lora_rank": 512,

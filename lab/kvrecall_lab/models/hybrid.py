@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrecall.bench.random_model import ATTENTION_GAIN, LOGIT_SPREAD, SHARPNESS
+from kvrecall.bench.model import ATTENTION_GAIN, LOGIT_SPREAD, SHARPNESS
 
 Settings = dict[str, Any]
 

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvrecall.bench.random_model import WEIGHTS, Tensors, save
-from kvrecall.bench.random_model import write_json as write
+from kvrecall.bench.model import WEIGHTS, Tensors, save
+from kvrecall.bench.model import write_json as write
 
 ADAPTER = "adapter_model.safetensors"
 

@@ -14,9 +14,7 @@ from kvrecall.config import (
     Settings,
     Size,
     bounds_of,
-    kind_of,
-    owner_of,
-    shown_default,
+    words_of,
 )
 from kvrecall.pool.remote.mooncake import settings as mooncake
 from kvrecall.pool.remote.objects import ObjectOptions
@@ -59,13 +57,13 @@ def page() -> str:
         rows = [
             (
                 code(key),
-                _value(kind_of(key) or type_of(hints[key]), bounds_of(declared.metadata)),
+                _value(words_of(key).kind or type_of(hints[key]), bounds_of(declared.metadata)),
                 sentence(declared.description or ""),
-                shown_default(key),
+                words_of(key).shown,
                 ", ".join(code(name) for name in options.get(key, ())),
             )
             for key, declared in Settings.model_fields.items()
-            if owner_of(key) is owner
+            if words_of(key).owner is owner
         ]
         parts.append(f"## {title}\n\n{text}\n\n{table(_TITLES, rows)}")
     return "\n".join([*parts, _objects(), _mooncake(), _retrieval()])

@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvrecall.processes.command import command_folder
-from kvrecall.processes.progress import ProgressLines
+from kvrecall.processes.command import ProgressLines, command_folder
 from kvrecall_lab.shapes.row import TIERS, Row
 from kvrecall_lab.shapes.shapes import SHAPES
 from kvrecall_lab.shapes.trial import Laboratory

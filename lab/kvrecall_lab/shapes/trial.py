@@ -14,9 +14,8 @@ from typing import Any
 
 from kvrecall.errors import EngineError, KvrecallError
 from kvrecall.gpu_check.outcome import reason
-from kvrecall.pool.remote.mooncake.wheel import package_folder
-from kvrecall_lab.engines.engine import Admission, Answer, EngineProcess, Question
-from kvrecall_lab.engines.engines import Engines
+from kvrecall.pool.remote.mooncake.settings import package_folder
+from kvrecall_lab.engines.engine import Admission, Answer, EngineProcess, Engines, Question
 from kvrecall_lab.identity.trial import distance
 from kvrecall_lab.shapes.cases import Case, ask, cases_of, loads_of, on_and_off, rise, trust
 from kvrecall_lab.shapes.needed import needed_bytes

@@ -19,15 +19,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
-from ctypes import memmove
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from kvrecall.attention.kernels.device import Piece
-from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event, Stream
+from kvrecall.engines.vllm.device.base import Batch, Event, Stream
 
 CELL = 512
 """Bytes of memory that are watched as one."""
@@ -86,33 +84,29 @@ class Machine:
         self.kept: list[object] = []  # unmapped, but a mutant that copies there ends no process
         self.now = 0.0  # seconds of the host's clock
         self.byte_s = 1e-9  # that a copy takes for a byte
-        self._chance = chance
-        self._style = style
+        self.chance = chance
+        self.style = style
+        self.ranks: list[Any] = []  # of retrieval
+        self.known: Clock = [0]  # what the running thread knows to be complete
         self._ignored = ignored
         self._streams: list[LateStream] = []
         self._threads: list[LateThread] = []
         self._is_over = False
-        self._host: Clock = [0]  # what the running thread knows
         self._cells: dict[int, Access] = {}
         self._fine: list[tuple[int, int, int]] = []  # begin, end, bytes of a cell
         self._shared: list[tuple[int, int]] = []
         self._unknown: dict[int, torch.Tensor] = {}
-        self.ranks: list[Any] = []  # of retrieval
         self.computing = self.stream("compute")
 
     def stream(self, name: str) -> LateStream:
-        speeds = self._style.speeds
-        number = len(self._streams)
-        stream = LateStream(self, name, number + 1, speeds[number % len(speeds)])
+        stream = LateStream(self, name, len(self._streams) + 1)
         self._streams.append(stream)
-        self._host = [*self._host, 0]
+        self.known = [*self.known, 0]
         return stream
 
     def thread(self, name: str) -> LateThread:
-        speeds = self._style.speeds
-        thread = LateThread(self, name, speeds[len(self._threads) % len(speeds)])
-        self._threads.append(thread)
-        return thread
+        self._threads.append(LateThread(self, name, len(self._threads)))
+        return self._threads[-1]
 
     # ---- memory --------------------------------------------------------------------------
 
@@ -127,7 +121,7 @@ class Machine:
         """Whether not only the engine's stream accesses it."""
         return any(begin <= address < end for begin, end in self._shared)
 
-    def known_of(self, tensor: Any) -> torch.Tensor | None:
+    def value_of(self, tensor: Any) -> torch.Tensor | None:
         """As of ``LateTensor``."""
         known: torch.Tensor | None = tensor.known
         if known is None or known.untyped_storage().data_ptr() in self._unknown:
@@ -169,19 +163,14 @@ class Machine:
 
     def queued(self, stream: LateStream, reads: Cells, writes: Cells, what: str) -> None:
         """A stream gets work that begins after all that its clock and the host's contain."""
-        clock = stream.clock = _latest(stream.clock, self._host)
+        clock = stream.clock = _latest(stream.clock, self.known)
         clock[stream.place] += 1
         self._check(stream.place, clock, reads, writes, what)
 
     def host(self, reads: Cells, writes: Cells, what: str) -> None:
         """This thread reads and writes memory, now."""
-        self._host[HOST] += 1
-        self._check(HOST, self._host, reads, writes, what)
-
-    @property
-    def known(self) -> Clock:
-        """What the host knows to be complete."""
-        return self._host
+        self.known[HOST] += 1
+        self._check(HOST, self.known, reads, writes, what)
 
     def free(self, address: int, nbytes: int) -> None:
         """The host unmaps memory."""
@@ -190,16 +179,16 @@ class Machine:
 
     def joined(self, clock: Clock) -> None:
         """The host knows that all of this is complete."""
-        self._host = _latest(self._host, clock)
+        self.known = _latest(self.known, clock)
 
     @contextmanager
     def running(self, thread: LateThread) -> Iterator[None]:
         """In here that thread runs, and knows what it knows."""
-        ours, self._host = self._host, _latest(thread.clock, [0] * len(self._host))
+        ours, self.known = self.known, _latest(thread.clock, [0] * len(self.known))
         try:
             yield
         finally:
-            thread.clock, self._host = self._host, ours
+            thread.clock, self.known = self.known, ours
 
     def _check(self, who: int, clock: Clock, reads: Cells, writes: Cells, what: str) -> None:
         for cell in reads | writes:
@@ -230,12 +219,8 @@ class Machine:
 
     def some_work(self) -> None:
         """What the device and other threads may have done meanwhile."""
-        while not self._is_over and self._chance.random() < self._style.eager and self._one():
+        while not self._is_over and self.chance.random() < self.style.eager and self._one():
             pass
-
-    def is_prompt(self) -> bool:
-        """Whether a thread does at once what is submitted to it."""
-        return self._chance.random() < self._style.prompt
 
     def torch_waits(self) -> None:
         """PyTorch makes the host wait for the engine's stream."""
@@ -260,19 +245,25 @@ class Machine:
 
     def until_sent(self, future: LateFuture) -> None:
         """Does work until a thread has done that."""
-        while not future.is_over:
-            if self._style.only_needed:
-                future.thread.step()
-            elif not self._one():
-                raise DeadlockError(f"thread {future.thread.name} has nothing to do")
+        thread = future.thread
+        self._until(lambda: future.is_over, thread.step, f"thread {thread.name} has nothing to do")
 
     def until(self, stream: LateStream, number: int) -> None:
         """Does work until so much of that stream is done."""
-        while stream.done < number:
-            if self._style.only_needed:
-                self._needed(stream)
+        self._until(
+            lambda: stream.done >= number,
+            lambda: self._needed(stream),
+            f"stream {stream.name} never gets to {number}",
+        )
+
+    def _until(
+        self, is_over: Callable[[], bool], needed: Callable[[], None], deadlock: str
+    ) -> None:
+        while not is_over():
+            if self.style.only_needed:
+                needed()
             elif not self._one():
-                raise DeadlockError(f"stream {stream.name} never gets to {number}")
+                raise DeadlockError(deadlock)
 
     def _needed(self, stream: LateStream) -> None:
         """The next work of that stream, and first what it waits for."""
@@ -289,7 +280,7 @@ class Machine:
         ready = [one for one in of or [*self._streams, *self._threads] if one.is_ready]
         if not ready:
             return False
-        (late,) = self._chance.choices(ready, [one.speed for one in ready])
+        (late,) = self.chance.choices(ready, [one.speed for one in ready])
         late.step()
         return True
 
@@ -323,7 +314,7 @@ class Mark(Event):
             return True
         machine.some_work()
         self._asked += not self.stream.is_stuck
-        if not self.is_done and self._asked > machine._style.patience:
+        if not self.is_done and self._asked > machine.style.patience:
             machine.until(self.stream, self.number)
         if self.is_done:
             machine.joined(self.clock)
@@ -345,13 +336,14 @@ class Mark(Event):
 
 
 class LateStream(Stream):
-    """See the module. ``speed``: how likely its work is drawn, beside that of others."""
+    """See the module. ``place``: in a clock. ``speed``: how likely its work is drawn, beside that
+    of others."""
 
-    def __init__(self, machine: Machine, name: str, place: int, speed: float) -> None:
+    def __init__(self, machine: Machine, name: str, place: int) -> None:
         self.machine = machine
         self.name = name
         self.place = place
-        self.speed = speed
+        self.speed = machine.style.speeds[(place - 1) % len(machine.style.speeds)]
         self.clock: Clock = [0] * (place + 1)
         self.queue: deque[Callable[[], float] | Mark] = deque()
         self.done = 0
@@ -370,19 +362,15 @@ class LateStream(Stream):
         """Does the next work, which need not wait."""
         work = self.queue.popleft()
         self.done += 1
-        self._ended.append(max(self._ended[-1], work()))
+        with torch._C._DisableTorchDispatch():
+            self._ended.append(max(self._ended[-1], work()))
 
     def when(self, number: int) -> float:
         """When so much of its work was done, by the device's clock."""
         return self._ended[min(number, self.done)]
 
     def launch(
-        self,
-        work: Callable[[], None],
-        reads: Cells,
-        writes: Cells,
-        what: str,
-        seconds: float = 0.0,
+        self, work: Callable[[], Any], reads: Cells, writes: Cells, what: str, seconds: float = 0.0
     ) -> None:
         """Queues a kernel that reads and writes these cells, all before it writes any, and takes
         the device so long."""
@@ -453,7 +441,7 @@ class LateFuture(Future[Any]):
         if not self.is_over and machine.ignores("sent", self.thread.name):
             self._is_skipped = True
         self._asked += 1
-        if not self.is_over and self._asked > machine._style.patience:
+        if not self.is_over and self._asked > machine.style.patience:
             machine.until_sent(self)
         return self.is_over or self._is_skipped
 
@@ -470,10 +458,10 @@ class LateThread(Executor):
     """A thread that does what is submitted to it in order, some time. ``speed``: as of a stream.
     ``clock``: what it knows."""
 
-    def __init__(self, machine: Machine, name: str, speed: float) -> None:
+    def __init__(self, machine: Machine, name: str, number: int) -> None:
         self.machine = machine
         self.name = name
-        self.speed = speed
+        self.speed = machine.style.speeds[number % len(machine.style.speeds)]
         self.clock: Clock = []
         self._queue: deque[tuple[LateFuture, Clock]] = deque()
         self._is_running = False
@@ -485,7 +473,7 @@ class LateThread(Executor):
     def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future = LateFuture(self, functools.partial(work, *args, **kwargs))
         self._queue.append((future, self.machine.known))
-        if self.machine.is_prompt():
+        if self.machine.chance.random() < self.machine.style.prompt:
             self.machine.until_sent(future)
         self.machine.some_work()
         return future
@@ -501,75 +489,3 @@ class LateThread(Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         assert not wait, "CopyQueue.close has drained it"
-
-
-class Tensors(Protocol):
-    """Makes tensors of a device that tells them from the host's."""
-
-    def sent(self, values: torch.Tensor) -> torch.Tensor:
-        """A device tensor of these values."""
-
-    def room(self, values: torch.Tensor) -> torch.Tensor:
-        """Host memory for a copy of these."""
-
-
-class LateDevice(Device):
-    """A device whose work its machine does."""
-
-    in_step = False
-
-    def __init__(self, machine: Machine, tensors: Tensors | None = None) -> None:
-        """``tensors``: where the device's tensors are not the host's."""
-        self.machine = machine
-        self._tensors = tensors
-        self.locked: dict[int, Callable[[], int]] = {}
-
-    def stream(self, name: str) -> Stream:
-        return self.machine.stream(name)
-
-    def thread(self, name: str) -> Executor:
-        return self.machine.thread(name)
-
-    def current(self) -> Stream:
-        return self.machine.computing
-
-    def move(self, sources: Addresses, targets: Addresses, piece: Piece) -> None:
-        self.machine.computing.copy(Batch.of_pieces(sources, targets, piece))
-
-    def can_read(self, addresses: Addresses, nbytes: int) -> bool:
-        return True
-
-    def send(self, values: torch.Tensor) -> torch.Tensor:
-        sent = values.clone()  # by this stream, whose later work alone reads it
-        return sent if self._tensors is None else self._tensors.sent(sent)
-
-    def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        here = torch.zeros_like(values) if self._tensors is None else self._tensors.room(values)
-        address, into, nbytes = values.data_ptr(), here.data_ptr(), values.nbytes
-        machine, reads = self.machine, set[int]()
-        if machine.is_shared(address):
-            reads.update(machine.cells(address, nbytes))
-
-        def work() -> None:
-            memmove(into, address, nbytes)
-
-        kept = values, here  # until the copy is made
-        machine.computing.launch(
-            functools.partial(_after, work, kept), reads, {*machine.cells(into, nbytes)}, "fetching"
-        )
-        return here, machine.computing.record()
-
-    def lock(self, memory: torch.Tensor, populated: Callable[[], int]) -> None:
-        assert memory.data_ptr() not in self.locked, "locked twice"
-        self.locked[memory.data_ptr()] = populated
-
-    def unlock(self, memory: torch.Tensor) -> None:
-        self.machine.free(memory.data_ptr(), memory.numel())
-        del self.locked[memory.data_ptr()]
-
-    def wait_locked(self) -> None:
-        return
-
-
-def _after(work: Callable[[], None], _: object) -> None:
-    work()

@@ -13,7 +13,7 @@ import hashlib
 import pickle
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -48,21 +48,17 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.compat import scheduler as compat
 from kvrecall.engines.vllm.compat.config import Sharing, kv_groups
+from kvrecall.engines.vllm.connector import connector
 from kvrecall.engines.vllm.connector import worker as workers
-from kvrecall.engines.vllm.connector.connector import RecallConnector
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.engines.vllm.connector.worker import RecallWorker
-from kvrecall.engines.vllm.wire import (
-    ALL_BLOCKS,
-    ORIGIN_BYTES,
-    EngineFacts,
-    GroupFacts,
-)
+from kvrecall.engines.vllm.wire import ALL_BLOCKS, ORIGIN_BYTES, EngineFacts, GroupFacts
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import ArenaHandle, Verdict
 
-from .device import Cells, LateDevice, Machine, Mark
+from .device import Cells, Machine, Mark
+from .late import LateDevice
 
 BLOCK = 16
 LAYERS = 2
@@ -81,7 +77,7 @@ RECOVERS = hasattr(KVOutputAggregator, "ft_defer_kv_connector_outputs")
 """Whether vLLM goes on after a step that failed (0.33, with fault tolerance)."""
 
 
-class SimulatedConnector(RecallConnector):
+class RecallConnector(connector.RecallConnector):
     """The connector on the scheduler side of an ``Engine``, which gives it its scheduler side."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -105,16 +101,9 @@ def story(prompt: tuple[int, ...]) -> tuple[list[int], np.ndarray]:
 
 
 @functools.cache
-def config(
-    model: Path,
-    overlapping: bool,
-    by_priority: bool,
-    connector: str = "SimulatedConnector",
-    module: str = __name__,
-) -> Any:
+def config(model: Path, overlapping: bool, by_priority: bool) -> Any:
     """vLLM's configuration. ``overlapping``: asynchronous scheduling. ``by_priority``: of requests,
-    so that one may be preempted in the step that scheduled it. ``connector``: a class of
-    ``module``."""
+    so that one may be preempted in the step that scheduled it."""
     args = EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
@@ -127,8 +116,8 @@ def config(
         enable_prefix_caching=True,
         scheduling_policy="priority" if by_priority else "fcfs",
         kv_transfer_config=KVTransferConfig(
-            kv_connector=connector,
-            kv_connector_module_path=module,
+            kv_connector="RecallConnector",
+            kv_connector_module_path=__name__,
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
         ),
@@ -145,56 +134,51 @@ class SimulatedCache(KVCacheConfig):
 
     zeroes = False
 
+    @classmethod
+    def of(cls, blocks: int, specs: Sequence[KVCacheSpec]) -> SimulatedCache:
+        """Of a KV group of ``LAYERS`` layers for each of ``specs``."""
+        groups, tensors = [], []
+        for number, spec in enumerate(specs):
+            assert spec.page_size_bytes == PAGE
+            names = [f"layers.{number * LAYERS + layer}" for layer in range(LAYERS)]
+            groups.append(KVCacheGroupSpec(names, spec))
+            tensors += [KVCacheTensor(blocks * PAGE, [name], PAGE, PAGE) for name in names]
+        return cls(blocks, tensors, groups)
+
     @property
     def needs_kv_cache_zeroing(self) -> bool:
         return self.zeroes
 
 
-def kv_cache(blocks: int, reaches: Sequence[int]) -> SimulatedCache:
-    """A KV group of ``LAYERS`` layers for each of ``reaches``: the tokens of its window; 0: full
-    attention. As in vLLM all groups lie in the same memory, and take blocks of it."""
-    groups, tensors = [], []
-    sizes: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 4}
-    for number, reach in enumerate(reaches):
-        names = [f"layers.{number * LAYERS + layer}" for layer in range(LAYERS)]
-        spec: KVCacheSpec = FullAttentionSpec(dtype=torch.float32, **sizes)
-        if reach:
-            spec = SlidingWindowSpec(dtype=torch.float32, sliding_window=reach, **sizes)
-        assert spec.page_size_bytes == PAGE
-        groups.append(KVCacheGroupSpec(names, spec))
-        tensors += [KVCacheTensor(blocks * PAGE, [name], PAGE, PAGE) for name in names]
-    return SimulatedCache(blocks, tensors, groups)
-
-
 @contextmanager
 def on(machine: Machine) -> Iterator[None]:
     """Devices made in here are this machine's; and vLLM's parallel groups need not be there."""
-    answers = {
-        "kernel_of": "",
-        "prompt_token_work": (0.0, 0),
-        "sharing_of": Sharing(),
-        "stage_rank": 0,
-        "fp8_type": None,
+    attach = Arena.attach
+
+    def kept(handle: ArenaHandle) -> Arena:
+        arena = attach(handle)
+        machine.kept.append(arena.array())
+        return arena
+
+    parallel = {
+        "kernel_of": lambda *_: "",
+        "prompt_token_work": lambda *_: (0.0, 0),
+        "sharing_of": lambda *_: Sharing(),
+        "stage_rank": lambda *_: 0,
+        "fp8_type": lambda *_: None,
+        "most_of_ranks": lambda number: number,
     }
-    with ExitStack() as stack:
-        for name, answer in answers.items():
-            stack.enter_context(
-                patch.object(workers.config, name, lambda *_, answer=answer: answer)
-            )
-        stack.enter_context(patch.object(workers, "settle_scales", lambda *_: None))
-        stack.enter_context(patch.object(workers.config, "most_of_ranks", lambda number: number))
-        attach = Arena.attach
-
-        def kept(handle: ArenaHandle) -> Arena:
-            arena = attach(handle)
-            machine.kept.append(arena.array())
-            return arena
-
-        stack.enter_context(patch.object(Arena, "attach", kept))
-        stack.enter_context(patch.dict(devices.FORMS, {"cpu": lambda _: LateDevice(machine)}))
-        devices.device_of.cache_clear()
-        stack.callback(devices.device_of.cache_clear)
-        yield
+    devices.device_of.cache_clear()
+    with (
+        patch.multiple(workers.config, **parallel),
+        patch.object(workers, "settle_scales", lambda *_: None),
+        patch.object(Arena, "attach", kept),
+        patch.dict(devices.FORMS, {"cpu": lambda _: LateDevice(machine)}),
+    ):
+        try:
+            yield
+        finally:
+            devices.device_of.cache_clear()
 
 
 def aligned(rows: int, nbytes: int) -> torch.Tensor:
@@ -264,8 +248,8 @@ class Engine:
         reaches: Sequence[int] = (0,),
     ) -> None:
         """``ranks``: of tensor parallelism. ``blocks``: on each rank's device. ``loads_first``:
-        loads are started before the forward pass, as by Model Runner V1. ``zeroes``, ``reaches``:
-        as of ``kv_cache``."""
+        loads are started before the forward pass, as by Model Runner V1. ``zeroes``: as of
+        ``SimulatedCache``. ``reaches``: as of ``_cache``."""
         self.machine = machine
         self.pool = pool
         self.wrong: list[str] = []
@@ -297,11 +281,10 @@ class Engine:
             exact_blocks=self.exact_blocks,
         )
         manager = self.scheduler.kv_cache_manager
-        connector = self.scheduler.connector
-        connector._pool = pool
+        self.scheduler.connector._pool = pool
         self._watch_commits()
         settings = {"host_size": "1MiB", "audit": "off", "load_or_compute": "load"}
-        self.side = connector._scheduler = RecallScheduler(
+        self.side = self.scheduler.connector._scheduler = RecallScheduler(
             pool,
             RecallSettings.from_mapping(settings),
             facts,
@@ -407,12 +390,23 @@ class Engine:
         for rank in self.ranks:
             rank.worker.close()
 
+    # ---- what an engine that offloads has of its own -------------------------------------
+
     def _make_planner(self) -> Any:
         """Of the offload of long sequences; None without."""
         return None
 
     def _cache(self, blocks: int) -> SimulatedCache:
-        return kv_cache(blocks, self.reaches)
+        """A KV group of ``LAYERS`` layers for each of ``reaches``: the tokens of its window; 0:
+        full attention. As in vLLM all groups lie in the same memory, and take blocks of it."""
+        sizes: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 4}
+        specs: list[KVCacheSpec] = [
+            SlidingWindowSpec(dtype=torch.float32, sliding_window=reach, **sizes)
+            if reach
+            else FullAttentionSpec(dtype=torch.float32, **sizes)
+            for reach in self.reaches
+        ]
+        return SimulatedCache.of(blocks, specs)
 
     # ---- within --------------------------------------------------------------------------
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from ctypes import memmove
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -24,7 +24,6 @@ import torch
 from vllm.config import get_current_vllm_config, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.kv_cache_utils import KVCacheConfig
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -33,8 +32,7 @@ from kvrecall.attention.kernels import device as kernels
 from kvrecall.attention.selection import Gate
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
-from kvrecall.engines.vllm.attention import backend, cuda
-from kvrecall.engines.vllm.attention import layer as layers
+from kvrecall.engines.vllm.attention import backend, base, cuda
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention
 from kvrecall.engines.vllm.attention.cuda import DeviceBuilder
 from kvrecall.engines.vllm.attention.offloaded import Records
@@ -44,12 +42,9 @@ from kvrecall.engines.vllm.compat.offloadable import OffloadableSpec, OffloadMan
 from kvrecall.engines.vllm.connector import offload
 from kvrecall.engines.vllm.connector.offload import OffloadPlanner
 
-from .device import Cells, LateDevice, Machine
+from .device import Cells, Machine
 from .engine import BLOCK, LAYERS, PAGE, TOKEN, TOKEN_S, Engine, Rank, SimulatedCache
-from .engine import SimulatedConnector as RecallConnector
-from .tensors import META, DeviceTensors, LateTensor, Queueing
-
-__all__ = ["RecallConnector", "RetrievalEngine", "drawn_settings", "retrieving"]
+from .late import META, LateDevice, LateTensor, Queueing
 
 HEADS = 2  # of keys and values
 QUERIES = 4  # heads of queries
@@ -75,7 +70,7 @@ def drawn_settings(chance: random.Random) -> RetrievalSettings:
 
 
 class EveryStep(int):
-    """In place of ``layer._SEEN_EVERY``: what was chosen is noted in every sparse step."""
+    """In place of ``base._SEEN_EVERY``: what was chosen is noted in every sparse step."""
 
     def __rmod__(self, _: int) -> int:
         return 1
@@ -95,18 +90,17 @@ def retrieving(machine: Machine, settings: RetrievalSettings, patience: int) -> 
         machine.host(cells, set(), "the host, of records,")
         return pages(records, offsets, layer, nbytes)
 
-    tensors = DeviceTensors(machine)
-    with ExitStack() as stack:
-        for module in (backend, cuda):
-            stack.enter_context(patch.object(module, "active_settings", lambda _: settings))
-        stack.enter_context(patch.object(runner, "follow_blocks", lambda _: None))
-        stack.enter_context(patch.object(offload, "PATIENCE", patience))
-        stack.enter_context(patch.object(layers, "_SEEN_EVERY", EveryStep(16)))
-        stack.enter_context(patch.object(Records, "pages", read))
-        forms = {META.type: lambda _: LateDevice(machine, tensors)}
-        stack.enter_context(patch.dict(devices.FORMS, forms))
-        stack.enter_context(patch.object(kernels, "_launch", Kernels(machine).launch))
-        stack.enter_context(Queueing(machine))
+    with (
+        patch.object(backend, "active_settings", lambda _: settings),
+        patch.object(cuda, "active_settings", lambda _: settings),
+        patch.object(runner, "follow_blocks", lambda _: None),
+        patch.object(offload, "PATIENCE", patience),
+        patch.object(base, "_SEEN_EVERY", EveryStep(16)),
+        patch.object(Records, "pages", read),
+        patch.dict(devices.FORMS, {META.type: lambda _: LateDevice(machine, meta=True)}),
+        patch.object(kernels, "_launch", Kernels(machine).launch),
+        Queueing(machine),
+    ):
         yield
 
 
@@ -140,18 +134,9 @@ class DenseAttention:
         config = get_current_vllm_config()
         self.num_heads = config.model_config.get_num_attention_heads(config.parallel_config)
 
-    def forward(
-        self,
-        layer: Any,
-        query: LateTensor,
-        key: Any,
-        value: Any,
-        kv_cache: LateTensor,
-        metadata: Any,
-        output: Any,
-        *rest: Any,
-    ) -> Any:
+    def forward(self, layer: Any, query: LateTensor, *args: Any) -> Any:
         """Queues a kernel that attends to all tokens of these requests."""
+        _, _, kv_cache, metadata, output, *_ = args
         common = metadata.common
         tables, lengths = common.block_table_tensor.told(), common.seq_lens.told().tolist()
         starts, places = common.query_start_loc_cpu.tolist(), query.told()[:, 0, 0].tolist()
@@ -202,25 +187,17 @@ class Kernels:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._choices: dict[int, Choice] = {}
-        self._ranks: list[RetrievalRank] = machine.ranks
 
     def launch(self, name: str, grid: tuple[int, ...], *args: Any, **sizes: Any) -> None:
         getattr(self, name)(*args, **sizes)
 
     def _at(self, cache: LateTensor) -> tuple[RetrievalRank, int]:
         """Whose layer's that cache is."""
-        for rank in self._ranks:
+        for rank in self._machine.ranks:
             for layer, one in enumerate(rank.caches):
                 if one.data_ptr() == cache.data_ptr():
                     return rank, layer
         raise AssertionError("a kernel reads a cache of no layer")
-
-    def _queue(self, work: Any, reads: Cells, writes: Cells, what: str) -> None:
-        def done() -> None:
-            with torch._C._DisableTorchDispatch():
-                work()
-
-        self._machine.computing.launch(done, reads, writes, what)
 
     def _rows(self, coded: LateTensor, ids: Sequence[int]) -> Cells:
         """Cells of the digests of these blocks."""
@@ -228,9 +205,11 @@ class Kernels:
         nbytes = coded.shape[0] * coded.stride(0)
         return {cell for one in ids for cell in self._machine.cells(begin + one * step, nbytes)}
 
-    def digest_blocks(
-        self, ids: LateTensor, keys: LateTensor, coded: LateTensor, *_: Any, **sizes: Any
-    ) -> None:
+    def _queue(self, work: Any, reads: Cells, writes: Cells, what: str) -> None:
+        self._machine.computing.launch(work, reads, writes, what)
+
+    def digest_blocks(self, *args: Any, **sizes: Any) -> None:
+        ids, keys, coded, *_ = args
         rank, layer = self._at(keys)
         some = [one for one in ids.told().tolist() if one >= 0]
         plain = keys.plain, coded.plain
@@ -241,29 +220,11 @@ class Kernels:
         if some:
             self._queue(work, rank.cells(some, [layer]), self._rows(coded, some), "digests")
 
-    def choose_blocks(
-        self,
-        query: LateTensor,
-        facts: LateTensor,
-        blocks: LateTensor,
-        coded: LateTensor,
-        floats: Any,
-        off: LateTensor,
-        logits: Any,
-        scores: Any,
-        table: LateTensor,
-        slots: LateTensor,
-        missed: LateTensor,
-        place: LateTensor,
-        state: LateTensor,
-        counts: LateTensor,
-        *_: Any,
-        RECALLS: bool,
-        **sizes: Any,
-    ) -> None:
+    def choose_blocks(self, *args: Any, RECALLS: bool, **sizes: Any) -> None:
+        query, facts, blocks, coded, _, off, _, _, table, slots, *counted = args[:14]
         rank, layer = next(
             (one, at)
-            for one in self._ranks
+            for one in self._machine.ranks
             for at, rows in one.digests.items()
             if rows == coded.data_ptr()
         )
@@ -276,19 +237,18 @@ class Kernels:
         for row, ids in zip(known, choice.blocks, strict=False):
             middle = ids[row[INIT] : row[INIT] + row[MIDDLE]]
             reads |= self._rows(coded, [one for one in middle if one >= 0])
-        for written in (table, missed, place, state, counts):
+        for written in (table, *counted):
             self._machine.unknown(written)
-        plain = [one.plain.numpy() for one in (table, missed, place, state, counts)]
-        digests = [one.plain.numpy().view(np.uint8) for one in (coded, off)]
+        named_in, *counts = (one.plain.numpy() for one in (table, *counted))
+        digests, digests_off = (one.plain.numpy().view(np.uint8) for one in (coded, off))
 
         def work() -> None:
             for at, (row, ids, name) in enumerate(zip(known, choice.blocks, names, strict=False)):
                 init, middle, count = row[INIT], row[MIDDLE], row[CHOSEN]
                 want = rank.digests_of(name, layer)
                 for one in range(init, init + middle):
-                    found = (
-                        digests[0][:, ids[one]] if ids[one] >= 0 else digests[1][:, -1 - ids[one]]
-                    )
+                    id = ids[one]
+                    found = digests[:, id] if id >= 0 else digests_off[:, -1 - id]
                     if not np.array_equal(found, want[:, one]):
                         rank.wrong(f"a digest of {name} is not that of its block's keys")
                 for head in range(HEADS):
@@ -296,60 +256,17 @@ class Kernels:
                     choice.chosen[at * HEADS + head] = chosen
                     named = [*ids[:init], *(ids[init + one] for one in chosen)]
                     named += ids[init + middle : row[BLOCKS]]
-                    plain[0][at * HEADS + head, : len(named)] = named
+                    named_in[at * HEADS + head, : len(named)] = named
                     if RECALLS and row[SLOTS]:
                         wanted = [-1 - one for one in named[init : init + count] if one < 0]
                         ours = choice.slots[at][: row[SLOTS]]
-                        self._admit(rank, name, head, at * HEADS + head, wanted, ours, *plain[1:])
+                        if not admit(head, at * HEADS + head, wanted, ours, *counts):
+                            rank.wrong(f"{name} has too few slots")
 
         self._queue(work, reads, set(), "choice of blocks")
 
-    def _admit(
-        self,
-        rank: RetrievalRank,
-        name: str,
-        head: int,
-        row: int,
-        wanted: list[int],
-        slots: list[int],
-        missed: np.ndarray,
-        place: np.ndarray,
-        state: np.ndarray,
-        counts: np.ndarray,
-    ) -> None:
-        """Slots for these numbers; the longest unused ones are taken."""
-        holds, used, clock = state[:, head]
-        clock[slots[0]] += 1
-        now = int(clock[slots[0]])
-        lost = []
-        for number in wanted:
-            slot = int(place[head, number])
-            if slot > 0 and int(holds[slot]) == number + 1:
-                used[slot] = now
-            else:
-                lost.append(number)
-        if len(lost) > len(slots):
-            rank.wrong(f"{name} has too few slots")
-            lost = lost[: len(slots)]
-        missed[row, 0] = len(lost)
-        missed[row, 1 : 1 + len(lost)] = lost
-        oldest = sorted(slots, key=lambda slot: int(used[slot]))[: len(lost)]
-        for number, slot in zip(lost, oldest, strict=True):
-            holds[slot], place[head, number], used[slot] = number + 1, slot, now
-        counts += [len(wanted) - len(lost), len(lost)]
-
-    def fetch_blocks(
-        self,
-        facts: Any,
-        table: LateTensor,
-        missed: LateTensor,
-        place: LateTensor,
-        addresses: LateTensor,
-        cache: int,
-        layer_at: int,
-        *_: Any,
-        **sizes: Any,
-    ) -> None:
+    def fetch_blocks(self, *args: Any, **sizes: Any) -> None:
+        _, table, missed, place, addresses, cache, layer_at, *_ = args
         choice = self._choices[table.data_ptr()]
         rank = choice.rank
         known = addresses.told().tolist()
@@ -361,35 +278,28 @@ class Kernels:
                     if one < 0:
                         reads.update(self._machine.cells(known[-1 - one] + layer_at, PAGE))
                 writes |= rank.cells(slots[: row[SLOTS]], [choice.layer])
-        plain = [one.plain.numpy() for one in (table, missed, place, addresses)]
+        tables, lost_of, slot_of, address_of = (
+            one.plain.numpy() for one in (table, missed, place, addresses)
+        )
 
         def work() -> None:
             for at, row in enumerate(choice.facts):
                 for head in range(HEADS) if row[SLOTS] else ():
-                    number_of = at * HEADS + head
-                    lost = plain[1][number_of].tolist()
+                    lost = lost_of[at * HEADS + head].tolist()
                     for number in lost[1 : 1 + lost[0]]:
-                        source = int(plain[3][number]) + layer_at + head * PART
-                        slot = int(plain[2][head, number])
+                        source = int(address_of[number]) + layer_at + head * PART
+                        slot = int(slot_of[head, number])
                         memmove(cache + slot * PAGE + head * PART, source, PART)
-                    named = plain[0][number_of, row[INIT] : row[INIT] + row[CHOSEN]]
+                    named = tables[at * HEADS + head, row[INIT] : row[INIT] + row[CHOSEN]]
                     for one, block in enumerate(named.tolist()):
                         if block < 0:
-                            named[one] = plain[2][head, -1 - block]
+                            named[one] = slot_of[head, -1 - block]
 
         if writes:
             self._queue(work, reads, writes, "fetches")
 
-    def attend_rows(
-        self,
-        query: Any,
-        facts: Any,
-        keys: LateTensor,
-        values: Any,
-        table: LateTensor,
-        *_: Any,
-        **sizes: Any,
-    ) -> None:
+    def attend_rows(self, *args: Any, **sizes: Any) -> None:
+        _, _, keys, _, table, *_ = args
         rank, layer = self._at(keys)
         choice = self._choices[table.data_ptr()]
         reads: Cells = set()
@@ -416,6 +326,38 @@ class Kernels:
                             rank.wrong(f"sparse attention of {name} reads other KV than it chose")
 
         self._queue(work, reads, set(), "sparse attention")
+
+
+def admit(
+    head: int,
+    row: int,
+    wanted: list[int],
+    slots: list[int],
+    missed: np.ndarray,
+    place: np.ndarray,
+    state: np.ndarray,
+    counts: np.ndarray,
+) -> bool:
+    """Slots for these numbers; the longest unused ones are taken. False if they are too few."""
+    holds, used, clock = state[:, head]
+    clock[slots[0]] += 1
+    now = int(clock[slots[0]])
+    lost = []
+    for number in wanted:
+        slot = int(place[head, number])
+        if slot > 0 and int(holds[slot]) == number + 1:
+            used[slot] = now
+        else:
+            lost.append(number)
+    is_room = len(lost) <= len(slots)
+    del lost[len(slots) :]
+    missed[row, 0] = len(lost)
+    missed[row, 1 : 1 + len(lost)] = lost
+    oldest = sorted(slots, key=lambda slot: int(used[slot]))[: len(lost)]
+    for number, slot in zip(lost, oldest, strict=True):
+        holds[slot], place[head, number], used[slot] = number + 1, slot, now
+    counts += [len(wanted) - len(lost), len(lost)]
+    return is_room
 
 
 def digested(rank: RetrievalRank, keys: torch.Tensor) -> torch.Tensor:
@@ -517,13 +459,8 @@ class RetrievalEngine(Engine):
         return functools.partial(OffloadPlanner, self.pool, self._retrieval, BLOCK, gate, 5.0)
 
     def _cache(self, blocks: int) -> SimulatedCache:
-        names = [f"layers.{layer}" for layer in range(LAYERS)]
-        spec = OffloadableSpec(
-            block_size=BLOCK, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float16
-        )
-        assert spec.page_size_bytes == PAGE
-        tensors = [KVCacheTensor(blocks * PAGE, [name], PAGE, PAGE) for name in names]
-        return SimulatedCache(blocks, tensors, [KVCacheGroupSpec(names, spec)])
+        sizes: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": DIM}
+        return SimulatedCache.of(blocks, [OffloadableSpec(dtype=torch.float16, **sizes)])
 
     def rows(self, name: str, number: int) -> np.ndarray:
         """What a rank computes for a request: uint8 ``[layers, tokens, TOKEN]``."""
@@ -534,92 +471,79 @@ class RetrievalEngine(Engine):
         if moves is not None:
             self.moved["departures"] += len(moves.departures)
             self.moved["arrivals"] += len(moves.arrivals)
+        manager = self.scheduler.kv_cache_manager
         tokens: list[list[int]] = []
-        starts, lengths, prompts, prefills, tables = [0], [], [], [], []
-        written: list[tuple[str, int, int, list[int]]] = []
-        places: list[int] = []
-        rank.tokens = {}
+        rows: list[_Row] = []
         for name, count in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]
             end = request.num_computed_tokens
-            ids = self.scheduler.kv_cache_manager.get_block_ids(name)[0][: -(-end // BLOCK)]
-            for place in range(starts[-1], starts[-1] + count):
-                rank.tokens[place] = name
-                places.append(place)
-            starts.append(starts[-1] + count)
-            lengths.append(end)
-            prompts.append(request.num_prompt_tokens)
-            prefills.append(end - count < request.num_prompt_tokens)
-            # The workers are not told which blocks have left.
-            blocks = self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
-            tables.append([one or self._chance.randrange(1, blocks) for one in ids])
-            written.append((name, end - count, end, list(ids)))
+            ids = manager.get_block_ids(name)[0][: -(-end // BLOCK)]
+            rows.append(_Row(name, end - count, end, request.num_prompt_tokens, list(ids)))
             tokens.append([] if request.is_prefill_chunk else [self._stories[name][0][end]])
-        if places:
-            self._compute_layers(rank, starts, lengths, prompts, prefills, tables, written)
+        if rows:
+            self._compute_layers(rank, rows)
         names = list(output.num_scheduled_tokens)
         return ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, tokens)
 
-    def _compute_layers(
-        self,
-        rank: RetrievalRank,
-        starts: list[int],
-        lengths: list[int],
-        prompts: list[int],
-        prefills: list[bool],
-        tables: list[list[int]],
-        written: list[tuple[str, int, int, list[int]]],
-    ) -> None:
+    def _compute_layers(self, rank: RetrievalRank, rows: list[_Row]) -> None:
         """As vLLM's model runner: builds metadata, then runs each layer."""
         send = devices.device_of(META).send
-        wide = max(map(len, tables))
-        ids = np.zeros((len(tables), wide), dtype=np.int32)
-        for row, table in zip(ids, tables, strict=True):
-            row[: len(table)] = table
-        rows = np.arange(len(ids), dtype=np.int32)
-        config = SimpleNamespace(
-            kv_cache_config=SimpleNamespace(
-                kv_cache_groups=[
-                    SimpleNamespace(layer_names=[f"layers.{one}" for one in range(LAYERS)])
-                ]
-            )
-        )
-        told = runner.BatchBlocks(ids, rows, np.array(prompts, dtype=np.int32))
-        runner._show(config, [told])
-        first = torch.tensor(starts, dtype=torch.int32)
-        seq_lens = torch.tensor(lengths, dtype=torch.int32)
+        counts = [row.end - row.start for row in rows]
+        total = sum(counts)
+        rank.tokens = dict(enumerate(row.name for row in rows for _ in range(row.start, row.end)))
+        # The workers are not told which blocks have left.
+        blocks = self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+        ids = np.zeros((len(rows), max(len(row.ids) for row in rows)), dtype=np.int32)
+        for table, row in zip(ids, rows, strict=True):
+            table[: len(row.ids)] = [one or self._chance.randrange(1, blocks) for one in row.ids]
+        group = SimpleNamespace(layer_names=[f"layers.{one}" for one in range(LAYERS)])
+        config = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=[group]))
+        prompts = np.array([row.prompt for row in rows], dtype=np.int32)
+        numbers = np.arange(len(rows), dtype=np.int32)
+        runner._show(config, [runner.BatchBlocks(ids, numbers, prompts)])
+        first = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+        seq_lens = torch.tensor([row.end for row in rows], dtype=torch.int32)
         common = CommonAttentionMetadata(
             query_start_loc=send(first),
             query_start_loc_cpu=first,
             seq_lens=send(seq_lens),
-            num_reqs=len(ids),
-            num_actual_tokens=starts[-1],
-            max_query_len=max(b - a for a, b in pairwise(starts)),
-            max_seq_len=max(lengths),
+            num_reqs=len(rows),
+            num_actual_tokens=total,
+            max_query_len=max(counts),
+            max_seq_len=max(row.end for row in rows),
             block_table_tensor=send(torch.from_numpy(ids.copy())),
-            slot_mapping=send(torch.zeros(starts[-1], dtype=torch.int64)),
+            slot_mapping=send(torch.zeros(total, dtype=torch.int64)),
             seq_lens_cpu_upper_bound=seq_lens,
-            is_prefilling=torch.tensor(prefills),
+            is_prefilling=torch.tensor([row.start < row.prompt for row in rows]),
         )
         metadata = rank.builder.build(0, common)
-        order = torch.arange(starts[-1], dtype=torch.float16)[:, None, None]
+        order = torch.arange(total, dtype=torch.float16)[:, None, None]
         query = send(order.expand(-1, QUERIES, DIM).contiguous())
         output = send(torch.zeros_like(query.plain))
         for layer, (module, cache) in enumerate(zip(rank.layers, rank.caches, strict=True)):
             writes: Cells = set()
-            for _, start, end, blocks in written:
-                writes |= rank.cells(blocks[start // BLOCK : -(-end // BLOCK)], [layer])
-            work = functools.partial(self._write, rank, layer, written)
-            seconds = TOKEN_S * starts[-1] / LAYERS
+            for row in rows:
+                writes |= rank.cells(row.ids[row.start // BLOCK :], [layer])
+            work = functools.partial(self._write, rank, layer, rows)
+            seconds = TOKEN_S * total / LAYERS
             self.machine.computing.launch(work, set(), writes, "the forward pass", seconds)
             module.impl.forward(module, query, query, query, cache, metadata, output)
 
-    def _write(
-        self, rank: RetrievalRank, layer: int, written: list[tuple[str, int, int, list[int]]]
-    ) -> None:
+    def _write(self, rank: RetrievalRank, layer: int, rows: list[_Row]) -> None:
         """Kernel: writes the new tokens."""
         memory = rank.memory[layer].numpy().reshape(-1, HEADS, BLOCK, TOKEN // HEADS)
-        for name, start, end, ids in written:
-            at = np.arange(start, end)
-            told = rank.told(name, layer)[:, at].transpose(1, 0, 2)
-            memory[np.array(ids)[at // BLOCK], :, at % BLOCK] = told
+        for row in rows:
+            at = np.arange(row.start, row.end)
+            told = rank.told(row.name, layer)[:, at].transpose(1, 0, 2)
+            memory[np.array(row.ids)[at // BLOCK], :, at % BLOCK] = told
+
+
+class _Row(NamedTuple):
+    """Tokens ``[start, end)`` of a request that a step computes. ``prompt``: its tokens. ``ids``:
+    its device blocks; 0: it left."""
+
+    name: str
+    start: int
+    end: int
+    prompt: int
+    ids: list[int]

@@ -12,8 +12,10 @@ import json
 import os
 import random
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -22,12 +24,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-from kvrecall.attention.residency import DeviceResidency
+from kvrecall.attention.kernels.device import DeviceResidency
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
-from kvrecall.engines.vllm.attention.copied import CopiedDense
+from kvrecall.engines.vllm.attention.cuda import CopiedDense
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.compat.offloadable import OffloadManager
 from kvrecall.engines.vllm.connector.offload import OffloadPlanner
@@ -37,90 +40,112 @@ from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.engines.vllm.wire import Arrival, EngineFacts
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
-from kvrecall.pool.tier import NullTier
+from kvrecall.pool.tier import Done, NullTier
+from kvrecall_lab.memory_tier import MemoryTier
 from kvrecall_lab.models import write_model
 
-from .device import DeadlockError, Machine, Style
+from .device import Cells, DeadlockError, Machine, Style
 from .engine import BLOCK, LONGEST, RECOVERS, Engine, config, on
 from .retrieval import RetrievalEngine, drawn_settings, retrieving
-from .tier import LateTier
 
 _MOST_STEPS = 2000
 _LENGTH = 30
 _TELLS_S = 15.0  # between lines on how far it is
-_FAILS = 0.5  # how likely a step fails, beside _ACTIONS
+_ACTIONS: dict[str, float] = {"add": 8, "abort": 1, "preempt": 1, "sleep": 0.2, "step": 8}
+_FAILS = 0.5  # how likely a step fails, beside those
 _SLOTS = (8, 40, 100)
 """Blocks of 4 KiB that the pool has room for."""
 
 
-def _freed_at_once() -> Any:
-    finished = RecallScheduler.finished
+ALL = ("one group", "several groups", "offload")
+"""Kinds of schedules."""
 
-    def forget(side: Any, request: Any, *args: Any) -> Any:
-        hold, told = finished(side, request, *args)
-        if hold:
-            side._releases.remove(request.request_id)
-        return False, told
-
-    return patch.object(RecallScheduler, "finished", forget)
-
-
-def _released_at_once() -> Any:
-    allocated = RecallScheduler.allocated
-
-    def forget(side: Any, request: Any, *args: Any) -> None:
-        allocated(side, request, *args)
-        if request.request_id in side._loading:
-            side._loading[request.request_id].release()
-
-    return patch.object(RecallScheduler, "allocated", forget)
+GROUPS, OFFLOAD = ("several groups",), ("offload",)
+RULES: dict[str, tuple[Callable[[], Any], Sequence[str]]] = {
+    "rule: stores are waited for before what a window has freed is overwritten": (
+        functools.partial(patch.object, EngineFacts, "frees_while_running", False),
+        GROUPS,
+    )
+}
+"""Waits and orders that no event names; each with what takes it out, and where it matters."""
 
 
-def _committed_by_the_first_rank() -> Any:
-    made = Saver.made
+def rule(text: str, owner: type, name: str, kinds: Sequence[str] = ALL) -> Callable[[Any], Any]:
+    """The decorated function takes it out in place of that method, which it gets first."""
 
-    def forget(saver: Any, ranks: Any, failed: Any) -> None:
-        made(saver, {store_id: 99 for store_id in ranks if store_id in saver._open}, failed)
+    def note(without: Callable[..., Any]) -> Any:
+        real = getattr(owner, name)
 
-    return patch.object(Saver, "made", forget)
+        def method(*args: Any) -> Any:
+            return without(real, *args)
 
+        RULES[f"rule: {text}"] = functools.partial(patch.object, owner, name, method), kinds
+        return without
 
-def _failed_steps_believed() -> Any:
-    return patch.object(Saver, "invalidate", lambda *_: None)
-
-
-def _failed_steps_cached() -> Any:
-    return patch.object(KVCacheManager, "evict_blocks", lambda *_: None)
+    return note
 
 
-def _freed_while_stored() -> Any:
-    return patch.object(EngineFacts, "frees_while_running", False)
+@rule("device blocks of a request that ended are held for its stores", RecallScheduler, "finished")
+def _(finished: Any, side: Any, request: Any, *args: Any) -> Any:
+    hold, told = finished(side, request, *args)
+    if hold:
+        side._releases.remove(request.request_id)
+    return False, told
 
 
-def _left_without_a_lease() -> Any:
-    left = OffloadPlanner.left
-
-    def forget(planner: Any, request_id: str, block_ids: Any, slots: Any) -> None:
-        left(planner, request_id, block_ids, slots)
-        sequence = planner._sequences[request_id]
-        for ticket in sequence.tickets:
-            planner._pool.release(ticket)
-        sequence.tickets.clear()
-
-    return patch.object(OffloadPlanner, "left", forget)
+@rule("slots are leased until their load is complete", RecallScheduler, "allocated")
+def _(allocated: Any, side: Any, request: Any, *args: Any) -> None:
+    allocated(side, request, *args)
+    if request.request_id in side._loading:
+        side._loading[request.request_id].release()
 
 
-def _arrived_without_a_lease() -> Any:
-    arrived = OffloadPlanner.arrived
+@rule("blocks are committed when all ranks have stored them", Saver, "made")
+def _(made: Any, saver: Any, ranks: Any, failed: Any) -> None:
+    made(saver, {store_id: 99 for store_id in ranks if store_id in saver._open}, failed)
 
-    def forget(planner: Any, request_id: str, slots: Any) -> None:
-        arrived(planner, request_id, slots)
-        sequence = planner._sequences[request_id]
-        for ticket in sequence.tickets:
-            planner._pool.release(ticket)
-        sequence.tickets.clear()
 
-    return patch.object(OffloadPlanner, "arrived", forget)
+def _unleased(move: Any, planner: Any, request_id: str, *args: Any) -> None:
+    move(planner, request_id, *args)
+    sequence = planner._sequences[request_id]
+    for ticket in sequence.tickets:
+        planner._pool.release(ticket)
+    sequence.tickets.clear()
+
+
+rule("blocks that left are leased", OffloadPlanner, "left", OFFLOAD)(_unleased)
+rule("blocks that stay in the pool are leased", OffloadPlanner, "arrived", OFFLOAD)(_unleased)
+
+
+@rule("digests of written blocks are stale", RetrievalBuilder, "_note_written", OFFLOAD)
+def _(*_: Any) -> None:
+    return
+
+
+@rule("slots are a sequence's until it ends", OffloadManager, "_add_slots", OFFLOAD)
+def _(add: Any, manager: Any, request_id: str, count: int) -> list[int]:
+    ids: list[int] = add(manager, request_id, count)
+    held = manager._slots[request_id]
+    manager.block_pool.free_blocks(held[len(held) - len(ids) :])
+    del held[len(held) - len(ids) :]
+    return ids
+
+
+@rule("what held a number or slot before is forgotten", DeviceResidency, "begin", OFFLOAD)
+def _(_: Any, residency: Any, numbers: Any, slots: Any, most: int) -> None:
+    known = residency.place.shape[1]
+    if known < most:
+        place = residency.place.new_zeros((len(residency.place), 2 * most))
+        place[:, :known] = residency.place
+        residency.place = place
+
+
+@rule("a block is copied again until it is full", CopiedDense, "copy", OFFLOAD)
+def _(copied: Any, layer: Any, kv_cache: Any, row: Any, new_tokens: int) -> Any:
+    made = copied(layer, kv_cache, row, new_tokens)
+    if row.kept is not None:
+        row.kept.copied[layer._name] = -(-row.tokens // BLOCK)
+    return made
 
 
 @contextmanager
@@ -146,73 +171,17 @@ def _moved_after_the_step() -> Iterator[None]:
         yield
 
 
-def _fresh_though_written() -> Any:
-    return patch.object(RetrievalBuilder, "_note_written", lambda *_: None)
+RULES["rule: digests of leaving blocks are taken before the step writes"] = (
+    _moved_after_the_step,
+    OFFLOAD,
+)
+if RECOVERS:
 
+    @rule("blocks of a step that failed are not committed", Saver, "invalidate", ALL[:2])
+    @rule("they leave vLLM's prefix cache", KVCacheManager, "evict_blocks", ALL[:2])
+    def _(*_: Any) -> None:
+        return
 
-def _slots_given_away() -> Any:
-    add = OffloadManager._add_slots
-
-    def forget(manager: Any, request_id: str, count: int) -> list[int]:
-        ids = add(manager, request_id, count)
-        held = manager._slots[request_id]
-        manager.block_pool.free_blocks(held[len(held) - len(ids) :])
-        del held[len(held) - len(ids) :]
-        return ids
-
-    return patch.object(OffloadManager, "_add_slots", forget)
-
-
-def _numbers_remembered() -> Any:
-    def forget(residency: Any, numbers: Any, slots: Any, most: int) -> None:
-        known = residency.place.shape[1]
-        if known < most:
-            place = residency.place.new_zeros((len(residency.place), 2 * most))
-            place[:, :known] = residency.place
-            residency.place = place
-
-    return patch.object(DeviceResidency, "begin", forget)
-
-
-def _copied_once_though_open() -> Any:
-    copied = CopiedDense.copy
-
-    def forget(layer: Any, kv_cache: Any, row: Any, new_tokens: int) -> Any:
-        made = copied(layer, kv_cache, row, new_tokens)
-        if row.kept is not None:
-            row.kept.copied[layer._name] = -(-row.tokens // BLOCK)
-        return made
-
-    return patch.object(CopiedDense, "copy", forget)
-
-
-ALL = ("one group", "several groups", "offload")
-"""Kinds of schedules."""
-
-GROUPS, OFFLOAD = ("several groups",), ("offload",)
-RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
-    "rule: device blocks of a request that ended are held for its stores": (_freed_at_once, ALL),
-    "rule: blocks are committed when all ranks have stored them": (
-        _committed_by_the_first_rank,
-        ALL,
-    ),
-    "rule: slots are leased until their load is complete": (_released_at_once, ALL),
-    "rule: stores are waited for before what a window has freed is overwritten": (
-        _freed_while_stored,
-        GROUPS,
-    ),
-    "rule: blocks that left are leased": (_left_without_a_lease, OFFLOAD),
-    "rule: blocks that stay in the pool are leased": (_arrived_without_a_lease, OFFLOAD),
-    "rule: digests of leaving blocks are taken before the step writes": (
-        _moved_after_the_step,
-        OFFLOAD,
-    ),
-    "rule: digests of written blocks are stale": (_fresh_though_written, OFFLOAD),
-    "rule: slots are a sequence's until it ends": (_slots_given_away, OFFLOAD),
-    "rule: what held a number or slot before is forgotten": (_numbers_remembered, OFFLOAD),
-    "rule: a block is copied again until it is full": (_copied_once_though_open, OFFLOAD),
-}
-"""Waits and orders that no event names; each with what takes it out, and where it matters."""
 
 RARE = {
     "wait compute: ArenaMapping._release < ArenaMapping._end < ArenaMapping._detach "
@@ -222,10 +191,52 @@ RARE = {
 }
 """What a few schedules do not find."""
 
-_ACTIONS: dict[str, float] = {"add": 8, "abort": 1, "preempt": 1, "sleep": 0.2, "step": 8}
-if RECOVERS:
-    RULES["rule: blocks of a step that failed are not committed"] = _failed_steps_believed, ALL[:2]
-    RULES["rule: they leave vLLM's prefix cache"] = _failed_steps_cached, ALL[:2]
+
+class LateTier(MemoryTier):
+    """A tier below the host whose threads are late: what is queued is done in any order, some time.
+
+    It works only when the engine's thread polls it, so that a schedule follows from its seed.
+    ``cells_of``: by a slot's address in the pool's mapping of the arena, its cells in every
+    worker's.
+    """
+
+    def __init__(self, machine: Machine, chance: random.Random) -> None:
+        super().__init__()
+        self.loaded = 0
+        self.cells_of: Callable[[int], Cells] = lambda _: set()
+        self._machine = machine
+        self._chance = chance
+        self._share = chance.choice((0.1, 0.5, 1.0))
+
+    def poll(self, timeout_s: float = 0.0) -> list[Done]:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(timeout_s)
+            return []
+        return self._work()
+
+    def _work(self) -> list[Done]:
+        with self._lock:
+            puts, gets = dict(self._puts), list(self._gets)
+            self._chance.shuffle(gets)
+            now = {key: put for key, put in puts.items() if self._is_due()}
+            due = [get for get in gets if self._is_due()]
+            self._puts, self._gets = dict(now), deque(due)
+        for put, _ in now.values():
+            self._machine.host(self._cells(put.data), set(), "the tier's writer")
+        for get in due:
+            self._machine.host(set(), self._cells(get.into), "the tier's reader")
+        self.loaded += len(due)
+        done = super()._work()
+        with self._lock:
+            self._puts |= {key: put for key, put in puts.items() if key not in now}
+            self._gets.extend(get for get in gets if get not in due)
+        return done
+
+    def _is_due(self) -> bool:
+        return self._closed or self._chance.random() < self._share
+
+    def _cells(self, data: memoryview) -> Cells:
+        return self.cells_of(np.frombuffer(data, np.uint8).ctypes.data)
 
 
 @dataclass(slots=True)
@@ -269,16 +280,12 @@ def run(
         stack.enter_context(on(machine))
         pool = stack.enter_context(Pool(arena, tier or NullTier(), settings.pool.policy))
         make: Callable[..., Engine] = Engine
-        told = config(model, overlapping, by_priority)
         if offloads:
             retrieval = drawn_settings(chance)
             stack.enter_context(retrieving(machine, retrieval, chance.choice((2, 8, 64))))
             make = functools.partial(RetrievalEngine, chance, retrieval)
-            told = config(
-                model, overlapping, by_priority, "RecallConnector", "kvrecall_lab.streams.retrieval"
-            )
         engine = make(
-            told,
+            config(model, overlapping, by_priority),
             machine,
             pool,
             chance.choice((1, 1, 2)),
@@ -336,7 +343,7 @@ def _drive(engine: Engine, chance: random.Random, outcome: Outcome) -> None:
             for _ in range(chance.choice((1, 2, 5))):
                 engine.step()
                 steps += 1
-        if not _is_right(engine):
+        if engine.wrong or engine.machine.faults:
             return
     if chance.random() < 0.3:
         did["shut down"] = 1  # in the middle of its work
@@ -344,15 +351,11 @@ def _drive(engine: Engine, chance: random.Random, outcome: Outcome) -> None:
     while engine.is_busy and steps < _MOST_STEPS:
         engine.step()
         steps += 1
-        if not _is_right(engine):
+        if engine.wrong or engine.machine.faults:
             return
     did["steps"] = steps
     if engine.is_busy:
         raise DeadlockError(f"{', '.join(engine.names) or 'a request that ended'} never ends")
-
-
-def _is_right(engine: Engine) -> bool:
-    return not (engine.wrong or engine.machine.faults)
 
 
 def main() -> None:
@@ -375,31 +378,11 @@ def divided(schedules: int) -> dict[str, int]:
     return dict(zip(ALL, (schedules - several - offload, several, offload), strict=True))
 
 
-@dataclass(slots=True)
-class Found:
-    """What schedules of a kind found. ``caught``: by mutant, the first that did; None: none."""
-
-    kind: str
-    outcomes: dict[int, Outcome]
-    caught: dict[str, int | None]
-
-    def told(self) -> dict[str, object]:
-        every = self.outcomes.values()
-        names = sorted(set().union(*(one.did for one in every)))
-        return {
-            "schedules": len(self.outcomes),
-            "wrong": sum(bool(one.wrong) for one in every),
-            "early_reads": sum(bool(one.races) for one in every),
-            "deadlocks": sum(bool(one.deadlock) for one in every),
-            "mutants": len(self.caught),
-            "mutants_caught": sum(seed is not None for seed in self.caught.values()),
-            "did": {name: sum(one.did.get(name, 0) for one in every) for name in names},
-        }
-
-
-def explored(model: Path, first: int, quick: bool, kind: str, schedules: int) -> Found:
-    """Runs so many schedules, then each mutant until one finds it. ``quick``: not those that need
-    many schedules."""
+def explored(
+    model: Path, first: int, quick: bool, kind: str, schedules: int
+) -> tuple[dict[str, Any], dict[str, bool]]:
+    """Runs so many schedules, then each mutant until one finds it: figures, and by mutant whether
+    it was caught. ``quick``: not those that need many schedules."""
     outcomes: dict[int, Outcome] = {}
     told_at = time.monotonic()
     for seed in range(first, first + schedules):
@@ -413,12 +396,23 @@ def explored(model: Path, first: int, quick: bool, kind: str, schedules: int) ->
         print(f"{kind}, schedule {seed}: {one.text}", flush=True)
     sites = sorted(set().union(*(one.sites for one in outcomes.values())))
     rules = [rule for rule, (_, where) in RULES.items() if kind in where]
-    found: dict[str, int | None] = {}
+    caught: dict[str, bool] = {}
     for site in [one for one in (*sites, *rules) if not (quick and one in RARE)]:
-        seed_of = found[site] = caught_at(model, site, outcomes, kind)
+        seed_of = caught_at(model, site, outcomes, kind)
+        caught[site] = seed_of is not None
         word = "not caught" if seed_of is None else f"caught by {seed_of}"
         print(f"{kind:>14} {word:>16}  {site}", flush=True)
-    return Found(kind, outcomes, found)
+    every = outcomes.values()
+    told = {
+        "schedules": schedules,
+        "wrong": sum(bool(one.wrong) for one in every),
+        "early_reads": sum(bool(one.races) for one in every),
+        "deadlocks": sum(bool(one.deadlock) for one in every),
+        "mutants": len(caught),
+        "mutants_caught": sum(caught.values()),
+        "did": dict(sum((Counter(one.did) for one in every), Counter())),
+    }
+    return told, caught
 
 
 def check(
@@ -433,27 +427,22 @@ def check(
     began = time.monotonic()
     with ProcessPoolExecutor(processes, get_context("spawn")) as several:
         apply = several.map if processes > 1 else map
-        kinds = list(
-            apply(functools.partial(explored, model, first, quick), schedules, schedules.values())
-        )
+        explore = functools.partial(explored, model, first, quick)
+        found = dict(zip(schedules, apply(explore, schedules, schedules.values()), strict=True))
     caught: dict[str, bool] = {}
-    for found in kinds:
-        for site, seed in found.caught.items():
-            caught[site] = caught.get(site, False) or seed is not None
-    for site, is_caught in caught.items():
-        if not is_caught:
-            print(f"NOT CAUGHT: {site}")
-    told = {found.kind: found.told() for found in kinds}
-    sums = {
-        name: sum(int(str(one[name])) for one in told.values())
-        for name in ("schedules", "wrong", "early_reads", "deadlocks")
-    }
+    for _, sites in found.values():
+        for site, is_caught in sites.items():
+            caught[site] = caught.get(site, False) or is_caught
+    for site in [one for one, is_caught in caught.items() if not is_caught]:
+        print(f"NOT CAUGHT: {site}")
+    kinds = {kind: told for kind, (told, _) in found.items()}
+    summed = ("schedules", "wrong", "early_reads", "deadlocks")
     return {
-        **sums,
+        **{name: sum(told[name] for told in kinds.values()) for name in summed},
         "mutants": len(caught),
         "mutants_caught": sum(caught.values()),
         "host_waits": [site for site in caught if site.startswith(("wait", "join"))],
-        "kinds": told,
+        "kinds": kinds,
         "seconds": round(time.monotonic() - began),
     }
 

@@ -1,11 +1,15 @@
-"""The needle bench without an engine: its texts, its questions, its counting."""
+"""The needle bench: its texts, its questions, its counting; and on a real engine."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,55 +18,53 @@ from typer.testing import CliRunner
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.errors import KvrecallError
 from kvrecall_lab.bench import cli
-from kvrecall_lab.bench.needle.dataset import (
-    Dataset,
-    PromptStyle,
-    Sample,
-    is_answered,
-)
-from kvrecall_lab.bench.needle.score import (
+from kvrecall_lab.bench.needle.evaluate import (
     DENSE,
-    Pairs,
     Record,
     Results,
-    Score,
     Variant,
+    interval,
     report_of,
+    require_active,
 )
-from kvrecall_lab.bench.needle.tasks import TASKS, approximate_tokens
+from kvrecall_lab.bench.needle.tasks import (
+    TASKS,
+    Dataset,
+    Document,
+    PromptStyle,
+    approximate_tokens,
+    is_right,
+)
 
 DATASET = Dataset((2048,), samples=12, seed=5)
 RETRIEVAL = Variant("retrieval", RetrievalSettings())
 
 
-def made(dataset: Dataset = DATASET, length: int = 2048) -> list[Sample]:
+def made(dataset: Dataset = DATASET, length: int = 2048) -> list[Document]:
     return list(dataset.at(length, 136, approximate_tokens))
 
 
 def test_a_seed_gives_the_same_texts_on_every_machine() -> None:
-    text = "".join(sample.document.text for sample in made())
+    text = "".join(document.text for document in made())
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "7fa36cbbcf555b5c"
-    assert text != "".join(p.document.text for p in made(replace(DATASET, seed=6)))
+    assert text != "".join(document.text for document in made(replace(DATASET, seed=6)))
 
 
 def test_every_task_is_asked_so_often_and_texts_have_their_length() -> None:
-    found = made()
-    tasks = [question.task for sample in found for question in sample.questions]
-    assert {task: tasks.count(task) for task in TASKS} == dict.fromkeys(TASKS, 12)
-    assert len(found) == DATASET.document_count(2048) == 2
-    for sample in found:
-        assert 1800 < approximate_tokens(sample.document.text) < 1960
+    tasks = Counter(question.task for document in made() for question in document.questions)
+    assert tasks == dict.fromkeys(TASKS, 12)
+    assert [1800 < approximate_tokens(document.text) < 1960 for document in made()] == [True] * 2
 
 
 def test_answers_can_be_verified_in_the_text() -> None:
     """Parsed independently of the generator: every sentence that states a fact, by its form."""
-    for sample in made():
+    for document in made():
         stated: dict[str, list[str]] = {}
         for relation, subject, value in re.findall(
-            r"The (code|owner) of ([a-z]+ [a-z]+) is ([a-z]+ [a-z]+|\d{3})\.", sample.document.text
+            r"The (code|owner) of ([a-z]+ [a-z]+) is ([a-z]+ [a-z]+|\d{3})\.", document.text
         ):
             stated.setdefault(f"{relation} {subject}", []).append(value)
-        for question in sample.questions:
+        for question in document.questions:
             keys = re.findall(
                 r"(?:of|has|and|,) ((?!the )[a-z]+ [a-z]+)(?=[,?]| and)", question.text
             )
@@ -79,14 +81,13 @@ def test_answers_can_be_verified_in_the_text() -> None:
 
 @pytest.mark.parametrize("style", PromptStyle)
 def test_the_right_reply_is_right_and_another_is_not(style: PromptStyle) -> None:
-    for sample in made():
-        for question in sample.questions:
-            assert is_answered(style, question, f" {question.reply}")
-            assert not is_answered(style, question, " The code of nobody is 42.")
-            assert not is_answered(style, question, "")
-            if question.task in ("values", "several"):
-                short = question.reply.replace(question.expected[0], "something")
-                assert not is_answered(style, question, short)
+    for question in (question for document in made() for question in document.questions):
+        assert is_right(style, question, f" {question.reply}")
+        assert not is_right(style, question, " The code of nobody is 42.")
+        assert not is_right(style, question, "")
+        if question.task in ("values", "several"):
+            short = question.reply.replace(question.expected[0], "something")
+            assert not is_right(style, question, short)
 
 
 @pytest.mark.parametrize(
@@ -102,39 +103,32 @@ def test_the_right_reply_is_right_and_another_is_not(style: PromptStyle) -> None
     ],
 )
 def test_plain_replies_are_understood(task: str, reply: str, right: bool) -> None:
-    question = next(q for sample in made() for q in sample.questions if q.task == task)
+    question = next(q for document in made() for q in document.questions if q.task == task)
     expected = ("makes 3.",) if task == "count" else ("111", "222", "333")
-    assert is_answered(PromptStyle.INSTRUCT, replace(question, expected=expected), reply) is right
+    assert is_right(PromptStyle.INSTRUCT, replace(question, expected=expected), reply) is right
 
 
-def test_wilson_interval_and_sign_test() -> None:
-    assert Score(10, 10).interval == (72.2, 100.0)
-    assert Score(5, 10).interval == (23.7, 76.3)
-    assert Score(0, 0).interval == (0.0, 100.0)
-    assert Pairs(0, 0).chance == 1.0
-    assert Pairs(6, 0).chance == pytest.approx(2 / 64)
-    assert Pairs(3, 3).chance == 1.0
-
-
-def record(right: tuple[bool, ...], depth: float = 0.5, task: str = "single") -> Record:
-    return Record(2048, task, depth, "?", ("1",), right, ("",) * len(right))
+def test_wilsons_interval() -> None:
+    assert interval(10, 10) == (72.2, 100.0)
+    assert interval(5, 10) == (23.7, 76.3)
+    assert interval(0, 0) == (0.0, 100.0)
 
 
 def test_a_report_compares_and_says_whether_retrieval_acted() -> None:
-    found = Results((DENSE, RETRIEVAL), [record((True, False))] * 3, Counter(retrieval=7))
-    figures: Any = report_of(found, "m", ["single"], {}).figures
+    records = [Record(2048, "single", 0.5, "?", ("1",), (True, False), ("", ""))] * 3
+    found = Results((DENSE, RETRIEVAL), records, Counter(retrieval=7))
+    require_active(found)
+    report = report_of(found, "m", replace(DATASET, tasks=("single",)), {})
+    figures: Any = report.figures
     assert figures["active"] is True
     assert figures["dense"]["2048"]["single"]["percent"] == 100.0
-    assert figures["retrieval"]["2048"]["single"]["percent"] == 0.0
-    assert figures["arms"][0]["against_dense"]["2048"]["single"]["lost"] == 3
-    assert figures["retrieval"]["2048"]["by_depth"] == [*[None] * 5, 0.0, *[None] * 4]
-
-
-def test_retrieval_that_did_not_act_is_an_error() -> None:
-    found = Results((DENSE, RETRIEVAL), [record((True, True))])
-    assert not found.active
+    assert figures["retrieval"]["2048"]["single"] == {
+        "percent": 0.0, "right": 0, "asked": 3, "low": 0.0, "high": 56.2, "lost": 3, "gained": 0
+    }  # fmt: skip
+    assert report.rows[0][1:] == ("single (3)", "100.0 [44-100]", "0.0 [0-56]", "3, 0")
+    found.selected.clear()
     with pytest.raises(KvrecallError, match="did not act"):
-        found.require_active()
+        require_active(found)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +137,8 @@ def test_retrieval_that_did_not_act_is_an_error() -> None:
         (["--tasks", "single,poems"], "poems"),
         (["--lengths", "many"], "not a number of tokens"),
         (["--lengths", "100"], "at least 512"),
-        (["--share", "20"], "not in (0, 1]"),
-        (["--share", "x"], "not a number"),
+        (["--shares", "20"], "not in (0, 1]"),
+        (["--shares", "x"], "not a number"),
         (["--digest-tokens", "24"], "does not divide"),
         (["--digest", "hash"], "one of mean, bounds"),
         (["--lengths", "1M"], "1M"),
@@ -157,3 +151,30 @@ def test_bad_options_are_named_before_anything_starts(arguments: list[str], word
     done = CliRunner().invoke(cli.app, ["needle", *arguments])
     assert done.exit_code == 2
     assert words in done.output
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_one_engine_dense_and_by_retrieval(tmp_path: Path) -> None:
+    """With all blocks selected the answers are the dense ones; with very few they are not."""
+    command = [sys.executable, "-m", "kvrecall_lab.bench", "needle", "--lengths", "1K", "--json"]
+    command += "--samples 8 --tasks single,chain --shares 1,0.01 --digest mean".split()
+    command += "--digest-tokens 128 --least 1 --reference --records all.jsonl".split()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert figures["active"] is True
+    assert figures["dense"]["1024"]["single"]["right"] >= 7
+    whole, few, reference_whole, reference_few = figures["arms"]
+    # With these options the default mode is the reference's, so the arms are equal.
+    assert reference_few["name"] == "retrievalkv 0.01"
+    assert reference_few["blocks_selected"] == few["blocks_selected"]
+    assert reference_few["results"] == few["results"]
+    assert reference_whole["blocks_selected"] == whole["blocks_selected"]
+    assert (figures["share"], whole["share"], few["share"]) == (1.0, 1.0, 0.01)
+    assert whole["blocks_selected"] > 2 * few["blocks_selected"] > 0
+    records = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    assert len(records) == figures["questions"] == 16
+    same = [record["replies"][0] == record["replies"][1] for record in records]
+    assert sum(same) >= 14, "bfloat16, in batches as requests come: a near tie may fall either way"
+    assert few["results"]["1024"]["all"]["lost"] > 0

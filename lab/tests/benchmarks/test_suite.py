@@ -3,46 +3,53 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvrecall.bench.report import BIAS
+from kvrecall.bench.cli import COMMANDS
 from kvrecall.errors import KvrecallError
-from kvrecall_lab.bench.plots import write_plots
-from kvrecall_lab.bench.suite import LATEST, Step, run_all
-from kvrecall_lab.bench.tables import PAGES, PLOTS, TABLES, filled, names_in, read_run
+from kvrecall_lab.bench.suite import LATEST, run_all
+from kvrecall_lab.bench.tables import PAGES, PICTURE, TABLES, filled, names_in, picture, read_run
 
 ROOT = Path(__file__).parents[3]
-PAGE = PurePosixPath("docs/page.md")
+
+
+@pytest.fixture(scope="module")
+def run() -> dict[str, Any]:
+    return read_run(ROOT / LATEST)
 
 
 def test_what_fails_is_recorded_and_the_others_go_on(tmp_path: Path) -> None:
     out = tmp_path / "results" / "run.json"
-    steps = (
-        Step("wrong", ("lookup", "--no-such-option"), 60),
-        Step("late", ("service",), 0.1),
-        Step("absent", ("replay", "trace"), 60, needs=tmp_path / "trace"),
-        Step("lookup", ("lookup",), 120),
-    )
+    steps = (("disk --no-such-option", 60), ("service", 0.1), ("lookup", 120))
     said: list[str] = []
-    assert run_all(steps, out, "test", said.append) == 2
+    assert run_all(steps, out, said.append) == 2
     results = json.loads(out.read_text())["results"]
-    assert results["wrong"]["error"] == "exit status 2"
-    assert any("no-such-option" in line for line in results["wrong"]["said"])
-    assert results["late"]["error"] == "not done after 0 s"
-    assert results["absent"]["error"] == f"{tmp_path / 'trace'} is not there"
+    assert results["disk"]["error"] == "exit status 2"
+    assert any("no-such-option" in line for line in results["disk"]["said"])
+    assert results["service"]["error"] == "not done after 0 s"
     assert results["lookup"]["median_us"]["find_host"] > 0
-    assert results["lookup"]["bias"] == BIAS["lookup"]
+    assert results["lookup"]["bias"] == COMMANDS["lookup"][2]
     assert {"command", "took_s", "load_before", "commit", "cpu"} <= results["lookup"].keys()
-    assert any("2 of 4 failed" in line for line in said)
+    assert any("2 of 3 failed" in line for line in said)
+    assert run_all(steps[2:], out, said.append, add=True) == 0
+    assert json.loads(out.read_text())["results"].keys() == results.keys()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_a_page_says_what_was_measured(page: PurePosixPath) -> None:
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_says_what_was_measured(page: str, run: dict[str, Any]) -> None:
     text = (ROOT / page).read_text()
     assert names_in(text)
-    assert filled(text, read_run(ROOT / LATEST), page) == text, "publish it"
+    assert filled(text, run) == text, "publish it"
+
+
+def test_the_picture_shows_what_was_measured(run: dict[str, Any]) -> None:
+    drawn = picture(run)
+    assert (ROOT / PICTURE).read_text() == drawn, "publish it"
+    assert ">remote<" in drawn
+    assert "5.44 s<" in drawn
 
 
 def test_every_table_is_shown() -> None:
@@ -53,14 +60,29 @@ def test_every_table_is_shown() -> None:
 def test_a_page_that_asks_for_an_unknown_table_is_refused() -> None:
     text = "<!-- bench:nothing -->\n<!-- /bench:nothing -->"
     with pytest.raises(KvrecallError, match="no table is named 'nothing'; known: machine"):
-        filled(text, {}, PAGE)
+        filled(text, {})
 
 
-def test_plots_of_what_there_is_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    run = read_run(ROOT / LATEST)
-    drawn = write_plots(run, tmp_path)
-    assert {path.name for path in drawn} <= {path.name for path in (ROOT / PLOTS).glob("*.png")}
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
-    run["results"] = {name: {"error": "late"} for name in run["results"]}
-    assert write_plots(run, tmp_path / "none") == []
+def test_tables_show_figures_beside_their_goals_and_what_is_missing(run: dict[str, Any]) -> None:
+    results = {**run["results"], "tiers": {**run["results"]["tiers"], "error": "late"}}
+    del results["needle"]
+    shown = {name: "\n".join(TABLES[name]({**run, "results": results})) for name in TABLES}
+    assert "| host | 101.2 | 108.5 | 119.9 | 1.21 | 50 |" in shown["restore"]
+    assert "| kvrecall: host | 61% | 0.11 s | 0.68 s | 4,593 |" in shown["summary"]
+    assert "| kvrecall：主机内存 | 61% | 0.11 s | 0.68 s | 4,593 |" in shown["summary-zh"]
+    bare = "to Mooncake's bare client"
+    assert f"| remote tier puts, {bare} | 0.91 | at least 0.90 | met |" in shown["pool"]
+    assert f"| remote tier gets, {bare} | 0.89 | at least 0.90 | **missed** |" in shown["pool"]
+    assert shown["tiers"] == "Not measured: late."
+    assert "`make bench` measures it" in shown["needle"]
+    del results["restore"]
+    assert "`make bench`" in "".join(TABLES["restore"]({**run, "results": results}))
+
+
+def test_results_of_another_machine_are_told_apart(run: dict[str, Any]) -> None:
+    elsewhere = {**run["results"]["restore"], "cpu": "Another Processor", "cores": 64}
+    added = {**run, "results": {**run["results"], "restore": elsewhere}}
+    assert "On another machine (Another Processor, 64 cores): `restore`." in list(
+        TABLES["machine"](added)
+    )
+    assert "Machine: Another Processor, 64 cores, no GPU" in "\n".join(TABLES["first-token"](added))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -10,36 +9,30 @@ from typing import Any, cast
 import pytest
 
 from kvrecall_lab.bench.peers import find_peers
-from kvrecall_lab.bench.stores import Copy, Medium, Store, StoreError
-from kvrecall_lab.bench.tiers import CANDIDATES, Candidate, Size, Workspace, compare
+from kvrecall_lab.bench.stores import Copy, Space, Store, StoreError
+from kvrecall_lab.bench.tiers import DISK, MEMORY, Candidates, Size, compare
 
 SMALL = Size(block_bytes=64 << 10, request_blocks=4, requests=2, rounds=2)
-OURS = ("kvrecall host", "kvrecall disk")
-PLAIN = ("memory copy", "sequential file", "plain files", "plain files, checksums")
 PEERS = {
     "Mooncake client": "mooncake.store",
     "vLLM file system": "vllm",
     "diskcache": "diskcache",
     "LMCache CPU": "lmcache",
-    "LMCache disk": "lmcache",
 }
 
 
-def candidate(name: str) -> Candidate:
-    return next(one for one in CANDIDATES if one.name == name)
-
-
-def measured(candidates: Sequence[Candidate], path: Path) -> dict[str, Any]:
+def measured(candidates: Candidates, path: Path) -> dict[str, Any]:
     return cast(dict[str, Any], compare(candidates, SMALL, path).figures)
 
 
 def test_ours_and_the_limits_are_measured(tmp_path: Path) -> None:
-    found = measured([candidate(name) for name in (*PLAIN, *OURS)], tmp_path)
+    ours = {name: make for name, make in {**MEMORY, **DISK}.items() if name not in PEERS}
+    found = measured(ours, tmp_path)
     assert found["absent"] == {}
-    assert found["stores"].keys() == {*PLAIN, *OURS}
-    for one in found["stores"].values():
+    assert found["stores"].keys() == ours.keys()
+    for name, one in found["stores"].items():
         assert {"put", "cold", "warm"} <= one.keys()
-        assert ("durable" in one) == (one["medium"] == Medium.DISK)
+        assert ("durable" in one) == (name in DISK)
         waits = one["warm"]["request_ms"]
         assert 0 < waits["p50"] <= waits["p95"] <= waits["p99"]
         assert one["put"]["gb_s"] > 0
@@ -52,7 +45,7 @@ def test_ours_and_the_limits_are_measured(tmp_path: Path) -> None:
 def test_a_peer_that_is_installed_runs(name: str, tmp_path: Path) -> None:
     find_peers()
     pytest.importorskip(PEERS[name])
-    found = measured([candidate(name)], tmp_path)
+    found = measured({name: {**MEMORY, **DISK}[name]}, tmp_path)
     assert found["absent"] == {}
     assert found["stores"][name]["cold"]["gb_s"] > 0
 
@@ -64,20 +57,12 @@ class Forgetful(Copy):
         return
 
 
-def _refuse(space: Workspace) -> Store:
+def _refuse(space: Space) -> Store:
     raise StoreError("not on this machine")
 
 
 def test_what_cannot_run_or_brings_other_bytes_is_listed_with_the_reason(tmp_path: Path) -> None:
-    liar = Candidate(
-        "liar",
-        Medium.MEMORY,
-        False,
-        "",
-        lambda space: Forgetful(memoryview(mmap.mmap(-1, space.nbytes))),
-    )
-    absent = Candidate("absent", Medium.MEMORY, False, "", _refuse)
-    found = measured([candidate("memory copy"), liar, absent], tmp_path)
+    found = measured({"memory copy": Copy, "liar": Forgetful, "absent": _refuse}, tmp_path)
     assert found["stores"].keys() == {"memory copy"}
     assert found["absent"] == {
         "liar": "StoreError: a get returned other bytes than were put",

@@ -13,15 +13,10 @@ from .pages import ROOT
 
 _SOCKET = " --socket {folder}/pool.sock"
 _TRACE = (("TRACE", "trace.jsonl"),)
-_SHORT = (
-    ("--workload agents", "--workload agents --hours 0.2"),
-    ("synthetic:scan", "synthetic:scan --hours 0.1"),
-    ("synthetic:tool-loops", "synthetic:tool-loops --hours 0.1"),
-)
 _MODEL = "models/recall-tiny"
 _SMALL_BENCH = " BENCH='--only lookup --add'"
 
-# `make demo`, `make demo-mooncake` and the benchmarks restore, overhead and throttle are run by
+# `make demo`, `make demo-mooncake` and the benchmarks restore and overhead are run by
 # tests that are marked longest: `make test-all`.
 _MAKE: Mapping[str, Kind] = {
     "make demo": Elsewhere("tests/demo/test_make.py", 'played("demo")'),
@@ -108,15 +103,11 @@ _POOL: Mapping[str, Kind] = {
 }
 _BENCH: Mapping[str, Kind] = {
     "kvrecall bench chat": Elsewhere("tests/bench/test_serving.py", 'figures_of("chat", '),
-    "python -m kvrecall_lab.bench replay": Elsewhere(
-        "lab/tests/benchmarks/test_servers.py", '("replay", '
-    ),
     "python -m kvrecall_lab.bench router": Elsewhere(
         "lab/tests/benchmarks/test_router.py", 'figures_of("router", '
     ),
     "python -m kvrecall_lab.bench tiers": Runs(more=" --rounds 2 --requests 1"),
     "kvrecall bench restore": Elsewhere("lab/tests/benchmarks/test_servers.py", '"restore", '),
-    "python -m kvrecall_lab.bench soak": Elsewhere("lab/tests/benchmarks/test_soak.py", '"soak", '),
     "kvrecall bench disk": Runs(more=" --size 64MiB"),
     "kvrecall bench lookup": Runs(),
     "python -m kvrecall_lab.bench index": Runs(more=" --blocks 5000 --repeats 2 --passes 1"),
@@ -126,9 +117,6 @@ _BENCH: Mapping[str, Kind] = {
     ),
     "python -m kvrecall_lab.bench launches": Runs(),
     "kvrecall bench overhead": Elsewhere("lab/tests/benchmarks/test_servers.py", '"overhead", '),
-    "python -m kvrecall_lab.bench throttle": Elsewhere(
-        "lab/tests/benchmarks/test_servers.py", '"throttle", '
-    ),
     "kvrecall bench service": Elsewhere("tests/bench/test_service.py", '["service", '),
     "python -m kvrecall_lab.bench remote": Runs(
         more=" --no-engines --repetitions 1 --tokens 128", needs="mooncake.store"
@@ -136,11 +124,8 @@ _BENCH: Mapping[str, Kind] = {
     "python -m kvrecall_lab.bench decode": Elsewhere(
         "lab/tests/benchmarks/test_decode.py", '"kvrecall_lab.bench", "decode"'
     ),
-    "python -m kvrecall_lab.bench generate": Elsewhere(
-        "lab/tests/benchmarks/test_generate.py", 'figures_of("generate", '
-    ),
     "python -m kvrecall_lab.bench needle": Elsewhere(
-        "lab/tests/benchmarks/test_needle_engine.py", '"kvrecall_lab.bench", "needle", '
+        "lab/tests/benchmarks/test_needle.py", '"kvrecall_lab.bench", "needle", '
     ),
     "python -m kvrecall_lab.bench all": Runs(more=" --only lookup --add", before=scenes.repository),
     "python -m kvrecall_lab.bench publish": Runs(
@@ -149,20 +134,7 @@ _BENCH: Mapping[str, Kind] = {
 }
 _SIZING: Mapping[str, Kind] = {
     "kvrecall plan": Runs(swaps=(("/models/", "models/"),), before=scenes.llama),
-    "kvrecall simulate": Runs(swaps=(*_TRACE, *_SHORT), before=scenes.trace, says="hit_rate"),
-}
-_MODELS: Mapping[str, Kind] = {
-    "python -m kvrecall_lab.studies.model.tokenizer": Runs(before=scenes.blank_model),
-    "python -m kvrecall_lab.studies.model.train": Runs(
-        swaps=(("/tmp/", ""),),
-        more=" --threads 1 --no-compile",
-        stays='"step"',
-        after=scenes.trained,
-    ),
-    "python -m kvrecall_lab.studies.model.blend": Runs(
-        swaps=(("/tmp/", ""), ("AFTER_SETTLE.pt", "w/model/checkpoint.pt")), silent=True
-    ),
-    "python -m kvrecall_lab.studies.model.export": Runs(says="bytes of weights"),
+    "kvrecall simulate": Runs(swaps=_TRACE, before=scenes.trace, says="hit_rate"),
 }
 _STORES: Mapping[str, Kind] = {
     "aws s3 rm": Needs("an account there", ("need an account",)),
@@ -177,5 +149,5 @@ _STORES: Mapping[str, Kind] = {
 }
 
 REGISTER: Mapping[str, Kind] = {
-    **_MAKE, **_SERVING, **_POOL, **_BENCH, **_SIZING, **_MODELS, **_STORES,
+    **_MAKE, **_SERVING, **_POOL, **_BENCH, **_SIZING, **_STORES,
 }  # fmt: skip

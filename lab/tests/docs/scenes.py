@@ -77,17 +77,6 @@ def repository(stage: Stage) -> None:
     (stage.folder / ".venv").symlink_to(sys.prefix)
 
 
-def blank_model(stage: Stage) -> None:
-    """The folder that a new model is written to."""
-    (stage.folder / "models" / "recall-tiny").mkdir(parents=True)
-
-
-def trained(stage: Stage) -> None:
-    """Training was stopped on the way; it leaves a checkpoint."""
-    stage.stop("python -m kvrecall_lab.studies.model.train")
-    assert (stage.folder / "w" / "model" / "checkpoint.pt").stat().st_size > 1 << 20
-
-
 def filled(stage: Stage) -> None:
     """A pool service with nine blocks: five of a tenant, and one to be pinned."""
     client = ServiceClient(stage.folder / "pool.sock", call_timeout_s=10.0)

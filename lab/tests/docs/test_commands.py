@@ -56,11 +56,10 @@ def is_there(module: str) -> bool:
 
 COMPUTING = {
     "README.md",
-    "lab/kvrecall_lab/studies/model/README.md",
     "docs/benchmarks.md",
     "docs/digest-study.md",
 }
-"""Pages whose commands train, measure and plot."""
+"""Pages whose commands measure."""
 
 
 def marked(page: Path) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvrecall.server.dashboard import sample
+from kvrecall.server.dashboard import history
 from kvrecall_lab.reference.metrics import Family, pool_families, router_families
 
 from .pages import ROOT
@@ -22,7 +22,7 @@ pytest.importorskip("vllm")
 
 GRAFANA = ROOT / "examples" / "grafana.json"
 ALERTS = ROOT / "deploy" / "alerts.yml"
-PAGE = Path(sample.__file__).with_name("static") / "index.html"
+PAGE = Path(history.__file__).with_name("static") / "index.html"
 DOCUMENTED = ROOT / "docs" / "dashboard.md"
 ENDINGS = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum"), "gauge": ("",)}
 NAME = r"(?:kvrecall_|vllm:)\w*[a-z]"
@@ -101,7 +101,7 @@ def test_every_query_of_grafana_and_the_alert_rules_has_exported_metrics_and_the
 def test_what_the_dashboard_reads_is_exported(exported: dict[str, Family]) -> None:
     labels = {"kvrecall_prompt_tokens": "source", "kvrecall_load_latency_seconds": "tier"}
     for name in read():
-        made = [exported[each] for each in sample.NAMES if each in exported and is_of(each, name)]
+        made = [exported[each] for each in history.NAMES if each in exported and is_of(each, name)]
         assert made, name
         label = labels.get(name, "tier" if name.startswith("kvrecall_tier_") else None)
         assert label is None or all(label in one.labels for one in made), name
@@ -148,7 +148,7 @@ def test_every_metric_of_vllm_that_is_named_anywhere_is_vllms(exported: dict[str
 def read() -> list[str]:
     """The metrics that the dashboard reads, without endings."""
     endings = ("_total", "_bucket")
-    return sorted({re.sub(f"({'|'.join(endings)})$", "", name) for name in sample.NAMES})
+    return sorted({re.sub(f"({'|'.join(endings)})$", "", name) for name in history.NAMES})
 
 
 def is_of(name: str, metric: str) -> bool:

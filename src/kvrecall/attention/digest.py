@@ -11,10 +11,8 @@ are computed (docs/digest-study.md shows the cost of rounding).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -25,48 +23,34 @@ whose coarse rows score best (docs/digest-study.md)."""
 _MAX_CODE = 127
 
 
-class Digest(ABC):
-    """A kind of digest. Pure functions; the last dimension is ``parts`` times the head's."""
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """A kind of digest. The last dimension is ``parts`` times the head's.
 
-    name: ClassVar[str]
-    parts: ClassVar[int]
+    ``mean``: the mean key (openGauss RetrievalKV, ShadowKV), whose score is the mean logit.
+    ``bounds``: maximum and minimum of every coordinate (Quest), whose score bounds every logit
+    above.
+    """
 
-    @abstractmethod
+    name: str
+    parts: int
+
     def of_keys(self, keys: torch.Tensor) -> torch.Tensor:
         """``[..., tokens, dim]`` -> float32 ``[..., parts * dim]``."""
-
-    @abstractmethod
-    def of_query(self, query: torch.Tensor) -> torch.Tensor:
-        """``[..., dim]`` -> ``[..., parts * dim]`` of the same dtype."""
-
-
-class Mean(Digest):
-    """The mean key (openGauss RetrievalKV, ShadowKV): the score is the mean logit."""
-
-    name = "mean"
-    parts = 1
-
-    def of_keys(self, keys: torch.Tensor) -> torch.Tensor:
-        return keys.float().mean(-2)
-
-    def of_query(self, query: torch.Tensor) -> torch.Tensor:
-        return query
-
-
-class Bounds(Digest):
-    """Maximum and minimum of every coordinate (Quest): the score bounds every logit above."""
-
-    name = "bounds"
-    parts = 2
-
-    def of_keys(self, keys: torch.Tensor) -> torch.Tensor:
+        if self.parts == 1:
+            return keys.float().mean(-2)
         return torch.cat([keys.amax(-2), keys.amin(-2)], -1).float()
 
     def of_query(self, query: torch.Tensor) -> torch.Tensor:
+        """``[..., dim]`` -> ``[..., parts * dim]`` of the same dtype."""
+        if self.parts == 1:
+            return query
         return torch.cat([query.clamp(min=0), query.clamp(max=0)], -1)
 
 
-DIGESTS: Mapping[str, Digest] = {kind.name: kind for kind in (Mean(), Bounds())}
+DIGESTS: Mapping[str, Digest] = {
+    kind.name: kind for kind in (Digest("mean", 1), Digest("bounds", 2))
+}
 
 
 def digests_of(kind: Digest, keys: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -5,21 +5,19 @@ between them the ones whose digests are most similar to the query, per KV head, 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 
 import torch
 
-from kvrecall.attention.digest import SCALE_BYTES, Digest, Layout, scales_in, scales_of_maxima
-from kvrecall.attention.kernels.int8 import PackedRows
+from kvrecall.attention.digest import SCALE_BYTES, Layout, scales_in, scales_of_maxima
 from kvrecall.attention.settings import Regime, RetrievalSettings
 
 OVERHEAD_BYTES = 8 * 2**20
 """Cost of preparing one sequence's selection in a layer, in bytes of KV read in that time: half a
 millisecond at 16 GB/s (docs/retrieval.md)."""
+
+_EXACT_IN_FLOAT = (1 << 24) // 127**2
+"""Number of products of two codes that add up in single precision without rounding."""
 
 LAUNCHES = 2
 """Kernels of a sparse layer on a device in every decode step: the choice of its blocks, and
@@ -138,167 +136,63 @@ class Gate:
         return split.attended_tokens + scored + self.overhead_bytes / self.token_bytes < tokens
 
 
-class CodedQuery:
-    """A digest's queries ``[heads, group, width]``, rounded as rows are: int8 ``codes`` of that
-    shape, float32 ``scales`` ``[heads, group, 1]``."""
+def choose(
+    layout: Layout, query: torch.Tensor, rows: torch.Tensor, count: int, scale: float
+) -> torch.Tensor:
+    """The ``count`` blocks most similar to the query, in no order: int64 ``[kv_heads, count]``. In
+    plain torch: on a CPU ``kernels.search`` finds the same blocks faster.
 
-    def __init__(self, point: torch.Tensor) -> None:
-        point = point.float()
-        self.scales = scales_of_maxima(point.abs().amax(-1, keepdim=True))
-        self.codes = (point / self.scales).round_().to(torch.int8)
+    To a query head a block is as similar as its best digest. Each head's blocks are made a
+    distribution; those of a KV head's group are averaged (FreeKV). With coarse rows only the best
+    blocks by these are compared by their fine rows, which almost always finds what all fine rows
+    would (docs/digest-study.md).
 
-    @cached_property
-    def packed(self) -> PackedRows:
-        return PackedRows(self.codes)
+    ``query``: ``[kv_heads, group, dim]``. ``rows``: the candidates' digests, int8 ``[kv_heads,
+    blocks, rows, width + 4]``, of at least ``count`` blocks. ``scale``: that of the attention.
+    """
+    coded = code_query(layout.kind.of_query(query))
+    if not layout.coarse:
+        return best_of(best_products(coded, rows, scale), count)
+    coarse = best_products(coded, rows[:, :, layout.coarse_rows], scale)
+    near = best_of(coarse, layout.narrowed(rows.shape[1], count))
+    heads = torch.arange(len(rows), device=rows.device)[:, None]
+    fine = best_products(coded, rows[heads, near][:, :, layout.fine_rows], scale)
+    return near.gather(1, best_of(fine, count))
+
+
+def code_query(point: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A digest's queries ``[heads, group, width]``, rounded as rows are: int8 codes of that shape,
+    float32 scales ``[heads, group, 1]``."""
+    point = point.float()
+    scales = scales_of_maxima(point.abs().amax(-1, keepdim=True))
+    return (point / scales).round_().to(torch.int8), scales
 
 
 def best_products(
-    query: CodedQuery,
-    coded: torch.Tensor,
-    scale: float = 1.0,
-    places: torch.Tensor | None = None,
+    query: tuple[torch.Tensor, torch.Tensor], coded: torch.Tensor, scale: float = 1.0
 ) -> torch.Tensor:
-    """For each block the largest of its rows' products with the query, times ``scale``: float32
-    ``[heads, group, blocks]``, the same to the bit on every device.
+    """For each block the largest of its rows' products with the query (of ``code_query``), times
+    ``scale``: float32 ``[heads, group, blocks]``, the same to the bit on every device.
 
-    ``coded``: int8 ``[heads, blocks, rows, width + 4]``. ``places``: int64 ``[heads, count]``, only
-    of these blocks.
+    ``coded``: int8 ``[heads, blocks, rows, width + 4]``.
     """
-    scales = query.scales * scale
-    if places is not None:
-        coded = coded[torch.arange(len(coded), device=coded.device)[:, None], places]
+    codes, scales = query
     heads, blocks, rows, _ = coded.shape
-    sums = query.packed.products(coded.flatten(1, 2)[..., :-SCALE_BYTES])
-    best = _best_rows(sums.view(heads, blocks, rows, -1)) if blocks else sums
-    return best.transpose(1, 2) * (scales * scales_in(coded[:, :, 0]).transpose(1, 2))
+    sums = products(codes, coded.flatten(1, 2)[..., :-SCALE_BYTES])
+    best = sums.view(heads, blocks, rows, codes.shape[1]).amax(2)
+    return best.transpose(1, 2) * (scales * scale * scales_in(coded[:, :, 0]).transpose(1, 2))
 
 
-def _best_rows(sums: torch.Tensor) -> torch.Tensor:
-    """``[heads, blocks, rows, group]`` -> ``[heads, blocks, group]``, of the largest."""
-    heads, blocks, rows, group = sums.shape
-    while rows % 2 == 0:  # twice as fast on a CPU as amax along that dimension
-        rows //= 2
-        halves = sums.view(heads, blocks, 2, rows * group)
-        sums = torch.maximum(halves[:, :, 0], halves[:, :, 1])
-    return sums.view(heads, blocks, rows, group).amax(2)
+def products(codes: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Of int8 ``[heads, group, width]`` with int8 ``[heads, count, width]``: int32 ``[heads, count,
+    group]``, exact on any device, as parts of the sums are exact in single precision."""
+    both = (torch.split(rows, _EXACT_IN_FLOAT, -1), torch.split(codes, _EXACT_IN_FLOAT, -1))
+    parts = zip(*both, strict=True)
+    sums = [torch.bmm(one.float(), other.float().transpose(1, 2)).int() for one, other in parts]
+    return torch.stack(sums).sum(0, dtype=torch.int32)
 
 
-class Selector(ABC):
-    """Selects among candidate blocks of one sequence, in one layer. In plain torch: on a CPU
-    ``kernels.search`` finds the same blocks faster."""
-
-    @abstractmethod
-    def choose(
-        self,
-        query: torch.Tensor,
-        runs: Sequence[torch.Tensor],
-        count: int,
-        scale: float,
-        coarse: Sequence[torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """The ``count`` blocks most similar to the query, in no order: int64 ``[kv_heads, count]``.
-
-        ``query``: ``[kv_heads, group, dim]``. ``runs``: the candidates' digests
-        ``[kv_heads, blocks, rows a block, width]``, coded (int8) or not, any number of tensors of
-        any number of blocks, together at least ``count``. ``scale``: that of the attention.
-        ``coarse``: a copy of the runs' coarse rows, side by side, which is faster to read.
-        """
-
-
-class ExactSelector(Selector):
-    """A matrix product over all digests.
-
-    To a query head a block is as similar as its best digest. Each head's blocks are made a
-    distribution; those of a KV head's group are averaged (FreeKV).
-    """
-
-    def __init__(self, digest: Digest, rows: slice = slice(None)) -> None:
-        """``rows``: the rows of a block to read."""
-        self._digest = digest
-        self._rows = rows
-
-    def choose(
-        self,
-        query: torch.Tensor,
-        runs: Sequence[torch.Tensor],
-        count: int,
-        scale: float,
-        coarse: Sequence[torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        point = self._digest.of_query(query)
-        coded = CodedQuery(point)
-        parts = []
-        for run in runs:
-            rows = run[:, :, self._rows]
-            if rows.dtype is torch.int8:
-                parts.append(best_products(coded, rows, scale))
-            else:
-                products = torch.einsum("hgw,hbrw->hgbr", point.float(), rows.float())
-                parts.append(products.amax(-1) * scale)
-        return best_of(parts, count)
-
-
-class NarrowingSelector(Selector):
-    """Reads coarse digests of all blocks first, and fine ones only of the best of these.
-
-    Its selection almost always equals that of an ExactSelector over the fine ones
-    (docs/digest-study.md), in the time of a search over fewer digests. Coded digests only.
-    """
-
-    def __init__(self, layout: Layout) -> None:
-        """``layout``: with coarse rows."""
-        self._layout = layout
-
-    def choose(
-        self,
-        query: torch.Tensor,
-        runs: Sequence[torch.Tensor],
-        count: int,
-        scale: float,
-        coarse: Sequence[torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        few = self._layout.narrowed(sum(run.shape[1] for run in runs), count)
-        point = self._layout.kind.of_query(query)
-        coded = CodedQuery(point)
-        if coarse is None:
-            coarse = [run[:, :, self._layout.coarse_rows] for run in runs]
-        near = best_of([best_products(coded, run, scale) for run in coarse], few)
-        fine = [run[:, :, self._layout.fine_rows] for run in runs]
-        if len(fine) == 1:
-            return near.gather(1, best_of([best_products(coded, fine[0], scale, near)], count))
-        return torch.stack(
-            [
-                self._among(CodedQuery(point[head][None]), head, blocks, fine, count, scale)
-                for head, blocks in enumerate(near)
-            ]
-        )
-
-    def _among(
-        self,
-        coded: CodedQuery,
-        head: int,
-        near: torch.Tensor,
-        fine: Sequence[torch.Tensor],
-        count: int,
-        scale: float,
-    ) -> torch.Tensor:
-        """The best of blocks ``near`` of one head, which are in several runs."""
-        ends = list(accumulate(run.shape[1] for run in fine))
-        order, products = [], []
-        for run, first, end in zip(fine, [0, *ends], ends, strict=False):
-            here = near[(near >= first) & (near < end)]
-            order.append(here)
-            products.append(best_products(coded, run[head][None], scale, here[None] - first))
-        return torch.cat(order)[best_of(products, count)[0]]
-
-
-def selector_of(layout: Layout) -> Selector:
-    """The selector for blocks with these rows."""
-    return NarrowingSelector(layout) if layout.coarse else ExactSelector(layout.kind)
-
-
-def best_of(logits: Sequence[torch.Tensor], count: int) -> torch.Tensor:
-    """``logits`` of the blocks: ``[kv_heads, group, blocks]`` for each run."""
-    whole = logits[0] if len(logits) == 1 else torch.cat(list(logits), 2)
-    weights = whole.softmax(-1).mean(1)
+def best_of(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """``logits`` of the blocks: ``[kv_heads, group, blocks]``."""
+    weights = logits.softmax(-1).mean(1)
     return weights.topk(count, dim=-1, sorted=False).indices

@@ -4,75 +4,67 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, get_origin
 
 import typer
 
-from kvrecall.bench.report import BIAS, Report, progress
+from kvrecall.bench.report import progress
 from kvrecall.commands import add_lazily
 from kvrecall.errors import errors_shown
 
-COMMANDS: Mapping[str, tuple[str, str]] = {
+Commands = Mapping[str, tuple[str, str, str]]
+"""Benchmarks by name: the module of its function, ``measure_NAME``, which is imported when it is
+called; its help; and what it is biased towards. Annotated parameters of the function are options;
+the others are for tests and for the laboratory."""
+
+COMMANDS: Commands = {
     "restore": (
         "kvrecall.bench.restore",
         "Time to first token on a prefix: computed, from device, host and disk.",
+        "for recall: one request at a time, one long prefix that is hit as a whole; against it: a "
+        "small model, so computing is cheap",
     ),
     "overhead": (
-        "kvrecall.bench.overhead",
+        "kvrecall.bench.restore",
         "Prefill throughput with the pool saving everything, against no pool.",
+        "against the pool: nothing is ever asked again, so saving can only cost",
     ),
     "service": (
         "kvrecall.bench.service",
         "The pool service: look-ups, two clients restoring at once, start-up with a full disk.",
+        "for the service: clients that do nothing else, few at once or at a steady rate",
     ),
-    "lookup": ("kvrecall.bench.pool", "How long the scheduler's look-up of 1,000 blocks takes."),
+    "lookup": (
+        "kvrecall.bench.pool",
+        "How long the scheduler's look-up of 1,000 blocks takes.",
+        "for the pool: one caller, keys that are all there or all absent",
+    ),
     "disk": (
         "kvrecall.bench.pool",
         "Disk tier -> arena against a raw sequential read of the same file system.",
+        "for the tier: large blocks in deep queues; against it: checksums, and durable writes",
     ),
     "chat": (
         "kvrecall.bench.serving",
         "Conversations and questions over long texts against servers with each kind of pool.",
+        "for caches: every session asks again what it asked before, and the device holds a quarter "
+        "of it; against them: a small model computes its prompts quickly, and clients, engines and "
+        "stores share the cores",
     ),
 }
-"""Benchmarks by name, each with the module of its function, ``measure_NAME``, which is imported
-when it is called, and its help. Annotated parameters are options; the others are for tests and for
-the laboratory."""
 
 
-def benchmark(
-    name: str,
-    commands: Mapping[str, tuple[str, str]] = COMMANDS,
-    biases: Mapping[str, str] = BIAS,
-) -> typer.Typer:
-    """A benchmark of ``commands`` with its options."""
-    module = importlib.import_module(commands[name][0])
-    one = typer.Typer(add_completion=False)
-    one.command()(_with_json(getattr(module, f"measure_{name}"), biases))
-    return one
-
-
-def benchmarks(
-    commands: Mapping[str, tuple[str, str]], biases: Mapping[str, str] = BIAS
-) -> typer.Typer:
-    """All of ``commands`` as one application."""
-    app = typer.Typer(
-        no_args_is_help=True, add_completion=False, help="Measure recall on this machine."
-    )
-    for name, (_, text) in commands.items():
-        add_lazily(app, name, text, partial(benchmark, name, commands, biases))
-    return app
-
-
-def _with_json(measure: Callable[..., Report], biases: Mapping[str, str]) -> Callable[..., None]:
-    """A benchmark as a function of its options and ``--json`` that prints the report."""
+def benchmark(name: str, commands: Commands = COMMANDS) -> typer.Typer:
+    """A benchmark with its options, and ``--json``; it prints its report."""
+    module, _, bias = commands[name]
+    measure = getattr(importlib.import_module(module), f"measure_{name}")
 
     def run(json: bool, **options: Any) -> None:
         with errors_shown(), progress.alive():
             report = measure(**options)
-        report.print(json, biases)
+        report.print(json, bias)
 
     signature = inspect.signature(measure, eval_str=True)
     options = [
@@ -87,7 +79,19 @@ def _with_json(measure: Callable[..., Report], biases: Mapping[str, str]) -> Cal
     run.__signature__ = inspect.Signature([*options, json])  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in (*options, json)}
     run.__doc__ = measure.__doc__
-    return run
+    one = typer.Typer(add_completion=False)
+    one.command()(run)
+    return one
+
+
+def benchmarks(commands: Commands) -> typer.Typer:
+    """All of ``commands`` as one application."""
+    app = typer.Typer(
+        no_args_is_help=True, add_completion=False, help="Measure recall on this machine."
+    )
+    for name, (_, text, _) in commands.items():
+        add_lazily(app, name, text, partial(benchmark, name, commands))
+    return app
 
 
 app = benchmarks(COMMANDS)

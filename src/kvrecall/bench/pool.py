@@ -8,14 +8,14 @@ import secrets
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, get_args
 
 import numpy as np
 import typer
 
-from kvrecall.bench.report import Folder, Report, in_turns, timed
+from kvrecall.bench.report import Folder, Report, timed
 from kvrecall.block import BlockKey, Namespace
 from kvrecall.config import Compression, DiskConfig, PoolConfig, parse_size
 from kvrecall.errors import ConfigError, TierError
@@ -126,16 +126,18 @@ def measure_lookup(blocks: int = 1000, repeats: int = 200) -> Report:
             pool.reserve(keys)
             pool.commit(keys)
             pool.flush(keys, 60.0)
-            seconds = in_turns({"find_host": lambda: pool.find(keys)}, repeats)
-            acquire = {"acquire_release_host": lambda: pool.release(pool.acquire(keys, 1.0))}
-            seconds |= in_turns(acquire, repeats)
-            seconds |= in_turns({"touch": lambda: pool.touch(keys)}, repeats)
-            seconds |= in_turns({"reserve_present": lambda: pool.reserve(keys)}, repeats)
+            acts: dict[str, Callable[[], object]] = {
+                "find_host": lambda: pool.find(keys),
+                "acquire_release_host": lambda: pool.release(pool.acquire(keys, 1.0)),
+                "touch": lambda: pool.touch(keys),
+                "reserve_present": lambda: pool.reserve(keys),
+            }
+            seconds = {name: [timed(act) for _ in range(repeats)] for name, act in acts.items()}
             seconds |= _save(pool, min(repeats, 20))
         with Pool.open(config) as pool:
             pool.register(NAMESPACE, block_bytes)
-            seconds |= in_turns({"find_disk": lambda: pool.find(keys)}, repeats)
-            seconds |= in_turns({"find_absent": lambda: pool.find(absent)}, repeats)
+            seconds["find_disk"] = [timed(lambda: pool.find(keys)) for _ in range(repeats)]
+            seconds["find_absent"] = [timed(lambda: pool.find(absent)) for _ in range(repeats)]
     medians = {name: statistics.median(seconds[name]) * 1e6 for name in _CALLS}
     return Report(
         "lookup",
@@ -153,11 +155,11 @@ def _save(pool: Pool, repeats: int) -> dict[str, list[float]]:
         keys = keys_of(64, f"save{number}")
         began = time.perf_counter()
         answers = pool.reserve(keys)
-        reserving = time.perf_counter() - began
-        committing = timed(lambda keys=keys: pool.commit(keys))  # type: ignore[misc]
+        reserved = time.perf_counter()
+        pool.commit(keys)
         if all(answer.verdict is Verdict.RESERVED for answer in answers):
-            seconds["reserve_64"].append(reserving)
-            seconds["commit_64"].append(committing)
+            seconds["reserve_64"].append(reserved - began)
+            seconds["commit_64"].append(time.perf_counter() - reserved)
         pool.flush(keys, 60.0)
     return seconds
 

@@ -23,33 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrecall import __version__
-from kvrecall.processes.progress import ProgressLines
+from kvrecall.processes.command import ProgressLines
 
 Tokens = Annotated[int, typer.Option(min=128, help="Length of the prefix or document.")]
 Times = Annotated[int, typer.Option(min=1)]
 Folder = Annotated[
     Path, typer.Option(help="Folder on the file system to measure; a sub-folder is created.")
 ]
-
-BIAS: Mapping[str, str] = {
-    "conversations": (
-        "for caches: every session asks again what it asked before, and the device holds a quarter "
-        "of it; against them: a small model computes its prompts quickly, and clients, engines and "
-        "stores share the cores"
-    ),
-    "restore": (
-        "for recall: one request at a time, one long prefix that is hit as a whole; against it: a "
-        "small model, so computing is cheap"
-    ),
-    "overhead": "against the pool: nothing is ever asked again, so saving can only cost",
-    "service": "for the service: clients that do nothing else, few at once or at a steady rate",
-    "lookup": "for the pool: one caller, keys that are all there or all absent",
-    "disk": "for the tier: large blocks in deep queues; against it: checksums, and durable writes",
-}
-"""What each benchmark favours, by the name of its report."""
-
-Columns = tuple[str, ...]
-Rows = tuple[tuple[str, ...], ...]
 
 GIB_S = 1e9 / 2**30
 """GiB/s in one GB/s. Results (JSON) are in GB/s or bytes/s; what is shown is in GiB/s, as sizes
@@ -60,19 +40,18 @@ are."""
 class Report:
     """Result of one benchmark.
 
-    ``columns`` and ``rows`` are the table; ``figures`` go into the line of JSON beside the facts
-    of the machine; ``notes`` are printed below the table.
+    ``columns`` and ``rows`` are the table, ``notes`` are printed below it; all go into the line
+    of JSON, beside the ``figures`` and the facts of the machine.
     """
 
     name: str
-    columns: Columns
-    rows: Rows
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
     figures: Mapping[str, object]
     notes: tuple[str, ...] = field(default=())
 
-    def print(self, as_json: bool, biases: Mapping[str, str] = BIAS) -> None:
+    def print(self, as_json: bool, bias: str = "") -> None:
         """Prints to standard output; only the line of JSON if ``as_json``."""
-        bias = biases.get(self.name, "")
         if not as_json:
             table = Table(title=f"kvrecall bench {self.name}")
             for index, column in enumerate(self.columns):
@@ -81,11 +60,10 @@ class Report:
                 table.add_row(*row)
             console = Console()
             console.print(table)
-            for note in self.notes:
+            for note in [*self.notes, *([f"biased {bias}"] if bias else [])]:
                 console.print(note, highlight=False, markup=False)
-            if bias:
-                console.print(f"biased {bias}", highlight=False, markup=False)
-        line = {"bench": self.name, "bias": bias, **self.figures, **machine()}
+        shown = {"columns": self.columns, "rows": self.rows, "notes": self.notes}
+        line = {"bench": self.name, "bias": bias, **shown, **self.figures, **machine()}
         print(json.dumps(line, separators=(",", ":")))
 
 
@@ -106,20 +84,6 @@ def timed(act: Callable[[], object]) -> float:
     began = time.perf_counter()
     act()
     return time.perf_counter() - began
-
-
-def in_turns(
-    acts: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 0
-) -> dict[str, list[float]]:
-    """Seconds of each act in ``rounds`` rounds, after ``warm_up`` uncounted ones. The acts
-    alternate, so that temporary load on the machine affects all."""
-    seconds: dict[str, list[float]] = {name: [] for name in acts}
-    for number in range(warm_up + rounds):
-        for name, act in acts.items():
-            spent = timed(act)
-            if number >= warm_up:
-                seconds[name].append(spent)
-    return seconds
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -190,7 +154,7 @@ def _commit() -> str | None:
     commit = _output("git", "-C", folder, "rev-parse", "--short=12", "HEAD")
     if commit is None:
         return None
-    but = [f":(exclude,top){path}" for path in ("lab/results", "docs/images/bench")]
+    but = [f":(exclude,top){path}" for path in ("lab/results", "docs/images")]
     changed = _output("git", "-C", folder, "status", "--porcelain", "--", ":/", *but)
     return commit + ("+" if changed else "")
 

@@ -1,21 +1,25 @@
-"""``kvrecall bench restore``: time to first token on a long prefix, by the tier it comes from.
-
-One server, queried over HTTP. Its host memory holds what one and a half hits need, so three
-documents in turn evict each other to disk: every turn measures a disk hit, a device hit and, after
-the engine's own cache is emptied, a host hit of the same prefix; some turns also compute a new
-document.
-"""
+"""``kvrecall bench restore`` and ``overhead``: what a hit gains, and what saving costs."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from kvrecall.bench.model import BLOCK, TAIL, BenchModel, Texts
-from kvrecall.bench.report import GIB_S, Columns, Report, Rows, Times, Tokens, percentiles, progress
+from kvrecall.bench.report import (
+    GIB_S,
+    Report,
+    Times,
+    Tokens,
+    cells,
+    percentiles,
+    progress,
+)
 from kvrecall.errors import EngineError
 from kvrecall.plan.model import read_shape
 from kvrecall.plan.sizing import hit_bytes
@@ -25,15 +29,18 @@ SOURCES = ("computed", "device", "host", "disk")
 GOALS = {"host": 1.3, "disk": 2.5}
 """Maximum time of a hit relative to one on the device; every hit: a tenth of computing."""
 
+IN_A_ROW = 3
+OVERHEAD_GOAL = 0.03
+
 _LOADED = "kvrecall_loaded_bytes_total"
 
 
-def measure_restore(
-    tokens: Tokens = 8192,
-    repetitions: Times = 9,
-) -> Report:
+def measure_restore(tokens: Tokens = 8192, repetitions: Times = 9) -> Report:
     """Time to first token on a prefix: computed, from device, host and disk.
 
+    One server, whose host memory holds what one and a half hits need, so three documents in turn
+    evict each other to disk: every turn measures a disk hit, a device hit and, after the engine's
+    own cache is emptied, a host hit of the same prefix; some turns also compute a new document.
     Fails if a prefix comes from another tier than the measured one, or if other bytes move than
     its KV groups need.
     """
@@ -125,21 +132,75 @@ def _report(
         f"same bytes {bandwidth['plain_copy_gb_s'] * GIB_S:.1f} GiB/s: "
         f"{bandwidth['restore_to_plain']:.2f} (goal 0.8)",
     )
-    return Report("restore", *restore_table(figures), figures, notes)
-
-
-def restore_table(found: Mapping[str, Any]) -> tuple[Columns, Rows]:
-    """Milliseconds to the first token, by the tier of the prefix."""
-    times = found["ttft_s"]
-    device, computed = times["device"]["p50"], times["computed"]["p50"]
     rows = tuple(
         (
             source,
-            *(f"{times[source][rank] * 1e3:.1f}" for rank in ("p10", "p50", "p90")),
-            f"{times[source]['p50'] / device:.2f}",
-            f"{computed / times[source]['p50']:.0f}",
+            *cells(found, 1, 1e3),
+            f"{found['p50'] / median['device']:.2f}",
+            f"{median['computed'] / found['p50']:.0f}",
         )
-        for source in times
+        for source, found in ttft.items()
     )
     columns = ("prefix from", "first token after, ms: p10", "p50", "p90", "to device hit")
-    return (*columns, "times as fast as computing"), rows
+    return Report("restore", (*columns, "times as fast as computing"), rows, figures, notes)
+
+
+def measure_overhead(tokens: Tokens = 4096, rounds: Times = 8) -> Report:
+    """Prefill throughput with the pool saving everything, against no pool.
+
+    Two servers take turns with documents that neither has seen. A round is several documents in a
+    row on one server, so that most of the pool's write-behind is measured with the pool; the order
+    of the two alternates. Processor time is reported beside throughput, because it shows the cost
+    of the pool also on a busy machine.
+    """
+    model, texts = BenchModel(), Texts()
+    document_bytes = tokens * model.token_bytes
+    rates: dict[str, list[float]] = {"off": [], "on": []}
+    cpu: dict[str, list[float]] = {"off": [], "on": []}
+    with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name, ExitStack() as stack:
+        folder = Path(name)
+        base = model.serve(folder, tokens + 64, 8 * document_bytes)
+        pool = ["--host-size", str(8 * document_bytes), "--disk-path", str(folder / "pool")]
+        pool += ["--disk-size", str(64 * document_bytes)]
+        servers: dict[str, ServerProcess] = {}
+        for kind, options in (("off", ["--no-pool"]), ("on", pool)):
+            progress(f"starting the server with the pool {kind}")
+            server = ServerProcess([*base, *options], folder / f"{kind}.log", progress)
+            servers[kind] = stack.enter_context(server)
+            server.ask(texts.document(tokens), 1)
+        for turn in range(rounds):
+            for kind in ("off", "on") if turn % 2 else ("on", "off"):
+                server = servers[kind]
+                before = server.cpu_seconds()
+                documents = [texts.document(tokens) for _ in range(IN_A_ROW)]
+                begin = time.perf_counter()
+                computed = sum(server.ask(text, 1).recalled["computed"] for text in documents)
+                rates[kind].append(computed / (time.perf_counter() - begin))
+                server.settle()
+                cpu[kind].append(server.cpu_seconds() - before)
+            progress(f"round {turn + 1} of {rounds}")
+    return _overhead_report(rates, cpu, tokens)
+
+
+def _overhead_report(
+    rates: Mapping[str, Sequence[float]], cpu: Mapping[str, Sequence[float]], tokens: int
+) -> Report:
+    throughput = {kind: percentiles(values) for kind, values in rates.items()}
+    cost = percentiles([1 - on / off for on, off in zip(rates["on"], rates["off"], strict=True)])
+    more = percentiles([on / off - 1 for on, off in zip(cpu["on"], cpu["off"], strict=True)])
+    rows = tuple(
+        (
+            f"pool {kind}",
+            *cells(throughput[kind], 0),
+            f"{percentiles(cpu[kind])['p50'] / IN_A_ROW / tokens * 1e3:.2f}",
+        )
+        for kind in ("off", "on")
+    )
+    notes = (
+        f"cost of the pool, median of {cost['n']:.0f} pairs: {cost['p50']:.2%} of throughput "
+        f"(p10 {cost['p10']:.2%}, p90 {cost['p90']:.2%}; goal < {OVERHEAD_GOAL:.0%}); "
+        f"{more['p50']:+.2%} processor time",
+    )
+    figures = {"tokens": tokens, "tokens_per_s": throughput, "cost": cost, "cpu_cost": more}
+    columns = ("prefill, tokens/s", "p10", "p50", "p90", "CPU s per 1,000 tokens")
+    return Report("overhead", columns, rows, figures, notes)

@@ -11,9 +11,8 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 import typer
@@ -30,7 +29,7 @@ from kvrecall.pool.disk.index import Index, IndexRow
 from kvrecall.pool.disk.slabs import FileIo, SlabStore
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.slots import slot_bytes_of
-from kvrecall.processes.child import orders, reply_of, reply_to, worker
+from kvrecall.processes.child import one_process
 from kvrecall.processes.service import ServiceProcess
 from kvrecall.testing.blocks import chain
 
@@ -44,6 +43,7 @@ _RESTORED = 64  # blocks of a restore
 _BLOCK_BYTES = 1 << 20
 _PIECES = 8  # pieces a block is copied in: a real one goes to a place in every layer
 _TURN_S = 1.0
+_LIMIT_S = 120.0  # of a turn
 _SMALL = 4096
 _MIB = 1 << 20
 
@@ -90,77 +90,80 @@ def _lookup(folder: Path, times: int) -> list[float]:
 
 def _restore(folder: Path, repetitions: int) -> list[tuple[float, float]]:
     """Bytes a second, both clients together: through the pool, and plain, by turn."""
-    with ServiceProcess(folder, 3 * _RESTORED * _BLOCK_BYTES, 1024 * _MIB) as service:
-        socket = str(service.socket)
-        with (
-            worker(restoring_client, socket, "client 0") as first,
-            worker(restoring_client, socket, "client 1") as second,
-        ):
-            clients = (first, second)
+    turns = []
+    with (
+        ServiceProcess(folder, 3 * _RESTORED * _BLOCK_BYTES, 1024 * _MIB) as service,
+        one_process(RestoringClient.begin, service.socket, "client 0") as first,
+        one_process(RestoringClient.begin, service.socket, "client 1") as second,
+    ):
 
-            def together(order: str) -> float:
-                for client in clients:
-                    client.send((order,))
-                return sum(float(reply_of(client, order)) for client in clients)
+        def together(way: str) -> float:
+            rates = [one.submit(RestoringClient.rate_of, way) for one in (first, second)]
+            return sum(rate.result(_LIMIT_S) for rate in rates)
 
-            for client in clients:
-                reply_to(client, "ready")
-            together("plain")
-            turns = []
-            for number in range(2 * repetitions):
-                order = ("pool", "plain") if number % 2 else ("plain", "pool")
-                rates = {name: together(name) for name in order}
-                turns.append((rates["pool"], rates["plain"]))
-            return turns
+        together("ready")
+        together("plain")
+        for number in range(2 * repetitions):
+            order = ("pool", "plain") if number % 2 else ("plain", "pool")
+            rates = {name: together(name) for name in order}
+            turns.append((rates["pool"], rates["plain"]))
+    return turns
 
 
-def restoring_client(pipe: Connection, socket: str, name: str) -> None:
-    """A process that copies blocks out of the service's arena, as an engine's worker does.
+class RestoringClient:
+    """In a process of its own: copies blocks out of the service's arena, as an engine's worker."""
 
-    It saves blocks, then takes orders: ``pool`` repeatedly recalls them all through the service
-    and copies them to its own memory; ``plain`` copies the same bytes of the same arena. Replies
-    are bytes per second.
-    """
-    client = ServiceClient(Path(socket), call_timeout_s=5.0)
-    client.register(NAMESPACE, _BLOCK_BYTES)
-    keys = chain(NAMESPACE, _RESTORED, name)
-    arena = Arena.attach(client.arena_handle())
-    arena.wait_ready()
-    memory = arena.array()
-    places = [answer.offset for answer in client.reserve(keys)]
-    for place in places:
-        memory[place : place + _BLOCK_BYTES] = place % 251
-    client.commit(keys)
-    own = np.ones((_RESTORED, _BLOCK_BYTES), dtype=np.uint8)
+    _here: ClassVar[RestoringClient]
 
-    def copy(offsets: Sequence[int]) -> None:
-        step = _BLOCK_BYTES // _PIECES
-        for row, offset in enumerate(offsets):
-            for start in range(0, _BLOCK_BYTES, step):
-                own[row, start : start + step] = memory[offset + start : offset + start + step]
+    def __init__(self, socket: Path, name: str) -> None:
+        """Saves the blocks."""
+        self._client = ServiceClient(socket, call_timeout_s=5.0)
+        self._client.register(NAMESPACE, _BLOCK_BYTES)
+        self._keys = chain(NAMESPACE, _RESTORED, name)
+        arena = Arena.attach(self._client.arena_handle())
+        arena.wait_ready()
+        self._memory = arena.array()
+        self._places = [answer.offset for answer in self._client.reserve(self._keys)]
+        for place in self._places:
+            self._memory[place : place + _BLOCK_BYTES] = place % 251
+        self._client.commit(self._keys)
+        self._own = np.ones((_RESTORED, _BLOCK_BYTES), dtype=np.uint8)
 
-    def recall() -> None:
-        """Find, acquire, poll, copy, release: the steps of an engine for a hit in the host."""
-        ticket = client.acquire(keys[: client.find(keys).blocks], 5.0)
-        while (found := client.poll(ticket)).state is RecallState.PENDING:
-            pass
-        if len(found.offsets) != len(keys):
-            raise TierError(f"{len(found.offsets)} of {len(keys)} blocks came")
-        copy(found.offsets)
-        client.release(ticket)
+    @classmethod
+    def begin(cls, socket: Path, name: str) -> None:
+        cls._here = cls(socket, name)
 
-    for (order,) in orders(pipe):
-        if order == "ready":
-            pipe.send(None)
-            continue
-        act = recall if order == "pool" else lambda: copy(places)
+    @classmethod
+    def rate_of(cls, way: str) -> float:
+        """Bytes a second. ``pool``: recalls all blocks through the service, again and again, and
+        copies them to its own memory; ``plain``: copies the same bytes of the same arena;
+        ``ready``: nothing."""
+        here = cls._here
+        if way == "ready":
+            return 0.0
+        act = here._recall if way == "pool" else lambda: here._copy(here._places)
         act()
         rounds, began = 0, time.perf_counter()
         while (spent := time.perf_counter() - began) < _TURN_S:
             act()
             rounds += 1
-        pipe.send(rounds * own.nbytes / spent)
-    client.close()
+        return rounds * here._own.nbytes / spent
+
+    def _copy(self, offsets: Sequence[int]) -> None:
+        step = _BLOCK_BYTES // _PIECES
+        for row, offset in zip(self._own, offsets, strict=True):
+            for at in range(0, _BLOCK_BYTES, step):
+                row[at : at + step] = self._memory[offset + at : offset + at + step]
+
+    def _recall(self) -> None:
+        """Find, acquire, poll, copy, release: the steps of an engine for a hit in the host."""
+        ticket = self._client.acquire(self._keys[: self._client.find(self._keys).blocks], 5.0)
+        while (found := self._client.poll(ticket)).state is RecallState.PENDING:
+            pass
+        if len(found.offsets) != len(self._keys):
+            raise TierError(f"{len(found.offsets)} of {len(self._keys)} blocks came")
+        self._copy(found.offsets)
+        self._client.release(ticket)
 
 
 def _disk_bytes(blocks: int) -> int:

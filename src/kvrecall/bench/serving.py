@@ -1,14 +1,17 @@
-"""``kvrecall bench chat``: one workload against several kinds of servers, one after
-the other: no pool, each kind of pool."""
+"""``kvrecall bench chat``: conversations with several kinds of servers, one after the other: no
+pool, each kind of pool."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
+import random
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,22 +20,137 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from kvrecall.bench.model import BenchModel
-from kvrecall.bench.report import Columns, Report, Rows, Times, latencies, names_in, progress
-from kvrecall.bench.workload import (
-    ANSWER_TOKENS,
-    Run,
-    Workload,
-    conversations,
-    play,
-)
+from kvrecall.bench.model import BenchModel, Texts
+from kvrecall.bench.report import Report, Times, latencies, names_in, progress
 from kvrecall.errors import EngineError, KvrecallError
-from kvrecall.processes.server import ServerProcess
+from kvrecall.processes.server import Answer, ServerProcess, generate
 from kvrecall.processes.service import ServiceProcess
 
+ANSWER_TOKENS = 24
+REQUEST_TIMEOUT_S = 900.0
+_SYSTEM_TOKENS = 256
 BLOCK = 64
 SHARES = {"device": 0.25, "host": 0.75, "disk": 4.0}
 """Sizes of the tiers as shares of the KV cache of all prompts."""
+
+# -- conversations --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation: its prompt begins with ``opening``; each turn repeats all before it.
+    ``turns``: seconds after the last answer (or the session's start), and the user's text."""
+
+    start_s: float
+    opening: str
+    turns: tuple[tuple[float, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Concurrent sessions, with a description."""
+
+    story: str
+    sessions: tuple[Conversation, ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, a byte each, answers not counted."""
+        total = 0
+        for session in self.sessions:
+            length = len(session.opening)
+            for _, question in session.turns:
+                length += len(question)
+                total += length
+        return total
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt, with room for the answers before it."""
+        return max(
+            len(session.opening) + sum(len(text) + ANSWER_TOKENS for _, text in session.turns)
+            for session in self.sessions
+        )
+
+    def unique_tokens(self, block: int) -> int:
+        """Tokens that a pool needs to keep everything: common prefixes count once."""
+        prefixes: set[int] = set()
+        answers = 0
+        for session in self.sessions:
+            text = session.opening + "".join(question for _, question in session.turns)
+            prefixes.update(hash(text[:end]) for end in range(block, len(text) + 1, block))
+            answers += ANSWER_TOKENS * len(session.turns)
+        return block * len(prefixes) + answers
+
+
+def conversations(sessions: int, turns: int) -> Workload:
+    """Chats and document questions, one in four over a long text, under one system prompt.
+
+    Lengths and think times are drawn, always the same: openings of 128 to 512 tokens, long texts of
+    1,536 to 3,072, questions of 32 to 128, pauses of 1 to 6 seconds (exponential).
+    """
+    draw, texts = random.Random(0), Texts()
+    system = texts.document(_SYSTEM_TOKENS)
+    made = []
+    for number in range(sessions):
+        low, high = (1536, 3072) if number % 4 == 0 else (128, 512)
+        opening = system + texts.document(draw.randint(low, high))
+        start_s = draw.uniform(0, 10)
+        said = tuple(
+            (min(6.0, 1 + draw.expovariate(0.5)), texts.document(draw.randint(32, 128)))
+            for _ in range(turns)
+        )
+        made.append(Conversation(start_s, opening, said))
+    story = f"{sessions} sessions of {turns} turns, one in four over a long text"
+    return Workload(story, tuple(made))
+
+
+# -- clients --------------------------------------------------------------------------------
+
+
+def play(
+    workload: Workload,
+    urls: Sequence[str],
+    note: Callable[[int], None],
+    ask: Callable[..., Answer] = generate,
+) -> tuple[list[Answer], float]:
+    """Runs all sessions at once. Each turn goes to a random one of ``urls``. Returns all answers,
+    and the seconds from the first request to the last token.
+
+    Calls ``note`` after each request with the number done. ``ask``: as ``generate``. Raises
+    EngineError if a request fails.
+    """
+    answers: list[Answer] = []
+    failed = threading.Event()
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+
+    def converse(number: int, session: Conversation) -> None:
+        draw = random.Random(number)
+        prompt = session.opening
+        failed.wait(session.start_s)
+        for think_s, question in session.turns:
+            if failed.wait(think_s):
+                return
+            prompt += question
+            url = draw.choice(urls)
+            try:
+                answer = ask(client, url, prompt, ANSWER_TOKENS, REQUEST_TIMEOUT_S)
+            except (EngineError, httpx.HTTPError, OSError) as error:
+                failed.set()
+                raise EngineError(f"a request failed: {type(error).__name__}: {error}") from error
+            prompt += answer.text
+            answers.append(answer)
+            note(len(answers))
+
+    begin = time.perf_counter()
+    with (
+        httpx.Client(limits=limits) as client,
+        ThreadPoolExecutor(len(workload.sessions)) as clients,
+    ):
+        for end in [clients.submit(converse, *one) for one in enumerate(workload.sessions)]:
+            end.result()
+    return answers, time.perf_counter() - begin
+
 
 # -- deployments ----------------------------------------------------------------------------
 
@@ -155,27 +273,16 @@ def measure_chat(
     budget: Budget = math.inf,
     deployments: Mapping[str, Deployment] = DEPLOYMENTS,
 ) -> Report:
-    """Conversations and questions over long texts against servers with each kind of pool."""
-    workload = conversations(sessions, turns)
-    names = names_in(variants) or tuple(deployments)
-    return measure_serving(workload, names, budget, deployments)
+    """Conversations and questions over long texts against servers with each kind of pool.
 
-
-def measure_serving(
-    workload: Workload,
-    variants: Sequence[str],
-    budget_s: float,
-    deployments: Mapping[str, Deployment] = DEPLOYMENTS,
-) -> Report:
-    """Plays ``workload`` against every deployment and reports them side by side.
-
-    A deployment whose servers do not start or fail a request, or that would presumably exceed
-    ``budget_s`` seconds in total, is in the report with the reason. Raises EngineError if none
-    could be measured or a name is unknown.
+    A deployment whose servers do not start or fail a request, or that would presumably exceed the
+    budget, is in the report with the reason.
     """
-    for name in variants:
+    names = names_in(variants) or tuple(deployments)
+    for name in names:
         if name not in deployments:
             raise EngineError(f"there is no variant {name!r}; known: {', '.join(deployments)}")
+    workload = conversations(sessions, turns)
     # smaller than other benchmarks': every kind of server has 120,000 tokens to compute
     model = BenchModel(hidden=512, layers=6, heads=8)
     longest = workload.longest_prompt + 2 * ANSWER_TOKENS * len(workload.sessions[0].turns) + 256
@@ -183,14 +290,14 @@ def measure_serving(
     unique = max(workload.unique_tokens(BLOCK) * model.token_bytes, least)
     figures: dict[str, Mapping[str, Any]] = {}
     absent: dict[str, str] = {}
-    end, longest_s = time.monotonic() + budget_s, 0.0
+    end, longest_s = time.monotonic() + budget, 0.0
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as folder:
         device_bytes = max(int(unique * SHARES["device"]), least)
         arguments = model.serve(Path(folder), longest, device_bytes, BLOCK)
-        for name in variants:
+        for name in names:
             begin = time.monotonic()
             if figures and begin + longest_s > end:
-                absent[name] = f"no time: {budget_s:.0f} seconds for all"
+                absent[name] = f"no time: {budget:.0f} seconds for all"
                 continue
             progress(f"{name}: {deployments[name].story}")
             own = Path(folder) / name
@@ -198,7 +305,7 @@ def measure_serving(
             disk_bytes = int(unique * SHARES["disk"]) + (64 << 20)
             sizes = Sizes(arguments, own, int(unique * SHARES["host"]), disk_bytes)
             try:
-                figures[name] = _figures(_play(workload, deployments[name], sizes))
+                figures[name] = _figures(*_play(workload, deployments[name], sizes))
                 longest_s = max(longest_s, time.monotonic() - begin)
             except (KvrecallError, OSError, httpx.HTTPError) as error:
                 absent[name] = f"{type(error).__name__}: {error}"[-2000:]
@@ -208,7 +315,7 @@ def measure_serving(
     return _report(workload, figures, absent, unique, deployments)
 
 
-def _play(workload: Workload, deployment: Deployment, sizes: Sizes) -> Run:
+def _play(workload: Workload, deployment: Deployment, sizes: Sizes) -> tuple[list[Answer], float]:
     """One deployment's run, after an uncounted request to each server."""
     total = sum(len(session.turns) for session in workload.sessions)
 
@@ -223,17 +330,16 @@ def _play(workload: Workload, deployment: Deployment, sizes: Sizes) -> Run:
         return play(workload, urls, note)
 
 
-def _figures(run: Run) -> dict[str, object]:
+def _figures(samples: Sequence[Answer], seconds: float) -> dict[str, object]:
     """A deployment's figures: seconds, tokens/s, hit rates as shares of prompt tokens."""
-    samples = run.answers
     prompt = sum(sum(sample.recalled.values()) for sample in samples)
     hits = {s: sum(sample.recalled.get(s, 0) for sample in samples) for s in SOURCES}
     return {
         "requests": len(samples),
-        "seconds": round(run.seconds, 2),
+        "seconds": round(seconds, 2),
         "prompt_tokens": prompt,
         "computed_tokens": prompt - sum(hits.values()),
-        "tokens_per_s": round(prompt / run.seconds, 1),
+        "tokens_per_s": round(prompt / seconds, 1),
         "ttft_s": latencies([sample.ttft_s for sample in samples]),
         "tpot_s": latencies([sample.tpot_s for sample in samples]),
         "hit_rate": round(sum(hits.values()) / prompt, 4),
@@ -246,7 +352,7 @@ def _report(
     figures: Mapping[str, Mapping[str, Any]],
     absent: Mapping[str, str],
     unique: int,
-    deployments: Mapping[str, Deployment] = DEPLOYMENTS,
+    deployments: Mapping[str, Deployment],
 ) -> Report:
     computed = (f"{one['computed_tokens']:,} ({name})" for name, one in figures.items())
     notes = (
@@ -265,11 +371,6 @@ def _report(
         "variants": figures,
         "absent": dict(absent),
     }
-    return Report(workload.name, *serving_table(shown), shown, notes)
-
-
-def serving_table(found: Mapping[str, Any]) -> tuple[Columns, Rows]:
-    """Conversations, or a slice of a trace: a line per deployment."""
     rows = tuple(
         (
             SERVED.get(variant, variant),
@@ -279,7 +380,7 @@ def serving_table(found: Mapping[str, Any]) -> tuple[Columns, Rows]:
             *(f"{one['ttft_s'][rank]:.2f}" for rank in ("p50", "p95", "p99")),
             f"{one['tpot_s']['p50'] * 1e3:.0f}",
         )
-        for variant, one in found["variants"].items()
+        for variant, one in figures.items()
     )
     columns = ("served with", "s", "prompt tokens/s", "hits", "TTFT p50, s", "p95", "p99")
-    return (*columns, "ms a token"), rows
+    return Report("conversations", (*columns, "ms a token"), rows, shown, notes)

@@ -17,11 +17,10 @@ import typer
 from rich.console import Console
 
 from kvrecall.demo.mooncake import MooncakeDemo, MooncakeVerdict
-from kvrecall.demo.tiers import TURN_1, Subject, TierDemo, TierVerdict
+from kvrecall.demo.tiers import TURN_1, DemoVerdict, Subject, TierDemo, TierVerdict
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.processes.child import server_environment
-from kvrecall.processes.command import command_folder
-from kvrecall.processes.progress import ProgressLines
+from kvrecall.processes.command import ProgressLines, command_folder
 from kvrecall.processes.server import is_healthy
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -61,7 +60,7 @@ def _subject(model: Path | None, folder: Path, characters: int | None) -> Subjec
 
 def _random_model(folder: Path) -> Path:
     """A byte-level model, wider than the trained one, so that a shorter text takes as long."""
-    from kvrecall.bench.random_model import write_model
+    from kvrecall.bench.model import write_model
 
     _progress("writing a model of random weights: only the repository has the trained one")
     return write_model(
@@ -69,7 +68,7 @@ def _random_model(folder: Path) -> Path:
     )
 
 
-def _end(verdict: TierVerdict | MooncakeVerdict, as_json: bool) -> NoReturn:
+def _end(verdict: DemoVerdict, as_json: bool) -> NoReturn:
     """Prints the verdict and exits with its status."""
     verdict.print(Console(width=None if sys.stdout.isatty() else 120), as_json)
     raise typer.Exit(0 if verdict.summary()["ok"] else 1)
@@ -117,7 +116,7 @@ def mooncake(model: _Model = None, characters: _Characters = None, as_json: _Jso
     the store's master fails no request and changes no token."""
     with command_folder("demo", keep_failed=False) as folder, _progress.alive():
         subject = _subject(model, folder, characters)
-        demo = MooncakeDemo(subject.model, subject.characters, folder, _progress)
+        demo = MooncakeDemo(subject, folder, _progress)
         demo.run()
     _end(MooncakeVerdict(demo), as_json)
 

@@ -5,28 +5,25 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
-from rich.console import Console
 
-from kvrecall.bench.report import engine_version
 from kvrecall.demo.tiers import (
     ANSWER_TOKENS,
     TURN_2,
     WARM_UP,
+    DemoVerdict,
     Row,
-    Rows,
-    answers_table,
+    Subject,
     long_question,
-    print_headline,
-    print_line,
     times,
 )
 from kvrecall.errors import EngineError
 from kvrecall.pool.cipher import make_key_file
+from kvrecall.processes.command import ProgressLines
 from kvrecall.processes.master import Master
-from kvrecall.processes.progress import ProgressLines
 from kvrecall.processes.server import Answer, ServerProcess
 
 _SEGMENT = "512MB"  # bytes of memory that each server lends to the store
@@ -37,16 +34,16 @@ _PAUSE_S = 2.0
 class MooncakeDemo:
     """Runs the demo in a folder of its own, which the caller removes."""
 
-    def __init__(self, model: Path, characters: int, folder: Path, progress: ProgressLines) -> None:
-        self._model = model
+    def __init__(self, subject: Subject, folder: Path, progress: ProgressLines) -> None:
+        self._model = subject.model
         self._folder = folder
         self._progress = progress
         self._master = Master(folder / "master.log")
         self._key = folder / "key"
-        self._long = long_question(characters)
+        self._long = long_question(subject.characters)
+        self.servers: dict[str, ServerProcess] = {}
         self.rows: list[Row] = []
         self.failed = 0
-        self.engines = 0
         self.master_restarted = False
 
     def run(self) -> None:
@@ -60,25 +57,25 @@ class MooncakeDemo:
             self._master.start()
             make_key_file(self._key)
             self._progress.now("waiting until both servers are ready")
-            servers = {name: stack.enter_context(self._server(name)) for name in ("A", "B")}
-            self.engines = len(servers)
-            for server in servers.values():
+            for name in ("A", "B"):
+                self.servers[name] = stack.enter_context(self._server(name))
+            for server in self.servers.values():
                 server.ask(WARM_UP, 4)
                 server.settle()  # B can find what A writes
             self._progress("2/4 A computes a text, B recalls it from the store")
-            self._ask(servers, "A", "long text", self._long, "new")
-            servers["A"].settle()
-            self._ask(servers, "B", "long text", self._long, "stored by A")
+            self._ask("A", "long text", self._long, "new")
+            self.servers["A"].settle()
+            self._ask("B", "long text", self._long, "stored by A")
             self._progress("3/4 the master is killed")
             self._master.kill()
-            for name in servers:
-                self._ask(servers, name, "conversation", TURN_2, "no master")
-            servers["B"].forget_device()
-            self._ask(servers, "B", "long text", self._long, "no master")
+            for name in self.servers:
+                self._ask(name, "conversation", TURN_2, "no master")
+            self.servers["B"].forget_device()
+            self._ask("B", "long text", self._long, "no master")
             self._progress("4/4 a new master, which knows nothing")
             self._master.start()
             self.master_restarted = True
-            self._after_restart(servers)
+            self._after_restart()
 
     def _server(self, name: str) -> ServerProcess:
         pool = self._folder / f"pool-{name}.json"
@@ -90,12 +87,10 @@ class MooncakeDemo:
         arguments += ["--kv-cache-memory-bytes", "1GiB", "--pool-config", str(pool)]
         return ServerProcess(arguments, self._folder / f"{name}.log", self._progress)
 
-    def _ask(
-        self, servers: dict[str, ServerProcess], name: str, text: str, prompt: str, when: str
-    ) -> Answer | None:
+    def _ask(self, name: str, text: str, prompt: str, when: str) -> Answer | None:
         self._progress.now(f"{text}, {name}, {when}: waiting for the answer")
         try:
-            answer = servers[name].ask(prompt, ANSWER_TOKENS)
+            answer = self.servers[name].ask(prompt, ANSWER_TOKENS)
         except (EngineError, httpx.HTTPError) as error:
             self.failed += 1
             self._progress(f"  {text}, {name}, {when}: FAILED: {error}")
@@ -108,62 +103,51 @@ class MooncakeDemo:
         )
         return answer
 
-    def _after_restart(self, servers: dict[str, ServerProcess]) -> None:
+    def _after_restart(self) -> None:
         """Sends new texts until B recalls one that A stored: servers rejoin the master
         automatically."""
         for number in range(_TRIES):
             time.sleep(_PAUSE_S)
             text, prompt = f"text {number + 1}", f"Note {number + 1}. " + self._long[:12_000]
-            self._ask(servers, "A", text, prompt, "master restarted")
-            servers["A"].settle()
-            answer = self._ask(servers, "B", text, prompt, "master restarted")
+            self._ask("A", text, prompt, "master restarted")
+            self.servers["A"].settle()
+            answer = self._ask("B", text, prompt, "master restarted")
             if answer is not None and answer.recalled.get("remote", 0):
                 return
 
 
-class MooncakeVerdict:
+class MooncakeVerdict(DemoVerdict):
     """The verdict on a finished demo."""
 
+    labels = ("request", "server", "when")
+    tiers = ("device", "host", "remote")
+
     def __init__(self, demo: MooncakeDemo) -> None:
+        super().__init__(demo.rows, "two servers over Mooncake Store")
         self._demo = demo
-        self._rows = Rows(demo.rows)
+
+    def labels_of(self, row: Row) -> Sequence[str]:
+        return row.text, row.server, row.when
 
     def summary(self) -> dict[str, object]:
         """The line of JSON. ``ok``: equal tokens, no failed request, and the store was hit before
         and after the restart of its master."""
-        demo, rows = self._demo, self._rows
-        hit = rows.recalled("remote", "stored by A") and rows.recalled("remote", "master restarted")
-        ok = rows.all_equal and bool(hit) and demo.master_restarted and not demo.failed
+        demo = self._demo
+        hits = [self.recalled("remote", when) for when in ("stored by A", "master restarted")]
         return {
-            "ok": ok,
-            "tokens_equal": rows.all_equal,
-            "remote_hit_tokens": rows.recalled("remote"),
-            "engines": demo.engines,
-            "ttft_recompute_s": rows.ttft("new"),
-            "ttft_remote_s": rows.ttft("stored by A"),
+            "ok": self.all_equal and all(hits) and demo.master_restarted and not demo.failed,
+            "tokens_equal": self.all_equal,
+            "remote_hit_tokens": self.recalled("remote"),
+            "engines": len(demo.servers),
+            "ttft_recompute_s": self.ttft("new"),
+            "ttft_remote_s": self.ttft("stored by A"),
             "master_restarted": demo.master_restarted,
             "requests_failed": demo.failed,
         }
 
     def headline(self) -> str:
-        """The last line."""
-        faster = self._rows.faster("stored by A", "new")
+        faster = times(self.faster("stored by A", "new"))
         return (
-            f"First token of the long text at server B: {times(faster)} as fast with what A "
-            f"stored; {self._rows.identical}, {self._demo.failed} requests failed."
+            f"First token of the long text at server B: {faster} as fast with what A stored; "
+            f"{self.identical}, {self._demo.failed} requests failed."
         )
-
-    def print(self, console: Console, as_json: bool = False) -> None:
-        """Prints the table, the line of JSON and the last line; or only the line of JSON."""
-        if as_json:
-            print_line(console, self.summary())
-            return
-        rows = [
-            ((row.text, row.server, row.when), row.answer, self._rows.equal(row))
-            for row in self._rows.all
-        ]
-        title = f"two servers over Mooncake Store, vLLM {engine_version()}"
-        labels, tiers = ("request", "server", "when"), ("device", "host", "remote")
-        console.print(answers_table(title, labels, tiers, rows))
-        print_line(console, self.summary())
-        print_headline(console, self.headline())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvrecall.bench.report import engine_version
 from kvrecall.errors import EngineError
-from kvrecall.processes.progress import ProgressLines
+from kvrecall.processes.command import ProgressLines
 from kvrecall.processes.server import Answer, ServerProcess
 
 # -- what is asked ---------------------------------------------------------------------------
@@ -76,7 +76,6 @@ def long_question(characters: int) -> str:
 # -- the demo --------------------------------------------------------------------------------
 
 _SIZES = ("--host-size", "1GiB", "--disk-size", "2GiB")
-_TIERS = ("device", "host", "disk")
 _DEVICE = ("--kv-cache-memory-bytes", "1GiB")
 """Sizes with which host and device hold everything that the demo computes."""
 
@@ -160,27 +159,46 @@ class TierDemo:
             raise EngineError(f"{when}: {error}\n{server.log_tail(60)}") from error
 
 
-class Rows:
-    """The answers of a finished demo, in order. The first one to a text was computed; the others
-    must have its tokens."""
+class DemoVerdict:
+    """What is said of a finished demo. The first answer to a text was computed; the others must
+    have its tokens. ``labels``: columns before the tokens by ``tiers``."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.all = rows
+    labels: Sequence[str]
+    tiers: Sequence[str]
+
+    def __init__(self, rows: Sequence[Row], title: str) -> None:
+        self.rows = rows
+        self.title = title
         self.first: dict[str, Answer] = {}
         for row in rows:
             self.first.setdefault(row.text, row.answer)
+
+    def summary(self) -> dict[str, object]:
+        """The line of JSON. ``ok``: the demo shows what it should."""
+        raise NotImplementedError
+
+    def headline(self) -> str:
+        """The last line."""
+        raise NotImplementedError
+
+    def remarks(self) -> Iterator[str]:
+        """Lines below the table."""
+        yield from ()
+
+    def labels_of(self, row: Row) -> Sequence[str]:
+        raise NotImplementedError
 
     def equal(self, row: Row) -> bool:
         return row.answer.tokens == self.first[row.text].tokens
 
     @property
     def all_equal(self) -> bool:
-        return bool(self.all) and all(map(self.equal, self.all))
+        return bool(self.rows) and all(map(self.equal, self.rows))
 
     @property
     def identical(self) -> str:
         """The number of answers with the same tokens as the first one to their text."""
-        return f"{sum(map(self.equal, self.all))} of {len(self.all)} answers identical"
+        return f"{sum(map(self.equal, self.rows))} of {len(self.rows)} answers identical"
 
     def faster(self, when: str, computed: str) -> float:
         """The speed-up of the long text's first token; 0 if a time is missing."""
@@ -189,120 +207,106 @@ class Rows:
 
     def recalled(self, tier: str, when: str = "") -> int:
         """Prompt tokens from the tier, in total or in the requests sent ``when``."""
-        rows = (row for row in self.all if when in ("", row.when))
+        rows = (row for row in self.rows if when in ("", row.when))
         return sum(row.answer.recalled.get(tier, 0) for row in rows)
 
     def ttft(self, when: str) -> float | None:
         """Seconds to the first token of the long text."""
-        times = (r.answer.ttft_s for r in self.all if (r.text, r.when) == ("long text", when))
+        times = (r.answer.ttft_s for r in self.rows if (r.text, r.when) == ("long text", when))
         return next((round(seconds, 4) for seconds in times), None)
 
+    def print(self, console: Console, as_json: bool = False) -> None:
+        """Prints the table, remarks, the line of JSON and the last line; or only the line of
+        JSON."""
+        if not as_json:
+            console.print(self._table())
+            for line in self.remarks():
+                console.print(line, markup=False)
+        line = json.dumps(self.summary(), separators=(",", ":"))
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        if not as_json:
+            text = f"\n{self.headline()}"
+            console.print(text, style="bold", soft_wrap=True, markup=False, highlight=False)
 
-class TierVerdict:
+    def _table(self) -> Table:
+        """A row for each answer: its labels, tokens by tier, and whether its tokens are equal."""
+        table = Table(title=Text(f"{self.title}, vLLM {engine_version()}"))
+        for name in self.labels:
+            table.add_column(name)
+        for name in ("prompt", *self.tiers, "computed", "first token", "tokens"):
+            table.add_column(name, justify="right")
+        for row in self.rows:
+            answer = row.answer
+            counts = (answer.recalled.get(name, 0) for name in (*self.tiers, "computed"))
+            figures = (str(answer.prompt_tokens), *map(str, counts), f"{answer.ttft_s:.3f} s")
+            verdict = "equal" if self.equal(row) else "[red]DIFFER[/red]"
+            table.add_row(*self.labels_of(row), *figures, verdict)
+        return table
+
+
+class TierVerdict(DemoVerdict):
     """The verdict on a finished demo of the tiers."""
+
+    labels = ("request", "server")
+    tiers = ("device", "host", "disk")
 
     def __init__(self, rows: Sequence[Row], model: str, trained: bool = True) -> None:
         """``trained``: whether the model's answers are meaningful."""
-        self._rows = Rows(rows)
-        self._model = model
+        super().__init__(rows, model)
         self._trained = trained
         self._long = [row for row in rows if row.text == "long text"]
 
+    def labels_of(self, row: Row) -> Sequence[str]:
+        return row.text, row.when
+
     def summary(self) -> dict[str, object]:
         """The line of JSON. ``ok``: all tokens equal and every tier was hit."""
-        rows = self._rows
-        hits = {tier: rows.recalled(tier) for tier in _TIERS}
+        hits = {tier: self.recalled(tier) for tier in self.tiers}
         return {
-            "ok": rows.all_equal and all(hits.values()),
-            "tokens_equal": rows.all_equal,
+            "ok": self.all_equal and all(hits.values()),
+            "tokens_equal": self.all_equal,
             **{f"{tier}_hit_tokens": count for tier, count in hits.items()},
-            "ttft_recompute_s": rows.ttft("no pool"),
-            "ttft_device_s": rows.ttft("asked again"),
-            "ttft_host_s": rows.ttft("device cache emptied"),
-            "ttft_disk_s": rows.ttft("server restarted"),
+            "ttft_recompute_s": self.ttft("no pool"),
+            "ttft_device_s": self.ttft("asked again"),
+            "ttft_host_s": self.ttft("device cache emptied"),
+            "ttft_disk_s": self.ttft("server restarted"),
             "answers_right": self._right() if self._trained else None,
-            "times_as_fast": {
-                tier: round(self._rows.faster(when, "no pool"), 1)
-                for tier, when in (("host", "device cache emptied"), ("disk", "server restarted"))
-            },
-            "model": self._model,
+            "times_as_fast": {tier: round(value, 1) for tier, value in self._gains().items()},
+            "model": self.title,
             "vllm": engine_version(),
         }
+
+    def _gains(self) -> dict[str, float]:
+        whens = (("host", "device cache emptied"), ("disk", "server restarted"))
+        return {tier: self.faster(when, "no pool") for tier, when in whens}
 
     def _right(self) -> bool:
         """Whether every reply over the long text names the value that the text states."""
         return all(ANSWER in row.answer.text.strip().split("\n")[0] for row in self._long)
 
     def headline(self) -> str:
-        """The last line."""
-        host, disk = (
-            self._rows.faster(when, "no pool")
-            for when in ("device cache emptied", "server restarted")
-        )
+        host, disk = map(times, self._gains().values())
         return (
-            f"First token of the long text: {times(host)} as fast from host memory, {times(disk)} "
-            f"from disk after a restart; {self._rows.identical}."
+            f"First token of the long text: {host} as fast from host memory, {disk} from disk "
+            f"after a restart; {self.identical}."
         )
 
-    def print(self, console: Console, as_json: bool = False) -> None:
-        """Prints the table, the checks, the line of JSON and the last line; or only the line of
-        JSON."""
-        if as_json:
-            print_line(console, self.summary())
-            return
-        rows = [((row.text, row.when), row.answer, self._rows.equal(row)) for row in self._rows.all]
-        title = f"{self._model} on vLLM {engine_version()}"
-        table = answers_table(title, ("request", "server"), _TIERS, rows)
-        console.print(table)
-        console.print("device, host, disk, computed: where each prompt's tokens came from")
+    def remarks(self) -> Iterator[str]:
+        yield "device, host, disk, computed: where each prompt's tokens came from"
         hits = {row.answer.logprobs for row in self._long if row.when not in ("no pool", "new")}
         same = "bit-identical" if len(hits) == 1 else "NOT bit-identical"
-        console.print(f"log-probabilities after a device, host and disk hit: {same}")
+        yield f"log-probabilities after a device, host and disk hit: {same}"
         if self._trained:
-            answer = self._rows.first["long text"].text.strip().splitlines()
+            answer = self.first["long text"].text.strip().splitlines()
             verdict = "right, each time" if self._right() else "not what the text says"
-            said = answer[0] if answer else ""
-            console.print(f"answer about the long text: {said!r}, {verdict}", markup=False)
+            yield f"answer about the long text: {answer[0] if answer else ''!r}, {verdict}"
         else:
-            console.print("the weights are random: only the equality of answers is meaningful")
-        if missed := [tier for tier in _TIERS if not self._rows.recalled(tier)]:
-            console.print(
+            yield "the weights are random: only the equality of answers is meaningful"
+        if missed := [tier for tier in self.tiers if not self.recalled(tier)]:
+            yield (
                 f"nothing came from {' and '.join(missed)}: kvrecall computes what it expects to "
                 "load more slowly; on a busy machine, repeat the demo"
             )
-        print_line(console, self.summary())
-        print_headline(console, self.headline())
-
-
-def answers_table(
-    title: str,
-    labels: Sequence[str],
-    tiers: Sequence[str],
-    rows: Iterable[tuple[Sequence[str], Answer, bool]],
-) -> Table:
-    """A row for each answer: its labels, tokens by ``tiers``, and whether its tokens are equal."""
-    table = Table(title=Text(title))
-    for name in labels:
-        table.add_column(name)
-    for name in ("prompt", *tiers, "computed", "first token", "tokens"):
-        table.add_column(name, justify="right")
-    for texts, answer, equal in rows:
-        counts = (str(answer.recalled.get(name, 0)) for name in (*tiers, "computed"))
-        first = f"{answer.ttft_s:.3f} s"
-        verdict = "equal" if equal else "[red]DIFFER[/red]"
-        table.add_row(*texts, str(answer.prompt_tokens), *counts, first, verdict)
-    return table
-
-
-def print_line(console: Console, summary: dict[str, object]) -> None:
-    """Prints the line of JSON without wrapping."""
-    line = json.dumps(summary, separators=(",", ":"))
-    console.print(line, soft_wrap=True, markup=False, highlight=False)
-
-
-def print_headline(console: Console, line: str) -> None:
-    """Prints the last line."""
-    console.print(f"\n{line}", style="bold", soft_wrap=True, markup=False, highlight=False)
 
 
 def times(factor: float) -> str:

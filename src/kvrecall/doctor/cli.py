@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 import typer
@@ -15,8 +15,7 @@ from rich.table import Table
 
 from kvrecall import __version__
 from kvrecall.config import help_of
-from kvrecall.doctor.installed import check_engine, check_packages
-from kvrecall.doctor.machine import check_machine
+from kvrecall.doctor.machine import check_engine, check_machine, check_packages
 from kvrecall.doctor.model import check_layout
 from kvrecall.doctor.pool import check_pool, read_settings
 from kvrecall.errors import ExitStatus, hidden
@@ -29,16 +28,6 @@ JSON_VERSION = 1
 _STYLES = {
     Health.OK: "green", Health.NOTE: "dim", Health.WARNING: "yellow", Health.BROKEN: "bold red",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """What to check. ``imports``: whether to import vLLM, in a child process."""
-
-    model: str | None = None
-    pool_config: Path | None = None
-    options: tuple[tuple[str, str], ...] = ()
-    imports: bool = True
 
 
 @app.command()
@@ -61,11 +50,11 @@ def doctor(
 
     Changes nothing. Exits with 1 if something is broken.
     """
-    given = {"host_size": host_size, "disk_path": disk_path, "disk_size": disk_size}
-    options = tuple((name, value) for name, value in given.items() if value is not None)
+    options = {"host_size": host_size, "disk_path": disk_path, "disk_size": disk_size}
+    given = {name: value for name, value in options.items() if value is not None}
     console = Console(stderr=True)
     with console.status("looking ...") as status:
-        findings = list(examine(Scope(model, pool_config, options, not quick), status.update))
+        findings = list(examine(model, pool_config, given, not quick, status.update))
     if as_json:
         typer.echo(json.dumps(report(findings)))
     else:
@@ -73,22 +62,29 @@ def doctor(
     raise typer.Exit(ExitStatus.OK if fits(findings) else ExitStatus.FAILED)
 
 
-def examine(subject: Scope, progress: Callable[[str], None] = lambda _: None) -> Iterator[Finding]:
-    """All checks, the quick ones first; ``progress`` receives what takes longer."""
-    yield from _checked(check_packages(serves=subject.model is not None))
+def examine(
+    model: str | None = None,
+    pool_config: Path | None = None,
+    options: Mapping[str, str] = MappingProxyType({}),
+    imports: bool = True,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Iterator[Finding]:
+    """All checks, the quick ones first; ``progress`` receives what takes longer. ``imports``:
+    whether to import vLLM, in a child process."""
+    yield from _checked(check_packages(serves=model is not None))
     yield from _checked(check_machine())
-    settings, found = read_settings(subject.pool_config, dict(subject.options))
+    settings, found = read_settings(pool_config, options)
     yield found
     if settings is not None:
         yield from _checked(check_pool(settings))
     local = None
-    if subject.model is not None:
-        layout = list(_checked(check_layout(subject.model, settings)))
+    if model is not None:
+        layout = list(_checked(check_layout(model, settings)))
         yield from layout
-        is_folder = Path(subject.model).expanduser().is_dir()  # vLLM looks for others online
+        is_folder = Path(model).expanduser().is_dir()  # vLLM looks for others online
         is_read = any(each.check == "layout" for each in layout)
-        local = subject.model if is_folder and is_read else None
-    if subject.imports:
+        local = model if is_folder and is_read else None
+    if imports:
         progress("importing torch, vLLM and the connector in a child process ...")
         remote = settings and settings.pool.remote
         uses_mooncake = bool(remote and remote.kind == "mooncake")

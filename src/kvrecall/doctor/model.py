@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from kvrecall.config import DEFAULT_MATCH_UNIT, MatchUnit, RecallSettings, format_size
 from kvrecall.errors import ConfigError
 from kvrecall.modelconfig import Fields, find_config, hub_cache
-from kvrecall.plan.groups import Group, chain_of, hit_unit
-from kvrecall.plan.model import ModelShape, read_shape
+from kvrecall.plan.model import Group, ModelShape, chain_of, hit_unit, read_shape
 from kvrecall.plan.sizing import Use, sequence_of
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.server.checks import Finding, Health, check_model

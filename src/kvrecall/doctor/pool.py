@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from kvrecall.config import DiskConfig, RecallSettings, RemoteConfig, option_of
 from kvrecall.errors import ConfigError, KvrecallError, TierError
@@ -24,7 +26,6 @@ _AREA = "pool"
 _IN_MEMORY = ("tmpfs", "ramfs")
 _OVER_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "ceph", "lustre", "glusterfs")
 _OF_CONTAINER = ("overlay", "aufs")
-_OCTAL = re.compile(r"\\(\d{3})")  # how mountinfo writes spaces
 _PROBE_S = 1.0
 
 
@@ -70,7 +71,7 @@ def check_folder(disk: DiskConfig) -> Iterator[Finding]:
 
 
 def _file_system(folder: Path) -> Finding:
-    kind = file_system_of(folder, Path("/proc/self/mountinfo").read_text())
+    kind = file_system_of(folder, psutil.disk_partitions(all=True))
     figures = {"type": kind}
     if kind in _IN_MEMORY:
         found, cure = f"{kind}: blocks are in memory and lost at a reboot", "use a disk"
@@ -85,18 +86,13 @@ def _file_system(folder: Path) -> Finding:
     return Finding(_AREA, "file system", Health.WARNING, found, cure, figures)
 
 
-def file_system_of(folder: Path, mountinfo: str) -> str:
-    """The type of the file system that ``folder`` is on, by the kernel's mountinfo; "" if it does
-    not say."""
-    best, kind = "", ""
-    path = os.path.realpath(folder)
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        point = _OCTAL.sub(lambda code: chr(int(code[1], 8)), before.split()[4])
-        inside = point == "/" or path == point or path.startswith(point + "/")
-        if inside and len(point) >= len(best):  # the last mount at a point hides the others
-            best, kind = point, after.split()[0]
-    return kind
+def file_system_of(folder: Path, mounts: Sequence[Any]) -> str:
+    """The type of the file system that ``folder`` is on; "" if it is on none of ``mounts``,
+    psutil's, of which the last at a point hides the others."""
+    path = Path(os.path.realpath(folder))
+    inside = [each for each in reversed(mounts) if path.is_relative_to(each.mountpoint)]
+    nearest = max(inside, key=lambda each: len(each.mountpoint), default=None)
+    return "" if nearest is None else str(nearest.fstype)
 
 
 def _direct_io(folder: Path) -> Finding:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import ssl
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 from kvrecall.pool.hints import Hint
 
@@ -59,49 +59,37 @@ CONTEXT_PARALLEL = (
 
 
 class Reason(StrEnum):
-    """Why the first block of a prompt that was neither on the device nor recalled was not."""
+    """Why the first block of a prompt that was neither on the device nor recalled was not; the
+    second of each is the reason in words."""
 
-    SHORT = "short"
-    NEW = "new"
-    DIVERGED = "diverged"
-    EVICTED = "evicted"
-    REFUSED = "refused"
-    UNSAVED = "unsaved"
-    NAMESPACE = "namespace"
-    DECLINED = "declined"
-    LATE = "late"
-    DAMAGED = "damaged"
-    FAILED = "failed"
-    AWAY = "away"
-    NO_ROOM = "no_room"
-    RACE = "race"
-    AUDIT = "audit"
-    NOT_ASKED = "not_asked"
-    NOT_POOLED = "not_pooled"
-    UNKNOWN = "unknown"
+    text: str
+
+    def __new__(cls, value: str, text: str) -> Self:
+        made = str.__new__(cls, value)
+        made._value_, made.text = value, text
+        return made
+
+    SHORT = "short", "the prompt is shorter than a block and one token"
+    NEW = "new", "first time seen, as far as this engine and its pool remember"
+    DIVERGED = "diverged", "the prompt leaves the nearest known one at a token"
+    EVICTED = "evicted", "its block was evicted, dropped or cleared"
+    REFUSED = "refused", "its block was not accepted by the pool when it was computed before"
+    UNSAVED = "unsaved", "its block was computed before, and is not in the pool"
+    NAMESPACE = "namespace", "its block is there, in another namespace"
+    DECLINED = "declined", "loading was expected to take longer than computing"
+    LATE = "late", "its block did not arrive in time"
+    DAMAGED = "damaged", "its block was damaged or unreadable"
+    FAILED = "failed", "its block arrived, and could not be copied to the device"
+    AWAY = "away", "the tier that has it, or may have it, did not answer"
+    NO_ROOM = "no_room", "the host tier had no room to load it into"
+    RACE = "race", "its block was being computed or saved at that moment"
+    AUDIT = "audit", "it was computed to be compared with the pool's block"
+    NOT_ASKED = "not_asked", "the request, or the engine's role, excludes recall"
+    NOT_POOLED = "not_pooled", "its blocks have no namespace in the pool"
+    UNKNOWN = "unknown", "the pool service did not say why before the request ended"
 
 
-REASONS = {
-    Reason.SHORT: "the prompt is shorter than a block and one token",
-    Reason.NEW: "first time seen, as far as this engine and its pool remember",
-    Reason.DIVERGED: "the prompt leaves the nearest known one at a token",
-    Reason.EVICTED: "its block was evicted, dropped or cleared",
-    Reason.REFUSED: "its block was not accepted by the pool when it was computed before",
-    Reason.UNSAVED: "its block was computed before, and is not in the pool",
-    Reason.NAMESPACE: "its block is there, in another namespace",
-    Reason.DECLINED: "loading was expected to take longer than computing",
-    Reason.LATE: "its block did not arrive in time",
-    Reason.DAMAGED: "its block was damaged or unreadable",
-    Reason.FAILED: "its block arrived, and could not be copied to the device",
-    Reason.AWAY: "the tier that has it, or may have it, did not answer",
-    Reason.NO_ROOM: "the host tier had no room to load it into",
-    Reason.RACE: "its block was being computed or saved at that moment",
-    Reason.AUDIT: "it was computed to be compared with the pool's block",
-    Reason.NOT_ASKED: "the request, or the engine's role, excludes recall",
-    Reason.NOT_POOLED: "its blocks have no namespace in the pool",
-    Reason.UNKNOWN: "the pool service did not say why before the request ended",
-}
-"""Each reason in words."""
+REASONS: Mapping[str, str] = {reason: reason.text for reason in Reason}
 
 Miss = Mapping[str, object]
 """Why the rest of a prompt was computed: ``reason``; ``from``, the first token that was;
@@ -110,20 +98,18 @@ Miss = Mapping[str, object]
 
 def miss_text(miss: Miss) -> str:
     """A miss as a sentence."""
-    reason = Reason(str(miss["reason"]))
-    told = [f"{miss['tokens']} tokens from token {miss['from']} on: {REASONS[reason]}"]
+    words = REASONS[str(miss["reason"])]
+    told = [f"{miss['tokens']} tokens from token {miss['from']} on: {words}"]
     if "token" in miss:
         told.append(f"at token {miss['token']}")
     for name in ("tier", "cause", "group"):
         if name in miss:
             told.append(f"{name} {miss[name]}")
-    fields = miss.get("fields")
-    if isinstance(fields, list | tuple):
-        told.append(f"different: {', '.join(map(str, fields))}")
+    if isinstance(different := miss.get("fields"), list | tuple):
+        told.append(f"different: {', '.join(map(str, different))}")
     if "load_s" in miss:
         told.append(f"loading {miss['load_s']} s, computing {miss['compute_s']} s")
-    at = miss.get("time")
-    if isinstance(at, int | float):
+    if isinstance(at := miss.get("time"), int | float):
         told.append(time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at)))
     if "text" in miss:
         told.append(f"text {miss['text']!r}")
@@ -153,31 +139,23 @@ class RecallSplit:
     def of_report(
         cls, report: Mapping[str, object] | None, prompt: int, cached: int, pooled: bool
     ) -> RecallSplit:
-        """The split of a request with ``prompt`` tokens, of which the engine reports ``cached``
-        as recalled.
-
-        ``report`` is the connector's (source -> tokens), None without one; then
-        the cached tokens are device hits, or of an unspecified tier if a pool is in use
-        (``pooled``).
-        """
-        if report is not None:
-            names = {field.name for field in fields(cls)}
-            counts = {k: v for k, v in report.items() if k in names and isinstance(v, int)}
-            missed = report.get("missed")
-            return cls(**counts, missed=missed if isinstance(missed, Mapping) else None)
-        cached = min(cached, prompt)
-        if pooled:
-            return cls(unspecified=cached, computed=prompt - cached)
-        return cls(device=cached, computed=prompt - cached)
+        """The split of a request with ``prompt`` tokens, of which the engine reports ``cached`` as
+        recalled. ``report`` is the connector's (source -> tokens), None without one; then cached
+        tokens are of the device, or of an unspecified tier if a pool is in use (``pooled``)."""
+        if report is None:
+            cached = min(cached, prompt)
+            device, unspecified = (0, cached) if pooled else (cached, 0)
+            return cls(device, unspecified=unspecified, computed=prompt - cached)
+        counts = {k: v for k, v in report.items() if k in cls.__slots__ and isinstance(v, int)}
+        missed = report.get("missed")
+        return cls(**counts, missed=missed if isinstance(missed, Mapping) else None)
 
     def as_dict(self) -> dict[str, int]:
         """For replies: every tier, zero or not; ``unspecified`` only where it is not zero. Without
         ``unit``, which counts no tokens of the prompt."""
-        names = (field.name for field in fields(self) if field.name not in ("unit", "missed"))
-        counts = {name: int(getattr(self, name)) for name in names}
-        if not self.unspecified:
-            del counts["unspecified"]
-        return counts
+        names = ["device", "host", "disk", "remote", "computed"]
+        names += ["unspecified"] if self.unspecified else []
+        return {name: getattr(self, name) for name in names}
 
 
 def recalled(split: RecallSplit) -> dict[str, object]:

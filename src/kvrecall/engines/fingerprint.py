@@ -68,19 +68,13 @@ def files_of(folder: Path, code: bool = False) -> tuple[FileState, ...]:
     found: list[FileState] = []
     for root, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
-        for name in names:
-            path = Path(root, name)
-            if _counts(name, path.suffix.lower(), code):
+        for path in (Path(root, name) for name in names if name[0] != "." and name not in _NO_KV):
+            kind = path.suffix.lower()
+            if kind in _WEIGHTS or kind in _SETTINGS or (code and kind == _CODE):
                 found.append(state_of(path, str(path.relative_to(folder))))
     if not any(Path(file.name).suffix.lower() in _WEIGHTS for file in found):
         raise FileNotFoundError(f"{folder}: no weight files ({', '.join(sorted(_WEIGHTS))})")
     return tuple(sorted(found, key=lambda file: file.name))
-
-
-def _counts(name: str, suffix: str, code: bool) -> bool:
-    if name.startswith(".") or name in _NO_KV:
-        return False
-    return suffix in _WEIGHTS or suffix in _SETTINGS or (code and suffix == _CODE)
 
 
 def _raise(error: OSError) -> None:
@@ -109,10 +103,8 @@ class Memory:
 
     def digests(self) -> dict[str, list[object]]:
         """Entries by path: ``[inode, size, mtime_ns, ctime_ns, digest]``."""
-        if self._path is None:
-            return {}
         try:
-            entries = json.loads(self._path.read_bytes())
+            entries = json.loads(self._path.read_bytes()) if self._path else {}
         except (OSError, ValueError):
             return {}
         return entries if isinstance(entries, dict) else {}
@@ -189,20 +181,18 @@ class Fingerprint:
             self._compute()
         except OSError as error:
             self.failure = str(error)
+            return
         finally:
             self._ended.set()
-        if self.digest is not None:
-            seconds = time.monotonic() - began
-            logger.info(
-                "kvrecall: fingerprint of %s: %s, %d files of %.2f GB, %.2f GB of them read, "
-                "%.2f s",
-                self._path,
-                self.digest,
-                len(self.files),
-                sum(file.size for file in self.files) / 1e9,
-                self._read_bytes / 1e9,
-                seconds,
-            )
+        logger.info(
+            "kvrecall: fingerprint of %s: %s, %d files of %.2f GB, %.2f GB of them read, %.2f s",
+            self._path,
+            self.digest,
+            len(self.files),
+            sum(file.size for file in self.files) / 1e9,
+            self._read_bytes / 1e9,
+            time.monotonic() - began,
+        )
 
     def _compute(self) -> None:
         for _ in range(_TRIES):
@@ -213,10 +203,9 @@ class Fingerprint:
                 break
         else:
             raise OSError(f"{self._path} changed while it was read")
-        self._memory.add(list(zip(files, digests, strict=True)))
-        text = json.dumps(
-            [[file.name, digest] for file, digest in zip(files, digests, strict=True)]
-        )
+        pairs = list(zip(files, digests, strict=True))
+        self._memory.add(pairs)
+        text = json.dumps([[file.name, digest] for file, digest in pairs])
         self.files = files
         self.digest = blake3(text.encode()).hexdigest(16)
 
@@ -228,13 +217,12 @@ class Fingerprint:
     def _progress(self, nbytes: int, seconds: float) -> None:
         self._read_bytes += nbytes
         if seconds:
-            rate = nbytes / seconds / 1e9
             logger.info(
                 "kvrecall: fingerprint of %s: %.1f GB read, %.2f GB/s; nothing is recalled or "
                 "saved until it is known",
                 self._path,
                 self._read_bytes / 1e9,
-                rate,
+                nbytes / seconds / 1e9,
             )
 
 

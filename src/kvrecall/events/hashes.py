@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import pickle
@@ -16,13 +17,8 @@ from kvrecall.events.wire import BlockHash, short_hash
 _SEED = "vllm-none-hash"
 
 
-def _pickled(value: object) -> bytes:
-    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def _cbor(value: object) -> bytes:
-    encoded: bytes = cbor2.dumps(value, canonical=True)
-    return encoded
+_pickled = functools.partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL)
+_cbor: Callable[[object], bytes] = functools.partial(cbor2.dumps, canonical=True)
 
 
 def _sha256(encoded: bytes) -> bytes:
@@ -60,14 +56,15 @@ class HashRule:
             extra = None
         return tuple(made)
 
+    def fits(self, first: BlockHash, tokens: Sequence[int], salt: str | None) -> bool:
+        """Whether ``first`` is the hash of the first block of ``tokens``."""
+        return self.chain(tokens[: self.block_size], salt) == (first,)
+
 
 def rule_of(
     first: BlockHash, tokens: Sequence[int], block_size: int, salt: str | None
 ) -> HashRule | None:
     """The rule by which ``first`` is the hash of the first block of ``tokens``. None if it is of no
     known algorithm, or the engine's root is random or of another PYTHONHASHSEED."""
-    for name in _ALGORITHMS:
-        rule = HashRule(name, block_size)
-        if rule.chain(tokens[:block_size], salt) == (first,):
-            return rule
-    return None
+    rules = (HashRule(name, block_size) for name in _ALGORITHMS)
+    return next((rule for rule in rules if rule.fits(first, tokens, salt)), None)

@@ -3,6 +3,7 @@ what they have left stored."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from array import array
@@ -84,17 +85,6 @@ class EventHistory:
                 self._kept_bytes -= len(payload)
                 self._apply(payload)
 
-    def answer(self, frames: Sequence[bytes], topic: bytes) -> Iterator[tuple[bytes, ...]]:
-        """The messages to a reader that asks for a replay, in the form of vLLM's publisher.
-        ``frames``: its name, an empty one, the first number (up to 8 bytes); no answer to any
-        others."""
-        if len(frames) != 3 or len(frames[2]) > 8:
-            return
-        reader, _, first = frames
-        for number, payload in self.since(int.from_bytes(first, "big")):
-            yield reader, b"", topic, number.to_bytes(8, "big"), payload
-        yield reader, b"", b"", _END, b""
-
     def since(self, start: int) -> Iterator[Batch]:
         """What a reader needs that has all batches before ``start``: those from ``start`` on, in
         order and without a gap. If some are no longer kept, the first say that all was cleared, and
@@ -108,10 +98,11 @@ class EventHistory:
         yield from kept
 
     def replay(self, socket: zmq.Socket[bytes], topic: bytes) -> None:
-        """Answers a request that waits at a ROUTER socket. A reader slower than that is waited for,
-        because the socket would leave out what it has no room for, unnoticed: two seconds, and a
-        tenth of all time with one replay after the other. After that, or once the reader is gone,
-        it gets no more, and has to ask again."""
+        """Answers a request that waits at a ROUTER socket: the reader's name, an empty frame, the
+        first number (up to 8 bytes). A reader slower than the answer is waited for, because the
+        socket would leave out what it has no room for, unnoticed: two seconds, and a tenth of all
+        time with one replay after the other. After that, or once the reader is gone, it gets no
+        more, and has to ask again."""
         import zmq
 
         now = time.monotonic()
@@ -119,10 +110,15 @@ class EventHistory:
         self._patience_s = min(_PATIENCE_S, self._patience_s + gained_s)
         self._patience_at = now
         socket.set(zmq.ROUTER_MANDATORY, 1)
-        for frames in self.answer(socket.recv_multipart(), topic):
+        asked = socket.recv_multipart()
+        if len(asked) != 3 or len(asked[2]) > 8:
+            return
+        batches = self.since(int.from_bytes(asked[2], "big"))
+        told = ((topic, number.to_bytes(8, "big"), payload) for number, payload in batches)
+        for frames in itertools.chain(told, [(b"", _END, b"")]):
             while True:
                 try:
-                    socket.send_multipart(frames, zmq.NOBLOCK)
+                    socket.send_multipart((asked[0], b"", *frames), zmq.NOBLOCK)
                     break
                 except zmq.Again:
                     if self._patience_s <= 0:
@@ -139,8 +135,6 @@ class EventHistory:
         _, events, *rank = msgspec.msgpack.decode(payload)
         self._rank = rank[0] if rank else None
         for event in events:
-            if not isinstance(event, dict):  # of a version that publishes rows
-                continue
             kind = event["type"]
             if kind == CLEARED:
                 self._held.clear()
@@ -188,7 +182,8 @@ class EventHistory:
             events.clear()
             time.sleep(0)  # a turn for the engine's thread
 
-        for place in sorted(self._held, key=_is_not_of_device):
+        places = sorted(self._held, key=lambda place: place[0] not in (None, DEVICE_MEDIUM))
+        for place in places:  # the device's first
             for event in _events_of(self._held[place], count):
                 if room < len(event["block_hashes"]) and len(batches) + 1 < most:
                     end()
@@ -201,10 +196,6 @@ class EventHistory:
 
 def _place_of(event: Mapping[str, Any]) -> _Place:
     return tuple(event.get(name) for name in PLACE)
-
-
-def _is_not_of_device(place: _Place) -> bool:
-    return place[0] not in (None, DEVICE_MEDIUM)
 
 
 def _events_of(held: Mapping[Hash, _Block], most: int) -> Iterator[Event]:

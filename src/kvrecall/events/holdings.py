@@ -15,6 +15,7 @@ _COMING_S = 30.0  # from sending a prompt until its blocks must have been report
 _BITS = {TierName.DEVICE: 1, TierName.HOST: 2, TierName.DISK: 4, TierName.REMOTE: 8}
 TIERS = tuple(_BITS)
 """Nearest first."""
+_FULL = ("full_attention", "mla_attention", "sink_full_attention", "unknown")
 DEVICE, REMOTE = _BITS[TierName.DEVICE], _BITS[TierName.REMOTE]
 
 
@@ -106,9 +107,8 @@ class Holdings:
 
     def group_is(self, group: int | None, kind: str | None) -> None:
         """The engine says what layers of a group are."""
-        if group is None or kind is None or _is_full(kind):
-            return
-        if len(self._partial) < _MOST_NAMES:
+        is_partial = group is not None and kind is not None and kind not in _FULL
+        if group is not None and is_partial and len(self._partial) < _MOST_NAMES:
             self._partial.add(group)
 
     def uses_store(self, name: str) -> None:
@@ -120,22 +120,12 @@ class Holdings:
         self, first: BlockHash, tokens: Sequence[int], block_size: int, salt: str | None
     ) -> None:
         """Finds out how the engine hashes, from the first block of a prompt and its tokens."""
-        rule, block = self.rule, tokens[:block_size]
-        known = rule is not None and rule.block_size == block_size
-        if rule is not None and known and rule.chain(block, salt) == (first,):
-            return
-        found = rule_of(first, tokens, block_size, salt)
-        self.unknown_rule = found is None
-        self.rule = found
-
-
-def _is_full(kind: str) -> bool:
-    return kind in ("full_attention", "mla_attention", "sink_full_attention", "unknown")
+        rule = self.rule
+        if rule is None or rule.block_size != block_size or not rule.fits(first, tokens, salt):
+            self.rule = rule_of(first, tokens, block_size, salt)
+            self.unknown_rule = self.rule is None
 
 
 def tier_of(mask: int) -> TierName | None:
     """The nearest of some tiers, given as bits."""
-    for tier, bit in _BITS.items():
-        if mask & bit:
-            return tier
-    return None
+    return next((tier for tier, bit in _BITS.items() if mask & bit), None)

@@ -1,4 +1,5 @@
-"""Publishes KV events of a pool service as vLLM's publisher does, without vLLM.
+"""The KV events of a pool's changes; and the publisher of those of a pool service, which does as
+vLLM's does, without vLLM.
 
 A PUB socket sends batches, each of three frames: topic, number (8 bytes, big-endian), payload. A
 ROUTER socket repeats the batches from a number on, and ends with an empty one.
@@ -8,15 +9,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from kvrecall.addresses import split_address
 from kvrecall.block import Namespace
 from kvrecall.errors import ConfigError
 from kvrecall.events.gate import EventGate
 from kvrecall.events.history import EventHistory
-from kvrecall.events.log import PoolEvents
-from kvrecall.events.wire import Event, encode
+from kvrecall.events.wire import Event, Hash, encode, events_of, short_hash
+from kvrecall.pool.changes import MOST_CHANGES, ChangeLog
 from kvrecall.pool.pool import Pool
 
 _LOG = logging.getLogger(__name__)
@@ -48,6 +49,53 @@ def endpoint_of(text: str) -> tuple[str, int]:
             "address than 127.0.0.1 ('*' for all), e.g. 5601"
         )
     return host, int(port)
+
+
+class PoolEvents:
+    """Turns changes of a pool into KV events. Used by one thread.
+
+    Publishes only whole blocks of live namespaces. What the pool held before is published once the
+    first namespace is known, some of it with each call. When a namespace becomes live or is
+    abandoned, its blocks alone are published, as stored or removed. If more changes come between
+    two calls than the log keeps, everything is void and published again.
+    """
+
+    def __init__(
+        self, pool: Pool, live: Callable[[], Mapping[bytes, int]], most: int = MOST_CHANGES
+    ) -> None:
+        """``live``: the KV group of each namespace whose blocks can be recalled now. ``most``:
+        changes that are kept from one call to the next."""
+        self._pool = pool
+        self._live = live
+        self._most = most
+        self._groups: dict[bytes, int] = {}
+        self._abandoned: dict[bytes, int] = {}  # groups of namespaces that were live
+        self._log: ChangeLog | None = None
+
+    def take(
+        self, repeat: bool = False, hash_of: Callable[[bytes], Hash] = short_hash
+    ) -> list[Event]:
+        """Events since the last call, in order. ``repeat``: all blocks are reported once more.
+        ``hash_of``: a hash as it is published."""
+        live = self._live()
+        if self._log is None:
+            if not live:
+                return []
+            self._log = ChangeLog(self._pool.sweep, self._most)
+            self._pool.watch(self._log)
+        elif self._groups != live:
+            self._abandoned |= {d: n for d, n in self._groups.items() if d not in live}
+            self._log.repeat({digest for digest, _ in self._groups.items() ^ live.items()})
+        if repeat:
+            self._log.repeat()
+        self._groups = dict(live)
+        changes = self._log.take()
+        return events_of(changes, self._groups, self._abandoned, self._pool.store_name, hash_of)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether ``take`` has returned all that the pool held and all changes since."""
+        return self._log is None or self._log.is_complete
 
 
 class EventPublisher:

@@ -104,17 +104,14 @@ class EventReader:
         """Whether a replay from ``last`` on goes on where this reader is; ``first``: its first
         batch, None if it has none. If not, it is of another run of the publisher, or incomplete:
         everything is forgotten, and the publisher should be asked for all that it has."""
-        if not self._begun or (first is not None and self._is_last(*first)):
+        if not self._begun:
             return True
-        is_lost = first is not None and first[0] > self.last
-        self.begin_anew(restarted=not is_lost)
+        number, payload = first or (-1, b"")
+        with contextlib.suppress(msgspec.DecodeError):
+            if number == self.last and decode(payload).ts == self.last_ts:
+                return True
+        self.begin_anew(restarted=number <= self.last)
         return False
-
-    def _is_last(self, number: int, payload: bytes) -> bool:
-        try:
-            return number == self.last and decode(payload).ts == self.last_ts
-        except msgspec.DecodeError:
-            return False
 
     def stays_alone(self) -> None:
         """There is no replay: what was missed is not known, and so nothing is."""
@@ -160,17 +157,14 @@ class EventReader:
         """What an event says of the engine. Returns the bytes of tokens that were read, which are
         bounded for each batch."""
         self.holdings.group_is(event.group_idx, event.kv_cache_spec_kind)
-        size, raw = event.block_size, event.token_ids
-        nbytes = len(memoryview(raw))
-        is_first = event.parent_block_hash is None and bool(event.block_hashes)
-        if not is_first or not 0 < size <= _LONGEST_BLOCK or nbytes > self._to_learn:
-            return 0
+        size, nbytes = event.block_size, len(memoryview(event.token_ids))
         is_plain, salt = event.salt
-        if not is_plain:
+        is_first = event.parent_block_hash is None and bool(event.block_hashes)
+        if not (is_first and is_plain and 0 < size <= _LONGEST_BLOCK and nbytes <= self._to_learn):
             return 0
         self._to_learn -= nbytes
         with contextlib.suppress(msgspec.DecodeError):
-            tokens = _tokens.decode(raw)
+            tokens = _tokens.decode(event.token_ids)
             if size <= len(tokens):
                 self.holdings.learn(short_hash(event.block_hashes[0]), tokens, size, salt)
         return nbytes
@@ -324,7 +318,8 @@ class Subscriptions:
         """The subscription of a publisher, the same one each time."""
         if publisher not in self.of:
             self.of[publisher] = Subscription(publisher, self._lag)
-            self._begin(publisher)
+            if self._tasks is not None:
+                self._tasks[publisher] = asyncio.create_task(self.of[publisher].run())
         return self.of[publisher]
 
     def keep(self, publishers: Collection[Publisher]) -> None:
@@ -334,16 +329,10 @@ class Subscriptions:
             if self._tasks is not None:
                 self._tasks.pop(gone).cancel()
 
-    def _begin(self, publisher: Publisher) -> None:
-        if self._tasks is not None:
-            self._tasks[publisher] = asyncio.create_task(self.of[publisher].run())
-
     @contextlib.asynccontextmanager
     async def running(self) -> Any:
         """Follows them while the context is open."""
-        self._tasks = {}
-        for publisher in self.of:
-            self._begin(publisher)
+        self._tasks = {at: asyncio.create_task(one.run()) for at, one in self.of.items()}
         try:
             yield
         finally:

@@ -154,18 +154,6 @@ class AllBlocksCleared(msgspec.Struct, tag=CLEARED):
     """All that was published before is void."""
 
 
-class _StoredRow(BlockStored, tag=STORED, array_like=True, gc=False):
-    """As some versions of vLLM publish it: an array in place of a map."""
-
-
-class _RemovedRow(BlockRemoved, tag=REMOVED, array_like=True, gc=False):
-    pass
-
-
-class _ClearedRow(AllBlocksCleared, tag=CLEARED, array_like=True):
-    pass
-
-
 class EventBatch(msgspec.Struct, array_like=True):
     """Fields that only a newer version of vLLM knows are skipped."""
 
@@ -174,19 +162,13 @@ class EventBatch(msgspec.Struct, array_like=True):
     data_parallel_rank: int | None = None
 
 
-class _BatchOfRows(EventBatch, array_like=True):
-    events: list[_StoredRow | _RemovedRow | _ClearedRow]  # type: ignore[assignment]
-
-
-_maps, _rows = msgspec.msgpack.Decoder(EventBatch), msgspec.msgpack.Decoder(_BatchOfRows)
+_batches = msgspec.msgpack.Decoder(EventBatch)
 
 
 def decode(payload: bytes) -> EventBatch:
     """Raises msgspec.DecodeError if it is no batch."""
     try:
-        batch = _maps.decode(payload)
-    except msgspec.ValidationError:
-        batch = _rows.decode(payload)
+        batch = _batches.decode(payload)
     except RecursionError:
         raise msgspec.DecodeError("nested too deep") from None
     if not math.isfinite(batch.ts):

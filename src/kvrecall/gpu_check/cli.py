@@ -18,7 +18,7 @@ from kvrecall.engines.vllm.compat.versions import SUPPORTED, Fit, fit_of
 from kvrecall.errors import ConfigError
 from kvrecall.gpu_check.outcome import CheckOutcome, State
 from kvrecall.gpu_check.part import NOT_QUICK, PARTS, Part, overdue, run_part
-from kvrecall.processes.progress import ProgressLines
+from kvrecall.processes.command import ProgressLines
 
 app = typer.Typer(add_completion=False)
 

@@ -1,24 +1,154 @@
-"""Copies between device memory and the pinned arena: every byte, in every layout."""
+"""Copies between device memory and the pinned arena: every byte, in every layout in which vLLM's
+backends keep KV caches. Nothing here needs vLLM."""
 
 from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from kvrecall.attention.kernels.device import Piece
+from kvrecall.engines.vllm.compat.config import LayerPlacement
 from kvrecall.engines.vllm.connector.copier import Copier
-from kvrecall.engines.vllm.connector.pages import GroupPages, LayerPages
+from kvrecall.engines.vllm.connector.pages import GroupPages, LayerPages, pages_of
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.device.base import Copy
-from kvrecall.gpu_check.layouts import LAYOUTS, Cache, Size
 from kvrecall.gpu_check.outcome import CheckError
 from kvrecall.pool.arena import Arena
 
 _ROUNDS = 6
+
+Views = tuple[torch.Tensor, ...]
+"""Of each layer: int16 ``[blocks, ...]``, as its kernel sees it."""
+
+NUMBERS = 1 << 16
+"""Of contents that differ."""
+
+_MIX = (6364136223846793005, 1442695040888963407, 3935559000370003845)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of a KV cache."""
+
+    blocks: int
+    layers: int
+    tokens: int
+    heads: int
+    dim: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Of keys and values in 16 bits, in all layers."""
+        return self.layers * self.tokens * self.heads * 2 * self.dim * 2
+
+
+def _nhd(size: Size, device: torch.device) -> Views:
+    """Token by token (FlashAttention)."""
+    shape = size.blocks, size.tokens, size.heads, 2 * size.dim
+    return tuple(_zeros(shape, device) for _ in range(size.layers))
+
+
+def _hnd(size: Size, device: torch.device) -> Views:
+    """Head by head, seen by the kernel token by token (FlashInfer)."""
+    shape = size.blocks, size.heads, size.tokens, 2 * size.dim
+    return tuple(_zeros(shape, device).transpose(1, 2) for _ in range(size.layers))
+
+
+def _mla(size: Size, device: torch.device) -> Views:
+    """A latent and a rotary part for each token, without heads."""
+    shape = size.blocks, size.tokens, 9 * size.heads * size.dim // 4
+    return tuple(_zeros(shape, device) for _ in range(size.layers))
+
+
+def _split(size: Size, device: torch.device) -> Views:
+    """Each block is four of the kernel's."""
+    shape = 4 * size.blocks, size.tokens // 4, size.heads, 2 * size.dim
+    layers = (_zeros(shape, device) for _ in range(size.layers))
+    return tuple(layer.view(size.blocks, 4, *shape[1:]) for layer in layers)
+
+
+def _together(size: Size, device: torch.device) -> Views:
+    """All layers of a block together (vLLM's ``BL`` layouts)."""
+    whole = _zeros((size.blocks, size.layers, size.tokens, size.heads, 2 * size.dim), device)
+    return whole.unbind(1)
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int16, device=device)
+
+
+LAYOUTS: Mapping[str, Callable[[Size, torch.device], Views]] = {
+    "NHD": _nhd,
+    "HND": _hnd,
+    "MLA": _mla,
+    "kernel blocks": _split,
+    "layers together": _together,
+}
+
+
+class Cache:
+    """A KV cache in one of these layouts. Its methods queue work on the current stream, and
+    neither wait for it nor copy from the host, for which torch would wait."""
+
+    def __init__(self, layout: str, size: Size, device: torch.device) -> None:
+        self.device = device
+        self._layers = LAYOUTS[layout](size, device)
+        tensors = {f"layer{n}": view for n, view in enumerate(self._layers)}
+        if layout == "kernel blocks":  # which the connector is given as they are
+            tensors = {name: view.flatten(0, 1) for name, view in tensors.items()}
+        placements = {
+            name: LayerPlacement(view[0].numel() * 2, view.stride(0) * 2)
+            for name, view in zip(tensors, self._layers, strict=True)
+        }
+        self._iota = torch.arange(NUMBERS, device=device)
+        self.group = GroupPages(pages_of(tensors, placements, size.blocks))
+
+    @property
+    def record_bytes(self) -> int:
+        """Of a block, in all layers."""
+        return self.group.end
+
+    def write(self, blocks: Sequence[int], numbers: Sequence[int]) -> None:
+        """What a forward pass does: writes content that follows from each block's number, place by
+        place."""
+        at, of_block = self.on_device(blocks), self.on_device(numbers)
+        for depth, view in enumerate(self._layers):
+            view[at] = _content(of_block, view[0].numel(), depth).view(-1, *view.shape[1:])
+
+    def sums(self, blocks: Sequence[int]) -> torch.Tensor:
+        """A checksum of each of these blocks, over all layers as their kernels see them: int64
+        ``[blocks]`` on the device. Depends on where every value lies."""
+        at = self.on_device(blocks)
+        total = torch.zeros(len(blocks), dtype=torch.int64, device=self.device)
+        for depth, view in enumerate(self._layers):
+            values = view[at].flatten(1).to(torch.int64)
+            weights = _mixed(torch.arange(values.shape[1], device=self.device) + depth * _MIX[1])
+            total += (values * weights).sum(1)
+        return total
+
+    def on_device(self, numbers: Sequence[int]) -> torch.Tensor:
+        """These numbers below ``NUMBERS``, at least one: int64."""
+        return torch.stack([self._iota[number] for number in numbers])
+
+
+def _content(numbers: torch.Tensor, count: int, depth: int) -> torch.Tensor:
+    """``count`` values for each of these numbers: int16 ``[numbers, count]``."""
+    places = torch.arange(count, device=numbers.device)
+    mixed = _mixed(numbers[:, None] * _MIX[2] + places + depth * _MIX[1])
+    return (mixed >> 20 & 0x7FFF).to(torch.int16)
+
+
+def _mixed(numbers: torch.Tensor) -> torch.Tensor:
+    """A hash of int64, which wraps around."""
+    numbers = numbers * _MIX[0]
+    numbers = (numbers ^ numbers >> 29) * _MIX[1]
+    return numbers ^ numbers >> 32
 
 
 def check_copies(device: torch.device, size: Size) -> int:

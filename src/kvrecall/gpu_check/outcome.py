@@ -63,7 +63,7 @@ class CheckOutcome:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
-    def read(cls, line: str) -> CheckOutcome:
+    def read(cls, line: str | bytes) -> CheckOutcome:
         """From ``line()``. Raises ValueError."""
         raw = json.loads(line)
         return cls(raw["check"], State(raw["state"]), raw["note"], raw["figures"])

@@ -7,21 +7,19 @@ also holds memory that an engine started later needs; and what hangs can be ende
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
-
-import psutil
+from pathlib import Path
 
 from kvrecall.gpu_check.outcome import CheckOutcome, Finding, SkipError, State, tried
+from kvrecall.processes.child import ChildProcess, end_all
 
 _CPU = "cpu"
 _CONTEXTS: Sequence[int] = (32768, 131072, 524288)
@@ -59,43 +57,38 @@ def run_part(
 ) -> CheckOutcome:
     """How ``check`` ended; a process that dies, or that had to be ended after ``limit_s``, has
     failed. ``heard``: is told what the check says meanwhile."""
-    command = [sys.executable, "-m", "kvrecall.gpu_check.part", check, device]
+    words = [sys.executable, "-m", "kvrecall.gpu_check.part", check, device]
     late = threading.Event()
-    with (
-        tempfile.TemporaryDirectory(prefix="kvrecall-gpu-check-") as folder,
-        open(f"{folder}/log", "w+") as log,
-    ):
-        process = subprocess.Popen(
-            [*command, "quick"] if quick else command,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={**os.environ, "TMPDIR": folder},
-        )
+    with tempfile.TemporaryDirectory(prefix="kvrecall-gpu-check-") as folder:
+        child = ChildProcess(Path(folder) / "log")
+        environment = {**os.environ, "TMPDIR": folder}
+        words += ["quick"] if quick else []
+        process = child.launch(words, environment, stdout=subprocess.PIPE)
 
         def end() -> None:
             late.set()
-            _end(process.pid)
+            end_all(child.family(), 0.0)
 
         timer = threading.Timer(limit_s, end)
         timer.start()
         try:
-            last = _last(process, heard)
+            assert process.stdout is not None
+            last = _last(process.stdout, heard)
             if last is None and late.is_set():
                 return CheckOutcome(check, State.FAIL, overdue(limit_s))
-            return last or _died(check, process, log)
+            if last is None:
+                status, said = process.wait(), child.log_tail(1) or "nothing was said"
+                last = CheckOutcome(check, State.FAIL, f"the process ended with {status}: {said}")
+            return last
         finally:
             timer.cancel()
-            _end(process.pid)
+            end_all(child.family(), 0.0)
             process.wait()
 
 
-def _last(
-    process: subprocess.Popen[str], heard: Callable[[CheckOutcome], None]
-) -> CheckOutcome | None:
-    """The last of the process's lines; None if it is missing."""
-    assert process.stdout is not None
-    for line in process.stdout:
+def _last(lines: Iterable[bytes], heard: Callable[[CheckOutcome], None]) -> CheckOutcome | None:
+    """The last of a part's lines; None if it is missing."""
+    for line in lines:
         try:
             outcome = CheckOutcome.read(line)
         except (ValueError, KeyError, TypeError):  # a library's
@@ -111,22 +104,6 @@ def overdue(limit_s: float) -> str:
     return f"no end after {limit_s:.0f} s"
 
 
-def _died(check: str, process: subprocess.Popen[str], log: Any) -> CheckOutcome:
-    status = process.wait()
-    log.seek(0)
-    said = (log.read().strip().splitlines() or ["nothing was said"])[-1]
-    return CheckOutcome(check, State.FAIL, f"the process ended with {status}: {said}")
-
-
-def _end(pid: int) -> None:
-    """Kills a process and its descendants. Idempotent."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for one in [*process.children(recursive=True), process]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
-
-
 # -- the checks -------------------------------------------------------------------------------
 
 
@@ -134,7 +111,7 @@ def _device(here: Here) -> Finding:
     """Whether there is a device, without which nothing else is checked."""
     import torch
 
-    from kvrecall.engines.vllm.device.facts import accelerators, built_for
+    from kvrecall.engines.vllm.device.driver import accelerators, built_for
 
     about = {"torch": str(torch.__version__), "built_for": built_for()}
     if here.on_cpu:
@@ -154,13 +131,12 @@ def _copies(here: Here) -> Finding:
     import torch
 
     from kvrecall.gpu_check import copies
-    from kvrecall.gpu_check.layouts import LAYOUTS, Size
 
     place = torch.device(here.device)
     blocks = 16 if here.on_cpu else 64 if here.quick else 256
-    moved = copies.check_copies(place, Size(blocks, 3, 16, 8, 128))
+    moved = copies.check_copies(place, copies.Size(blocks, 3, 16, 8, 128))
     copies.check_fetches(place)
-    note = f"{moved / 2**20:.0f} MiB there and back in {len(LAYOUTS)} layouts"
+    note = f"{moved / 2**20:.0f} MiB there and back in {len(copies.LAYOUTS)} layouts"
     return note, {"bytes": moved}
 
 
@@ -168,7 +144,7 @@ def _traffic(here: Here) -> Finding:
     import torch
 
     from kvrecall.gpu_check import traffic
-    from kvrecall.gpu_check.layouts import LAYOUTS, Size
+    from kvrecall.gpu_check.copies import LAYOUTS, Size
 
     size, steps = Size(257, 4, 64, 8, 128), 150 if here.quick else 2000
     if here.on_cpu:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.attention.settings import PREFIX
-from kvrecall.bench.model import BLOCK, Texts
-from kvrecall.bench.random_model import write_model
+from kvrecall.bench.model import BLOCK, Texts, write_model
 from kvrecall.bench.report import percentiles
 from kvrecall.environment import PLUGINS, RETRIEVAL
 from kvrecall.gpu_check.outcome import CheckError, Finding

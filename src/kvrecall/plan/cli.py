@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvrecall.commands import steps
 from kvrecall.config import DEFAULT_POLICY, format_count, format_size, parse_size
 from kvrecall.environment import CPU_KV_SPACE
 from kvrecall.errors import ConfigError, errors_shown
 from kvrecall.modelconfig import CacheKind, find_config, hub_cache
-from kvrecall.plan.groups import Group, chain_of, hit_unit
-from kvrecall.plan.model import ModelShape, read_shape
+from kvrecall.plan.model import Group, ModelShape, chain_of, hit_unit, read_shape
 from kvrecall.plan.sizing import (
     BreakEven,
     CardLinks,
@@ -33,7 +34,7 @@ from kvrecall.plan.sizing import (
     with_trace,
 )
 from kvrecall.pool.eviction import make_policy
-from kvrecall.simulate.arguments import load_trace, progress_bar
+from kvrecall.simulate.cli import load_trace
 from kvrecall.simulate.trace import BLOCK_TOKENS
 
 app = typer.Typer(add_completion=False)
@@ -124,8 +125,8 @@ def plan(
         links = links_of(linked_cards, will_grow and linked_cards > 0)
         tiers = tiers_of(shape, site, use, links)
         if trace is not None:
-            requests = load_trace(str(trace))
-            with progress_bar("replaying", len(requests.requests)) as advance:
+            requests = load_trace(trace)
+            with steps("replaying", len(requests.requests)) as advance:
                 groups = groups_of_trace(shape.groups(block_size, tensor_parallel), step_tokens)
                 tiers = with_trace(tiers, requests, policy, groups, advance)
         speeds = (host_bandwidth, disk_bandwidth, remote_bandwidth)
@@ -160,7 +161,7 @@ def _summary(
 ) -> dict[str, Any]:
     groups = shape.groups(use.block_tokens, site.tensor_parallel)
     one = sequence_of(groups, use, site.tensor_parallel)
-    below = sum(tier.holds for tier in tiers if tier.name != "device")
+    below = sum(tier.sessions for tier in tiers if tier.tier != "device")
     several = site.devices // site.tensor_parallel > 1
     chain = chain_of(groups)
     unit = hit_unit(groups)
@@ -177,17 +178,7 @@ def _summary(
         "device_session_bytes": one.device_bytes,
         "session_bytes": one.pool_bytes,
         "needed_bytes": use.sessions * one.pool_bytes,
-        "tiers": [
-            {
-                "tier": tier.name,
-                "bytes": tier.nbytes,
-                "blocks": tier.blocks,
-                "tokens": tier.tokens,
-                "sessions": tier.holds,
-                "hit_rate_up_to_here": None if tier.hit_rate is None else round(tier.hit_rate, 6),
-            }
-            for tier in tiers
-        ],
+        "tiers": [asdict(tier) for tier in tiers],
         "sessions_fit": below >= use.sessions,
         "break_even": {
             "prefill_tokens_per_s": even.prefill_rate,
@@ -210,16 +201,12 @@ def _summary(
 
 def _trace_block_bytes(groups: tuple[Group, ...], use: Use) -> int:
     """With a session's windows and states spread over its tokens."""
-    every = sum(
-        group.record_bytes // group.block_tokens
-        for group in groups
-        if group.kind in (CacheKind.FULL, CacheKind.CHUNK)
-    )
-    some = sum(
-        group.record_bytes * group.pool_blocks(use.context)
-        for group in groups
-        if group.kind in (CacheKind.WINDOW, CacheKind.STATE)
-    )
+    every = some = 0
+    for group in groups:
+        if group.kind in (CacheKind.FULL, CacheKind.CHUNK):
+            every += group.record_bytes // group.block_tokens
+        else:
+            some += group.record_bytes * group.pool_blocks(use.context)
     return BLOCK_TOKENS * every + round(some * BLOCK_TOKENS / use.context)
 
 
@@ -252,27 +239,19 @@ def _warnings(
     return warnings
 
 
-def _factor_applied(factor: float) -> str:
-    return (
-        f"{factor}: kvrecall serve ... -- --gpu-memory-utilization {factor}\n"
-        f"(on a CPU, {CPU_KV_SPACE}=GIB sets the device cache itself)"
-    )
-
-
 def _print(report: dict[str, Any], console: Console, rate_given: bool) -> None:
     facts = Table(title=Text(report["plan"]), show_header=False)
-    facts.add_row("KV of a token", format_size(report["bytes_per_token"]))
-    facts.add_row(
-        f"of a block of {report['block_tokens']} tokens", format_size(report["block_bytes"])
-    )
-    facts.add_row(
-        f"of a trace's block ({BLOCK_TOKENS} tokens)",
-        format_size(report["trace_block_bytes"]),
-    )
-    facts.add_row("of a session in the pool", format_size(report["session_bytes"]))
-    facts.add_row("on the devices while it runs", format_size(report["device_session_bytes"]))
-    facts.add_row("loaded by a hit of all of it", format_size(report["hit_bytes"]))
-    facts.add_row("of all sessions", format_size(report["needed_bytes"]))
+    sizes = {
+        "KV of a token": "bytes_per_token",
+        f"of a block of {report['block_tokens']} tokens": "block_bytes",
+        f"of a trace's block ({BLOCK_TOKENS} tokens)": "trace_block_bytes",
+        "of a session in the pool": "session_bytes",
+        "on the devices while it runs": "device_session_bytes",
+        "loaded by a hit of all of it": "hit_bytes",
+        "of all sessions": "needed_bytes",
+    }
+    for title, name in sizes.items():
+        facts.add_row(title, format_size(report[name]))
     even = report["break_even"]
     rate = "" if rate_given else " (assumed; --prefill-rate)"
     facts.add_row("prefill of an engine", f"{even['prefill_tokens_per_s']:,.0f} tokens/s{rate}")
@@ -285,7 +264,12 @@ def _print(report: dict[str, Any], console: Console, rate_given: bool) -> None:
     links = report["links"]
     if links["cards"]:
         facts.add_row("links of a card", f"{links['links']}, {format_size(links['bytes'])}")
-        facts.add_row("memory factor", _factor_applied(links["memory_factor"]))
+        factor = links["memory_factor"]
+        facts.add_row(
+            "memory factor",
+            f"{factor}: kvrecall serve ... -- --gpu-memory-utilization {factor}\n"
+            f"(on a CPU, {CPU_KV_SPACE}=GIB sets the device cache itself)",
+        )
     console.print(facts)
     console.print(_groups_table(report))
     if len(report["groups"]) > 1 or report["groups"][0]["reach"]:

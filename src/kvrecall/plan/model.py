@@ -1,13 +1,21 @@
-"""What a model's config.json says about the size of its KV cache and the cost of its prefill."""
+"""A model's KV groups, as vLLM makes them of its layers, and the cost of its prefill.
+
+After vLLM 0.32's ``get_kv_cache_groups``: layers that cache alike form groups of equally many
+layers; pages of all groups are as large as the largest, by more tokens in a block, or by padding.
+A block of attention layers grows until its page holds a recurrent state. The pool stores one record
+for each block of a group, without padding.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import ceil, lcm
 from pathlib import Path
 
 from kvrecall.errors import ConfigError
 from kvrecall.modelconfig import CacheKind, Fields, read_fields
-from kvrecall.plan.groups import Group, groups_of
 from kvrecall.plan.layers import (
     DTYPE_BYTES,
     Ffn,
@@ -19,6 +27,118 @@ from kvrecall.plan.layers import (
     kv_heads,
     read_layers,
 )
+
+_ALIGNMENT = 16  # tokens that divide a block of attention layers, in backends for GPUs
+_LATENT_ALIGNMENT = 128  # of blocks beside recurrent layers
+_SIMILAR = 1.5  # counts of layers that differ by less make groups as large as the larger
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """``layers``: how many it has. ``reach``: of a window or chunk, in tokens. ``device_bytes``: of
+    a block on one rank, with padding. ``record_bytes``: of a block in the pool, of all ranks."""
+
+    kind: CacheKind
+    reach: int
+    layers: int
+    block_tokens: int
+    device_bytes: int
+    record_bytes: int
+
+    def device_blocks(self, context: int) -> int:
+        """Blocks that a running sequence of ``context`` tokens holds."""
+        every = -(-context // self.block_tokens)
+        match self.kind:
+            case CacheKind.FULL:
+                return every
+            case CacheKind.WINDOW:
+                return min(every, -(-(self.reach - 1) // self.block_tokens) + 1)
+            case CacheKind.CHUNK:
+                return min(every, -(-self.reach // self.block_tokens))
+            case CacheKind.STATE:
+                return 2  # the one that runs, and the last boundary's
+
+    def pool_blocks(self, context: int) -> int:
+        """Records that a sequence leaves in the pool, with vLLM's default retention: windows where
+        its prompt and its answer end, the state where its prompt ends."""
+        every = -(-context // self.block_tokens)
+        match self.kind:
+            case CacheKind.WINDOW:
+                return max(1, min(every, 2 * -(-(self.reach - 1) // self.block_tokens)))
+            case CacheKind.STATE:
+                return min(1, every)
+        return every
+
+    def state_tokens(self, step_tokens: int) -> int:
+        """Tokens between two states that are kept."""
+        return max(1, step_tokens // self.block_tokens) * self.block_tokens
+
+    def needed(self, hit: int) -> int:
+        """Records that a hit of ``hit`` tokens, a multiple of all block sizes, loads."""
+        return len(self.kind.needed(self.reach, hit, self.block_tokens))
+
+
+def groups_of(caches: Sequence[LayerCache], block_tokens: int, ranks: int = 1) -> tuple[Group, ...]:
+    """vLLM's groups of these layers, with those that come first in the model first."""
+    attention = _block_tokens(caches, block_tokens, ranks)
+    pages = [
+        cache.state.rank_bytes(ranks) if cache.state else cache.rank_token_bytes(ranks) * attention
+        for cache in caches
+    ]
+    if len({(cache.kind, cache.reach, cache.state) for cache in caches}) <= 1:
+        # All layers need the same blocks of a prefix.
+        return (_group(caches, attention, sum(pages), ranks),) if caches else ()
+    largest = max(pages)
+    buckets: dict[tuple[LayerCache, int], list[LayerCache]] = defaultdict(list)
+    for cache, page in zip(caches, pages, strict=True):
+        # More tokens in a block where its page then is as large as the largest; padding elsewhere.
+        times = 1 if cache.state or largest % page else largest // page
+        buckets[cache, attention * times].append(cache)
+    counts = [len(bucket) for bucket in buckets.values()]
+    slots = max(counts) if max(counts) < min(counts) * _SIMILAR else min(counts)
+    groups = []
+    for (_, tokens), bucket in buckets.items():
+        number = -(-len(bucket) // slots)
+        for start in range(number):
+            groups.append(_group(bucket[start::number], tokens, slots * largest, ranks))
+    return tuple(groups)
+
+
+def _group(caches: Sequence[LayerCache], tokens: int, device_bytes: int, ranks: int) -> Group:
+    """Of layers whose blocks have so many tokens."""
+    return Group(
+        kind=caches[0].kind,
+        reach=caches[0].reach,
+        layers=len(caches),
+        block_tokens=tokens,
+        device_bytes=device_bytes,
+        record_bytes=sum(
+            cache.state.rank_bytes(ranks) * ranks if cache.state else cache.token_bytes * tokens
+            for cache in caches
+        ),
+    )
+
+
+def chain_of(groups: Sequence[Group]) -> Group:
+    """The group whose blocks the others hang on: the first with full attention, else the first."""
+    return next((group for group in groups if group.kind is CacheKind.FULL), groups[0])
+
+
+def hit_unit(groups: Iterable[Group]) -> int:
+    """Tokens between the ends of possible hits."""
+    return lcm(*(group.block_tokens for group in groups))
+
+
+def _block_tokens(caches: Sequence[LayerCache], given: int, ranks: int) -> int:
+    """Of attention layers: enough for the largest recurrent state, if there are any."""
+    states = [cache.state.rank_bytes(ranks) for cache in caches if cache.state]
+    tokens = [cache.rank_token_bytes(ranks) for cache in caches if not cache.state]
+    if not states or not tokens:
+        return given
+    is_latent = any(cache.is_latent for cache in caches)
+    least = max(given, _ALIGNMENT, _LATENT_ALIGNMENT if is_latent else 0)
+    raised = least * ceil(max(states) / (least * max(tokens)))
+    return max(given, -(-raised // _ALIGNMENT) * _ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +220,7 @@ def _params(fields: Fields, layers: tuple[Layer, ...], hidden: int) -> tuple[int
     embedding = fields.number("vocab_size", default=0) * hidden
     embedding *= 1 if fields.flag("tie_word_embeddings") else 2
     mixing = sum(layer.mixing for layer in layers)
-    counts = {ffn: sum(layer.ffn is ffn for layer in layers) for ffn in Ffn}
+    counts = Counter(layer.ffn for layer in layers)
     base = mixing + counts[Ffn.DENSE] * dense
     if not counts[Ffn.EXPERTS]:
         return base + embedding, base + embedding - embedding // 2

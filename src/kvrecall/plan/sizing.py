@@ -10,8 +10,7 @@ from itertools import accumulate
 from kvrecall.config import format_size, setting_of
 from kvrecall.errors import ConfigError
 from kvrecall.modelconfig import CacheKind
-from kvrecall.plan.groups import Group, hit_unit
-from kvrecall.plan.model import ModelShape
+from kvrecall.plan.model import Group, ModelShape, hit_unit
 from kvrecall.pool.disk.index import ROW_BYTES
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.simulate.groups import GroupSpec
@@ -84,16 +83,16 @@ def links_of(cards: int, will_grow: bool = False) -> CardLinks:
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """A tier of all hosts together. ``holds``: sessions whose whole context fits in it. ``blocks``:
-    of all KV groups. ``tokens``: of sessions of that context.
-    ``hit_rate``: on the trace, of it and the tiers above it; None without a trace."""
+    """A tier of all hosts together, as in the JSON. ``blocks``: of all KV groups. ``tokens``: of
+    ``sessions`` of the context, those whose whole context fits in it. ``hit_rate_up_to_here``: on
+    the trace, of it and the tiers above it; None without a trace."""
 
-    name: str
-    nbytes: int
+    tier: str
+    bytes: int
     blocks: int
     tokens: int
-    holds: int
-    hit_rate: float | None = None
+    sessions: int
+    hit_rate_up_to_here: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,25 +207,26 @@ def with_trace(
     """The tiers with their hit rates on a trace, as one pool for all its requests. ``groups``: of
     ``groups_of_trace``. ``advance(1)`` is called for each request."""
     least = sum(group.nbytes for group in groups)
-    small = next((t for t in tiers if t.nbytes < least or t.tokens < BLOCK_TOKENS), None)
+    small = next((t for t in tiers if t.bytes < least or t.tokens < BLOCK_TOKENS), None)
     if small is not None:
         raise ConfigError(
-            f"the {small.name} tier holds less than a block of the trace (512 tokens)"
+            f"the {small.tier} tier holds less than a block of the trace (512 tokens)"
         )
     if not groups:
         raise ConfigError("--trace: a model that keeps only states is not simulated")
     if [group.kind for group in groups] == [CacheKind.FULL]:
-        specs = [TierSpec(tier.name, tier.tokens // BLOCK_TOKENS) for tier in tiers]
+        specs = [TierSpec(tier.tier, tier.tokens // BLOCK_TOKENS) for tier in tiers]
         outcome = replay(trace, specs, policy, advance)
         read = accumulate(count.read for count in outcome.tiers)
         rates = [hits / outcome.accesses for hits in read]
     else:  # a hit may need records of several tiers: the rate of a pool that ends with the tier
-        specs = [TierSpec(tier.name, tier.nbytes) for tier in tiers]
+        specs = [TierSpec(tier.tier, tier.bytes) for tier in tiers]
         rates = []
         for count in range(1, len(tiers) + 1):
             seen = advance if count == len(tiers) else lambda _: None
             rates.append(replay(trace, specs[:count], policy, seen, groups).hit_rate)
-    return [replace(tier, hit_rate=rate) for tier, rate in zip(tiers, rates, strict=True)]
+    pairs = zip(tiers, rates, strict=True)
+    return [replace(tier, hit_rate_up_to_here=round(rate, 6)) for tier, rate in pairs]
 
 
 def break_even(shape: ModelShape, use: Use, prefill_rate: float) -> BreakEven:

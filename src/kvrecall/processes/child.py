@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
 from kvrecall.environment import WAITS
-from kvrecall.errors import EngineError
-
-_REPLY_S = 120.0
+from kvrecall.processes.command import end_with
 
 
 class ChildProcess:
@@ -121,44 +120,13 @@ def server_environment() -> dict[str, str]:
     return environment
 
 
-@contextlib.contextmanager
-def worker(main: Callable[..., None], *arguments: object) -> Iterator[Connection]:
-    """Runs ``main(pipe, *arguments)`` in a process of its own until the end of the block, which
-    also ends ``orders(pipe)`` there. See ``reply_to``."""
-    ours, theirs = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=main, args=(theirs, *arguments))
-    process.start()
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        ours.close()
-        process.join(30.0)
-        process.kill()
-        process.join()
+def one_process(prepare: Callable[..., None], *arguments: object) -> ProcessPoolExecutor:
+    """Calls are made in a process of its own, after ``prepare(*arguments)``. It ends with this
+    one."""
+    begin = functools.partial(_prepare, os.getpid(), prepare, *arguments)
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), begin)
 
 
-def reply_to(pipe: Connection, *order: object) -> Any:
-    """Sends an order to a ``worker``; returns its ``reply_of``."""
-    with contextlib.suppress(OSError):
-        pipe.send(order)
-    return reply_of(pipe, order[0])
-
-
-def reply_of(pipe: Connection, order: object) -> Any:
-    """A ``worker``'s reply to an order. Raises EngineError if it ended or takes more than two
-    minutes."""
-    try:
-        if pipe.poll(_REPLY_S):
-            return pipe.recv()
-    except (EOFError, OSError) as error:
-        raise EngineError(f"the process that does {order!r} has ended") from error
-    raise EngineError(f"{order!r} is not done after {_REPLY_S:.0f} s")
-
-
-def orders(pipe: Connection) -> Iterator[tuple[Any, ...]]:
-    """In a ``worker``: its orders, until the block that started it ends."""
-    with contextlib.suppress(EOFError):
-        while True:
-            yield pipe.recv()
+def _prepare(parent: int, prepare: Callable[..., None], *arguments: object) -> None:
+    end_with(parent)
+    prepare(*arguments)

@@ -1,4 +1,4 @@
-"""Processes of benchmarks, demo and checks: commands, and children that end with them.
+"""Commands of benchmarks, demo and checks: their progress, and children that end with them.
 
 A benchmark or test that dies of ``kill -9`` shuts nothing down; its children detect its death
 themselves.
@@ -21,7 +21,6 @@ from types import FrameType
 import typer
 
 from kvrecall.errors import KvrecallError, status_of
-from kvrecall.processes.progress import ProgressLines
 
 _OURS = (
     "import sys; from importlib import import_module;"
@@ -34,6 +33,7 @@ _PROGRAM = (
 )
 _LOOK_S = 0.5
 _GRACE_S = 20.0
+_SILENCE_S = 10.0
 
 
 def kvrecall(*words: str) -> list[str]:
@@ -67,6 +67,56 @@ def _watch(parent: int) -> None:
     if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
+
+
+class ProgressLines:
+    """Progress of a command, on standard error: lines with the time since it began."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+        self._began = self._said = time.monotonic()
+        self._line = ""
+        self._lock = threading.Lock()
+
+    def __call__(self, line: str) -> None:
+        with self._lock:
+            self._now(line)
+            self._print(line)
+
+    def now(self, line: str) -> None:
+        """Sets the current activity, which is printed only if it takes long."""
+        with self._lock:
+            self._now(line)
+
+    def _now(self, line: str) -> None:
+        self._line = line.strip().partition("\n")[0]
+
+    @contextlib.contextmanager
+    def alive(self) -> Iterator[None]:
+        """The command begins here. Until the end of the block a line every ten seconds without
+        other output says what it does."""
+        self._began = self._said = time.monotonic()
+        self._line = "working"
+        over = threading.Event()
+        thread = threading.Thread(target=self._beat, args=(over,), name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _beat(self, over: threading.Event) -> None:
+        while not over.wait(1.0):
+            with self._lock:
+                if time.monotonic() - self._said >= _SILENCE_S:
+                    self._print(f"  ... {self._line}")
+
+    def _print(self, line: str) -> None:
+        self._said = time.monotonic()
+        seconds = int(self._said - self._began)
+        text = f"{self._command}: {seconds // 60}:{seconds % 60:02d} {line}"
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -44,9 +44,8 @@ class Roster:
         if self._file is None:
             return addresses(self._given)
         self._read = self._stamp()
-        lines = self._lines(self._file)
         listed = {option: list(texts) for option, texts in self._given.items()}
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(_lines(self._file), start=1):
             words = line.partition("#")[0].split()
             if not words:
                 continue
@@ -59,41 +58,46 @@ class Roster:
             listed[_OPTIONS[words[0]]].append(words[1])
         return addresses(listed, may_be_none=True)
 
-    def _lines(self, file: Path) -> list[str]:
-        """Raises ConfigError. Does not wait, as reading a pipe would."""
+
+def _lines(file: Path) -> list[str]:
+    """Raises ConfigError. Does not wait, as reading a pipe would."""
+    try:
+        state = file.stat()
+        if stat.S_ISDIR(state.st_mode):
+            why = "Is a directory"
+        elif not stat.S_ISREG(state.st_mode):
+            why = "it is not a file"
+        elif state.st_size > _MOST_BYTES:
+            why = "it is larger than 1 MiB"
+        else:
+            return file.read_text().splitlines()
+    except OSError as error:
+        why = error.strerror or str(error)
+    except UnicodeDecodeError:
         why = "it is not text"
-        try:
-            state = file.stat()
-            if stat.S_ISDIR(state.st_mode):
-                why = "Is a directory"
-            elif not stat.S_ISREG(state.st_mode):
-                why = "it is not a file"
-            elif state.st_size > _MOST_BYTES:
-                why = "it is larger than 1 MiB"
-            else:
-                return file.read_text().splitlines()
-        except OSError as error:
-            why = error.strerror or str(error)
-        except UnicodeDecodeError:
-            pass
-        raise ConfigError(
-            f"--instances: {file}: {why}; give a file with a line such as "
-            "'engine http://10.0.0.5:8000' for each instance"
-        )
+    raise ConfigError(
+        f"--instances: {file}: {why}; give a file with a line such as "
+        "'engine http://10.0.0.5:8000' for each instance"
+    )
 
 
 def addresses(
     given: Mapping[str, Sequence[str] | None], may_be_none: bool = False
 ) -> list[tuple[Address, ...]]:
-    """Those given with each option, in its order. ``may_be_none``: no instance is no error. Raises
-    ConfigError."""
-    made = {option: instances(texts or (), option) for option, texts in given.items()}
+    """The instances given with each option, in its order. ``may_be_none``: no instance is no error.
+    Raises ConfigError."""
     options: dict[str, str] = {}
-    for option, those in made.items():
-        for one in those:
-            if options.setdefault(one.url, option) != option:
-                raise ConfigError(f"{one.url} is given for {options[one.url]} and for {option}")
-    engines, prefill, decode = made.values()
+    made: list[tuple[Address, ...]] = []
+    for option, texts in given.items():
+        made.append(tuple(address(text, option) for text in texts or ()))
+        for one in made[-1]:
+            if one.url in options:
+                again = options[one.url]
+                twice = f"{option}: {one.url} is given twice"
+                apart = f"{one.url} is given for {again} and for {option}"
+                raise ConfigError(twice if again == option else apart)
+            options[one.url] = option
+    engines, prefill, decode = made
     if engines and (prefill or decode):
         raise ConfigError(
             "--engine: engines without roles do not go with --prefill and --decode; give all "
@@ -101,16 +105,6 @@ def addresses(
         )
     if not engines and not decode and not (may_be_none and not prefill):
         raise ConfigError("--engine: no instance is given; give engines, or --prefill and --decode")
-    return [engines, prefill, decode]
-
-
-def instances(texts: Sequence[str], option: str) -> tuple[Address, ...]:
-    """The instances given with ``option``. Raises ConfigError."""
-    made = tuple(address(text, option) for text in texts)
-    urls = [one.url for one in made]
-    twice = {url for url in urls if urls.count(url) > 1}
-    if twice:
-        raise ConfigError(f"{option}: {sorted(twice)[0]} is given twice")
     return made
 
 

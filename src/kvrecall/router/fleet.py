@@ -59,8 +59,8 @@ class Instance:
     ``waiting``: the cost, in tokens computed, of the prompts that it was sent and has not answered.
     ``engine``, ``pool``: what its publishers and those of its pool service say. ``serves``: names
     of models and adapters, empty if it did not say; ``models``: those without an adapter.
-    ``leaves``: it gets no further requests. ``calls``: what waits for its first byte, and whether
-    another instance can take its place now.
+    ``leaves``: it gets no further requests. ``calls``: what waits for its first byte, and the
+    instances that can take its place, None if there is another way.
     """
 
     address: Address
@@ -76,7 +76,7 @@ class Instance:
     serves: frozenset[str] = frozenset()
     models: frozenset[str] = frozenset()
     leaves: bool = False
-    calls: dict[asyncio.Timeout, Callable[[], bool]] = field(default_factory=dict)
+    calls: dict[asyncio.Timeout, Sequence[Instance] | None] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -111,30 +111,29 @@ class Instance:
         finally:
             self.inflight -= 1
 
-    @contextmanager
-    def answering(self, cost: float) -> Iterator[None]:
-        """Until its first byte, or failure, a request counts as work that waits."""
+    @asynccontextmanager
+    async def answering(
+        self, cost: float, others: Sequence[Instance] | None = None
+    ) -> AsyncIterator[None]:
+        """Until its first byte, or failure, a request counts as work that waits. Ends what is
+        awaited within, with TimeoutError, if the instance turns out to hang while any of ``others``
+        is up; None: there is another way, whatever is up."""
         self.waiting += cost
         try:
-            yield
+            async with asyncio.timeout(None) as call:
+                self.calls[call] = others
+                try:
+                    yield
+                finally:
+                    del self.calls[call]
         finally:
             self.waiting = max(0.0, self.waiting - cost)
 
-    @asynccontextmanager
-    async def unless_it_hangs(self, has_other: Callable[[], bool]) -> AsyncIterator[None]:
-        """Ends what is awaited within, with TimeoutError, if the instance turns out to hang and
-        another one can take its place."""
-        async with asyncio.timeout(None) as call:
-            self.calls[call] = has_other
-            try:
-                yield
-            finally:
-                del self.calls[call]
-
     def hangs(self) -> None:
         """It has not answered several probes in a row."""
-        for call, has_other in self.calls.items():
-            if has_other() and not call.expired():
+        for call, others in self.calls.items():
+            has_other = others is None or any(one.healthy for one in others)
+            if has_other and not call.expired():
                 call.reschedule(0)
 
 

@@ -21,6 +21,21 @@ def _of_each(following: Subscriptions, value: Callable[[Subscription], float]) -
     return [((one.publisher.name,), value(one)) for one in following.of.values()]
 
 
+_OF_EVENTS: tuple[tuple[str, str, Callable[[Subscription], float]], ...] = (
+    ("event_batches", "Batches of KV events applied.", lambda one: one.reader.applied),
+    ("event_gaps", "Times that batches were missing.", lambda one: one.gaps),
+    ("event_gaps_lost",
+     "Of these, times that the publisher no longer had them: all is forgotten.",
+     lambda one: one.reader.lost),
+    ("publisher_restarts", "Times that the publisher had been started again.",
+     lambda one: one.reader.restarts),
+    ("publisher_joined",
+     "1 if the hashes of the publisher's blocks can be computed from tokens, else 0.",
+     lambda one: one.holdings.rule is not None),
+)  # fmt: skip
+"""Gauges of publishers. Counts of events are gauges too: a subscription keeps them."""
+
+
 class RouterMetrics:
     """The router's counters and the fleet's gauges, in a registry of their own."""
 
@@ -53,86 +68,38 @@ class RouterMetrics:
         self.tokenized = self._counter(
             "tokenized", "Prompts by whether an instance told their tokens.", "outcome"
         )
-        self.event_lag = Histogram(
-            "kvrecall_router_event_lag_seconds",
-            "Seconds from a batch of KV events to its application.",
-            registry=self._registry,
-            buckets=_BUCKETS,
+        self.event_lag = self._seconds(
+            "event_lag", "Seconds from a batch of KV events to its application."
         )
-        self.prefill_seconds = Histogram(
-            "kvrecall_router_prefill_seconds",
-            "Seconds from sending a prompt to the promise of its blocks.",
-            registry=self._registry,
-            buckets=_BUCKETS,
+        self.prefill_seconds = self._seconds(
+            "prefill", "Seconds from sending a prompt to the promise of its blocks."
         )
-        self.first_byte_seconds = Histogram(
-            "kvrecall_router_first_byte_seconds",
-            "Seconds from a request to the first byte of its reply.",
-            registry=self._registry,
-            buckets=_BUCKETS,
+        self.first_byte_seconds = self._seconds(
+            "first_byte", "Seconds from a request to the first byte of its reply."
         )
-
         self._shown: list[tuple[Gauge, Callable[[], _Values]]] = []
-        self._show(
-            "instance_up",
-            "1 if the instance answers, else 0.",
-            ("role", "instance"),
-            lambda: [((one.role, one.name), float(one.healthy)) for one in fleet.all],
-        )
-        self._show(
-            "inflight",
-            "Requests in flight.",
-            ("role", "instance"),
-            lambda: [
-                ((one.role, one.name), float(one.inflight)) for one in (*fleet.all, *fleet.leaving)
-            ],
-        )
-        self._show("prefixes", "Prefix hashes remembered.", (), lambda: [((), len(fleet.prefixes))])
-        self._of_events(subscriptions)
-
-    def _of_events(self, subscriptions: Subscriptions) -> None:
-        """Gauges of publishers. Counts of events are gauges too: a subscription keeps them."""
-        shown: tuple[tuple[str, str, Callable[[Subscription], float]], ...] = (
-            ("event_batches", "Batches of KV events applied.", lambda one: one.reader.applied),
-            ("event_gaps", "Times that batches were missing.", lambda one: one.gaps),
-            (
-                "event_gaps_lost",
-                "Of these, times that the publisher no longer had them: all is forgotten.",
-                lambda one: one.reader.lost,
-            ),
-            (
-                "publisher_restarts",
-                "Times that the publisher had been started again.",
-                lambda one: one.reader.restarts,
-            ),
-            (
-                "publisher_joined",
-                "1 if the hashes of the publisher's blocks can be computed from tokens, else 0.",
-                lambda one: float(one.holdings.rule is not None),
-            ),
-        )
-        for name, text, value in shown:
-            self._show(name, text, ("publisher",), partial(_of_each, subscriptions, value))
-        self._show(
-            "blocks",
-            "Blocks that a publisher reports, by tier.",
-            ("publisher", "tier"),
-            lambda: [
-                ((one.publisher.name, tier), float(one.holdings.blocks(tier)))
-                for one in subscriptions.of.values()
-                for tier in TIERS
-            ],
-        )
-
-    def _show(
-        self, name: str, text: str, labels: tuple[str, ...], values: Callable[[], _Values]
-    ) -> None:
-        """A gauge whose values, by labels, are asked for with each page: instances come and go."""
-        gauge = Gauge(f"kvrecall_router_{name}", text, labels, registry=self._registry)
-        self._shown.append((gauge, values))
+        shown: tuple[tuple[str, str, str, Callable[[], _Values]], ...] = (
+            ("instance_up", "1 if the instance answers, else 0.", "role instance",
+             lambda: [((one.role, one.name), one.healthy) for one in fleet.all]),
+            ("inflight", "Requests in flight.", "role instance",
+             lambda: [((x.role, x.name), x.inflight) for x in (*fleet.all, *fleet.leaving)]),
+            ("prefixes", "Prefix hashes remembered.", "", lambda: [((), len(fleet.prefixes))]),
+            ("blocks", "Blocks that a publisher reports, by tier.", "publisher tier",
+             lambda: [((one.publisher.name, tier), one.holdings.blocks(tier))
+                      for one in subscriptions.of.values() for tier in TIERS]),
+            *((name, text, "publisher", partial(_of_each, subscriptions, value))
+              for name, text, value in _OF_EVENTS),
+        )  # fmt: skip
+        for name, text, labels, values in shown:
+            gauge = Gauge(f"kvrecall_router_{name}", text, labels.split(), registry=self._registry)
+            self._shown.append((gauge, values))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"kvrecall_router_{name}", text, labels, registry=self._registry)
+
+    def _seconds(self, name: str, text: str) -> Histogram:
+        name = f"kvrecall_router_{name}_seconds"
+        return Histogram(name, text, registry=self._registry, buckets=_BUCKETS)
 
     def count_tokens(self, role: str, split: Mapping[str, int]) -> None:
         """Counts a prompt's tokens by source at an instance of ``role``."""
@@ -146,7 +113,8 @@ class RouterMetrics:
             self.expected.labels(role, tier).inc(count)
 
     def page(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """The metrics in Prometheus' text format. Gauges get their values now, by their labels:
+        instances come and go."""
         for gauge, values in self._shown:
             if gauge._labelnames:
                 gauge.clear()

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import httpx
@@ -26,7 +25,7 @@ from kvrecall.router.bodies import Body, aside, fields_of, value_of
 from kvrecall.router.fleet import Expected, Fleet, Instance
 from kvrecall.router.metrics import RouterMetrics
 from kvrecall.router.prefixes import Prompt
-from kvrecall.router.tokens import Tokens
+from kvrecall.router.tokens import tokens_of
 from kvrecall.router.traces import CompletionSpan, RouterTraces, calling
 from kvrecall.router.upstream import (
     Headers,
@@ -177,17 +176,6 @@ def _retry_after(status: int) -> dict[str, str]:
     return {RETRY_HEADER: "1"} if status == 503 else {}
 
 
-def _any_up(instances: Sequence[Instance]) -> bool:
-    return any(one.healthy for one in instances)
-
-
-def _failure(instance: Instance, error: InstanceFailedError | TimeoutError) -> InstanceFailedError:
-    """TimeoutError: the instance hangs."""
-    if isinstance(error, InstanceFailedError):
-        return error
-    return InstanceFailedError(f"{instance.name} does not answer, nor its /health", gone=False)
-
-
 class Router:
     """Serves completions with the instances of a fleet."""
 
@@ -201,7 +189,6 @@ class Router:
         self.metrics = RouterMetrics(self.fleet, self._subscriptions)
         self.upstream = Upstream(settings.timeout_s)
         self.traces = RouterTraces(settings.traces_endpoint)
-        self._tokens = Tokens(self.upstream)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[None, None]:
@@ -272,7 +259,7 @@ class Router:
         is_named = model is None or (isinstance(model, str) and model in self.fleet.models)
         if instance is None or not is_named:
             return prompt  # with an adapter, blocks have other hashes
-        ids = await self._tokens.of(request.body, prompt, request.headers, instance)
+        ids = await tokens_of(self.upstream, instance, request.body, prompt, request.headers)
         self.metrics.tokenized.labels("done" if ids is not None else "unknown").inc()
         if ids is None:
             return prompt
@@ -293,18 +280,11 @@ class Router:
             if attempt:
                 self.metrics.retries.labels("prefill").inc()
             began = time.monotonic()
-            expected = self.fleet.expected(instance, prompt)
-            cost = self.fleet.cost_of(prompt, expected)
-            self.fleet.sent(instance, prompt)
+            content = prompt_only(request.body).encoded()
             try:
-                call = calling(request.span, "prefill", instance.name, request.headers)
-                with instance.busy(), instance.answering(cost), call as headers:
-                    async with instance.unless_it_hangs(lambda: True):
-                        answer = await self.upstream.ask(
-                            instance, request.path, prompt_only(request.body).encoded(), headers
-                        )
-            except (InstanceFailedError, TimeoutError) as error:
-                self._failed("prefill", instance, _failure(instance, error))
+                with instance.busy():
+                    answer = await self._ask(request, instance, "prefill", content)
+            except InstanceFailedError:
                 continue
             self.metrics.prefill_seconds.observe(time.monotonic() - began)
             if answer.status != 200:
@@ -312,7 +292,7 @@ class Router:
             params = fields_of(answer.fields().get("kv_transfer_params", b""))
             request.prefill = instance
             request.prefill_split = split_of(value_of(params.get(REPORT)))
-            self._served("prefill", instance, prompt, expected)
+            self._served(request, instance)
             self.metrics.count_tokens("prefill", request.prefill_split)
             receipt = params.get(HANDOVER)
             return "done", receipt if receipt and bytes(receipt) != b"null" else None
@@ -323,29 +303,21 @@ class Router:
         instance, up to ``retries`` times."""
         began = time.monotonic()
         failure: InstanceFailedError | None = None
-        ask = self.upstream.stream if request.body.get("stream") else self.upstream.ask
         ranked = self.fleet.best_for_decode(request.prompt, request.body.get("model"))
         candidates = ranked[: self._settings.retries + 1]
         for attempt, instance in enumerate(candidates):
             if attempt:
                 self.metrics.retries.labels(instance.word).inc()
-            request.expected = self.fleet.expected(instance, request.prompt)
-            cost = self.fleet.cost_of(request.prompt, request.expected)
-            self.fleet.sent(instance, request.prompt)
-            others = candidates[attempt + 1 :]
+            content, others = request.body.encoded(), candidates[attempt + 1 :]
             try:
                 with contextlib.ExitStack() as busy:
                     busy.enter_context(instance.busy())
-                    call = calling(request.span, "decode", instance.name, request.headers)
-                    with instance.answering(cost), call as headers:
-                        async with instance.unless_it_hangs(partial(_any_up, others)):
-                            got = await ask(instance, request.path, request.body.encoded(), headers)
+                    got = await self._ask(request, instance, "decode", content, others)
                     held.push(busy.pop_all())
-            except (InstanceFailedError, TimeoutError) as error:
-                failure = _failure(instance, error)
-                self._failed(instance.word, instance, failure)
+            except InstanceFailedError as error:
+                failure = error
                 continue
-            self._served(instance.word, instance, request.prompt, request.expected)
+            self._served(request, instance)
             request.forget()
             request.decode = instance
             self.metrics.first_byte_seconds.observe(time.monotonic() - began)
@@ -361,18 +333,45 @@ class Router:
             return passed_on(reply, {} if tells else _retry_after(reply.status))
         return error_response(502, f"no instance could serve the request: {failure}")
 
-    def _served(
-        self, role: str, instance: Instance, prompt: Prompt | None, expected: Expected
-    ) -> None:
-        self.metrics.affinity.labels(role, "held" if expected else "new").inc()
-        self.fleet.computed(instance, prompt)
+    async def _ask(
+        self,
+        request: Completion,
+        instance: Instance,
+        part: str,
+        content: bytes,
+        others: Sequence[Instance] | None = None,
+    ) -> Any:
+        """What an instance answers to ``content``, its ``part`` of the request: an InstanceReply,
+        or the ReplyStream that the client asked for. Raises InstanceFailedError, which is counted
+        then, also if it hangs while any of ``others`` (None: another way) could answer."""
+        request.expected = self.fleet.expected(instance, request.prompt)
+        cost = self.fleet.cost_of(request.prompt, request.expected)
+        self.fleet.sent(instance, request.prompt)
+        streams = part == "decode" and request.body.get("stream")
+        send = self.upstream.stream if streams else self.upstream.ask
+        try:
+            with calling(request.span, part, instance.name, request.headers) as headers:
+                async with instance.answering(cost, others):
+                    return await send(instance, request.path, content, headers)
+        except TimeoutError:
+            message = f"{instance.name} does not answer, nor its /health"
+            failure = InstanceFailedError(message, gone=False)
+        except InstanceFailedError as error:
+            failure = error
+        self._failed(instance, failure)
+        raise failure
 
-    def _failed(self, role: str, instance: Instance, error: InstanceFailedError) -> None:
-        self.metrics.failures.labels(role, instance.name).inc()
+    def _served(self, request: Completion, instance: Instance) -> None:
+        outcome = "held" if request.expected else "new"
+        self.metrics.affinity.labels(instance.word, outcome).inc()
+        self.fleet.computed(instance, request.prompt)
+
+    def _failed(self, instance: Instance, error: InstanceFailedError) -> None:
+        self.metrics.failures.labels(instance.word, instance.name).inc()
         if error.gone:
             self.fleet.lost(instance, str(error))
         else:
-            log.warning("%s instance %s: %s", role, instance.url, error)
+            log.warning("%s instance %s: %s", instance.word, instance.url, error)
 
     def _whole(self, request: Completion, answer: InstanceReply) -> Response:
         fields: dict[str, Any] = dict(answer.fields())
@@ -404,13 +403,13 @@ class Router:
         async def events() -> AsyncGenerator[bytes, None]:
             try:
                 yield request.complete_event(stream.first)
-                async for event in stream.rest():
+                async for event in stream.events:
                     yield request.complete_event(event)
                 request.outcome = "ok"
             except (httpx.HTTPError, InstanceFailedError) as error:
                 request.outcome = "broken"
                 why = str(error) or type(error).__name__
-                self._failed(instance.word, instance, InstanceFailedError(why, gone=True))
+                self._failed(instance, InstanceFailedError(why, gone=True))
                 broken = {"message": f"{instance.name} broke off", "type": "router_error"}
                 yield f"data: {json.dumps({'error': broken | {'code': 502}})}\n\n".encode()
 

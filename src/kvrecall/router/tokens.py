@@ -81,26 +81,24 @@ def _tokens_in(content: bytes) -> tuple[int, ...] | None:
         return None
 
 
-class Tokens:
-    """Asks instances for the tokens of prompts."""
-
-    def __init__(self, upstream: Upstream) -> None:
-        self._upstream = upstream
-
-    async def of(
-        self, body: Body, prompt: Prompt, headers: Mapping[str, str], instance: Instance
-    ) -> tuple[int, ...] | None:
-        """The tokens of a request with one prompt, as ``instance`` cuts it; None if they cannot be
-        known."""
-        if prompt.given is not None:
-            return prompt.given if await aside(body.nbytes, is_text, body) else None
-        question = await aside(body.nbytes, _asked, body)
-        if question is None:
-            return None
-        try:
-            answer = await self._upstream.ask(instance, "/tokenize", question, headers, _TOKENIZE_S)
-        except InstanceFailedError:
-            return None
-        if answer.status != 200:
-            return None
-        return await aside(len(answer.content), _tokens_in, answer.content)
+async def tokens_of(
+    upstream: Upstream,
+    instance: Instance,
+    body: Body,
+    prompt: Prompt,
+    headers: Mapping[str, str],
+) -> tuple[int, ...] | None:
+    """The tokens of a request with one prompt, as ``instance`` cuts it; None if they cannot be
+    known."""
+    if prompt.given is not None:
+        return prompt.given if await aside(body.nbytes, is_text, body) else None
+    question = await aside(body.nbytes, _asked, body)
+    if question is None:
+        return None
+    try:
+        answer = await upstream.ask(instance, "/tokenize", question, headers, _TOKENIZE_S)
+    except InstanceFailedError:
+        return None
+    if answer.status != 200:
+        return None
+    return await aside(len(answer.content), _tokens_in, answer.content)

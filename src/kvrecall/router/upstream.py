@@ -7,7 +7,7 @@ are not followed, and no encoding is undone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,7 +18,6 @@ from kvrecall.router.bodies import fields_of, value_of
 from kvrecall.router.fleet import Instance
 
 _END = b"\n\n"
-_IS_JSON = {"content-type": "application/json"}
 _OTHERS_MAY_SERVE = frozenset({500, 502, 503, 504})
 _MOST_REPLY = 64 << 20  # bytes of a whole reply
 _MOST_EVENT = 16 << 20  # bytes of an event of a stream
@@ -75,33 +74,20 @@ class InstanceReply:
         return fields_of(self.content)
 
 
+@dataclass(frozen=True, slots=True)
 class ReplyStream:
-    """A streamed reply whose first event has arrived. ``close`` aborts it at the instance."""
+    """A streamed reply whose first event has arrived. ``events``: those after it; they raise
+    httpx.HTTPError if the connection is lost, and InstanceFailedError if one has no end."""
 
-    def __init__(self, response: httpx.Response, events: AsyncGenerator[bytes, None]) -> None:
-        self._response = response
-        self._events = events
-        self.headers = _end_to_end(response)
-        self.first = b""
-
-    async def begin(self) -> None:
-        """Waits for the first event. Raises InstanceFailedError if none arrives."""
-        try:
-            self.first = await anext(self._events)
-        except StopAsyncIteration:
-            raise InstanceFailedError("ended without an event", gone=False) from None
-        if error := _error_of(self.first):
-            raise InstanceFailedError(error, gone=False)
-
-    async def rest(self) -> AsyncIterator[bytes]:
-        """The events after the first. Raises httpx.HTTPError if the connection is lost, and
-        InstanceFailedError if an event has no end."""
-        async for event in self._events:
-            yield event
+    response: httpx.Response
+    first: bytes
+    events: AsyncGenerator[bytes, None]
+    headers: Headers
 
     async def close(self) -> None:
-        await self._events.aclose()
-        await self._response.aclose()
+        """Aborts it at the instance."""
+        await self.events.aclose()
+        await self.response.aclose()
 
 
 class Upstream:
@@ -127,7 +113,7 @@ class Upstream:
         """Whether the instance reports that it is healthy, or is too busy to and answers others."""
         before = instance.heard
         try:
-            return (await self._get(instance, "/health", {}, _PROBE_S)).status == 200
+            return (await self.get(instance, "/health", {}, _PROBE_S)).status == 200
         except InstanceFailedError:
             return instance.heard > before
 
@@ -138,7 +124,7 @@ class Upstream:
         if it does not say."""
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         try:
-            answer = await self._get(instance, "/v1/models", headers, _PROBE_S)
+            answer = await self.get(instance, "/v1/models", headers, _PROBE_S)
             listed = _models.decode(answer.content).data
         except (InstanceFailedError, msgspec.DecodeError, RecursionError):
             return frozenset(), frozenset()
@@ -147,14 +133,15 @@ class Upstream:
             frozenset(one.id for one in listed if not one.parent),
         )
 
-    async def get(self, instance: Instance, path: str, headers: Mapping[str, str]) -> InstanceReply:
-        """GET. Raises InstanceFailedError."""
-        return await self._get(instance, path, headers, _LOOK_UP_S)
-
-    async def _get(
-        self, instance: Instance, path: str, headers: Mapping[str, str], limit_s: float
+    async def get(
+        self,
+        instance: Instance,
+        path: str,
+        headers: Mapping[str, str],
+        limit_s: float = _LOOK_UP_S,
     ) -> InstanceReply:
-        """``limit_s``: for each step, connecting and waiting; twice that for both."""
+        """GET. Raises InstanceFailedError. ``limit_s``: for each step, connecting and waiting;
+        twice that for both."""
         request = self._client.build_request(
             "GET", instance.url + path, headers=_raw(headers), timeout=limit_s
         )
@@ -172,8 +159,7 @@ class Upstream:
         """POST for a whole reply. Raises InstanceFailedError for failures worth a retry.
         ``limit_s``: for its head, and again for the rest; None: the client's timeout."""
         limit_s = limit_s or self._timeout_s
-        response = await self._send(instance, self._post(instance, path, content, headers), limit_s)
-        instance.heard += 1
+        response = await self._post(instance, path, content, headers, limit_s)
         return _usable(instance, await _whole(instance, response, limit_s))
 
     async def stream(
@@ -182,20 +168,37 @@ class Upstream:
         """POST for a stream, whose first event has arrived, or a whole reply if the instance
         refuses, or answers with one. Raises InstanceFailedError."""
         limit_s = self._timeout_s
-        response = await self._send(instance, self._post(instance, path, content, headers), limit_s)
-        instance.heard += 1
+        response = await self._post(instance, path, content, headers, limit_s)
         if response.status_code != 200 or not _is_stream(response):
             # also to ``"stream": "false"``, which vLLM takes for false
             return _usable(instance, await _whole(instance, response, limit_s))
-        stream = ReplyStream(response, _events(instance, response))
+        events = _events(instance, response)
         try:
             with _failures(instance):
                 async with asyncio.timeout(limit_s):
-                    await stream.begin()
-            return stream
+                    first = await anext(events, b"")
+            if error := _error_of(first) if first else "ended without an event":
+                raise InstanceFailedError(error, gone=False)
         except BaseException:
-            await stream.close()
+            await events.aclose()
+            await response.aclose()
             raise
+        return ReplyStream(response, first, events, _end_to_end(response))
+
+    async def _post(
+        self,
+        instance: Instance,
+        path: str,
+        content: bytes,
+        headers: Mapping[str, str],
+        limit_s: float,
+    ) -> httpx.Response:
+        raw = _raw({**headers, "content-type": "application/json"})
+        url = instance.url + path
+        request = self._client.build_request("POST", url, content=content, headers=raw)
+        response = await self._send(instance, request, limit_s)
+        instance.heard += 1
+        return response
 
     async def _send(
         self, instance: Instance, request: httpx.Request, limit_s: float
@@ -211,13 +214,6 @@ class Upstream:
             )
             raise InstanceFailedError(message, gone=False)
         return response
-
-    def _post(
-        self, instance: Instance, path: str, content: bytes, headers: Mapping[str, str]
-    ) -> httpx.Request:
-        return self._client.build_request(
-            "POST", instance.url + path, content=content, headers=_raw({**headers, **_IS_JSON})
-        )
 
 
 def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

@@ -13,7 +13,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvrecall.engines.base import ServingEngine
 from kvrecall.server.access import HEALTH, Access, known_hosts
@@ -25,9 +24,7 @@ from kvrecall.server.plan import Plan, Plane
 from kvrecall.server.replies import ReplyError
 from kvrecall.server.routes import business_router
 
-_MANAGEMENT_PATHS = ("/load",)  # of vLLM's application
-_METRICS_PATHS = ("/metrics",)
-_OWN_JSON = "/metrics-json"  # a path of the management plane
+_METRICS = "/metrics"
 _PUBLIC = re.compile(
     "/(|generate|generate_stream|infer|infer_token|tokenize|detokenize|version|metrics|info"
     "|v1/(chat|completions|messages|responses|models|tokenizer)(/.*)?"
@@ -59,16 +56,17 @@ def attach_all(
     metrics = apps.get(plan.home(Plane.METRICS), app)
     mindie = MindieMetrics(engine.info.names[0], engine.load)
 
+    # Of vLLM's application, whose /metrics matches every path that begins so.
+    closed = [
+        path for path, home in (("/load", management), (_METRICS, metrics)) if home is not app
+    ]
+    for path in closed:
+        reply = ReplyError(404, f"{path} is on another address of this server").response()
+        app.router.routes.insert(0, Route(f"{path}{{rest:path}}", reply))
     _include_first(app, business_router(engine, plan))
     _include_first(management, management_router(engine, plan, mindie))
     _include_first(management, dashboard_router(engine))
     metrics.router.routes.insert(0, _metrics_route(mindie))
-    closed = (
-        *(_MANAGEMENT_PATHS if management is not app else ()),
-        *(_METRICS_PATHS if metrics is not app else ()),
-    )
-    if closed:
-        app.add_middleware(Closed, prefixes=closed, but=_OWN_JSON if management is app else "")
     for name, each in {"": app, **apps}.items():
         if each is not management:
             _include_first(each, health_router(engine))
@@ -93,7 +91,7 @@ def _access(plan: Plan, name: str, keys: Sequence[str], origins: Sequence[str]) 
         keys=tuple(keys),
         hosts=known_hosts(plan.allowed_hosts, host),
         origins=frozenset(origins),
-        open_paths=(*HEALTH, *_METRICS_PATHS) if own else HEALTH,
+        open_paths=(*HEALTH, _METRICS) if own else HEALTH,
         public=None if tls else _PUBLIC,
     )
 
@@ -122,7 +120,7 @@ def _metrics_route(mindie: MindieMetrics) -> Route:
         page = generate_latest(REGISTRY) + generate_latest(own)
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
-    return Route("/metrics", metrics, methods=["GET"])
+    return Route(_METRICS, metrics, methods=["GET"])
 
 
 async def _reply_error(_: Request, error: Exception) -> Response:
@@ -141,19 +139,3 @@ async def _unreadable(_: Request, error: Any) -> Response:
     problem = error.errors()[0]
     field = ".".join(str(part) for part in problem["loc"])
     return ReplyError(422, f"{field}: {problem['msg']}").response()
-
-
-class Closed:
-    """Answers 404 to paths with one of ``prefixes``, which another address serves, except ``but``.
-    Prefixes, because vLLM's own /metrics matches every path that begins so."""
-
-    def __init__(self, app: ASGIApp, prefixes: tuple[str, ...], but: str = "") -> None:
-        self._app = app
-        self._prefixes = prefixes
-        self._but = but
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app, path = self._app, scope.get("path", "")
-        if scope["type"] == "http" and path.startswith(self._prefixes) and path != self._but:
-            app = ReplyError(404, f"{path} is on another address of this server").response()
-        await app(scope, receive, send)

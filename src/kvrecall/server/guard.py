@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrecall.engines.base import LONGEST_ID
 from kvrecall.server.access import DASHBOARD, OWN_HEADER, Access
+from kvrecall.server.replies import ReplyError
 
 ADMITTED = "kvrecall.admitted"
 """In the scope of a request to an open path: whether it would have been let in elsewhere, too."""
@@ -34,13 +35,6 @@ _MOST_VALUES = 10_000
 _IDS = re.compile(rb"\s*:\s*\[(?:[\d\s,]*|(?:[\s,]*\[[\d\s,]*\])*\s*)\]")
 _ID_NAMES = "prompt prompt_token_ids token_ids tokens input input_id data allowed_token_ids"
 _ID_KEYS = tuple(f'"{name}"'.encode() for name in _ID_NAMES.split())
-
-
-class _TurnedAway(Exception):
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
 
 
 class Guard:
@@ -66,7 +60,7 @@ class Guard:
     ) -> None:
         self._app = app
         self._access = access
-        self._digests = [_digest(key.encode()) for key in access.keys]
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in access.keys]
         self._refuse = refuse
         self._max_body = max_body_bytes
         self._max_requests = max_requests
@@ -96,18 +90,18 @@ class Guard:
                 receive = _repeating(body, receive)
                 del body  # the application may be done with it long before its reply ends
             if self.running >= self._max_requests:
-                raise _TurnedAway(
+                raise ReplyError(
                     503, f"{self._max_requests} requests are in progress ({self._limit_name})"
                 )
-        except _TurnedAway as error:
+        except ReplyError as error:
             if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008, "reason": error.message[:120]})
+                await send({"type": "websocket.close", "code": 1008, "reason": error.detail[:120]})
                 return
-            reply = self._refuse(error.status, error.message)
-            if error.status == 401:
+            reply = self._refuse(error.status_code, error.detail)
+            if error.status_code == 401:
                 basic = path.startswith(DASHBOARD)
                 reply.headers["www-authenticate"] = 'Basic realm="kvrecall"' if basic else "Bearer"
-            if error.status == 408 or not await upload.ended():
+            if error.status_code == 408 or not await upload.ended():
                 reply.headers["connection"] = "close"
             await reply(scope, receive, send)
             return
@@ -120,15 +114,15 @@ class Guard:
     def _admits(self, scope: Scope, headers: Headers, path: str, method: str) -> bool:
         try:
             self._check(scope, headers, path, method)
-        except _TurnedAway:
+        except ReplyError:
             return False
         return True
 
     def _check(self, scope: Scope, headers: Headers, path: str, method: str) -> None:
-        """Raises _TurnedAway unless the request may reach its route."""
+        """Raises ReplyError unless the request may reach its route."""
         if len(headers.get("x-request-id", "")) > LONGEST_ID:
             length = len(headers["x-request-id"])
-            raise _TurnedAway(431, f"X-Request-Id: {length} characters; allowed: {LONGEST_ID}")
+            raise ReplyError(431, f"X-Request-Id: {length} characters; allowed: {LONGEST_ID}")
         scheme, _, value = headers.get("authorization", "").partition(" ")
         if self._digests and scheme.lower() == "bearer" and self._is_key(value.encode()):
             return
@@ -139,15 +133,15 @@ class Guard:
         if self._digests:
             shown = path.startswith(DASHBOARD) and method == "GET" and scheme.lower() == "basic"
             if not (shown and self._is_key(_password(value))):
-                raise _TurnedAway(401, "no API key, or a wrong one; send Authorization: Bearer KEY")
+                raise ReplyError(401, "no API key, or a wrong one; send Authorization: Bearer KEY")
         elif not (self._is_public(path) or _is_local(scope)):
-            raise _TurnedAway(
+            raise ReplyError(
                 403, f"{path} needs an API key from other hosts, and this server has none"
             )
         if method == "POST" and not (
             OWN_HEADER in headers or _is_json(headers.get("content-type", ""))
         ):
-            raise _TurnedAway(
+            raise ReplyError(
                 415,
                 "any page in a browser could send this; add the header Content-Type: "
                 "application/json or X-Kvrecall: 1",
@@ -157,23 +151,23 @@ class Guard:
         return self._access.public is None or bool(self._access.public.fullmatch(path))
 
     def _check_page(self, headers: Headers, origin: str | None, method: str) -> None:
-        """Raises _TurnedAway if a page of another origin sent the request, or one that reached
+        """Raises ReplyError if a page of another origin sent the request, or one that reached
         this server under a name of its own."""
         hosts = headers.getlist("host")
         host = hosts[0].lower() if len(hosts) == 1 else ""
         if not self._is_ours(host):
-            raise _TurnedAway(
+            raise ReplyError(
                 403, f"Host {host[:80]!r} is no name of this server; allow it with --allowed-host"
             )
         if origin is not None and origin in self._access.origins:
             return
         if origin is not None and _authority(origin) != host:
-            raise _TurnedAway(
+            raise ReplyError(
                 403, f"pages of {origin[:80]!r} may not use this server (--allowed-origins)"
             )
         opened = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
         if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not opened:
-            raise _TurnedAway(403, "pages of other origins may not use this server")
+            raise ReplyError(403, "pages of other origins may not use this server")
 
     def _is_ours(self, host: str) -> bool:
         """An attacker can point a name of his own at this server, but cannot make a browser take
@@ -190,16 +184,14 @@ class Guard:
             return False
 
     def _is_key(self, given: bytes) -> bool:
-        digest, found = _digest(given.strip()), False
-        for each in self._digests:
-            found |= secrets.compare_digest(digest, each)
-        return found
+        digest = hashlib.sha256(given.strip()).digest()
+        return sum(secrets.compare_digest(digest, each) for each in self._digests) > 0
 
     async def _body(self, headers: Headers, upload: _Upload) -> bytes | None:
-        """The whole body; None if the client disconnects. Raises _TurnedAway if it is too large or
+        """The whole body; None if the client disconnects. Raises ReplyError if it is too large or
         too slow, or if parsing it would take the event loop too long."""
         length = headers.get("content-length", "")
-        too_large = _TurnedAway(413, f"the body is larger than {self._max_body / 2**20:g} MB")
+        too_large = ReplyError(413, f"the body is larger than {self._max_body / 2**20:g} MB")
         if length.isdecimal() and int(length) > self._max_body:
             raise too_large
         uncounted = not self._counts_values or "multipart/" in headers.get("content-type", "")
@@ -214,7 +206,7 @@ class Guard:
                     async with asyncio.timeout(began - clock() + _SILENCE_S + size / _SLOWEST):
                         message = await upload.receive()
                 except TimeoutError:
-                    raise _TurnedAway(408, f"the body came too slowly: {size} bytes") from None
+                    raise ReplyError(408, f"the body came too slowly: {size} bytes") from None
                 if message["type"] == "http.disconnect":
                     return None
                 chunk = message.get("body", b"")
@@ -224,7 +216,7 @@ class Guard:
                 if size > self._max_body:
                     raise too_large
                 if self._arriving > _BODIES * self._max_body:
-                    raise _TurnedAway(503, "too many large bodies are on their way")
+                    raise ReplyError(503, "too many large bodies are on their way")
                 if counted is not None:
                     counted.add(chunk)
             body = b"".join(chunks)
@@ -273,7 +265,7 @@ class _Values:
 
     def add(self, chunk: bytes) -> None:
         if b"\0" in chunk:
-            raise _TurnedAway(415, "the body is not UTF-8")
+            raise ReplyError(415, "the body is not UTF-8")
         if chunk:
             bare = chunk[self._escaped :].replace(b"\\\\", b"").replace(b'\\"', b"")
             self._escaped = bare.endswith(b"\\")
@@ -286,7 +278,7 @@ class _Values:
             raise self._too_many()
 
     def check(self, body: bytes) -> None:
-        """Raises _TurnedAway if there are too many values in ``body``, which has all been added.
+        """Raises ReplyError if there are too many values in ``body``, which has all been added.
         A quote without a backslash begins or ends a string, so keys are found by their text."""
         values = self._opened + self._commas
         if values <= _MOST_VALUES:
@@ -304,8 +296,8 @@ class _Values:
             raise self._too_many()
 
     @staticmethod
-    def _too_many() -> _TurnedAway:
-        return _TurnedAway(
+    def _too_many() -> ReplyError:
+        return ReplyError(
             413,
             f"the body has more than {_MOST_VALUES} values (members, items) besides token ids, or "
             f"more than {_LARGEST_IDS} of these",
@@ -327,10 +319,6 @@ def _repeating(body: bytes, receive: Receive) -> Receive:
         return first.pop() if first else await receive()
 
     return received
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 def _password(basic: str) -> bytes:

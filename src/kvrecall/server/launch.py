@@ -5,19 +5,28 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from kvrecall.config import RecallSettings, option_of, parse_size
-from kvrecall.engines.base import Role, ServeSpec
+from kvrecall.engines.base import DEFAULT_MAX_N, Limits, Role, ServeSpec
 from kvrecall.environment import VLLM_KEY
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.jsonfile import read_under
+from kvrecall.server.access import read_keys
 from kvrecall.server.checks import check_model, check_pool, check_port
-from kvrecall.server.plan import ENGINE_DEFAULTS, Plan, Plane, shared_listeners, vllm_options
+from kvrecall.server.plan import (
+    ENGINE_DEFAULTS,
+    Plan,
+    Plane,
+    allowing_plaintext,
+    shared_listeners,
+    vllm_options,
+)
 from kvrecall.server.servable import check_served
 from kvrecall.traces import OPTION, check_endpoint
 
@@ -27,26 +36,66 @@ DEFAULT_MODEL = Path("models/recall-tiny")
 _CONNECTOR = "--kv-transfer-config"
 """With --no-pool another project's connector may be given."""
 _OWN_OPTIONS = ("--host", "--port", _CONNECTOR, "--uds", "--config", "--headless")
+_MEMORY = "kv-cache-memory-bytes"
+_POOL = "host_size disk_path disk_size disk_compression encryption_key_file async_write".split()
+_ENGINE = (
+    "block_size max_model_len served_model_name dtype kv_cache_dtype kv_cache_memory_bytes "
+    "enforce_eager otlp_traces_endpoint".split()
+)
+"""Options of the command line that are the pool's, and vLLM's."""
 
 
-def plan_model(
-    spec: ServeSpec,
-    pool_config: Path | None = None,
-    allow_plaintext: bool = False,
-    planes: Mapping[Plane, str] | None = None,
-) -> Plan:
-    """The plan for ``kvrecall serve MODEL``: ``spec`` takes precedence over ``pool_config``, which
-    takes precedence over the defaults. The default model is the repository's example. ``planes``:
-    ``HOST:PORT`` of those with an address of their own. Raises ConfigError."""
-    recall = _recall(spec.recall, pool_config)
-    if allow_plaintext:
-        recall = _allowing_plaintext(recall)
-    options = {**ENGINE_DEFAULTS, **_engine_options(spec)}
-    model = spec.model or default_model()
+def plan_of(given: Mapping[str, Any]) -> Plan:
+    """The plan for ``kvrecall serve`` with the options ``given``, by name; None: not given.
+    Raises ConfigError."""
+    spec = _spec_of(given)
+    pool_config, plaintext = given["pool_config"], given["allow_plaintext"]
+    if pool_config is not None or given["config"] is None:
+        spec = replace(spec, recall=_recall(spec.recall, pool_config))
+    planes = {p: given[p] for p in (Plane.MANAGEMENT, Plane.METRICS) if given[p] is not None}
+    if given["config"] is None:
+        if plaintext:
+            spec = replace(spec, recall=allowing_plaintext(spec.recall))
+        plan = plan_model(spec, planes)
+        if not spec.model:
+            print(
+                f"kvrecall: no MODEL given: serving the example {plan.spec.model}, whose answers "
+                "mean nothing. For your own: kvrecall serve MODEL",
+                file=sys.stderr,
+            )
+    elif planes:
+        raise ConfigError(
+            f"--{min(planes)} and --config: the file says where the planes are "
+            "(managementIpAddress, managementPort, metricsPort)"
+        )
+    else:
+        from kvrecall.server.mindie.planner import plan_config
+
+        plan = plan_config(given["config"], spec, pool_config is not None, plaintext)
+    return replace(
+        plan,
+        allowed_hosts=tuple(given["allowed_host"] or ()),
+        allow_unauthenticated=given["allow_unauthenticated"],
+        stop_by_get=given["stop_by_get"],
+    )
+
+
+def plan_model(spec: ServeSpec, planes: Mapping[Plane, str] | None = None) -> Plan:
+    """The plan for ``kvrecall serve MODEL``: what ``spec`` has, and the defaults. The default model
+    is the repository's example. ``planes``: ``HOST:PORT`` of those with an address of their own.
+    Raises ConfigError."""
     listeners, homes = shared_listeners(
         {plane: _address(plane, text) for plane, text in (planes or {}).items()}, lambda _: spec.tls
     )
-    spec = replace(spec, model=model, options=options, recall=recall, listeners=listeners)
+    spec = replace(
+        spec,
+        model=spec.model or default_model(),
+        host=spec.host or "127.0.0.1",
+        port=spec.port or 8000,
+        options={**ENGINE_DEFAULTS, **spec.options},
+        limits=replace(spec.limits, max_n=spec.limits.max_n or DEFAULT_MAX_N),
+        listeners=listeners,
+    )
     return Plan(spec, homes=homes)
 
 
@@ -62,65 +111,46 @@ def _address(plane: Plane, text: str) -> tuple[str, int]:
     return host, port
 
 
-def plan_file(
-    file: Path,
-    spec: ServeSpec,
-    given: Collection[str],
-    pool_config: Path | None = None,
-    allow_plaintext: bool = False,
-) -> Plan:
-    """The plan for ``kvrecall serve --config FILE``. The options in ``given`` take precedence over
-    the file; other values of ``spec`` are defaults. Raises ConfigError."""
-    from kvrecall.server.mindie.planner import Beside, plan_config
-
-    recall = spec.recall if pool_config is None else _recall(spec.recall, pool_config)
-    beside = Beside(
-        model=spec.model,
-        host=spec.host if "host" in given else "",
-        port=spec.port if "port" in given else 0,
-        max_n=spec.limits.max_n if "max_n" in given else 0,
-        options=_engine_options(spec),
-        words=spec.extra_args,
-        recall=recall,
-        whole_pool=pool_config is not None,
-        allow_plaintext=allow_plaintext,
-    )
-    plan = plan_config(file, beside)
-    recall = plan.spec.recall
-    if allow_plaintext:
-        recall = _allowing_plaintext(recall)
-    whole = replace(
-        plan.spec, recall=recall, role=spec.role, retrieval=spec.retrieval, keys=spec.keys
-    )
-    return replace(plan, spec=whole)
-
-
-def _engine_options(spec: ServeSpec) -> dict[str, object]:
-    """vLLM's options in ``spec``, with typed values. Raises ConfigError for options after -- that
-    kvrecall sets itself."""
-    for word in spec.extra_args:
+def _spec_of(given: Mapping[str, Any]) -> ServeSpec:
+    """What the options ask for; "" and 0 where they say nothing. Raises ConfigError."""
+    model, words = given["model"], tuple(given["vllm_options"] or ())
+    if model is not None and model.startswith("-"):  # kvrecall serve -- --vllm-option
+        words, model = (model, *words), None
+    if words and not words[0].startswith("-"):
+        raise ConfigError(f"{words[0]!r} is unexpected; give one MODEL, then -- and vLLM's options")
+    if given["host"] == "":
+        raise ConfigError("--host: '' is not an address of this machine; give one, or leave it out")
+    if model is not None and not model.strip():
+        raise ConfigError(f"MODEL is {model!r}; name a model folder or a hub id")
+    recall = {name: given[name] for name in _POOL if given[name] is not None}
+    if given["pool_service"] or given["pool_socket"]:
+        recall["backend"] = "service"
+    if given["pool_socket"]:
+        recall["socket"] = given["pool_socket"]
+    if recall and not given["pool"]:
+        name = option_of("pool_socket" if "socket" in recall else next(iter(recall)))
+        raise ConfigError(f"{name} and --no-pool contradict each other")
+    for word in words:
         name = word.partition("=")[0].replace("_", "-")
-        if name in _OWN_OPTIONS and not (name == _CONNECTOR and spec.recall is None):
+        if name in _OWN_OPTIONS and not (name == _CONNECTOR and not given["pool"]):
             cure = f"; give {name} before --" if name in ("--host", "--port") else ""
             raise ConfigError(f"{name} cannot be given after --; kvrecall sets it itself{cure}")
-    options = dict(spec.options)
-    memory = "kv-cache-memory-bytes"
-    if memory in options:
-        options[memory] = parse_size(str(options[memory]), f"--{memory}")
-    return options
-
-
-def _allowing_plaintext(recall: Mapping[str, object] | None) -> Mapping[str, object]:
-    """The settings with plaintext traffic to the remote store allowed. Raises ConfigError if there
-    is none."""
-    remote = None if recall is None else recall.get("remote")
-    if recall is None or not isinstance(remote, Mapping):
-        raise ConfigError(
-            "--allow-plaintext: this server's pool has no remote store; leave the option out. (The "
-            "store of a pool service is allowed where it is set: allow_plaintext true in its "
-            "remote settings.)"
-        )
-    return {**recall, "remote": {**remote, "allow_plaintext": True}}
+    options = {n.replace("_", "-"): given[n] for n in _ENGINE if given[n] is not None}
+    if (size := options.get(_MEMORY)) is not None:
+        options[_MEMORY] = parse_size(str(size), f"--{_MEMORY}")
+    key_file = given["api_key_file"]
+    return ServeSpec(
+        model=model or "",
+        host=given["host"] or "",
+        port=given["port"] or 0,
+        options=options,
+        extra_args=words,
+        recall=recall if given["pool"] else None,
+        limits=Limits(max_n=given["max_n"] or 0),
+        role=given["role"],
+        retrieval=given["retrieval"],
+        keys=() if key_file is None else read_keys(key_file, "--api-key-file"),
+    )
 
 
 def _recall(options: Mapping[str, object] | None, file: Path | None) -> Mapping[str, object] | None:

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 
 from fastapi import APIRouter, Request
@@ -32,9 +31,8 @@ class Stopping:
     """Stops the server on request: refuses new requests, and lets running ones finish within a
     time limit or aborts them."""
 
-    def __init__(self, engine: ServingEngine, bound_s: float = SHUTDOWN_TIMEOUT_S) -> None:
+    def __init__(self, engine: ServingEngine) -> None:
         self._engine = engine
-        self._bound_s = bound_s
         self._task: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()
         self._forced = False
@@ -57,7 +55,7 @@ class Stopping:
             self._task = asyncio.create_task(self._end())
 
     async def _end(self) -> None:
-        await self._idle(self._bound_s, lambda: self._forced)
+        await self._idle(SHUTDOWN_TIMEOUT_S, or_forced=True)
         if self._forced:
             await asyncio.sleep(_POLL_S)  # after the reply to this request
             await self._engine.end_all()
@@ -66,11 +64,12 @@ class Stopping:
         await asyncio.sleep(_POLL_S)  # after the reply to this request
         os.kill(os.getpid(), signal.SIGTERM)  # the engine's own way to end, see serving.py
 
-    async def _idle(self, seconds: float, enough: Callable[[], bool] = lambda: False) -> None:
-        """Waits until no request runs or ``enough`` is set, up to a time limit."""
-        clock = asyncio.get_running_loop().time
-        end = clock() + seconds
-        while self._engine.load().unfinished and not enough() and clock() < end:
+    async def _idle(self, seconds: float, or_forced: bool = False) -> None:
+        """Waits until no request runs, up to a time limit."""
+        end = time.monotonic() + seconds
+        while self._engine.load().unfinished and not (or_forced and self._forced):
+            if time.monotonic() >= end:
+                return
             await asyncio.sleep(_POLL_S)
 
 
@@ -92,7 +91,6 @@ def management_router(engine: ServingEngine, plan: Plan, metrics: MindieMetrics)
     _add_health(router, engine, metrics)
     add_management_descriptions(router, engine, plan)
     stopping = Stopping(engine)
-
     vector = MetricsVector(metrics, engine.load, plan.address(Plane.MANAGEMENT))
 
     @router.get("/metrics-json")

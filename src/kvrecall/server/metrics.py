@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import REGISTRY
 from prometheus_client.metrics_core import (
@@ -49,6 +50,7 @@ _HISTOGRAMS = {
     "e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
 }
 _FAILED = ("abort", "error")
+_RATE = "Tokens a second over the last seconds, 0 if idle."
 _TIERS = ("device", "host", "disk", "remote")
 
 
@@ -72,24 +74,50 @@ class MindieMetrics(Collector):
 
     def _families(self) -> Iterator[Metric]:
         families = {family.name: family for family in self._source()}
-        yield from self._requests(families)
-        for name, original in _COUNTERS.items():
-            yield self._counter(name, f"As {original}.", total(families.get(original)))
-        for name, original in _GAUGES.items():
-            yield self._gauge(name, f"As {original}.", total(families.get(original)))
-        yield self._gauge("num_requests_swapped", "vLLM never swaps: 0.", 0)
         load = self._load()
-        for name, rate in (
-            ("avg_prompt_throughput_toks_per_s", load.prompt_throughput),
-            ("avg_generation_throughput_toks_per_s", load.generation_throughput),
-        ):
-            yield self._gauge(name, "Tokens a second over the last seconds, 0 if idle.", rate)
-        used = total(families.get("kvrecall_tier_used_bytes"), tier="host")
-        room = total(families.get("kvrecall_tier_capacity_bytes"), tier="host")
-        yield self._gauge(
-            "cpu_cache_usage_perc", "Share of the pool's host tier in use.", _share(used, room)
-        )
-        yield from self._hits(families)
+
+        def of(name: str, **labels: str) -> float:
+            return total(families.get(name), **labels)
+
+        counter, gauge = CounterMetricFamily, GaugeMetricFamily
+        failed = sum(of("vllm:request_success", finished_reason=reason) for reason in _FAILED)
+        ended = of("vllm:request_success")
+        found = {tier: of("kvrecall_prompt_tokens", source=tier) for tier in _TIERS}
+        everything = of("kvrecall_prompt_tokens")
+        if not everything:  # no pool: vLLM's own count for the device
+            everything = of("vllm:prefix_cache_queries")
+            found["device"] = of("vllm:prefix_cache_hits")
+        used = of("kvrecall_tier_used_bytes", tier="host")
+        room = of("kvrecall_tier_capacity_bytes", tier="host")
+        rows: list[tuple[type[Any], str, str, float]] = [
+            (counter, "request_received", "Requests that reached the engine.",
+             ended + load.unfinished),
+            (counter, "request_success", "Requests that succeeded.", ended - failed),
+            (counter, "request_failed", "Requests aborted or failed.", failed),
+            (gauge, "failed_request_perc", "Failed share of finished requests.",
+             _share(failed, ended)),
+            *((counter, name, f"As {old}.", of(old)) for name, old in _COUNTERS.items()),
+            *((gauge, name, f"As {old}.", of(old)) for name, old in _GAUGES.items()),
+            (gauge, "num_requests_swapped", "vLLM never swaps: 0.", 0),
+            (gauge, "avg_prompt_throughput_toks_per_s", _RATE, load.prompt_throughput),
+            (gauge, "avg_generation_throughput_toks_per_s", _RATE, load.generation_throughput),
+            (gauge, "cpu_cache_usage_perc", "Share of the pool's host tier in use.",
+             _share(used, room)),
+            (gauge, "npu_prefix_cache_hit_rate", "Prompt tokens found on the device.",
+             _share(found["device"], everything)),
+        ]  # fmt: skip
+        for kind, name, text, value in rows:
+            family = kind(name, text, labels=("model_name",))
+            family.add_metric((self._model,), value)
+            yield family
+        # MindIE's rate counts the device only; the rate of each tier is a metric of its own.
+        by_tier = ("model_name", "tier")
+        rates = gauge("prefix_cache_hit_rate", "Share of prompt tokens.", labels=by_tier)
+        hits = counter("prefix_cache_hit_tokens", "Prompt tokens found.", labels=by_tier)
+        for tier, count in found.items():
+            rates.add_metric((self._model, tier), _share(count, everything))
+            hits.add_metric((self._model, tier), count)
+        yield from (rates, hits)
         for name, original in _HISTOGRAMS.items():
             yield self._histogram(name, f"As {original}.", families.get(original))
 
@@ -97,51 +125,6 @@ class MindieMetrics(Collector):
         """A number that grows with every step that generates a token."""
         name = "vllm:iteration_tokens_total"
         return sum(total_of(each, f"{name}_count") for each in self._source() if each.name == name)
-
-    def _requests(self, families: Mapping[str, Metric]) -> Iterator[Metric]:
-        ended = families.get("vllm:request_success")
-        failed = sum(total(ended, finished_reason=reason) for reason in _FAILED)
-        succeeded = total(ended) - failed
-        received = succeeded + failed + self._load().unfinished
-        yield self._counter("request_received", "Requests that reached the engine.", received)
-        yield self._counter("request_success", "Requests that succeeded.", succeeded)
-        yield self._counter("request_failed", "Requests aborted or failed.", failed)
-        yield self._gauge(
-            "failed_request_perc",
-            "Failed share of finished requests.",
-            _share(failed, failed + succeeded),
-        )
-
-    def _hits(self, families: Mapping[str, Metric]) -> Iterator[Metric]:
-        """MindIE's rate counts the device only; the rate of each tier is a metric of its own."""
-        tokens = families.get("kvrecall_prompt_tokens")
-        found = {tier: total(tokens, source=tier) for tier in _TIERS}
-        everything = total(tokens)
-        if not everything:  # no pool: vLLM's own count for the device
-            everything = total(families.get("vllm:prefix_cache_queries"))
-            found["device"] = total(families.get("vllm:prefix_cache_hits"))
-        rate = _share(found["device"], everything)
-        yield self._gauge("npu_prefix_cache_hit_rate", "Prompt tokens found on the device.", rate)
-        rates = GaugeMetricFamily(
-            "prefix_cache_hit_rate", "Share of prompt tokens.", labels=("model_name", "tier")
-        )
-        hits = CounterMetricFamily(
-            "prefix_cache_hit_tokens", "Prompt tokens found.", labels=("model_name", "tier")
-        )
-        for tier, count in found.items():
-            rates.add_metric((self._model, tier), _share(count, everything))
-            hits.add_metric((self._model, tier), count)
-        yield from (rates, hits)
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        return self._with_model(CounterMetricFamily(name, text, labels=("model_name",)), value)
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        return self._with_model(GaugeMetricFamily(name, text, labels=("model_name",)), value)
-
-    def _with_model(self, family: CounterMetricFamily | GaugeMetricFamily, value: float) -> Metric:
-        family.add_metric((self._model,), value)
-        return family
 
     def _histogram(self, name: str, text: str, original: Metric | None) -> Metric:
         family = HistogramMetricFamily(name, text, labels=("model_name",))
@@ -199,30 +182,28 @@ class MetricsVector:
     def body(self) -> Json:
         """The body of the reply."""
         families = {family.name: family for family in self._metrics.collect()}
-        return {"resultType": "vector", "result": [*self._mindie(families), *self._rest(families)]}
-
-    def _mindie(self, families: Mapping[str, Metric]) -> Iterator[Json]:
         load = self._load()
         first = self._first.mean(families["time_to_first_token_seconds"])
         between = self._between.mean(families["time_per_output_token_seconds"])
-        for name, value in (
-            ("TTFT", round(first * 1000)),
-            ("TBT", round(between * 1000)),
-            ("waitingInferRequestNum", load.waiting),
-            ("processingInferRequestNum", load.running),
-            ("remainBlocks", load.free_blocks),
-        ):
-            yield self._sample(name, {}, str(value))
-
-    def _rest(self, families: Mapping[str, Metric]) -> Iterator[Json]:
-        for family in families.values():
-            for sample in family.samples:
-                if not sample.name.endswith(("_created", "_bucket")):
-                    yield self._sample(sample.name, sample.labels, _text(sample.value))
-
-    def _sample(self, name: str, labels: Mapping[str, str], value: str) -> Json:
-        metric = {"__name__": name, "job": "node", "instance": self._instance, **labels}
-        return {"metric": [metric], "value": value}
+        samples: list[tuple[str, Mapping[str, str], float]] = [
+            ("TTFT", {}, round(first * 1000)),
+            ("TBT", {}, round(between * 1000)),
+            ("waitingInferRequestNum", {}, load.waiting),
+            ("processingInferRequestNum", {}, load.running),
+            ("remainBlocks", {}, load.free_blocks),
+            *(
+                (sample.name, sample.labels, sample.value)
+                for family in families.values()
+                for sample in family.samples
+                if not sample.name.endswith(("_created", "_bucket"))
+            ),
+        ]
+        common = {"job": "node", "instance": self._instance}
+        result = [
+            {"metric": [{"__name__": name, **common, **labels}], "value": _text(value)}
+            for name, labels, value in samples
+        ]
+        return {"resultType": "vector", "result": result}
 
 
 class _Recent:

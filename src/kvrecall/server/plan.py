@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvrecall.engines.base import Listener, ServeSpec, Tls
+from kvrecall.errors import ConfigError
 from kvrecall.nicety import nicety
 from kvrecall.secret import words_shown
 from kvrecall.server.access import check_reach
@@ -119,6 +120,19 @@ def shared_listeners(
         for address, planes in sharing.items()
     )
     return listeners, {plane: "+".join(all_) for all_ in sharing.values() for plane in all_}
+
+
+def allowing_plaintext(recall: Mapping[str, object] | None) -> Mapping[str, object]:
+    """The settings with plaintext traffic to the remote store allowed. Raises ConfigError if there
+    is none."""
+    remote = None if recall is None else recall.get("remote")
+    if recall is None or not isinstance(remote, Mapping):
+        raise ConfigError(
+            "--allow-plaintext: this server's pool has no remote store; leave the option out. (The "
+            "store of a pool service is allowed where it is set: allow_plaintext true in its "
+            "remote settings.)"
+        )
+    return {**recall, "remote": {**remote, "allow_plaintext": True}}
 
 
 def _tokens(most: int) -> str:

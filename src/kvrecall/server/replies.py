@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -103,12 +103,6 @@ async def whole(request: Request, updates: Updates) -> list[Update]:
     return await _generated(request, updates, gathered())
 
 
-async def begun(request: Request, updates: Updates) -> Update:
-    """The first update of a stream. Raises ReplyError: an earlier failure still gets an HTTP
-    status."""
-    return await _generated(request, updates, anext(updates, None))
-
-
 async def _generated(request: Request, updates: Updates, work: Awaitable[T | None]) -> T:
     """The result of ``work`` on ``updates``. If it fails or the client disconnects, ``updates`` are
     closed, which ends the engine's request."""
@@ -123,22 +117,22 @@ async def _generated(request: Request, updates: Updates, work: Awaitable[T | Non
         raise
 
 
-def streamed(
-    first: Update,
+async def streamed(
+    request: Request,
     updates: Updates,
-    written: Callable[[Update], Iterable[object]],
+    events: AsyncIterator[object],
     frame: Callable[[object], str],
     headers: dict[str, str],
 ) -> StreamingResponse:
-    """The frames that ``written`` makes of each update; a failure is the last frame."""
+    """The frames of ``events``, made of ``updates``. Raises ReplyError if the first fails: this
+    still gets an HTTP status; a later failure is the last frame."""
+    first = await _generated(request, updates, anext(events, None))
 
     async def frames() -> AsyncIterator[str]:
         try:
-            for made in written(first):
-                yield frame(made)
-            async for update in updates:
-                for made in written(update):
-                    yield frame(made)
+            yield frame(first)
+            async for event in events:
+                yield frame(event)
         except GenerateError as error:
             yield frame(ReplyError.of(error).body())
         finally:

@@ -13,15 +13,12 @@ from starlette.responses import JSONResponse, Response
 from kvrecall.engines.base import REQUEST_HEADER, GenerateError, GenerateRequest, ServingEngine
 from kvrecall.server.descriptions import add_business_descriptions, served_model
 from kvrecall.server.forms.base import Form, Strict, described, parsed
-from kvrecall.server.forms.mindie import InferBody
-from kvrecall.server.forms.tgi import TgiBody
-from kvrecall.server.forms.triton import StopBody, TextBody, TokenBody
-from kvrecall.server.forms.vllm import PromptBody
+from kvrecall.server.forms.generate import PromptBody, TgiBody
+from kvrecall.server.forms.mindie import InferBody, StopBody, TextBody, TokenBody
 from kvrecall.server.plan import Plan
 from kvrecall.server.replies import (
     ReplyError,
     Updates,
-    begun,
     json_object,
     recall_headers,
     streamed,
@@ -43,10 +40,28 @@ class TokenizerBody(Strict):
 def business_router(engine: ServingEngine, plan: Plan) -> APIRouter:
     """The routes of the business plane that vLLM lacks."""
     router = APIRouter(tags=["kvrecall"])
-    _add_generate(router, engine)
-    _add_infer(router, engine)
-    _add_openai(router, engine)
+    _add_forms(router, engine)
     _add_triton(router, engine)
+
+    @router.get("/v1/models/{model:path}")
+    async def one_model(model: str) -> Response:
+        for card in await engine.models():
+            if card["id"] == model:
+                return JSONResponse(card)
+        error = {"message": f"no model {model!r} is served", "type": "NotFoundError"}
+        body = {"error": {**error, "param": "model", "code": 404}}  # OpenAI's form, as vLLM's
+        return JSONResponse(body, status_code=404)
+
+    @router.post("/v1/tokenizer", openapi_extra=described(TokenizerBody))
+    async def tokenizer(request: Request) -> Response:
+        body = parsed(TokenizerBody, await json_object(request))
+        try:
+            tokens = await engine.tokens(body.inputs) if body.inputs else ()
+        except GenerateError as error:
+            raise ReplyError.of(error) from error
+        shown = [] if body.do_decode is False else list(tokens)
+        return JSONResponse({"token_number": len(tokens), "tokens": shown})
+
     add_business_descriptions(router, engine, plan)
     return router
 
@@ -56,20 +71,20 @@ async def _serve(
 ) -> Response:
     """The reply to a request in any form."""
     request = replace(body.to_request(stream), trace_headers=trace_headers(http.headers))
-    ignored = body.wanted.ignored()
     headers = {REQUEST_HEADER: request.request_id}
-    if ignored:
+    if ignored := body.wanted.ignored():
         headers[IGNORED_HEADER] = ", ".join(ignored)
     updates = generate(request)
     if not stream:
         answer = await whole(http, updates)
         headers |= recall_headers(answer[0])
         return JSONResponse(body.reply(request, answer), headers=headers)
-    first = await begun(http, updates)
-    return streamed(first, updates, body.writer(request), body.frame, headers)
+    return await streamed(http, updates, body.events(request, updates), body.frame, headers)
 
 
-def _add_generate(router: APIRouter, engine: ServingEngine) -> None:
+def _add_forms(router: APIRouter, engine: ServingEngine) -> None:
+    """TGI's, the older vLLM's, and MindIE's own."""
+
     async def tgi(request: Request, stream: bool = False) -> Response:
         raw = await json_object(request)
         if raw.get("inputs") is None:
@@ -93,8 +108,6 @@ def _add_generate(router: APIRouter, engine: ServingEngine) -> None:
     async def compatible_generate(request: Request) -> Response:
         return await tgi(request)
 
-
-def _add_infer(router: APIRouter, engine: ServingEngine) -> None:
     @router.post("/infer", openapi_extra=described(InferBody))
     async def infer(request: Request) -> Response:
         body = parsed(InferBody, await json_object(request))
@@ -105,29 +118,6 @@ def _add_infer(router: APIRouter, engine: ServingEngine) -> None:
         if (await json_object(request)).get("input_id") is None:
             raise ReplyError(422, "the body needs input_id (token ids)")
         return await infer(request)
-
-
-def _add_openai(router: APIRouter, engine: ServingEngine) -> None:
-    """Adds MindIE's OpenAI-like routes that vLLM lacks."""
-
-    @router.get("/v1/models/{model:path}")
-    async def one_model(model: str) -> Response:
-        for card in await engine.models():
-            if card["id"] == model:
-                return JSONResponse(card)
-        error = {"message": f"no model {model!r} is served", "type": "NotFoundError"}
-        body = {"error": {**error, "param": "model", "code": 404}}  # OpenAI's form, as vLLM's
-        return JSONResponse(body, status_code=404)
-
-    @router.post("/v1/tokenizer", openapi_extra=described(TokenizerBody))
-    async def tokenizer(request: Request) -> Response:
-        body = parsed(TokenizerBody, await json_object(request))
-        try:
-            tokens = await engine.tokens(body.inputs) if body.inputs else ()
-        except GenerateError as error:
-            raise ReplyError.of(error) from error
-        shown = [] if body.do_decode is False else list(tokens)
-        return JSONResponse({"token_number": len(tokens), "tokens": shown})
 
 
 def _add_triton(router: APIRouter, engine: ServingEngine) -> None:

@@ -13,8 +13,8 @@ from kvrecall.engines.vllm.compat.versions import DISTRIBUTIONS, installed_versi
 from kvrecall.errors import ConfigError
 from kvrecall.modelconfig import CacheKind, Fields, find_config, hub_cache, read_fields
 from kvrecall.nicety import nicety
-from kvrecall.plan.groups import chain_of, groups_of
 from kvrecall.plan.layers import LayerCache, read_layers
+from kvrecall.plan.model import chain_of, groups_of
 from kvrecall.server.plan import BLOCK_SIZE, vllm_options
 
 _CPU_KV = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")

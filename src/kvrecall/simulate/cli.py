@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
-from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
@@ -14,69 +15,32 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvrecall.config import DEFAULT_POLICY, format_count, format_size
+from kvrecall.commands import steps
+from kvrecall.config import DEFAULT_POLICY, format_count, format_size, parse_size
 from kvrecall.errors import ConfigError, errors_shown
 from kvrecall.pool.eviction import POLICY_NAMES, make_policy
-from kvrecall.simulate.arguments import (
-    SYNTHETIC,
-    block_size,
-    load_trace,
-    parse_tiers,
-    progress_bar,
-    store_of,
-)
 from kvrecall.simulate.fleet import WINDOW_S, FleetOutcome, Routing, replay_fleet
 from kvrecall.simulate.groups import BLOCKS, GroupSpec, parse_groups
 from kvrecall.simulate.replay import ReplayOutcome, TierSpec, clairvoyant_hits, replay
-from kvrecall.simulate.trace import Trace
-from kvrecall.simulate.workload import HINTS, MIXED, WORKLOAD_HOURS, WORKLOADS
+from kvrecall.simulate.trace import Trace, read_trace
 
 app = typer.Typer(add_completion=False)
 
 Row = dict[str, Any]
 """A line of JSON, or a part of it."""
-
-WORKLOAD_BLOCKS = 2_000
-WORKLOAD_POLICIES = ("lru", "hazard")
 _LITTLE = 0.005  # of all blocks
+_COUNTS = ("capacity", "read", "written", "evicted", "bypassed")
 
 
 @app.command()
 def simulate(
     trace: Annotated[
-        str,
+        Path,
         typer.Argument(
             metavar="TRACE",
-            help="File in Mooncake's format (one JSON object a line with timestamp and "
-            f"hash_ids), or {SYNTHETIC}NAME with NAME one of {', '.join(WORKLOADS)}.",
+            help="File in Mooncake's format: one JSON object a line with timestamp and hash_ids.",
         ),
-    ] = "",
-    workload: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help=f"Instead of TRACE: {SYNTHETIC}NAME, and unless given --capacity-blocks "
-            f"{WORKLOAD_BLOCKS} and --policy {','.join(WORKLOAD_POLICIES)}.",
-        ),
-    ] = "",
-    hints: Annotated[
-        str,
-        typer.Option(
-            metavar="H",
-            help=f"What the clients of --workload agents say about their return: "
-            f"{', '.join(HINTS)}; or {MIXED}: a tenant of honest ones, one that says nothing, and "
-            "one that lies.",
-        ),
-    ] = "none",
-    hours: Annotated[
-        float | None,
-        typer.Option(
-            min=0.01,
-            max=WORKLOAD_HOURS,
-            metavar="H",
-            help=f"So much of the beginning of a workload. Default: {WORKLOAD_HOURS:g}, the whole.",
-        ),
-    ] = None,
+    ],
     capacity: Annotated[
         str, typer.Option(metavar="SIZE", help="Size of a pool with one tier, e.g. 64GiB.")
     ] = "",
@@ -93,13 +57,13 @@ def simulate(
     ] = "",
     policy: Annotated[
         str, typer.Option(metavar="P,...", help=f"Of {', '.join(POLICY_NAMES)}; or all.")
-    ] = "",
+    ] = DEFAULT_POLICY,
     block_bytes: Annotated[
         str,
         typer.Option(
             metavar="SIZE",
             help="KV of a block of the trace (512 tokens), e.g. 64MiB: `kvrecall plan MODEL` "
-            "prints it. Sizes need it; results are then also in bytes.",
+            "prints it. Sizes need it; results are then in bytes instead of blocks.",
         ),
     ] = "",
     groups: Annotated[
@@ -131,20 +95,9 @@ def simulate(
     crosses the network to and from the store is reported. The last line is JSON.
     """
     with errors_shown():
-        if workload and trace:
-            raise ConfigError(
-                f"--workload: {workload!r}, but {trace!r} is given as TRACE; give one"
-            )
-        if workload:
-            trace = SYNTHETIC + workload
-            if not (capacity or capacity_blocks or tiers or groups):
-                capacity_blocks = str(WORKLOAD_BLOCKS)
-            policy = policy or ("" if hosts > 1 or store else ",".join(WORKLOAD_POLICIES))
-        if not trace:
-            raise typer.BadParameter("give TRACE, a file, or --workload NAME")
-        policy = policy or DEFAULT_POLICY
         names = POLICY_NAMES if policy == "all" else tuple(dict.fromkeys(policy.split(",")))
-        if (hosts > 1 or store) and (groups or len(names) > 1):
+        is_fleet = hosts > 1 or bool(store)
+        if is_fleet and (groups or len(names) > 1):
             other = "--groups" if groups else f"--policy {policy}"
             raise ConfigError(f"{other} does not go together with --hosts and --store")
         if groups and (capacity_blocks or block_bytes):
@@ -152,238 +105,151 @@ def simulate(
                 "--groups has sizes of its own: without --capacity-blocks, --block-bytes"
             )
         kinds = parse_groups(groups) if groups else BLOCKS
-        size = block_size(block_bytes)
-        specs = parse_tiers(capacity, capacity_blocks, tiers, 1 if groups else size)
-        _check_capacity(specs, kinds)
-        behind = store_of(store, size)
+        size = parse_size(block_bytes, "--block-bytes", 1) if block_bytes else 0
+        if block_bytes and size <= 0:
+            raise ConfigError(f"--block-bytes: {block_bytes!r} must be more than 0")
+        specs = _tiers(capacity, capacity_blocks, tiers, 1 if groups else size)
+        smallest = sum(group.nbytes for group in kinds)
+        for tier in specs:
+            if tier.capacity < smallest:
+                raise ConfigError(
+                    f"{tier.name}: {format_size(tier.capacity)} is less than a record of each "
+                    f"group ({format_size(smallest)})"
+                )
+        shared = TierSpec("store", _amount(store, "--store", size)) if store else None
         for name in names:
             make_policy(name, specs[0].capacity)
-        loaded = load_trace(trace, hints, hours)
-    if hosts > 1 or store:
-        line = _simulate_fleet(loaded, hosts, specs, behind, policy, size, not as_json)
+        loaded = load_trace(trace)
+    if is_fleet:
+        line = _simulate_fleet(loaded, hosts, specs, shared, policy, size, not as_json)
     else:
-        if groups:
-            rows = _replay_groups(loaded, specs, names, kinds)
-            show = _print_groups
-        else:
-            rows = _replay_blocks(loaded, specs, names, size)
-            show = partial(_print_blocks, block_bytes=size)
-        if not as_json:
-            show(rows)
-        line = _summary(rows, policy)
+        line = _simulate_pool(loaded, specs, names, kinds, size, not as_json)
     typer.echo(json.dumps(line))
 
 
-def _check_capacity(tiers: Sequence[TierSpec], groups: Sequence[GroupSpec]) -> None:
-    """Raises ConfigError unless each tier has room for a record of each group."""
-    smallest = sum(group.nbytes for group in groups)
-    for tier in tiers:
-        if tier.capacity < smallest:
-            raise ConfigError(
-                f"{tier.name}: {format_size(tier.capacity)} is less than a record of each group "
-                f"({format_size(smallest)})"
-            )
+def load_trace(path: Path) -> Trace:
+    """The trace of a file, with a progress bar on stderr. Raises TraceError."""
+    size = os.stat(path).st_size if os.path.isfile(path) else 0  # a folder it may not enter: 0
+    with steps("reading", size) as advance:
+        return read_trace(path, advance)
 
 
-def _print_table(
-    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], caption: str
-) -> None:
-    console = Console()
-    padding = (0, 1) if console.width >= 100 or len(headings) < 10 else 0
-    table = Table(title=Text(title), caption=caption, padding=padding)
-    for heading in headings:
-        is_text = heading in ("policy", "tier", "sessions")
-        table.add_column(heading, justify="left" if is_text else "right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+# -- options ---------------------------------------------------------------------------------
 
 
-def _amount(blocks: float, block_bytes: int) -> str:
-    """In bytes, if the size of a block is known."""
-    if block_bytes:
-        return format_size(int(blocks * block_bytes))
-    return format_count(blocks) if isinstance(blocks, int) else f"{blocks:,.1f}".removesuffix(".0")
+def _tiers(
+    capacity: str, capacity_blocks: str, tiers: str, block_bytes: int
+) -> tuple[TierSpec, ...]:
+    """Tiers of ``--capacity SIZE``, ``--capacity-blocks N`` or ``--tiers NAME:SIZE,...``. Raises
+    ConfigError unless exactly one is given."""
+    if sum(map(bool, (capacity, capacity_blocks, tiers))) != 1:
+        raise ConfigError(
+            "give one of --capacity SIZE, --capacity-blocks N and --tiers host:SIZE,disk:SIZE"
+        )
+    if capacity:
+        return (TierSpec("host", _blocks_in(capacity, "--capacity", block_bytes)),)
+    if capacity_blocks:
+        return (TierSpec("host", _blocks(capacity_blocks, "--capacity-blocks")),)
+    specs: dict[str, TierSpec] = {}
+    for item in tiers.split(","):
+        name, colon, amount = (part.strip() for part in item.partition(":"))
+        if not colon or not name:
+            raise ConfigError(f"--tiers: {item!r} is not NAME:SIZE, for example host:64GiB")
+        if name in specs:
+            raise ConfigError(f"--tiers: {name!r} is named twice")
+        specs[name] = TierSpec(name, _amount(amount, f"--tiers: {name}", block_bytes))
+    return tuple(specs.values())
 
 
-def _simulate_fleet(
+def _amount(text: str, name: str, block_bytes: int) -> int:
+    """Blocks of a size, or of a number of blocks."""
+    is_count = re.fullmatch(r"[-\d]*", text) is not None
+    return _blocks(text, name) if is_count else _blocks_in(text, name, block_bytes)
+
+
+def _blocks(text: str, name: str) -> int:
+    digits = text.strip()
+    if not digits.isdecimal() or len(digits) > 15 or int(digits) == 0:
+        raise ConfigError(f"{name}: {text!r} is not a number of blocks; it must be 1 or more")
+    return int(digits)
+
+
+def _blocks_in(text: str, name: str, block_bytes: int) -> int:
+    nbytes = parse_size(text, name)
+    if not block_bytes:
+        raise ConfigError(
+            f"{name}: {text!r} is a size, but the size of a block depends on the model: add "
+            "--block-bytes, the KV of 512 tokens, which `kvrecall plan MODEL` prints"
+        )
+    if nbytes < block_bytes:
+        raise ConfigError(f"{name}: {text!r} is smaller than a block ({format_size(block_bytes)})")
+    return nbytes // block_bytes
+
+
+# -- one pool ----------------------------------------------------------------------------------
+
+
+def _simulate_pool(
     trace: Trace,
-    hosts: int,
     tiers: Sequence[TierSpec],
-    store: TierSpec | None,
-    policy: str,
+    policies: Sequence[str],
+    groups: Sequence[GroupSpec],
     block_bytes: int,
     shown: bool,
 ) -> Row:
-    """Replays for both ways to route; returns the line of JSON."""
-    routings: tuple[Routing, ...] = get_args(Routing)
-    with progress_bar("replaying", len(routings) * len(trace.requests)) as advance:
-        outcomes = {
-            routing: replay_fleet(trace, hosts, tiers, store, routing, policy, advance)
-            for routing in routings
-        }
+    in_blocks, requests = groups is BLOCKS, len(trace.requests)
+    with steps("replaying", (len(policies) + (len(tiers) if in_blocks else 1)) * requests) as tell:
+        if in_blocks:
+            capacities = accumulate(tier.capacity for tier in tiers)
+            bounds = [clairvoyant_hits(trace, each, tell) / trace.blocks for each in capacities]
+        else:
+            bounds = [replay(trace, [TierSpec("all", 1 << 62)], "lru", tell, groups).hit_rate]
+        outcomes = {name: replay(trace, tiers, name, tell, groups) for name in policies}
+    bound = "clairvoyant" if in_blocks else "unlimited"
+    rows = []
+    for name, outcome in outcomes.items():
+        row = _row(trace, name, outcome) | {bound: round(bounds[-1], 6)}
+        row["tiers"] = _rows_of_tiers(outcome, block_bytes)
+        if in_blocks:
+            row["hints"] = hints_of(outcome, bounds)
+        else:  # a hit may need records of several tiers
+            row |= {"groups": ",".join(map(str, groups)), "read_bytes": outcome.moved}
+            for tier in row["tiers"]:
+                del tier["hit_rate_up_to_here"]
+            row["tiers"][-1]["hit_rate_up_to_here"] = row["hit_rate"]
+        for tier, best in zip(row["tiers"][-len(bounds) :], bounds, strict=True):
+            tier["best_up_to_here"] = round(best, 6)
+        rows.append(row)
     if shown:
-        _print_fleet(trace, hosts, outcomes, block_bytes)
-    first = outcomes[routings[0]]
-    line: Row = {
-        "trace": trace.name,
-        "policy": policy,
-        "hosts": hosts,
-        "requests": len(trace.requests),
-        "sessions": first.sessions,
-        "blocks": first.accesses,
-        "seconds": round(first.seconds, 1),
-    }
-    return line | {name: _fleet_row(outcome, block_bytes) for name, outcome in outcomes.items()}
+        _print_rows(rows, block_bytes > 0 or not in_blocks, len(tiers) > 1)
+    if len(rows) == 1:
+        return rows[0]
+    best_row = max(rows, key=lambda row: float(row["hit_rate"]))
+    rates = {row["policy"]: row["hit_rate"] for row in rows} | {bound: best_row[bound]}
+    line = {"best": best_row["policy"], "hit_rate": best_row["hit_rate"], bound: best_row[bound]}
+    return line | {"rates": rates, "policies": rows}
 
 
-def _fleet_row(outcome: FleetOutcome, block_bytes: int) -> Row:
-    traffic = outcome.traffic
-    seconds = max(outcome.seconds, 1.0)
-    row: Row = {
-        "hit_rate": round(outcome.hit_rate, 6),
-        "busiest_host": round(outcome.busiest, 2),
-        "tiers": [asdict(tier) for tier in outcome.tiers],
-        "store_read_blocks": traffic.read,
-        "store_written_blocks": traffic.written,
-    }
-    if block_bytes:
-        for name in ("read", "written"):
-            blocks, most = getattr(traffic, name), getattr(traffic, f"most_{name}")
-            row[f"store_{name}_bytes_a_s"] = round(blocks * block_bytes / seconds)
-            row[f"store_{name}_bytes_a_s_in_a_minute"] = round(most * block_bytes / WINDOW_S)
-    return row
-
-
-def _print_fleet(
-    trace: Trace, hosts: int, outcomes: Mapping[Routing, FleetOutcome], block_bytes: int
-) -> None:
-    def amounts(*blocks: float) -> list[str]:
-        return [_amount(each, block_bytes) for each in blocks]
-
-    tiers, network = [], []
-    for routing, outcome in outcomes.items():
-        label: str = routing
-        rates = accumulate(tier.read for tier in outcome.tiers)
-        for tier, hits in zip(outcome.tiers, rates, strict=True):
-            moved = amounts(tier.capacity, tier.read)
-            rate = f"{hits / outcome.accesses:.4f}"
-            tiers.append((label, tier.name, *moved, rate, *amounts(tier.written, tier.evicted)))
-            label = ""
-        traffic, seconds = outcome.traffic, max(outcome.seconds, 1.0)
-        crossed = amounts(
-            traffic.read / seconds, traffic.most_read / WINDOW_S,
-            traffic.written / seconds, traffic.most_written / WINDOW_S,
-        )  # fmt: skip
-        network.append((routing, *crossed, f"{outcome.busiest:.2f} of the mean"))
-    sessions = next(iter(outcomes.values())).sessions
-    _print_table(
-        f"{trace.name}: {len(trace.requests):,} requests of {sessions:,} sessions on {hosts:,} "
-        "hosts",
-        ("sessions", "tier", "capacity, all", "hits", "rate", "written", "evicted"),
-        tiers,
-        "sticky: a session stays on one host; spread: each request goes to any\n"
-        "rate: share of blocks hit by the tier and those before it",
-    )
-    _print_table(
-        "a second, on average and in the busiest minute, of all hosts",
-        ("sessions", "from the store", "at most", "to the store", "at most", "busiest host"),
-        network,
-        f"in {'bytes' if block_bytes else 'blocks; --block-bytes gives bytes'}",
-    )
-
-
-def _replay_groups(
-    trace: Trace, tiers: Sequence[TierSpec], policies: Sequence[str], groups: Sequence[GroupSpec]
-) -> list[Row]:
-    """A row of JSON for each policy."""
-    with progress_bar("replaying", (len(policies) + 1) * len(trace.requests)) as advance:
-        best = replay(trace, [TierSpec("all", 1 << 62)], "lru", advance, groups).hit_rate
-        outcomes = {name: replay(trace, tiers, name, advance, groups) for name in policies}
-    return [
-        {
-            "policy": name,
-            "hit_rate": round(outcome.hit_rate, 6),
-            "unlimited": round(best, 6),
-            "trace": trace.name,
-            "requests": len(trace.requests),
-            "blocks": outcome.accesses,
-            "hits": outcome.hits,
-            "groups": ",".join(map(str, groups)),
-            "read_bytes": outcome.moved,
-            "tiers": [asdict(tier) for tier in outcome.tiers],
-        }
-        for name, outcome in outcomes.items()
-    ]
-
-
-def _print_groups(rows: Sequence[Row]) -> None:
-    first = rows[0]
-    moved = ("capacity", "read", "written", "evicted", "bypassed")
-    shown = []
-    for row in rows:
-        label = (row["policy"], f"{row['hit_rate']:.4f}", f"{row['unlimited']:.4f}")
-        for tier in row["tiers"]:
-            shown.append((*label, tier["name"], *(format_size(tier[name]) for name in moved)))
-            label = ("", "", "")
-    of_each = ", ".join(f"{kind} {format_size(n)}" for kind, n in first["read_bytes"].items())
-    _print_table(
-        f"{first['trace']}: {first['requests']:,} requests, {first['blocks']:,} blocks",
-        ("policy", "rate", "best", "tier", *moved),
-        shown,
-        f"rate: share of the blocks that is hit by every group ({first['policy']} read {of_each});"
-        "\nbest: in a pool without limit",
-    )
-
-
-def _replay_blocks(
-    trace: Trace, tiers: Sequence[TierSpec], policies: Sequence[str], block_bytes: int
-) -> list[Row]:
-    """A row of JSON for each policy."""
-    capacities = accumulate(tier.capacity for tier in tiers)
-    parts = (len(policies) + len(tiers)) * len(trace.requests)
-    with progress_bar("replaying", parts) as advance:
-        bounds = [clairvoyant_hits(trace, each, advance) / trace.blocks for each in capacities]
-        outcomes = {name: replay(trace, tiers, name, advance) for name in policies}
-    return [_row(trace, name, found, bounds, block_bytes) for name, found in outcomes.items()]
-
-
-def _row(
-    trace: Trace, policy: str, outcome: ReplayOutcome, bounds: Sequence[float], block_bytes: int
-) -> Row:
-    tiers = []
-    read = accumulate(tier.read for tier in outcome.tiers)
-    for tier, hits, bound in zip(outcome.tiers, read, bounds, strict=True):
-        row: Row = {
-            "tier": tier.name,
-            "capacity_blocks": tier.capacity,
-            "hits": tier.read,
-            "hit_rate_up_to_here": round(hits / outcome.accesses, 6),
-            "clairvoyant_up_to_here": round(bound, 6),
-            "read_blocks": tier.read,
-            "written_blocks": tier.written,
-            "evicted_blocks": tier.evicted,
-            "bypassed_blocks": tier.bypassed,
-        }
-        if block_bytes:
-            for name in ("capacity", "read", "written"):
-                row[f"{name}_bytes"] = row[f"{name}_blocks"] * block_bytes
-        tiers.append(row)
-    tenants = {name: round(count.hit_rate, 6) for name, count in outcome.tenants.items()}
+def _row(trace: Trace, policy: str, outcome: ReplayOutcome) -> Row:
     return {
         "policy": policy,
         "hit_rate": round(outcome.hit_rate, 6),
-        "clairvoyant": round(bounds[-1], 6),
-        "capacity_blocks": sum(tier.capacity for tier in outcome.tiers),
         "trace": trace.name,
         "requests": len(trace.requests),
         "blocks": outcome.accesses,
         "hits": outcome.hits,
-        "tiers": tiers,
-        "hints": hints_of(outcome, bounds),
-        "client_hints": asdict(outcome.client_hints),
-        "tenants": tenants if len(tenants) > 1 else {},
     }
+
+
+def _rows_of_tiers(outcome: ReplayOutcome, block_bytes: int) -> list[Row]:
+    """In bytes if the size of a block is known, else in blocks; with the share of the blocks that
+    each tier and those before it hit."""
+    rows = []
+    for tier, hits in zip(outcome.tiers, accumulate(t.read for t in outcome.tiers), strict=True):
+        counts = {name: getattr(tier, name) * (block_bytes or 1) for name in _COUNTS}
+        rate = round(hits / max(1, outcome.accesses), 6)
+        rows.append({"name": tier.name, **counts, "hit_rate_up_to_here": rate})
+    return rows
 
 
 def hints_of(outcome: ReplayOutcome, bounds: Sequence[float]) -> list[str]:
@@ -410,46 +276,124 @@ def hints_of(outcome: ReplayOutcome, bounds: Sequence[float]) -> list[str]:
     return hints
 
 
-def _print_blocks(rows: Sequence[Row], block_bytes: int) -> None:
+def _print_rows(rows: Sequence[Row], in_bytes: bool, several: bool) -> None:
+    shown: list[tuple[str, ...]] = []
     first = rows[0]
-    shown = [
-        (
-            row["policy"], tier["tier"],
-            _amount(tier["capacity_blocks"], block_bytes), _amount(tier["hits"], block_bytes),
-            f"{tier['hit_rate_up_to_here']:.4f}", f"{bound:.4f}",
-            f"{tier['hit_rate_up_to_here'] / bound:.0%}" if bound else "-",
-            *(_amount(tier[f"{name}_blocks"], block_bytes)
-              for name in ("written", "evicted", "bypassed")),
-        )
-        for row in rows
-        for tier in row["tiers"]
-        for bound in (tier["clairvoyant_up_to_here"],)
-    ]  # fmt: skip
-    unit = (
-        f"bytes, at {format_size(block_bytes)} a block"
-        if block_bytes
-        else "blocks; --block-bytes SIZE gives bytes"
-    )
-    with_those = " by the tier and those before it" if len(first["tiers"]) > 1 else ""
+    for row in rows:
+        for tier in row["tiers"]:
+            rate, best = (tier.get(f"{which}_up_to_here") for which in ("hit_rate", "best"))
+            rates = [f"{rate:.4f}", f"{best:.4f}"] if best is not None else ["", ""]
+            rates.append(f"{rate / best:.0%}" if best else "-")
+            capacity, read, *rest = _amounts((tier[name] for name in _COUNTS), in_bytes)
+            label = row["policy"] if tier is row["tiers"][0] else ""
+            shown.append((label, tier["name"], capacity, read, *rates, *rest))
+    if "read_bytes" in first:
+        read_of = (f"{kind} {format_size(size)}" for kind, size in first["read_bytes"].items())
+        rate = f"that is hit by every group ({first['policy']} read {', '.join(read_of)})"
+        best = "in a pool without limit"
+    else:
+        rate = "hit by the tier and those before it" if several else "hit"
+        best = "upper bound of any policy (clairvoyant)"
     _print_table(
         f"{first['trace']}: {first['requests']:,} requests, {first['blocks']:,} blocks",
-        ("policy", "tier", "capacity", "hits", "rate", "best", "of it",
-         "written", "evicted", "bypassed"),
+        ("policy", "tier", "capacity", "hits", "rate", "best", "of it", *_COUNTS[2:]),
         shown,
-        f"in {unit}\nrate: share of blocks hit{with_those}; best: upper bound of any policy "
-        "(clairvoyant)",
-    )  # fmt: skip
-    for hint in dict.fromkeys(hint for row in rows for hint in row["hints"]):
+        f"in {'bytes' if in_bytes else 'blocks; --block-bytes SIZE gives bytes'}\n"
+        f"rate: share of blocks {rate};\nbest: {best}",
+    )
+    for hint in dict.fromkeys(hint for row in rows for hint in row.get("hints", ())):
         Console().print(f"hint: {hint}", highlight=False, markup=False)
 
 
-def _summary(rows: Sequence[Row], policy: str) -> Row:
-    if len(rows) == 1:
-        return rows[0]
-    best = max(rows, key=lambda row: float(row["hit_rate"]))
-    line = {"policy": policy, "best": best["policy"]}
-    line |= {n: best[n] for n in ("hit_rate", "clairvoyant", "unlimited") if n in best}
-    if "clairvoyant" in best:
-        rates = {row["policy"]: row["hit_rate"] for row in rows}
-        line["rates"] = rates | {"clairvoyant": best["clairvoyant"]}
-    return line | {"policies": list(rows)}
+def _print_table(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], caption: str
+) -> None:
+    console = Console()
+    padding = (0, 1) if console.width >= 100 or len(headings) < 10 else 0
+    table = Table(title=Text(title), caption=caption, padding=padding)
+    for heading in headings:
+        is_text = heading in ("policy", "tier", "sessions")
+        table.add_column(heading, justify="left" if is_text else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _amounts(numbers: Iterable[float], in_bytes: bool) -> list[str]:
+    return [
+        format_size(int(number)) if in_bytes
+        else format_count(number) if isinstance(number, int)
+        else f"{number:,.1f}".removesuffix(".0")
+        for number in numbers
+    ]  # fmt: skip
+
+
+# -- many hosts --------------------------------------------------------------------------------
+
+
+def _simulate_fleet(
+    trace: Trace,
+    hosts: int,
+    tiers: Sequence[TierSpec],
+    store: TierSpec | None,
+    policy: str,
+    block_bytes: int,
+    shown: bool,
+) -> Row:
+    """Replays for both ways to route."""
+    routings: tuple[Routing, ...] = get_args(Routing)
+    with steps("replaying", len(routings) * len(trace.requests)) as advance:
+        outcomes = {
+            str(routing): replay_fleet(trace, hosts, tiers, store, routing, policy, advance)
+            for routing in routings
+        }
+    first = outcomes[routings[0]]
+    line = _row(trace, policy, first) | {"hosts": hosts, "sessions": first.sessions}
+    line["seconds"] = round(first.seconds, 1)
+    for name in ("hit_rate", "hits"):  # of each way to route
+        del line[name]
+    line |= {name: _fleet_row(outcome, block_bytes) for name, outcome in outcomes.items()}
+    if shown:
+        _print_fleet(line, {name: line[name] for name in outcomes}, block_bytes > 0)
+    return line
+
+
+def _fleet_row(outcome: FleetOutcome, block_bytes: int) -> Row:
+    traffic, seconds, size = outcome.traffic, max(outcome.seconds, 1.0), block_bytes or 1
+    return {
+        "hit_rate": round(outcome.hit_rate, 6),
+        "busiest_host": round(outcome.busiest, 2),
+        "tiers": _rows_of_tiers(outcome, block_bytes),
+        "store_read": traffic.read * size,
+        "store_written": traffic.written * size,
+        "store_read_a_s": round(traffic.read * size / seconds, 1),
+        "store_read_a_s_in_a_minute": round(traffic.most_read * size / WINDOW_S, 1),
+        "store_written_a_s": round(traffic.written * size / seconds, 1),
+        "store_written_a_s_in_a_minute": round(traffic.most_written * size / WINDOW_S, 1),
+    }
+
+
+def _print_fleet(line: Row, ways: Mapping[str, Row], in_bytes: bool) -> None:
+    tiers, network = [], []
+    for routing, row in ways.items():
+        for tier in row["tiers"]:
+            capacity, read, *rest, _ = _amounts((tier[name] for name in _COUNTS), in_bytes)
+            label = routing if tier is row["tiers"][0] else ""
+            rate = f"{tier['hit_rate_up_to_here']:.4f}"
+            tiers.append((label, tier["name"], capacity, read, rate, *rest))
+        rates = _amounts((row[name] for name in row if "_a_s" in name), in_bytes)
+        network.append((routing, *rates, f"{row['busiest_host']:.2f} of the mean"))
+    _print_table(
+        f"{line['trace']}: {line['requests']:,} requests of {line['sessions']:,} sessions on "
+        f"{line['hosts']:,} hosts",
+        ("sessions", "tier", "capacity, all", "hits", "rate", "written", "evicted"),
+        tiers,
+        "sticky: a session stays on one host; spread: each request goes to any\n"
+        "rate: share of blocks hit by the tier and those before it",
+    )
+    _print_table(
+        "a second, on average and in the busiest minute, of all hosts",
+        ("sessions", "from the store", "at most", "to the store", "at most", "busiest host"),
+        network,
+        f"in {'bytes' if in_bytes else 'blocks; --block-bytes gives bytes'}",
+    )

@@ -11,7 +11,7 @@ from typing import Literal
 from kvrecall.block import BlockKey
 from kvrecall.simulate.groups import BLOCKS
 from kvrecall.simulate.replay import (
-    BlockCount,
+    ReplayOutcome,
     SimulatedPool,
     SimulatedTier,
     TierCount,
@@ -40,16 +40,14 @@ class StoreTraffic:
 
 
 @dataclass(slots=True)
-class FleetOutcome(BlockCount):
+class FleetOutcome(ReplayOutcome):
     """Result of a replay. ``tiers``: sums over all hosts, then the store, if there is one.
     ``sessions`` as the trace shows them; ``busiest``: share of the blocks that the busiest host was
     asked for, times the hosts (1: all are asked for the same)."""
 
-    routing: Routing = "sticky"
     sessions: int = 0
     busiest: float = 0.0
     seconds: float = 0.0
-    tiers: Sequence[TierCount] = ()
     traffic: StoreTraffic = StoreTraffic(0, 0, 0, 0)
 
 
@@ -75,7 +73,7 @@ def replay_fleet(
     rng = random.Random(1)
     home: dict[int, int] = {}
     requested, read, written = Counter[int](), Counter[int](), Counter[int]()
-    outcome = FleetOutcome(routing=routing)
+    outcome = FleetOutcome()
     for request, session in zip(trace.requests, sessions_of(trace.requests), strict=True):
         advance(1)
         outcome.sessions = max(outcome.sessions, session + 1)
@@ -92,8 +90,15 @@ def replay_fleet(
     if outcome.accesses:
         outcome.busiest = max(requested.values()) * hosts / outcome.accesses
     outcome.seconds = trace.requests[-1].now - trace.requests[0].now
-    own = (_sum([pool.counts[place] for pool in pools]) for place in range(len(tiers)))
-    outcome.tiers = (*own, *(tier.count for tier in shared))
+    for place, spec in enumerate(tiers):
+        one = TierCount(spec.name, spec.capacity * hosts)
+        for count in (pool.counts[place] for pool in pools):
+            one.read += count.read
+            one.written += count.written
+            one.evicted += count.evicted
+            one.bypassed += count.bypassed
+        outcome.tiers.append(one)
+    outcome.tiers += [tier.count for tier in shared]
     outcome.traffic = StoreTraffic(
         network.read, network.written, max(read.values()), max(written.values())
     )
@@ -118,12 +123,3 @@ def sessions_of(requests: Sequence[TraceRequest]) -> Iterator[int]:
             ends.pop(last.pop(session, full[-1]), None)
             ends[full[-1]], last[session] = session, full[-1]
         yield session
-
-
-def _sum(counts: Sequence[TierCount]) -> TierCount:
-    """One tier of all hosts."""
-    total = TierCount(counts[0].name, 0)
-    for count in counts:
-        for name in ("capacity", "read", "written", "evicted", "bypassed"):
-            setattr(total, name, getattr(total, name) + getattr(count, name))
-    return total

@@ -1,12 +1,9 @@
-"""The KV groups of a simulated model: which records a hit needs, and which a request leaves."""
+"""The KV groups of a simulated model: which records a hit of each needs, and which it keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from kvrecall.block import BlockKey
 from kvrecall.config import parse_size
 from kvrecall.errors import ConfigError
 from kvrecall.modelconfig import CacheKind
@@ -82,68 +79,3 @@ def parse_groups(text: str) -> tuple[GroupSpec, ...]:
             "window or chunk"
         )
     return tuple(sorted(groups, key=lambda group: list(CacheKind).index(group.kind)))
-
-
-class GroupRecord(NamedTuple):
-    """A block of a group. ``hangs``: it is of another group than the chain."""
-
-    key: BlockKey
-    parent: BlockKey | None
-    depth: int
-    nbytes: int
-    hangs: bool
-
-
-class GroupLayout:
-    """The records of a model's groups, named by the keys of the trace: those of the chain, and of
-    the other groups."""
-
-    def __init__(self, groups: Sequence[GroupSpec]) -> None:
-        self.chain = groups[0]
-        self._others = [(group, dict[BlockKey, BlockKey]()) for group in groups[1:]]
-
-    def of_chain(self, chain: Sequence[BlockKey], boundary: int) -> Sequence[BlockKey]:
-        """What a hit of ``boundary`` blocks needs of ``chain`` itself."""
-        needed = self.chain.needed(boundary)
-        return chain[needed.start : needed.stop]
-
-    def beside(self, chain: Sequence[BlockKey], boundary: int) -> list[tuple[GroupSpec, BlockKey]]:
-        """What a hit of ``boundary`` blocks of ``chain`` needs of the other groups."""
-        return [
-            (group, self._key(number, chain[place]))
-            for number, (group, _) in enumerate(self._others)
-            for place in group.needed(boundary)
-        ]
-
-    def missed(self, chain: Sequence[BlockKey], hit: int, reach: int) -> list[BlockKey]:
-        """What would have let a request hit as far as the chain is present: the windows there, and
-        any state that was there."""
-        found = []
-        for number, (group, _) in enumerate(self._others):
-            is_state = group.kind is CacheKind.STATE
-            places = range(hit, reach) if is_state else group.needed(reach)
-            found += [self._key(number, chain[place]) for place in places]
-        return found
-
-    def records(self, chain: Sequence[BlockKey], hit: int) -> Iterator[GroupRecord]:
-        """What a request leaves in the tiers, each after its parent: the chain, what its hit used,
-        and what each group keeps of the rest."""
-        places: dict[int, list[int]] = {}
-        for number, (group, _) in enumerate(self._others):
-            for place in (*group.needed(hit), *group.kept(hit, len(chain))):
-                places.setdefault(place, []).append(number)
-        parent: BlockKey | None = None
-        first = self.chain.needed(hit).start
-        for depth, key in enumerate(chain):
-            if depth >= first:
-                yield GroupRecord(key, parent, depth, self.chain.nbytes, False)
-            for number in places.get(depth, ()):
-                nbytes = self._others[number][0].nbytes
-                yield GroupRecord(self._key(number, key), key, depth + 1, nbytes, True)
-            parent = key
-
-    def _key(self, number: int, key: BlockKey) -> BlockKey:
-        made = self._others[number][1]
-        if key not in made:
-            made[key] = BlockKey(bytes([number]) + key)
-        return made[key]

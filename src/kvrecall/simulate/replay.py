@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
-from kvrecall.block import BlockKey, Tenant
+from kvrecall.block import BlockKey
 from kvrecall.modelconfig import CacheKind
 from kvrecall.pool.eviction import KeyedPolicy, make_policy
-from kvrecall.pool.hints import Advice, HintCounts, HintRecord
-from kvrecall.simulate.groups import BLOCKS, GroupLayout, GroupRecord, GroupSpec
+from kvrecall.pool.hints import Advice
+from kvrecall.simulate.groups import BLOCKS, GroupSpec
 from kvrecall.simulate.trace import Trace
 
 
@@ -38,31 +39,32 @@ class TierCount:
 
 
 @dataclass(slots=True)
-class BlockCount:
-    """Blocks that requests asked for, repeats included, and those that they hit."""
+class ReplayOutcome:
+    """Result of a replay: blocks that requests asked for, repeats included, those that they hit,
+    and the tiers. ``moved``: what hits read, by kind of group, in the units of the tiers."""
 
     accesses: int = 0
     hits: int = 0
+    tiers: list[TierCount] = field(default_factory=list)
+    moved: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float:
         return self.hits / self.accesses if self.accesses else 0.0
 
 
-@dataclass(slots=True)
-class ReplayOutcome(BlockCount):
-    """Result of a replay. ``moved``: what hits read, by kind of group, in the units of the tiers.
-    ``client_hints``: the hints of the clients, and what came of them; ``tenants``: their shares, by
-    name."""
-
-    tiers: Sequence[TierCount] = ()
-    moved: Mapping[str, int] = field(default_factory=dict)
-    client_hints: HintCounts = field(default_factory=HintCounts)
-    tenants: Mapping[Tenant, BlockCount] = field(default_factory=dict)
-
-
 PolicyMaker = Callable[[int], KeyedPolicy]
 """A policy that has no name, for a tier of so many blocks."""
+
+
+class GroupRecord(NamedTuple):
+    """A block of a group. ``hangs``: it is of another group than the chain."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    depth: int
+    nbytes: int
+    hangs: bool
 
 
 class SimulatedTier:
@@ -124,12 +126,14 @@ def tiers_of(
 
 
 class SimulatedPool:
-    """Tiers that one host sees, nearest first, and the model whose records they hold. ``moved``:
+    """Tiers that one host sees, nearest first, with the records of a model's groups. Those of the
+    first group, the chain, have the keys of the trace; those of the others hang on them. ``moved``:
     what hits read, by kind of group."""
 
     def __init__(self, tiers: Sequence[SimulatedTier], groups: Sequence[GroupSpec]) -> None:
         self._tiers = tiers
-        self._layout = GroupLayout(groups)
+        self._chain = groups[0]
+        self._others = [(group, dict[BlockKey, BlockKey]()) for group in groups[1:]]
         self.counts = [tier.count for tier in tiers]
         self.moved = {str(group.kind): 0 for group in groups}
 
@@ -137,28 +141,33 @@ class SimulatedPool:
         """Hits the longest boundary at which every group has the records that it needs, each from
         the nearest tier that has it; then every tier sees the access and stores what it lacks of
         what the request leaves (write-through down, promotion up). Returns the blocks hit."""
-        layout, holder = self._layout, self._holder
-        is_full = layout.chain.kind is CacheKind.FULL
+        holder = self._holder
+        is_full = self._chain.kind is CacheKind.FULL
         reach = len(chain)
         if is_full:
             reach = next((n for n, key in enumerate(chain) if holder(key) is None), reach)
-        hit, used = reach, layout.beside(chain, reach)
+        hit, used = reach, self._beside(chain, reach)
         while not (
             all(holder(key) for _, key in reversed(used))
-            and (is_full or all(map(holder, layout.of_chain(chain, hit))))
+            and (is_full or all(holder(chain[place]) for place in self._chain.needed(hit)))
         ):
             hit -= 1
-            used = layout.beside(chain, hit)
-        for group, key in (*((layout.chain, key) for key in layout.of_chain(chain, hit)), *used):
+            used = self._beside(chain, hit)
+        own = [(self._chain, chain[place]) for place in self._chain.needed(hit)]
+        for group, key in (*own, *used):
             tier = holder(key)
             assert tier is not None
             tier.count.read += group.nbytes
             self.moved[group.kind] += group.nbytes
         hanging = [key for _, key in used]
-        if hit < reach:
-            hanging = list(dict.fromkeys((*hanging, *layout.missed(chain, hit, reach))))
-        ending = [key for _, key in layout.beside(chain, len(chain))]
-        records = list(layout.records(chain, hit))
+        if hit < reach:  # what would have let it hit so far: the windows there, and any state
+            for number, (group, _) in enumerate(self._others):
+                is_state = group.kind is CacheKind.STATE
+                places = range(hit, reach) if is_state else group.needed(reach)
+                hanging += [self._key(number, chain[place]) for place in places]
+        hanging = list(dict.fromkeys(hanging))
+        ending = [key for _, key in self._beside(chain, len(chain))]
+        records = list(self._left(chain, hit))
         for tier in self._tiers:
             tier.policy.access(chain, now, hanging, ending, advice)
             tier.fill(records, now)
@@ -169,6 +178,37 @@ class SimulatedPool:
             if key in tier.resident:
                 return tier
         return None
+
+    def _beside(self, chain: Sequence[BlockKey], boundary: int) -> list[tuple[GroupSpec, BlockKey]]:
+        """What a hit of ``boundary`` blocks of ``chain`` needs of the other groups."""
+        return [
+            (group, self._key(number, chain[place]))
+            for number, (group, _) in enumerate(self._others)
+            for place in group.needed(boundary)
+        ]
+
+    def _left(self, chain: Sequence[BlockKey], hit: int) -> Iterator[GroupRecord]:
+        """What a request leaves in the tiers, each after its parent: the chain, what its hit used,
+        and what each group keeps of the rest."""
+        places: dict[int, list[int]] = {}
+        for number, (group, _) in enumerate(self._others):
+            for place in (*group.needed(hit), *group.kept(hit, len(chain))):
+                places.setdefault(place, []).append(number)
+        parent: BlockKey | None = None
+        first = self._chain.needed(hit).start
+        for depth, key in enumerate(chain):
+            if depth >= first:
+                yield GroupRecord(key, parent, depth, self._chain.nbytes, False)
+            for number in places.get(depth, ()):
+                nbytes = self._others[number][0].nbytes
+                yield GroupRecord(self._key(number, key), key, depth + 1, nbytes, True)
+            parent = key
+
+    def _key(self, number: int, key: BlockKey) -> BlockKey:
+        made = self._others[number][1]
+        if key not in made:
+            made[key] = BlockKey(bytes([number]) + key)
+        return made[key]
 
 
 def replay(
@@ -185,18 +225,12 @@ def replay(
     """
     pool = SimulatedPool(tiers_of(tiers, policy, groups[0].nbytes), groups)
     outcome = ReplayOutcome(tiers=pool.counts, moved=pool.moved)
-    tenants: dict[Tenant, BlockCount] = {}
-    hints = HintRecord()
     for request in trace.requests:
         advance(1)
         is_cut = request.is_partial and groups is not BLOCKS
         chain = request.chain[:-1] if is_cut else request.chain
-        advice = hints.used(chain, request.now, request.tenant, request.hint)
-        hits = pool.serve(chain, request.now, advice)
-        for count in (outcome, tenants.setdefault(request.tenant, BlockCount())):
-            count.accesses += len(chain)
-            count.hits += hits
-    outcome.client_hints, outcome.tenants = hints.counts, tenants
+        outcome.accesses += len(chain)
+        outcome.hits += pool.serve(chain, request.now)
     return outcome
 
 
@@ -218,11 +252,16 @@ def clairvoyant_hits(
 
     ``advance(1)`` is called for each request (progress).
     """
-    rows = _next_uses(trace)
+    upcoming: dict[BlockKey, int] = {}
+    rows: list[list[int]] = []  # of each request: the next one with each of its blocks, or -1
+    for index in range(len(trace.requests) - 1, -1, -1):
+        chain = trace.requests[index].chain
+        rows.append([upcoming.get(key, -1) for key in chain])
+        upcoming.update(dict.fromkeys(chain, index))
     resident: dict[BlockKey, int] = {}  # block -> request that uses it next
     farthest: list[tuple[int, int, BlockKey]] = []  # heap of (-next use, -depth, block), lazy
     hits = 0
-    for request, nexts in zip(trace.requests, rows, strict=True):
+    for request, nexts in zip(trace.requests, reversed(rows), strict=True):
         advance(1)
         prefix = True
         for depth, (key, following) in enumerate(zip(request.chain, nexts, strict=True)):
@@ -236,16 +275,3 @@ def clairvoyant_hits(
             if resident.get(key) == -following:
                 del resident[key]
     return hits
-
-
-def _next_uses(trace: Trace) -> list[list[int]]:
-    """For each block of each request the index of the next request with it, -1 if none."""
-    upcoming: dict[BlockKey, int] = {}
-    rows: list[list[int]] = []
-    for index in range(len(trace.requests) - 1, -1, -1):
-        chain = trace.requests[index].chain
-        rows.append([upcoming.get(key, -1) for key in chain])
-        for key in chain:
-            upcoming[key] = index
-    rows.reverse()
-    return rows

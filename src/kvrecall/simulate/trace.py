@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrecall.block import SHARED, BlockKey, Tenant
+from kvrecall.block import BlockKey
 from kvrecall.errors import ConfigError
-from kvrecall.pool.hints import Hint
 
 _COMPRESSED = {
     b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"\x28\xb5\x2f\xfd": "unzstd",
     b"PK\x03\x04": "unzip",
 }  # fmt: skip
-
-
 _MOST_BYTES = 256 << 20  # which take some GiB as requests
 BLOCK_TOKENS = 512
 """Of the format."""
@@ -31,15 +28,12 @@ class TraceRequest:
     """One request: its arrival in seconds and its blocks, prefix first.
 
     Equal keys mean equal blocks *and* equal prefixes (the ids of the format are chained).
-    ``is_partial``: the last one has less than ``BLOCK_TOKENS`` tokens. ``hint``: what the client
-    says about its return. ``tenant``: whose it is.
+    ``is_partial``: the last one has less than ``BLOCK_TOKENS`` tokens.
     """
 
     now: float
     chain: tuple[BlockKey, ...]
     is_partial: bool = False
-    hint: Hint | None = None
-    tenant: Tenant = SHARED
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,32 +49,19 @@ class Trace:
         return sum(len(request.chain) for request in self.requests)
 
 
-def block_key(number: int) -> BlockKey:
-    """Key of the block with id ``number`` in the trace."""
-    return BlockKey(number.to_bytes(16, "little", signed=True))
-
-
 def trace_of(
     name: str,
-    requests: Iterable[
-        tuple[float, Sequence[int]]
-        | tuple[float, Sequence[int], bool | Hint | None]
-        | tuple[float, Sequence[int], Hint | None, Tenant]
-    ],
+    requests: Iterable[tuple[float, Sequence[int]] | tuple[float, Sequence[int], bool]],
 ) -> Trace:
     """A trace of (seconds, ids) pairs; sorted by time, equal times keep their order. A third
-    element says whether the last block is partial, or is the client's hint, and a fourth is its
-    tenant."""
+    element says whether the last block is partial."""
     known: dict[int, BlockKey] = {}
     rows = []
     for now, ids, *more in sorted(requests, key=lambda row: row[0]):
         for number in ids:
             if number not in known:
-                known[number] = block_key(number)
-        hint = next((each for each in more if isinstance(each, Hint)), None)
-        tenant = next((each for each in more if isinstance(each, str)), SHARED)
-        chain = tuple(known[number] for number in ids)
-        rows.append(TraceRequest(now, chain, True in more, hint, Tenant(tenant)))
+                known[number] = BlockKey(number.to_bytes(16, "little", signed=True))
+        rows.append(TraceRequest(now, tuple(known[number] for number in ids), any(more)))
     return Trace(name, tuple(rows))
 
 
@@ -110,19 +91,14 @@ def read_trace(path: Path, advance: Callable[[int], None] = lambda _: None) -> T
             f"{path}: is not text (byte {error.start} is not UTF-8); a trace has one JSON object "
             "per line"
         ) from error
-    rows = list(_rows(path, text, advance))
-    if not any(ids for _, ids, _ in rows):
-        raise TraceError(f"{path}: holds no blocks; a trace needs at least one request with some")
-    return trace_of(path.name, rows)
-
-
-def _rows(
-    path: Path, text: str, advance: Callable[[int], None]
-) -> Iterator[tuple[float, list[int], bool]]:
+    rows = []
     for number, line in enumerate(text.split("\n"), start=1):
         advance(len(line) + 1)
         if line.strip():
-            yield _row(f"{path}:{number}", line)
+            rows.append(_row(f"{path}:{number}", line))
+    if not any(ids for _, ids, _ in rows):
+        raise TraceError(f"{path}: holds no blocks; a trace needs at least one request with some")
+    return trace_of(path.name, rows)
 
 
 def _row(where: str, line: str) -> tuple[float, list[int], bool]:

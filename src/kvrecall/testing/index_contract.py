@@ -103,10 +103,3 @@ class IndexContract:
         second.close()
         assert self.check(first, one, query, 8) >= self.FOUND
         first.close()
-
-    def test_it_tells_its_memory(self) -> None:
-        index = self.filled(clustered(256, self.WIDTH))
-        few = index.nbytes
-        index.add(clustered(4096, self.WIDTH))
-        assert index.nbytes > few > 0
-        index.close()

@@ -102,6 +102,11 @@ class Engine:
     def close(self) -> None:
         self._arena.close()
 
+    def end(self) -> None:
+        """Closes the engine and its pool."""
+        self.close()
+        self.pool.close()
+
 
 Start = Callable[..., Engine]
 
@@ -120,8 +125,7 @@ def engines(make: Callable[..., PoolClient], disk_path: Path) -> Iterator[Start]
 
     yield start
     for engine in started:
-        engine.close()
-        engine.pool.close()
+        engine.end()
 
 
 class PoolContract:
@@ -142,6 +146,14 @@ class PoolContract:
         """See ``engines``."""
         with engines(self.make, tmp_path / "disk") as start:
             yield start
+
+    def on_disk(self, start: Start, keys: Sequence[BlockKey]) -> Engine:
+        """An engine whose pool has ``keys`` on disk only."""
+        engine = start()
+        engine.save(keys)
+        assert engine.pool.flush(keys, 60.0)
+        engine.end()
+        return start()
 
     @pytest.mark.parametrize("disk", [False, True])
     def test_saved_chain_is_found_and_recalled(self, start: Start, disk: bool) -> None:
@@ -178,23 +190,23 @@ class PoolContract:
         engine.save(keys[:1])
         assert engine.why(keys[0]).presence is Presence.HERE
 
-    def test_arena_can_be_used_to_the_last_slot(self, start: Start) -> None:
-        engine = start(blocks=64, disk=False)
-        assert engine.save(chain(NAMESPACE, 64)) == {Verdict.RESERVED: 64}
-        assert engine.pool.find(chain(NAMESPACE, 64)).blocks == 64
-
-    def test_slots_of_a_chain_are_adjacent_and_ascending(self, start: Start) -> None:
-        pool = start(disk=False).pool
-        offsets = [answer.offset for answer in pool.reserve(chain(NAMESPACE, 30))]
+    def test_slots_of_a_chain_are_adjacent_and_ascending_up_to_the_last(self, start: Start) -> None:
+        engine, keys = start(blocks=64, disk=False), chain(NAMESPACE, 64)
+        offsets = [answer.offset for answer in engine.pool.reserve(keys)]
         steps = [after - before for before, after in itertools.pairwise(offsets)]
-        assert steps == [SLOT_BYTES] * 29
+        assert steps == [SLOT_BYTES] * 63
+        engine.pool.abandon(keys)
+        assert engine.save(keys) == {Verdict.RESERVED: 64}
+        assert engine.pool.find(keys).blocks == 64
 
-    def test_finds_the_longest_prefix_only(self, start: Start) -> None:
-        engine = start()
-        keys = chain(NAMESPACE, 10)
+    def test_finds_the_longest_prefix_only_and_counts_it(self, start: Start) -> None:
+        engine, keys = start(disk=False), chain(NAMESPACE, 10)
         engine.save(keys[:4])
         engine.save(keys[6:])
         assert engine.pool.find(keys).blocks == 4
+        stats = engine.pool.stats()
+        assert (stats.lookups, stats.hits) == (10, 4)
+        assert (stats.tiers[0].blocks, stats.tiers[0].used_bytes) == (8, 8 * SLOT_BYTES)
         assert len(engine.recall(keys)) == 4
         assert engine.pool.find(keys[6:]).blocks == 4
 
@@ -214,18 +226,6 @@ class PoolContract:
         assert engine.pool.locate([keys[2], keys[2], keys[0]]).tiers == (host, host, None)
         assert engine.pool.locate([]).tiers == ()
 
-    def test_locates_on_disk_and_in_the_host(self, start: Start) -> None:
-        engine = start()
-        keys = chain(NAMESPACE, 9)
-        engine.save(keys[::2])
-        assert engine.pool.flush(keys[::2], 60.0)
-        engine.close()
-        engine.pool.close()
-        engine = start()
-        assert engine.pool.locate(keys).tiers == (TierName.DISK, None) * 4 + (TierName.DISK,)
-        assert engine.recall(keys[2:3]) == (TierName.DISK,)
-        assert engine.pool.locate(keys[:4]).tiers == (TierName.DISK, None, TierName.HOST, None)
-
     def test_locating_is_no_use(self, start: Start) -> None:
         """It counts as a lookup, and leaves the order of eviction as it is."""
         engine = start(blocks=8, disk=False)
@@ -239,31 +239,17 @@ class PoolContract:
         assert engine.pool.locate(old).blocks == 0
         assert engine.pool.locate(new).blocks == 4
 
-    def test_uncommitted_blocks_are_not_found(self, start: Start) -> None:
-        engine = start()
-        keys = chain(NAMESPACE, 4)
-        engine.pool.reserve(keys)
-        assert engine.pool.find(keys).blocks == 0
-        assert engine.recall(keys) == ()
-        assert engine.pool.stats().reserved == 4
-        engine.pool.abandon(keys)
-        assert engine.pool.stats().reserved == 0
+    def test_reserved_blocks_are_not_found_and_abandoned_slots_are_free(self, start: Start) -> None:
+        engine, keys = start(blocks=8, disk=False), chain(NAMESPACE, 8)
+        for _ in range(3):
+            assert {answer.verdict for answer in engine.pool.reserve(keys)} == {Verdict.RESERVED}
+            assert engine.pool.find(keys).blocks == 0
+            assert engine.recall(keys) == ()
+            assert engine.pool.stats().reserved == 8
+            engine.pool.abandon(keys)
+            assert engine.pool.stats().reserved == 0
         engine.pool.commit(keys)
         assert engine.pool.find(keys).blocks == 0
-
-    def test_abandoned_slots_can_be_reserved_again(self, start: Start) -> None:
-        engine = start(blocks=8, disk=False)
-        for _ in range(3):
-            answers = engine.pool.reserve(chain(NAMESPACE, 8))
-            assert {answer.verdict for answer in answers} == {Verdict.RESERVED}
-            engine.pool.abandon(chain(NAMESPACE, 8))
-
-    def test_a_key_is_reserved_by_one_only(self, start: Start) -> None:
-        engine = start()
-        keys = chain(NAMESPACE, 6)
-        engine.pool.reserve(keys[:3])
-        assert engine.save(keys) == {Verdict.PRESENT: 3, Verdict.RESERVED: 3}
-        assert engine.save(keys) == {Verdict.PRESENT: 6}
 
     def test_the_same_key_twice_in_one_call(self, start: Start) -> None:
         engine = start(blocks=8, disk=False)
@@ -275,7 +261,7 @@ class PoolContract:
         assert engine.recall([key, key]) == (TierName.HOST,) * 2
         assert engine.pool.stats().leases == 0
 
-    def test_leased_blocks_are_not_evicted(self, start: Start) -> None:
+    def test_leased_and_reserved_blocks_are_not_evicted(self, start: Start) -> None:
         engine = start(blocks=16, disk=False)
         keys = chain(NAMESPACE, 10)
         engine.save(keys)
@@ -288,12 +274,12 @@ class PoolContract:
         engine.pool.release(ticket)
         engine.pool.release(ticket)
         assert engine.save(chain(NAMESPACE, 16, "fourth")) == {Verdict.RESERVED: 16}
-
-    def test_reserved_blocks_are_not_evicted(self, start: Start) -> None:
-        engine = start(blocks=8, disk=False)
-        engine.pool.reserve(chain(NAMESPACE, 6))
-        assert engine.save(chain(NAMESPACE, 8, "b")) == {Verdict.RESERVED: 2, Verdict.REFUSED: 6}
-        assert engine.pool.stats().refused == 6
+        reserved = chain(NAMESPACE, 14, "fifth")
+        engine.pool.reserve(reserved)
+        refused = engine.pool.stats().refused
+        assert engine.save(keys) == {Verdict.RESERVED: 2, Verdict.REFUSED: 8}
+        assert engine.pool.stats().refused == refused + 8
+        assert engine.save(reserved) == {Verdict.PRESENT: 14}, "by one only"
 
     def test_saving_a_suffix_does_not_evict_its_own_prefix(self, start: Start) -> None:
         engine = start(blocks=8, disk=False)
@@ -419,74 +405,44 @@ class PoolContract:
         engine.save(keys)
         engine.save(hanging, parents=keys[::2])
         assert engine.pool.flush([*keys, *hanging], 60.0)
-        engine.close()
-        engine.pool.close()
+        engine.end()
         engine = start()
         engine.pool.register(windows, BLOCK_BYTES)
-        assert engine.recall(hanging[1:], parents=keys[2::2]) == (TierName.DISK,) * 2
-        host = TierName.HOST
-        assert engine.pool.locate(hanging).tiers == (TierName.DISK, host, host)
+        disk, host = TierName.DISK, TierName.HOST
+        missing = chain(windows, 4)[3:]
+        assert engine.pool.locate([*missing, *hanging]).tiers == (None, disk, disk, disk)
+        assert engine.recall(hanging[1:], parents=keys[2::2]) == (disk,) * 2
+        assert engine.pool.locate(hanging).tiers == (disk, host, host)
 
-    def test_poll_of_an_unknown_ticket_is_a_bug(self, start: Start) -> None:
-        engine = start(disk=False)
-        ticket = engine.pool.acquire([], 1.0)
-        assert engine.wait(ticket).offsets == ()
-        engine.pool.release(ticket)
-        with pytest.raises(KeyError):
-            engine.pool.poll(ticket)
-
-    def test_register_refuses_what_cannot_be(self, start: Start) -> None:
-        engine = start(blocks=4, disk=False)
-        with pytest.raises(ConfigError, match="cannot hold one block"):
-            engine.pool.register(namespace("huge"), 5 * SLOT_BYTES)
-        with pytest.raises(ConfigError, match="blocks of 60000 bytes"):
-            engine.pool.register(NAMESPACE, 4096)
-        with pytest.raises(ConfigError, match="more than 0"):
-            engine.pool.register(namespace("none"), 0)
-
-    def test_unregistered_namespace(self, start: Start) -> None:
-        engine = start(blocks=4, disk=False)
+    def test_what_cannot_be_is_refused(self, start: Start) -> None:
+        pool = start(blocks=4, disk=False).pool
+        for name, nbytes, why in (
+            ("huge", 5 * SLOT_BYTES, "cannot hold one block"),
+            ("model", 4096, "blocks of 60000 bytes"),
+            ("none", 0, "more than 0"),
+        ):
+            with pytest.raises(ConfigError, match=why):
+                pool.register(namespace(name), nbytes)
         strange = chain(namespace("strange"), 2)
-        assert engine.pool.find(strange).blocks == 0
-        assert engine.pool.locate(strange).tiers == (None, None)
+        assert pool.locate(strange).tiers == (None, None)
         with pytest.raises(KeyError):
-            engine.pool.reserve(strange)
+            pool.reserve(strange)
+        ticket = pool.acquire([], 1.0)
+        pool.release(ticket)
+        with pytest.raises(KeyError):
+            pool.poll(ticket)
 
     def test_flush_makes_durable_and_a_new_pool_finds(self, start: Start) -> None:
-        engine = start()
         keys = chain(NAMESPACE, 30)
-        engine.save(keys)
-        assert engine.pool.flush(keys, 60.0)
-        engine.close()
-        engine.pool.close()
-        engine = start()
+        engine = self.on_disk(start, keys)
         assert engine.pool.find(keys).tiers == (TierName.DISK,) * 30
         assert engine.save(keys) == {Verdict.PRESENT: 30}
         assert engine.recall(keys) == (TierName.DISK,) * 30
         assert engine.recall(keys) == (TierName.HOST,) * 30
+        assert not engine.pool.flush([*keys, *chain(NAMESPACE, 1, "never got")], 5.0)
 
     def test_flush_without_a_disk_is_true_at_once(self, start: Start) -> None:
-        engine = start(disk=False)
-        assert engine.pool.flush(chain(NAMESPACE, 3), 0.0)
-
-    def test_flush_of_blocks_the_pool_never_got_is_false(self, start: Start) -> None:
-        engine = start()
-        keys = chain(NAMESPACE, 3)
-        engine.save(keys[:2])
-        assert not engine.pool.flush(keys, 5.0)
-        assert engine.pool.flush(keys[:2], 60.0)
-
-    def test_evicted_from_the_host_is_kept_on_disk(self, start: Start) -> None:
-        engine = start(blocks=16)
-        keys = chain(NAMESPACE, 12)
-        engine.save(keys)
-        assert engine.pool.flush(keys, 60.0)
-        other = chain(NAMESPACE, 12, "other")
-        engine.save(other)
-        assert engine.pool.flush(other, 60.0)
-        assert engine.pool.find(keys).blocks == 12
-        assert TierName.DISK in engine.pool.find(keys).tiers
-        assert TierName.DISK in engine.recall(keys)
+        assert start(disk=False).pool.flush(chain(NAMESPACE, 3), 0.0)
 
     def test_recall_of_more_than_fits_is_cut(self, start: Start) -> None:
         engine = start(blocks=16)
@@ -500,13 +456,8 @@ class PoolContract:
         assert engine.pool.stats().leases == 0
 
     def test_two_recalls_share_one_load(self, start: Start) -> None:
-        engine = start()
         keys = chain(NAMESPACE, 10)
-        engine.save(keys)
-        assert engine.pool.flush(keys, 60.0)
-        engine.close()
-        engine.pool.close()
-        engine = start()
+        engine = self.on_disk(start, keys)
         tickets = [engine.pool.acquire(keys, 60.0) for _ in range(3)]
         recalls = [engine.wait(ticket) for ticket in tickets]
         assert {recall.offsets for recall in recalls} == {recalls[0].offsets}
@@ -516,21 +467,6 @@ class PoolContract:
         disk = next(t for t in engine.pool.stats().tiers if t.name == TierName.DISK)
         assert disk.reads == 10
         assert engine.pool.stats().leases == 0
-
-    def test_release_before_ready_leaves_nothing(self, start: Start) -> None:
-        engine = start()
-        keys = chain(NAMESPACE, 10)
-        engine.save(keys)
-        assert engine.pool.flush(keys, 60.0)
-        engine.close()
-        engine.pool.close()
-        engine = start(blocks=16)
-        engine.pool.release(engine.pool.acquire(keys, 60.0))
-        wait_until(lambda: engine.pool.find(keys).tiers == (TierName.HOST,) * 10)
-        assert engine.pool.stats().leases == 0
-        other = chain(NAMESPACE, 16, "other")
-        assert engine.save(other[:8])[Verdict.RESERVED] == 8
-        assert engine.pool.flush(other[:8], 60.0)
 
     @pytest.mark.parametrize("disk", [False, True])
     def test_clear_drops_all_that_is_not_leased(self, start: Start, disk: bool) -> None:
@@ -596,16 +532,6 @@ class PoolContract:
         engine.pool.commit(keys[129::2])
         assert engine.recall(keys[128:]) == (TierName.HOST,) * 128
         little.close()
-
-    def test_counts_lookups_and_hits(self, start: Start) -> None:
-        engine = start(disk=False)
-        keys = chain(NAMESPACE, 10)
-        engine.save(keys[:4])
-        engine.pool.find(keys)
-        stats = engine.pool.stats()
-        assert (stats.lookups, stats.hits) == (10, 4)
-        assert stats.tiers[0].blocks == 4
-        assert stats.tiers[0].used_bytes == 4 * SLOT_BYTES
 
     def test_close_is_idempotent_and_ends_everything(self, start: Start) -> None:
         engine = start()

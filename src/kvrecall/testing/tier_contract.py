@@ -57,15 +57,10 @@ class Bench:
             self.slot(base + place)[:] = bytes(self._slot)
         self.tier.submit_get([Get(key, self.slot(base + n)) for n, key in enumerate(keys)])
 
-    def get(self, keys: list[BlockKey]) -> list[Outcome]:
-        """Gets blocks into the first slots and waits."""
+    def get(self, keys: list[BlockKey], among: bool = False) -> list[Outcome]:
+        """Gets blocks into the first slots and waits. ``among``: as in ``collect``."""
         self.submit_get(keys)
-        return self.collect(keys)
-
-    def get_among(self, keys: list[BlockKey]) -> list[Outcome]:
-        """As ``get``, ignoring completions of other operations."""
-        self.submit_get(keys)
-        return self.collect(keys, among=True)
+        return self.collect(keys, among)
 
     def holds(self, keys: list[BlockKey]) -> bool:
         """Whether the first slots hold the right bytes of ``keys``."""
@@ -112,26 +107,27 @@ class TierContract:
         yield Bench(tier, memory=self.memory())
         tier.close()
 
-    def test_gives_back_what_was_put(self, bench: Bench) -> None:
+    def test_gives_back_what_was_put_and_counts_it(self, bench: Bench) -> None:
         keys = chain(NAMESPACE, 40)
         assert bench.put(keys) == [Outcome.STORED] * 40
         assert all(bench.tier.contains(key) for key in keys)
-        assert bench.get(keys) == [Outcome.LOADED] * 40
-        assert bench.holds(keys)
-        assert bench.get(keys[::-1]) == [Outcome.LOADED] * 40
-        assert bench.holds(keys[::-1])
+        assert [bench.tier.depth_of(key) for key in keys] == list(range(40))
+        assert bench.tier.stats().blocks == 40
+        assert bench.tier.stats().used_bytes >= (40 if self.shrinks else 40 * BLOCK_BYTES)
+        for some in (keys, keys[::-1]):
+            assert bench.get(some) == [Outcome.LOADED] * 40
+            assert bench.holds(some)
+        assert bench.tier.queued() == (0, 0)
 
-    def test_knows_the_place_in_the_chain(self, bench: Bench) -> None:
-        keys = chain(NAMESPACE, 3)
-        bench.put(keys)
-        assert [bench.tier.depth_of(key) for key in keys] == [0, 1, 2]
-        assert bench.tier.depth_of(chain(NAMESPACE, 1, "other")[0]) is None
-
-    def test_unknown_block_is_a_miss(self, bench: Bench) -> None:
-        keys = chain(NAMESPACE, 3)
-        assert not bench.tier.contains(keys[0])
+    def test_an_unknown_block_is_a_miss_and_may_be_touched(self, bench: Bench) -> None:
+        keys, other = chain(NAMESPACE, 3), namespace("other")
+        bench.tier.register(other, BLOCK_BYTES)
         bench.put(keys[:1])
+        bench.tier.touch(keys)
+        assert [bench.tier.contains(key) for key in keys] == [True, False, False]
+        assert bench.tier.depth_of(keys[1]) is None
         assert bench.get(keys) == [Outcome.LOADED, Outcome.MISS, Outcome.MISS]
+        assert bench.get(chain(other, 1)) == [Outcome.MISS], "of another namespace"
 
     def test_second_put_is_present(self, bench: Bench) -> None:
         keys = chain(NAMESPACE, 4)
@@ -140,12 +136,6 @@ class TierContract:
         assert verdicts == [PutVerdict.PRESENT] * 2 + [PutVerdict.QUEUED] * 2
         assert bench.collect(keys[2:]) == [Outcome.STORED] * 2
         assert bench.tier.poll(0.05) == []
-
-    def test_keys_of_other_namespaces_do_not_match(self, bench: Bench) -> None:
-        other = namespace("other")
-        bench.tier.register(other, BLOCK_BYTES)
-        bench.put(chain(NAMESPACE, 2))
-        assert bench.get(chain(other, 2)) == [Outcome.MISS] * 2
 
     def test_dropped_block_is_a_miss(self, bench: Bench) -> None:
         keys = chain(NAMESPACE, 4)
@@ -165,12 +155,6 @@ class TierContract:
         assert bench.get(keys[:5]) == [Outcome.MISS] * 5
         assert bench.tier.stats().blocks == 0
 
-    def test_touching_unknown_blocks_is_allowed(self, bench: Bench) -> None:
-        keys = chain(NAMESPACE, 3)
-        bench.put(keys[:1])
-        bench.tier.touch(keys)
-        assert [bench.tier.contains(key) for key in keys] == [True, False, False]
-
     def test_holds_blocks_of_several_sizes(self, bench: Bench) -> None:
         small = namespace("small")
         bench.tier.register(small, 100)
@@ -181,12 +165,6 @@ class TierContract:
         assert bench.holds(chain(NAMESPACE, 10))
         assert little.get(chain(small, 10)) == [Outcome.LOADED] * 10
         assert little.holds(chain(small, 10))
-
-    def test_counts_what_it_holds(self, bench: Bench) -> None:
-        bench.put(chain(NAMESPACE, 7))
-        assert bench.tier.stats().blocks == 7
-        assert bench.tier.stats().used_bytes >= (7 if self.shrinks else 7 * BLOCK_BYTES)
-        assert bench.tier.queued() == (0, 0)
 
     def test_after_close_puts_are_shed_and_gets_miss(self, bench: Bench) -> None:
         keys = chain(NAMESPACE, 2)

@@ -203,27 +203,16 @@ def test_pages_by_pieces_come_to_other_places(layout: str) -> None:
     storage = backend({}, pool)
     assert storage.batch_set_v1(HASHES[:4], indices(4)) == [True] * 4
     assert storage.batch_exists(HASHES) == 4
-    before = pool.kv_buffer.clone()
+    before = [pool.get_data_page(n * TOKENS).clone() for n in range(PAGES)]
     extra = HiCacheStorageExtraInfo(prefix_keys=HASHES[:1])
     found = storage.batch_get_v1(HASHES[1:6], indices(5, first=6), extra)
     assert found == [True, True, True, False, False]
     for n in range(3):
-        old = HostPool.get_data_page(pool, (1 + n) * TOKENS)
-        assert torch.equal(HostPool.get_data_page(pool, (6 + n) * TOKENS), old)
-    changed = torch.zeros(PAGES, dtype=torch.bool)
-    changed[6:9] = True
+        assert torch.equal(pool.get_data_page((6 + n) * TOKENS), before[1 + n])
     for n in range(PAGES):
-        same = torch.equal(pool.get_data_page(n * TOKENS), _page_of(before, pool, n))
-        assert same != bool(changed[n])
+        same = torch.equal(pool.get_data_page(n * TOKENS), before[n])
+        assert same != (6 <= n < 9)
     storage.close()
-
-
-def _page_of(buffer: torch.Tensor, pool: HostPool, page: int) -> torch.Tensor:
-    now, pool.kv_buffer = pool.kv_buffer, buffer
-    try:
-        return pool.get_data_page(page * TOKENS)
-    finally:
-        pool.kv_buffer = now
 
 
 def test_holes_are_skipped(storage: RecallStorage) -> None:
@@ -262,18 +251,32 @@ def test_side_pools(storage: RecallStorage) -> None:
 # -- whose pages --------------------------------------------------------------------------------
 
 
+def store(section: dict[str, Any], pool: HostPool | None = None, **changes: Any) -> None:
+    """A server stores three pages, and ends."""
+    first = backend(section, pool, **changes)
+    assert first.batch_set_v1(HASHES[:3], indices(3)) == [True] * 3
+    first.close()
+
+
+def meets(section: dict[str, Any], pool: HostPool | None = None, **changes: Any) -> bool:
+    """Whether a server with the present settings finds what the first one has stored."""
+    found = backend(section, pool, **changes)
+    try:
+        there = found.batch_exists(HASHES[:3])
+        assert found.batch_get_v1(HASHES[:3], indices(3)) == [there == 3] * 3
+        return bool(there == 3)
+    finally:
+        found.close()
+
+
 def test_a_restart_finds_what_lies_on_disk(disk: dict[str, Any]) -> None:
     pool = HostPool()
-    first = backend(disk, pool)
-    first.batch_set_v1(HASHES, indices(PAGES))
-    first.close()
+    store(disk, pool)
     original = pool.kv_buffer.clone()
     pool.kv_buffer.zero_()
-    second = backend(disk, pool)
-    assert second.batch_exists(HASHES) == PAGES
-    assert second.batch_get_v1(HASHES, indices(PAGES)) == [True] * PAGES
-    assert torch.equal(pool.kv_buffer, original)
-    second.close()
+    assert meets(disk, pool)
+    stored = slice(0, 3 * TOKENS)
+    assert torch.equal(pool.kv_buffer[:, :, stored], original[:, :, stored])
 
 
 @pytest.mark.parametrize(
@@ -294,25 +297,9 @@ def test_other_pages_do_not_meet(
     layout: str,
     dtype: torch.dtype,
 ) -> None:
-    first = backend(disk)
-    first.batch_set_v1(HASHES[:3], indices(3))
-    first.close()
-    second = backend({**disk, **section}, HostPool(layout, dtype), **changes)
-    assert second.batch_exists(HASHES[:3]) == 0
-    assert second.batch_get_v1(HASHES[:3], indices(3)) == [False] * 3
-    second.close()
-    again = backend(disk)
-    assert again.batch_exists(HASHES[:3]) == 3
-    again.close()
-
-
-def meets(disk: dict[str, Any], pool: HostPool | None = None) -> bool:
-    """Whether a server with the present settings finds what the first one has stored."""
-    found = backend(disk, pool)
-    try:
-        return bool(found.batch_exists(HASHES[:3]) == 3)
-    finally:
-        found.close()
+    store(disk)
+    assert not meets({**disk, **section}, HostPool(layout, dtype), **changes)
+    assert meets(disk)
 
 
 def adapter(folder: Path, content: bytes) -> str:
@@ -346,37 +333,25 @@ FREE = [
 def test_a_setting_that_shapes_kv_is_in_the_keys(
     disk: dict[str, Any], server: dict[str, Any], name: str, value: Any
 ) -> None:
-    before = HostPool(dtype=torch.uint8)
-    first = backend(disk, before)
-    first.batch_set_v1(HASHES[:3], indices(3))
-    first.close()
-    assert meets(disk, before)
+    pool = HostPool(dtype=torch.uint8)
+    store(disk, pool)
+    assert meets(disk, pool)
     assert server[name] != value
     server[name] = value
-    assert not meets(disk, before)
+    assert not meets(disk, pool)
 
 
-def test_settings_that_shape_nothing_are_not(disk: dict[str, Any], server: dict[str, Any]) -> None:
-    first = backend(disk)
-    first.batch_set_v1(HASHES[:3], indices(3))
-    first.close()
+def test_settings_that_shape_nothing_are_not(
+    disk: dict[str, Any], server: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(disk)
     for name, value in FREE:
         assert server[name] != value
         server[name] = value
     assert meets(disk)
-    assert {name for name, _ in SHAPING} <= {
-        name for name in SERVER if not identity._NO_INFLUENCE.fullmatch(name)
-    }
-
-
-def test_another_version_does_not_meet(
-    disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = backend(disk)
-    first.batch_set_v1(HASHES[:3], indices(3))
-    first.close()
+    assert not any(identity._NO_INFLUENCE.fullmatch(name) for name, _ in SHAPING)
     monkeypatch.setattr(room.sglang, "__version__", "0.5.24")
-    assert not meets(disk)
+    assert not meets(disk), "the version is"
 
 
 @pytest.mark.parametrize("name", [*FOLDERS, "quantization_param_path", "lora_paths"])
@@ -395,9 +370,7 @@ def test_the_content_of_files_that_settings_name_is_in_the_keys(
         return [LoRARef(LoRARef.deterministic_id("a", folder), "a", folder)]
 
     server[name] = told(b"one")
-    first = backend(disk)
-    first.batch_set_v1(HASHES[:3], indices(3))
-    first.close()
+    store(disk)
     assert meets(disk)
     server[name] = told(b"two, under the same name")
     assert not meets(disk)
@@ -427,24 +400,16 @@ def test_a_version_that_hashes_tokens_alone_is_refused(monkeypatch: pytest.Monke
 
 
 def test_ranks_of_an_mla_model_share_their_pages(disk: dict[str, Any]) -> None:
-    first = backend(disk, is_mla_model=True, tp_rank=0)
-    first.batch_set_v1(HASHES[:3], indices(3))
-    first.close()
-    second = backend(disk, is_mla_model=True, tp_rank=1)
-    assert second.batch_exists(HASHES[:3]) == 3
-    second.close()
+    store(disk, is_mla_model=True, tp_rank=0)
+    assert meets(disk, is_mla_model=True, tp_rank=1)
 
 
 def test_weights_are_told_by_their_folder(disk: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(secrets.token_bytes(100))
     section = {**disk, "revision": "", "model_path": str(tmp_path)}
-    first = backend(section)
-    first.batch_set_v1(HASHES[:3], indices(3))
-    first.close()
+    store(section)
     (tmp_path / "model.safetensors").write_bytes(secrets.token_bytes(100))
-    second = backend(section)
-    assert second.batch_exists(HASHES[:3]) == 0
-    second.close()
+    assert not meets(section)
 
 
 @pytest.mark.parametrize(
@@ -473,6 +438,18 @@ def test_no_section() -> None:
     del made.extra_config["kvrecall"]
     with pytest.raises(ConfigError, match="must be an object"):
         RecallStorage(made, {})
+
+
+def test_what_cannot_be_identified_is_refused(
+    tmp_path: Path, server: dict[str, Any], disk: dict[str, Any]
+) -> None:
+    server["load_format"] = "dummy"
+    with pytest.raises(ConfigError, match="--load-format: 'dummy'"):
+        backend(disk)
+    server["load_format"] = "auto"
+    server["model_path"] = adapter(tmp_path / "served", b"one")
+    with pytest.raises(ConfigError, match=r"model_path: .*is not what the server loads"):
+        backend({**disk, "revision": "", "model_path": adapter(tmp_path / "copy", b"two")})
 
 
 # -- the node's service -------------------------------------------------------------------------
@@ -510,15 +487,3 @@ def test_engines_on_one_service_that_dies_and_comes_back(tmp_path: Path) -> None
         assert torch.equal(pool.get_data_page(10 * TOKENS), expected)
         one.close()
         two.close()
-
-
-def test_what_cannot_be_identified_is_refused(
-    tmp_path: Path, server: dict[str, Any], disk: dict[str, Any]
-) -> None:
-    server["load_format"] = "dummy"
-    with pytest.raises(ConfigError, match="--load-format: 'dummy'"):
-        backend(disk)
-    server["load_format"] = "auto"
-    server["model_path"] = adapter(tmp_path / "served", b"one")
-    with pytest.raises(ConfigError, match=r"model_path: .*is not what the server loads"):
-        backend({**disk, "revision": "", "model_path": adapter(tmp_path / "copy", b"two")})

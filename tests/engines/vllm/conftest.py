@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from engines.vllm.engine import Engine
+from kvrecall.config import RecallSettings
+from kvrecall.pool import Pool
 from kvrecall_lab.models import write_model
 
 if TYPE_CHECKING:
@@ -44,6 +46,13 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., En
     yield starter
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    """Of 1 MiB of host memory."""
+    with Pool.open(RecallSettings.from_mapping({"host_size": "1MiB"}).pool) as pool:
+        yield pool
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ Its own process, so that a test can kill it, and so that engines never share sta
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -199,7 +200,7 @@ class Host:
         """Which life of the pool service the engine is joined to; None if to none."""
         pool = self.connector()._pool
         life = pool._next or pool._life
-        return None if life is None or life.is_over else life.boot
+        return None if life is None or life.is_lost else life.handle.boot
 
     def namespace(self) -> dict[str, str]:
         known = self.connector()._s.namespaces
@@ -246,59 +247,21 @@ class Host:
         self.settle()
         return found
 
-    def preempt_midway(
+    def _drive(
         self,
-        prompts: list[list[int]],
         after_steps: int,
-        max_tokens: int,
-        salt: str | None = None,
-    ) -> list[list[int]]:
-        """Decodes greedily; after so many steps all running requests lose their blocks, and the
-        device forgets its prefixes. Returns the tokens."""
-        from vllm import SamplingParams
-
-        engine = self.llm.llm_engine
-        greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        salted = {"cache_salt": salt} if salt else {}
-        for at, prompt in enumerate(prompts):
-            engine.add_request(f"ousted-{at}", {"prompt_token_ids": prompt, **salted}, greedy)
-        tokens: dict[str, list[int]] = {}
-        steps = 0
-        while engine.has_unfinished_requests():
-            steps += 1
-            if steps == after_steps:
-                try:
-                    self.engine().scheduler.reset_prefix_cache(reset_running_requests=True)
-                except RuntimeError:  # a step under way uses their blocks
-                    assert self.is_ahead()
-                    manager = self.engine().scheduler.kv_cache_manager
-                    manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
-            for output in engine.step():
-                if output.finished:
-                    tokens[output.request_id.split("-")[1]] = list(output.outputs[0].token_ids)
-        return [tokens[str(at)] for at in range(len(prompts))]
-
-    def trouble(self, name: str, **how: Any) -> None:
-        """One of ``troubles.py``."""
-        import troubles
-
-        getattr(troubles, name)(self, **how)
-
-    def decode_through(
-        self,
+        act: Callable[[], None],
         prompts: list[list[int]],
-        after_steps: int,
-        trouble: dict[str, Any],
-        max_tokens: int,
         salt: str | None = None,
         lora: list[Any] | None = None,
-    ) -> list[dict[str, Any]]:
-        """Decodes greedily; between two steps, after so many, something goes wrong."""
+        **sampling: Any,
+    ) -> list[Any]:
+        """Decodes greedily, and acts between two steps, after so many. The outputs."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
         engine = self.llm.llm_engine
-        greedy = SamplingParams(temperature=0.0, logprobs=1, max_tokens=max_tokens)
+        greedy = SamplingParams(temperature=0.0, **sampling)
         salted = {"cache_salt": salt} if salt else {}
         for at, prompt in enumerate(prompts):
             adapter: Any = LoRARequest(*lora) if lora else None
@@ -308,10 +271,36 @@ class Host:
         steps = 0
         while engine.has_unfinished_requests():
             if steps == after_steps:
-                self.trouble(**trouble)
+                act()
             steps += 1
             done.update({one.request_id: one for one in engine.step() if one.finished})
-        return [reply_of(done[str(at)]) for at in range(len(prompts))]
+        return [done[str(at)] for at in range(len(prompts))]
+
+    def preempt_midway(self, after_steps: int, **how: Any) -> list[list[int]]:
+        """Decodes greedily; before that step all running requests lose their blocks, and the device
+        forgets its prefixes. Returns the tokens."""
+
+        def preempt() -> None:
+            try:
+                self.engine().scheduler.reset_prefix_cache(reset_running_requests=True)
+            except RuntimeError:  # a step under way uses their blocks
+                assert self.is_ahead()
+                manager = self.engine().scheduler.kv_cache_manager
+                manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
+
+        outputs = self._drive(after_steps - 1, preempt, ignore_eos=True, **how)
+        return [list(one.outputs[0].token_ids) for one in outputs]
+
+    def trouble(self, name: str, **how: Any) -> None:
+        """One of ``troubles.py``."""
+        import troubles
+
+        getattr(troubles, name)(self, **how)
+
+    def decode_through(self, trouble: dict[str, Any], **how: Any) -> list[dict[str, Any]]:
+        """Decodes greedily; between two steps, after so many, something goes wrong."""
+        act = functools.partial(self.trouble, **trouble)
+        return [*map(reply_of, self._drive(act=act, logprobs=1, **how))]
 
     def free_blocks(self) -> int:
         """Device blocks that no request holds."""
@@ -342,6 +331,8 @@ class Host:
         """Calls a method of vLLM's workers, or of ``worker_extension_cls``."""
         return list(self.llm.collective_rpc(method, kwargs=kwargs))
 
+    workers = rpc
+
     def add_lora(self, lora: list[Any], load_inplace: bool = False) -> bool:
         from vllm.lora.request import LoRARequest
 
@@ -361,13 +352,6 @@ class Host:
         greedy = SamplingParams(temperature=0.0, logprobs=1, max_tokens=8)
         (output,) = self.llm.generate(prompt, greedy, use_tqdm=False)
         return reply_of(output)
-
-    def workers(self, method: str) -> list[Any]:
-        """Calls a method of every worker (``worker_extension_cls`` may add some)."""
-        return list(self.llm.collective_rpc(method))
-
-    def shm(self) -> list[str]:
-        return sorted(path.name for path in Path("/dev/shm").iterdir())
 
     def close(self) -> None:
         self.engine().shutdown()

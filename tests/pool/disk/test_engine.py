@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from support.disks import DiskBench, open_disk
 
 from kvrecall.config import DiskConfig
 from kvrecall.pool.clock import Clock
 from kvrecall.pool.disk import DiskTier, catalog, index, tier
-from kvrecall.pool.disk.index import Index, IndexRows
+from kvrecall.pool.disk.index import Index, IndexRow
 from kvrecall.pool.tier import Outcome
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
@@ -37,7 +38,7 @@ class Folder:
         self._gate = threading.Event()
         rows = Index.rows
 
-        def slowly(this: Index) -> Iterator[tuple[IndexRows, list[int]]]:
+        def slowly(this: Index) -> Iterator[tuple[list[IndexRow], list[int]]]:
             for number, part in enumerate(rows(this)):
                 if number:
                     self._gate.wait(30.0)
@@ -45,20 +46,17 @@ class Folder:
 
         monkeypatch.setattr(Index, "rows", slowly)
 
-    def bench(self) -> Bench:
-        opened = DiskTier(DiskConfig(self.path, 64 * MIB))
-        opened.register(NAMESPACE, BLOCK_BYTES)
-        return Bench(opened, slots=64, block_bytes=BLOCK_BYTES)
+    def bench(self) -> DiskBench:
+        return open_disk(self.path)
 
-    def open(self) -> Bench:
+    def open(self) -> DiskBench:
         self._gate.clear()
         bench = self.bench()
         wait_until(lambda: bench.tier.stats().blocks == len(EARLY))
         return bench
 
-    def go_on(self, bench: Bench) -> None:
+    def go_on(self, bench: DiskBench) -> None:
         self._gate.set()
-        assert isinstance(bench.tier, DiskTier)
         assert bench.tier._engine.recovered.wait(30.0)
 
 
@@ -75,22 +73,14 @@ def here(bench: Bench) -> list[bool]:
 def test_blocks_without_parents_come_back(tmp_path: Path, count: int) -> None:
     """Of prompts that are one block long."""
     roots = [chain(NAMESPACE, 1, str(n))[0] for n in range(count)]
-
-    def opened() -> Bench:
-        tier = DiskTier(DiskConfig(tmp_path / "roots", 64 * MIB))
-        tier.register(NAMESPACE, BLOCK_BYTES)
-        return Bench(tier, slots=64, block_bytes=BLOCK_BYTES)
-
-    bench = opened()
+    bench = open_disk(tmp_path / "roots")
     for key in roots:
         bench.put([key])
     bench.tier.close()
-    again = opened()
-    assert isinstance(again.tier, DiskTier)
+    again = open_disk(tmp_path / "roots")
     assert again.tier._engine.recovered.wait(30.0)
     assert again.get(roots) == [Outcome.LOADED] * count
     assert again.put(KEYS[:2]) == [Outcome.STORED] * 2
-    again.tier.close()
 
 
 def test_what_is_not_found_yet_is_a_miss(folder: Folder) -> None:
@@ -102,7 +92,6 @@ def test_what_is_not_found_yet_is_a_miss(folder: Folder) -> None:
     folder.go_on(bench)
     assert all(here(bench))
     assert set(bench.get(LATE)) == {Outcome.LOADED}
-    bench.tier.close()
 
 
 def test_new_blocks_wait_and_those_that_are_there_are_not_stored_twice(folder: Folder) -> None:
@@ -115,7 +104,6 @@ def test_new_blocks_wait_and_those_that_are_there_are_not_stored_twice(folder: F
     waiting.join()
     assert bench.tier.stats().blocks == 36
     assert set(bench.get(KEYS + new)) == {Outcome.LOADED}
-    bench.tier.close()
 
 
 @pytest.mark.parametrize("what", ["drop", "clear", "size"])
@@ -135,18 +123,15 @@ def test_what_was_dropped_meanwhile_does_not_come_back(folder: Folder, what: str
     bench = folder.bench()
     folder.go_on(bench)
     assert here(bench) == expected
-    bench.tier.close()
 
 
 def test_pins_of_blocks_not_found_yet(folder: Folder) -> None:
     bench = folder.open()
     folder.go_on(bench)
-    assert isinstance(bench.tier, DiskTier)
     bench.tier.catalog.pin(KEYS[10:14])
     assert bench.tier.wait_pins_durable(10.0)
     bench.tier.close()
     bench = folder.open()
-    assert isinstance(bench.tier, DiskTier)
     assert bench.tier.catalog.pinned_keys() == frozenset(KEYS[10:14])
     bench.tier.catalog.unpin(KEYS[10:12])
     bench.tier.catalog.pin(KEYS[20:22])
@@ -156,35 +141,27 @@ def test_pins_of_blocks_not_found_yet(folder: Folder) -> None:
     assert {block.key for block in bench.tier.catalog.infos() if block.pinned} == expected
     bench.tier.close()
     bench = folder.bench()
-    assert isinstance(bench.tier, DiskTier)
     folder.go_on(bench)
     assert bench.tier.catalog.pinned_keys() == expected
     assert {block.key for block in bench.tier.catalog.infos() if block.pinned} == expected
-    bench.tier.close()
 
 
 def test_a_tier_is_closed_while_its_blocks_are_being_found(folder: Folder) -> None:
     bench = folder.open()
     closing = threading.Thread(target=bench.tier.close)
     closing.start()
-    wait_until(lambda: bench.tier._flusher._closing_at is not None)  # type: ignore[attr-defined]
+    wait_until(lambda: bench.tier._flusher._closing_at is not None)
     folder.go_on(bench)
     closing.join()
     bench = folder.bench()
     folder.go_on(bench)
     assert all(here(bench))
-    bench.tier.close()
 
 
 def test_what_was_used_last_is_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "_READ_AT_ONCE", 8)
     now = [1_000_000.0]
-    bench = Bench(
-        DiskTier(DiskConfig(tmp_path, 64 * MIB), clock=Clock(lambda: now[0], lambda: now[0])),
-        slots=64,
-        block_bytes=BLOCK_BYTES,
-    )
-    bench.tier.register(NAMESPACE, BLOCK_BYTES)
+    bench = open_disk(tmp_path, clock=Clock(lambda: now[0], lambda: now[0]))
     bench.put(KEYS)
     now[0] += 2_000_000_000  # past the time at which they were stored
     bench.tier.touch(KEYS[8:16])
@@ -192,7 +169,7 @@ def test_what_was_used_last_is_found_first(tmp_path: Path, monkeypatch: pytest.M
     bench.tier.touch(KEYS[24:32])
     bench.tier.close()
     opened = Index.open(tmp_path, Clock())
-    parts = [set(rows.keys) for rows, _ in opened.rows()]
+    parts = [{row.key for row in rows} for rows, _ in opened.rows()]
     opened.close()
     assert set().union(*parts) == set(KEYS)
     assert sum(map(len, parts)) == len(KEYS)
@@ -208,16 +185,9 @@ def test_recovered_blocks_are_evicted_in_the_order_of_their_uses(
     """However many are looked at under one hold of the lock."""
     monkeypatch.setattr(catalog, "_SCANNED", scanned)
     now = [3_000_000_000.0]
-
-    def opened() -> DiskTier:
-        it = DiskTier(
-            DiskConfig(tmp_path, 64 * MIB), "lru", clock=Clock(lambda: now[0], lambda: now[0])
-        )
-        it.register(NAMESPACE, BLOCK_BYTES)
-        return it
-
+    clock = Clock(lambda: now[0], lambda: now[0])
     chains = [chain(NAMESPACE, 8, name) for name in "abcd"]
-    bench = Bench(opened(), slots=64, block_bytes=BLOCK_BYTES)
+    bench = open_disk(tmp_path, policy="lru", clock=clock)
     for keys in chains:
         bench.put(keys)
     used = [chains[place] for place in (1, 3, 0, 2)]
@@ -225,7 +195,7 @@ def test_recovered_blocks_are_evicted_in_the_order_of_their_uses(
         now[0] += 1000
         bench.tier.touch(keys)
     bench.tier.close()
-    again = opened()
+    again = open_disk(tmp_path, policy="lru", clock=clock).tier
     assert again._engine.recovered.wait(30.0)
     order = [entry.key for entry in again.catalog.coldest(100)]
     assert order == [key for keys in used for key in keys[::-1]]

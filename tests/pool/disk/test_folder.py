@@ -15,18 +15,17 @@ from pathlib import Path
 
 import pytest
 from support.clocks import ManualClock
+from support.disks import open_disk
 from support.indexes import forging
 
-from kvrecall.config import DiskConfig, PoolTerms
+from kvrecall.config import PoolTerms
 from kvrecall.errors import TierError
 from kvrecall.pool.changes import Cause
 from kvrecall.pool.clock import Clock
-from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk import index as index_module
 from kvrecall.pool.disk.catalog import Catalog
 from kvrecall.pool.disk.folder import FolderLock
 from kvrecall.pool.disk.index import IndexRow
-from kvrecall.pool.disk.slabs import address_of
 from kvrecall.pool.tier import Outcome
 from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
@@ -35,10 +34,7 @@ MIB = 1 << 20
 KEYS = chain(NAMESPACE, 32)
 
 
-def open_tier(folder: Path, nbytes: int = 64 * MIB, block_bytes: int = BLOCK_BYTES) -> Bench:
-    tier = DiskTier(DiskConfig(folder, nbytes))
-    tier.register(NAMESPACE, block_bytes)
-    return Bench(tier, slots=512, block_bytes=block_bytes)
+open_tier = open_disk
 
 
 def filled(folder: Path, nbytes: int = 64 * MIB) -> None:
@@ -63,7 +59,6 @@ def test_is_the_owners_alone(tmp_path: Path) -> None:
     bench.put(KEYS)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
-    bench.tier.close()
 
 
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
@@ -78,12 +73,13 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="shared is shared with other users; name a folder below"):
         open_tier(shared)
     assert list(shared.iterdir()) == []
-    open_tier(shared / "mine").tier.close()
+    open_tier(shared / "mine")
 
 
 def test_blocks_are_there_after_a_restart(tmp_path: Path) -> None:
     filled(tmp_path)
     bench = open_tier(tmp_path)
+    assert bench.tier.namespaces() == [(NAMESPACE, BLOCK_BYTES)]
     assert bench.tier.stats().blocks == 32
     assert [bench.tier.depth_of(key) for key in KEYS] == list(range(32))
     assert bench.get(KEYS) == [Outcome.LOADED] * 32
@@ -92,14 +88,6 @@ def test_blocks_are_there_after_a_restart(tmp_path: Path) -> None:
     bench.put(more)
     assert bench.get(KEYS + more) == [Outcome.LOADED] * 64
     assert bench.holds(KEYS + more)
-    bench.tier.close()
-
-
-def test_what_a_namespace_consists_of_can_be_told(tmp_path: Path) -> None:
-    filled(tmp_path)
-    tier = DiskTier(DiskConfig(tmp_path, 64 * MIB))
-    assert tier.namespaces() == [(NAMESPACE, BLOCK_BYTES)]
-    tier.close()
 
 
 # -- refused at open, with nothing changed ------------------------------------------------------
@@ -119,19 +107,21 @@ def test_larger_than_what_is_free_now(tmp_path: Path, caplog: pytest.LogCaptureF
     bench = open_tier(tmp_path / "disk", (usage.total + usage.free) // 2)
     assert "the tier grows as far as there is room" in caplog.text
     assert bench.put(KEYS) == [Outcome.STORED] * 32
-    bench.tier.close()
 
 
-def test_too_small(tmp_path: Path) -> None:
-    with pytest.raises(TierError, match="the minimum is 8MiB"):
-        open_tier(tmp_path / "new", MIB)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_path_through_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "nbytes", "said"),
+    [
+        ("new", MIB, "the minimum is 8MiB"),
+        ("file/disk", 64 * MIB, "is not a folder"),
+        ("/proc/kvrecall", 64 * MIB, "disk_"),
+    ],
+)
+def test_what_cannot_be_a_folder(tmp_path: Path, name: str, nbytes: int, said: str) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(TierError, match="is not a folder"):
-        open_tier(tmp_path / "file" / "disk")
+    with pytest.raises(TierError, match=said):
+        open_tier(tmp_path / name, nbytes)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -140,11 +130,6 @@ def test_unwritable_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(TierError, match="is not writable"):
         open_tier(tmp_path / "new")
-
-
-def test_unwritable_folder_of_the_kernel() -> None:
-    with pytest.raises(TierError, match="disk_"):
-        open_tier(Path("/proc/kvrecall"))
 
 
 def test_folder_in_use_names_the_process(tmp_path: Path) -> None:
@@ -181,7 +166,7 @@ def test_a_folder_that_others_can_write_to(tmp_path: Path, mode: int) -> None:
         open_tier(folder)
     assert list(folder.iterdir()) == []
     folder.chmod(0o755)
-    open_tier(folder).tier.close()
+    open_tier(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
@@ -246,7 +231,6 @@ def test_unfit_index_is_moved_aside(
     assert (tmp_path / "index.sqlite.aside").exists()
     assert not list(tmp_path.glob("slab-*.kv")), "slabs nobody knows would take room for ever"
     assert bench.put(KEYS) == [Outcome.STORED] * 32
-    bench.tier.close()
 
 
 def test_a_large_index_that_was_closed_well_is_not_checked_page_by_page(
@@ -276,7 +260,6 @@ def test_a_large_index_that_was_closed_well_is_not_checked_page_by_page(
     bench = open_tier(killed)
     assert "a new one is begun" in caplog.text
     assert bench.put(KEYS) == [Outcome.STORED] * 32
-    bench.tier.close()
 
 
 def test_a_damaged_row_costs_its_block_only(
@@ -296,7 +279,6 @@ def test_a_damaged_row_costs_its_block_only(
     assert caplog.text.count("2 rows in the index of") == 1
     bench.submit_put(lost)
     assert bench.collect(lost) == [Outcome.STORED] * 2
-    bench.tier.close()
 
 
 @pytest.mark.parametrize("large", [0, 1 << 30])
@@ -326,7 +308,6 @@ def test_empty_index_file_is_an_empty_tier(tmp_path: Path) -> None:
     (tmp_path / "index.sqlite").touch()
     bench = open_tier(tmp_path)
     assert bench.put(KEYS) == [Outcome.STORED] * 32
-    bench.tier.close()
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "header", "foreign"])
@@ -355,7 +336,6 @@ def test_damaged_slab_loses_its_blocks_only(tmp_path: Path, damage: str) -> None
     assert set(outcomes) == {Outcome.LOADED, Outcome.MISS}
     lost = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.MISS]
     assert bench.put(lost) == [Outcome.STORED] * len(lost)
-    bench.tier.close()
 
 
 def test_rows_that_cannot_be_are_dropped(tmp_path: Path) -> None:
@@ -370,14 +350,12 @@ def test_rows_that_cannot_be_are_dropped(tmp_path: Path) -> None:
     assert bench.get(KEYS).count(Outcome.LOADED) == 29
     more = chain(NAMESPACE, 400, "more")
     assert bench.put(more) == [Outcome.STORED] * 400, "their slots are free"
-    bench.tier.close()
 
 
 def test_other_block_size_in_a_namespace_is_a_miss(tmp_path: Path) -> None:
     filled(tmp_path)
     bench = open_tier(tmp_path, block_bytes=BLOCK_BYTES - 1)
     assert bench.get(KEYS[:2]) == [Outcome.MISS] * 2
-    bench.tier.close()
 
 
 # -- limits -------------------------------------------------------------------------------------
@@ -397,7 +375,6 @@ def test_never_more_than_the_limit(tmp_path: Path, block_bytes: int) -> None:
     assert most <= limit
     assert bench.tier.stats().evictions > 0
     assert most > limit * 0.6
-    bench.tier.close()
 
 
 def test_watermarks(tmp_path: Path) -> None:
@@ -406,7 +383,6 @@ def test_watermarks(tmp_path: Path) -> None:
         bench.put(chain(NAMESPACE, 20, str(name)))
     slots = (16 * MIB - 4.5 * MIB) / (12288 + 288)
     assert 0.85 * slots < bench.tier.stats().blocks < 0.96 * slots
-    bench.tier.close()
 
 
 def test_suffixes_are_evicted_first(tmp_path: Path) -> None:
@@ -420,7 +396,6 @@ def test_suffixes_are_evicted_first(tmp_path: Path) -> None:
     kept = [bench.tier.contains(key) for key in old]
     assert 0 < sum(kept) < 300
     assert kept == sorted(kept, reverse=True)
-    bench.tier.close()
 
 
 def test_a_smaller_limit_at_the_next_start(tmp_path: Path) -> None:
@@ -432,7 +407,6 @@ def test_a_smaller_limit_at_the_next_start(tmp_path: Path) -> None:
     bench = open_tier(tmp_path, 16 * MIB)
     assert bytes_in(tmp_path) <= 16 * MIB
     assert 0 < bench.tier.stats().blocks < 2000
-    bench.tier.close()
 
 
 def test_blocks_of_another_size_are_not_lost_for_a_smaller_disk(tmp_path: Path) -> None:
@@ -445,14 +419,12 @@ def test_blocks_of_another_size_are_not_lost_for_a_smaller_disk(tmp_path: Path) 
     for number in range(10):
         bench.put(chain(NAMESPACE, 100, str(number)))
     bench.tier.touch(few)
-    assert isinstance(bench.tier, DiskTier)
     disk = bench.tier
     disk.resize(20 * MIB)
     wait_until(lambda: bytes_in(tmp_path) <= 20 * MIB)
     assert little.get(few) == [Outcome.LOADED] * 50
     assert little.holds(few)
     assert disk.stats().blocks > 500
-    bench.tier.close()
 
 
 def test_slabs_go_to_another_block_size(tmp_path: Path) -> None:
@@ -468,24 +440,20 @@ def test_slabs_go_to_another_block_size(tmp_path: Path) -> None:
     assert big.holds(keys)
     assert bytes_in(tmp_path) <= 16 * MIB
     assert bench.tier.stats().blocks > 100
-    bench.tier.close()
 
 
 def test_recency_survives_a_restart(tmp_path: Path) -> None:
     clock = ManualClock(time.time())
-    config = DiskConfig(tmp_path, 16 * MIB)
-    tier = DiskTier(config, clock=Clock(clock, clock))
-    tier.register(NAMESPACE, BLOCK_BYTES)
-    bench = Bench(tier)
+    bench = open_tier(tmp_path, 16 * MIB, clock=Clock(clock, clock))
     first, second = chain(NAMESPACE, 30, "first"), chain(NAMESPACE, 150, "second")
     bench.put(first)
     bench.put(second)
     clock.advance(100)
-    tier.touch(first)
-    tier.close()
+    bench.tier.touch(first)
+    bench.tier.close()
     clock.advance(100)
-    bench.tier = tier = DiskTier(config, clock=Clock(clock, clock))
-    tier.register(NAMESPACE, BLOCK_BYTES)
+    bench = open_tier(tmp_path, 16 * MIB, clock=Clock(clock, clock))
+    tier = bench.tier
     name = 0
     while tier.stats().evictions == 0:
         bench.put(chain(NAMESPACE, 30, str(name)))
@@ -493,44 +461,6 @@ def test_recency_survives_a_restart(tmp_path: Path) -> None:
     assert all(tier.contains(key) for key in first)
     assert not all(tier.contains(key) for key in second)
     tier.close()
-
-
-def test_a_hundred_thousand_blocks_are_found_again(tmp_path: Path) -> None:
-    bench = open_tier(tmp_path, 1024 * MIB, block_bytes=100)
-    bench.put(KEYS[:1])
-    bench.tier.close()
-    slots = 100_000
-    with forging(tmp_path) as db:
-        row = db.execute("SELECT * FROM blocks").fetchone()
-        slab = sorted(tmp_path.glob("slab-*.kv"))[0]
-        room = (slab.stat().st_size - 4096) // 4096
-        header = slab.read_bytes()[:4096]
-        size = slab.stat().st_size
-        for number in range(1, slots // room + 1):
-            path = tmp_path / f"slab-{number:06d}.kv"
-            path.write_bytes(header[:28] + number.to_bytes(4, "little") + header[32:])
-            os.truncate(path, size)
-        db.executemany(
-            "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
-            [
-                (
-                    address_of(n // room, 4096 + n % room * 4096),
-                    row[1],
-                    n.to_bytes(32, "big"),
-                    row[2],
-                    n,
-                    100,
-                    row[6],
-                    n,
-                    b"",
-                    0,
-                )
-                for n in range(1, slots)
-            ],
-        )
-    bench = open_tier(tmp_path, 1024 * MIB, block_bytes=100)
-    wait_until(lambda: bench.tier.stats().blocks == slots, 60.0)
-    bench.tier.close()
 
 
 def test_uses_are_noted_once_for_blocks_that_are_still_here() -> None:

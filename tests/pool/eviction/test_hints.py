@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import random
 import statistics
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from kvrecall.block import BlockKey, Tenant
 from kvrecall.pool.eviction import KeyedPolicy, make_policy
@@ -24,11 +21,10 @@ from kvrecall.pool.hints import (
     HintRecord,
     hint_of,
 )
-from kvrecall.simulate.cli import app
-from kvrecall.simulate.replay import TierSpec, clairvoyant_hits, replay
-from kvrecall.simulate.trace import BLOCK_TOKENS, Trace, trace_of
-from kvrecall.simulate.workload import HINTS, MIXED, agents
+from kvrecall.simulate.replay import clairvoyant_hits
+from kvrecall.simulate.trace import BLOCK_TOKENS, trace_of
 from kvrecall.testing.policy_contract import anything, keys_of
+from kvrecall_lab.workload import HINTS, MIXED, HintedRow, agents, replay_hinted
 
 ONE, TWO = Tenant("1" * 16), Tenant("2" * 16)
 BACK, GONE = Hint(returns=True), Hint(returns=False)
@@ -268,14 +264,14 @@ def test_any_advice_is_safe(name: str) -> None:
 # -- sessions of agents ----------------------------------------------------------------------
 
 
-def sessions(hints: str, count: int = 16, seed: int = 3) -> Trace:
-    return trace_of(f"agents, {hints}", agents(seed, hints, count))
+def sessions(hints: str, count: int = 16, seed: int = 3) -> list[HintedRow]:
+    return list(agents(seed, hints, count))
 
 
 def test_agents_have_the_published_shape() -> None:
     turns, prompts, seen = [], [], [0, 0]
     for seed in range(2):
-        trace = sessions("none", 24, seed)
+        trace = trace_of("agents", [row[:2] for row in sessions("none", 24, seed)])
         known: set[BlockKey] = set()
         ends: dict[BlockKey, int] = {}
         for request in trace.requests:
@@ -297,11 +293,11 @@ def test_agents_have_the_published_shape() -> None:
 def test_hints_help_if_true_and_do_no_harm_if_not() -> None:
     capacity = 400
     plain = sessions("none", 8)
-    tier = [TierSpec("host", capacity)]
-    lru = replay(plain, tier, "lru").hit_rate
-    rates = {name: replay(sessions(name, 8), tier, "hazard") for name in HINTS}
+    lru = replay_hinted(plain, capacity, "lru").hit_rate
+    rates = {name: replay_hinted(sessions(name, 8), capacity, "hazard") for name in HINTS}
     found = {name: outcome.hit_rate for name, outcome in rates.items()}
-    best = clairvoyant_hits(plain, capacity) / plain.blocks
+    trace = trace_of("plain", [row[:2] for row in plain])
+    best = clairvoyant_hits(trace, capacity) / trace.blocks
     assert found["honest"] > found["none"] + 0.2 * (best - found["none"]), found
     assert found["honest"] > lru + 0.2 * (best - lru), found
     assert found["noisy"] > found["none"], found
@@ -312,45 +308,14 @@ def test_hints_help_if_true_and_do_no_harm_if_not() -> None:
 
 
 def test_a_liar_and_a_silent_tenant_lose_nothing_to_an_honest_one() -> None:
-    tier = [TierSpec("host", 800)]
-    trace = sessions(MIXED, 15)
-    silent = tuple(dataclasses.replace(request, hint=None) for request in trace.requests)
-    before = replay(Trace("silent", silent), tier, "hazard").tenants
-    after = replay(trace, tier, "hazard").tenants
+    rows = sessions(MIXED, 15)
+    silent = [(now, chain, None, tenant) for now, chain, _, tenant in rows]
+    before = replay_hinted(silent, 800, "hazard").tenants
+    after = replay_hinted(rows, 800, "hazard").tenants
     rates = {name: (before[name].hit_rate, after[name].hit_rate) for name in before}
     assert set(rates) == {"honest", "none", "lying"}
     assert rates["honest"][1] > rates["honest"][0] + 0.02, rates
     for name in ("none", "lying"):
         assert rates[name][1] >= 0.99 * rates[name][0], rates
-    owners = {key: request.tenant for request in trace.requests for key in request.chain}
-    assert all(owners[key] == each.tenant for each in trace.requests for key in each.chain)
-
-
-def test_the_command() -> None:
-    words = ["--workload", "agents", "--hours", "0.8", "--capacity-blocks", "300"]
-    words += ["--hints", "honest", "--json"]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
-    line = json.loads(result.stdout)
-    assert set(line["rates"]) == {"lru", "hazard", "clairvoyant"}
-    assert line["rates"]["lru"] < line["rates"]["hazard"] < line["rates"]["clairvoyant"]
-    told = line["policies"][1]["client_hints"]
-    assert 0 < told["believed"] < told["given"]
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        ([], "give TRACE, a file, or --workload NAME"),
-        (["x", "--workload", "agents"], "--workload: 'agents', but 'x' is given as TRACE"),
-        (["--workload", "agents", "--hints", "true"], "'true' is unknown; known: honest, noisy"),
-        (["--workload", "scan", "--hints", "noisy"], "clients of 'scan' give none; agents do"),
-        (["x.jsonl", "--capacity-blocks", "5", "--hints", "noisy"], "a file has no hints"),
-        (["x.jsonl", "--capacity-blocks", "5", "--hours", "1"], "a file is replayed whole"),
-        (["--workload", "scan", "--hours", "3"], "less than or equal to 2"),
-    ],
-)
-def test_what_the_command_refuses(words: list[str], why: str) -> None:
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code != 0
-    assert why in " ".join(result.output.split())
+    owners = {block: tenant for _, chain, _, tenant in rows for block in chain}
+    assert all(owners[block] == tenant for _, chain, _, tenant in rows for block in chain)

@@ -14,17 +14,15 @@ from support.stores import MemoryStore
 from kvrecall.block import BlockKey, TierName
 from kvrecall.config import Compression, DiskConfig, RemoteConfig
 from kvrecall.pool import checksum as checksums
-from kvrecall.pool.base import RecallState
 from kvrecall.pool.checksum import Checksum, checksum_of
 from kvrecall.pool.cipher import Cipher, make_key_file
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.codec import Packer, make_codec
-from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.tier import RemoteTier, name_of
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Done, Get, Outcome, Put, Tier
 from kvrecall.testing.blocks import chain, content, wait_until
-from pool.remote.pools import NAMESPACE, NBYTES, OpenPool
+from pool.remote.pools import NAMESPACE, NBYTES, OpenPool, recall, save
 
 MIB = 1 << 20
 
@@ -42,51 +40,26 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[BlockKey]:
     return keys
 
 
-def save(pool: Pool, keys: list[BlockKey], salt: bytes = b"") -> list[int]:
-    """Saves the blocks, on disk if there is one; returns their offsets. ``salt`` makes others."""
-    offsets = [reservation.offset for reservation in pool.reserve(keys)]
-    for key, offset in zip(keys, offsets, strict=True):
-        pool.arena.view(offset, NBYTES)[:] = content(BlockKey(salt + key), NBYTES)
-    pool.commit(keys)
-    assert pool.flush(keys, 60.0)
-    return offsets
-
-
-def recall(pool: Pool, keys: list[BlockKey], salt: bytes = b"") -> tuple[TierName, ...]:
-    """Recalls what is there, checks every byte, and says where the blocks were."""
-    wait_until(lambda: not pool.find(keys).pending)
-    ticket = pool.acquire(keys, 60.0)
-    wait_until(lambda: pool.poll(ticket).state is RecallState.READY)
-    recalled = pool.poll(ticket)
-    for key, offset in zip(keys, recalled.offsets, strict=False):
-        assert bytes(pool.arena.view(offset, NBYTES)) == content(BlockKey(salt + key), NBYTES)
-    pool.release(ticket)
-    return recalled.tiers
-
-
 # -- once ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("remote_write", ["through", "back"])
 def test_disk_and_store_share_a_checksum(
-    open_pool: OpenPool, store: MemoryStore, tmp_path: Path, computed: list[BlockKey]
+    open_pool: OpenPool,
+    store: MemoryStore,
+    tmp_path: Path,
+    computed: list[BlockKey],
+    remote_write: str,
 ) -> None:
+    """Also if the store gets the blocks later."""
     keys = chain(NAMESPACE, 30)
-    save(open_pool(tmp_path / "disk"), keys)
-    wait_until(lambda: len(store.values) == 30)
-    assert sorted(computed) == sorted(keys)
-
-
-def test_what_the_store_gets_later_has_the_checksum_of_the_disk(
-    open_pool: OpenPool, store: MemoryStore, tmp_path: Path, computed: list[BlockKey]
-) -> None:
-    keys = chain(NAMESPACE, 30)
-    pool = open_pool(tmp_path / "disk", remote_write="back")
+    pool = open_pool(tmp_path / "disk", remote_write=remote_write)
     save(pool, keys)
-    assert len(computed) == 30
-    assert not store.values
+    wait_until(lambda: len(store.values) == (30 if remote_write == "through" else 0))
+    wait_until(lambda: pool.stats().queued_writes == 0)
     pool.close()
     assert len(store.values) == 30
-    assert len(computed) == 30
+    assert sorted(computed) == sorted(keys)
     assert recall(open_pool(), keys) == (TierName.REMOTE,) * 30
 
 

@@ -6,7 +6,6 @@ import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,19 +16,14 @@ from pool.remote.network import FIRST, SECOND, Network, PoolHost
 pytestmark = [needs_mooncake, pytest.mark.timeout(300), pytest.mark.long]
 
 
-def settings_of(network: Network, master: Master, host: int) -> dict[str, Any]:
-    """A pool's settings on that host."""
+def open_host(network: Network, master: Master, host: int, folder: Path) -> PoolHost:
     remote = {
         "kind": "mooncake",
         **master.options("64MB"),
         "local_hostname": network.address(host),
         "allow_plaintext": True,
     }
-    return {"host_size": "16MiB", "remote": remote}
-
-
-def open_host(network: Network, master: Master, host: int, folder: Path) -> PoolHost:
-    settings = settings_of(network, master, host)
+    settings = {"host_size": "16MiB", "remote": remote}
     return PoolHost(network, host, settings, folder / f"host{host}.log")
 
 

@@ -22,11 +22,10 @@ from kvrecall.errors import ConfigError, ExitStatus, TierError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.backends import make_store
-from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
 from kvrecall.pool.remote.mooncake.client_process import ClientRequest
 from kvrecall.pool.remote.mooncake.master import MasterFlags, check_master
-from kvrecall.pool.remote.mooncake.store import ClientLost
-from kvrecall.pool.remote.mooncake.wheel import built_protocols, package_folder
+from kvrecall.pool.remote.mooncake.settings import MooncakeSettings, built_protocols, package_folder
+from kvrecall.pool.remote.mooncake.store import ClientLost, MooncakeStore
 from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Object
 from kvrecall.pool.remote.tier import RemoteTier
@@ -36,7 +35,7 @@ from kvrecall.processes.ports import free_port
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench, TierContract
 from pool.remote.mooncake import needs_mooncake
-from pool.remote.test_remote_pool import find, recall, save
+from pool.remote.pools import find, recall, save
 
 ARENA_BYTES = 16 << 20
 _numbers = itertools.count()
@@ -224,17 +223,14 @@ def test_a_store_without_room_says_what_to_do_once(
         node.close()
 
 
-def settings(master: Master, folder: Path, **more: object) -> RecallSettings:
+def pool_of(master: Master, folder: Path) -> Pool:
     file = folder / "mooncake.json"
     own = master.options("64MB")
     consent = {"allow_plaintext": own.pop("allow_plaintext")}
     file.write_text(json.dumps(own))
     remote = {"kind": "mooncake", "config": str(file), **consent}
-    return RecallSettings.from_mapping({"host_size": "8MiB", "remote": remote, **more})
-
-
-def pool_of(master: Master, folder: Path) -> Pool:
-    pool = Pool.open(settings(master, folder).pool)
+    settings = RecallSettings.from_mapping({"host_size": "8MiB", "remote": remote})
+    pool = Pool.open(settings.pool)
     pool.register(NAMESPACE, BLOCK_BYTES)
     return pool
 
@@ -273,48 +269,6 @@ def test_pools_live_through_a_master_that_is_late_dies_and_comes_back_empty(
     finally:
         first.close()
         second.close()
-
-
-@needs_mooncake
-def test_written_back_blocks_are_found_by_another_host(lone: Master, tmp_path: Path) -> None:
-    """The one that writes lends nothing, so that what it stored outlives it."""
-    lone.start()
-    other = pool_of(lone, tmp_path)
-    wait_for_store(other)
-    raw = {"kind": "mooncake", **lone.options(0)}
-    disk = {"disk_path": str(tmp_path / "disk"), "disk_size": "64MiB"}
-    own = settings(lone, tmp_path, remote_write="back", remote=raw, host_size="4MiB", **disk)
-    first = Pool.open(own.pool)
-    first.register(NAMESPACE, BLOCK_BYTES)
-    chains = [chain(NAMESPACE, 100, f"chain {n}") for n in range(6)]
-    try:
-        wait_for_store(first)
-        save(first, chains[0])
-        assert remote_blocks(other, chains[0]) == 0, "it is in the first one's memory and disk"
-        for number, keys in enumerate(chains[1:], 1):
-            save(first, keys)
-            owed = 100 * (number + 1) - 171  # half of the memory may be
-            wait_until(lambda n=owed: first.stats().tiers[-1].writes >= n)
-        wait_until(lambda: remote_blocks(other, chains[0]) == 100)
-        assert recall(other, chains[0]) == ("remote",) * 100
-        first.close()
-        wait_until(lambda: remote_blocks(other, chains[-1]) == 100)
-        assert recall(other, chains[-1]) == ("remote",) * 100
-    finally:
-        first.close()
-        other.close()
-
-
-def wait_for_store(pool: Pool) -> None:
-    """Until the store has answered a question of this pool."""
-    numbers = itertools.count()
-
-    def answered() -> bool:
-        absent = chain(NAMESPACE, 1, f"absent {next(numbers)}")
-        pending = pool.find(absent).pending
-        return pending and bool(pool.stats().histograms["remote_lookup_seconds"][-1][1])
-
-    wait_until(answered)
 
 
 def save_when_there(pool: Pool, keys: list[BlockKey]) -> None:
@@ -434,7 +388,7 @@ def test_the_client_goes_with_its_process(lone: Master) -> None:
     lone.start()
     program = (
         "import json, os, sys\n"
-        "from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore\n"
+        "from kvrecall.pool.remote.mooncake.store import MooncakeSettings, MooncakeStore\n"
         "store = MooncakeStore(MooncakeSettings.of(json.loads(sys.argv[1]))); store.exists(['x'])\n"
         "print(store._client._process.pid, flush=True); os.kill(os.getpid(), 9)"
     )
@@ -512,6 +466,10 @@ def test_the_guides_file_is_taken_as_it_is() -> None:
     assert setup["global_segment_size"] == "268435456"
     assert setup["use_ascend_direct"] == "true"
     assert setup["master_server_addr"] == "localhost:50051"
+    sizes = {"4GB": 4 << 30, "512 mb": 512 << 20, 1024: 1024, "1.5g": 3 << 29}
+    for size, nbytes in sizes.items():
+        setup = MooncakeSettings.of({**BASE, "global_segment_size": size}).setup
+        assert setup["global_segment_size"] == str(nbytes)
 
 
 @needs_mooncake
@@ -554,14 +512,6 @@ def test_a_client_that_cannot_be_set_up_says_what_it_is_built_for(lone: Master) 
     with pytest.raises(TierError, match=r"cannot be set up .*; the Mooncake client installed here"):
         store.exists(["a"])
     store.close()
-
-
-@pytest.mark.parametrize(
-    ("size", "nbytes"), [("4GB", 4 << 30), ("512 mb", 512 << 20), (1024, 1024), ("1.5g", 3 << 29)]
-)
-def test_sizes_are_read_as_mooncake_reads_them(size: object, nbytes: int) -> None:
-    setup = MooncakeSettings.of({**BASE, "global_segment_size": size}).setup
-    assert setup["global_segment_size"] == str(nbytes)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.cipher import Cipher
-from kvrecall.pool.remote.compressed import CompressedStore
-from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
+from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
+from kvrecall.pool.remote.mooncake.store import MooncakeStore
 from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Object
 from kvrecall.processes.master import Master
@@ -43,7 +43,7 @@ class CompressedNode(Node):
     def __init__(self, master: Master, cipher: Cipher | None) -> None:
         self.arena = Arena.create(16 << 20)
         inner = MooncakeStore(MooncakeSettings.of(master.options()))
-        self.store = CompressedStore(StagedStore(inner, cipher), "zstd")  # type: ignore[assignment]
+        self.store = StagedStore(inner, cipher, "zstd")  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="module", params=["plain", "encrypted"])

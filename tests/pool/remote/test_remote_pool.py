@@ -17,32 +17,8 @@ from kvrecall.pool.remote.backends import store_name
 from kvrecall.pool.remote.tier import name_of
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread
-from kvrecall.testing.blocks import chain, content, wait_until
-from pool.remote.pools import NAMESPACE, NBYTES, OpenPool, settings
-
-
-def save(pool: Pool, keys: list[BlockKey], flush: bool = True) -> None:
-    for key, reservation in zip(keys, pool.reserve(keys), strict=True):
-        pool.arena.view(reservation.offset, NBYTES)[:] = content(key, NBYTES)
-    pool.commit(keys)
-    if flush:
-        assert pool.flush(keys, 60.0)
-
-
-def find(pool: Pool, keys: list[BlockKey]) -> Found:
-    wait_until(lambda: not pool.find(keys).pending)
-    return pool.find(keys)
-
-
-def recall(pool: Pool, keys: list[BlockKey]) -> tuple[TierName, ...]:
-    """Recalls, checks every byte, and says where the blocks were."""
-    ticket = pool.acquire(keys, 60.0)
-    wait_until(lambda: pool.poll(ticket).state is RecallState.READY)
-    recalled = pool.poll(ticket)
-    for key, offset in zip(keys, recalled.offsets, strict=False):
-        assert bytes(pool.arena.view(offset, NBYTES)) == content(key, NBYTES)
-    pool.release(ticket)
-    return recalled.tiers
+from kvrecall.testing.blocks import chain, wait_until
+from pool.remote.pools import NAMESPACE, NBYTES, OpenPool, find, recall, save, settings
 
 
 def stored_there(store: MemoryStore, count: int) -> None:
@@ -197,23 +173,18 @@ def test_blocks_pushed_out_of_the_host_come_back(open_pool: OpenPool, store: Mem
         assert len(recall(pool, keys)) == 40
 
 
-def test_flush_with_disk_does_not_wait_for_the_store(
+def test_flush_needs_the_store_without_a_disk_only(
     open_pool: OpenPool, store: MemoryStore, tmp_path: Path
 ) -> None:
-    pool = open_pool(tmp_path / "disk")
-    store.gate.clear()
-    keys = chain(NAMESPACE, 5)
-    save(pool, keys)
-    assert not store.values
-
-
-def test_flush_without_disk_needs_the_store(open_pool: OpenPool, store: MemoryStore) -> None:
-    pool = open_pool()
     keys = chain(NAMESPACE, 5)
     store.failing = OSError("down")
-    pool.reserve(keys)
-    pool.commit(keys)
+    pool = open_pool()
+    save(pool, keys, flush=False)
     assert not pool.flush(keys, 2.0)
+    store.failing = None
+    store.gate.clear()
+    save(open_pool(tmp_path / "disk"), keys)
+    assert not store.values
 
 
 def remote_names(keys: list[BlockKey]) -> set[str]:

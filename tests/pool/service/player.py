@@ -106,8 +106,8 @@ class Engine:
     def _cut(self) -> None:
         """Loses the connection while copies are ordered, and takes its time to make them."""
         life = self.client._life
-        if life is not None and not life.is_over:
-            life.link._sock.send(b"\xff" * 8)
+        if life is not None and not life.is_lost:
+            life._sock.send(b"\xff" * 8)
             self.seen.cuts += 1
             time.sleep(0.05)
 

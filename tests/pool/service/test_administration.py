@@ -137,7 +137,7 @@ def test_a_model_with_several_groups(at: tuple[object, ...], service: ServiceThr
     }
     beside = trees[window.digest.hex()]
     assert (beside.model, beside.blocks) == ("one, KV group 1: window of 1024", 6)
-    assert beside.nodes == () != trees[full.digest.hex()].nodes
+    assert beside.children == [] != trees[full.digest.hex()].children
     as_json("pin", *at, "--block", keys[3].hex())
     pinned = rows(*at, "--by", "block", "--pinned")
     assert set(pinned) == {key.hex() for key in (*keys[:4], *hanging[:4])}

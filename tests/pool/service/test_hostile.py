@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def healthy(path: Path) -> Iterator[ServiceClient]:
     client.register(NAMESPACE, 5000)
     yield client
     assert client._life is not None
-    assert not client._life.is_over, "the healthy client lost its connection"
+    assert not client._life.is_lost, "the healthy client lost its connection"
     client.close()
 
 
@@ -144,20 +144,25 @@ def test_nonsense_costs_its_own_connection_only(
     assert still_serves(healthy)
 
 
-@pytest.mark.parametrize("length", [0, p.MAX_FRAME + 1, 2**31, 2**32 - 1])
-def test_lengths_that_are_not_allowed(path: Path, healthy: ServiceClient, length: int) -> None:
-    with connect(path) as sock:
-        sock.sendall(HELLO + struct.pack("<I", length))
-        assert is_ended(sock)
-    assert still_serves(healthy)
+BOMB = b"\x80\x04\x95\x1e\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94."
+REFUSED = {
+    **{f"length {n}": HELLO + struct.pack("<I", n) for n in (0, p.MAX_FRAME + 1, 2**31, 2**32 - 1)},
+    "silence": b"",
+    "half a greeting": HELLO[:3],
+    "half a message": HELLO + b"\x10\x00\x00\x00half",
+    "a pickle": HELLO + struct.pack("<I", len(BOMB)) + BOMB,
+    "greeting twice": HELLO + HELLO,
+    "too few parents": HELLO + p.frame_of(p.Reserve(1, KEYS, None, SHARED, KEYS[:2])),
+    "parent and parents": HELLO + p.frame_of(p.Reserve(1, KEYS, KEYS[0], SHARED, KEYS)),
+}
 
 
-@pytest.mark.parametrize("head", [b"", HELLO[:3], HELLO + b"\x10\x00\x00\x00half"])
-def test_half_messages_and_silence_are_given_up(
-    path: Path, healthy: ServiceClient, head: bytes
+@pytest.mark.parametrize("sent", REFUSED.values(), ids=REFUSED)
+def test_what_is_no_request_ends_its_connection(
+    path: Path, healthy: ServiceClient, sent: bytes
 ) -> None:
     with connect(path) as sock:
-        sock.sendall(head)
+        sock.sendall(sent)
         assert is_ended(sock)
     assert still_serves(healthy)
 
@@ -191,7 +196,7 @@ def test_a_client_cannot_end_what_another_began(path: Path, healthy: ServiceClie
     other.register(NAMESPACE, 5000)
     before = healthy.stats().reserved
     assert {answer.verdict for answer in healthy.reserve(OWN)} == {Verdict.RESERVED}
-    link = other._life.link if other._life else None
+    link = other._life if other._life else None
     assert link is not None
     link.tell(p.Commit(OWN), 1.0)
     link.tell(p.Abandon(OWN), 1.0)
@@ -203,52 +208,40 @@ def test_a_client_cannot_end_what_another_began(path: Path, healthy: ServiceClie
     other.close()
 
 
-def test_pickles_are_only_bytes(path: Path, healthy: ServiceClient) -> None:
-    bomb = (
-        b"\x80\x04\x95\x1e\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94."
-    )
-    with connect(path) as sock:
-        sock.sendall(HELLO + struct.pack("<I", len(bomb)) + bomb)
-        assert is_ended(sock)
-    assert still_serves(healthy)
-
-
-def test_another_version_is_refused_by_name(path: Path, tmp_path: Path) -> None:
-    with connect(path) as sock:
-        sock.sendall(p.frame_of(p.Hello(999, "9.9")))
-        framer = p.Framer()
-        framer.feed(sock.recv(1 << 16))
-        (body,) = framer.take()
-        refusal = p.read_reply(body)
-    assert isinstance(refusal, p.Rejection)
-    assert "kvrecall 9.9" in refusal.reason
-    assert "run the same version" in refusal.reason
-
-
-@pytest.mark.parametrize("reply", [b"\xff" * 100, struct.pack("<I", 5) + b"hello", b""])
-def test_a_service_that_talks_nonsense_is_no_service(tmp_path: Path, reply: bytes) -> None:
-    path = tmp_path / "pool.sock"
+def fake_service(
+    path: Path, replies: Callable[[bytes], Iterable[bytes]], hello: bytes = b""
+) -> socket.socket:
+    """Sends ``hello`` to each client, then what ``replies`` gives for each of its messages."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()
-    stop = threading.Event()
 
     def serve() -> None:
-        while not stop.is_set():
-            sock, _ = listener.accept()
-            with sock:
-                sock.sendall(reply)
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = listener.accept()
+                sock.sendall(hello)
+                framer = p.Framer()
+                while not hello and (data := sock.recv(1 << 16)):
+                    framer.feed(data)
+                    sock.sendall(b"".join(said for body in framer.take() for said in replies(body)))
+                sock.close()
 
     threading.Thread(target=serve, daemon=True).start()
-    with pytest.raises(LinkLost):
-        Link.open(path, 1.0)
-    client = ServiceClient(path)
-    client.register(NAMESPACE, 5000)
-    assert client.find(KEYS).blocks == 0
-    assert {answer.verdict for answer in client.reserve(KEYS)} == {Verdict.REFUSED}
-    client.close()
-    stop.set()
-    listener.close()
+    return listener
+
+
+@pytest.mark.parametrize("reply", [b"\xff" * 100, struct.pack("<I", 5) + b"hello"])
+def test_a_service_that_talks_nonsense_is_no_service(tmp_path: Path, reply: bytes) -> None:
+    path = tmp_path / "pool.sock"
+    with fake_service(path, lambda _: (), reply):
+        with pytest.raises(LinkLost):
+            Link.open(path, 1.0)
+        client = ServiceClient(path)
+        client.register(NAMESPACE, 5000)
+        assert client.find(KEYS).blocks == 0
+        assert {answer.verdict for answer in client.reserve(KEYS)} == {Verdict.REFUSED}
+        client.close()
 
 
 def test_where_a_socket_cannot_be(tmp_path: Path, path: Path) -> None:
@@ -350,21 +343,6 @@ def test_messages_that_are_right_but_out_of_order(
     assert still_serves(healthy)
 
 
-def test_parents_of_other_blocks_are_no_request(path: Path, healthy: ServiceClient) -> None:
-    for parents, parent in ((KEYS[:2], None), (KEYS, KEYS[0])):
-        with connect(path) as sock:
-            sock.sendall(conversation(p.Reserve(1, KEYS, parent, SHARED, parents)))
-            assert is_ended(sock)
-    assert still_serves(healthy)
-
-
-def test_a_second_greeting_is_no_request(path: Path, healthy: ServiceClient) -> None:
-    with connect(path) as sock:
-        sock.sendall(HELLO + HELLO)
-        assert is_ended(sock)
-    assert still_serves(healthy)
-
-
 def test_a_request_that_fails_costs_its_own_connection_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -384,7 +362,7 @@ def test_a_request_that_fails_costs_its_own_connection_only(
     monkeypatch.setattr(service.pool, "touch", fail)
     lost = bad._life
     bad.touch(OWN)
-    wait_until(lambda: lost is not None and lost.is_over)
+    wait_until(lambda: lost is not None and lost.is_lost)
     assert "a bug" in caplog.text
     good.touch(KEYS)
     good.commit(KEYS)
@@ -448,7 +426,7 @@ def test_a_service_without_files_left_neither_spins_nor_lets_go(tmp_path: Path) 
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (5, 4096))
         before = processor_seconds(pid)
         client._closed.set()  # it shall not come back
-        own.link._sock.send(b"\xff" * 64)
+        own._sock.send(b"\xff" * 64)
         time.sleep(1.5)
         assert processor_seconds(pid) - before < 0.75, "it spins"
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (4096, 4096))
@@ -462,44 +440,28 @@ def test_a_service_that_names_bytes_outside_of_its_arena(tmp_path: Path, offset:
     """The engine must not copy there: the service counts as lost."""
     path = tmp_path / "pool.sock"
     arena = Arena.create(16 * MIB)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(path))
-    listener.listen()
 
-    def replies(request: p.Message) -> p.Message | None:
-        if isinstance(request, p.Register):
-            return p.Acknowledged(request.number)
-        if isinstance(request, p.Poll):
-            return p.RecallReply(request.number, True, (offset,), p.TIERS.pack([TierName.HOST]))
-        if isinstance(request, p.Reserve):
-            verdicts = p.VERDICTS.pack([Verdict.RESERVED])
-            return p.ReserveReply(request.number, verdicts, (offset,))
-        return None
+    def replies(body: bytes) -> Iterator[bytes]:
+        said: p.Message | None = None
+        if body == HELLO[4:]:
+            said = p.Welcome(p.PROTOCOL, "x", b"t" * 16, arena.handle())
+        else:
+            match p.read_request(body):
+                case p.Register(number):
+                    said = p.Acknowledged(number)
+                case p.Poll(number):
+                    tiers = p.PLACES.pack([TierName.HOST])
+                    said = p.RecallReply(number, True, (offset,), tiers)
+                case p.Reserve(number):
+                    said = p.ReserveReply(number, p.VERDICTS.pack([Verdict.RESERVED]), (offset,))
+        if said is not None:
+            yield p.frame_of(said)
 
-    def serve() -> None:
-        handle = arena.handle()
-        with contextlib.suppress(OSError):
-            while True:
-                sock, _ = listener.accept()
-                framer = p.Framer()
-                greeted = False
-                while data := sock.recv(1 << 16):
-                    framer.feed(data)
-                    for body in framer.take():
-                        if not greeted:
-                            welcome = p.Welcome(p.PROTOCOL, "x", b"t" * 16, handle)
-                            said: p.Message | None = welcome
-                            greeted = True
-                        else:
-                            said = replies(p.read_request(body))
-                        if said is not None:
-                            sock.sendall(p.frame_of(said))
-
-    threading.Thread(target=serve, daemon=True).start()
+    listener = fake_service(path, replies)
     for act in ("reserve", "poll"):
         client = ServiceClient(path, call_timeout_s=60.0)
         client.register(NAMESPACE, 5000)
-        link = client._life.link if client._life else None
+        link = client._life if client._life else None
         assert link is not None
         if act == "reserve":
             assert client.reserve(KEYS[:1])[0].verdict is Verdict.REFUSED

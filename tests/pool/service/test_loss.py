@@ -223,7 +223,7 @@ def test_connection_lost_by_a_living_client_keeps_its_slots_until_it_is_done(
     wait_until(lambda: len(client.poll(ticket).offsets) == 4)
     handle = client.arena_handle()
     assert client._life is not None
-    client._life.link._sock.send(b"\xff" * 64)
+    client._life._sock.send(b"\xff" * 64)
     wait_until(lambda: client._next is not None)
     client.find(keys)
     assert client.arena_handle() == handle, "the same service, the same arena"

@@ -18,8 +18,7 @@ from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.pool.base import NO_ARENA, ArenaHandle
 from kvrecall.pool.service.peers import mappers_of
 from kvrecall.testing.blocks import wait_until
-from kvrecall_lab.streams.device import LateDevice
-from kvrecall_lab.streams.late import late_device
+from kvrecall_lab.streams.late import LateDevice, late_device
 from pool.service.service import Service
 
 PAGE = 4096

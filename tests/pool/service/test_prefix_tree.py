@@ -47,7 +47,7 @@ def test_blocks_that_begin_alike_share_a_node() -> None:
     assert (tree.model, tree.blocks) == ("model", 5)
     assert (tree.host_bytes, tree.disk_bytes) == (3 * SLOT, 3 * SLOT)
     assert tree.age_s == 2
-    (trunk,) = tree.nodes
+    (trunk,) = tree.children
     assert (trunk.depth, trunk.blocks) == (0, 2)
     assert (trunk.host_bytes, trunk.disk_bytes) == (tree.host_bytes, tree.disk_bytes)
     assert trunk.name == key("b")[16:].hex()[:12]
@@ -61,7 +61,7 @@ def test_tenants_and_orphans() -> None:
     blocks = [held("a", None, 0), held("z", "gone", 7), held("a", None, 0, tenant="t1")]
     trees = {tree.tenant: tree for tree in prefix_trees(blocks, KNOWN, NOW)}
     assert set(trees) == {str(SHARED), "t1"}
-    assert sorted(node.depth for node in trees[str(SHARED)].nodes) == [0, 7]
+    assert sorted(node.depth for node in trees[str(SHARED)].children) == [0, 7]
 
 
 def test_what_hangs_on_blocks_is_counted_and_not_drawn() -> None:
@@ -69,25 +69,25 @@ def test_what_hangs_on_blocks_is_counted_and_not_drawn() -> None:
     chain = [held("a", None, 0), held("b", "a", 1)]
     window = replace(held("b", "b", 2), key=WINDOWS.key(b"b".ljust(32, b".")))
     tree, beside = prefix_trees([*chain, window], KNOWN, NOW)
-    assert [node.blocks for node in tree.nodes] == [2]
-    assert (beside.blocks, beside.host_bytes, beside.nodes, beside.hidden) == (1, SLOT, (), 0)
+    assert [node.blocks for node in tree.children] == [2]
+    assert (beside.blocks, beside.host_bytes, beside.children, beside.hidden) == (1, SLOT, [], 0)
 
 
 def test_an_answer_is_bounded() -> None:
     """Long chains, wide fans and deep ladders of branches."""
     chain = [held(f"c{i}", f"c{i - 1}" if i else None, i) for i in range(20_000)]
     (tree,) = prefix_trees(chain, KNOWN, NOW)
-    assert [node.blocks for node in tree.nodes] == [20_000]
+    assert [node.blocks for node in tree.children] == [20_000]
     fan = [held(f"f{i}", None, 0) for i in range(500)]
     (tree,) = prefix_trees(fan, KNOWN, NOW)
-    assert len(tree.nodes) + tree.hidden == 500
-    assert len(tree.nodes) <= 20
+    assert len(tree.children) + tree.hidden == 500
+    assert len(tree.children) <= 20
     ladder = [held("l0", None, 0)]
     for i in range(1, 400):
         ladder += [held(f"l{i}", f"l{i - 1}", i), held(f"x{i}", f"l{i - 1}", i)]
     (tree,) = prefix_trees(ladder, KNOWN, NOW, limit=30)
     count = 0
-    left = list(tree.nodes)
+    left = list(tree.children)
     while left:
         node = left.pop()
         count += 1
@@ -98,7 +98,7 @@ def test_an_answer_is_bounded() -> None:
 def test_a_pool_with_very_many_blocks_is_not_drawn() -> None:
     block = held("a", None, 0)
     (tree,) = prefix_trees([block] * (MAX_BLOCKS + 1), KNOWN, NOW)
-    assert (tree.nodes, tree.hidden) == ((), -1)
+    assert (tree.children, tree.hidden) == ([], -1)
 
 
 def test_a_pool_inside_an_engine_can_be_asked(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_pool_inside_an_engine_can_be_asked(tmp_path: Path) -> None:
             tenant_of("someone"),
             SLOT,
         )
-        assert [(node.depth, node.blocks) for node in tree.nodes] == [(0, 2)]
+        assert [(node.depth, node.blocks) for node in tree.children] == [(0, 2)]
         assert "float32" in tree.model
     finally:
         endpoint.stop()

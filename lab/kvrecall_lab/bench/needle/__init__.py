@@ -2,5 +2,5 @@
 
 ``words`` and ``tasks`` generate documents and questions with the standard library only; they
 draw from ``random.random()`` alone, whose sequence Python guarantees, so a seed gives the same text
-everywhere. ``lab/kvrecall_lab/studies/model`` trains its model on them.
+everywhere. The example model was trained on them (models/recall-tiny/README.md).
 """

@@ -1,31 +1,26 @@
-"""Documents with scattered facts, and questions about them. Standard library only.
+"""Documents with scattered facts, questions about them, and the prompts that ask a model.
 
-The text interface of the needle benchmark: `make_document` returns a document and questions,
-each with the prompt text, the reply of a perfect model, the strings by which a reply is
-scored and the depth of the fact. Everything follows from the `random.Random` argument, of
-which only `random()` is used, so that a seed gives the same text on every machine.
+Everything follows from a ``random.Random``, of which only ``random()`` is used.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
 
-from kvrecall_lab.bench.needle.words import (
-    ADJECTIVES,
-    ALL,
-    NOUNS,
-    VALUES,
-    Alphabet,
-    pick,
-    sentences,
-    shuffled,
-)
+from kvrecall.errors import ConfigError
+from kvrecall_lab.bench.needle.words import ADJECTIVES, NOUNS, VALUES, pick, sentences, shuffled
 
-TASKS: tuple[str, ...] = ("single", "multikey", "several", "values", "chain", "count")
+TASKS = ("single", "multikey", "several", "values", "chain", "count")
+SEED = 41_000_017
+"""Training drew no documents from it."""
 
+_CLUSTER = 4  # keys that share a word
+_MOST_VALUES = 4  # of one key
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
@@ -36,7 +31,7 @@ def approximate_tokens(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """`subject`'s code is `value`, or its owner is `value`."""
+    """``subject``'s code is ``value``, or its owner is ``value``."""
 
     relation: str
     subject: str
@@ -49,26 +44,20 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question about a document.
-
-    `reply` is what a perfect model says, without a leading space. A reply is right when it
-    holds the `expected` strings (see `is_right`); if `unordered`, the sentences of the
-    reply may come in any order. `depth` is the place of the facts asked for, the mean of
-    them, 0 at the start of the document and 1 at its end.
-    """
+    """``reply`` is what a perfect model says, without a leading space; it is right by the
+    ``expected`` strings in it (``is_right``). ``depth``: the place of the facts asked for, the
+    mean of them, 0 at the start of the document and 1 at its end."""
 
     task: str
     text: str
     reply: str
     expected: tuple[str, ...]
-    depth: float
-    unordered: bool = False
+    facts: tuple[Fact, ...]
+    depth: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text with facts in it, and questions about them."""
-
     text: str
     questions: tuple[Question, ...]
 
@@ -77,29 +66,25 @@ class Document:
 class Plan:
     """The number of facts of each kind in a document; each kind has its own questions.
 
-    singles: keys that share no word with each other. multikeys: keys in clusters of
-    `cluster` that all share the adjective or the noun. groups: keys with 2 to `most_values`
-    codes. chains: an owner fact and the owner's code. There are questions about all;
-    `several` questions name two or three of the single keys.
+    singles: keys that share no word with each other. multikeys: keys in clusters of four that all
+    share the adjective or the noun. groups: keys with 2 to 4 codes. chains: an owner fact and the
+    owner's code. ``several`` questions name two or three of the single keys.
     """
 
     singles: int = 4
     multikeys: int = 0
-    cluster: int = 4
     groups: int = 0
-    most_values: int = 4
     chains: int = 0
     several: int = 0
-    alphabet: Alphabet = ALL
 
 
 class _Keys:
     """Draws distinct keys."""
 
-    def __init__(self, rng: random.Random, alphabet: Alphabet) -> None:
+    def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._adjectives = shuffled(rng, ADJECTIVES[: alphabet.adjectives])
-        self._nouns = shuffled(rng, NOUNS[: alphabet.nouns])
+        self._adjectives = shuffled(rng, ADJECTIVES)
+        self._nouns = shuffled(rng, NOUNS)
         self._used: set[str] = set()
         self._next = 0
 
@@ -113,7 +98,7 @@ class _Keys:
         return self._take(f"{pick(self._rng, self._adjectives)} {pick(self._rng, self._nouns)}")
 
     def cluster(self, size: int) -> list[str]:
-        """`size` keys with one word in common."""
+        """``size`` keys with one word in common."""
         adjective, noun = pick(self._rng, self._adjectives), pick(self._rng, self._nouns)
         if self._rng.random() < 0.5:
             keys = [f"{adjective} {n}" for n in shuffled(self._rng, self._nouns)[:size]]
@@ -128,97 +113,63 @@ class _Keys:
         return key
 
 
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A question before the places of its facts are known."""
-
-    task: str
-    text: str
-    reply: tuple[str, ...]
-    expected: tuple[str, ...]
-    facts: tuple[Fact, ...]
-    unordered: bool = False
+def _asked(task: str, text: str, facts: Sequence[Fact], *more: str) -> Question:
+    """A question whose reply states these facts, and ``more``."""
+    reply = " ".join([*(fact.text for fact in facts), *more])
+    return Question(task, text, reply, tuple(fact.value for fact in facts), tuple(facts))
 
 
-def _ask_code(task: str, fact: Fact) -> _Draft:
-    text = f"What is the code of {fact.subject}?"
-    return _Draft(task, text, (fact.text,), (fact.value,), (fact,))
-
-
-def _ask_several(facts: Sequence[Fact]) -> _Draft:
-    keys = [fact.subject for fact in facts]
-    text = f"What are the codes of {', '.join(keys[:-1])} and {keys[-1]}?"
-    values = tuple(fact.value for fact in facts)
-    return _Draft("several", text, tuple(f.text for f in facts), values, tuple(facts))
-
-
-def _ask_group(rng: random.Random, facts: Sequence[Fact]) -> list[_Draft]:
-    """The reply marks the end of the list in the place of a further value."""
-    listed = shuffled(rng, facts)
-    subject, total = facts[0].subject, str(len(facts))
-    lines = (*(f.text for f in listed), f"The code of {subject} is nothing else.")
-    values = tuple(f.value for f in listed)
-    counted = (*lines, f"That makes {total}.")
-    facts = tuple(listed)
-    return [
-        _Draft("values", f"What are all the codes of {subject}?", lines, values, facts, True),
-        _Draft(
-            "count", f"How many codes has {subject}?", counted, (f"makes {total}.",), facts, True
-        ),
-    ]
-
-
-def _ask_chain(owner: Fact, code: Fact) -> _Draft:
-    text = f"What is the code of the owner of {owner.subject}?"
-    return _Draft("chain", text, (owner.text, code.text), (code.value,), (owner, code))
-
-
-def _draw(rng: random.Random, plan: Plan) -> tuple[list[Fact], list[_Draft]]:
+def _draw(rng: random.Random, plan: Plan) -> tuple[list[Fact], list[Question]]:
     """The facts of a document and the questions about them."""
-    keys = _Keys(rng, plan.alphabet)
-    numbers = shuffled(rng, VALUES[:: len(VALUES) // plan.alphabet.values])
+    keys = _Keys(rng)
+    numbers = shuffled(rng, VALUES)
     facts: list[Fact] = []
-    drafts: list[_Draft] = []
+    asked: list[Question] = []
 
     def code(subject: str) -> Fact:
         facts.append(Fact("code", subject, pick(rng, numbers)))
         return facts[-1]
 
+    def ask_code(task: str, fact: Fact) -> None:
+        asked.append(_asked(task, f"What is the code of {fact.subject}?", [fact]))
+
     singles = [code(keys.apart()) for _ in range(plan.singles)]
-    drafts += [_ask_code("single", fact) for fact in singles]
-    for start in range(0, plan.multikeys, plan.cluster):
-        near = keys.cluster(min(plan.cluster, plan.multikeys - start))
-        drafts += [_ask_code("multikey", code(key)) for key in near]
+    for fact in singles:
+        ask_code("single", fact)
+    for start in range(0, plan.multikeys, _CLUSTER):
+        for key in keys.cluster(min(_CLUSTER, plan.multikeys - start)):
+            ask_code("multikey", code(key))
     for _ in range(plan.several if len(singles) > 1 else 0):
-        drafts.append(_ask_several(shuffled(rng, singles)[: 2 + int(rng.random() * 2)]))
+        some = shuffled(rng, singles)[: 2 + int(rng.random() * 2)]
+        *first, last = (fact.subject for fact in some)
+        text = f"What are the codes of {', '.join(first)} and {last}?"
+        asked.append(_asked("several", text, some))
     for _ in range(plan.groups):
-        subject, size = keys.anywhere(), 2 + int(rng.random() * (plan.most_values - 1))
-        values = shuffled(rng, numbers)[:size]
-        group = [Fact("code", subject, value) for value in values]
+        subject, size = keys.anywhere(), 2 + int(rng.random() * (_MOST_VALUES - 1))
+        group = [Fact("code", subject, value) for value in shuffled(rng, numbers)[:size]]
         facts += group
-        drafts += _ask_group(rng, group)
+        listed, total = shuffled(rng, group), str(size)
+        end = f"The code of {subject} is nothing else."  # in the place of a further value
+        asked.append(_asked("values", f"What are all the codes of {subject}?", listed, end))
+        makes = f"That makes {total}."
+        counted = _asked("count", f"How many codes has {subject}?", listed, end, makes)
+        asked.append(replace(counted, expected=(f"makes {total}.",)))
     for _ in range(plan.chains):
         held, holder = keys.anywhere(), keys.anywhere()
         facts.append(Fact("owner", held, holder))
-        drafts.append(_ask_chain(facts[-1], code(holder)))
-    return facts, drafts
+        owner, told = facts[-1], code(holder)
+        text = f"What is the code of the owner of {held}?"
+        asked.append(replace(_asked("chain", text, [owner, told]), expected=(told.value,)))
+    return facts, asked
 
 
 def make_document(
-    rng: random.Random,
-    plan: Plan,
-    length: int,
-    *,
-    filler: Iterator[str] | None = None,
-    measure: Callable[[str], int] = approximate_tokens,
+    rng: random.Random, plan: Plan, length: int, measure: Callable[[str], int] = approximate_tokens
 ) -> Document:
-    """A document of about `length` tokens as `measure` counts them, and its questions.
-
-    The facts are at uniformly random places between sentences of `filler` (default: the
-    grammar of `words.py`); the questions come in random order.
-    """
-    facts, drafts = _draw(rng, plan)
-    filler = filler or sentences(rng)
+    """A document of about ``length`` tokens as ``measure`` counts them, and its questions in random
+    order. The facts are at uniformly random places between sentences of filler."""
+    facts, asked = _draw(rng, plan)
+    filler = sentences(rng)
     lines: list[tuple[float, str, Fact | None]] = [(rng.random(), f.text, f) for f in facts]
     room = length - sum(measure(text) for _, text, _ in lines)
     while room > 0:
@@ -232,14 +183,88 @@ def make_document(
         if fact is not None:
             places[fact] = size
         size += len(text) + 1
-    questions = tuple(_place(draft, places, size) for draft in shuffled(rng, drafts))
+    questions = tuple(
+        replace(one, depth=sum(places[fact] for fact in one.facts) / len(one.facts) / max(size, 1))
+        for one in shuffled(rng, asked)
+    )
     return Document(" ".join(text for _, text, _ in lines), questions)
 
 
-def _place(draft: _Draft, places: dict[Fact, int], size: int) -> Question:
-    depth = sum(places[fact] for fact in draft.facts) / len(draft.facts) / max(size, 1)
-    reply = " ".join(draft.reply)
-    return Question(draft.task, draft.text, reply, draft.expected, depth, draft.unordered)
+# -- a dataset -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """At every length, ``samples`` questions of every task, all drawn from ``seed``."""
+
+    lengths: tuple[int, ...]
+    tasks: tuple[str, ...] = TASKS
+    samples: int = 16
+    seed: int = SEED
+
+    def __post_init__(self) -> None:
+        for task in self.tasks:
+            if task not in TASKS:
+                raise ConfigError(f"--tasks: {task!r} is not one of {', '.join(TASKS)}")
+        if not self.lengths or min(self.lengths) < 512:
+            raise ConfigError("--lengths: name lengths of at least 512 tokens, such as 4K,16K")
+
+    def at(self, length: int, reserve: int, measure: Callable[[str], int]) -> Iterator[Document]:
+        """The documents of one length, prompt and reply included, with the questions to ask.
+        ``reserve``: tokens left for question and reply; ``measure``: tokens of a text, roughly."""
+        each = min(max(1, min(8, length // 256)), self.samples)  # questions a task and document
+
+        def wanted(*names: str) -> int:  # some facts of other tasks, as distractors
+            return each if set(names) & set(self.tasks) else max(1, each // 4)
+
+        plan = Plan(
+            singles=max(2, wanted("single", "several")),
+            multikeys=max(2, wanted("multikey")),
+            groups=wanted("values", "count"),
+            chains=wanted("chain"),
+            several=wanted("several"),
+        )
+        left = dict.fromkeys(self.tasks, self.samples)
+        for number in range(math.ceil(self.samples / each)):
+            rng = random.Random(f"{self.seed}/{length}/{number}")
+            document = make_document(rng, plan, length - reserve, measure)
+            asked = []
+            for question in document.questions:
+                if left.get(question.task, 0):
+                    left[question.task] -= 1
+                    asked.append(question)
+            yield replace(document, questions=tuple(asked))
+
+
+# -- prompts ---------------------------------------------------------------------------------
+
+
+class PromptStyle(Enum):
+    """``RECALL``: the completions that ``models/recall-tiny`` was trained on. ``INSTRUCT``: plain
+    language for any instruction-tuned model, asked as a chat."""
+
+    RECALL = "recall"
+    INSTRUCT = "instruct"
+
+    @property
+    def reserve(self) -> int:
+        """Tokens of a prompt and its reply besides the document, with a margin."""
+        return 136 if self is PromptStyle.RECALL else 640
+
+
+_INSTRUCTION = (
+    "Read the text below. In some places it says what the code or the owner of something is. "
+    "One thing may have several codes, said in different places. Then answer the question from "
+    "the text alone, with one short sentence for each code, of the form "
+    '"The code of NAME is NUMBER.", and nothing else.'
+)
+_HINTS: Mapping[str, str] = {
+    "several": "Keep the order of the question.",
+    "values": "Name every one of its codes.",
+    "count": 'Name every one of its codes, then say how many there are: "That makes COUNT."',
+    "chain": "First say who the owner is, then give the owner's code.",
+}
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 def raw_prompt(document: str, question: str) -> str:
@@ -247,18 +272,42 @@ def raw_prompt(document: str, question: str) -> str:
     return f"{document}\n\nQuestion: {question}\nAnswer:"
 
 
-def is_right(question: Question, reply: str) -> bool:
-    """Whether the first line of `reply` contains the expected answer.
+def request_of(
+    style: PromptStyle, document: Document, question: Question
+) -> tuple[str, dict[str, object]]:
+    """Route and body that ask an OpenAI-compatible server; all questions of a document share a long
+    prefix."""
+    if style is PromptStyle.RECALL:
+        prompt = raw_prompt(document.text, question.text)
+        return "/completions", {"prompt": prompt, "stop": ["\n"], "max_tokens": 72}
+    full = f"{question.text} {_HINTS.get(question.task, '')}".strip()
+    text = f"{_INSTRUCTION}\n\n{document.text}\n\nQuestion: {full}"
+    messages = [{"role": "user", "content": text}]
+    return "/chat/completions", {"messages": messages, "max_tokens": 256}
 
-    The value asked for must be among the numbers that the reply names; for `values` the
-    numbers must be exactly the expected ones, for a chain the last number is the answer.
-    """
-    line = reply.strip().split("\n")[0]
-    numbers = re.findall(r"\d+", line)
-    if question.task == "count":
-        return question.expected[0] in line
-    if question.task in ("single", "multikey", "chain"):
-        return numbers[-1:] == list(question.expected)
-    if question.task == "several":
-        return numbers == list(question.expected)
-    return sorted(numbers) == sorted(question.expected)
+
+def is_right(style: PromptStyle, question: Question, reply: str) -> bool:
+    """Whether a reply names exactly the expected numbers, in their order for ``several``; for a
+    chain, and for one code in a completion, the last number is the answer. Of a completion only the
+    first line counts."""
+    expected, task, recall = list(question.expected), question.task, style is PromptStyle.RECALL
+    if recall:
+        reply = reply.strip().split("\n")[0]
+    else:
+        reply = re.sub(r".*</think>", "", reply, flags=re.DOTALL)
+    if task == "count":
+        return expected[0] in reply if recall else _count_in(reply) == _count_in(expected[0])
+    values = re.findall(r"\d+" if recall else r"(?<!\d)\d{3}(?!\d)", reply)
+    if task == "several":
+        return values == expected
+    if task == "chain" or (recall and task != "values"):
+        return values[-1:] == expected
+    return sorted(values if recall else set(values)) == sorted(expected)
+
+
+def _count_in(text: str) -> int | None:
+    """The last number below 100 in the text, in digits or, up to nine, as a word."""
+    found = re.findall(rf"(?<!\d)\d{{1,2}}(?!\d)|\b(?:{'|'.join(_NUMBERS)})\b", text.lower())
+    if not found:
+        return None
+    return _NUMBERS.index(found[-1]) if found[-1] in _NUMBERS else int(found[-1])

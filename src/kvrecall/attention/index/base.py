@@ -46,11 +46,6 @@ class VectorIndex(ABC):
         first. ``queries``: float32 ``[queries, width]``, C-contiguous; ``count``: 1 to the number
         of vectors. Where fewer are found the numbers at the end are -1."""
 
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Memory it holds."""
-
     @abstractmethod
     def close(self) -> None:
         """Its sequence has ended."""

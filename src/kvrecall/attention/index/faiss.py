@@ -39,10 +39,6 @@ class _Faiss(VectorIndex):
         products, numbers = self._index.search(queries, count)
         return products, numbers
 
-    @property
-    def nbytes(self) -> int:
-        return int(self._index.ntotal) * self._width * 4
-
     def close(self) -> None:
         self._index.reset()
 
@@ -70,10 +66,6 @@ class InvertedFile(_Faiss):
             self._index.nprobe = min(self._lists, math.ceil(8 + _PROBED * share * self._lists))
         return super().search(queries, count)
 
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + self._lists * self._width * 4 + 8 * int(self._index.ntotal)
-
     def _train(self) -> None:
         vectors = self._index.reconstruct_n(0, self._index.ntotal)
         lists = math.isqrt(len(vectors))
@@ -99,7 +91,3 @@ class Graph(_Faiss):
     def search(self, queries: Vectors, count: int) -> tuple[Vectors, Numbers]:
         self._index.hnsw.efSearch = max(64, count)
         return super().search(queries, count)
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + 4 * int(self._index.hnsw.neighbors.size())

@@ -1,5 +1,6 @@
 """Launches the Triton kernels: digests, the choice of blocks and sparse attention over them, and
-copies of many pieces. Each function says how many launches it makes; none waits for the device.
+copies of many pieces; and what a step and a layer keep on the device for them. Each function says
+how many launches it makes; none waits for the device.
 
 They run in Triton's interpreter (test_kernels.py), and have run on an H200:
 docs/gpu-check.md. Triton is imported on the first call.
@@ -8,19 +9,17 @@ docs/gpu-check.md. Triton is imported on the first call.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrecall.attention.residency import DeviceResidency
 from kvrecall.errors import EngineError
 
-Addresses = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int64]
 
 FACTS = 8
 """Numbers a sequence: token, init, middle, chosen, blocks, length, slots, and one to spare."""
@@ -52,11 +51,8 @@ _MOST_COMPILED = 4096
 _compiled: dict[tuple[Any, ...] | None, tuple[Any, tuple[Any, ...]]] = {}
 """Compiled kernels and their constants, by ``_alike``."""
 
-_observers: list[list[str]] = []
 
-
-@dataclass(frozen=True, slots=True)
-class SequenceFacts:
+class SequenceFacts(NamedTuple):
     """One sequence of a step. ``token``: its place in the batch. Of its ``blocks`` it attends to
     the first ``init``, to ``chosen`` of the ``middle`` ones after these, and to the rest: to
     ``length`` tokens, at least 1. ``slots``: into how many it recalls; 0: into none."""
@@ -120,8 +116,7 @@ class Bucket:
         packed = np.zeros(size, dtype=np.int32)
         rows, table, slot_rows, _, padded = self.parts(packed)
         for row, ids, one, named in zip(rows, table, facts, blocks, strict=False):
-            row[:6] = one.token, one.init, one.middle, one.chosen, one.blocks, one.length
-            row[6] = one.slots
+            row[: len(one)] = one
             ids[: one.blocks] = np.asarray(named)[: one.blocks]
         for into, one, given in zip(slot_rows, facts, slots, strict=False):
             into[: one.slots] = np.asarray(given)[: one.slots]
@@ -147,17 +142,21 @@ class DeviceStep:
     def __init__(
         self, packed: torch.Tensor, bucket: Bucket, group: int, last: DeviceStep | None = None
     ) -> None:
-        """``packed``: of ``Bucket.pack``, on the device. ``last``: a step whose kernels are
-        launched; one of the same sizes gives its buffers."""
+        """``packed``: of ``Bucket.pack``, on the device. ``group``: query heads to a KV head.
+        ``last``: a step whose kernels are launched; one of the same sizes gives its buffers."""
         self.facts, self.blocks, self.slots, self.arrived, self.stale = bucket.parts(packed)
         self.kv_heads, self.group = bucket.kv_heads, group
-        size = bucket.rows, group, bucket.middle, bucket.attended, bucket.slots
-        is_alike = last is not None and last.buffers.size == size
-        buffers = last.buffers if last is not None and is_alike else None
-        self.buffers: StepBuffers = buffers or StepBuffers(size, packed.device)
-        self.logits, self.scores = self.buffers.logits, self.buffers.scores
-        self.table, self.missed = self.buffers.table, self.buffers.missed
-        self.partials = self.buffers.partials
+        self._sizes = group, replace(bucket, stale=0, blocks=0)
+        if last is None or last._sizes != self._sizes:
+            rows, device = bucket.rows, packed.device
+            self.logits = torch.empty(rows, group, bucket.middle, device=device)
+            self.scores = torch.empty(rows, bucket.middle, device=device)
+            self.table = torch.empty(rows, bucket.attended, dtype=torch.int32, device=device)
+            self.missed = torch.empty(rows, bucket.slots + 1, dtype=torch.int32, device=device)
+            self._partials = torch.empty(0, device=device)
+        else:
+            self.logits, self.scores, self.table = last.logits, last.scores, last.table
+            self.missed, self._partials = last.missed, last._partials
 
     @property
     def rows(self) -> int:
@@ -165,32 +164,78 @@ class DeviceStep:
 
     @property
     def recalls(self) -> bool:
-        """Whether blocks are recalled into slots by the device."""
+        """Whether blocks are recalled into slots."""
         return bool(self.slots.shape[1])
-
-
-class StepBuffers:
-    """What the kernels of a step write for each other."""
-
-    def __init__(self, size: tuple[int, int, int, int, int], device: torch.device) -> None:
-        """``size``: rows, query heads to a KV head, middle and attended blocks, slots."""
-        self.size = size
-        rows, group, middle, attended, slots = size
-        self.logits = torch.empty(rows, group, middle, device=device)
-        self.scores = torch.empty(rows, middle, device=device)
-        self.table = torch.empty(rows, attended, dtype=torch.int32, device=device)
-        self.missed = torch.empty(rows, slots + 1, dtype=torch.int32, device=device)
-        self._partials = torch.empty(0, device=device)
 
     def partials(self, splits: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What the splits of each row find: sums ``[rows, splits, group, dim]``, and the logarithms
         of their weights ``[rows, splits, group]``."""
-        size = self.size[0], splits, self.size[1]
+        size = self.rows, splits, self.group
         heads = math.prod(size)
         if len(self._partials) < heads * (dim + 1):
             self._partials = self._partials.new_empty(heads * (dim + 1))
         sums, weights = self._partials[: heads * dim], self._partials[heads * dim :][:heads]
         return sums.view(*size, dim), weights.view(size)
+
+
+class DeviceResidency:
+    """The slots of all sequences in one layer, as a device's kernels keep them: those of a sequence
+    are an LRU cache of its blocks, for each KV head.
+
+    An offloaded block has a number, and a slot is a device block; block 0, vLLM's null block, is
+    none. ``place``: int32 ``[kv_heads, numbers]``, the slot that a block was last recalled into.
+    ``state``: int32 ``[3, kv_heads, blocks]``, of slots: the number they hold plus one, 0 for none;
+    when they were last used; and, of a sequence's first slot, how often blocks were admitted. A
+    block is in its place if that holds it. ``counts``: int64 ``[2]``, totals of blocks that were in
+    their place, and of those that were not; layers may share it.
+    """
+
+    def __init__(self, kv_heads: int, blocks: int, counts: torch.Tensor) -> None:
+        """``blocks``: of the cache."""
+        device = counts.device
+        self.place = torch.zeros(kv_heads, 0, dtype=torch.int32, device=device)
+        self.state = torch.zeros(3, kv_heads, blocks, dtype=torch.int32, device=device)
+        self.counts = counts
+
+    def begin(self, numbers: torch.Tensor, slots: torch.Tensor, most: int) -> None:
+        """These numbers and slots, int64 on the device, have a new sequence; it keeps them until it
+        ends. ``most``: exceeds every number in use."""
+        known = self.place.shape[1]
+        if known < most:
+            place = self.place.new_zeros((len(self.place), 2 * most))
+            place[:, :known] = self.place
+            self.place = place
+        self.place.index_fill_(1, numbers, 0)
+        self.state.index_fill_(2, slots, 0)
+
+
+class BlockNumbers:
+    """Numbers of the blocks of a KV group that are off the device, the same in all layers.
+    ``addresses``: int64, on the device, of each one's record in host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.addresses = torch.zeros(0, dtype=torch.int64, device=device)
+        self.most = 0
+        """Exceeds every number in use."""
+        self._free: list[int] = []
+
+    def take(self, count: int) -> Ints:
+        """Numbers for so many blocks, whose addresses the caller writes."""
+        taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        taken += range(self.most, self.most + count - len(taken))
+        self.most = max(self.most, max(taken, default=-1) + 1)
+        known = len(self.addresses)
+        if known < self.most:
+            grown = self.addresses.new_zeros((2 * self.most,))
+            grown[:known] = self.addresses
+            self.addresses = grown
+        return np.array(taken, dtype=np.int64)
+
+    def give(self, numbers: Ints) -> None:
+        """The blocks have no sequence any more."""
+        self._free.extend(numbers.tolist())
+        if len(self._free) == self.most:
+            self.most, self._free = 0, []
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,25 +418,12 @@ def move(addresses: torch.Tensor, piece: Piece) -> None:
     )  # fmt: skip
 
 
-@contextmanager
-def launches() -> Iterator[list[str]]:
-    """The names of the kernels launched within, in their order. Not thread-safe."""
-    names: list[str] = []
-    _observers.append(names)
-    try:
-        yield names
-    finally:
-        _observers.remove(names)
-
-
 def _launch(name: str, grid: tuple[int, ...], *args: Any, **sizes: Any) -> None:
     """Raises EngineError without Triton.
 
     Triton takes most of a launch's time to find out by its arguments which compiled kernel is to
     run. So those of launches are kept whose arguments are alike, as far as Triton looks at them.
     """
-    for names in _observers:
-        names.append(name)
     if args[0].is_meta:
         return
     key = _alike(name, args, sizes)

@@ -8,13 +8,7 @@ import torch
 
 from kvrecall.attention.digest import Digest, encode
 from kvrecall.attention.kernels.device import DeviceStep
-from kvrecall.attention.selection import (
-    CodedQuery,
-    best_of,
-    best_products,
-    selector_of,
-    split_of,
-)
+from kvrecall.attention.selection import best_of, best_products, choose, code_query, split_of
 from kvrecall.attention.settings import RetrievalSettings
 
 
@@ -36,8 +30,7 @@ def attended(
         middle = keys[split.init * block_size : split.local * block_size].transpose(0, 1)
         digests = encode(layout.rows_of(middle.reshape(kv_heads, split.middle, block_size, dim)))
         grouped = query.view(kv_heads, -1, dim)
-        selector = selector_of(layout)
-        chosen = selector.choose(grouped, [digests], split.chosen, dim**-0.5)
+        chosen = choose(layout, grouped, digests, split.chosen, dim**-0.5)
         mask.scatter_(1, chosen + split.init, True)
     return mask.repeat_interleave(block_size, dim=1)[:, :tokens]
 
@@ -46,23 +39,25 @@ def attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    mask: torch.Tensor,
+    mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention of one token over the tokens ``mask`` names: float32 ``[heads, dim]``.
+    """Attention of one token over the tokens ``mask`` names, None: all: float32 ``[heads, dim]``.
 
     ``query``: ``[heads, dim]``; ``keys``, ``values``: ``[tokens, kv_heads, dim]``; ``mask``: bool
     ``[kv_heads, tokens]``; ``sinks``: ``[heads]``, logits of no token; ``softcap``: bounds the
-    others, 0: not.
+    others, 0: not; ``scale``: of products, None: by the heads' size.
     """
     heads, dim = query.shape
     kv_heads = keys.shape[1]
     grouped = query.float().view(kv_heads, heads // kv_heads, dim)
-    logits = torch.einsum("hgd,thd->hgt", grouped, keys.float()) * dim**-0.5
+    logits = torch.einsum("hgd,thd->hgt", grouped, keys.float()) * (scale or dim**-0.5)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    logits = logits.masked_fill(~mask[:, None], float("-inf"))
+    if mask is not None:
+        logits = logits.masked_fill(~mask[:, None], float("-inf"))
     if sinks is not None:
         logits = torch.cat([logits, sinks.float().view(*logits.shape[:2], 1)], -1)
     weights = logits.softmax(-1)[..., : len(keys)]
@@ -76,7 +71,7 @@ def logits_plainly(
     found = []
     for facts, ids in zip(step.facts.tolist(), step.blocks, strict=True):
         token, init, middle = facts[:3]
-        point = CodedQuery(kind.of_query(query[token].view(step.kv_heads, step.group, -1)))
+        point = code_query(kind.of_query(query[token].view(step.kv_heads, step.group, -1)))
         found.append(best_products(point, coded[:, ids[init : init + middle].long()], scale))
     return found
 
@@ -86,7 +81,7 @@ def table_plainly(logits: Sequence[torch.Tensor], step: DeviceStep) -> list[torc
     tables = []
     for one, facts, ids in zip(logits, step.facts.tolist(), step.blocks, strict=False):
         _, init, middle, chosen, blocks = facts[:5]
-        best = best_of([one], chosen).sort(-1).values + init
+        best = best_of(one, chosen).sort(-1).values + init
         first, last = (
             torch.arange(*ends).expand(step.kv_heads, -1)
             for ends in ((0, init), (init + middle, blocks))
@@ -113,10 +108,6 @@ def attend_plainly(
             continue
         blocks = table[: -(-length // size)].long()
         ours = slice(head * group, (head + 1) * group)
-        logits = query[token, ours].float() @ keys[blocks, :, head].flatten(0, 1)[:length].float().T
-        logits = logits * scale
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        mine = values[blocks, :, head].flatten(0, 1)[:length].float()
-        output[token, ours] = logits.softmax(-1) @ mine
+        k, v = (part[blocks, :, head].flatten(0, 1)[:length, None] for part in (keys, values))
+        output[token, ours] = attention(query[token, ours], k, v, None, None, softcap, scale)
     return output

@@ -1,7 +1,7 @@
 """The search for the blocks most similar to a query, on a CPU: one compiled call for all sequences
 of a step, in which PyTorch's own OpenMP threads share the digests.
 
-It finds what a ``selection.Selector`` does. PyTorch runs some thirty small operations for it, each
+It finds what ``selection.choose`` does. PyTorch runs some thirty small operations for it, each
 of which waits for memory after attention has emptied the caches, and none of which has work for two
 threads; and a thread of our own must first get a core from OpenMP's threads, which wait busily for
 the next operation (docs/log.md). NumKong computes the products, called at its C symbols; numba,
@@ -17,13 +17,14 @@ import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvrecall.attention.digest import DIGESTS, SCALE_BYTES, Layout, encode
-from kvrecall.attention.selection import selector_of
+from kvrecall.attention.selection import choose
 from kvrecall.attention.settings import RetrievalSettings
 
 Numbers = npt.NDArray[np.int64]
@@ -74,21 +75,31 @@ class Placed:
 class Sought:
     """What a search finds in a sequence: ``count`` blocks, for the batch's ``token``. ``parts``:
     int64, the numbers of the sequence's blocks, in its order, in one tensor of digests after
-    another."""
+    another. ``table``: ``[kv_heads, at least count]``, into whose leading columns every run writes
+    the blocks found: int32, named ``number * kv_heads + head``, or int64, by their distances from
+    the start of the layer's cache, in bytes; the first ``left`` blocks are off the device then,
+    with the distances of ``Placed``."""
 
     parts: Sequence[Numbers]
     count: int
     token: int = 0
+    table: npt.NDArray[np.integer[Any]] | None = None
+    left: int = 0
 
 
 class Search:
     """A search of the blocks of a step's sequences, prepared once for all layers."""
 
     def __init__(
-        self, size: tuple[int, int, int], layout: Layout, sequences: Sequence[Sought]
+        self,
+        size: tuple[int, int, int],
+        layout: Layout,
+        sequences: Sequence[Sought],
+        cache_bytes: tuple[int, int] = (0, 0),
     ) -> None:
         """``size``: of queries, ``kv_heads, group, dim``. ``sequences``: at least one, each with at
-        least one block. Where ``is_compiled``."""
+        least one block. ``cache_bytes``: of the cache, from block to block and from head to head.
+        Where ``is_compiled``."""
         native = _native()
         assert native is not None
         self._start = native.start
@@ -122,7 +133,6 @@ class Search:
         self._counters = np.empty(((2 + len(sequences) * heads) * _LINE + _LINE), np.int8)
         self._layers = np.zeros(len(sequences), np.int64)
         self._nears = np.zeros((len(sequences), heads), np.int64)
-        self._tables: dict[int, torch.Tensor | Numbers] = {}
         self.found = tuple(torch.empty(heads, one.count, dtype=torch.int64) for one in sequences)
         """Of each sequence the most similar blocks, in its order: int64 ``[kv_heads, count]``, as
         of the last ``run``. Of equally similar ones the first."""
@@ -136,8 +146,12 @@ class Search:
             row["ids"], row["ends"] = self._ids[at].ctypes.data, self._ends[at].ctypes.data
             row["logits"] = logits
             logits += heads * group * int(counts[at]) * 4
+            if one.table is not None:
+                row["table"], row["table_row"] = one.table.ctypes.data, one.table.strides[0]
+                row["far"], row["left"] = one.table.dtype == np.int64, one.left
+                row["nears"] = self._nears[at].ctypes.data
         self._work = np.zeros(1, native.search)
-        facts = {
+        facts: dict[str, Any] = {
             "sequences": len(sequences),
             "heads": heads,
             "group": group,
@@ -152,6 +166,8 @@ class Search:
             "scratch": _aligned(self._scratch.ctypes.data),
             "threads": threads,
             "sought": self._sought.ctypes.data,
+            "block_bytes": cache_bytes[0],
+            "head_bytes": cache_bytes[1],
             **native.functions,
         }
         for name, value in facts.items():
@@ -159,29 +175,6 @@ class Search:
         self._address = self._work.ctypes.data
         self._dtype: torch.dtype | None = None
         self._stride: tuple[int, ...] = ()
-
-    def enter_names(self, at: int, table: torch.Tensor) -> None:
-        """Has every run write the blocks found in sequence ``at``, named
-        ``number * kv_heads + head``, into the leading columns of a table, int32
-        ``[kv_heads, at least count]``."""
-        self._enter(at, table, table.data_ptr(), 4 * table.stride(0))
-
-    def enter_distances(
-        self, at: int, table: Numbers, left: int, cache_bytes: tuple[int, int]
-    ) -> None:
-        """The same with the distances of the blocks from the start of the layer's cache, in bytes:
-        int64. ``left``: of the sequence's blocks, the first ones, which are off the device, so
-        distances are those of ``Placed``. ``cache_bytes``: of the cache, from block to block and
-        from head to head."""
-        self._work["block_bytes"], self._work["head_bytes"] = cache_bytes
-        self._enter(at, table, table.ctypes.data, table.strides[0])
-        row = self._sought[at]
-        row["far"], row["left"], row["nears"] = 1, left, self._nears[at].ctypes.data
-
-    def _enter(self, at: int, table: torch.Tensor | Numbers, address: int, row_bytes: int) -> None:
-        self._tables[at] = table
-        row = self._sought[at]
-        row["table"], row["table_row"] = address, row_bytes
 
     @property
     def left(self) -> int:
@@ -269,7 +262,7 @@ def is_compiled() -> bool:
         coarse = rows[:, :, layout.coarse_rows].contiguous() if layout.coarse else None
         search = Search((2, 3, 32), layout, [Sought([ids.numpy()], 7)])
         search.run(query.view(1, 6, 32), [Placed(layout, [(rows, coarse)])], 0.2)
-        want = selector_of(layout).choose(query, [rows[:, ids]], 7, 0.2)
+        want = choose(layout, query, rows[:, ids], 7, 0.2)
         if not torch.equal(search.found[0], want.sort(-1).values):
             _LOG.warning(
                 "kvrecall: the search for blocks is not compiled, so it is slower: on this "

@@ -132,7 +132,7 @@ def _float_of(typing: Any, bits: Any) -> Any:
 
 @njit
 def _code(work: Any, sought: Any, head: int, scratch: int) -> None:
-    """Codes a head's queries, as ``selection.CodedQuery`` does, and packs them."""
+    """Codes a head's queries, as ``selection.code_query`` does, and packs them."""
     dim, width, size = work.dim, work.row_bytes - 4, (work.group, work.dim)
     point = carray(_pointer(scratch + work.point_at), (work.group, width), np.int8)
     scales = carray(_pointer(scratch + work.scales_at), work.group, np.float32)

@@ -1,10 +1,14 @@
-"""HiCache's storage interface over a pool. Written against SGLang 0.5.23; 0.5.20 is the first whose
-page hashes tell adapters and salts apart."""
+"""HiCache's storage interface over a pool, by plain blocking calls. Written against SGLang 0.5.23;
+0.5.20 is the first whose page hashes tell adapters and salts apart."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sglang
@@ -31,6 +35,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.utils import get_device_name
 
 from kvrecall.block import BlockKey, Namespace
+from kvrecall.config import RecallSettings
 from kvrecall.engines.sglang.identity import (
     check_ranks,
     identity_of,
@@ -39,10 +44,155 @@ from kvrecall.engines.sglang.identity import (
     read_settings,
     settings_of,
 )
-from kvrecall.engines.sglang.pages import HiCachePage, HiCachePages
+from kvrecall.errors import TierError
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.base import ArenaHandle, PoolClient, Recall, RecallState, Verdict
+from kvrecall.pool.open import open_pool
 
+_LOG = logging.getLogger(__name__)
+_POLL_S = 0.0005
 _FLAT = "flat"  # one tensor, as the host pool flattens a page
 _PIECES = "pieces"  # the pieces of the host pool's buffers, in its order
+
+
+@dataclass(frozen=True, slots=True)
+class HiCachePage:
+    """A page and the pieces of host memory that hold or receive it, in order."""
+
+    key: BlockKey
+    pieces: tuple[memoryview, ...]
+
+
+class HiCachePages:
+    """A pool, for a caller that waits. One call at a time; others wait their turn."""
+
+    def __init__(self, settings: RecallSettings) -> None:
+        """Opens the pool, or connects to the node's. Raises ConfigError or TierError if that
+        fails."""
+        self._pool: PoolClient = open_pool(settings)
+        self._settings = settings.pool
+        self._lock = threading.Lock()
+        self._arena: Arena | None = None
+        self._handle: ArenaHandle | None = None
+        self._sizes: dict[bytes, int] = {}
+
+    def register(self, namespace: Namespace, nbytes: int) -> None:
+        """Pages of ``namespace`` have ``nbytes`` bytes. Idempotent."""
+        with self._lock:
+            if self._sizes.get(namespace.digest) != nbytes:
+                self._pool.register(namespace, nbytes)
+                self._sizes[namespace.digest] = nbytes
+
+    def count(self, keys: Sequence[BlockKey]) -> int:
+        """How many of ``keys``, from the first on, are in the pool. Waits for the remote tier's
+        answer, not longer than ``lookup_deadline``."""
+        until = time.monotonic() + self._settings.lookup_deadline_s
+        with self._lock:
+            while True:
+                found = self._pool.find(keys)
+                if not found.pending or time.monotonic() > until:
+                    return found.blocks
+                time.sleep(_POLL_S)
+
+    def put(self, pages: Sequence[HiCachePage], parent: BlockKey | None = None) -> list[bool]:
+        """Stores a chain of pages; returns which of them are in the pool now."""
+        keys = [page.key for page in pages]
+        with self._lock:
+            arena = self._current()
+            if arena is None:
+                return [False] * len(pages)
+            answers = self._pool.reserve(keys, parent)
+            pairs = zip(pages, answers, strict=True)
+            reserved = [(page, of.offset) for page, of in pairs if of.verdict is Verdict.RESERVED]
+            filled: list[BlockKey] = []
+            try:
+                for page, offset in reserved:
+                    for place, piece in _places(page, arena, offset):
+                        place[:] = piece
+                    filled.append(page.key)
+            finally:
+                self._pool.commit(filled)
+                self._pool.abandon([page.key for page, _ in reserved[len(filled) :]])
+            return [answer.verdict is not Verdict.REFUSED for answer in answers]
+
+    def get(self, pages: Sequence[HiCachePage], parent: BlockKey | None = None) -> list[bool]:
+        """Fills pages; returns which of them were found. Missing pages are skipped."""
+        found = [False] * len(pages)
+        begin = 0
+        with self._lock:
+            while begin < len(pages):
+                got = self._get(pages[begin:], parent)
+                found[begin : begin + got] = [True] * got
+                begin += got + 1
+                parent = pages[begin - 1].key if begin <= len(pages) else None
+        return found
+
+    def clear(self) -> None:
+        with self._lock:
+            self._pool.clear()
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            self._unmap()
+            self._pool.close()
+
+    # -- under the lock --------------------------------------------------------------------
+
+    def _get(self, pages: Sequence[HiCachePage], parent: BlockKey | None) -> int:
+        """Fills pages up to the first missing one; returns their number."""
+        arena = self._current()
+        if arena is None:
+            return 0
+        keys = [page.key for page in pages]
+        self._pool.touch(keys)
+        ticket = self._pool.acquire(keys, self._settings.load_deadline_s, parent)
+        try:
+            recall = self._await(ticket)
+            for page, offset in zip(pages, recall.offsets, strict=False):
+                for place, piece in _places(page, arena, offset):
+                    piece[:] = place
+            return len(recall.offsets)
+        finally:
+            self._pool.release(ticket)
+
+    def _await(self, ticket: int) -> Recall:
+        """The recall, once it is READY; the pool's deadline bounds that."""
+        until = time.monotonic() + self._settings.load_deadline_s + 1.0
+        while True:
+            recall = self._pool.poll(ticket)
+            if recall.state is RecallState.READY:
+                return recall
+            if time.monotonic() > until:
+                return Recall(RecallState.READY)
+            time.sleep(_POLL_S)
+
+    def _current(self) -> Arena | None:
+        """The arena of offsets from now on. None if it cannot be mapped (no service): no page is
+        moved then."""
+        handle = self._pool.arena_handle()
+        if handle != self._handle:
+            self._unmap()
+            self._handle = handle
+            try:
+                self._arena = Arena.attach(handle)
+            except TierError as error:
+                _LOG.warning("kvrecall: %s; pages are computed", error)
+        return self._arena
+
+    def _unmap(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
+        self._arena = self._handle = None
+
+
+def _places(
+    page: HiCachePage, arena: Arena, offset: int
+) -> Iterator[tuple[memoryview, memoryview]]:
+    """Each piece's place in the arena, and the piece."""
+    for piece in page.pieces:
+        yield arena.view(offset, piece.nbytes), piece
+        offset += piece.nbytes
 
 
 class RecallStorage(HiCacheStorage):  # type: ignore[misc]
@@ -225,36 +375,34 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
         transfers: list[PoolTransfer],
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> dict[str, list[bool]]:
-        results: dict[str, list[bool]] = {}
-        for transfer in transfers:
-            pool, keys, places = self._transfer(transfer)
-            if len(places) != len(keys):
-                results[transfer.name] = [False] * len(keys)
-                continue
-            into = [pool.get_dummy_flat_data_page() for _ in keys]
-            found = self._get_flat(str(transfer.name), keys, into)
-            for place, data, is_there in zip(places, into, found, strict=True):
-                if is_there:
-                    pool.set_from_flat_data_page(place, data)
-            results[transfer.name] = found
-        return results
+        return {one.name: self._get_transfer(one) for one in transfers}
+
+    def _get_transfer(self, transfer: PoolTransfer) -> list[bool]:
+        pool, keys, places = self._places_of(transfer)
+        if len(places) != len(keys):
+            return [False] * len(keys)
+        into = [pool.get_dummy_flat_data_page() for _ in keys]
+        found = self._get_flat(str(transfer.name), keys, into)
+        for place, data, is_there in zip(places, into, found, strict=True):
+            if is_there:
+                pool.set_from_flat_data_page(place, data)
+        return found
 
     def batch_set_v2(
         self,
         transfers: list[PoolTransfer],
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> dict[str, list[bool]]:
-        results: dict[str, list[bool]] = {}
-        for transfer in transfers:
-            pool, keys, places = self._transfer(transfer)
-            if len(places) != len(keys):
-                results[transfer.name] = [False] * len(keys)
-                continue
-            values = [pool.get_data_page(place, flat=True) for place in places]
-            results[transfer.name] = self._put_flat(str(transfer.name), keys, values)
-        return results
+        return {one.name: self._set_transfer(one) for one in transfers}
 
-    def _transfer(self, transfer: PoolTransfer) -> tuple[Any, list[str], list[int]]:
+    def _set_transfer(self, transfer: PoolTransfer) -> list[bool]:
+        pool, keys, places = self._places_of(transfer)
+        if len(places) != len(keys):
+            return [False] * len(keys)
+        values = [pool.get_data_page(place, flat=True) for place in places]
+        return self._put_flat(str(transfer.name), keys, values)
+
+    def _places_of(self, transfer: PoolTransfer) -> tuple[Any, list[str], list[int]]:
         """The host pool of a transfer, its keys, and the first index of each page."""
         pool = self.registered_pools[transfer.name]
         keys = list(transfer.keys or ())

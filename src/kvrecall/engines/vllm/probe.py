@@ -23,7 +23,7 @@ Facts = dict[str, Any]
 def _torch() -> Facts:
     import torch
 
-    from kvrecall.engines.vllm.device.facts import accelerators, built_for
+    from kvrecall.engines.vllm.device.driver import accelerators, built_for
 
     devices = [asdict(facts) for facts in accelerators()]
     return {"version": str(torch.__version__), "built_for": built_for(), "devices": devices}

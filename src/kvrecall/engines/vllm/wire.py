@@ -8,8 +8,10 @@ MessagePack, which takes a sixth of the time.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -28,6 +30,8 @@ ORIGIN_BYTES = 8
 """At the end of every record: the origin of its writer, see ``audit``."""
 
 ALL_BLOCKS = 1 << 62
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +55,8 @@ class StoreOrder:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Device blocks that this step completes, to be compared with records of the arena.
-    ``repeated``: the request's loaded blocks were proved before, so they are wrong, too, if these
-    differ; the request then starts over."""
+    ``repeated``: the request has loaded the blocks before these, which are wrong, too, if these
+    differ; it then starts over."""
 
     number: int
     request_id: str
@@ -197,28 +201,23 @@ class StepReport(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         """Sums the reports of two ranks."""
         assert isinstance(other, StepReport)
-        stored = dict(self.stored)
-        for store_id, ranks in other.stored.items():
-            stored[store_id] = stored.get(store_id, 0) + ranks
         compared = dict(self.compared)
         for number, (ranks, found) in other.compared.items():
             before, known = compared.get(number, (0, Deviation()))
             compared[number] = ranks + before, known.plus(found, same_blocks=True)
-        timed = self.timed.keys() | other.timed.keys()
-        copies = self.copied.keys() | other.copied.keys()
         return StepReport(
-            stored,
+            dict(Counter(self.stored) + Counter(other.stored)),
             self.failed | other.failed,
             self.lost | other.lost,
             compared,
             self.refuted | other.refuted,
-            {n: max(self.timed.get(n, 0.0), other.timed.get(n, 0.0)) for n in timed},
+            _slowest(self.timed, other.timed),
             self.load_rank_seconds + other.load_rank_seconds,
             self.loaded_bytes + other.loaded_bytes,
             max(self.load_seconds, other.load_seconds),
             self.stored_bytes + other.stored_bytes,
             max(self.store_seconds, other.store_seconds),
-            {n: max(self.copied.get(n, 0.0), other.copied.get(n, 0.0)) for n in copies},
+            _slowest(self.copied, other.copied),
             self.reloaded or other.reloaded,
             adapters_of([self.adapters, other.adapters]),
             self.swapped | other.swapped,
@@ -226,8 +225,11 @@ class StepReport(KVConnectorWorkerMetadata):
         )
 
 
+def _slowest(one: Mapping[K, float], other: Mapping[K, float]) -> dict[K, float]:
+    return {key: max(one.get(key, 0.0), other.get(key, 0.0)) for key in {**one, **other}}
+
+
 def _plain(number: Any) -> Any:
-    """A number of numpy or torch."""
     return number.item()
 
 

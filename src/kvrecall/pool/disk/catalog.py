@@ -23,7 +23,7 @@ from kvrecall.pool.accounts import TenantUse
 from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.counters import TierCounters
 from kvrecall.pool.departures import BlockDeparture
-from kvrecall.pool.disk.index import MAX_ROWS, IndexRow, IndexRows
+from kvrecall.pool.disk.index import MAX_ROWS, IndexRow
 from kvrecall.pool.disk.slabs import SLAB_BITS, slab_of
 from kvrecall.pool.entries import (
     CHANGED,
@@ -112,17 +112,12 @@ class Catalog(EntryTable):
         self._tag_bytes = tag_bytes
         self._expected = expected
         super().__init__(
-            TierName.DISK,
-            policy,
-            capacity_blocks,
-            capacity_bytes,
-            clock,
-            terms,
-            threading.Lock(),
+            TierName.DISK, policy, capacity_blocks, capacity_bytes, clock, terms, threading.Lock()
         )
         self._reading: dict[int, int] = {}  # reads in flight, by address
         self._doomed: set[int] = set()  # addresses of forgotten blocks that are still read
-        self._late: _Late | None = None  # while blocks are still being recovered
+        self._recovers = False  # whether blocks are still being recovered
+        self._late = _Late()
         self._changes = _Numbers()  # of blocks that the orders should know of
         self._uses: deque[RequestUse[BlockKey]] = deque()
         self._used_blocks = 0  # in these
@@ -150,7 +145,7 @@ class Catalog(EntryTable):
 
     @property
     def is_empty(self) -> bool:
-        return not self._blocks and self._late is None
+        return not self._blocks and not self._recovers
 
     def __len__(self) -> int:
         return self._blocks
@@ -341,105 +336,93 @@ class Catalog(EntryTable):
     def begin_recovery(self, pinned: Iterable[BlockKey]) -> None:
         """Blocks of an earlier process will follow, and these are pinned. Before the tier is
         used."""
-        self._late = _Late()
+        self._recovers = True
         self.pins.update(pinned)
 
-    def recover(self, rows: IndexRows) -> list[int]:
-        """Takes over blocks of an earlier process, not yet ranked. Returns the places of those that
-        it does not: dropped since the recovery began, or here already."""
+    def recover(self, rows: Sequence[IndexRow]) -> list[int]:
+        """Takes over blocks of an earlier process, not yet ranked. Returns the addresses of those
+        that it does not: dropped since the recovery began, or here already."""
         refused: list[int] = []
-        for places in _turns(range(len(rows.keys)), _RECOVERED):
+        for part in _turns(rows, _RECOVERED):
             self.settle()
-            if not self._take_many(rows, slice(places[0], places[-1] + 1)):
-                refused += self._take_each(rows, places)
+            if not self._take_many(part):
+                refused += self._take_each(part)
         return refused
 
-    def _take_each(self, rows: IndexRows, places: Sequence[int]) -> list[int]:
-        """``recover`` of the rows at these places, one by one."""
+    def _take_each(self, rows: Sequence[IndexRow]) -> list[int]:
+        """``recover``, one by one."""
         refused: list[int] = []
-        for part in _parts(places, _AT_ONCE):
+        for part in _parts(rows, _AT_ONCE):
             with self._lock:
-                now = self.now()
-                for place in part:
-                    row = rows.row(place)
-                    if self._is_outdated(row) or self._find(row.key) >= 0:
-                        refused.append(place)
+                now, late = self.now(), self._late
+                for row in part:
+                    if late.outdates(row) or self._find(row.key) >= 0:
+                        refused.append(row.address)
                         continue
-                    is_unpinned = self._late is not None and row.key in self._late.unpinned
-                    if row.pinned and not is_unpinned:
+                    if row.pinned and row.key not in late.unpinned:
                         self.pins.add(row.key)
-                    self._take_in(row, min(float(row.used), now), row.pinned)
+                    self._take_in(row, min(float(row.used), now))
         return refused
 
-    def _take_many(self, rows: IndexRows, part: slice) -> bool:
+    def _take_many(self, rows: Sequence[IndexRow]) -> bool:
         """``_take_in`` of these rows. False, and takes none, unless their blocks are not pinned,
         each another, and none is here or was named since the recovery began."""
-        keys, parents = rows.keys[part], rows.parents[part]
-        if any(rows.pinned[part]) or len(set(keys)) < len(keys):
+        addresses, keys, parents, depths, nbytes, tags, used, tenants, pinned = zip(
+            *rows, strict=True
+        )
+        if any(pinned) or len(set(keys)) < len(keys):
             return False
         # All that needs no lock, before it is taken.
         below = [place for place, parent in enumerate(parents) if parent is not None]
-        over = [key for key in parents if key is not None]
-        addresses = np.asarray(rows.addresses[part], np.int64)
-        nbytes = np.asarray(rows.nbytes[part], np.int64)
-        depths = np.asarray(rows.depths[part], np.int32)
-        used = np.asarray(rows.used[part], np.float64)
-        tags = np.frombuffer(b"".join(rows.tags[part]), np.uint8).reshape(-1, self._tag_bytes)
-        flags = np.fromiter(map(flags_of, keys, parents), np.uint8, len(keys))
-        slot_bytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        tenants: dict[Tenant, list[int]] = {}
-        for place, tenant in enumerate(rows.tenants[part]):
-            tenants.setdefault(tenant, []).append(place)
+        slot_bytes = -(-np.array(nbytes, np.int64) // ALIGNMENT) * ALIGNMENT
+        of_tenant: dict[Tenant, list[int]] = {}
+        for place, tenant in enumerate(tenants):
+            of_tenant.setdefault(tenant, []).append(place)
         slabs, first, counts = np.unique(
-            addresses >> SLAB_BITS, return_index=True, return_counts=True
+            np.array(addresses, np.int64) >> SLAB_BITS, return_index=True, return_counts=True
         )
-        sizes = slot_bytes[first].tolist()
-
+        columns = (
+            (self._address, np.array(addresses, np.int64)),
+            (self._nbytes, np.array(nbytes, np.int64)),
+            (self._depth, np.array(depths, np.int32)),
+            (self._used, np.minimum(np.array(used, np.float64), self.now())),
+            (self._tag, np.frombuffer(b"".join(tags), np.uint8).reshape(-1, self._tag_bytes)),
+            (self._state, np.fromiter(map(flags_of, keys, parents), np.uint8, len(keys))),
+        )
         with self._lock:
-            if self._late is None or self._late.has_any:
+            if self._late != _Late():
                 return False
             names = self._table
             numbers = names.meet_many(keys)
             names.keep_all(numbers)
-        with self._lock:
-            above = names.meet_many(over)
-            names.keep_all(above)
-            late = self._late  # what was said, and came, meanwhile
-            if late is None or late.has_any or self._state.array()[numbers].any():
-                names.drop_all([*numbers.tolist(), *above.tolist()])
+            if self._state.array()[numbers].any():
+                names.drop_all(numbers)
                 return False
+            above = names.meet_many([parents[place] for place in below])
+            names.keep_all(above)
             self._parent.array()[numbers] = 0
             self._parent.array()[numbers[below]] = above + 1
-            self._address.array()[numbers] = addresses
-            self._nbytes.array()[numbers] = nbytes
-            self._depth.array()[numbers] = depths
-            self._used.array()[numbers] = np.minimum(used, self.now())
-            self._tag.array()[numbers] = tags
-            self._state.array()[numbers] = flags
+            for column, values in columns:
+                column.array()[numbers] = values
             for watcher in self.watchers:
                 for key, parent in zip(keys, parents, strict=True):
                     watcher.stored(TierName.DISK, key, parent)
             self._blocks += len(numbers)
             self.used_bytes += int(slot_bytes.sum())
-            for tenant, its in tenants.items():
+            for tenant, its in of_tenant.items():
                 self.accounts.charge(tenant, int(slot_bytes[its].sum()))
                 self._tenant.array()[numbers[its]] = self.accounts.enter(tenant, len(its))
+            sizes = slot_bytes[first].tolist()
             for slab, size, count in zip(slabs.tolist(), sizes, counts.tolist(), strict=True):
                 self._extents.setdefault(slab, Extent(size)).blocks += count
         return True
-
-    def _is_outdated(self, row: IndexRow) -> bool:
-        late = self._late
-        if late is None:
-            return False
-        size = late.sizes.get(row.key[:NAMESPACE_BYTES], row.nbytes)
-        return late.cleared or row.key in late.dropped or size != row.nbytes
 
     def rank_rest(self, is_closing: Callable[[], bool]) -> bool:
         """All were recovered: puts them into the eviction orders, the least recently used first,
         and of those used in the same second the deepest. False if the tier is closing."""
         with self._lock:
-            self._late = None
+            self._recovers = False
+            self._late = _Late()
         self.settle()
         known = slice(self._table.size)
         is_here = self._state.array()[known] & HERE > 0
@@ -461,10 +444,9 @@ class Catalog(EntryTable):
             with self._lock:
                 now = self.now()
                 for row in part:
-                    self._changed(self._take_in(row, now, row.pinned))
+                    self._changed(self._take_in(row, now))
 
-    def _take_in(self, row: IndexRow, used: float, noted: bool) -> int:
-        """``noted``: whether it is pinned in the index."""
+    def _take_in(self, row: IndexRow, used: float) -> int:
         number = self._enter(row.key, row.parent, row.depth, row.nbytes, row.tenant, used)
         self._address.cells[number] = row.address
         begin = number * self._tag_bytes
@@ -473,10 +455,10 @@ class Catalog(EntryTable):
         self.used_bytes += slot_bytes
         self.accounts.charge(row.tenant, slot_bytes)
         self._place(number)
-        pinned = row.key in self.pins and (noted or self._may_pin(number))
+        pinned = row.key in self.pins and (row.pinned or self._may_pin(number))
         if pinned:
             self._set_pinned(number, True)
-        if pinned != noted:
+        if pinned != row.pinned:
             self._unnoted_pins[row.address] = int(pinned)
         return number
 
@@ -523,11 +505,8 @@ class Catalog(EntryTable):
         changed: list[int] = []
         for part in _turns(keys):
             with self._lock:
-                if self._late is not None and pinned:
-                    self._late.pinned = True
-                    self._late.unpinned.difference_update(part)
-                elif self._late is not None:
-                    self._late.unpinned.update(part)
+                if self._recovers:
+                    self._late.pin(part, pinned)
                 some = super()._set_pins(part, pinned)
                 for number in some:
                     self._unnoted_pins[self._address.cells[number]] = int(pinned)
@@ -564,7 +543,7 @@ class Catalog(EntryTable):
         count = 0
         for part in _turns(keys):
             with self._lock:
-                if self._late is not None:
+                if self._recovers:
                     self._late.dropped.update(part)
                 for number in map(self._find, part):
                     if number >= 0:
@@ -583,7 +562,7 @@ class Catalog(EntryTable):
     def forget_namespace(self, digest: bytes, but_of: int) -> int:
         """Drops the blocks of a namespace whose size is not ``but_of`` bytes."""
         with self._lock:
-            if self._late is not None:
+            if self._recovers:
                 self._late.sizes[digest] = but_of
         return self._forget_where(
             lambda part: self._nbytes.array()[part] != but_of,
@@ -594,8 +573,7 @@ class Catalog(EntryTable):
     def forget_all(self) -> None:
         with self._lock:
             self.pins.clear()
-            if self._late is not None:
-                self._late.cleared = True
+            self._late.cleared = self._recovers
         self._forget_where(None, lambda number: True, Cause.CLEARED)
 
     def _forget_where(
@@ -626,22 +604,18 @@ class Catalog(EntryTable):
 
     # -- evicting, for the owner -----------------------------------------------------------
 
-    def evict(self, count: int, slot_bytes: int) -> int:
-        """Drops up to ``count`` blocks of that slot size, the least valuable ones."""
-        self.settle()
-        left = count
-        while left > 0 and (found := self._search(min(left, _AT_ONCE), slot_bytes)):
-            left -= len(self._evict(found))
-        return count - left
-
-    def evict_bytes(self, nbytes: int) -> int:
-        """Drops the least valuable blocks of any size until that many bytes are freed, or none can
-        be. Returns the number of bytes."""
+    def evict(self, nbytes: int, slot_bytes: int | None = None) -> int:
+        """Drops the least valuable blocks (of that slot size) until that many bytes are freed, or
+        none can be. Returns the number of bytes."""
         self.settle()
         left = nbytes
-        while left > 0 and (found := self._search(_AT_ONCE)):
+        while left > 0:
+            count = _AT_ONCE if slot_bytes is None else min(_AT_ONCE, -(-left // slot_bytes))
+            found = self._search(count, slot_bytes)
             sizes = itertools.accumulate(map(self._slot_bytes, found), initial=0)
             needed = [number for number, size in zip(found, sizes, strict=False) if size < left]
+            if not needed:
+                break
             left -= sum(map(self._slot_bytes, self._evict(needed)))
         return nbytes - left
 
@@ -733,14 +707,11 @@ class Catalog(EntryTable):
     def in_slab(self, number: int) -> list[DiskEntry]:
         """The blocks of a slab: the pinned first, then the latest used. For the owner."""
 
-        def ranked(n: int) -> tuple[bool, float, DiskEntry]:
+        def read(n: int) -> tuple[bool, float, DiskEntry]:
             return not self._state.cells[n] & PINNED, -self._used.cells[n], self._entry(n)
 
-        def select(part: slice) -> Bools:
-            here: Bools = self._address.array()[part] >> SLAB_BITS == number
-            return here
-
-        found = itertools.chain.from_iterable(self._each(ranked, select))
+        select = lambda part: self._address.array()[part] >> SLAB_BITS == number  # noqa: E731
+        found = itertools.chain.from_iterable(self._each(read, select))
         return [entry for *_, entry in sorted(found, key=lambda item: item[:2])]
 
     def relocate(self, old: DiskEntry, address: int) -> bool:
@@ -771,9 +742,13 @@ class _Late:
     cleared: bool = False
     pinned: bool = False  # some were
 
-    @property
-    def has_any(self) -> bool:
-        return bool(self.dropped or self.unpinned or self.sizes or self.cleared or self.pinned)
+    def pin(self, keys: Collection[BlockKey], pinned: bool) -> None:
+        self.pinned |= pinned
+        (self.unpinned.difference_update if pinned else self.unpinned.update)(keys)
+
+    def outdates(self, row: IndexRow) -> bool:
+        size = self.sizes.get(row.key[:NAMESPACE_BYTES], row.nbytes)
+        return self.cleared or row.key in self.dropped or size != row.nbytes
 
 
 class _Numbers:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal
 
@@ -82,103 +81,47 @@ class Packer:
         return packed
 
 
-class BlockCodec(ABC):
-    """Converts between slots of the host and slots on disk. Thread-safe; never waits for I/O.
+class BlockCodec:
+    """Converts between slots of the host and slots on disk: plain, each block with a checksum, or
+    with a cipher encrypted with AES-256-GCM and bound to its key (namespace and hash) and length.
+    Thread-safe; never waits for I/O.
 
     The *tag* is stored in the block's row of the index: bytes that do not match it are never
     returned. ``block_bytes`` are a block's plain bytes, ``nbytes`` those on disk: fewer if it is
-    compressed.
+    compressed. Each thread that writes or reads has its own memory for bytes in another form: as
+    much as the largest run of slots it moved at once.
     """
 
-    encrypts: bool
-    """Whether the blocks on disk cannot be read without a key."""
-
-    tag_bytes: int
-
-    def __init__(self, packer: Packer | None = None) -> None:
+    def __init__(
+        self, cipher: Cipher | None = None, packer: Packer | None = None, locked: bool = False
+    ) -> None:
+        """``locked``: blocks are encrypted and their key is missing: they can be listed and
+        dropped, but to store or get one raises TierError."""
         self.packer = packer
-        self._scratch = ScratchBuffers()
+        self.encrypts = cipher is not None or locked
+        """Whether the blocks on disk cannot be read without a key."""
+        self.tag_bytes = TAG_BYTES if self.encrypts else CHECKSUM_BYTES
+        self._key = cipher
+        self._scratch, self._decrypted = ScratchBuffers(), ScratchBuffers()
 
-    @abstractmethod
+    @property
+    def _cipher(self) -> Cipher:
+        if self._key is None:
+            raise TierError(
+                "the blocks are encrypted; pass their key file with --encryption-key-file"
+            )
+        return self._key
+
     def knows(self, tag: bytes) -> bool:
         """Whether a block with this tag can be decoded with the present keys."""
+        return len(tag) == self.tag_bytes if self._key is None else self._key.knows(tag)
 
-    @abstractmethod
     def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
         """The bytes to write into the slots of ``puts``, which are adjacent; adds their tags to
         ``tags``. Does not change the data of the puts. Valid until the thread's next call."""
-
-    @abstractmethod
-    def buffers(self, slots: Sequence[memoryview], sizes: Sequence[int]) -> Sequence[memoryview]:
-        """Buffers of these sizes, to read the blocks for ``slots`` into, one after the other; then
-        call ``decode`` for each. Valid until the thread's next call."""
-
-    @abstractmethod
-    def decode(
-        self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview,
-        block_bytes: int,
-    ) -> bool:  # fmt: skip
-        """Decodes the block from its buffer into its slot. False if its bytes are wrong; the slot's
-        content is undefined then."""
-
-    def checksum_in(self, tag: bytes, nbytes: int, block_bytes: int) -> bytes | None:
-        """The checksum of the plain bytes of a block that was decoded, if its tag tells it."""
-        return None
-
-
-class Plain(BlockCodec):
-    """Blocks that are not encrypted, each with a checksum."""
-
-    encrypts = False
-    tag_bytes = CHECKSUM_BYTES
-
-    def knows(self, tag: bytes) -> bool:
-        return len(tag) == CHECKSUM_BYTES
-
-    def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
-        for put in puts:
-            tags[put.key] = put.compute_checksum()
-        return [put.data for put in puts]
-
-    def buffers(self, slots: Sequence[memoryview], sizes: Sequence[int]) -> Sequence[memoryview]:
-        """Plain blocks are read into their slots."""
-        own = [
-            0 if nbytes == len(slot) else nbytes for slot, nbytes in zip(slots, sizes, strict=True)
-        ]
-        if not any(own):
-            return slots
-        pieces = self._scratch.pieces(own)
-        return [piece if piece else slot for piece, slot in zip(pieces, slots, strict=True)]
-
-    def decode(
-        self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview,
-        block_bytes: int,
-    ) -> bool:  # fmt: skip
-        if checksum_of(key, read[:nbytes]) != tag:
-            return False
-        return nbytes == block_bytes or unpack(read[:nbytes], slot[:block_bytes])
-
-    def checksum_in(self, tag: bytes, nbytes: int, block_bytes: int) -> bytes | None:
-        return tag if nbytes == block_bytes else None
-
-
-class Encrypted(BlockCodec):
-    """Blocks encrypted with AES-256-GCM, bound to their key (namespace and hash) and length. Each
-    thread that writes or reads has its own memory for encrypted bytes: as much as the largest run
-    of slots it moved at once."""
-
-    encrypts = True
-    tag_bytes = TAG_BYTES
-
-    def __init__(self, cipher: Cipher, packer: Packer | None = None) -> None:
-        super().__init__(packer)
-        self._cipher = cipher
-        self._decrypted = ScratchBuffers()
-
-    def knows(self, tag: bytes) -> bool:
-        return self._cipher.knows(tag)
-
-    def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
+        if not self.encrypts:
+            tags.update((put.key, put.compute_checksum()) for put in puts)
+            return [put.data for put in puts]
         room = self._scratch.buffer(sum(len(put.data) for put in puts))
         begin = 0
         for put in puts:
@@ -190,50 +133,41 @@ class Encrypted(BlockCodec):
         return [room]
 
     def buffers(self, slots: Sequence[memoryview], sizes: Sequence[int]) -> Sequence[memoryview]:
-        return self._scratch.pieces(sizes)
+        """Buffers of these sizes, to read the blocks for ``slots`` into, one after the other; then
+        call ``decode`` for each. Plain blocks are read into their slots. Valid until the thread's
+        next call."""
+        own = [
+            nbytes if self.encrypts or nbytes != len(slot) else 0
+            for slot, nbytes in zip(slots, sizes, strict=True)
+        ]
+        if not any(own):
+            return slots
+        pieces = self._scratch.pieces(own)
+        return [piece if piece else slot for piece, slot in zip(pieces, slots, strict=True)]
 
     def decode(
         self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview,
         block_bytes: int,
     ) -> bool:  # fmt: skip
-        label = _label(key, nbytes)
-        if nbytes == block_bytes:
-            return self._cipher.decrypt(label, tag, [read[:nbytes]], [slot[:nbytes]])
-        frame = self._decrypted.buffer(nbytes)
-        right = self._cipher.decrypt(label, tag, [read[:nbytes]], [frame])
-        return right and unpack(frame, slot[:block_bytes])
+        """Decodes the block from its buffer into its slot. False if its bytes are wrong; the slot's
+        content is undefined then."""
+        is_plain, frame = nbytes == block_bytes, read[:nbytes]
+        if not self.encrypts:
+            right = checksum_of(key, frame) == tag
+        else:
+            into = slot[:nbytes] if is_plain else self._decrypted.buffer(nbytes)
+            right = self._cipher.decrypt(_label(key, nbytes), tag, [frame], [into])
+            frame = into
+        return right and (is_plain or unpack(frame, slot[:block_bytes]))
 
-
-class Locked(BlockCodec):
-    """Encrypted blocks without their key, to list and drop them: decodes and stores nothing."""
-
-    encrypts = True
-    tag_bytes = TAG_BYTES
-
-    def knows(self, tag: bytes) -> bool:
-        return len(tag) == TAG_BYTES
-
-    def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
-        raise _no_key()
-
-    def buffers(self, slots: Sequence[memoryview], sizes: Sequence[int]) -> Sequence[memoryview]:
-        raise _no_key()
-
-    def decode(
-        self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview,
-        block_bytes: int,
-    ) -> bool:  # fmt: skip
-        raise _no_key()
+    def checksum_in(self, tag: bytes, nbytes: int, block_bytes: int) -> bytes | None:
+        """The checksum of the plain bytes of a block that was decoded, if its tag tells it."""
+        return tag if nbytes == block_bytes and not self.encrypts else None
 
 
 def make_codec(cipher: Cipher | None, compression: Compression = "none") -> BlockCodec:
     """The codec that the settings describe. Raises ConfigError."""
-    packer = None if compression == "none" else Packer(compression)
-    return Plain(packer) if cipher is None else Encrypted(cipher, packer)
-
-
-def _no_key() -> TierError:
-    return TierError("the blocks are encrypted; pass their key file with --encryption-key-file")
+    return BlockCodec(cipher, None if compression == "none" else Packer(compression))
 
 
 def _label(key: BlockKey, nbytes: int) -> bytes:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 import sqlite3
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable
 from itertools import compress, groupby
 
 from kvrecall.config import DiskConfig, PoolTerms
@@ -20,7 +18,7 @@ from kvrecall.pool.compression import check_compression
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters
 from kvrecall.pool.disk.codec import BlockCodec
 from kvrecall.pool.disk.folder import FolderLock, check_room, refusal
-from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, IndexRows, aside_bytes, is_damage
+from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, aside_bytes, is_damage
 from kvrecall.pool.disk.slabs import INDEX_BASE_BYTES, SLAB_BITS, FileIo, SlabStore, slab_of
 from kvrecall.pool.lockfile import leads_to
 
@@ -29,21 +27,12 @@ _MIB = 1 << 20
 _SILENCE_S = 3.0
 
 
-class DiskState(enum.Enum):
-    """What an engine does."""
-
-    OPENING = "opening"  # no block is known
-    RECOVERING = "recovering"  # blocks whose row was read are served, none is stored or evicted
-    SERVING = "serving"
-    BROKEN = "broken"  # served, but none is stored: the medium allows no index
-
-
 class DiskEngine:
     """One folder of blocks: its lock, its index, its slabs, and what is known of them in memory.
 
-    It is opened by the constructor, and goes from ``RECOVERING`` to ``SERVING`` with ``recover``,
-    which only the flusher's thread calls, as it alone uses the index and the slot maps from then
-    on.
+    It is opened by the constructor. Until ``recover`` has ended, blocks whose row was read are
+    served and none is stored or evicted. Only the flusher's thread calls that, as it alone uses the
+    index and the slot maps from then on.
     """
 
     def __init__(
@@ -57,15 +46,17 @@ class DiskEngine:
     ) -> None:
         """Opens or creates the folder. Raises TierError if it cannot be used, and then changes
         nothing; MediumFails if that may be different at the next start."""
-        self.state = DiskState.OPENING
         self.recovered = threading.Event()
         """Whether the recovery has ended, well or not."""
         self.config = config
         self.capacity_bytes = config.capacity_bytes
         self.codec = codec
         self.counters = DiskCounters()
+        self.surplus_bytes = 0
+        """Bytes on the medium above the limit, since that was lowered."""
         self.is_index_failing = False
         """Whether the index could not be written when last tried."""
+        self._is_broken = False  # the medium allows no index; blocks are served, and none is stored
         if doubt := check_room(config.path, config.capacity_bytes):
             _LOG.warning("disk tier: %s; the tier grows as far as there is room", doubt)
         with contextlib.ExitStack() as undo:
@@ -73,33 +64,29 @@ class DiskEngine:
             undo.callback(self._lock.release)
             try:
                 try:
-                    with contextlib.ExitStack() as attempt:
-                        self._open(policy, io, clock, terms, attempt)
-                        undo.enter_context(attempt.pop_all())
+                    self._open(policy, io, clock, terms)
                 except sqlite3.DatabaseError as error:
                     if not is_damage(error):
                         raise
                     # Though it was closed well, or its pages are right and what they hold is not.
-                    self._open(policy, io, clock, terms, undo, f"it is damaged ({error})")
+                    self._open(policy, io, clock, terms, f"it is damaged ({error})")
             except (OSError, sqlite3.Error) as error:
                 raise refusal(config.path, error) from error
             undo.pop_all()
-        self.state = DiskState.RECOVERING
 
     def _open(
-        self,
-        policy: str,
-        io: FileIo,
-        clock: Clock,
-        terms: PoolTerms,
-        undo: contextlib.ExitStack,
-        damage: str = "",
+        self, policy: str, io: FileIo, clock: Clock, terms: PoolTerms, damage: str = ""
     ) -> None:
-        """``undo`` collects how to close what was opened. ``damage``: of the index, if it is
-        known."""
+        """``damage``: of the index, if it is known."""
+        self.index = Index.open(self.config.path, clock, damage)
+        try:
+            self._open_blocks(policy, io, clock, terms)
+        except BaseException:
+            self.index.close(False)
+            raise
+
+    def _open_blocks(self, policy: str, io: FileIo, clock: Clock, terms: PoolTerms) -> None:
         path, capacity = self.config.path, self.config.capacity_bytes
-        self.index = Index.open(path, clock, damage)
-        undo.callback(self.index.close, False)
         self._admit_content()
         limit = capacity - aside_bytes(path)
         if not leads_to(path, self._lock.fd):
@@ -107,14 +94,13 @@ class DiskEngine:
         self.store = SlabStore(
             path, limit, self.index.pool_id, io, self.config.direct_io, self._lock.fd
         )
-        undo.callback(self.store.close)
         self.namespaces = self.index.namespaces()
         used = self.index.count_in_slabs(SLAB_BITS)
         missing = self.store.recover(used)
         if missing:
             _LOG.warning("disk tier: %d slabs are missing or damaged", len(missing))
         for slab in sorted(self.store.slabs(), key=lambda slab: used[slab.number]):
-            if not self.surplus_bytes:  # of a limit that was lowered meanwhile
+            if not self.measure_surplus():  # of a limit that was lowered meanwhile
                 break
             self.store.remove(slab.number)
         slabs = self.store.slabs()
@@ -135,26 +121,27 @@ class DiskEngine:
         missing, ConfigError if the library for compressed blocks is; if there is a key now, plain
         blocks are deleted before any block is stored."""
         path, index = self.config.path, self.index
-        if index.is_encrypted and not self.codec.encrypts:
+        if index.has("sealed") and not self.codec.encrypts:
             raise TierError(
                 f"disk_path: {path} holds blocks encrypted with a key; set "
                 "encryption_key_file, or delete the folder to continue without encryption"
             )
-        if self.codec.encrypts and not index.is_encrypted:
+        if self.codec.encrypts and not index.has("sealed"):
             index.delete_all()
             for slab in path.glob("slab-*.kv"):
                 _LOG.warning("disk tier: %s was written without encryption; deleted", slab)
                 slab.unlink()
-            index.mark_encrypted()
-        if self.codec.packer is not None and not index.is_compressed:
-            index.mark_compressed()
-        if index.is_compressed:
+            index.mark("sealed")
+        if self.codec.packer is not None and not index.has("compressed"):
+            index.mark("compressed")
+        if index.has("compressed"):
             check_compression("of this folder")
 
-    @property
-    def surplus_bytes(self) -> int:
-        """Bytes on the medium above the limit, which may have been lowered."""
-        return max(0, self.store.file_bytes + self.store.index_bytes - self.store.limit_bytes)
+    def measure_surplus(self) -> int:
+        """Sets ``surplus_bytes``."""
+        store = self.store
+        self.surplus_bytes = max(0, store.file_bytes + store.index_bytes - store.limit_bytes)
+        return self.surplus_bytes
 
     def resize(self, capacity_bytes: int) -> None:
         """Sets the limit."""
@@ -165,7 +152,7 @@ class DiskEngine:
         """Closes what no thread uses any more. ``flushed``: the flusher's has ended; ``read``: the
         readers' have."""
         if flushed:
-            self.index.close(self.state is not DiskState.BROKEN and not self.is_index_failing)
+            self.index.close(not (self._is_broken or self.is_index_failing))
         if flushed and read:
             self.store.close()
             self._lock.release()
@@ -187,7 +174,7 @@ class DiskEngine:
                 try:  # with what was found
                     self._begin_anew(str(error))
                 except (sqlite3.Error, OSError) as failure:
-                    self.state = DiskState.BROKEN
+                    self._is_broken = True
                     _LOG.error(
                         "disk tier: the index of %s cannot be read to its end (%s), nor can a new "
                         "one be begun (%s); no more blocks are stored until a restart",
@@ -199,10 +186,7 @@ class DiskEngine:
                 self.counters.add(errors=1)
             for number, addresses in taken.items():
                 self.store.place(number, addresses)
-            if not self.catalog.rank_rest(is_closing):
-                return False
-            self.state = DiskState.SERVING
-            return True
+            return self.catalog.rank_rest(is_closing)
         finally:
             self.recovered.set()
 
@@ -217,20 +201,19 @@ class DiskEngine:
         for rows, broken in self.index.rows():
             if is_closing():
                 return False
-            known = list(map(self.codec.knows, rows.tags))
+            known = [self.codec.knows(row.tag) for row in rows]
             locked += known.count(False)
-            slots = self.store.are_slots(rows.addresses, rows.nbytes)
-            right = (slots & known).tolist() if rows.keys else []
-            wrong = set(self.catalog.recover(rows if all(right) else _only(rows, right)))
-            good = list(compress(rows.addresses, right))
+            slots = self.store.are_slots(
+                [row.address for row in rows], [row.nbytes for row in rows]
+            )
+            right = list(compress(rows, slots & known)) if rows else []
+            refused = set(self.catalog.recover(right))
+            good = [row.address for row in right if row.address not in refused]
             bad += broken
-            bad += [a for a, is_good in zip(rows.addresses, right, strict=True) if not is_good]
-            bad += [good[place] for place in wrong]
-            if wrong:
-                good = [address for place, address in enumerate(good) if place not in wrong]
+            bad += {row.address for row in rows}.difference(good)
             for number, its in groupby(good, slab_of):
                 taken[number].extend(its)
-            seen += len(rows.keys) + len(broken)
+            seen += len(rows) + len(broken)
             damaged += len(broken)
             if time.monotonic() - told > _SILENCE_S:
                 told = time.monotonic()
@@ -269,23 +252,27 @@ class DiskEngine:
 
     def index_works(self) -> bool:
         """Whether rows can be written; checked before blocks are evicted for new ones."""
-        if self.is_index_failing:
-            try:
+        try:
+            if self.is_index_failing:
                 self.index.note_time()
-            except sqlite3.Error as error:
-                if is_damage(error):
-                    self.renew_index(str(error))
-                return not self.is_index_failing
-            self.is_index_failing = False
-        return True
+                self.is_index_failing = False
+        except sqlite3.Error as error:
+            if is_damage(error):
+                self.renew_index(str(error))
+        return not self.is_index_failing
 
-    def index_failed(self, error: sqlite3.Error) -> None:
-        """Called when the index could not be written; its pending changes are undone. A damaged one
-        is replaced."""
-        self.is_index_failing = True
-        self.counters.fault("index failed, blocks are not stored", error)
-        if is_damage(error):
-            self.renew_index(str(error))
+    def changed_index(self, change: Callable[..., object], *args: object) -> bool:
+        """Makes a change of the index. False if that failed: it is undone, and a damaged index
+        replaced."""
+        try:
+            change(*args)
+            return True
+        except sqlite3.Error as error:
+            self.is_index_failing = True
+            self.counters.fault("index failed, blocks are not stored", error)
+            if is_damage(error):
+                self.renew_index(str(error))
+            return False
 
     def renew_index(self, why: str) -> None:
         """Goes on with a new index of the same blocks, if the medium allows one."""
@@ -303,9 +290,3 @@ class DiskEngine:
         self.limit_index()
         for rows in self.catalog.rows():
             self.index.insert(rows)
-
-
-def _only(rows: IndexRows, chosen: Sequence[bool]) -> IndexRows:
-    """Those of the rows."""
-    columns = (getattr(rows, column.name) for column in fields(rows))
-    return IndexRows(*(list(compress(column, chosen)) for column in columns))

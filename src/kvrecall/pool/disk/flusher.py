@@ -4,51 +4,42 @@ from __future__ import annotations
 
 import errno
 import logging
-import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from kvrecall.block import BlockKey, Namespace
 from kvrecall.pool.changes import Cause
-from kvrecall.pool.disk.beside import SecondThread
 from kvrecall.pool.disk.codec import Packer
 from kvrecall.pool.disk.engine import DiskEngine
 from kvrecall.pool.disk.index import MAX_ROWS, IndexRow
 from kvrecall.pool.disk.reclaimer import Reclaimer
-from kvrecall.pool.disk.slabs import SlabLost, slab_of
+from kvrecall.pool.disk.slabs import RUN_BYTES, SlabLost, adjacent, slab_of
 from kvrecall.pool.tier import Done, Outcome, Put, PutVerdict
 
 _LOG = logging.getLogger(__name__)
 _BATCH_BYTES = 128 << 20
 _PACKED_BYTES = 32 << 20  # of a batch that is compressed, into as much memory
-_WRITE_BYTES = 4 << 20  # one system call
-_WRITE_BLOCKS = 512
 _PATIENCE_S = 0.05  # how long one write lets reads go first
 _TICK_S = 1.0
 _SHRINK_S = 0.01  # between two steps towards a lowered limit
 _RECENCY_S = 5.0  # how often last uses are noted
 
 
+T = TypeVar("T")
+Placed = list[tuple[int, Put]]  # puts with their slots
+
+
 @dataclass(frozen=True, slots=True)
 class _Queued:
     put: Put
     at: float
-
-
-_Run = list[tuple[int, Put]]  # puts with adjacent slots
-
-
-@dataclass(slots=True)
-class _Writes:
-    """What one thread wrote."""
-
-    written: _Run = field(default_factory=list)
-    tags: dict[BlockKey, bytes] = field(default_factory=dict)
-    failed: list[tuple[_Run, OSError]] = field(default_factory=list)
 
 
 class Flusher:
@@ -66,18 +57,16 @@ class Flusher:
         self._index = engine.index
         self._counters = engine.counters
         self._codec = engine.codec
-        self._max_queued_bytes = engine.config.max_queued_bytes
         self._reclaimer = Reclaimer(engine)
         self._on_done = on_done
         self._wake = threading.Condition()
         self._queue: deque[_Queued] = deque()
         self._pending: dict[BlockKey, bool] = {}  # queued or being written -> still wanted
         self._queued_bytes = 0
-        self._namespaces: list[tuple[Namespace, int]] = []
-        self._lost: set[int] = set()
+        self._duties: list[Callable[[], None]] = []  # of the thread, before its next batch
+        self._later: list[Callable[[], None]] = []  # those that failed
+        self._when_noted: list[threading.Event] = []  # set when the present pins are written down
         self._closing_at: float | None = None
-        self._hurried = False
-        self._tended = 0  # how often pins were written down
         self._broken = False
         self._recency_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="kvrecall-flush", daemon=True)
@@ -92,14 +81,12 @@ class Flusher:
     def pending(self) -> int:
         return len(self._pending)
 
-    @property
-    def surplus_bytes(self) -> int:
-        """Bytes on the medium above the limit, since that was lowered."""
-        return self._reclaimer.surplus_bytes
-
     def register(self, namespace: Namespace, block_bytes: int) -> None:
+        self._do(partial(self._register, namespace, block_bytes))
+
+    def _do(self, duty: Callable[[], None]) -> None:
         with self._wake:
-            self._namespaces.append((namespace, block_bytes))
+            self._duties.append(duty)
             self._wake.notify_all()
 
     def submit(self, puts: Sequence[Put]) -> list[PutVerdict]:
@@ -109,14 +96,7 @@ class Flusher:
             for put in puts:
                 if put.key in self._catalog or put.key in self._pending:
                     verdicts.append(PutVerdict.PRESENT)
-                elif (
-                    self._broken
-                    or self._closing_at is not None
-                    or (
-                        self._queued_bytes
-                        and self._queued_bytes + len(put.data) > self._max_queued_bytes
-                    )
-                ):
+                elif self._broken or self._closing_at is not None or self._is_full(len(put.data)):
                     verdicts.append(PutVerdict.SHED)
                 else:
                     self._queue.append(_Queued(put, now))
@@ -127,6 +107,10 @@ class Flusher:
         self._counters.add(dropped=verdicts.count(PutVerdict.SHED))
         return verdicts
 
+    def _is_full(self, nbytes: int) -> bool:
+        queued = self._queued_bytes
+        return queued > 0 and queued + nbytes > self._engine.config.max_queued_bytes
+
     def cancel(self, keys: Sequence[BlockKey] | None) -> None:
         """Cancels puts in flight of these keys (None: all): they do not become visible."""
         with self._wake:
@@ -136,27 +120,18 @@ class Flusher:
 
     def report_lost(self, slab: int) -> None:
         """Reports that the file of that slab is gone."""
-        with self._wake:
-            self._lost.add(slab)
-            self._wake.notify_all()
+        self._do(partial(self._remove_lost, slab))
         self._catalog.forget_slab(slab, Cause.LOST)
 
     def hurry(self) -> None:
         """Wakes the thread to do its duties now."""
-        with self._wake:
-            self._hurried = True
-            self._wake.notify_all()
+        self._do(lambda: None)
 
     def wait_pins_noted(self, timeout_s: float) -> bool:
         """Waits until the present pins are written to the index. False if that fails."""
-        with self._wake:
-            goal = self._tended + 2  # the round under way may have begun before
-            until = time.monotonic() + timeout_s
-            while self._tended < goal and (left := until - time.monotonic()) > 0:
-                self._hurried = True
-                self._wake.notify_all()
-                self._wake.wait(min(left, _TICK_S))
-            return self._tended >= goal
+        noted = threading.Event()
+        self._do(lambda: self._when_noted.append(noted))
+        return noted.wait(timeout_s)
 
     def close(self, deadline_s: float) -> bool:
         """Stores queued puts as far as ``deadline_s`` allows, then ends. False if the thread is
@@ -206,10 +181,8 @@ class Flusher:
     def _next_batch(self) -> list[_Queued]:
         """The next puts; waits for one for at most a tick."""
         with self._wake:
-            idle = not self._queue and self._closing_at is None and not self._lost
-            if idle and not self._hurried:
-                self._wake.wait(_SHRINK_S if self._reclaimer.surplus_bytes else _TICK_S)
-            self._hurried = False
+            if not self._queue and self._closing_at is None and not self._duties:
+                self._wake.wait(_SHRINK_S if self._engine.surplus_bytes else _TICK_S)
             batch: list[_Queued] = []
             size = 0
             most = _BATCH_BYTES if self._codec.packer is None else _PACKED_BYTES
@@ -231,26 +204,12 @@ class Flusher:
         return self._is_late() or (self._closing_at is not None and self._catalog.is_empty)
 
     def _tend(self) -> None:
-        """Small duties: namespaces, lost slabs, memory for new names, the eviction orders, deleted
+        """Small duties: what others asked for, memory for new names, the eviction orders, deleted
         rows, last uses."""
         with self._wake:
-            namespaces, self._namespaces = self._namespaces, []
-            lost, self._lost = self._lost, set()
-        for namespace, block_bytes in namespaces:
-            self._catalog.fit(block_bytes)
-            try:
-                self._index.register(namespace, block_bytes)
-            except sqlite3.Error as error:
-                self._engine.index_failed(error)
-                with self._wake:
-                    self._namespaces.append((namespace, block_bytes))
-        for number in lost:
-            self._catalog.forget_slab(number, Cause.LOST)
-            if self._store.slab(number) is not None:
-                self._store.remove(number)
-                self._counters.fault(
-                    "a slab was deleted or truncated", SlabLost(errno.EIO, str(number))
-                )
+            duties, self._duties, self._later = [*self._later, *self._duties], [], []
+        for duty in duties:
+            duty()
         self._catalog.settle()
         self._reclaimer.reap(self._is_late_or_cleared)
         self._note_pins()
@@ -259,30 +218,36 @@ class Flusher:
             self._recency_at = time.monotonic()
             self._note_uses(limit=2 * MAX_ROWS)
 
+    def _register(self, namespace: Namespace, block_bytes: int) -> None:
+        self._catalog.fit(block_bytes)
+        if not self._engine.changed_index(self._index.register, namespace, block_bytes):
+            self._later.append(partial(self._register, namespace, block_bytes))
+
+    def _remove_lost(self, slab: int) -> None:
+        if self._store.slab(slab) is not None:
+            self._catalog.forget_slab(slab, Cause.LOST)
+            self._store.remove(slab)
+            error = SlabLost(errno.EIO, str(slab))
+            self._counters.fault("a slab was deleted or truncated", error)
+
     def _note_uses(self, limit: int) -> None:
         """Writes last uses to the index; and the time, of which those since then are counted."""
         while limit > 0 and (uses := self._catalog.take_unnoted_uses(MAX_ROWS)):
             limit -= len(uses)
-            try:
-                self._index.mark_used(uses)
-                self._index.note_time()
-            except sqlite3.Error as error:
-                self._engine.index_failed(error)
+            changed = self._engine.changed_index
+            if not (changed(self._index.update, "used", uses) and changed(self._index.note_time)):
                 return
 
     def _note_pins(self) -> None:
         """Writes pins and unpins to the index."""
         while pins := self._catalog.take_unnoted_pins(MAX_ROWS):
-            try:
-                self._index.mark_pinned(pins)
-            except sqlite3.Error as error:
+            if not self._engine.changed_index(self._index.update, "pinned", pins):
                 self._catalog.return_unnoted_pins(pins)
-                self._engine.index_failed(error)
                 break
-        if not pins:
-            with self._wake:
-                self._tended += 1
-                self._wake.notify_all()
+        else:
+            for noted in self._when_noted:
+                noted.set()
+            self._when_noted.clear()
 
     # -- storing ---------------------------------------------------------------------------
 
@@ -309,21 +274,15 @@ class Flusher:
         self._finish(batch, here.union(put.key for put in stored))
 
     def _pack(self, packer: Packer, puts: list[Put]) -> list[Put]:
-        """Compresses them, half in each thread: each calls ``pack`` once, whose memory is the
-        thread's until its next call."""
+        """Compresses them, half in each thread, whose memory they are in until its next call."""
         middle = len(puts) // 2
-        halves = deque([(0, puts[:middle]), (1, puts[middle:])])
+        halves = puts[:middle], puts[middle:]
+        first, second = self._second.beside(*(partial(packer.pack, half) for half in halves))
+        return first + second
 
-        def pack_one() -> tuple[int, list[Put]]:
-            place, half = halves.popleft()
-            return place, packer.pack(half)
-
-        packed = dict(self._second.both(pack_one))
-        return packed[0] + packed[1]
-
-    def _place(self, puts: Sequence[Put]) -> list[tuple[int, Put]]:
+    def _place(self, puts: Sequence[Put]) -> Placed:
         """Slots for puts, by ascending address; puts without one are left out."""
-        placed: list[tuple[int, Put]] = []
+        placed: Placed = []
         if not self._engine.index_works():
             return placed
         by_size: dict[int, list[Put]] = {}
@@ -338,84 +297,70 @@ class Flusher:
             placed += zip(addresses, admitted, strict=False)
         return placed
 
-    def _write(
-        self, placed: list[tuple[int, Put]], tags: dict[BlockKey, bytes]
-    ) -> list[tuple[int, Put]]:
+    def _write(self, placed: Placed, tags: dict[BlockKey, bytes]) -> Placed:
         """Writes runs of adjacent slots; returns the written ones and adds their ``tags``. With
-        several runs two threads do it, so that one encodes while the other waits for the medium."""
-        runs = deque(_adjacent(placed))
-        work = partial(self._write_runs, runs)
-        done = (work(),) if len(runs) == 1 else self._second.both(work)
-        written: list[tuple[int, Put]] = []
-        for writes in done:
-            written += writes.written
-            tags.update(writes.tags)
-            for run, error in writes.failed:
-                self._medium_failed(error, run)
+        several runs two threads do it, so that one encodes while the other waits for the medium.
+        Each yields to reads before every few MiB, however small the runs."""
+        runs = deque(adjacent(placed, lambda one: (one[0], len(one[1].data))))
+        written: Placed = []
+        failed: list[tuple[OSError, Placed]] = []
+
+        def write_runs() -> None:
+            since = RUN_BYTES
+            while True:
+                try:
+                    run = runs.popleft()
+                except IndexError:
+                    return
+                if since >= RUN_BYTES:
+                    self._counters.yield_to_reads(_PATIENCE_S)
+                    since = 0
+                since += sum(len(put.data) for _, put in run)
+                try:
+                    buffers = self._codec.encode([put for _, put in run], tags)
+                    self._store.write(run[0][0], buffers)
+                    written.extend(run)
+                except OSError as error:
+                    failed.append((error, run))
+
+        if len(runs) > 1:
+            self._second.beside(write_runs, write_runs)
+        else:
+            write_runs()
+        for error, run in failed:
+            self._medium_failed(error, run)
         return written
 
-    def _write_runs(self, runs: deque[_Run]) -> _Writes:
-        """Writes runs as long as there are any: both threads. Yields to reads before every few MiB,
-        however small the runs."""
-        done = _Writes()
-        since = _WRITE_BYTES
-        while runs:
-            try:
-                run = runs.popleft()
-            except IndexError:  # the other thread has the last one
-                break
-            if since >= _WRITE_BYTES:
-                self._counters.yield_to_reads(_PATIENCE_S)
-                since = 0
-            since += sum(len(put.data) for _, put in run)
-            try:
-                buffers = self._codec.encode([put for _, put in run], done.tags)
-                self._store.write(run[0][0], buffers)
-                done.written += run
-            except OSError as error:
-                done.failed.append((run, error))
-        return done
-
-    def _sync(self, written: list[tuple[int, Put]]) -> list[tuple[int, Put]]:
+    def _sync(self, written: Placed) -> Placed:
         """Makes the bytes durable; returns those that are."""
-        durable: list[tuple[int, Put]] = []
-        by_slab: dict[int, list[tuple[int, Put]]] = {}
+        durable: Placed = []
+        by_slab: dict[int, Placed] = {}
         for address, put in written:
             by_slab.setdefault(slab_of(address), []).append((address, put))
-        for run in by_slab.values():
+        for some in by_slab.values():
             try:
-                self._store.sync(run[0][0])
-                durable += run
+                self._store.sync(some[0][0])
+                durable += some
             except OSError as error:
-                self._medium_failed(error, run)
+                self._medium_failed(error, some)
         return durable
 
-    def _commit(self, durable: list[tuple[int, Put]], tags: dict[BlockKey, bytes]) -> list[Put]:
+    def _commit(self, durable: Placed, tags: dict[BlockKey, bytes]) -> list[Put]:
         """Writes the rows and makes the blocks visible; returns the puts that are stored."""
         now = int(self._catalog.now())
         pinned = self._catalog.pinned_of([put.key for _, put in durable])
         rows = [
-            IndexRow(
-                address,
-                put.key,
-                put.parent,
-                put.depth,
-                put.nbytes,
-                tags[put.key],
-                now,
-                put.tenant,
-                is_pinned,
-            )
-            for (address, put), is_pinned in zip(durable, pinned, strict=True)
+            IndexRow(at, p.key, p.parent, p.depth, p.nbytes, tags[p.key], now, p.tenant, is_pinned)
+            for (at, p), is_pinned in zip(durable, pinned, strict=True)
         ]
         if not rows:
             return []
-        if not self._insert(rows) and (self._engine.is_index_failing or not self._insert(rows)):
-            self._reclaimer.give_back([row.address for row in rows])
-            return []
-        if not self._index.is_in_place():
-            self._reclaimer.give_back([row.address for row in rows])
+        is_in = self._insert(rows) or (not self._engine.is_index_failing and self._insert(rows))
+        if is_in and not self._index.is_in_place():
             self._engine.renew_index("it was deleted or replaced")
+            is_in = False
+        if not is_in:
+            self._reclaimer.give_back([row.address for row in rows])
             return []
         self._catalog.settle()  # here, and not while ``submit`` waits
         with self._wake:
@@ -428,13 +373,8 @@ class Flusher:
 
     def _insert(self, rows: Sequence[IndexRow]) -> bool:
         """Writes rows. False if that failed; the index may have been renewed since."""
-        try:
-            self._engine.limit_index()
-            self._index.insert(rows)
-        except sqlite3.Error as error:
-            self._engine.index_failed(error)
-            return False
-        return True
+        changed = self._engine.changed_index
+        return changed(self._engine.limit_index) and changed(self._index.insert, rows)
 
     def _finish(self, batch: Sequence[_Queued], stored: set[BlockKey]) -> None:
         now = time.monotonic()
@@ -447,25 +387,43 @@ class Flusher:
             self._counters.write_done(outcome, now - item.at)
             self._on_done(Done(item.put.key, outcome))
 
-    def _medium_failed(self, error: OSError, run: Sequence[tuple[int, Put]]) -> None:
+    def _medium_failed(self, error: OSError, placed: Placed) -> None:
         self._counters.fault("write failed, blocks are not stored", error)
-        self._reclaimer.give_back([address for address, _ in run])
+        self._reclaimer.give_back([address for address, _ in placed])
         if isinstance(error, SlabLost):
-            self.report_lost(slab_of(run[0][0]))
+            self.report_lost(slab_of(placed[0][0]))
 
 
-def _adjacent(placed: Sequence[tuple[int, Put]]) -> Iterator[list[tuple[int, Put]]]:
-    """Splits puts, by ascending address, into runs that one system call can write."""
-    run: list[tuple[int, Put]] = []
-    end = size = 0
-    for address, put in placed:
-        nbytes = len(put.data)
-        full = len(run) == _WRITE_BLOCKS or size + nbytes > _WRITE_BYTES
-        if run and (address != end or full):
-            yield run
-            run, size = [], 0
-        run.append((address, put))
-        size += nbytes
-        end = address + nbytes
-    if run:
-        yield run
+class SecondThread:
+    """A thread that shares the work of its owner: the same one each time, as memory of threads is
+    kept (``ScratchBuffers``). It starts with the first work, and is a daemon because its work may
+    be stuck in the medium when the process ends."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+
+    def beside(self, own: Callable[[], T], other: Callable[[], T]) -> tuple[T, T]:
+        """Calls both, ``other`` in the second thread; returns their results when both are done.
+        Raises what either raised. Called by one thread."""
+        if self._thread.ident is None:
+            self._thread.start()
+        ended: Future[T] = Future()
+        self._work.put((ended, other))
+        try:
+            first = own()
+        finally:
+            wait([ended])
+        return first, ended.result()
+
+    def end(self) -> None:
+        """Lets the thread end. Only without work under way."""
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            ended, work = item
+            try:
+                ended.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - ``beside`` raises it
+                ended.set_exception(error)

@@ -10,9 +10,9 @@ import stat
 from pathlib import Path
 
 from kvrecall.errors import TierError
-from kvrecall.ownership import WRITE, exposure
 from kvrecall.pool.disk.index import is_damage
 from kvrecall.pool.lockfile import LockHeld, lock_path
+from kvrecall.secret import WRITE, exposure
 
 _GIB = 1 << 30
 LOCK_NAME = "lock"

@@ -18,10 +18,9 @@ import logging
 import os
 import sqlite3
 import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Literal, NamedTuple
 
 import msgspec
 import xxhash
@@ -31,6 +30,7 @@ from kvrecall.errors import TierError
 from kvrecall.pool.clock import Clock
 
 _LOG = logging.getLogger(__name__)
+Mark = Literal["sealed", "compressed"]
 INDEX_NAME = "index.sqlite"
 _ASIDE_NAME = INDEX_NAME + ".aside"
 _APPLICATION_ID = 0x6B767263  # "kvrc"
@@ -92,8 +92,7 @@ def _sum(*fields: object) -> int:
     return whole >> 64 - _SUM_BITS
 
 
-@dataclass(frozen=True, slots=True)
-class IndexRow:
+class IndexRow(NamedTuple):
     """A stored block. ``address`` is its slot, ``tag`` the value that its bytes are verified
     against (see ``codec``), ``used`` the second of its last use."""
 
@@ -106,34 +105,6 @@ class IndexRow:
     used: int
     tenant: Tenant = SHARED
     pinned: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class IndexRows:
-    """Many rows, by column."""
-
-    addresses: Sequence[int]
-    keys: Sequence[BlockKey]
-    parents: Sequence[BlockKey | None]
-    depths: Sequence[int]
-    nbytes: Sequence[int]
-    tags: Sequence[bytes]
-    used: Sequence[int]
-    tenants: Sequence[Tenant]
-    pinned: Sequence[int]
-
-    def row(self, place: int) -> IndexRow:
-        return IndexRow(
-            self.addresses[place],
-            self.keys[place],
-            self.parents[place],
-            self.depths[place],
-            self.nbytes[place],
-            self.tags[place],
-            self.used[place],
-            self.tenants[place],
-            bool(self.pinned[place]),
-        )
 
 
 class Index:
@@ -149,22 +120,20 @@ class Index:
 
     def _begin(self, meta: dict[str, str] | None) -> None:
         """Opens the file; ``meta``: what to note in a new one."""
-        with contextlib.ExitStack() as undo:
-            self._connection = undo.enter_context(contextlib.closing(_plain(self._path)))
+        self._connection = _plain(self._path)
+        try:
             _set_up(self._connection, meta or {"pool_id": uuid.uuid4().hex})
             self._read_whole()
-            undo.pop_all()
+        except BaseException:
+            self._connection.close()
+            raise
 
     def _read_whole(self) -> None:
         """Reads what is noted of the file as a whole, and the namespaces."""
         connection = self._connection
         self._meta = _meta(connection)
         self.pool_id = bytes.fromhex(self._meta["pool_id"])
-        self.is_compressed = "compressed" in self._meta
-        """Whether blocks may be compressed; once they may, that stays."""
         self._spaces: dict[int, tuple[Namespace, int]] = {}
-        self.damaged = 0
-        """Rows found damaged, of namespaces; those of blocks are reported by ``rows``."""
         bad: list[int] = []
         query = "SELECT id, digest, parts, block_bytes, sum FROM namespaces"
         for number, digest, parts, block_bytes, total in connection.execute(query):
@@ -175,6 +144,7 @@ class Index:
             self._spaces[number] = (Namespace(digest, pairs), block_bytes)
         self._ids = {space.digest: number for number, (space, _) in self._spaces.items()}
         self.damaged = len(bad)
+        """Rows found damaged, of namespaces; those of blocks are reported by ``rows``."""
         self._ahead_s = self._ahead()
         for number in bad:
             connection.execute("DELETE FROM namespaces WHERE id = ?", (number,))
@@ -237,9 +207,7 @@ class Index:
                     continue
                 if not rows:
                     break
-                with self._connection as connection:
-                    connection.execute("BEGIN IMMEDIATE")
-                    connection.executemany(f"INSERT OR IGNORE INTO {table} VALUES ({marks})", rows)
+                self._change(f"INSERT OR IGNORE INTO {table} VALUES ({marks})", rows)
                 last, at_once, gap = max(last + 1, rows[-1][0]), MAX_ROWS, _PAGE
         self._read_whole()
 
@@ -259,14 +227,14 @@ class Index:
             raise
         return aside_bytes(self._path.parent) - before
 
-    def rows(self) -> Iterator[tuple[IndexRows, list[int]]]:
+    def rows(self) -> Iterator[tuple[list[IndexRow], list[int]]]:
         """All rows, in parts of neighbouring addresses: first the part with the row used last, so
         that what is asked for next is most likely among the first. With each part the addresses of
         those rows in it that are damaged, which are left out."""
         for _, first, last in sorted(self._parts(), key=lambda part: -part[0]):
             yield self._read("address BETWEEN ? AND ?", first, last)
 
-    def _read(self, where: str, *values: int) -> tuple[IndexRows, list[int]]:
+    def _read(self, where: str, *values: int) -> tuple[list[IndexRow], list[int]]:
         """The rows for which ``where`` is true, and the addresses of the damaged among them. Raises
         DamagedIndex if an address comes twice."""
         query = (
@@ -274,43 +242,24 @@ class Index:
             " CAST(used AS INTEGER), tenant, CAST(pinned AS INTEGER),"
             f" sum - address - used - pinned FROM blocks WHERE {where} ORDER BY address"
         )
-        part = self._connection.execute(query, values).fetchall()
+        found = self._connection.execute(query, values).fetchall()
         digests = {number: space.digest for number, (space, _) in self._spaces.items()}
-        right, bad, before = [], [], -1
-        for row in part:
-            address, number, name, parent, depth, nbytes, tag, _, tenant, _, total = row
+        tenants: dict[bytes, Tenant] = {}
+        rows, bad, before = [], [], -1
+        for address, number, name, parent, depth, nbytes, tag, used, tenant, pinned, total in found:
             if address <= before:
                 raise DamagedIndex("its rows are out of order")
             before = address
             digest = digests.get(number)
-            right_sum = _sum(digest, name, parent, depth, nbytes, tag, tenant)
-            if total == right_sum and digest is not None:
-                right.append(row)
-            else:
+            right = _sum(digest, name, parent, depth, nbytes, tag, tenant)
+            if digest is None or total != right:
                 bad.append(address)
-        if not right:
-            return IndexRows(*([] for _ in fields(IndexRows))), bad
-        address, number, name, parent, depth, nbytes, tags, used, tenant, pinned, _ = zip(
-            *right, strict=True
-        )
-        spaces = [digests[n] for n in number]
-        keys = [space + text for space, text in zip(spaces, name, strict=True)]
-        parents = [
-            None if text is None else space + text
-            for space, text in zip(spaces, parent, strict=True)
-        ]
-        names = {t: Tenant(t.hex()) if t else SHARED for t in set(tenant)}
-        rows = IndexRows(
-            address,
-            cast(list[BlockKey], keys),
-            cast(list[BlockKey | None], parents),
-            depth,
-            nbytes,
-            tags,
-            [second + self._ahead_s for second in used] if self._ahead_s else used,
-            [names[t] for t in tenant],
-            pinned,
-        )
+                continue
+            above = None if parent is None else BlockKey(digest + parent)
+            if tenant not in tenants:
+                tenants[tenant] = Tenant(tenant.hex()) if tenant else SHARED
+            key, last, whose = BlockKey(digest + name), used + self._ahead_s, tenants[tenant]
+            rows.append(IndexRow(address, key, above, depth, nbytes, tag, last, whose, pinned))
         return rows, bad
 
     def _parts(self) -> Iterator[tuple[int, int, int]]:
@@ -331,7 +280,7 @@ class Index:
 
     def pinned_keys(self) -> list[BlockKey]:
         """Keys of the blocks that are pinned."""
-        return list(self._read("pinned")[0].keys)
+        return [row.key for row in self._read("pinned")[0]]
 
     def count_in_slabs(self, bits: int) -> dict[int, int]:
         """The number of rows by the slab that their address is in: what is left of it without its
@@ -363,21 +312,20 @@ class Index:
         number = self._ids.get(namespace.digest) or max(self._spaces, default=0) + 1
         parts = json.dumps(namespace.parts)
         total = _sum(number, namespace.digest, parts.encode(), block_bytes)
-        with self._connection as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            row = (number, namespace.digest, parts, block_bytes, total)
-            connection.execute("INSERT OR REPLACE INTO namespaces VALUES (?, ?, ?, ?, ?)", row)
+        row = (number, namespace.digest, parts, block_bytes, total)
+        self._change("INSERT OR REPLACE INTO namespaces VALUES (?, ?, ?, ?, ?)", [row])
         self._spaces[number] = (namespace, block_bytes)
         self._ids[namespace.digest] = number
 
-    def insert(self, rows: Sequence[IndexRow]) -> None:
-        """Adds at most ``MAX_ROWS`` rows, all or none. Durable on return."""
+    def _change(self, query: str, values: Iterable[Sequence[object]] = ((),)) -> None:
+        """Executes the query with each of ``values``, all or none. Durable on return."""
         with self._connection as connection:
             connection.execute("BEGIN IMMEDIATE")
-            connection.executemany(
-                f"INSERT INTO blocks VALUES ({_MARKS})",
-                map(self._fields, rows),
-            )
+            connection.executemany(query, values)
+
+    def insert(self, rows: Sequence[IndexRow]) -> None:
+        """Adds at most ``MAX_ROWS`` rows, all or none. Durable on return."""
+        self._change(f"INSERT INTO blocks VALUES ({_MARKS})", map(self._fields, rows))
 
     def _fields(self, row: IndexRow) -> tuple[object, ...]:
         digest, name = row.key[:NAMESPACE_BYTES], row.key[NAMESPACE_BYTES:]
@@ -400,37 +348,22 @@ class Index:
 
     def delete(self, addresses: Sequence[int]) -> None:
         """Deletes rows, all or none; missing ones are ignored. Durable on return."""
-        with self._connection as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            connection.executemany(
-                "DELETE FROM blocks WHERE address = ?", [(a,) for a in addresses]
-            )
+        self._change("DELETE FROM blocks WHERE address = ?", [(at,) for at in addresses])
 
     def delete_all(self) -> None:
         """Deletes every row. Durable on return."""
-        with self._connection as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            connection.execute("DELETE FROM blocks")
+        self._change("DELETE FROM blocks")
 
-    def mark_used(self, uses: Sequence[tuple[int, int]]) -> None:
-        """Records ``(second, address)`` of last uses."""
-        self._update("used", [(second - self._ahead_s, address) for second, address in uses])
-
-    def mark_pinned(self, pins: Sequence[tuple[int, int]]) -> None:
-        """Records ``(1 or 0, address)`` of blocks that were pinned or unpinned. Durable on
-        return."""
-        self._update("pinned", pins)
-
-    def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Records ``(new, old)`` addresses of blocks that were copied, all or none. Durable on
+    def update(
+        self, column: Literal["used", "pinned", "address"], values: Sequence[tuple[int, int]]
+    ) -> None:
+        """Changes rows, all or none, by pairs of a value and the row's address: seconds of last
+        uses, 1 or 0 for pinned or unpinned, or new addresses of blocks that were copied. Durable on
         return; at most ``MAX_ROWS``."""
-        self._update("address", moves)
-
-    def _update(self, name: str, values: Sequence[tuple[int, int]]) -> None:
-        with self._connection as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            query = f"UPDATE blocks SET sum = sum + ?1 - {name}, {name} = ?1 WHERE address = ?2"
-            connection.executemany(query, values)
+        if column == "used":
+            values = [(second - self._ahead_s, address) for second, address in values]
+        query = f"UPDATE blocks SET sum = sum + ?1 - {column}, {column} = ?1 WHERE address = ?2"
+        self._change(query, values)
 
     def compact(self) -> None:
         """Returns the space of deleted rows to the file system. Temporarily takes as much space as
@@ -449,19 +382,14 @@ class Index:
         tell."""
         return _reserve(self._path, nbytes) and _reserve(self._log_path, WAL_BYTES - _SHM_BYTES)
 
-    @property
-    def is_encrypted(self) -> bool:
-        """Whether the folder holds encrypted blocks only."""
-        return "sealed" in self._meta
+    def has(self, mark: Mark) -> bool:
+        """Whether the folder holds encrypted blocks only (``sealed``), or may hold compressed
+        ones."""
+        return mark in self._meta
 
-    def mark_encrypted(self) -> None:
-        """Marks the folder as encrypted, permanently. Durable on return."""
-        self._note("sealed")
-
-    def mark_compressed(self) -> None:
-        """Notes that blocks may be compressed from now on. Durable on return."""
-        self._note("compressed")
-        self.is_compressed = True
+    def mark(self, mark: Mark) -> None:
+        """Marks the folder, permanently. Durable on return."""
+        self._note(mark)
 
     def limit(self, nbytes: int) -> None:
         """Limits the file to ``nbytes`` from now on; changes that need more fail."""
@@ -565,17 +493,8 @@ def _set_up(connection: sqlite3.Connection, meta: dict[str, str]) -> None:
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
     connection.execute("PRAGMA locking_mode = NORMAL")
-    if not _schema(connection):
-        _make_schema(connection, meta)
-
-
-def _schema(connection: sqlite3.Connection) -> tuple[bytes, ...]:
-    """The statements that made what the file holds."""
-    found = connection.execute("SELECT sql FROM sqlite_schema WHERE sql NOT NULL ORDER BY rowid")
-    return tuple(sql for (sql,) in found)
-
-
-def _make_schema(connection: sqlite3.Connection, meta: dict[str, str]) -> None:
+    if _schema(connection):
+        return
     connection.execute("BEGIN IMMEDIATE")
     for statement in _SCHEMA:
         connection.execute(statement)
@@ -584,6 +503,12 @@ def _make_schema(connection: sqlite3.Connection, meta: dict[str, str]) -> None:
     connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     connection.execute("COMMIT")
+
+
+def _schema(connection: sqlite3.Connection) -> tuple[bytes, ...]:
+    """The statements that made what the file holds."""
+    found = connection.execute("SELECT sql FROM sqlite_schema WHERE sql NOT NULL ORDER BY rowid")
+    return tuple(sql for (sql,) in found)
 
 
 def _reserve(path: Path, nbytes: int) -> bool:

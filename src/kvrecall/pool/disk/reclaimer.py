@@ -42,34 +42,30 @@ class Reclaimer:
         self._store = engine.store
         self._index = engine.index
         self._counters = engine.counters
-        config = engine.config
-        self._watermarks = Watermarks(config.high_watermark, config.low_watermark)
+        self._watermarks = Watermarks(engine.config.high_watermark, engine.config.low_watermark)
         self._emptied: dict[int, list[DiskEntry]] = {}  # by slab: entries that may still be read
-        self.surplus_bytes = 0  # that the tier is above its limit, since that was lowered
         self._grow_at = 0.0
 
     def make_room(self, slot_bytes: int, count: int) -> None:
         """Grows, then evicts down to the low watermark, so that ``count`` slots are free if
         possible."""
         slots = self._store.slot_class(slot_bytes)
-        room = self._room_to_grow(slot_bytes)
-        total = slots.slots + room
-        if total < count:
+        if slots.slots + self._room_to_grow(slot_bytes) < count:
             self._take_over(slot_bytes, count)
-            room = self._room_to_grow(slot_bytes)
-            total = slots.slots + room
-        spare = slots.free + room - count
+        room = self._room_to_grow(slot_bytes)
+        total, spare = slots.slots + room, slots.free + room - count
         if spare < total * (1 - self._watermarks.high):
             target = int(total * (1 - self._watermarks.low)) or 1
             short = target - spare
             if self._cold_elsewhere(slot_bytes, short):
                 self._take_over(slot_bytes, short)
             else:
-                self._catalog.evict(short, slot_bytes)
+                self._catalog.evict(short * slot_bytes, slot_bytes)
             self.reap()
         while slots.free < count and self._room_to_grow(slot_bytes):
             self._grow(slot_bytes)
-        if slots.free < count and self._catalog.evict(count - slots.free, slot_bytes):
+        if slots.free < count:
+            self._catalog.evict((count - slots.free) * slot_bytes, slot_bytes)
             self.reap()
 
     def _grow(self, slot_bytes: int) -> None:
@@ -118,10 +114,7 @@ class Reclaimer:
         """Deletes the rows of dropped blocks, then frees their slots. Stops once ``is_late``: what
         is not deleted then is found again by the next process."""
         while not is_late() and (addresses := self._catalog.take_pending_free(MAX_ROWS)):
-            try:
-                self._index.delete(addresses)
-            except sqlite3.Error as error:
-                self._engine.index_failed(error)
+            if not self._engine.changed_index(self._index.delete, addresses):
                 self._catalog.add_pending_free(addresses)
                 return
             self.give_back(addresses)
@@ -129,12 +122,7 @@ class Reclaimer:
     def reap_all(self) -> None:
         """``reap`` of a tier without a block, in one transaction. Only while none can come, neither
         from the index nor from a put."""
-        if not self._catalog.pending_free:
-            return
-        try:
-            self._index.delete_all()
-        except sqlite3.Error as error:
-            self._engine.index_failed(error)
+        if self._catalog.pending_free and not self._engine.changed_index(self._index.delete_all):
             return
         while addresses := self._catalog.take_pending_free(MAX_ROWS):
             self.give_back(addresses)
@@ -182,11 +170,10 @@ class Reclaimer:
         none, evicts some of the least valuable blocks. If no more blocks can be evicted, blocks are
         lost with their slab, but not pinned ones: such a slab stays."""
         self._remove_emptied()
-        self.surplus_bytes = self._engine.surplus_bytes
-        if not self.surplus_bytes or self._emptied:
+        if not self._engine.measure_surplus() or self._emptied:
             return
         costs = self._costs()
-        if costs and (not costs[0][0] or not self._catalog.evict_bytes(self._to_evict())):
+        if costs and (not costs[0][0] or not self._catalog.evict(self._to_evict())):
             slab = self._store.slab(costs[0][2])
             assert slab is not None
             try:
@@ -194,14 +181,15 @@ class Reclaimer:
             except OSError as error:
                 self._counters.fault("a slab could not be emptied", error)
         self.reap()
-        self.surplus_bytes = self._engine.surplus_bytes
-        if not self.surplus_bytes:
+        if not self._engine.measure_surplus():
             self._end_shrinking()
 
     def _to_evict(self) -> int:
         """Bytes to evict before the next search for a slab that can be emptied."""
         free = sum(slots.free * slots.slot_bytes for slots in self._store.classes())
-        return max(_EVICTED_BYTES, self.surplus_bytes - free, self.surplus_bytes // 64)
+        return max(
+            _EVICTED_BYTES, self._engine.surplus_bytes - free, self._engine.surplus_bytes // 64
+        )
 
     def _costs(self) -> list[tuple[int, int, int]]:
         """For every slab the bytes that emptying it would lose, the bytes it would move, and its
@@ -234,8 +222,7 @@ class Reclaimer:
     def _move(self, slab: Slab, entries: Sequence[DiskEntry]) -> None:
         slots = self._store.slot_class(slab.slot_bytes)
         places = slots.take(len(entries))
-        moves: list[tuple[DiskEntry, int]] = list(zip(entries, places, strict=False))
-        done = False
+        moves = list(zip(entries, places, strict=False))
         try:
             with memoryview(mmap.mmap(-1, slab.slot_bytes)) as page:
                 for entry, place in moves:
@@ -243,14 +230,12 @@ class Reclaimer:
                     self._store.write(place, [page])
             for number in {slab_of(place) for place in places}:
                 self._store.sync(address_of(number))
-            self._index.move([(place, entry.address) for entry, place in moves])
-            done = True
-        except sqlite3.Error as error:
-            raise OSError(str(error)) from error
-        finally:
-            if not done:
-                for place in places:
-                    slots.give(place)
+            self._index.update("address", [(place, entry.address) for entry, place in moves])
+        except BaseException as error:
+            slots.give_all(places)
+            if isinstance(error, sqlite3.Error):
+                raise OSError(str(error)) from error
+            raise
         gone = [place for entry, place in moves if not self._catalog.relocate(entry, place)]
         self._catalog.add_pending_free(gone)
 
@@ -267,11 +252,10 @@ class Reclaimer:
         that the index no longer needs."""
         total = sum(slots.slots * slots.slot_bytes for slots in self._store.classes())
         if self._catalog.used_bytes > total * self._watermarks.high:
-            self._catalog.evict_bytes(self._catalog.used_bytes - int(total * self._watermarks.low))
+            self._catalog.evict(self._catalog.used_bytes - int(total * self._watermarks.low))
             self.reap()
-        bound = self._store.index_bytes - WAL_BYTES
-        try:
-            if self._index.file_bytes() > bound:
-                self._index.compact()
-        except sqlite3.Error as error:
-            self._engine.index_failed(error)
+        self._engine.changed_index(self._compact)
+
+    def _compact(self) -> None:
+        if self._index.file_bytes() > self._store.index_bytes - WAL_BYTES:
+            self._index.compact()

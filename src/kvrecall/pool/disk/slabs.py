@@ -12,10 +12,11 @@ import logging
 import mmap
 import os
 import struct
-import threading
-from collections.abc import Collection, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,9 @@ from kvrecall.pool.slots import ALIGNMENT, SlotClass
 
 _LOG = logging.getLogger(__name__)
 Bools = npt.NDArray[np.bool_]
+T = TypeVar("T")
+RUN_BYTES = 4 << 20  # of one system call
+_RUN_BLOCKS = 512  # IOV_MAX is 1024
 SLAB_BITS = 40  # of the byte offset in an address; the others are the slab's number
 _MOST_SLABS = 1 << 22  # a number beyond this, times 2**SLAB_BITS, would be no address
 _VERSION = FORMAT_VERSION * 100 + 1  # of the files, not of the index
@@ -50,6 +54,24 @@ def slab_of(address: int) -> int:
 def offset_of(address: int) -> int:
     """Byte offset of ``address`` in the file of its slab."""
     return address & (1 << SLAB_BITS) - 1
+
+
+def adjacent(items: Iterable[T], place_of: Callable[[T], tuple[int, int]]) -> Iterator[list[T]]:
+    """Splits items into runs of neighbours that one system call can move. ``place_of``: the address
+    of an item and its bytes."""
+    run: list[T] = []
+    end = size = 0
+    for item in items:
+        address, nbytes = place_of(item)
+        is_full = len(run) == _RUN_BLOCKS or size + nbytes > RUN_BYTES
+        if run and (address != end or is_full):
+            yield run
+            run, size = [], 0
+        run.append(item)
+        size += nbytes
+        end = address + nbytes
+    if run:
+        yield run
 
 
 class FileIo:
@@ -79,18 +101,19 @@ class SlabLost(OSError):
     """The file was deleted or is too short: its blocks are gone."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Slab:
-    """An open slab file."""
+    """An open slab file. It is closed once no call uses it any more."""
 
     number: int
     path: Path
     fd: int
+    direct: bool
     slot_bytes: int
     slots: int
-    direct: bool
-    busy: int = 0  # system calls under way
-    removed: bool = False  # to be closed after the last of them
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, os.close, self.fd).atexit = False  # the medium may hang
 
     @property
     def nbytes(self) -> int:
@@ -136,10 +159,8 @@ class SlabStore:
         self._slabs: dict[int, Slab] = {}
         self._classes: dict[int, SlotClass] = {}
         self._numbers = itertools.count()
-        self._lock = threading.Lock()  # guards closing a file against its users
-        self.full = (
-            False  # the medium refused to grow; cleared when it grows, or a slab is given back
-        )
+        self.full = False
+        """Whether the medium refused to grow; cleared when it grows, or a slab is given back."""
 
     @property
     def is_direct(self) -> bool:
@@ -193,8 +214,6 @@ class SlabStore:
                     "disk tier: %s/%s: no block of this pool; deleted", self._folder, path.name
                 )
                 path.unlink()
-                if slab is not None:
-                    os.close(slab.fd)
                 continue
             present.add(slab.number)
             self._slabs[slab.number] = slab
@@ -214,17 +233,10 @@ class SlabStore:
         right = np.zeros(len(address), dtype=np.bool_)
         numbers = address >> SLAB_BITS
         for number in np.unique(numbers).tolist():
-            slab = self.slab(number)
-            if slab is not None:
+            if slab := self.slab(number):
                 place, rest = np.divmod(address - slab.base, slab.slot_bytes)
-                right |= (
-                    (numbers == number)
-                    & (size > 0)
-                    & (size <= slab.slot_bytes)
-                    & (rest == 0)
-                    & (place >= 0)
-                    & (place < slab.slots)
-                )
+                fits = (size > 0) & (size <= slab.slot_bytes) & (numbers == number)
+                right |= fits & (rest == 0) & (place >= 0) & (place < slab.slots)
         return right
 
     def _open_existing(self, path: Path) -> Slab | None:
@@ -235,17 +247,12 @@ class SlabStore:
         except (struct.error, OSError):
             return None
         ours = (magic, version, pool_id) == (_MAGIC, _VERSION, self._pool_id)
-        ours = ours and number < _MOST_SLABS
-        if not ours or slot_bytes <= 0 or slot_bytes % ALIGNMENT:
+        if not ours or number >= _MOST_SLABS or path != self._path(number):
             return None
-        if path != self._path(number):
+        if slot_bytes <= 0 or slot_bytes % ALIGNMENT:
             return None
-        fd, direct = self._open_file(path)
-        slab = Slab(number, path, fd, slot_bytes, slots, direct)
-        if os.fstat(fd).st_size < slab.nbytes:
-            os.close(fd)
-            return None
-        return slab
+        slab = Slab(number, path, *self._open_file(path), slot_bytes, slots)
+        return None if os.fstat(slab.fd).st_size < slab.nbytes else slab
 
     def _path(self, number: int) -> Path:
         return self._place / f"slab-{number:06d}.kv"
@@ -271,15 +278,10 @@ class SlabStore:
         path = self._path(number)
         path.unlink(missing_ok=True)
         try:
-            fd, direct = self._open_file(path)
-        except OSError as error:
-            return self.cannot_grow(error)
-        slab = Slab(number, path, fd, slot_bytes, slots, direct)
-        try:
-            self._io.allocate(fd, slab.nbytes)
+            slab = Slab(number, path, *self._open_file(path), slot_bytes, slots)
+            self._io.allocate(slab.fd, slab.nbytes)
             self._write_header(slab)
         except OSError as error:
-            os.close(fd)
             path.unlink(missing_ok=True)
             return self.cannot_grow(error)
         self._slabs[number] = slab
@@ -323,60 +325,37 @@ class SlabStore:
         if leads_to(slab.path, slab.fd):
             slab.path.unlink(missing_ok=True)
         self.full = False
-        with self._lock:
-            del self._slabs[number]
-            slab.removed = True
-            if not slab.busy:
-                os.close(slab.fd)
+        del self._slabs[number]
 
     # -- moving bytes ----------------------------------------------------------------------
 
     def write(self, address: int, buffers: Sequence[memoryview]) -> None:
         """Writes adjacent slots. OSError if that fails, SlabLost if the file is gone."""
-        slab = self._enter(address)
-        try:
-            slab.check()
-            expected = sum(len(buffer) for buffer in buffers)
-            if self._io.write(slab.fd, buffers, offset_of(address)) != expected:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        finally:
-            self._leave(slab)
+        slab = self._holding(address)
+        slab.check()
+        expected = sum(len(buffer) for buffer in buffers)
+        if self._io.write(slab.fd, buffers, offset_of(address)) != expected:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def read(self, address: int, buffers: Sequence[memoryview]) -> int:
         """Reads adjacent slots; returns the bytes read, fewer if the file ends there. OSError if
         that fails, SlabLost if the file is gone."""
-        slab = self._enter(address)
-        try:
-            got = self._io.read(slab.fd, buffers, offset_of(address))
-            slab.check()
-            return got
-        finally:
-            self._leave(slab)
+        slab = self._holding(address)
+        got = self._io.read(slab.fd, buffers, offset_of(address))
+        slab.check()
+        return got
 
     def sync(self, address: int) -> None:
         """Makes the writes to the slab of ``address`` durable."""
-        slab = self._enter(address)
-        try:
-            self._io.sync(slab.fd)
-            slab.check()
-        finally:
-            self._leave(slab)
+        slab = self._holding(address)
+        self._io.sync(slab.fd)
+        slab.check()
 
     def close(self) -> None:
-        for slab in self._slabs.values():
-            os.close(slab.fd)
         self._slabs.clear()
 
-    def _enter(self, address: int) -> Slab:
-        with self._lock:
-            slab = self.slab(slab_of(address))
-            if slab is None:
-                raise SlabLost(errno.EIO, "the slab was removed")
-            slab.busy += 1
-            return slab
-
-    def _leave(self, slab: Slab) -> None:
-        with self._lock:
-            slab.busy -= 1
-            if slab.removed and not slab.busy:
-                os.close(slab.fd)
+    def _holding(self, address: int) -> Slab:
+        slab = self.slab(slab_of(address))
+        if slab is None:
+            raise SlabLost(errno.EIO, "the slab was removed")
+        return slab

@@ -20,23 +20,17 @@ from kvrecall.pool.base import TierStats
 from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.clock import Clock
 from kvrecall.pool.disk.catalog import DiskEntry
-from kvrecall.pool.disk.codec import BlockCodec, Plain
+from kvrecall.pool.disk.codec import BlockCodec
 from kvrecall.pool.disk.engine import DiskEngine
 from kvrecall.pool.disk.flusher import Flusher
 from kvrecall.pool.disk.folder import LEAST_BYTES, check_room
-from kvrecall.pool.disk.slabs import (
-    FileIo,
-    SlabLost,
-    slab_of,
-)
+from kvrecall.pool.disk.slabs import FileIo, SlabLost, adjacent, slab_of
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
 
 _GIB = 1 << 30
-_MERGE_BYTES = 4 << 20
-_MERGE_BLOCKS = 512  # buffers of one system call (IOV_MAX is 1024)
 _OPENING_S = 1.0  # how long opening waits for the blocks of a folder to be found
 _CHECK_PATIENCE_S = 0.05  # how long a check lets one load go first
 
@@ -74,7 +68,7 @@ class DiskTier(Tier):
         make_policy(policy, 1)  # before anything is touched
         self._terms = terms or PoolTerms()
         self._engine = engine = DiskEngine(
-            config, policy, io or FileIo(), clock or Clock(), codec or Plain(), self._terms
+            config, policy, io or FileIo(), clock or Clock(), codec or BlockCodec(), self._terms
         )
         self._config = config
         self.catalog = engine.catalog
@@ -82,7 +76,7 @@ class DiskTier(Tier):
         self._store = engine.store
         self._codec = engine.codec
         self._counters = engine.counters
-        self._is_compressed = engine.index.is_compressed
+        self._is_compressed = engine.index.has("compressed")
         self._done: queue.Queue[Done] = queue.Queue()
         self._closed = False
         self._sizes = {space.digest: nbytes for space, nbytes in engine.namespaces}
@@ -197,8 +191,13 @@ class DiskTier(Tier):
     def submit_get(self, gets: Sequence[Get]) -> None:
         """See ``Tier``. Neighbours on disk are read together."""
         now = time.monotonic()
-        run: list[tuple[Get, DiskEntry]] = []
-        size = 0
+        for run in adjacent(self._found(gets), lambda one: (one[1].address, one[1].slot_bytes)):
+            self._counters.reads_began(len(run))
+            wanted, entries = zip(*run, strict=True)
+            self._reads.put(_Read(wanted, entries, now))
+
+    def _found(self, gets: Sequence[Get]) -> Iterator[tuple[Get, DiskEntry]]:
+        """The gets of blocks that are here; ends the others."""
         for get in gets:
             entry = None if self._reads_end else self.catalog.acquire(get.key)
             if entry is not None and not self._fits(get, entry):
@@ -207,16 +206,8 @@ class DiskTier(Tier):
                 entry = None
             if entry is None:
                 self._done.put(Done(get.key, Outcome.MISS))
-                continue
-            end = run[-1][1].address + run[-1][1].slot_bytes if run else entry.address
-            full = size + entry.slot_bytes > _MERGE_BYTES or len(run) == _MERGE_BLOCKS
-            if run and (end != entry.address or full):
-                self._queue_read(run, now)
-                run, size = [], 0
-            run.append((get, entry))
-            size += entry.slot_bytes
-        if run:
-            self._queue_read(run, now)
+            else:
+                yield get, entry
 
     def _fits(self, get: Get, entry: DiskEntry) -> bool:
         """Whether the block may be one of its namespace's size, whole or compressed."""
@@ -225,11 +216,6 @@ class DiskTier(Tier):
         block_bytes = self._sizes.get(get.key[:NAMESPACE_BYTES], 0)
         is_size = slot_bytes_of(block_bytes) == len(get.into)
         return self._is_compressed and is_size and entry.nbytes < block_bytes
-
-    def _queue_read(self, run: Sequence[tuple[Get, DiskEntry]], now: float) -> None:
-        self._counters.reads_began(len(run))
-        gets, entries = zip(*run, strict=True)
-        self._reads.put(_Read(gets, entries, now))
 
     def _run_reader(self) -> None:
         while (read := self._reads.get()) is not None:
@@ -260,22 +246,18 @@ class DiskTier(Tier):
             if len(read.gets) == 1:
                 self._counters.warn(f"read failed, the block is dropped: {error}")
                 return _all(read, Outcome.ERROR)
-            ended = []
-            for get, entry in zip(read.gets, read.entries, strict=True):
-                ended += self._read(_Read((get,), (entry,), read.queued_at))
-            return ended
+            each = zip(read.gets, read.entries, strict=True)
+            return [d for g, e in each for d in self._read(_Read((g,), (e,), read.queued_at))]
         ended = []
         end = 0
         for get, entry, place in zip(read.gets, read.entries, places, strict=True):
             whole = end + entry.nbytes <= got
             end += entry.slot_bytes
-            plain = self._sizes.get(get.key[:NAMESPACE_BYTES], 0)
-            if not self._is_compressed:
-                plain = entry.nbytes
-            right = whole and self._codec.decode(
-                get.key, entry.nbytes, entry.tag, place, get.into, plain
-            )
-            if right:
+            plain = entry.nbytes
+            if self._is_compressed:
+                plain = self._sizes.get(get.key[:NAMESPACE_BYTES], 0)
+            args = get.key, entry.nbytes, entry.tag, place, get.into, plain
+            if whole and self._codec.decode(*args):
                 checksum = self._codec.checksum_in(entry.tag, entry.nbytes, plain)
                 ended.append(Done(get.key, Outcome.LOADED, checksum))
             else:
@@ -320,7 +302,6 @@ class DiskTier(Tier):
 
     def wait_pins_durable(self, timeout_s: float) -> bool:
         """Waits until the present pins would survive a restart. False if that fails."""
-        self._flusher.hurry()
         return self._flusher.wait_pins_noted(timeout_s)
 
     @property
@@ -352,7 +333,7 @@ class DiskTier(Tier):
     @property
     def surplus_bytes(self) -> int:
         """Bytes on the medium above the limit, since that was lowered."""
-        return self._flusher.surplus_bytes
+        return self._engine.surplus_bytes
 
 
 def _all(read: _Read, outcome: Outcome) -> list[Done]:

@@ -17,7 +17,6 @@ from kvrecall.errors import ConfigError
 from kvrecall.factories import factory_of
 from kvrecall.pool.cascade import Cascade
 from kvrecall.pool.cipher import Cipher
-from kvrecall.pool.remote.compressed import CompressedStore
 from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import RegisteringStore, SizingStore, Store
 from kvrecall.pool.remote.tier import RemoteTier
@@ -27,7 +26,7 @@ from kvrecall.secret import opened
 _LOG = logging.getLogger(__name__)
 
 BACKENDS = {
-    "mooncake": "kvrecall.pool.remote.mooncake:make_store",
+    "mooncake": "kvrecall.pool.remote.mooncake.store:make_store",
     "objects": "kvrecall.pool.remote.objects:make_store",
 }
 """``module:function`` of each backend. A function takes the options of ``remote`` except ``kind``,
@@ -60,7 +59,7 @@ def doubt_of(config: RemoteConfig) -> str:
     nothing is known against it. Raises ConfigError."""
     if config.kind != "mooncake":
         return ""
-    from kvrecall.pool.remote.mooncake import MooncakeSettings  # only if it is used
+    from kvrecall.pool.remote.mooncake.settings import MooncakeSettings  # only if it is used
 
     return MooncakeSettings.of(config.options).doubt
 
@@ -112,10 +111,8 @@ def with_remote(
             "cannot get values of unknown size; its class needs get_up_to "
             "(docs/writing-a-tier.md), or leave out remote_compression"
         )
-    if cipher is not None or isinstance(store, RegisteringStore):
-        store = StagedStore(store, cipher)
-    if config.compression != "none":
-        store = CompressedStore(store, config.compression)
+    if cipher or config.compression != "none" or isinstance(store, RegisteringStore):
+        store = StagedStore(store, cipher, config.compression)
     remote = RemoteTier(store, dataclasses.replace(config, max_queued_bytes=queued))
     if isinstance(above, NullTier):
         return remote
@@ -128,7 +125,7 @@ def store_name(config: RemoteConfig) -> str:
     options = {k: v for k, v in config.options.items() if k != "allow_plaintext"}
     where: object = sorted((name, repr(value)) for name, value in options.items())
     if config.kind == "mooncake":
-        from kvrecall.pool.remote.mooncake import MooncakeSettings  # only if it is used
+        from kvrecall.pool.remote.mooncake.settings import MooncakeSettings  # only if it is used
 
         host, port = MooncakeSettings.of(options).master
         where = [socket.gethostname() if is_loopback(host) else host, port]

@@ -26,8 +26,8 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from kvrecall.addresses import is_loopback
 from kvrecall.config import allowed_by
 from kvrecall.errors import ConfigError, TierError
-from kvrecall.ownership import WRITE, exposure
 from kvrecall.pool.remote.store import Object
+from kvrecall.secret import WRITE, exposure
 
 T = TypeVar("T")
 R = TypeVar("R")

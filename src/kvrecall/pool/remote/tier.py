@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import logging
 import queue
 import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, compress
+from types import MappingProxyType
+from typing import TypeVar
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import RemoteConfig
@@ -23,13 +25,14 @@ from kvrecall.pool.checksum import checksum_of
 from kvrecall.pool.counters import Histogram, TierCounters
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.remote.calls import BatchSize, CallQueue, CircuitBreaker
-from kvrecall.pool.remote.compressed import CompressedStore
 from kvrecall.pool.remote.existence import Existence, ExistenceCache
+from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Object, Store
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
 
 _LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 _TURN_S = 0.03  # how long one call of the store shall take
 _EDGE_SHARE = 0.25  # of a batch: the first of puts and the last of gets
 _CALL_SHARE = 0.1  # of the deadline of a call that one may take, however distant the store
@@ -47,24 +50,6 @@ _VERSION = 1
 _MAGIC = b"kvrc"
 _HEADER = struct.Struct("<4sIQ16s16s16x")  # magic, version, nbytes, digest of the key, checksum
 assert _HEADER.size == HEADER_BYTES
-
-
-class _RemoteLedger(TierCounters):
-    """Counters of one remote tier. Thread-safe."""
-
-    def __init__(self) -> None:
-        super().__init__("remote")
-        self._lookup_latency = Histogram()
-
-    def looked_up(self, seconds: float) -> None:
-        """One batch of existence checks was answered."""
-        with self._changed:
-            self._lookup_latency.observe(seconds)
-
-    def histograms(self) -> dict[str, Buckets]:
-        with self._changed:
-            latency = {"remote_lookup_seconds": self._lookup_latency.buckets()}
-        return super().histograms() | latency
 
 
 @dataclass(eq=False, slots=True)
@@ -101,15 +86,13 @@ class RemoteTier(Tier):
     name = TierName.REMOTE
 
     def __init__(
-        self,
-        store: Store,
-        config: RemoteConfig,
-        monotonic: Callable[[], float] = time.monotonic,
+        self, store: Store, config: RemoteConfig, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         """Takes ownership of ``store``, to which the memory was attached."""
         self._store = store
         self._config = config
-        self._ledger = _RemoteLedger()
+        self._ledger = TierCounters("remote")
+        self._lookups = Histogram()
         self._monotonic = monotonic
         self._breaker = CircuitBreaker(monotonic)
         self._done: queue.Queue[Done] = queue.Queue()
@@ -246,8 +229,8 @@ class RemoteTier(Tier):
 
     def poll(self, timeout_s: float = 0.0) -> list[Done]:
         if not self._is_up():
-            self._end_puts(self._puts.clear(), {})
-            self._end_gets(self._gets.clear(), {}, {})
+            self._end_puts(self._puts.clear())
+            self._end_gets(self._gets.clear())
         return ended(self._done, timeout_s)
 
     def touch(
@@ -323,13 +306,13 @@ class RemoteTier(Tier):
         with self._lock:
             blocks, nbytes = self._existence.blocks, self._existence.nbytes
         stats = self._ledger.stats(0, nbytes, blocks)
-        if isinstance(self._store, CompressedStore):
+        if isinstance(self._store, StagedStore):
             given, stored = self._store.sizes
             stats = dataclasses.replace(stats, given_bytes=given, compressed_bytes=stored)
         return stats
 
     def histograms(self) -> dict[str, Buckets]:
-        return self._ledger.histograms()
+        return self._ledger.histograms() | {"remote_lookup_seconds": self._lookups.buckets()}
 
     def queued(self) -> tuple[int, int]:
         with self._lock:
@@ -342,9 +325,9 @@ class RemoteTier(Tier):
             self._closed = True
         until = time.monotonic() + deadline_s
         self._looks.clear()
-        self._end_gets(self._gets.clear(), {}, {})
+        self._end_gets(self._gets.clear())
         if not self._puts.close(deadline_s):
-            self._end_puts(self._puts.clear(), {})
+            self._end_puts(self._puts.clear())
         closer = threading.Thread(target=self._close_store, name="kvrecall-remote-end", daemon=True)
         closer.start()  # a call that hangs may end by it
         for work in (self._gets, self._looks, self._drops):
@@ -354,8 +337,8 @@ class RemoteTier(Tier):
             _LOG.error("remote tier: the store does not close; its threads are abandoned")
         with self._lock:
             puts, gets = list(self._storing.values()), list(self._fetching)
-        self._end_puts(puts, {})
-        self._end_gets(gets, {}, {})
+        self._end_puts(puts)
+        self._end_gets(gets)
 
     def _close_store(self) -> None:
         try:
@@ -367,15 +350,15 @@ class RemoteTier(Tier):
 
     def _call_puts(self, batch: list[_Storing]) -> None:
         live = [item for item in batch if item.wanted and not item.ended]
-        stored: dict[BlockKey, bool] = {}
+        stored: set[BlockKey] = set()
         if live and not self._breaker.is_open:
             size = sum(item.put.nbytes for item in live)
             objects, ahead = self._prepared(live, size)
             began = time.monotonic()
-            answers = self._ask_store("put", lambda: self._store.put(objects), len(objects))
-            stored = dict(zip((item.put.key for item in live), answers, strict=False))
-            nbytes = sum(item.put.nbytes for item in live if stored.get(item.put.key))
-            seconds = time.monotonic() - began
+            answers = self._ask_store("put", self._store.put, objects)
+            puts = [item.put for item in compress(live, answers)]
+            stored.update(put.key for put in puts)
+            nbytes, seconds = sum(put.nbytes for put in puts), time.monotonic() - began
             self._ledger.add(write_bytes=nbytes, write_seconds=seconds)
             self._put_size.ended(size, nbytes, seconds, ahead)
         self._end_puts(batch, stored)
@@ -389,7 +372,7 @@ class RemoteTier(Tier):
                 return _objects_of(items), self._put_size.submitted(nbytes)
         return _objects_of(items), self._put_size.submitted(nbytes)
 
-    def _end_puts(self, items: Sequence[_Storing], stored: dict[BlockKey, bool]) -> None:
+    def _end_puts(self, items: Iterable[_Storing], stored: Collection[BlockKey] = ()) -> None:
         """Ends each put that has not ended yet."""
         unwanted: list[BlockKey] = []
         now = time.monotonic()
@@ -401,7 +384,7 @@ class RemoteTier(Tier):
                 put = item.put
                 del self._storing[put.key]
                 self._queued_bytes -= put.nbytes
-                is_stored = stored.get(put.key, False)
+                is_stored = put.key in stored
                 if is_stored and item.wanted:
                     self._existence.stored(put.key, put.nbytes, put.depth)
                     self._report(put.key, put.parent)
@@ -413,8 +396,7 @@ class RemoteTier(Tier):
         self._drops.add(unwanted)
 
     def _call_gets(self, batch: list[_Fetching]) -> None:
-        outcomes: dict[BlockKey, Outcome] = {}
-        checksums: dict[BlockKey, bytes] = {}
+        ended: dict[BlockKey, Done] = {}
         live = [item for item in batch if not item.ended]
         if live and not self._closed and not self._breaker.is_open:
             headers = [bytearray(HEADER_BYTES) for _ in live]
@@ -425,37 +407,35 @@ class RemoteTier(Tier):
             size = sum(item.nbytes for item in live)
             ahead = self._get_size.submitted(size)
             began = time.monotonic()
-            answers = self._ask_store("get", lambda: self._store.get(objects), len(objects))
+            answers = self._ask_store("get", self._store.get, objects)
+            nbytes = 0
             for item, header, is_there in zip(live, headers, answers, strict=False):
                 key, data = item.get.key, item.get.into[: item.nbytes]
                 if not is_there:
-                    outcomes[key] = Outcome.MISS
+                    ended[key] = Done(key, Outcome.MISS)
                 elif (checksum := verified(key, header, data)) is not None:
-                    outcomes[key], checksums[key] = Outcome.LOADED, checksum
+                    ended[key] = Done(key, Outcome.LOADED, checksum)
+                    nbytes += item.nbytes
                 else:
-                    outcomes[key] = Outcome.CORRUPT
-            loaded = [i for i in live if outcomes.get(i.get.key) is Outcome.LOADED]
-            nbytes, seconds = sum(i.nbytes for i in loaded), time.monotonic() - began
+                    ended[key] = Done(key, Outcome.CORRUPT)
+            seconds = time.monotonic() - began
             self._ledger.add(read_bytes=nbytes, read_seconds=seconds)
             self._get_size.ended(size, nbytes, seconds, ahead)
-            self._remove_bad(outcomes)
-        self._end_gets(batch, outcomes, checksums)
+            self._remove_bad(ended)
+        self._end_gets(batch, ended)
 
-    def _remove_bad(self, outcomes: dict[BlockKey, Outcome]) -> None:
+    def _remove_bad(self, ended: dict[BlockKey, Done]) -> None:
         """Records values of a wrong size, which a store reports as absent, and removes all corrupt
         ones, so that they can be stored again."""
-        believed = [
-            key
-            for key, outcome in outcomes.items()
-            if outcome is Outcome.MISS and self._existence.of(key) is Existence.THERE
-        ]
+        missed = [key for key, done in ended.items() if done.outcome is Outcome.MISS]
+        believed = [key for key in missed if self._existence.of(key) is Existence.THERE]
         if believed:
             names = [name_of(key) for key in believed]
-            there = self._ask_store("lookup", lambda: self._store.exists(names), len(names))
-            for key, is_there in zip(believed, there, strict=False):
-                if is_there and self._is_hopeless(key):
-                    outcomes[key] = Outcome.CORRUPT
-        corrupt = [key for key, outcome in outcomes.items() if outcome is Outcome.CORRUPT]
+            there = self._ask_store("lookup", self._store.exists, names)
+            for key in compress(believed, there):
+                if self._is_hopeless(key):
+                    ended[key] = Done(key, Outcome.CORRUPT)
+        corrupt = [key for key, done in ended.items() if done.outcome is Outcome.CORRUPT]
         if corrupt:
             self._ledger.warn(f"{len(corrupt)} corrupt blocks are dropped")
             self.drop(corrupt, Cause.CORRUPT)
@@ -474,13 +454,10 @@ class RemoteTier(Tier):
             return True
 
     def _end_gets(
-        self,
-        items: Sequence[_Fetching],
-        outcomes: Mapping[BlockKey, Outcome],
-        checksums: Mapping[BlockKey, bytes],
+        self, items: Iterable[_Fetching], ended: Mapping[BlockKey, Done] = MappingProxyType({})
     ) -> None:
-        """Ends each get that has not ended yet. One without an outcome is a miss: the store failed,
-        and is asked again what it has."""
+        """Ends each get that has not ended yet. One that is not among ``ended`` is a miss: the
+        store failed, and is asked again what it has."""
         now = time.monotonic()
         with self._lock:
             for item in items:
@@ -489,27 +466,27 @@ class RemoteTier(Tier):
                 item.ended = True
                 self._fetching.discard(item)
                 key = item.get.key
-                outcome = outcomes.get(key, Outcome.MISS)
-                if outcome is Outcome.CORRUPT:
+                done = ended.get(key) or Done(key, Outcome.MISS)
+                if done.outcome is Outcome.CORRUPT:
                     self._existence.dropped(key)
                     self._withdraw((key,), Cause.CORRUPT)
-                elif key not in outcomes:
+                elif key not in ended:
                     self._existence.invalidate(key)
-                elif outcome is Outcome.MISS:
+                elif done.outcome is Outcome.MISS:
                     self._existence.answered(key, False, 0)
                     self._withdraw((key,), Cause.LOST)
-                self._ledger.read_done(outcome, now - item.at)
-                self._done.put(Done(key, outcome, checksums.get(key)))
+                self._ledger.read_done(done.outcome, now - item.at)
+                self._done.put(done)
 
     def _call_looks(self, batch: list[tuple[BlockKey, ...]]) -> None:
-        keys = list(itertools.chain.from_iterable(batch))
+        keys = list(chain.from_iterable(batch))
         answers: list[bool] = []
         if not self._closed and not self._breaker.is_open:
             names = [name_of(key) for key in keys]
             began = time.monotonic()
-            answers = self._ask_store("lookup", lambda: self._store.exists(names), len(names))
+            answers = self._ask_store("lookup", self._store.exists, names)
             seconds = time.monotonic() - began
-            self._ledger.looked_up(seconds)
+            self._lookups.observe(seconds)
             if answers:
                 self._get_size.answered(seconds)
                 self._put_size.answered(seconds)
@@ -540,18 +517,16 @@ class RemoteTier(Tier):
         if not names or self._closed or self._breaker.is_open:
             return
 
-        def remove() -> list[bool]:
-            self._store.remove(names)
-            return [True]
+        self._ask_store("remove", self._store.remove, names)
 
-        self._ask_store("remove", remove, 1)
-
-    def _ask_store(self, what: str, call: Callable[[], list[bool]], expected: int) -> list[bool]:
+    def _ask_store(
+        self, what: str, call: Callable[[Sequence[T]], list[bool] | None], about: Sequence[T]
+    ) -> list[bool]:
         """The store's answers; none if it failed."""
         try:
-            answers = call()
-            if len(answers) != expected:
-                raise ValueError(f"{len(answers)} answers to {expected} requests")
+            answers = call(about)
+            if answers is not None and len(answers) != len(about):
+                raise ValueError(f"{len(answers)} answers to {len(about)} requests")
         except Exception as error:  # noqa: BLE001 - a store may raise anything
             self._ledger.add(errors=1)
             if self._breaker.failed():
@@ -565,7 +540,7 @@ class RemoteTier(Tier):
                 self._existence.invalidate_all()
                 self._withdraw(list(self._reported), Cause.LOST)
             _LOG.warning("remote tier: the store answers again")
-        return answers
+        return answers or []
 
 
 def _text(error: Exception) -> str:

@@ -11,11 +11,12 @@ import enum
 import json
 import os
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -27,13 +28,14 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import PoolStats
 from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.disk.codec import BlockCodec, Locked, Plain, make_codec
+from kvrecall.pool.disk.codec import BlockCodec, make_codec
 from kvrecall.pool.disk.folder import FolderHeld, own_bytes
 from kvrecall.pool.disk.index import check_index
 from kvrecall.pool.entries import BlockInfo, hangs
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.link import Link, LinkLate, LinkLost
+from kvrecall.pool.service.sessions import ClientView
 from kvrecall.pool.tier import Outcome
 
 R = TypeVar("R")
@@ -50,8 +52,12 @@ _PATIENCE_S = 30.0
 _RESIZE_LOOK_S = 0.2
 _PROGRESS_S = 0.1
 
+
 OnProgress = Callable[[int, int], None]
 """Called with the work done and the total work."""
+
+Counts = dict[str, int]
+"""The result of a command that changes blocks, by what it counted."""
 
 
 # -- what is there --------------------------------------------------------------------------
@@ -84,27 +90,44 @@ class By(enum.StrEnum):
     BLOCK = "block"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ListingRow:
     """Blocks of one kind. ``name`` is a namespace's digest, a model, a tenant, or the hex name of a
     block. ``group``: the KV group, of a model with several. Empty fields (-1): the blocks differ in
     it. Ages are seconds since the youngest and the oldest last use."""
 
     name: str
-    namespace: str
-    model: str
-    group: str
-    tenant: str
-    block_bytes: int
-    depth: int
-    host_blocks: int
-    host_bytes: int
-    disk_blocks: int
-    disk_bytes: int
-    pinned_blocks: int
-    youngest_s: float
-    oldest_s: float
-    parts: dict[str, str]
+    namespace: str = ""
+    model: str = ""
+    group: str = ""
+    tenant: str = ""
+    block_bytes: int = -1
+    depth: int = -1
+    host_blocks: int = 0
+    host_bytes: int = 0
+    disk_blocks: int = 0
+    disk_bytes: int = 0
+    pinned_blocks: int = 0  # each once, whatever tiers it is in
+    youngest_s: float = -1.0
+    oldest_s: float = -1.0
+    parts: dict[str, str] = field(default_factory=dict)
+
+    def add(self, block: BlockInfo, now: float) -> None:
+        namespace, tenant = block.key[:NAMESPACE_BYTES].hex(), str(block.tenant)
+        age_s = max(0.0, now - block.used)
+        if not (self.host_blocks or self.disk_blocks):
+            self.namespace, self.tenant = namespace, tenant
+            self.youngest_s = self.oldest_s = age_s
+        self.namespace = self.namespace if self.namespace == namespace else ""
+        self.tenant = self.tenant if self.tenant == tenant else ""
+        self.youngest_s = min(self.youngest_s, age_s)
+        self.oldest_s = max(self.oldest_s, age_s)
+        if block.tier is TierName.HOST:
+            self.host_blocks += 1
+            self.host_bytes += block.slot_bytes
+        else:
+            self.disk_blocks += 1
+            self.disk_bytes += block.slot_bytes
 
 
 SORTS: dict[str, Callable[[ListingRow], tuple[float, str]]] = {
@@ -128,28 +151,15 @@ class Listing:
 
 
 @dataclass(frozen=True, slots=True)
-class ClientView:
-    """A connected process, or one whose connection was lost and whose slots are kept."""
-
-    pid: int
-    seconds: float  # since it connected, or since it was lost
-    namespaces: int
-    tickets: int
-    reserved: int
-    requests: int
-    lost: bool
-
-
-@dataclass(frozen=True, slots=True)
 class TenantView:
-    """A tenant that holds blocks. Limits are -1 without a limit; ``refused`` and ``evicted`` count
-    its blocks refused and evicted because of its limits."""
+    """A tenant that holds blocks. Limits are None without a limit; ``refused`` and ``evicted``
+    count its blocks refused and evicted because of its limits."""
 
     tenant: str
     host_bytes: int
-    host_limit: int
+    host_limit: int | None
     disk_bytes: int
-    disk_limit: int
+    disk_limit: int | None
     refused: int
     evicted: int
 
@@ -171,39 +181,38 @@ class Overview:
     write_policy: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PrefixNode:
-    """``name``: hex of its last block's hash, shortened. ``depth``: blocks before it in the
-    sequence. Bytes are those of this node and its descendants, in each tier; a block in both tiers
-    counts in both. ``age_s``: since the last use of any block in it. ``hidden``: children that are
-    not shown."""
+    """A run of blocks without branches. ``name``: hex of its last block's hash, shortened.
+    ``depth``: blocks before it in the sequence. Bytes are those of this node and its descendants,
+    in each tier; a block in both tiers counts in both. ``age_s``: since the last use of any block
+    in it. ``children``: nodes that continue its end; ``hidden``: those that are not shown."""
 
-    name: str
-    depth: int
-    blocks: int
-    host_bytes: int
-    disk_bytes: int
-    age_s: float
-    children: tuple[PrefixNode, ...]
-    hidden: int
+    name: str = ""
+    depth: int = 0
+    blocks: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    age_s: float = float("inf")
+    children: list[PrefixNode] = field(default_factory=list)
+    hidden: int = 0
+
+    def add(self, host_bytes: int, disk_bytes: int, age_s: float) -> None:
+        self.host_bytes += host_bytes
+        self.disk_bytes += disk_bytes
+        self.age_s = min(self.age_s, age_s)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixTree:
+@dataclass(slots=True)
+class PrefixTree(PrefixNode):
     """The blocks of one namespace and tenant. ``model``: with the KV group, of a model that has
-    several; only one of them has ``nodes``, the others hang on its blocks. Empty ``nodes`` with
+    several; only one of them has ``children``, the others hang on its blocks. No ``children`` with
     ``hidden`` -1: too many blocks in the pool."""
 
-    namespace: str
-    model: str
-    tenant: str
-    block_bytes: int
-    host_bytes: int
-    disk_bytes: int
-    blocks: int
-    age_s: float
-    nodes: tuple[PrefixNode, ...]
-    hidden: int
+    namespace: str = ""
+    model: str = ""
+    tenant: str = ""
+    block_bytes: int = 0
 
 
 class _Known(NamedTuple):
@@ -236,16 +245,8 @@ class Inventory:
         appears twice."""
         if query.tier not in ("", TierName.HOST, TierName.DISK):
             raise ConfigError(f"--tier: {query.tier!r} is unknown; allowed: host, disk")
-        digests = self._digests(query)
-        prefix = _prefix_of(query.block, self.pool.admin.blocks()) if query.block else None
-        return self._matching(query, digests, prefix)
-
-    def _matching(
-        self, query: Query, digests: Collection[bytes], prefix: Collection[BlockKey] | None
-    ) -> Iterator[BlockInfo]:
-        """The blocks of these namespaces (of any, if none is given) and keys that match the rest of
-        the query."""
-        admin = self.pool.admin
+        admin, digests = self.pool.admin, self._digests(query)
+        prefix = _prefix_of(query.block, admin.blocks()) if query.block else None
         used: dict[BlockKey, float] = {}  # of those in the host: the later use counts
         if query.older_than_s is not None or query.younger_than_s is not None:
             used = {block.key: block.used for block in self.pool.host_blocks()}
@@ -288,22 +289,18 @@ class Inventory:
 
     def tenants(self) -> tuple[tuple[TenantView, ...], int]:
         """Tenants that hold most, and how many there are."""
-        disk_tier = self.pool.admin.disk
+        tier = self.pool.admin.disk
         host = {use.tenant: use for use in self.pool.host_tenants()}
-        disk = (
-            {use.tenant: use for use in disk_tier.catalog.tenants()}
-            if disk_tier is not None
-            else {}
-        )
+        disk = {use.tenant: use for use in (tier.catalog.tenants() if tier is not None else ())}
         views = []
         for tenant in {**host, **disk}:
-            uses = [of.get(tenant, TenantUse(tenant, 0, None, 0, 0)) for of in (host, disk)]
-            limits = [-1 if use.limit_bytes is None else use.limit_bytes for use in uses]
-            refused, evicted = sum(use.refused for use in uses), sum(use.evicted for use in uses)
-            used = [use.used_bytes for use in uses]
+            a, b = (of.get(tenant, TenantUse(tenant, 0, None, 0, 0)) for of in (host, disk))
             views.append(
-                TenantView(tenant, used[0], limits[0], used[1], limits[1], refused, evicted)
-            )
+                TenantView(
+                    tenant, a.used_bytes, a.limit_bytes, b.used_bytes, b.limit_bytes,
+                    a.refused + b.refused, a.evicted + b.evicted,
+                )
+            )  # fmt: skip
         views.sort(key=lambda view: (-(view.host_bytes + view.disk_bytes), view.tenant))
         return tuple(views[:_TENANTS_SHOWN]), len(views)
 
@@ -360,219 +357,83 @@ def model_of(parts: Iterable[tuple[str, str]]) -> str:
     return "".join(one if one.isprintable() else "?" for one in text[:_LONGEST_NAME])
 
 
-# -- rows -----------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Group:
-    """The blocks of one row, added up. Of digests and tenants two are enough: they differ."""
-
-    depth: int = -1
-    host_blocks: int = 0
-    host_bytes: int = 0
-    disk_blocks: int = 0
-    disk_bytes: int = 0
-    youngest: float = float("-inf")
-    oldest: float = float("inf")
-    pinned: set[BlockKey] = field(default_factory=set)
-    digests: set[bytes] = field(default_factory=set)
-    tenants: set[str] = field(default_factory=set)
-
-    def add(self, block: BlockInfo) -> None:
-        if not (self.host_blocks or self.disk_blocks):
-            self.depth = block.depth
-        if block.tier is TierName.HOST:
-            self.host_blocks += 1
-            self.host_bytes += block.slot_bytes
-        else:
-            self.disk_blocks += 1
-            self.disk_bytes += block.slot_bytes
-        self.youngest = max(self.youngest, block.used)
-        self.oldest = min(self.oldest, block.used)
-        if block.pinned:
-            self.pinned.add(block.key)
-        if len(self.digests) < 2:
-            self.digests.add(block.key[:NAMESPACE_BYTES])
-        if len(self.tenants) < 2:
-            self.tenants.add(block.tenant)
-
-    def row(self, by: By, name: str, known: Mapping[bytes, _Known], now: float) -> ListingRow:
-        digests = {bytes.fromhex(name)} if by is By.NAMESPACE else self.digests
-        digest = next(iter(digests)) if len(digests) == 1 else b""
-        namespace = known.get(digest, _UNKNOWN)
-        return ListingRow(
-            name=name,
-            namespace=digest.hex(),
-            model=namespace.model if digest else "",
-            group=namespace.parts.get("group", ""),
-            tenant=next(iter(self.tenants)) if len(self.tenants) == 1 else "",
-            block_bytes=namespace.block_bytes,
-            depth=self.depth if by in (By.BLOCK, By.CHAIN) else -1,
-            host_blocks=self.host_blocks,
-            host_bytes=self.host_bytes,
-            disk_blocks=self.disk_blocks,
-            disk_bytes=self.disk_bytes,
-            pinned_blocks=len(self.pinned),
-            youngest_s=max(0.0, now - self.youngest) if self.digests else -1.0,
-            oldest_s=max(0.0, now - self.oldest) if self.digests else -1.0,
-            parts=namespace.parts if by is By.NAMESPACE else {},
-        )
-
-
-def _groups(held: Iterable[BlockInfo], by: By, known: Mapping[bytes, _Known]) -> dict[str, _Group]:
-    """Blocks by the name of their row."""
-    inner: set[BlockKey | None] = set()
-    if by is By.CHAIN:
-        held = [block for block in held if not block.hangs]
-        inner = {block.parent for block in held}
-    groups: dict[str, _Group] = {}
-    for block in held:
-        digest = block.key[:NAMESPACE_BYTES]
-        match by:
-            case By.TENANT:
-                name = str(block.tenant)
-            case By.NAMESPACE:
-                name = digest.hex()
-            case By.MODEL:
-                name = known.get(digest, _UNKNOWN).model
-            case _ if block.key in inner:
-                continue
-            case _:
-                name = block.key.hex()
-        group = groups.get(name)
-        if group is None:
-            group = groups[name] = _Group()
-        group.add(block)
-    return groups
-
-
 # -- prefix trees ---------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Block:
-    """A block in any tier. ``host`` and ``disk``: bytes of it and all after it."""
-
-    key: BlockKey
-    depth: int
-    parent: BlockKey | None
-    host: int = 0
-    disk: int = 0
-    used: float = 0.0
-    children: list[_Block] = field(default_factory=list)
-
-    def add(self, host: int, disk: int, used: float) -> None:
-        self.host += host
-        self.disk += disk
-        self.used = max(self.used, used)
-
-
-@dataclass(slots=True)
-class _Tree:
-    """The blocks of one tree. ``chain``: those of its nodes. ``host``: keys in the host, which come
-    first."""
-
-    total: _Block
-    chain: dict[BlockKey, _Block] = field(default_factory=dict)
-    host: set[BlockKey] = field(default_factory=set)
-    blocks: int = 0
-
-    def add(self, block: BlockInfo, is_node: bool) -> None:
-        sizes = (block.slot_bytes, 0) if block.tier is TierName.HOST else (0, block.slot_bytes)
-        self.total.add(*sizes, block.used)
-        self.blocks += block.key not in self.host
-        if block.tier is TierName.HOST:
-            self.host.add(block.key)
-        if is_node:
-            made = self.chain.setdefault(block.key, _Block(block.key, block.depth, block.parent))
-            made.parent = made.parent or block.parent
-            made.add(*sizes, block.used)
 
 
 def prefix_trees(
     held: Iterable[BlockInfo], known: Mapping[bytes, tuple[str, int]], now: float, limit: int = 300
-) -> tuple[PrefixTree, ...]:
+) -> list[PrefixTree]:
     """The trees of these blocks, largest first, of at most ``limit`` nodes together. ``known``: by
-    a namespace's digest, a readable name and the bytes of its blocks.
-
-    A *node* is a run of blocks without branches; the nodes that continue its end are its children.
-    """
-    found: dict[tuple[bytes, Tenant], _Tree] = {}
+    a namespace's digest, a readable name and the bytes of its blocks. Blocks in the host come
+    before those on disk."""
+    trees: dict[tuple[bytes, Tenant], PrefixTree] = {}
+    nodes: dict[tuple[bytes, Tenant], _Nodes] = defaultdict(dict)
+    in_host: set[tuple[BlockKey, Tenant]] = set()
     chained = 0
     for block in held:
-        place = block.key[:NAMESPACE_BYTES], block.tenant
-        if place not in found:
-            found[place] = _Tree(_Block(block.key, 0, None))
-        chained += not block.hangs
-        found[place].add(block, not block.hangs and chained <= MAX_BLOCKS)
-    is_shown = chained <= MAX_BLOCKS
-    budget = max(1, limit // max(1, sum(bool(tree.chain) for tree in found.values())))
-    trees = []
-    for (digest, tenant), tree in found.items():
-        name, nbytes = known.get(digest, ("unknown", 0))
-        roots = _roots(tree.chain) if is_shown else []
-        nodes, hidden = _nodes(roots, now, [budget], 0) if is_shown else ((), -1)
-        total = tree.total
-        trees.append(
-            PrefixTree(
-                namespace=digest.hex(),
-                model=name,
-                tenant=str(tenant),
-                block_bytes=nbytes,
-                host_bytes=total.host,
-                disk_bytes=total.disk,
-                blocks=tree.blocks,
-                age_s=max(0.0, now - total.used),
-                nodes=nodes,
-                hidden=hidden,
+        key, tenant, digest = block.key, block.tenant, block.key[:NAMESPACE_BYTES]
+        place = digest, tenant
+        if (tree := trees.get(place)) is None:
+            name, nbytes = known.get(digest, ("unknown", 0))
+            tree = trees[place] = PrefixTree(
+                namespace=digest.hex(), model=name, tenant=str(tenant), block_bytes=nbytes
             )
-        )
-    return tuple(sorted(trees, key=lambda tree: -(tree.host_bytes + tree.disk_bytes)))
+        is_host = block.tier is TierName.HOST
+        tree.blocks += (key, tenant) not in in_host
+        if is_host:
+            in_host.add((key, tenant))
+        sizes = (block.slot_bytes, 0) if is_host else (0, block.slot_bytes)
+        age_s = max(0.0, now - block.used)
+        tree.add(*sizes, age_s)
+        if block.hangs:
+            continue
+        chained += 1
+        if chained <= MAX_BLOCKS:
+            if (found := nodes[place].get(key)) is None:
+                found = PrefixNode(key[NAMESPACE_BYTES:].hex()[:12], block.depth, 1), block.parent
+            found[0].add(*sizes, age_s)
+            nodes[place][key] = found[0], found[1] or block.parent
+    left = max(1, limit // max(1, len(nodes)))
+    for place, tree in trees.items():
+        if chained > MAX_BLOCKS:
+            tree.hidden = -1
+        else:
+            tree.children, tree.hidden = _shown(_roots(nodes.get(place, {})), [left], 0)
+    return sorted(trees.values(), key=lambda tree: -(tree.host_bytes + tree.disk_bytes))
 
 
-def _roots(blocks: Mapping[BlockKey, _Block]) -> list[_Block]:
+_Nodes = dict[BlockKey, tuple[PrefixNode, BlockKey | None]]
+"""Blocks as nodes, with their parents."""
+
+
+def _roots(nodes: _Nodes) -> list[PrefixNode]:
     """Joins the blocks to their parents. Returns those without one."""
     roots = []
-    for block in sorted(blocks.values(), key=lambda block: -block.depth):  # leaves first
-        above = blocks.get(block.parent) if block.parent is not None else None
-        if above is None or above.depth >= block.depth:
-            roots.append(block)  # a sequence's first block, or what is left of an evicted one
+    for node, parent in sorted(nodes.values(), key=lambda each: -each[0].depth):  # leaves first
+        above, _ = nodes.get(parent, (None, None)) if parent is not None else (None, None)
+        if above is None or above.depth >= node.depth:
+            roots.append(node)  # a sequence's first block, or what is left of an evicted one
             continue
-        above.add(block.host, block.disk, block.used)
-        above.children.append(block)
+        above.add(node.host_bytes, node.disk_bytes, node.age_s)
+        above.children.append(node)
     return roots
 
 
-def _nodes(
-    blocks: list[_Block], now: float, left: list[int], level: int
-) -> tuple[tuple[PrefixNode, ...], int]:
-    """The largest of ``blocks`` as nodes, as far as ``left`` (nodes that may still be made) allows,
-    and the number of omitted ones."""
+def _shown(nodes: list[PrefixNode], left: list[int], level: int) -> tuple[list[PrefixNode], int]:
+    """The largest of ``nodes``, runs joined, as far as ``left`` (nodes that may still be shown)
+    allows, and the number of omitted ones."""
     if level >= _DEEPEST:
-        return (), len(blocks)
-    chosen = sorted(blocks, key=lambda block: -(block.host + block.disk))
+        return [], len(nodes)
+    chosen = sorted(nodes, key=lambda node: -(node.host_bytes + node.disk_bytes))
     chosen = chosen[: min(_CHILDREN, left[0])]
     left[0] -= len(chosen)
-    nodes = []
-    for block in chosen:
-        last, length = block, 1
-        while len(last.children) == 1:
-            (last,) = last.children
-            length += 1
-        children, hidden = _nodes(last.children, now, left, level + 1)
-        nodes.append(
-            PrefixNode(
-                name=last.key[NAMESPACE_BYTES:].hex()[:12],
-                depth=block.depth,
-                blocks=length,
-                host_bytes=block.host,
-                disk_bytes=block.disk,
-                age_s=max(0.0, now - block.used),
-                children=children,
-                hidden=hidden,
-            )
-        )
-    return tuple(nodes), len(blocks) - len(chosen)
+    for node in chosen:
+        while len(node.children) == 1:
+            (last,) = node.children
+            node.name, node.children = last.name, last.children
+            node.blocks += 1
+        node.children, node.hidden = _shown(node.children, left, level + 1)
+    return chosen, len(nodes) - len(chosen)
 
 
 # -- commands ------------------------------------------------------------------------------
@@ -601,13 +462,13 @@ class Stat(Command[Overview], frozen=True):
         return inventory.overview()
 
 
-class PrefixTrees(Command[tuple[PrefixTree, ...]], frozen=True):
+class PrefixTrees(Command[list[PrefixTree]], frozen=True):
     """The cached blocks as trees by model and tenant, largest first, of ``limit`` nodes."""
 
-    result = tuple[PrefixTree, ...]
+    result = list[PrefixTree]
     limit: int = 300
 
-    def run(self, inventory: Inventory, progress: OnProgress) -> tuple[PrefixTree, ...]:
+    def run(self, inventory: Inventory, progress: OnProgress) -> list[PrefixTree]:
         known = {}
         for digest, one in inventory.namespaces().items():
             group = one.parts.get("group", "")
@@ -629,32 +490,58 @@ class List(Command[Listing], frozen=True):
     def run(self, inventory: Inventory, progress: OnProgress) -> Listing:
         if self.sort not in SORTS:
             raise ConfigError(f"--sort: {self.sort!r} is unknown; known: {', '.join(SORTS)}")
-        held, known = inventory.select(self.query), inventory.namespaces()
-        groups = _groups(held, self.by, known)
-        if self.by is By.NAMESPACE and self.query == Query():  # also those with nothing left
-            groups = {digest.hex(): _Group() for digest in known} | groups
-        now = inventory.pool.admin.now()
-        rows = [group.row(self.by, name, known, now) for name, group in groups.items()]
-        rows.sort(key=SORTS[self.sort])
-        return Listing(self.by, tuple(rows[: min(self.limit, _MAX_ROWS)]), len(rows))
+        by, known, now = self.by, inventory.namespaces(), inventory.pool.admin.now()
+        held: Iterable[BlockInfo] = inventory.select(self.query)
+        inner: set[BlockKey | None] = set()
+        if by is By.CHAIN:
+            held = [block for block in held if not block.hangs]
+            inner = {block.parent for block in held}
+        rows: dict[str, ListingRow] = {}
+        if by is By.NAMESPACE and self.query == Query():  # also those with nothing left
+            rows = {digest.hex(): ListingRow(digest.hex(), digest.hex()) for digest in known}
+        pinned: set[BlockKey] = set()
+        for block in held:
+            if block.key in inner:
+                continue
+            digest = block.key[:NAMESPACE_BYTES]
+            match by:
+                case By.TENANT:
+                    name = str(block.tenant)
+                case By.NAMESPACE:
+                    name = digest.hex()
+                case By.MODEL:
+                    name = known.get(digest, _UNKNOWN).model
+                case _:
+                    name = block.key.hex()
+            if (row := rows.get(name)) is None:
+                depth = block.depth if by in (By.BLOCK, By.CHAIN) else -1
+                row = rows[name] = ListingRow(name, depth=depth)
+            row.add(block, now)
+            if block.pinned and block.key not in pinned:
+                pinned.add(block.key)
+                row.pinned_blocks += 1
+        for row in rows.values():
+            if row.namespace:
+                one = known.get(bytes.fromhex(row.namespace), _UNKNOWN)
+                row.model, row.group, row.block_bytes = (
+                    one.model, one.parts.get("group", ""), one.block_bytes,
+                )  # fmt: skip
+                row.parts = one.parts if by is By.NAMESPACE else {}
+        found = sorted(rows.values(), key=SORTS[self.sort])
+        return Listing(by, tuple(found[: min(self.limit, _MAX_ROWS)]), len(found))
 
 
-class Verified(msgspec.Struct, frozen=True):
-    checked: int
-    damaged: int
-
-
-class Verify(Command[Verified], frozen=True):
+class Verify(Command[Counts], frozen=True):
     """Reads and checks the selected blocks on disk; drops damaged ones."""
 
-    result = Verified
+    result = Counts
     progress = "verifying"
     query: Query = Query()
 
-    def run(self, inventory: Inventory, progress: OnProgress) -> Verified:
+    def run(self, inventory: Inventory, progress: OnProgress) -> Counts:
         disk = inventory.pool.admin.disk
         if disk is None:
-            return Verified(0, 0)
+            return {"checked": 0, "damaged": 0}
         keys = [b.key for b in inventory.select(self.query) if b.tier is TierName.DISK]
         checked = damaged = 0
         told = 0.0
@@ -667,70 +554,52 @@ class Verify(Command[Verified], frozen=True):
                 told = time.monotonic()
                 progress(checked, len(keys))
         progress(checked, len(keys))
-        return Verified(checked, damaged)
+        return {"checked": checked, "damaged": damaged}
 
 
-class Dropped(msgspec.Struct, frozen=True):
-    """``pinned``: blocks that were not dropped because they are pinned."""
+class Drop(Command[Counts], frozen=True):
+    """Drops the selected blocks, pinned ones only with ``pinned``: those that stay are counted.
+    Leased blocks stay in the host."""
 
-    dropped: int
-    pinned: int
-
-
-class Drop(Command[Dropped], frozen=True):
-    """Drops the selected blocks, pinned ones only with ``pinned``. Leased blocks stay in the
-    host."""
-
-    result = Dropped
+    result = Counts
     query: Query
     pinned: bool
 
-    def run(self, inventory: Inventory, progress: OnProgress) -> Dropped:
+    def run(self, inventory: Inventory, progress: OnProgress) -> Counts:
         keys: set[BlockKey] = set()
         kept: set[BlockKey] = set()
         for block in inventory.select(self.query):
             (kept if block.pinned and not self.pinned else keys).add(block.key)
         keys -= kept
         inventory.pool.admin.drop(keys)
-        return Dropped(len(keys), len(kept))
+        return {"dropped": len(keys), "pinned": len(kept)}
 
 
-class Pinned(msgspec.Struct, frozen=True):
-    """Each block is counted once, regardless of the number of tiers it is in."""
+class Pin(Command[Counts], frozen=True):
+    """Pins, or unpins, the selected blocks: all or none. Counts each once, whatever tiers it is
+    in."""
 
-    blocks: int
-    bytes: int
-
-
-class Pin(Command[Pinned], frozen=True):
-    """Pins, or unpins, the selected blocks: all or none."""
-
-    result = Pinned
+    result = Counts
     query: Query
     on: bool
 
-    def run(self, inventory: Inventory, progress: OnProgress) -> Pinned:
+    def run(self, inventory: Inventory, progress: OnProgress) -> Counts:
         sizes = {block.key: block.slot_bytes for block in inventory.select(self.query)}
         admin = inventory.pool.admin
         (admin.pin if self.on else admin.unpin)(sizes.keys())
-        return Pinned(len(sizes), sum(sizes.values()))
+        return {"blocks": len(sizes), "bytes": sum(sizes.values())}
 
 
-class Resized(msgspec.Struct, frozen=True):
-    host: int | None
-    disk: int | None
-
-
-class Resize(Command[Resized], frozen=True):
+class Resize(Command[dict[str, int | None]], frozen=True):
     """Sets the given sizes (bytes); ends when the surplus is gone."""
 
-    result = Resized
+    result = dict[str, int | None]
     progress = "making room"
     on_folder = False
     host_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)] | None
     disk_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)] | None
 
-    def run(self, inventory: Inventory, progress: OnProgress) -> Resized:
+    def run(self, inventory: Inventory, progress: OnProgress) -> dict[str, int | None]:
         pool, disk = inventory.pool, inventory.pool.admin.disk
         if self.disk_bytes is not None and disk is None:
             raise ConfigError("disk: this pool has no disk tier; start it with disk_path")
@@ -744,19 +613,19 @@ class Resize(Command[Resized], frozen=True):
             most = max(most, left)
             progress(most - left, most)
             time.sleep(_RESIZE_LOOK_S)
-        return Resized(self.host_bytes, self.disk_bytes)
+        return {"host": self.host_bytes, "disk": self.disk_bytes}
 
 
 _COMMANDS = {kind.__name__: kind for kind in (Stat, PrefixTrees, List, Verify, Drop, Pin, Resize)}
 
 
-def command_of(name: str, fields: bytes) -> Command[Any]:
+def command_of(request: p.Administer) -> Command[Any]:
     """The command received over the socket. Raises ProtocolError."""
-    kind = _COMMANDS.get(name)
-    if kind is None:
+    name = request.command
+    if name not in _COMMANDS:
         raise p.ProtocolError(f"unknown command: {name!r}")
     try:
-        return msgspec.msgpack.decode(fields, type=kind)
+        return msgspec.msgpack.decode(request.fields, type=_COMMANDS[name])
     except (msgspec.MsgspecError, RecursionError) as error:
         raise p.ProtocolError(f"invalid command {name}: {error}") from error
 
@@ -764,25 +633,8 @@ def command_of(name: str, fields: bytes) -> Command[Any]:
 # -- where a pool is ----------------------------------------------------------------------------
 
 
-class Admin(ABC):
-    """Executes commands on a pool. A context manager."""
-
-    @abstractmethod
-    def do(self, command: Command[R], progress: OnProgress = lambda *_: None) -> R:
-        """Executes it. Blocks. Raises TierError; ConfigError if it cannot be executed."""
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class ServiceAdmin(Admin):
-    """Administration of the service at a socket."""
+class ServiceAdmin(AbstractContextManager["ServiceAdmin"]):
+    """Executes commands in the service at a socket."""
 
     def __init__(self, path: Path, timeout_s: float = 5.0) -> None:
         self._path = path
@@ -791,7 +643,11 @@ class ServiceAdmin(Admin):
         except LinkLost as error:
             raise TierError(str(error)) from error
 
+    def __exit__(self, *_: object) -> None:
+        self._link.close()
+
     def do(self, command: Command[R], progress: OnProgress = lambda *_: None) -> R:
+        """Executes it. Blocks. Raises TierError; ConfigError if it cannot be executed."""
         name, fields = type(command).__name__, msgspec.msgpack.encode(command)
         try:
             reply = self._link.ask(
@@ -814,44 +670,34 @@ class ServiceAdmin(Admin):
         result: R = msgspec.msgpack.decode(reply.result, type=command.result)
         return result
 
-    def close(self) -> None:
-        self._link.close()
 
-
-class FolderAdmin(Admin):
-    """Administration of a disk tier's folder, which it locks: a pool without host memory. If its
+class FolderAdmin(AbstractContextManager["FolderAdmin"]):
+    """Executes commands on a disk tier's folder, which it locks: a pool without host memory. If its
     blocks are encrypted, verifying them needs the key; all other commands do not."""
 
     def __init__(self, path: Path, key_file: Path | None = None) -> None:
-        codec = _codec_for(path, key_file)  # first: opening a folder may change it
+        """Opening changes nothing in the folder, and evicts nothing. Raises TierError if it is no
+        disk tier's, or another process has it."""
+        codec = BlockCodec()
+        if check_index(path):
+            codec = (
+                BlockCodec(locked=True) if key_file is None else make_codec(read_cipher(key_file))
+            )
+        own, system = own_bytes(path), os.statvfs(path)
+        room = min(own // 10 + (64 << 20), system.f_bavail * system.f_frsize)
         terms = PoolTerms(pin_limit=1.0)  # the pool's own limit is of a size not known here
-        config = DiskConfig(path, _present_size(path))
         try:
-            disk = DiskTier(config, codec=codec, terms=terms)
+            disk = DiskTier(DiskConfig(path, own + room), codec=codec, terms=terms)
         except FolderHeld as error:
             raise TierError(
                 f"{error}. A pool in an engine's own process cannot be administered while it "
                 "runs; a service's can: --socket"
             ) from error
         self._pool = Pool(Arena.create(4096), disk, terms=terms)
-        self._inventory = Inventory(self._pool)
 
-    def do(self, command: Command[R], progress: OnProgress = lambda *_: None) -> R:
-        return command.run(self._inventory, progress)
-
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.close()
 
-
-def _codec_for(path: Path, key_file: Path | None) -> BlockCodec:
-    """A codec that changes nothing in the folder. Raises TierError if that is no disk tier's."""
-    if not check_index(path):
-        return Plain()
-    return Locked() if key_file is None else make_codec(read_cipher(key_file))
-
-
-def _present_size(path: Path) -> int:
-    """A capacity at which opening the folder evicts nothing."""
-    own = own_bytes(path)
-    system = os.statvfs(path)
-    return min(own + own // 10 + (64 << 20), own + system.f_bavail * system.f_frsize)
+    def do(self, command: Command[R], progress: OnProgress = lambda *_: None) -> R:
+        """Executes it. Blocks. Raises ConfigError if it cannot be executed."""
+        return command.run(Inventory(self._pool), progress)

@@ -17,14 +17,16 @@ they are not reserved again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
@@ -116,50 +118,38 @@ def _plus(now: S, before: S | None, counters: Sequence[str]) -> S:
     return dataclasses.replace(now, **sums)
 
 
-@dataclass(eq=False, slots=True)
-class _Life:
-    """A connection and its open operations."""
+class _Life(Link):
+    """A connection and its open operations. ``knows``: namespaces that are registered, ``refuses``:
+    those of them that the service cannot hold."""
 
-    link: Link
-    knows: set[bytes]  # namespaces registered when it began
-    refuses: set[bytes] = field(default_factory=set)  # those of them that the service cannot hold
-    tickets: set[int] = field(default_factory=set)
-    keys: set[BlockKey] = field(default_factory=set)
-    file: int = -1  # the arena's, opened when it is first read
-
-    def read(self, offsets: Sequence[int], at: int, nbytes: int) -> list[bytes]:
-        """See ``PoolClient``."""
-        if self.is_over:
-            return []
-        try:
-            if self.file < 0:
-                self.file = open_arena(self.handle)
-            return [os.pread(self.file, nbytes, offset + at) for offset in offsets]
-        except (OSError, TierError):
-            return []
-
-    def close(self) -> None:
-        """Unmaps the arena, whose memory ends with its last holder."""
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self.knows: set[bytes] = set()
+        self.refuses: set[bytes] = set()
+        self.tickets: set[int] = set()
+        self.keys: set[BlockKey] = set()
+        self._file = -1  # the arena's, opened when it is first read
 
     @property
     def handle(self) -> ArenaHandle:
-        return self.link.welcome.arena
+        return self.welcome.arena
 
-    @property
-    def boot(self) -> str:
-        """The id of the service's present run."""
-        return self.handle.boot
+    def read(self, offsets: Sequence[int], at: int, nbytes: int) -> list[bytes]:
+        """See ``PoolClient``."""
+        if self.is_lost:
+            return []
+        try:
+            if self._file < 0:
+                self._file = open_arena(self.handle)
+            return [os.pread(self._file, nbytes, offset + at) for offset in offsets]
+        except (OSError, TierError):
+            return []
 
-    @property
-    def is_over(self) -> bool:
-        return self.link.is_lost
-
-    @property
-    def is_settled(self) -> bool:
-        return not (self.tickets or self.keys)
+    def unmap(self) -> None:
+        """Closes the arena, whose memory ends with its last holder."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
 
 @dataclass(eq=False, slots=True)
@@ -204,7 +194,7 @@ class ServiceClient:
     def is_connected(self) -> bool:
         """Whether a service is connected, as far as known."""
         life = self._next or self._life
-        return life is not None and not life.is_over
+        return life is not None and not life.is_lost
 
     def arena_handle(self) -> ArenaHandle:
         """The arena of the offsets returned since the last call. ``NO_ARENA`` before there was a
@@ -245,22 +235,18 @@ class ServiceClient:
     # -- recall ----------------------------------------------------------------------------
 
     def find(self, keys: Sequence[BlockKey]) -> Found:
-        with self._lock:
-            self._adopt()
-            life = self._current()
         wanted = tuple(keys[: p.MAX_KEYS])
-        reply = self._ask(life, p.Find, wanted)
-        if not isinstance(reply, p.FoundReply):
+        reply = self._ask(self._adopted(), p.Find, wanted)
+        if not isinstance(reply, p.PlacesReply):
             return Found(())
-        return Found(p.TIERS.unpack(reply.tiers)[: len(wanted)], reply.pending)
+        tiers = tuple(filter(None, p.PLACES.unpack(reply.places)))
+        is_whole = len(tiers) == len(reply.places) <= len(wanted)
+        return Found(tiers if is_whole else (), reply.pending)
 
     def locate(self, keys: Sequence[BlockKey]) -> Located:
-        with self._lock:
-            self._adopt()
-            life = self._current()
         wanted = tuple(keys[: p.MAX_KEYS])
-        reply = self._ask(life, p.Locate, wanted)
-        if not isinstance(reply, p.LocatedReply) or len(reply.places) != len(wanted):
+        reply = self._ask(self._adopted(), p.Locate, wanted)
+        if not isinstance(reply, p.PlacesReply) or len(reply.places) != len(wanted):
             return Located((None,) * len(keys))
         beyond = (None,) * (len(keys) - len(wanted))
         return Located((*p.PLACES.unpack(reply.places), *beyond), reply.pending)
@@ -272,7 +258,7 @@ class ServiceClient:
         if asked is None:
             return self._ask_why(life, key)
         asked_of, number = asked
-        reply = None if asked_of is not life else asked_of.link.taken(number)
+        reply = asked_of.taken(number) if asked_of is life else None
         if reply is None and asked_of is life:
             return None
         with self._lock:
@@ -285,14 +271,14 @@ class ServiceClient:
         if key[:NAMESPACE_BYTES] in life.refuses:
             return _BARRED
         try:
-            number = life.link.begin(p.Why, key, timeout_s=self._timeout_s)
+            number = life.begin(p.Why, key, timeout_s=self._timeout_s)
         except (LinkLate, LinkLost):
             return _NO_SERVICE
         with self._lock:
             self._asked[key] = life, number
             spare = [*self._asked][:-_MOST_ASKED]  # by requests that have ended since
             for old, forgotten in [self._asked.pop(one) for one in spare]:
-                old.link.forget(forgotten)
+                old.forget(forgotten)
         return None
 
     def acquire(
@@ -329,7 +315,7 @@ class ServiceClient:
         if isinstance(reply, p.RecallReply):
             if not reply.ready:
                 return _PENDING
-            tiers = p.TIERS.unpack(reply.tiers)
+            tiers = tuple(filter(None, p.PLACES.unpack(reply.places)))
             if len(tiers) == len(reply.offsets) and self._are_inside(life, reply.offsets):
                 recall = Recall(RecallState.READY, reply.offsets, tiers)
         with self._lock:
@@ -470,7 +456,7 @@ class ServiceClient:
         with self._lock:
             if isinstance(reply, p.StatsReply):
                 self._stats_at = now
-                self._totals.add(life.boot, reply.stats)
+                self._totals.add(life.handle.boot, reply.stats)
             return self._totals.last
 
     def close(self) -> None:
@@ -483,18 +469,24 @@ class ServiceClient:
         with self._lock:
             lives = [life for life in (self._life, self._next) if life is not None]
         for life in lives:
-            life.link.fail("closed")
+            life.fail("closed")
         self._keeper.join()
         for life in lives:
-            life.link.close()
+            life.close()
             with self._lock:
-                life.close()
+                life.unmap()
 
     # -- the connection --------------------------------------------------------------------
 
     def _current(self) -> _Life | None:
         life = self._life
-        return None if life is None or life.is_over or self._closed.is_set() else life
+        return None if life is None or life.is_lost or self._closed.is_set() else life
+
+    def _adopted(self) -> _Life | None:
+        """The present connection, perhaps a new one."""
+        with self._lock:
+            self._adopt()
+            return self._current()
 
     def _ask(
         self,
@@ -508,7 +500,7 @@ class ServiceClient:
         if life is None:
             return None
         try:
-            reply = life.link.ask(kind, *fields, timeout_s=timeout_s or self._timeout_s, slow=slow)
+            reply = life.ask(kind, *fields, timeout_s=timeout_s or self._timeout_s, slow=slow)
         except LinkLate:
             self._say(
                 f"the pool service at {self._path} did not answer in time; continuing without it"
@@ -527,29 +519,26 @@ class ServiceClient:
         end = life.handle.nbytes - ALIGNMENT
         if all(0 <= offset <= end and offset % ALIGNMENT == 0 for offset in offsets):
             return True
-        life.link.fail("the service names bytes outside of its arena")
+        life.fail("the service names bytes outside of its arena")
         return False
 
     def _tell(self, life: _Life | None, message: p.Message) -> None:
         """Nothing if ``life`` is over."""
-        if life is None or life.is_over:
-            return
-        try:
-            life.link.tell(message, self._timeout_s)
-        except LinkLost:
-            return
+        if life is not None and not life.is_lost:
+            with contextlib.suppress(LinkLost):
+                life.tell(message, self._timeout_s)
 
     def _adopt(self) -> None:
         """Switches to a new connection if there is one and no caller could mix the arenas."""
         if self._next is None or self._unsent or self._closed.is_set():
             return
         old, self._life, self._next = self._life, self._next, None
-        life = self._life
         if old is not None:
-            old.link.close()
             old.close()
+            old.unmap()
             self._unsettled.append(old)
-        self._unsettled = [lost for lost in self._unsettled if lost.boot == life.boot]
+        boot = self._life.handle.boot
+        self._unsettled = [lost for lost in self._unsettled if lost.handle.boot == boot]
         for lost in list(self._unsettled):
             self._settle(lost)
 
@@ -557,50 +546,48 @@ class ServiceClient:
         """Tells the service if the copies of a lost connection have ended."""
         with self._lock:
             current = self._current()
-            if current is None or life not in self._unsettled or not life.is_settled:
+            if current is None or life not in self._unsettled or life.tickets or life.keys:
                 return
             self._unsettled.remove(life)
-        self._tell(current, p.Settle(life.link.welcome.token))
+        self._tell(current, p.Settle(life.welcome.token))
 
     def _connect(self) -> _Life:
         """A new connection that knows all namespaces. Raises LinkLost."""
         last = self._next or self._life
         before = NO_ARENA if last is None else last.handle
-        link = Link.open(self._path, self._greeting_s, before)
-        done: set[bytes] = set()
-        refused: set[bytes] = set()
+        life = _Life.open(self._path, self._greeting_s, before)
         try:
-            while missing := self._names.keys() - done:
+            while missing := self._names.keys() - life.knows:
                 for digest in missing:
                     namespace, nbytes = self._names[digest]
-                    reply = link.ask(
+                    reply = life.ask(
                         p.Register, digest, namespace.parts, nbytes, timeout_s=self._greeting_s
                     )
                     if isinstance(reply, p.Trouble):
                         _LOG.error("kvrecall: the pool service refuses blocks: %s", reply.text)
-                        refused.add(digest)
-                    done.add(digest)
+                        life.refuses.add(digest)
+                    life.knows.add(digest)
         except LinkLate as error:
-            link.close()
+            life.close()
             raise LinkLost(f"the service at {self._path} does not answer") from error
         except LinkLost:
-            link.close()
+            life.close()
             raise
-        return _Life(link, done, refused)
+        return life
 
     def _keep(self) -> None:
         """Thread: notices the end of a connection, and makes the next one."""
         pause = _FIRST_PAUSE_S
         while not self._closed.is_set():
             life = self._next or self._life
-            if life is not None and not life.is_over:
-                lost = life.link.wait_lost(_WATCH_S)
-                if lost:
-                    with self._lock:
-                        life.close()
-                if lost and not self._closed.is_set():
+            if life is not None and not life.is_lost:
+                if not life.wait_lost(_WATCH_S):
+                    continue
+                with self._lock:
+                    life.unmap()
+                if not self._closed.is_set():
                     self._say(
-                        f"the pool service at {self._path} is lost ({life.link.why_lost}); "
+                        f"the pool service at {self._path} is lost ({life.why_lost}); "
                         "every block is computed until it is back"
                     )
                 continue
@@ -614,11 +601,11 @@ class ServiceClient:
             pause = _FIRST_PAUSE_S
             with self._lock:
                 if self._names.keys() - fresh.knows:  # registered while it connected
-                    fresh.link.close()
+                    fresh.close()
                     continue
                 stale, self._next = self._next, fresh
             if stale is not None:
-                stale.link.close()
+                stale.close()
             self._said = ""
             _LOG.warning("kvrecall: joined the pool service at %s", self._path)
 

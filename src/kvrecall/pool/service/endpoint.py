@@ -17,12 +17,12 @@ from pathlib import Path
 
 from kvrecall.config import PoolConfig
 from kvrecall.errors import ConfigError, TierError
-from kvrecall.ownership import ACCESS, exposure
 from kvrecall.pool.arena import available_memory
 from kvrecall.pool.lockfile import LockHeld, leads_to, lock_path
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.peers import credentials, mappers_of
 from kvrecall.pool.service.server import Patience, Server
+from kvrecall.secret import ACCESS, exposure
 
 _LOG = logging.getLogger(__name__)
 FLUSH_S = 10.0
@@ -44,7 +44,8 @@ class SocketLock:
         try:
             check_socket(path)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            check_folder(path.parent)
+            if why := exposure(path.parent, path.parent.stat(), ACCESS):
+                raise ConfigError(f"socket: {why}, or give the socket a folder of its own")
             self._fd = lock_path(self._path)
         except LockHeld as error:
             raise _served(path, next(iter(str(error).split()), "")) from error
@@ -109,12 +110,6 @@ def check_socket(path: Path) -> None:
         raise ConfigError(f"socket: {path} is longer than {_MAX_PATH} bytes; use a shorter path")
     if path.exists() and not path.is_socket():
         raise ConfigError(f"socket: {path} exists and is not a socket; use another path")
-
-
-def check_folder(folder: Path) -> None:
-    """Raises ConfigError if others than this user can enter ``folder``."""
-    if why := exposure(folder, folder.stat(), ACCESS):
-        raise ConfigError(f"socket: {why}, or give the socket a folder of its own")
 
 
 @contextlib.contextmanager

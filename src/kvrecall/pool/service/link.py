@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVarTuple
+from typing import Self, TypeVarTuple
 
 from kvrecall import __version__
 from kvrecall.pool.base import NO_ARENA, ArenaHandle
@@ -62,46 +62,46 @@ class Link:
         self.welcome: p.Welcome
 
     @classmethod
-    def open(cls, path: Path, timeout_s: float, before: ArenaHandle = NO_ARENA) -> Link:
+    def open(cls, path: Path, timeout_s: float, before: ArenaHandle = NO_ARENA) -> Self:
         """Connects and greets. ``before``: the arena of this client's last connection. Raises
         LinkLost if that does not succeed in time."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(timeout_s)
         until = time.monotonic() + timeout_s
         try:
-            while not _connected(sock, path):  # too many others wait
+            while (status := sock.connect_ex(str(path))) == errno.EAGAIN:  # too many others wait
                 if time.monotonic() > until:
                     raise LinkLost(f"the service at {path} does not accept connections")
                 time.sleep(_BUSY_S)
+            if status:
+                raise OSError(status, os.strerror(status))
             _, uid = credentials(sock)
+            if uid != os.getuid():
+                raise LinkLost(f"the service at {path} runs as user {uid}, not as {os.getuid()}")
         except LinkLost:
             sock.close()
             raise
         except OSError as error:
             sock.close()
-            raise LinkLost(_why_not(path, error)) from error
-        if uid != os.getuid():
-            sock.close()
-            raise LinkLost(f"the service at {path} runs as user {uid}, not as {os.getuid()}")
+            why = f": {error.strerror or error}"
+            if error.errno in (errno.ENOENT, errno.ECONNREFUSED):
+                why = f"; start one with: kvrecall pool serve --socket {path}"
+            raise LinkLost(f"no pool service at {path}{why}") from error
         link = cls(sock)
         try:
-            link._greet(timeout_s, before)
+            until = time.monotonic() + timeout_s
+            link._send(p.Hello(p.PROTOCOL, __version__, before.boot, before.seat), until)
+            link._expected.add(0)
+            welcome = link._await(0, until)
         except LinkLate as error:
             link.close()
             raise LinkLost(f"the service at {path} does not answer") from error
         except LinkLost as error:
             link.close()
             raise LinkLost(f"the service at {path} ended the connection: {error}") from error
-        return link
-
-    def _greet(self, timeout_s: float, before: ArenaHandle) -> None:
-        until = time.monotonic() + timeout_s
-        hello = p.Hello(p.PROTOCOL, __version__, before.boot, before.seat)
-        self._send(p.frame_of(hello), until)
-        self._expected.add(0)
-        welcome = self._await(0, until)
         assert isinstance(welcome, p.Welcome)
-        self.welcome = welcome
+        link.welcome = welcome
+        return link
 
     @property
     def is_lost(self) -> bool:
@@ -124,18 +124,10 @@ class Link:
         its timeout then counts from the last ``on_progress``, which is called for every
         Progress."""
         until = time.monotonic() + timeout_s
-        number = next(self._numbers)
-        frame = p.frame_of(kind(number, *fields))
-        with self._changed:
-            self._expected.add(number)
-            if on_progress is not None:
-                self._on_progress[number] = on_progress
-        sent = False
+        number = self.begin(kind, *fields, timeout_s=timeout_s, slow=slow)
+        if on_progress is not None:
+            self._on_progress[number] = on_progress
         try:
-            if not slow:
-                self._check_owed()
-            self._send(frame, until)
-            sent = True
             while True:
                 try:
                     return self._await(number, until)
@@ -145,36 +137,39 @@ class Link:
                         raise
         except LinkLate:
             with self._changed:
-                came = self._replies.pop(number, None) is not None  # in the meantime
-                if sent and not (slow or came) and self._owed is None:
+                has_come = number in self._replies  # in the meantime
+                if not (slow or has_come) and self._owed is None:
                     self._owed, self._owed_since = number, time.monotonic()
-            raise LinkLate(str(number)) from None
+            raise
         finally:
-            with self._changed:
-                self._expected.discard(number)
-                self._on_progress.pop(number, None)
+            self._on_progress.pop(number, None)
+            self.forget(number)
 
-    def begin(self, kind: Callable[[int, *Ts], p.Message], *fields: *Ts, timeout_s: float) -> int:
+    def begin(
+        self,
+        kind: Callable[[int, *Ts], p.Message],
+        *fields: *Ts,
+        timeout_s: float,
+        slow: bool = False,
+    ) -> int:
         """Sends ``kind(number, *fields)`` and returns its number, for ``taken``. Raises LinkLate if
-        a reply is owed, or LinkLost."""
-        self._check_owed()
+        a reply is owed and this one is not ``slow``, or LinkLost."""
+        if not slow:
+            self._check_owed()
         number = next(self._numbers)
         with self._changed:
             self._expected.add(number)
         try:
-            self._send(p.frame_of(kind(number, *fields)), time.monotonic() + timeout_s)
-        except LinkLost:
+            self._send(kind(number, *fields), time.monotonic() + timeout_s)
+        except BaseException:
             self.forget(number)
             raise
         return number
 
     def taken(self, number: int) -> p.Reply | None:
         """The reply to what ``begin`` sent, if it is there; does not wait for it."""
-        with self._changed:
-            reads = number not in self._replies and not (self._reading or self._lost)
-            self._reading |= reads
-        if reads:
-            self._read(0.0)
+        if number not in self._replies:
+            self._look()
         with self._changed:
             reply = self._replies.pop(number, None)
             if reply is not None:
@@ -189,7 +184,7 @@ class Link:
 
     def tell(self, message: p.Message, timeout_s: float) -> None:
         """Sends a message that has no reply. LinkLost if it cannot be sent."""
-        self._send(p.frame_of(message), time.monotonic() + timeout_s)
+        self._send(message, time.monotonic() + timeout_s)
 
     def wait_lost(self, timeout_s: float) -> bool:
         """Waits until the other end hangs up. False if it has not in that time."""
@@ -225,11 +220,7 @@ class Link:
     def _check_owed(self) -> None:
         if self._owed is None:
             return
-        with self._changed:
-            reader = not self._reading and not self._lost
-            self._reading |= reader
-        if reader:
-            self._read(0.0)
+        self._look()
         with self._changed:
             if self._owed is None:
                 return
@@ -238,8 +229,8 @@ class Link:
             self.fail(f"no reply for {late:.1f} s")
         raise LinkLate
 
-    def _send(self, frame: bytes, until: float) -> None:
-        view = memoryview(frame)
+    def _send(self, message: p.Message, until: float) -> None:
+        view = memoryview(p.frame_of(message))
         with self._sending:
             if self._lost:
                 raise LinkLost(self._lost)
@@ -272,6 +263,14 @@ class Link:
                     continue
                 self._reading = True
             self._read(left)
+
+    def _look(self) -> None:
+        """Processes what has arrived, unless another caller does."""
+        with self._changed:
+            is_mine = not (self._reading or self._lost)
+            self._reading |= is_mine
+        if is_mine:
+            self._read(0.0)
 
     def _read(self, timeout_s: float) -> None:
         """Processes messages that arrive within the time. The caller has set ``_reading``."""
@@ -310,18 +309,3 @@ class Link:
                 self._owed = None
             if number in self._expected:
                 self._replies[number] = reply
-
-
-def _connected(sock: socket.socket, path: Path) -> bool:
-    """False if the service has not accepted earlier connections yet."""
-    try:
-        sock.connect(str(path))
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _why_not(path: Path, error: OSError) -> str:
-    if error.errno in (errno.ENOENT, errno.ECONNREFUSED):
-        return f"no pool service at {path}; start one with: kvrecall pool serve --socket {path}"
-    return f"no pool service at {path}: {error.strerror or error}"

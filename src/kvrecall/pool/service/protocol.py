@@ -29,8 +29,9 @@ from kvrecall.pool import hints
 from kvrecall.pool.base import Absence, ArenaHandle, PoolStats, Verdict, check_parents
 
 E = TypeVar("E", bound=enum.Enum | None)
+M = TypeVar("M")
 
-PROTOCOL = 100 * FORMAT_VERSION + 10
+PROTOCOL = 100 * FORMAT_VERSION + 11
 """Both sides must use the same version. It includes the format of blocks."""
 
 MAX_FRAME = 8 << 20
@@ -64,7 +65,6 @@ class _Codes(Generic[E]):
         return max(data, default=0) < len(self._members)
 
 
-TIERS = _Codes(TierName)
 PLACES: _Codes[TierName | None] = _Codes((*TierName, None))
 VERDICTS = _Codes(Verdict)
 
@@ -214,25 +214,9 @@ class Administer(Message, frozen=True, tag=32):
 
 
 Request = (
-    Register
-    | Find
-    | Locate
-    | Why
-    | Acquire
-    | Poll
-    | Release
-    | Reserve
-    | Commit
-    | Abandon
-    | Cancel
-    | Touch
-    | Flush
-    | Clear
-    | Stats
-    | Settle
-    | Bye
-    | Administer
-)
+    Register | Find | Locate | Why | Acquire | Poll | Release | Reserve | Commit | Abandon | Cancel
+    | Touch | Flush | Clear | Stats | Settle | Bye | Administer
+)  # fmt: skip
 
 
 # -- replies ----------------------------------------------------------------------------------
@@ -264,9 +248,12 @@ class Trouble(Message, frozen=True, tag=67):
     text: Text
 
 
-class FoundReply(Message, frozen=True, tag=68):
+class PlacesReply(Message, frozen=True, tag=68):
+    """Of ``Find``, each key's until the first one that is nowhere, and of ``Locate``, one for each
+    key."""
+
     number: Number
-    tiers: bytes
+    places: bytes
     pending: bool
 
 
@@ -274,7 +261,7 @@ class RecallReply(Message, frozen=True, tag=69):
     number: Number
     ready: bool
     offsets: tuple[int, ...]
-    tiers: bytes
+    places: bytes
 
 
 class ReserveReply(Message, frozen=True, tag=70):
@@ -293,14 +280,6 @@ class Flushed(Message, frozen=True, tag=71):
 class StatsReply(Message, frozen=True, tag=72):
     number: Number
     stats: PoolStats
-
-
-class LocatedReply(Message, frozen=True, tag=73):
-    """``places``: one for each key."""
-
-    number: Number
-    places: bytes
-    pending: bool
 
 
 class WhyReply(Message, frozen=True, tag=74):
@@ -324,20 +303,9 @@ class Administered(Message, frozen=True, tag=77):
 
 
 Reply = (
-    Welcome
-    | Rejection
-    | Acknowledged
-    | Trouble
-    | FoundReply
-    | LocatedReply
-    | WhyReply
-    | RecallReply
-    | ReserveReply
-    | Flushed
-    | StatsReply
-    | Progress
-    | Administered
-)
+    Welcome | Rejection | Acknowledged | Trouble | PlacesReply | WhyReply | RecallReply
+    | ReserveReply | Flushed | StatsReply | Progress | Administered
+)  # fmt: skip
 
 _ENCODER = msgspec.msgpack.Encoder()
 _HELLO: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)
@@ -353,20 +321,21 @@ def frame_of(message: Message) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+def _decoded(decoder: msgspec.msgpack.Decoder[M], body: bytes, what: str) -> M:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ProtocolError(f"no {what}: {error}") from error
+
+
 def read_hello(body: bytes) -> Hello:
     """Raises ProtocolError. Longer forms of later versions are understood."""
-    try:
-        return _HELLO.decode(body)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"no greeting: {error}") from error
+    return _decoded(_HELLO, body, "greeting")
 
 
 def read_request(body: bytes) -> Request:
     """Raises ProtocolError."""
-    try:
-        request = _REQUEST.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ProtocolError(f"no request: {error}") from error
+    request = _decoded(_REQUEST, body, "request")
     if isinstance(request, Acquire | Flush) and math.isnan(request.deadline_s):
         raise ProtocolError("no request: the deadline is not a number")
     if isinstance(request, Acquire | Reserve):
@@ -379,13 +348,8 @@ def read_request(body: bytes) -> Request:
 
 def read_reply(body: bytes) -> Reply:
     """Raises ProtocolError."""
-    try:
-        reply = _REPLY.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ProtocolError(f"no reply: {error}") from error
-    if isinstance(reply, FoundReply | RecallReply) and not TIERS.are_in(reply.tiers):
-        raise ProtocolError("no reply: an unknown tier")
-    if isinstance(reply, LocatedReply) and not PLACES.are_in(reply.places):
+    reply = _decoded(_REPLY, body, "reply")
+    if isinstance(reply, PlacesReply | RecallReply) and not PLACES.are_in(reply.places):
         raise ProtocolError("no reply: an unknown tier")
     if isinstance(reply, ReserveReply) and not VERDICTS.are_in(reply.verdicts):
         raise ProtocolError("no reply: an unknown verdict")

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -28,9 +29,11 @@ from kvrecall.errors import ConfigError
 from kvrecall.pool.arena import take_seat
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
-from kvrecall.pool.service.admin import ClientView, Drop, Inventory, Overview, Query, command_of
+from kvrecall.pool.service.admin import Command, Drop, Inventory, Overview, Query, command_of
 from kvrecall.pool.service.peers import Peer, credentials
 from kvrecall.pool.service.sessions import Reaper, Registered, Session
+
+T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 _MAX_UNSENT = 32 << 20
@@ -94,7 +97,7 @@ class Server:
         self._connections: set[Connection] = set()
         self.turns: WeakValueDictionary[int, Turns] = WeakValueDictionary()  # by process
         self._seats = 0
-        self.reaper = Reaper(self._close_seat)
+        self.reaper = Reaper(lambda seat: take_seat(self._arena.fd, seat, alone=True))
         self.flushers = ThreadPoolExecutor(_FLUSH_THREADS, "kvrecall-flush-wait")
         self.admins = ThreadPoolExecutor(_ADMIN_THREADS, "kvrecall-admin")
         self.stopping = threading.Event()
@@ -172,12 +175,14 @@ class Server:
         """Takes a client, or says why not. Raises OSError if there are no means to take any."""
         sock.setblocking(False)
         pid, uid = credentials(sock)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = min(_MAX_CONNECTIONS, max(1, (files - _OTHER_FILES) // 2))  # each takes two files
         reason = ""
         if uid != os.getuid():
             reason = f"user {uid} may not use the pool of user {os.getuid()}"
         elif not pid:
             reason = "the client is in another PID namespace and could not map the arena"
-        elif (count := len(self._connections) + len(self.reaper.orphans)) >= _most_connections():
+        elif (count := len(self._connections) + len(self.reaper.orphans)) >= most:
             reason = f"{count} connections are open (or lost and not settled), which is the limit"
         elif sum(one.peer.pid == pid for one in self._connections) >= _MAX_OF_PROCESS:
             reason = f"it has {_MAX_OF_PROCESS} connections open, which is the limit of one process"
@@ -226,7 +231,8 @@ class Server:
     def _seat_of(self, hello: p.Hello, peer: Peer) -> int:
         """The seat that a client had in this service, so that its workers need not map the arena
         again, or a new one."""
-        holders = [s.peer for s in self._all_sessions() if s.seat == hello.seat]
+        lost = [orphan.session for orphan in self.reaper.orphans]
+        holders = [s.peer for s in (*self._sessions(), *lost) if s.seat == hello.seat]
         if (
             hello.boot == self._arena.boot
             and 0 < hello.seat <= self._seats
@@ -236,9 +242,6 @@ class Server:
         self._seats += 1
         return self._seats
 
-    def _close_seat(self, seat: int) -> bool:
-        return take_seat(self._arena.fd, seat, alone=True)
-
     def forget(self, connection: Connection) -> None:
         """Its socket is closed."""
         self._connections.discard(connection)
@@ -247,10 +250,6 @@ class Server:
         else:
             self.reaper.orphan(connection.session)
 
-    def _all_sessions(self) -> list[Session]:
-        """Of open and of lost connections. From any thread."""
-        return [*self._sessions(), *(orphan.session for orphan in self.reaper.orphans)]
-
     def _sessions(self) -> list[Session]:
         """Of open connections. From any thread."""
         return [c.session for c in list(self._connections) if c.session is not None]
@@ -258,8 +257,8 @@ class Server:
     def _overview(self) -> Overview:
         """From any thread."""
         now = time.monotonic()
-        seen = [(session, now - session.since, False) for session in self._sessions()]
-        seen += [(orphan.session, now - orphan.lost_at, True) for orphan in self.reaper.orphans]
+        views = [s.view(now - s.since) for s in self._sessions()]
+        views += [one.session.view(now - one.lost_at, lost=True) for one in self.reaper.orphans]
         tenants, count = self.inventory.tenants()
         disk = self._config.disk if self._config is not None else None
         return Overview(
@@ -268,18 +267,7 @@ class Server:
             uptime_s=now - self._began,
             socket=self._socket,
             disk_path=str(disk.path) if disk is not None else "",
-            clients=tuple(
-                ClientView(
-                    pid=session.peer.pid,
-                    seconds=seconds,
-                    namespaces=len(session.namespaces),
-                    tickets=session.tickets,
-                    reserved=session.reserved,
-                    requests=session.requests,
-                    lost=lost,
-                )
-                for session, seconds, lost in seen
-            ),
+            clients=tuple(views),
             stats=self.pool.stats(),
             rejected=self.rejected,
             tenants=tenants,
@@ -401,48 +389,39 @@ class Connection(asyncio.Protocol):
         """The reply; None if there is none, or a worker thread will send it."""
         match request:
             case p.Flush():
-                return self._flush(request)
-            case p.Clear():
-                return self._clear(request, session)
+                if len(self._slow) >= _MAX_SLOW:
+                    return p.Flushed(request.number, False)
+                return self._later(self._flush(request))
+            case p.Clear(number):
+                return self._later(self._clear(number, session))
             case p.Administer():
-                return self._administer(request)
+                return self._later(self._administer(request, command_of(request)))
             case p.Settle(token):
                 self._server.reaper.settle(token)
                 return None
         return session.answer(request)
 
-    def _flush(self, request: p.Flush) -> p.Message | None:
-        if len(self._slow) >= _MAX_SLOW:
-            return p.Flushed(request.number, False)
+    async def _flush(self, request: p.Flush) -> p.Message:
         until = time.monotonic() + request.deadline_s
+        is_durable, goes_on = False, True
+        while goes_on and self.is_open:
+            async with self._turns.flushes:
+                began = time.monotonic()
+                turn_s = min(max(0.0, until - began), _FLUSH_TURN_S)
+                is_durable = await self._server.loop.run_in_executor(
+                    self._server.flushers, self._server.pool.flush, request.keys, turn_s
+                )
+            goes_on = not is_durable and began + turn_s <= time.monotonic() < until
+        return p.Flushed(request.number, is_durable)
 
-        async def flush() -> p.Message:
-            is_durable, goes_on = False, True
-            while goes_on and self.is_open:
-                async with self._turns.flushes:
-                    began = time.monotonic()
-                    turn_s = min(max(0.0, until - began), _FLUSH_TURN_S)
-                    is_durable = await self._server.loop.run_in_executor(
-                        self._server.flushers, self._server.pool.flush, request.keys, turn_s
-                    )
-                goes_on = not is_durable and began + turn_s <= time.monotonic() < until
-            return p.Flushed(request.number, is_durable)
+    async def _clear(self, number: int, session: Session) -> p.Message:
+        if namespaces := tuple(digest.hex() for digest in session.namespaces):
+            drop = Drop(Query(namespaces), True)
+            await self._command(lambda: drop.run(self._server.inventory, lambda *_: None))
+        return p.Acknowledged(number)
 
-        return self._later(flush())
-
-    def _clear(self, request: p.Clear, session: Session) -> p.Message | None:
-        namespaces = tuple(digest.hex() for digest in session.namespaces)
-
-        def clear() -> p.Message:
-            if namespaces:
-                Drop(Query(namespaces), True).run(self._server.inventory, lambda *_: None)
-            return p.Acknowledged(request.number)
-
-        return self._later(self._command(clear))
-
-    def _administer(self, request: p.Administer) -> p.Message | None:
+    async def _administer(self, request: p.Administer, command: Command[Any]) -> p.Message:
         server = self._server
-        command = command_of(request.command, request.fields)
 
         def progress(done: int, total: int) -> None:
             if server.stopping.is_set() or not self.is_open:
@@ -452,16 +431,15 @@ class Connection(asyncio.Protocol):
                 news = p.Progress(request.number, done, total)
                 server.loop.call_soon_threadsafe(self.send, news)
 
-        def administer() -> p.Message:
-            try:
-                result = command.run(server.inventory, progress)
-            except ConfigError as error:
-                return p.Trouble(request.number, str(error))
-            return p.Administered(request.number, msgspec.msgpack.encode(result))
+        def run() -> bytes:
+            return msgspec.msgpack.encode(command.run(server.inventory, progress))
 
-        return self._later(self._command(administer))
+        try:
+            return p.Administered(request.number, await self._command(run))
+        except ConfigError as error:
+            return p.Trouble(request.number, str(error))
 
-    async def _command(self, work: Callable[[], p.Message]) -> p.Message:
+    async def _command(self, work: Callable[[], T]) -> T:
         async with self._turns.commands:
             if not self.is_open:
                 raise Cancelled
@@ -495,9 +473,3 @@ def _place_of(path: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
-
-
-def _most_connections() -> int:
-    """As many as leave enough open files for disk and /proc: each takes two."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return min(_MAX_CONNECTIONS, max(1, (soft - _OTHER_FILES) // 2))

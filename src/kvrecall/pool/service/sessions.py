@@ -23,6 +23,19 @@ _MAX_PARTS_BYTES = 256 << 20  # of their descriptions
 _ORPHANS_S = 0.05  # between checks of whether lost clients are dead
 
 
+@dataclass(frozen=True, slots=True)
+class ClientView:
+    """A connected process, or one whose connection was lost and whose slots are kept."""
+
+    pid: int
+    seconds: float  # since it connected, or since it was lost
+    namespaces: int
+    tickets: int
+    reserved: int
+    requests: int
+    lost: bool
+
+
 class Registered:
     """The namespaces that any session has registered with a pool since the service started."""
 
@@ -65,13 +78,10 @@ class Session:
         self._tickets: dict[int, int] = {}  # the client's number -> the pool's
         self._filling: dict[BlockKey, int] = {}  # -> number of the request that reserved it
 
-    @property
-    def tickets(self) -> int:
-        return len(self._tickets)
-
-    @property
-    def reserved(self) -> int:
-        return len(self._filling)
+    def view(self, seconds: float, lost: bool = False) -> ClientView:
+        """``seconds``: since it connected, or was ``lost``."""
+        counts = (len(self.namespaces), len(self._tickets), len(self._filling), self.requests)
+        return ClientView(self.peer.pid, seconds, *counts, lost)
 
     @property
     def is_settled(self) -> bool:
@@ -84,10 +94,10 @@ class Session:
         match request:
             case p.Find(number, keys):
                 found = pool.find(keys)
-                return p.FoundReply(number, p.TIERS.pack(found.tiers), found.pending)
+                return p.PlacesReply(number, p.PLACES.pack(found.tiers), found.pending)
             case p.Locate(number, keys):
                 located = pool.locate(keys)
-                return p.LocatedReply(number, p.PLACES.pack(located.tiers), located.pending)
+                return p.PlacesReply(number, p.PLACES.pack(located.tiers), located.pending)
             case p.Why(number, key):
                 return p.WhyReply(number, pool.why(key))
             case p.Acquire(ticket, keys):
@@ -100,7 +110,7 @@ class Session:
                 held = self._tickets.get(ticket)
                 recall = _NOTHING if held is None else pool.poll(held)
                 is_ready = recall.state is RecallState.READY
-                return p.RecallReply(number, is_ready, recall.offsets, p.TIERS.pack(recall.tiers))
+                return p.RecallReply(number, is_ready, recall.offsets, p.PLACES.pack(recall.tiers))
             case p.Release(ticket):
                 self._release(ticket)
             case p.Touch(keys, hanging, ending, hint, tenant):
@@ -149,8 +159,7 @@ class Session:
         self._abandon(list(self._filling))
 
     def _release(self, ticket: int) -> None:
-        held = self._tickets.pop(ticket, None)
-        if held is not None:
+        if (held := self._tickets.pop(ticket, None)) is not None:
             self._pool.release(held)
 
     def _abandon(self, keys: Iterable[BlockKey]) -> None:

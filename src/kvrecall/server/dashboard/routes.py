@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 import time
@@ -13,10 +14,13 @@ from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from kvrecall import __version__
-from kvrecall.engines.base import REASONS, Heat, ServingEngine
-from kvrecall.server.dashboard.alarms import ENGINE_DOWN, POOL_AWAY
-from kvrecall.server.dashboard.cached_prefixes import CachedPrefixes
+from kvrecall.block import SHARED
+from kvrecall.engines.base import REASONS, EngineInfo, Heat, ServingEngine
+from kvrecall.errors import KvrecallError
+from kvrecall.pool.service.admin import PrefixNode, PrefixTree, PrefixTrees, ServiceAdmin
 from kvrecall.server.dashboard.history import EVERY_S, KEPT, History
+
+Json = dict[str, Any]
 
 _TYPES = {
     "html": "text/html",
@@ -31,9 +35,10 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
-
-
 _MOST_LIVE = 200
+_FRESH_S = 4.0  # an answer of the pool is reused for this long
+_SHARE = 0.02  # share of the time that queries of the pool may take
+_TIMEOUT_S = 5.0
 _AWAY = "as of the engine's last step"
 _NO_HEAT = (
     "Retrieval attention has selected no blocks yet. It acts on long sequences if it is enabled "
@@ -67,10 +72,6 @@ def dashboard_router(engine: ServingEngine) -> APIRouter:
         now = time.time()
         sample = history.latest()
         day_since, day_missed = history.day()
-        alive = await engine.alive()
-        history.alarms.note(ENGINE_DOWN, not alive, now)
-        away = (prefixes.failure or ("" if sample.pool_up else _AWAY)) if alive else ""
-        history.alarms.note(POOL_AWAY, bool(away), now, away)
         answer = {
             "boot": boot,
             "now": now,
@@ -78,10 +79,10 @@ def dashboard_router(engine: ServingEngine) -> APIRouter:
             "uptime_s": now - started,
             "model": info.names[0],
             "pool": info.pooled,
+            "pool_away": prefixes.failure or ("" if sample.pool_up else _AWAY),
             "every_s": EVERY_S,
             "kept_samples": KEPT,
             "kept_requests": insight.remembered,
-            "alarms": history.alarms.active(now),
             "bounds": history.bounds,
             "reasons": REASONS,
             "sample": sample,
@@ -120,13 +121,113 @@ def _file(name: str) -> Response:
     return Response(content, 200, _HEADERS, _TYPES[name.rpartition(".")[2]])
 
 
-def _json(answer: dict[str, Any]) -> Response:
+def _json(answer: Json) -> Response:
     return Response(msgspec.json.encode(answer), 200, _HEADERS, _TYPES["json"])
 
 
-def _heat(heat: Heat) -> dict[str, Any]:
+def _heat(heat: Heat) -> Json:
     shares = [
         [chosen / there if there else None for there, chosen in zip(*rows, strict=True)]
         for rows in zip(heat.considered, heat.selected, strict=True)
     ]
     return {"layers": list(heat.layers), "shares": shares}
+
+
+class CachedPrefixes:
+    """The pool's prefix trees, queried at intervals and off the event loop; all polling pages share
+    an answer. ``failure``: why the last query failed, empty if it did not."""
+
+    def __init__(self, info: EngineInfo) -> None:
+        self._info = info
+        self._lock = asyncio.Lock()
+        self._answer: Json = {}
+        self._good_until = float("-inf")
+        self.failure = ""
+
+    async def answer(self) -> Json:
+        """Model, tenant and prefixes as nested nodes; or ``empty``, why there are none."""
+        async with self._lock:
+            if time.monotonic() >= self._good_until:
+                began = time.monotonic()
+                self._answer = await asyncio.to_thread(self._ask)
+                took = time.monotonic() - began
+                self._good_until = time.monotonic() + max(_FRESH_S, took / _SHARE)
+            return self._answer
+
+    def _ask(self) -> Json:
+        if not self._info.pooled:
+            return _nothing("This server runs without a pool.")
+        socket = self._info.pool_socket
+        if socket is None:
+            return _nothing("The pool of this engine has no administration socket.")
+        try:
+            with ServiceAdmin(socket, _TIMEOUT_S) as admin:
+                trees = admin.do(PrefixTrees())
+        except KvrecallError as error:
+            self.failure = str(error)
+            return _nothing(f"The pool does not answer: {error}.")
+        self.failure = ""
+        if not trees:
+            return _nothing("Nothing is cached yet.")
+        blocks = sum(tree.blocks for tree in trees)
+        by_namespace: dict[str, list[PrefixTree]] = {}
+        for tree in trees:
+            by_namespace.setdefault(tree.namespace, []).append(tree)
+        roots = [_namespace(tenants) for tenants in by_namespace.values()]
+        return {"roots": roots, "note": f"{blocks} blocks", "empty": ""}
+
+
+def _nothing(why: str) -> Json:
+    return {"roots": [], "note": "", "empty": why}
+
+
+def _namespace(tenants: list[PrefixTree]) -> Json:
+    """The node of a namespace; in it its tenants, in them their prefixes."""
+    first = tenants[0]
+    return {
+        "id": first.namespace,
+        "label": first.model,
+        "code": first.namespace[:8],
+        "title": f"namespace {first.namespace}, {first.block_bytes} bytes a block",
+        "host_bytes": sum(tree.host_bytes for tree in tenants),
+        "disk_bytes": sum(tree.disk_bytes for tree in tenants),
+        "age_s": min(tree.age_s for tree in tenants),
+        "children": [_tenant(tree) for tree in tenants],
+        "hidden": 0,
+    }
+
+
+def _tenant(tree: PrefixTree) -> Json:
+    name = "no tenant" if tree.tenant == SHARED else f"tenant {tree.tenant}"
+    title = f"{tree.blocks} blocks"
+    if tree.hidden < 0:
+        title += "; too many to draw as a tree, see kvrecall pool ls"
+    path = f"{tree.namespace}/{tree.tenant}"
+    return {
+        "id": path,
+        "label": f"{name}, {title}",
+        "code": "",
+        "title": title,
+        "host_bytes": tree.host_bytes,
+        "disk_bytes": tree.disk_bytes,
+        "age_s": tree.age_s,
+        "children": [_node(node, path) for node in tree.children],
+        "hidden": max(0, tree.hidden),
+    }
+
+
+def _node(node: PrefixNode, above: str) -> Json:
+    path = f"{above}/{node.name}"
+    blocks = "1 block" if node.blocks == 1 else f"{node.blocks} blocks"
+    start = "from the start" if node.depth == 0 else f"after {node.depth}"
+    return {
+        "id": path,
+        "label": f"{blocks} {start}",
+        "code": node.name,
+        "title": f"blocks {node.depth} to {node.depth + node.blocks - 1}, the last is {node.name}",
+        "host_bytes": node.host_bytes,
+        "disk_bytes": node.disk_bytes,
+        "age_s": node.age_s,
+        "children": [_node(child, path) for child in node.children],
+        "hidden": node.hidden,
+    }

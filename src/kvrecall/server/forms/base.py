@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from kvrecall.engines.base import GenerateRequest, Sampling, Token, Update, recalled
+from kvrecall.engines.base import GenerateRequest, Sampling, Update, recalled
 from kvrecall.pool.hints import hint_of, shown
-from kvrecall.server.replies import ReplyError
+from kvrecall.server.replies import ReplyError, Updates
 
 Json = dict[str, Any]
 
@@ -132,7 +132,7 @@ class HintBody(Strict):
 
 class Form(Strict):
     """A request in one form. A route serves it with ``to_request`` and then ``reply``, or, as a
-    stream, ``writer`` and ``frame``."""
+    stream, ``events`` and ``frame``."""
 
     name: ClassVar[str]  # of the form, in ids of requests
 
@@ -152,8 +152,8 @@ class Form(Strict):
         sequence, the best first."""
         raise NotImplementedError
 
-    def writer(self, request: GenerateRequest) -> Callable[[Update], Iterable[Json]]:
-        """Gives the events for each update of a stream, in order."""
+    def events(self, request: GenerateRequest, updates: Updates) -> AsyncIterator[Json]:
+        """The events of a stream, as the updates come."""
         raise NotImplementedError
 
     @staticmethod
@@ -189,10 +189,6 @@ def counted(update: Update, generated: int) -> Json:
 def ended(update: Update, generated: int, seed: int | None) -> Json:
     """``details`` of a finished answer."""
     return {"finish_reason": update.finish, **counted(update, generated), "seed": seed}
-
-
-def token_ids(tokens: Iterable[Token]) -> list[int]:
-    return [token.id for token in tokens]
 
 
 def parsed(form: type[Body], raw: Mapping[str, Any]) -> Body:

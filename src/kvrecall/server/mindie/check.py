@@ -1,18 +1,20 @@
-"""What ``kvrecall config check`` and ``config example`` print."""
+"""``kvrecall config``: ``check`` and ``example``."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvrecall.errors import ExitStatus, KvrecallError
+from kvrecall.errors import ExitStatus, KvrecallError, errors_shown
 from kvrecall.server.launch import check_settings
-from kvrecall.server.mindie.planner import Beside, plan_config
+from kvrecall.server.mindie.planner import plan_config
 from kvrecall.server.mindie.reader import Problems, dotted, read_config
 from kvrecall.server.mindie.schema import Effect, effect_of, fields_of
 
@@ -50,27 +52,57 @@ EXAMPLE = r"""{
 
 _STYLES = {Effect.ACTS: "green", Effect.PARTLY: "yellow", Effect.NONE: "dim", Effect.RETIRED: "red"}
 
-_WHO = "kvrecall config check"
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Check MindIE's config.json, or print an example.",
+)
 
 
-def explain(file: Path, every: bool, allow_plaintext: bool = False) -> int:
-    """Prints ``report`` as tables, the problems on stderr; returns the exit status."""
-    found = report(file, every, allow_plaintext)
+@app.command("check")
+def config_check(
+    file: Annotated[Path, typer.Argument(help="The config.json.")],
+    every: Annotated[
+        bool, typer.Option("--all", help="Also show fields that are not given.")
+    ] = False,
+    allow_plaintext: Annotated[
+        bool, typer.Option("--allow-plaintext", help="As in kvrecall serve.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the effect of each field of a config.json, and all errors.
+
+    Exits with 2 if there is an error.
+    """
+    with errors_shown():
+        found = report(file, every, allow_plaintext)
+        if as_json:
+            typer.echo(json.dumps(found, default=str))
+        else:
+            _show(found)
+        raise typer.Exit(ExitStatus.OK if found["ok"] else ExitStatus.WRONG_SETTINGS)
+
+
+@app.command("example")
+def config_example() -> None:
+    """Print a minimal config.json."""
+    typer.echo(EXAMPLE, nl=False)
+
+
+def _show(found: dict[str, Any]) -> None:
+    """Prints a report as tables, the problems on stderr."""
     # as wide as the terminal, or wide enough for the tables without one
     console = Console() if sys.stdout.isatty() else Console(width=140)
     if found["fields"]:
         console.print(_fields_table(found["fields"]))
     if found["ok"]:
         console.print(_effective_table(found["effective"]))
-        for warning in found["warnings"]:
-            console.print(f"[yellow]warning:[/] {escape(warning)}")
-        for note in found["notes"]:
-            console.print(f"[dim]note:[/] {escape(note)}")
-        return ExitStatus.OK
+        for kind, style in (("warning", "yellow"), ("note", "dim")):
+            for text in found[f"{kind}s"]:
+                console.print(f"[{style}]{kind}:[/] {escape(text)}")
     errors = Console(stderr=True, soft_wrap=True)
     for line in found["problems"]:
-        errors.print(escape(f"{_WHO}: {line}"), highlight=False)
-    return ExitStatus.WRONG_SETTINGS
+        errors.print(escape(f"kvrecall config check: {line}"), highlight=False)
 
 
 def report(file: Path, every: bool, allow_plaintext: bool = False) -> dict[str, Any]:
@@ -90,7 +122,7 @@ def report(file: Path, every: bool, allow_plaintext: bool = False) -> dict[str, 
             for path, value, given, field in fields_of(config)
             if given or every
         ]
-        plan = plan_config(file, Beside(allow_plaintext=allow_plaintext))
+        plan = plan_config(file, plaintext=allow_plaintext)
         warnings = [*plan.warnings, *check_settings(plan, here=False)]
     except Problems as error:
         return found | {"problems": list(error.lines)}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,21 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.base import DEFAULT_MAX_N, Limits, Listener, ServeSpec
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import Document, JsonPath, read_object
-from kvrecall.pool.remote.mooncake import MooncakeSettings
+from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
 from kvrecall.server.mindie.reader import dotted, problem, read_config
 from kvrecall.server.mindie.schema import Effect, MindieConfig, effect_of, fields_of
 from kvrecall.server.plan import (
     ENGINE_DEFAULTS,
     Plan,
     Plane,
+    allowing_plaintext,
     shared_listeners,
     vllm_options,
 )
 from kvrecall.server.tls import TlsFiles
+
+NOTHING = ServeSpec("", "", 0, {}, recall={}, limits=Limits(max_n=0))
+"""A command line without options."""
 
 _GIB = 1 << 30
 _SERVER = ("ServerConfig",)
@@ -41,44 +45,31 @@ _TLS_PREFIXES = {
 
 _NGRAM_TOKENS = 4
 _NGRAM_LOOKUP = 4
+_MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers")
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """What the command line sets beside a config.json, and takes precedence over it. None and empty
-    values leave the file's.
+def plan_config(
+    path: Path, over: ServeSpec = NOTHING, whole_pool: bool = False, plaintext: bool = False
+) -> Plan:
+    """The plan for ``kvrecall serve --config``. Raises ConfigError; changes nothing.
 
-    ``options`` and ``words`` go to vLLM, as those of a ServeSpec. ``recall``: settings of the pool,
-    None for no pool; with ``whole_pool`` in place of all the file's. ``allow_plaintext``: a remote
-    store may be used in the clear.
+    ``over``: what the command line sets, and takes precedence over the file; values as in
+    ``NOTHING`` leave the file's. ``whole_pool``: its pool is in place of all the file's.
+    ``plaintext``: a remote store may be used in the clear.
     """
-
-    model: str = ""
-    host: str = ""
-    port: int = 0
-    max_n: int = 0
-    options: Mapping[str, object] = field(default_factory=dict)
-    words: tuple[str, ...] = ()
-    recall: Mapping[str, object] | None = field(default_factory=dict)
-    whole_pool: bool = False
-    allow_plaintext: bool = False
-
-
-def plan_config(path: Path, beside: Beside = Beside()) -> Plan:
-    """The plan for ``kvrecall serve --config``. Raises ConfigError; changes nothing."""
     config, document = read_config(path)
-    return _Planner(config, document, path.parent, beside).plan()
+    return _Planner(config, document, path.parent, over).plan(whole_pool, plaintext)
 
 
 class _Planner:
     """Plans one configuration; collects notes and warnings."""
 
     def __init__(
-        self, config: MindieConfig, document: Document, folder: Path, beside: Beside
+        self, config: MindieConfig, document: Document, folder: Path, over: ServeSpec
     ) -> None:
         self._document = document
         self._folder = folder
-        self._beside = beside
+        self._over = over
         self._server = config.ServerConfig
         self._backend = config.BackendConfig
         self._deploy = config.BackendConfig.ModelDeployConfig
@@ -86,35 +77,32 @@ class _Planner:
         self._schedule = config.BackendConfig.ScheduleConfig
         self._plugins = self._model.plugin_params
         self._config = config
-        self._weights = beside.model or str(self._resolved(self._model.modelWeightPath))
-        self._host = beside.host or self._server.ipAddress
-        self._port = beside.port or self._server.port
-        self._told = [*beside.options.items(), *vllm_options(beside.words)]  # to vLLM
+        self._weights = over.model or str(self._resolved(self._model.modelWeightPath))
+        self._host = over.host or self._server.ipAddress
+        self._port = over.port or self._server.port
+        self._told = [*over.options.items(), *vllm_options(over.extra_args)]  # to vLLM
         self._notes: list[str] = []
         self._warnings: list[str] = []
         self._wins: list[str] = []
 
-    def plan(self) -> Plan:
+    def plan(self, whole_pool: bool, plaintext: bool) -> Plan:
         self._report()
         options = {
             **ENGINE_DEFAULTS,
             **self._model_options(),
-            **self._parallel_options(),
-            **self._schedule_options(),
             **self._plugin_options(),
             **self._lora_options(),
         }
-        recall = self._recall()
+        recall = self._recall(whole_pool, plaintext)
         self._tell_wins(options)
-        server = self._server
         listeners, homes = self._planes()
-        spec = ServeSpec(
+        spec = replace(
+            self._over,
             model=self._weights,
             host=self._host,
             port=self._port,
-            options={**options, **self._beside.options},
-            extra_args=self._beside.words,
-            recall=recall,
+            options={**options, **self._over.options},
+            recall=allowing_plaintext(recall) if plaintext else recall,
             limits=self._limits(),
             tls=self._tls_of(Plane.BUSINESS),
             listeners=listeners,
@@ -122,8 +110,8 @@ class _Planner:
         return Plan(
             spec,
             homes=homes,
-            max_body_bytes=server.maxRequestLength << 20,
-            max_links=server.maxLinkNum,
+            max_body_bytes=self._server.maxRequestLength << 20,
+            max_links=self._server.maxLinkNum,
             notes=tuple(self._notes),
             warnings=tuple(self._warnings),
         )
@@ -143,7 +131,8 @@ class _Planner:
         if by_reason:
             parts = [f"{', '.join(names)} ({why})" for why, names in by_reason.items()]
             self._notes.append("accepted without effect: " + "; ".join(parts))
-        if self._backend.multiNodesInferEnabled and not self._joins_hosts():
+        joins = any(x == "nnodes" or x.startswith("data-parallel-") for x, _ in self._told)
+        if self._backend.multiNodesInferEnabled and not joins:
             self._warnings.append(
                 "BackendConfig.multiNodesInferEnabled: this server uses the devices of this host "
                 "only; to join several, pass vLLM's own options on each, for example -- "
@@ -155,18 +144,14 @@ class _Planner:
                 "--no-enable-chunked-prefill disables that"
             )
 
-    def _joins_hosts(self) -> bool:
-        """Whether vLLM's options name other hosts."""
-        return any(x == "nnodes" or x.startswith("data-parallel-") for x, _ in self._told)
-
     def _tell_wins(self, options: Mapping[str, object]) -> None:
         """Notes where the command line overrides the file, and its ``options``."""
-        beside, server, size = self._beside, self._server, self._model.npuMemSize
+        over, server, size = self._over, self._server, self._model.npuMemSize
         fields = (
-            ("MODEL", beside.model, self._model.modelWeightPath),
-            ("--host", beside.host, server.ipAddress),
-            ("--port", beside.port, server.port),
-            ("--max-n", beside.max_n, self._schedule.maxN),
+            ("MODEL", over.model, self._model.modelWeightPath),
+            ("--host", over.host, server.ipAddress),
+            ("--port", over.port, server.port),
+            ("--max-n", over.limits.max_n, self._schedule.maxN),
         )
         wins = [f"{name} {new} ({_was(old)})" for name, new, old in fields if new]
         for name, value in self._told:
@@ -190,32 +175,24 @@ class _Planner:
                 f"maxInputTokenLen {deploy.maxInputTokenLen} is lowered to {most}, maxSeqLen - 1"
             )
         cut_on_the_right = deploy.truncation is True or deploy.truncation == -1
+        sequences = schedule.maxN or min(DEFAULT_MAX_N, schedule.maxBatchSize)
         return Limits(
             token_timeout_s=self._server.tokenTimeout,
             total_timeout_s=self._server.e2eTimeout,
             max_input_tokens=most,
             truncation="right" if cut_on_the_right else "left" if deploy.truncation else "error",
             max_new_tokens=schedule.maxIterTimes,
-            max_n=self._beside.max_n or schedule.maxN or min(DEFAULT_MAX_N, schedule.maxBatchSize),
+            max_n=self._over.limits.max_n or sequences,
         )
 
     # Engine
 
     def _model_options(self) -> dict[str, object]:
-        model = self._model
-        if not (self._beside.model or Path(self._weights).is_dir()):
+        """Of the model, its parallelism and its scheduler."""
+        model, schedule = self._model, self._schedule
+        if not (self._over.model or Path(self._weights).is_dir()):
             path = (*_MODEL, "modelWeightPath")
             raise self._wrong(path, f"is {self._weights!r}; there is no such folder")
-        automatic = model.npuMemSize == -1
-        return {
-            "served-model-name": model.modelName,
-            "max-model-len": self._deploy.maxSeqLen,
-            "trust-remote-code": True if model.trustRemoteCode else None,
-            "kv-cache-memory-bytes": None if automatic else int(model.npuMemSize * _GIB),
-        }
-
-    def _parallel_options(self) -> dict[str, object]:
-        model = self._model
         pp, dp = max(model.pp, 1), max(model.dp, 1)
         tp = model.tp if model.tp > 0 else max(model.worldSize // (pp * dp), 1)
         devices = tp * pp * dp
@@ -224,31 +201,31 @@ class _Planner:
             if not self._backend.multiNodesInferEnabled:
                 raise self._wrong((*_MODEL, "worldSize"), f"is {model.worldSize}, but {product}")
             self._notes.append(f"worldSize is {model.worldSize} on this host; in all {product}")
-        if (model.moe_ep or 0) > 1:
+        if spreads := (model.moe_ep or 0) > 1:
             self._notes.append(
                 f"moe_ep {model.moe_ep}: expert parallelism is on; vLLM spreads the experts over "
                 f"all tp x dp = {tp * dp} devices and has no other size"
             )
-        return {
-            "tensor-parallel-size": tp if tp > 1 else None,
-            "pipeline-parallel-size": pp if pp > 1 else None,
-            "data-parallel-size": dp if dp > 1 else None,
-            "enable-expert-parallel": True if (model.moe_ep or 0) > 1 else None,
-        }
-
-    def _schedule_options(self) -> dict[str, object]:
-        schedule = self._schedule
         batch = max(schedule.maxPrefillTokens, schedule.maxBatchSize)
         if batch > schedule.maxPrefillTokens:
             self._notes.append(
                 f"maxPrefillTokens {schedule.maxPrefillTokens} is raised to maxBatchSize {batch}: "
                 "a step must have room for a token of each sequence"
             )
+        automatic = model.npuMemSize == -1
         return {
+            "served-model-name": model.modelName,
+            "max-model-len": self._deploy.maxSeqLen,
+            "trust-remote-code": model.trustRemoteCode or None,
+            "kv-cache-memory-bytes": None if automatic else int(model.npuMemSize * _GIB),
+            "tensor-parallel-size": tp if tp > 1 else None,
+            "pipeline-parallel-size": pp if pp > 1 else None,
+            "data-parallel-size": dp if dp > 1 else None,
+            "enable-expert-parallel": spreads or None,
             "block-size": schedule.cacheBlockSize,
             "max-num-seqs": schedule.maxBatchSize,
             "max-num-batched-tokens": batch,
-            "enable-chunked-prefill": True if self._is_mixed else None,
+            "enable-chunked-prefill": self._is_mixed or None,
             "override-generation-config": {"max_new_tokens": schedule.maxIterTimes},
         }
 
@@ -263,85 +240,72 @@ class _Planner:
         options: dict[str, object] = {"enable-prefix-caching": "prefix_cache" in kinds}
         wanted = self._plugins.num_speculative_tokens or self._plugins.decoding_length
         if "mtp" in kinds:
-            self._check_mtp()
-            options["speculative-config"] = {
-                "method": "mtp",
-                "num_speculative_tokens": wanted or 1,
-            }
-        elif kinds & {"la", "memory_decoding"}:
+            if self._lacks_mtp():
+                raise self._wrong(
+                    (*_MODEL, "plugin_params"),
+                    "asks for mtp, but the model has no prediction layers (its config.json has no "
+                    f"{_MTP_LAYERS[0]}); remove mtp",
+                )
+            options["speculative-config"] = {"method": "mtp", "num_speculative_tokens": wanted or 1}
+        elif ngram := sorted(kinds & {"la", "memory_decoding"}):
             options["speculative-config"] = {
                 "method": "ngram",
                 "num_speculative_tokens": wanted or _NGRAM_TOKENS,
                 "prompt_lookup_max": _NGRAM_LOOKUP,
                 "prompt_lookup_min": 1,
             }
-            name = min(kinds & {"la", "memory_decoding"})
-            self._notes.append(f"plugin_type {name} is served by vLLM's n-gram speculation")
+            self._notes.append(f"plugin_type {ngram[0]} is served by vLLM's n-gram speculation")
         return options
 
-    def _check_mtp(self) -> None:
-        """Raises ConfigError for mtp with a model that has no prediction layers."""
-        path = Path(self._weights) / "config.json"
-        if not path.is_file():
-            return  # the check of the model folder reports it
+    def _lacks_mtp(self) -> bool:
+        """Whether the model has no prediction layers; False if its config.json cannot be read,
+        which the check of the model folder reports."""
         try:
-            described = json.loads(path.read_text(encoding="utf-8"))
+            text = (Path(self._weights) / "config.json").read_text(encoding="utf-8")
+            described = json.loads(text)
         except (ValueError, OSError):
-            return
-        keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers")
-        if not any(described.get(key) for key in keys):
-            raise self._wrong(
-                (*_MODEL, "plugin_params"),
-                "asks for mtp, but the model has no prediction layers (its config.json has no "
-                f"{keys[0]}); remove mtp",
-            )
+            return False
+        return not any(described.get(key) for key in _MTP_LAYERS)
 
     def _lora_options(self) -> dict[str, object]:
-        modules = [
-            json.dumps({"name": module.name, "path": str(self._resolved(module.path))})
-            for module in self._deploy.LoraModules or ()
-        ]
-        if not modules:
-            bounds = {"maxLoraNum", "maxLoraRank"} & self._deploy.model_fields_set
-            if bounds:
+        deploy = self._deploy
+        if not deploy.LoraModules:
+            if bounds := {"maxLoraNum", "maxLoraRank"} & deploy.model_fields_set:
                 names = ", ".join(sorted(bounds))
                 self._notes.append(f"without effect, as there are no LoraModules: {names}")
             return {}
         return {
             "enable-lora": True,
-            "lora-modules": modules,
-            "max-loras": self._deploy.maxLoraNum,
-            "max-lora-rank": self._deploy.maxLoraRank,
+            "lora-modules": [
+                json.dumps({"name": module.name, "path": str(self._resolved(module.path))})
+                for module in deploy.LoraModules
+            ],
+            "max-loras": deploy.maxLoraNum,
+            "max-lora-rank": deploy.maxLoraRank,
         }
 
     # Pool
 
-    def _recall(self) -> Mapping[str, object] | None:
+    def _recall(self, whole_pool: bool, plaintext: bool) -> Mapping[str, object] | None:
         """The pool's settings, the command line's before the file's; None for no pool."""
-        over = self._beside.recall
-        settings: Mapping[str, object] | None = None
+        over = self._over.recall
+        settings: dict[str, object] | None = None
         if over is None:
             self._wins.append("--no-pool")
         else:
-            whole = self._beside.whole_pool or "backend" in over
-            settings = None if whole else self._recall_of_file()
+            if not (whole_pool or "backend" in over):
+                settings = self._recall_of_file(plaintext)
             if over and (settings is not None or over.keys() - {"async_write"}):
-                settings = self._under(settings, over)
+                self._require_prefix_cache()
+                under = settings or {}
+                self._wins += [f"pool {k} {x} ({_was(under.get(k))})" for k, x in over.items()]
+                settings = {"async_write": self._backend.kvPoolConfig.asyncWrite, **under, **over}
+                if settings.get("backend", "embedded") == "embedded":
+                    self._default_host_size(settings)
+                where = "the command line's pool settings over the file's"
+                RecallSettings.from_mapping(settings, where)
         self._tell_unused(settings)
         return settings
-
-    def _under(
-        self, settings: Mapping[str, object] | None, over: Mapping[str, object]
-    ) -> Mapping[str, object]:
-        """The settings of the file's pool, if it has one, overridden by the command line's."""
-        self._require_prefix_cache()
-        under = settings or {}
-        self._wins += [f"pool {key} {x} ({_was(under.get(key))})" for key, x in over.items()]
-        merged = {"async_write": self._backend.kvPoolConfig.asyncWrite, **under, **over}
-        if merged.get("backend", "embedded") == "embedded":
-            self._default_host_size(merged)
-        RecallSettings.from_mapping(merged, "the command line's pool settings over the file's")
-        return merged
 
     def _tell_unused(self, settings: Mapping[str, object] | None) -> None:
         """Adds notes on fields about the pool that have no effect."""
@@ -356,7 +320,7 @@ class _Planner:
             elif settings.get("host_size") != size:
                 self._notes.append(f"{message}host_size is {settings.get('host_size')}")
         given = pool.model_fields_set
-        if settings is None and ("asyncWrite" in given or self._beside.recall):
+        if settings is None and ("asyncWrite" in given or self._over.recall):
             self._notes.append("asynchronous writes are without effect: there is no pool")
         if "allowPlaintext" in given and pool.backend != "mooncake":
             self._notes.append("kvPoolConfig.allowPlaintext is without effect: it is mooncake's")
@@ -369,7 +333,9 @@ class _Planner:
                 r'"plugin_params": "{\"plugin_type\":\"prefix_cache\"}"',
             )
 
-    def _recall_of_file(self) -> Mapping[str, object] | None:
+    def _recall_of_file(self, plaintext: bool) -> dict[str, object] | None:
+        """Of ``kvPoolConfig``, and for Mooncake of a pool in the engine above the store that its
+        own file describes."""
         pool = self._backend.kvPoolConfig
         if not pool.backend:
             if pool.configPath:
@@ -381,34 +347,41 @@ class _Planner:
             )
             return None
         self._require_prefix_cache()
-        return self._pool_settings()
-
-    def _pool_settings(self) -> Mapping[str, object]:
-        pool = self._backend.kvPoolConfig
         file = self._resolved(pool.configPath)
+        path = (*_POOL, "configPath")
         if not file.exists():
-            path = (*_POOL, "configPath")
             raise self._wrong(path, f"is {str(file)!r}; there is no such file")
-        if pool.backend == "mooncake":
-            return self._mooncake_settings(file)
+        if pool.backend != "mooncake":
+            return self._pool_settings(file)
+        options = {"config": str(file), "allow_plaintext": pool.allowPlaintext or plaintext}
+        try:
+            MooncakeSettings.of(options)
+        except ConfigError as error:
+            raise self._wrong(path, f"is {str(file)!r}; {error}") from error
+        settings: dict[str, object] = {
+            "remote": {"kind": "mooncake", **options},
+            "async_write": pool.asyncWrite,
+        }
+        self._default_host_size(settings)
+        return settings
+
+    def _pool_settings(self, file: Path) -> dict[str, object]:
+        """Of a pool.json, which must not contradict ``kvPoolConfig``."""
+        pool = self._backend.kvPoolConfig
         settings, document = read_object(file, "pool settings")
+        same: list[tuple[str, str, object]] = [("backend", "backend", pool.backend)]
         if "asyncWrite" in pool.model_fields_set:
-            given = settings.setdefault("async_write", pool.asyncWrite)
-            if given is not pool.asyncWrite:
-                raise self._wrong(
-                    (*_POOL, "asyncWrite"),
-                    f"is {pool.asyncWrite}, but {document.where(('async_write',))} says {given!r}",
-                )
-        settings.setdefault("async_write", False)
-        embedded = pool.backend == "embedded"
-        if not embedded:
-            settings.setdefault("backend", pool.backend)
-        if (backend := settings.get("backend", "embedded")) != pool.backend:
-            path = (*_POOL, "backend")
-            where = document.where(("backend",))
-            raise self._wrong(path, f"is {pool.backend!r}, but {where} says {backend!r}")
-        if embedded:
+            same.append(("async_write", "asyncWrite", pool.asyncWrite))
+        for key, field, wanted in same:
+            if (given := settings.get(key, wanted)) != wanted:
+                shown = repr(wanted) if isinstance(wanted, str) else wanted
+                message = f"is {shown}, but {document.where((key,))} says {given!r}"
+                raise self._wrong((*_POOL, field), message)
+        settings.setdefault("async_write", pool.asyncWrite)
+        if pool.backend == "embedded":
             self._default_host_size(settings)
+        else:
+            settings["backend"] = pool.backend
         RecallSettings.from_mapping(settings, document.where_key)
         return settings
 
@@ -419,69 +392,46 @@ class _Planner:
                 f"the pool's host_size is cpuMemSize, {self._model.cpuMemSize:g} GiB"
             )
 
-    def _mooncake_settings(self, file: Path) -> Mapping[str, object]:
-        """Settings of a pool in the engine, above the store that Mooncake's own file describes."""
-        pool = self._backend.kvPoolConfig
-        allowed = pool.allowPlaintext or self._beside.allow_plaintext
-        options = {"config": str(file), "allow_plaintext": allowed}
-        try:
-            MooncakeSettings.of(options)
-        except ConfigError as error:
-            path = (*_POOL, "configPath")
-            raise self._wrong(path, f"is {str(file)!r}; {error}") from error
-        settings: dict[str, object] = {
-            "remote": {"kind": "mooncake", **options},
-            "async_write": pool.asyncWrite,
-        }
-        self._default_host_size(settings)
-        return settings
-
     # The planes
 
     def _planes(self) -> tuple[tuple[Listener, ...], Mapping[Plane, str]]:
         """The listeners besides the business plane's, and the listener of each plane. Planes with
         the same address and port share one."""
         server = self._server
-        business, port = self._host, self._port
-        if _is_unspecified(business) and not server.allowAllZeroIpListening:
+        business = self._host, self._port
+        if _is_unspecified(self._host) and not server.allowAllZeroIpListening:
             raise self._wrong(
                 (*_SERVER, "allowAllZeroIpListening"),
-                f"is false, and --host is {business}, which listens on every network; set it to "
+                f"is false, and --host is {self._host}, which listens on every network; set it to "
                 "true, or give another --host",
             )
-        other = server.managementIpAddress or business
+        other = server.managementIpAddress or self._host
         wanted = {
             Plane.MANAGEMENT: (other, server.managementPort),
             Plane.METRICS: (other, server.metricsPort),
         }
-        for plane in [plane for plane, address in wanted.items() if address == (business, port)]:
-            self._notes.append(f"the {plane} plane shares the business plane's")
-            del wanted[plane]
+        taken = [business]
+        for plane, (host, port) in list(wanted.items()):
+            if (host, port) == business:
+                self._notes.append(f"the {plane} plane shares the business plane's")
+                del wanted[plane]
+                continue
+            for above, used in taken:
+                whole = _is_unspecified(above) or _is_unspecified(host)
+                if port == used and whole and above != host:
+                    raise self._wrong(
+                        (*_SERVER, f"{plane}Port"),
+                        f"is {port} on {host}, which {above}:{used} already takes; choose another "
+                        "port, or the same address for both",
+                    )
+            taken.append((host, port))
         listeners, homes = shared_listeners(wanted, self._tls_of)
-        self._check_apart((business, port), listeners)
-        hosts = {business, *(listener.host for listener in listeners)}
-        if not (server.httpsEnabled or all(map(is_loopback, hosts))):
+        if not (server.httpsEnabled or all(is_loopback(host) for host, _ in taken)):
             self._warnings.append(
                 "httpsEnabled is false: requests travel in the clear, and serve wants an API key "
                 "(--api-key-file)"
             )
         return listeners, homes
-
-    def _check_apart(self, business: tuple[str, int], listeners: tuple[Listener, ...]) -> None:
-        """Raises ConfigError for planes with one port and different addresses, one of them
-        0.0.0.0."""
-        taken = [business]
-        for listener in listeners:
-            for host, port in taken:
-                whole = _is_unspecified(host) or _is_unspecified(listener.host)
-                if port == listener.port and whole:
-                    name = "managementPort" if listener.name.startswith("man") else "metricsPort"
-                    raise self._wrong(
-                        (*_SERVER, name),
-                        f"is {port} on {listener.host}, which {host}:{port} already takes; "
-                        "choose another port, or the same address for both",
-                    )
-            taken.append((listener.host, listener.port))
 
     def _tls_of(self, plane: Plane) -> TlsFiles | None:
         """The certificates of a plane; None without HTTPS."""
@@ -494,19 +444,9 @@ class _Planner:
             if not self._tls_field(prefix, name):
                 when = "when httpsEnabled is true" if prefix == "tls" else f"beside {prefix}Cert"
                 raise self._wrong((*_SERVER, f"{prefix}{name}"), f"is required {when}")
-        files = self._tls_files(prefix)
-        try:
-            self._warnings += [w for w in files.check() if w not in self._warnings]
-        except ConfigError as error:
-            at = "httpsEnabled" if prefix == "tls" else f"{prefix}Cert"
-            value = "is true" if prefix == "tls" else f"is {self._tls_field(prefix, 'Cert')!r}"
-            raise self._wrong((*_SERVER, at), f"{value}; {error}") from error
-        return files
-
-    def _tls_files(self, prefix: str) -> TlsFiles:
         folder = self._tls_field(prefix, "CrlPath") or ""
         lists = [*(self._tls_field(prefix, "CrlFiles") or ()), self._tls_field(prefix, "Crl")]
-        return TlsFiles(
+        files = TlsFiles(
             certificate=self._resolved(self._tls_field(prefix, "Cert")),
             key=self._resolved(self._tls_field(prefix, "Pk")),
             authorities=tuple(
@@ -515,6 +455,13 @@ class _Planner:
             ),
             revoked=tuple(self._resolved(folder, name) for name in lists if name),
         )
+        try:
+            self._warnings += [w for w in files.check() if w not in self._warnings]
+        except ConfigError as error:
+            at = "httpsEnabled" if prefix == "tls" else f"{prefix}Cert"
+            value = "is true" if prefix == "tls" else f"is {self._tls_field(prefix, 'Cert')!r}"
+            raise self._wrong((*_SERVER, at), f"{value}; {error}") from error
+        return files
 
     def _tls_field(self, prefix: str, name: str) -> Any:
         return getattr(self._server, f"{prefix}{name}", None)  # MindIE has no metricsTlsCrl

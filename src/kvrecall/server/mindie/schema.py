@@ -42,34 +42,25 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-def acts(text: str, default: Any = ..., **bounds: Any) -> Any:
-    """A field with the effect that ``text`` describes. Required without a default."""
-    return _field(Effect.ACTS, text, default, bounds)
+def _declaring(effect: Effect) -> Any:
+    """Declares a field with this effect: its text, its default (required without one, unless it has
+    no effect) and its bounds."""
+    missing = ... if effect in (Effect.ACTS, Effect.PARTLY) else None
+
+    def declared(text: str, default: Any = missing, **bounds: Any) -> Any:
+        extra: Any = {"effect": effect.value}
+        return Field(default, description=text, json_schema_extra=extra, **bounds)
+
+    return declared
 
 
-def partly(text: str, default: Any = ..., **bounds: Any) -> Any:
-    """A field of which only some values have an effect; ``text`` says which."""
-    return _field(Effect.PARTLY, text, default, bounds)
-
-
-def idle(why: str, default: Any = None, **bounds: Any) -> Any:
-    """A field that is accepted without effect; ``why``: the reason."""
-    return _field(Effect.NONE, why, default, bounds)
-
-
-def retired(text: str) -> Any:
-    """A field that MindIE has removed; accepted with a warning."""
-    return _field(Effect.RETIRED, text, None, {})
+acts, partly, idle, retired = map(_declaring, Effect)
 
 
 def effect_of(field: FieldInfo) -> Effect:
     """The declared effect of ``field``; that of sections is ACTS."""
     extra = field.json_schema_extra
     return Effect(str(extra["effect"])) if isinstance(extra, dict) else Effect.ACTS
-
-
-def _field(effect: Effect, text: str, default: Any, bounds: dict[str, Any]) -> Any:
-    return Field(default, description=text, json_schema_extra={"effect": effect.value}, **bounds)
 
 
 def _only(*served: object, why: str = "") -> AfterValidator:
@@ -107,9 +98,7 @@ class LogSection(Section):
 class ServerSection(Section):
     allowAllZeroIpListening: bool = acts("whether listening on 0.0.0.0 and :: is allowed")
     ipAddress: str = acts("address of the business plane")
-    managementIpAddress: str | None = acts(
-        "address of the management and metrics planes; null: ipAddress", "127.0.0.2"
-    )
+    managementIpAddress: str | None = acts("of the other planes; null: ipAddress", "127.0.0.2")
     port: Port = acts("port of the business plane")
     managementPort: Port = acts("port of the management plane: health, readiness, stop", 1026)
     metricsPort: Port = acts("port of the metrics plane: /metrics", 1027)
@@ -131,31 +120,19 @@ class ServerSection(Section):
     tlsCrlPath: Path | None = acts("revocation lists for client certificates (PEM)", None)
     tlsCrlFiles: Names | None = acts("revocation lists for client certificates (PEM)", None)
     tlsCrl: Path | None = acts("revocation lists for client certificates (PEM)", None)
-    managementTlsCaFile: Names | None = acts(
-        "CA files for clients of the management plane [the business plane's]", None
-    )
-    managementTlsCert: Path | None = acts(
-        "certificate of the management plane [the business plane's]", None
-    )
-    managementTlsPk: Path | None = acts(
-        "private key of the management plane [the business plane's]", None
-    )
+    managementTlsCaFile: Names | None = acts("management plane's tlsCaFile [business's]", None)
+    managementTlsCert: Path | None = acts("management plane's tlsCert [business's]", None)
+    managementTlsPk: Path | None = acts("management plane's tlsPk [business's]", None)
     managementTlsPkPwd: Path | None = idle(_KEY_STORE)
-    managementTlsCrlPath: Path | None = acts("revocation lists of the management plane", None)
-    managementTlsCrlFiles: Names | None = acts("revocation lists of the management plane", None)
-    managementTlsCrl: Path | None = acts("revocation lists of the management plane", None)
-    metricsTlsCaFile: Names | None = acts(
-        "CA files for clients of the metrics plane [the management plane's]", None
-    )
-    metricsTlsCert: Path | None = acts(
-        "certificate of the metrics plane [the management plane's]", None
-    )
-    metricsTlsPk: Path | None = acts(
-        "private key of the metrics plane [the management plane's]", None
-    )
+    managementTlsCrlPath: Path | None = acts("management plane's tlsCrlPath", None)
+    managementTlsCrlFiles: Names | None = acts("management plane's tlsCrlFiles", None)
+    managementTlsCrl: Path | None = acts("management plane's tlsCrl", None)
+    metricsTlsCaFile: Names | None = acts("metrics plane's tlsCaFile [management's]", None)
+    metricsTlsCert: Path | None = acts("metrics plane's tlsCert [management's]", None)
+    metricsTlsPk: Path | None = acts("metrics plane's tlsPk [management's]", None)
     metricsTlsPkPwd: Path | None = idle(_KEY_STORE)
-    metricsTlsCrlPath: Path | None = acts("revocation lists of the metrics plane", None)
-    metricsTlsCrlFiles: Names | None = acts("revocation lists of the metrics plane", None)
+    metricsTlsCrlPath: Path | None = acts("metrics plane's tlsCrlPath", None)
+    metricsTlsCrlFiles: Names | None = acts("metrics plane's tlsCrlFiles", None)
     kmcKsfMaster: Path | None = idle(_KEY_STORE)
     kmcKsfStandby: Path | None = idle(_KEY_STORE)
     inferMode: Annotated[Literal["standard", "dmi"], _only("standard")] = partly(
@@ -175,13 +152,9 @@ class ServerSection(Section):
     openAiSupport: Literal["vllm", "openai"] = partly(
         "vllm: the OpenAI routes are vLLM's own, which also serve clients of openai", "vllm"
     )
-    tokenTimeout: int = acts(
-        "maximum seconds until the first and between tokens", 600, ge=1, le=3600
-    )
+    tokenTimeout: int = acts("maximum seconds until each token", 600, ge=1, le=3600)
     e2eTimeout: int = acts("maximum seconds for a request", 600, ge=1, le=65535)
-    maxRequestLength: int = acts(
-        "maximum size of a body, MB; larger ones get 413", 40, ge=1, le=100
-    )
+    maxRequestLength: int = acts("MB of a body; larger ones get 413", 40, ge=1, le=100)
     distDPServerEnabled: bool | None = idle(_ONE_HOST)
 
     @field_validator("ipAddress", "managementIpAddress")
@@ -284,41 +257,27 @@ class Plugins(Section):
 
 class ModelSection(Section):
     modelInstanceType: Annotated[str | None, _only("Standard", None)] = partly(
-        "Standard", "Standard"
+        "Standard only", "Standard"
     )
     modelName: str = acts("name of the model in requests", min_length=1, max_length=256)
     modelWeightPath: Path = acts("model folder", min_length=1)
-    worldSize: int = acts(
-        "devices of the model, tp x pp x dp; with multiNodesInferEnabled those of this host",
-        ge=1,
-        le=1024,
-    )
-    cpuMemSize: float = partly(
-        "GB of host memory; the pool's host_size where configPath sets none", ge=0, le=65536
-    )
+    worldSize: int = acts("devices of the model on this host, tp x pp x dp", ge=1, le=1024)
+    cpuMemSize: float = partly("GB; the pool's host_size if configPath has none", ge=0, le=65536)
     npuMemSize: float = acts("GB of device KV cache; -1 = automatic", ge=-1, le=65536)
     backendType: Literal["atb", "torch", "ms"] | None = idle("vLLM runs the model", "atb")
     trustRemoteCode: bool = acts("allow code from the model folder", False)
     tp: int = acts("tensor parallel size; absent or -1: worldSize / (dp x pp)", -1, ge=-1)
     pp: int = acts("pipeline parallel size", 1, ge=-1)
     dp: int = acts("data parallel size", 1, ge=-1)
-    sp: _OneContext = partly(
-        "only 1 and -1: ranks that share the tokens of a block are not served", None, ge=-1
-    )
-    cp: _OneContext = partly(
-        "only 1 and -1: ranks that share a prompt's prefill are not served", None, ge=-1
-    )
+    sp: _OneContext = partly("only 1 and -1: no ranks that share a block", None, ge=-1)
+    cp: _OneContext = partly("only 1 and -1: no ranks that share a prefill", None, ge=-1)
     moe_tp: int | None = idle("vLLM derives it from tp, dp and moe_ep", ge=-1)
-    moe_ep: int | None = partly(
-        "more than 1: expert parallelism on, over all tp x dp devices", None, ge=-1
-    )
+    moe_ep: int | None = partly("> 1: experts spread over all tp x dp devices", None, ge=-1)
     kv_trans_timeout: int | None = idle("for prefill-decode disaggregation", ge=0)
     kv_link_timeout: int | None = idle("for prefill-decode disaggregation", ge=0)
     async_scheduler_wait_time: int | None = idle(_SCHEDULER, ge=0)
     ignore_eos: bool | None = idle("a setting of requests, not of the server")
-    plugin_params: Plugins = acts(
-        "plugin_type: prefix_cache, splitfuse, mtp, la, memory_decoding", Plugins()
-    )
+    plugin_params: Plugins = acts(f"plugin_type: {', '.join(PLUGIN_TYPES)}", Plugins())
     models: dict[str, Any] | None = idle("options of Ascend's own model code")
 
     @field_validator("plugin_params", mode="before")
@@ -409,9 +368,7 @@ class ScheduleSection(Section):
 
 class BackendSection(Section):
     backendName: str | None = idle("vLLM is the engine", "mindieservice_llm_engine")
-    modelInstanceNumber: Annotated[int, _only(1)] = partly(
-        "only 1: one engine per server", 1, ge=1, le=10
-    )
+    modelInstanceNumber: Annotated[int, _only(1)] = partly("only 1", 1, ge=1, le=10)
     npuDeviceIds: list[list[int]] | None = idle(
         "devices are chosen by CUDA_VISIBLE_DEVICES, with vLLM-Ascend ASCEND_RT_VISIBLE_DEVICES"
     )

@@ -10,9 +10,8 @@ import triton.language as tl
 from triton.runtime.interpreter import interpreter_builder
 
 from kvrecall.attention.kernels import device
-from kvrecall.attention.kernels.device import DeviceStep
-from kvrecall.attention.kernels.triton_rows import choose_row
-from kvrecall.attention.residency import DeviceResidency
+from kvrecall.attention.kernels.device import DeviceResidency, DeviceStep
+from kvrecall.attention.kernels.triton_kernels import choose_row
 
 
 @pytest.fixture(autouse=True)

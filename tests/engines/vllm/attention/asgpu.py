@@ -34,10 +34,11 @@ from vllm.v1.attention.backends.registry import (  # noqa: E402
 )
 
 from engines.vllm.attention.interpreted import InterpretedDevice, fetch  # noqa: E402
+from kvrecall.attention.kernels import device  # noqa: E402
 from kvrecall.engines.vllm import device as devices  # noqa: E402
-from kvrecall.engines.vllm.attention import backend, checks, device_selection  # noqa: E402
+from kvrecall.engines.vllm.attention import backend, checks  # noqa: E402
 
-device_selection.fetch_by_triton = fetch
+device.fetch_by_triton = fetch
 devices.FORMS["cpu"] = InterpretedDevice
 
 checks.CPU_BACKENDS = {"CPU_ATTN": checks.CUDA_BACKENDS[NAME]}

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from engines.vllm.attention import test_kernel, test_residency
-from engines.vllm.attention.alone import programs_in_any_order
 from engines.vllm.attention.interpreted import InterpretedDevice
 from engines.vllm.attention.sequences import BLOCK, Bench, Sequence, shape_of
-from engines.vllm.attention.test_kernel import (
+from engines.vllm.attention.test_kernel import (  # noqa: F401
     test_a_draft_has_the_blocks_of_a_decoded_token,
     test_blocks_loaded_behind_the_engines_back_are_digested_anew,
     test_digests_follow_what_is_written_into_blocks,
@@ -29,35 +28,26 @@ from engines.vllm.attention.test_kernel import (
     test_sinks_take_part,
     test_the_sum_does_not_depend_on_where_the_blocks_lie,
 )
-from engines.vllm.attention.test_residency import (
+from engines.vllm.attention.test_residency import (  # noqa: F401
     test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits,
 )
-from kvrecall.attention.kernels.device import launches
 from kvrecall.attention.kernels.oracle import attended
 from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.attention.activity import Activity
-from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape
-from kvrecall.engines.vllm.attention.copied import CopiedDense, KeptCopies
-from kvrecall.engines.vllm.attention.device_selection import TritonKernel
-from kvrecall.engines.vllm.attention.layer import _blocks_of, damaged_among, sums_of
+from kvrecall.engines.vllm.attention.base import (
+    AttentionParameters,
+    KernelShape,
+    _blocks_of,
+    checksums_of,
+    sums_of,
+)
+from kvrecall.engines.vllm.attention.cuda import CopiedDense, TritonKernel
+from kvrecall.engines.vllm.attention.group import KeptCopies
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow
-
-__all__ = [
-    "programs_in_any_order",
-    "test_a_draft_has_the_blocks_of_a_decoded_token",
-    "test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits",
-    "test_blocks_loaded_behind_the_engines_back_are_digested_anew",
-    "test_digests_follow_what_is_written_into_blocks",
-    "test_equals_the_oracle_in_every_shape",
-    "test_equals_the_oracle_with_options",
-    "test_equals_the_oracle_without_init_and_with_one_local_token",
-    "test_scattered_blocks_and_blocks_in_a_row_are_scored_alike",
-    "test_sinks_take_part",
-    "test_the_sum_does_not_depend_on_where_the_blocks_lie",
-]
+from kvrecall_lab.engines.counting import launches
 
 
 class DeviceBench(Bench):
@@ -121,7 +111,7 @@ def wipe(
     records = Records(memory, {"layer": at})
     offloaded = OffloadedSequence("one", split.init, offsets, free.to(torch.int32), records)
     bench.layer.digest(bench.cache, bench.freshness.take_stale(ids))
-    bench.layer.depart(offloaded, ids.tolist(), bench.cache)
+    bench.layer.depart(offloaded, ids, bench.cache)
     bench.cache[ids] = float("nan")
     return offloaded
 
@@ -179,7 +169,7 @@ def test_blocks_recalled_from_memory_give_the_same_bits(
             assert step is not None
             got = bench.layer.attend(query[None], bench.cache, step, bench.terms)
         assert torch.equal(got, result)
-        assert ("fetch_blocks" in launched) == (at < locked)
+        assert "fetch_blocks" in launched
         assert ("move_words" in launched) == (at >= locked)
     assert noted[:2] == noted[3:5], "the blocks that were chosen, recorded a step later"
     bench.group.counted(wait=True)
@@ -244,4 +234,4 @@ def test_sums_tell_every_changed_byte() -> None:
         changed = rows.clone()
         changed.view(9, -1)[:, at] ^= 1 << at % 8 if at % 8 < 7 else -128
         assert (sums_of(changed) != sums).any(-1).all()
-    assert not damaged_among(rows[:0], sums[:0]).any()
+    assert not len(checksums_of(rows[:0]))

@@ -1,5 +1,5 @@
 """Run by test_kernels.py in a process of its own: Triton decides when it is first imported whether
-kernels are interpreted. What a device recalls into its slots, against the host's bookkeeping."""
+kernels are interpreted. What a device recalls into its slots, against a model in Python."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from engines.vllm.attention.alone import choose, programs_in_any_order
+from engines.vllm.attention.alone import choose
 from kvrecall.attention.kernels import device
 from kvrecall.attention.kernels.device import (
+    BlockNumbers,
     Bucket,
+    DeviceResidency,
     DeviceStep,
     SequenceFacts,
     fetch_by_triton,
 )
 from kvrecall.attention.kernels.oracle import table_plainly
-from kvrecall.attention.residency import BlockNumbers, DeviceResidency, Residency
-
-__all__ = ["programs_in_any_order"]
 
 HEADS, GROUP, TOKENS, WIDTH = 2, 3, 4, 8
 CACHE, PAGE_AT = 400, 3
@@ -29,8 +28,9 @@ CACHE, PAGE_AT = 400, 3
 
 @dataclass
 class Offloaded:
-    """A sequence whose first ``gone`` of ``middle`` blocks are off the device, by its host's
-    bookkeeping. ``table``: its blocks, where these are named by their numbers."""
+    """A sequence whose first ``gone`` of ``middle`` blocks are off the device. ``table``: its
+    blocks, where these are named by their numbers. ``kept``: of each head, the number that each
+    slot has; ``used``: in which step, ``now``, a head's slot was last used."""
 
     init: int
     middle: int
@@ -39,13 +39,31 @@ class Offloaded:
     slots: torch.Tensor
     numbers: np.ndarray
     table: torch.Tensor
-    kept: Residency = field(default_factory=lambda: Residency(HEADS))
+    kept: list[dict[int, int]] = field(default_factory=list)
+    used: dict[tuple[int, int], int] = field(default_factory=dict)
+    now: int = 0
 
     @property
     def facts(self) -> tuple[int, ...]:
         blocks = len(self.table)
         length = blocks - self.middle + self.chosen
         return self.init, self.middle, self.chosen, blocks, length, len(self.slots)
+
+    def admit(self, head: int, asked: list[int]) -> tuple[int, list[int]]:
+        """How many of these numbers have a slot, and the slots of all: an LRU cache, in which the
+        first of equally long unused slots is given away first."""
+        place = {number: slot for slot, number in self.kept[head].items()}
+        hits = [number for number in asked if number in place]
+        for number in hits:
+            self.used[head, place[number]] = self.now
+        missing = [number for number in asked if number not in place]
+        oldest = sorted(self.slots.tolist(), key=lambda slot: self.used.get((head, slot), 0))
+        given = set(oldest[: len(missing)])
+        into = [slot for slot in self.slots.tolist() if slot in given]
+        for number, slot in zip(missing, into, strict=True):
+            self.kept[head][slot] = number
+            self.used[head, slot], place[number] = self.now, slot
+        return len(hits), [place[number] for number in asked]
 
 
 class Machine:
@@ -79,7 +97,7 @@ class Machine:
         table = self.take(init + middle + 2)
         table[init : init + gone] = torch.from_numpy(-1 - numbers)
         made = Offloaded(init, middle, chosen, gone, self.take(slots), numbers, table)
-        made.kept.grow(slots, gone)
+        made.kept = [{} for _ in range(HEADS)]
         self.residency.begin(
             torch.from_numpy(numbers), made.slots.to(torch.int64), int(numbers.max()) + 1
         )
@@ -124,17 +142,13 @@ def check(machine: Machine, sequences: list[Offloaded], here: list[Offloaded]) -
         assert torch.equal(tables[at, :, :count][~left], want[at][~left])
         if not len(one.slots):
             continue
-        order = np.argsort(one.numbers)
-        asked = (-1 - want[at]).numpy()
-        places = order[
-            np.searchsorted(one.numbers[order], np.where(asked >= 0, asked, 0)) % one.gone
-        ]
-        admission = one.kept.admit(places, asked >= 0)
-        hits += admission.hits
-        misses += len(admission.heads)
-        expected = one.slots[torch.from_numpy(admission.slots)]
-        assert torch.equal(tables[at, :, :count][left], expected[left])
+        one.now += 1
         for head in range(HEADS):
+            asked = (-1 - want[at][head][left[head]]).tolist()
+            had, expected = one.admit(head, asked)
+            hits += had
+            misses += len(asked) - had
+            assert tables[at, head, :count][left[head]].tolist() == expected
             ids = tables[at, head, :count][left[head]].long()
             words = 1000 * (-1 - want[at][head][left[head]]) + head
             held = machine.cache[ids, head].flatten(1)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engines.vllm.attention.alone import choose, programs_in_any_order
+from engines.vllm.attention.alone import choose
 from kvrecall.attention.digest import DIGESTS, Layout, encode
 from kvrecall.attention.kernels import device
 from kvrecall.attention.kernels.device import (
@@ -18,10 +18,7 @@ from kvrecall.attention.kernels.device import (
     choose_by_triton,
     digest_by_triton,
 )
-from kvrecall.attention.kernels.int8 import products_by_torch
 from kvrecall.attention.kernels.oracle import logits_plainly, table_plainly
-
-__all__ = ["programs_in_any_order"]
 
 HEADS = 2
 
@@ -197,13 +194,3 @@ def test_any_program_of_a_row_may_be_the_last() -> None:
     for scores, table in seen[1:]:
         assert torch.equal(scores, seen[0][0])
         assert torch.equal(table, seen[0][1])
-
-
-@pytest.mark.parametrize("kind", list(DIGESTS))
-def test_sums_where_there_is_no_kernel(kind: str) -> None:
-    torch.manual_seed(2)
-    width = DIGESTS[kind].parts * 1024  # wider than single precision adds exactly
-    point = torch.randint(-127, 128, (2, 3, width), dtype=torch.int8)
-    codes = torch.randint(-127, 128, (2, 50, width), dtype=torch.int8)
-    want = torch.einsum("hgw,hnw->hng", point.long(), codes.long())
-    assert torch.equal(products_by_torch(point, codes).long(), want)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.engines.vllm.attention.activity import Activity
+from kvrecall.engines.vllm.attention.activity import Activity, HeatTotals
 from kvrecall.engines.vllm.attention.base import (
     AttentionKernel,
     AttentionParameters,
     KernelShape,
 )
-from kvrecall.engines.vllm.attention.cpu import CpuKernel, InPlaceDense, write_tokens
+from kvrecall.engines.vllm.attention.cpu import CpuKernel, attend_in_place, write_tokens
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
-from kvrecall.engines.vllm.attention.heat import HeatTotals
-from kvrecall.engines.vllm.attention.layer import RetrievalLayer
+from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
 from kvrecall.engines.vllm.attention.step import BatchRow, StepPlanner
 from kvrecall_lab.engines.decode import isa_of
 
@@ -68,8 +68,8 @@ class Bench:
         self.group = RetrievalGroup(self.activity, HeatTotals(), self.kernel)
         self.freshness = self.group.freshness
         self.planner = StepPlanner(settings, self.kernel, self.freshness, self.activity)
-        self.layer = RetrievalLayer("layer", settings, self.kernel, self.activity, note)
-        self.whole = InPlaceDense(shape, "layer")
+        self.layer = self.kernel.layer("layer", settings, self.activity, note)
+        self.whole = partial(attend_in_place, shape, "layer")
         self.group.add("layer", self.layer)
         self._free = torch.randperm(blocks - 1) + 1
         self._used = 0
@@ -119,6 +119,18 @@ class Bench:
         length: a decoded one and drafts. ``queries``: ``[tokens, heads, dim]``."""
         row = BatchRow(len(queries), length, False)
         return self.attend([row], sequence.block_ids.to(torch.int32)[None], queries)
+
+    def decode_offloaded(
+        self, sequence: Sequence, offloaded: OffloadedSequence, *queries: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Sparse attention of these queries, or the sequence's own, each ``[1, heads, dim]``."""
+        table = sequence.block_ids.to(torch.int32)[None]
+        step = self.planner.plan([BatchRow(1, len(sequence.keys), False)], table, {0: offloaded})
+        assert step is not None
+        return [
+            self.layer.attend(query[None], self.cache, step, self.terms)
+            for query in queries or (sequence.query,)
+        ]
 
     def attend(
         self, rows: list[BatchRow], table: torch.Tensor, queries: torch.Tensor

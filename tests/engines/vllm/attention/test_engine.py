@@ -82,17 +82,6 @@ def test_all_blocks_chosen_equals_dense(dense: Engine, whole: Engine) -> None:
     assert did["blocks_selected"] == did["blocks_considered"] > 0
 
 
-def test_parallel_samples_and_a_shared_prefix(dense: Engine, whole: Engine) -> None:
-    shared = prompt_of(1200, 30)
-    prompts = [shared + prompt_of(tokens, 31 + tokens) for tokens in (5, 140, 300)]
-    ask = {"prompts": prompts, "n": 2, "max_tokens": 12, **SAMPLING}
-    want = dense.generate(**ask)
-    before = activity(whole)
-    got = whole.generate(**ask)
-    assert tokens_of(got) == tokens_of(want)
-    assert spent(whole, before)["layers_sparse"] > 0
-
-
 def test_beam_search_equals_dense(dense: Engine, whole: Engine) -> None:
     prompt = prompt_of(1300, 40)
     ask = {"prompt": prompt, "width": 2, "max_tokens": 5}
@@ -122,12 +111,6 @@ def test_a_mixed_batch_equals_its_members_alone(sparse: Engine) -> None:
     together = sparse.generate(prompts=prompts, max_tokens=40)
     assert tokens_of(together) == alone
     assert spent(sparse, before)["sequences_sparse"] > 100
-
-
-def test_short_prompts_are_dense(sparse: Engine) -> None:
-    before = activity(sparse)
-    sparse.ask(prompt_of(900, 51), max_tokens=4)
-    assert spent(sparse, before)["steps_sparse"] == 0
 
 
 def test_blocks_from_the_pool_bring_their_digests_and_are_chosen_as_before(sparse: Engine) -> None:

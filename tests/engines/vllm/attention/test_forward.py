@@ -13,8 +13,7 @@ from engines.vllm.attention.sequences import BLOCK, Bench, shape_of
 from engines.vllm.attention.test_residency import SETTINGS, offload, whole
 from kvrecall.attention.selection import split_of
 from kvrecall.engines.vllm.attention.cpu import RetrievalImpl
-from kvrecall.engines.vllm.attention.layer import RetrievalLayer
-from kvrecall.engines.vllm.attention.step import BatchRow, DensePart, OffloadedRow, StepWork
+from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow, StepWork
 
 TOKENS = 1000
 
@@ -46,9 +45,9 @@ def test_every_request_is_attended_to_once(sparse: bool, prefills: bool) -> None
     table = sequence.block_ids.to(torch.int32)[None]
     rows = [BatchRow(1, 1, False), BatchRow(1, TOKENS, prefills)]
     step = bench.planner.plan(rows, table.expand(2, -1), {1: offloaded})
-    others = DensePart(torch.tensor([0]), "of the others")
+    others = torch.tensor([0]), "of the others"
     row = OffloadedRow(offloaded, slice(1, 2), table[0], TOKENS, prefills)
-    work = StepWork(step, True, others, (row,), others)
+    work = StepWork(step, others, (row,), others)
     query = torch.stack([torch.randn_like(sequence.query), sequence.query])
     output = torch.full_like(query, float("nan"))
     metadata = SimpleNamespace(retrieval=work)
@@ -68,7 +67,7 @@ def test_every_request_is_attended_to_once(sparse: bool, prefills: bool) -> None
 def test_digests_of_a_step_that_failed_are_computed_again() -> None:
     """The forward pass raises in the second of two layers, and the engine goes on."""
     bench = Bench(shape_of(), replace(SETTINGS, topk_share=0.3), 100)
-    second = RetrievalLayer("second", bench.planner._settings, bench.kernel, bench.activity)
+    second = bench.kernel.layer("second", bench.planner._settings, bench.activity)
     bench.group.add("second", second)
     sequence = bench.sequence(TOKENS)
     table = sequence.block_ids.to(torch.int32)[None]
@@ -81,7 +80,7 @@ def test_digests_of_a_step_that_failed_are_computed_again() -> None:
             return []
         for layer in (bench.layer, second)[:layers]:
             impl.sparse_layer = layer
-            impl._digest(bench.cache, StepWork(step, True))
+            impl._digest(bench.cache, StepWork(step))
         return step.stale.tolist()
 
     first = forward(1)

@@ -72,14 +72,13 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> N
     torch.testing.assert_close(got.float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("tokens", AWKWARD)
 @pytest.mark.parametrize("digest", ["mean", "bounds"])
-def test_equals_the_oracle(tokens: int, digest: str) -> None:
+def test_equals_the_oracle(digest: str) -> None:
     settings = replace(SMALL, digest=digest)
-    bench = Bench(shape_of(), settings, 64)
-    sequence = bench.sequence(tokens)
-    (got,) = bench.decode(sequence)
-    assert_close(got, oracle(sequence, settings), torch.float32)
+    bench = Bench(shape_of(), settings, 256)
+    sequences = [bench.sequence(tokens) for tokens in (*AWKWARD, 700)]
+    for got, sequence in zip(bench.decode(*sequences), sequences, strict=True):
+        assert_close(got, oracle(sequence, settings), torch.float32)
 
 
 OPTIONS = {
@@ -186,23 +185,6 @@ def test_equals_the_oracle_in_every_shape(shape: KernelShape) -> None:
     assert_close(got, oracle(sequence, SMALL), shape.dtype)
 
 
-@pytest.mark.parametrize("tokens", [600, 1000, 4097])
-def test_a_share_of_all_blocks_equals_dense(tokens: int) -> None:
-    bench = Bench(shape_of(), replace(SMALL, topk_share=1.0), 64)
-    sequence = bench.sequence(tokens)
-    (got,) = bench.decode(sequence)
-    everything = torch.ones(bench.shape.kv_heads, tokens, dtype=torch.bool)
-    want = attention(sequence.query, sequence.keys, sequence.values, everything)
-    assert_close(got, want, torch.float32)
-
-
-def test_a_batch_equals_its_sequences_by_themselves() -> None:
-    bench = Bench(shape_of(), SMALL, 256)
-    sequences = [bench.sequence(tokens) for tokens in (*AWKWARD, 700)]
-    for got, sequence in zip(bench.decode(*sequences), sequences, strict=True):
-        assert_close(got, oracle(sequence, SMALL), torch.float32)
-
-
 @pytest.mark.parametrize("end", [1024, 1026, 1155])
 def test_a_draft_has_the_blocks_of_a_decoded_token(end: int) -> None:
     """Of its own length, at which it may be dense yet, and the blocks may end elsewhere."""
@@ -246,19 +228,6 @@ def test_the_sum_does_not_depend_on_where_the_blocks_lie() -> None:
     assert torch.equal(one, other)
 
 
-def test_the_block_with_the_matching_key_is_attended_to() -> None:
-    settings = replace(SMALL, topk_share=0.05)
-    bench = Bench(shape_of(heads=2, kv_heads=2), settings, 64)
-    sequence = bench.sequence(4000)
-    places = [1500, 2777]
-    for head, place in enumerate(places):
-        sequence.keys[place, head] = 4 * sequence.query[head]
-    bench.write(sequence, 0, 4000)
-    (got,) = bench.decode(sequence)
-    for head, place in enumerate(places):
-        torch.testing.assert_close(got[head], sequence.values[place, head], atol=1e-3, rtol=1e-3)
-
-
 def test_digests_follow_what_is_written_into_blocks() -> None:
     """Tokens are written a few at a time, and the blocks are reused for another sequence."""
     bench = Bench(shape_of(), SMALL, 64)
@@ -300,14 +269,3 @@ def test_blocks_are_digested_once() -> None:
     assert once == 2000 // BLOCK - 1
     bench.decode(sequence)
     assert bench.activity.blocks_digested == once
-
-
-def test_activity_counts_what_was_chosen() -> None:
-    bench = Bench(shape_of(), SMALL, 64)
-    bench.decode(bench.sequence(BLOCK * 13))
-    heads, middle = bench.shape.kv_heads, 13 - 1 - 2
-    activity = bench.activity
-    assert activity.steps_sparse == activity.sequences_sparse == activity.layers_sparse == 1
-    assert activity.blocks_considered == middle * heads
-    assert activity.blocks_selected == 2 * heads
-    assert activity.blocks_attended == 5 * heads

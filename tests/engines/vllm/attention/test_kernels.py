@@ -17,7 +17,8 @@ pytest.importorskip("triton")
     "name", ["paged_cases.py", "search_cases.py", "device_cases.py", "recall_cases.py"]
 )
 def test_they_are_right_in_tritons_interpreter(name: str) -> None:
-    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(name)))
+    plugins = "-p", "no:cacheprovider", "-p", "engines.vllm.attention.alone"
+    done = run("-m", "pytest", "-q", *plugins, str(Path(__file__).with_name(name)))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert "passed" in done.stdout
     assert "skipped" not in done.stdout

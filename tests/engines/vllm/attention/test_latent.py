@@ -13,7 +13,6 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape
 from kvrecall.engines.vllm.attention.latent import LatentKernel
-from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, StepPlanner
 
 BLOCK, WIDTH, VALUES, HEADS = 16, 576, 512, 5
@@ -37,7 +36,7 @@ def test_equals_the_oracle(dtype: torch.dtype, share: float) -> None:
     shape = KernelShape(HEADS, 1, WIDTH, BLOCK, dtype, "", latent=True)
     kernel, activity = LatentKernel(shape), Activity()
     planner = StepPlanner(settings, kernel, Freshness(), activity)
-    layer = RetrievalLayer("layer", settings, kernel, activity)
+    layer = kernel.layer("layer", settings, activity)
     lengths = [1000, 1024, 2047, 333]
     cache = torch.full((400, BLOCK, WIDTH), 3.0, dtype=dtype)
     free = torch.randperm(399) + 1

@@ -4,7 +4,6 @@ and the gate that follows from it."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +15,10 @@ from kvrecall.attention.kernels import device as kernels
 from kvrecall.attention.selection import DeviceSpeed, Gate, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.base import KernelShape
-from kvrecall.engines.vllm.attention.device_selection import DeviceSelection, TritonKernel
+from kvrecall.engines.vllm.attention.cuda import DeviceSelection, TritonKernel
 from kvrecall.engines.vllm.attention.step import BatchRow
-from kvrecall_lab.engines import meta
-from kvrecall_lab.engines.launches import SparseSteps
-from kvrecall_lab.engines.meta import META, Operations, counting
+from kvrecall_lab.engines import counting as meta
+from kvrecall_lab.engines.counting import META, Operations, SparseSteps, counting
 
 LLAMA = KernelShape(32, 8, 128, 128, torch.bfloat16, "")
 """The attention of an 8B model of the Llama family."""
@@ -35,41 +33,24 @@ def steps(layers: int = 1, **changed: Any) -> SparseSteps:
     return SparseSteps(LLAMA, replace(SEED, offload_boundary=1 << 30, **changed), layers)
 
 
-def test_a_decode_step_sends_once_and_launches_two_kernels_a_layer() -> None:
-    """Whatever the number of sequences. In the first step of 16 the blocks are copied to the host
-    for the dashboard; a block that fills is digested."""
-    made = steps(layers=3)
-    filled = made.run(TOKENS)
-    assert filled.device == SENT + ["digest_blocks", *CHOSEN, "clone", *ATTENDED] * 3
-    for lengths in ((TOKENS,), (TOKENS, 50_000, 300_000, 40_129)):
-        if len(lengths) > 1:
-            made.run(*lengths)
-        again = made.run(*lengths)
-        assert again.device == SENT + EVERY * 3
-        assert again.waits == filled.waits == []
-
-
-@pytest.mark.parametrize("share", [0.2, 0.02])
-def test_blocks_off_the_device_are_recalled_by_one_more_launch_for_the_batch(share: float) -> None:
-    """Whatever the number of sequences, and without a wait."""
+@pytest.mark.parametrize("share", [0.2, 0.05, 0.02])
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_decode_step_sends_once_and_launches_two_kernels_a_layer(
+    share: float, offloaded: bool
+) -> None:
+    """Whatever the number of sequences, and without a wait; one more kernel recalls blocks that are
+    off the device. In the first step of 16 the blocks are copied to the host for the dashboard; a
+    block that fills is digested."""
     made = steps(layers=3, topk_share=share)
-    filled = made.run(TOKENS, 90_000, offloaded=True)
-    recalling = [*CHOSEN, "fetch_blocks", *ATTENDED]
-    layer = ["digest_blocks", *CHOSEN, "clone", "fetch_blocks", *ATTENDED]
-    assert filled.device == SENT + layer * 3
+    filled = made.run(TOKENS, 90_000, offloaded=offloaded)
+    recall = ["fetch_blocks"] * offloaded
+    assert filled.device == SENT + ["digest_blocks", *CHOSEN, "clone", *recall, *ATTENDED] * 3
     for lengths in ((TOKENS,), (TOKENS, 50_000, 300_000, 40_129)):
         if len(lengths) > 1:
-            made.run(*lengths, offloaded=True)
-        again = made.run(*lengths, offloaded=True)
-        assert again.device == SENT + recalling * 3
+            made.run(*lengths, offloaded=offloaded)
+        again = made.run(*lengths, offloaded=offloaded)
+        assert again.device == SENT + [*CHOSEN, *recall, *ATTENDED] * 3
         assert again.waits == filled.waits == []
-
-
-@pytest.mark.parametrize("share", [0.05, 0.02])
-def test_few_blocks_are_found_by_as_many_launches(share: float) -> None:
-    made = steps(topk_share=share)
-    made.run(TOKENS)
-    assert made.run(TOKENS).device == SENT + EVERY
 
 
 def test_steps_of_one_bucket_share_what_the_kernels_write() -> None:
@@ -82,7 +63,7 @@ def test_steps_of_one_bucket_share_what_the_kernels_write() -> None:
         with counting():
             step = made.planner.plan(rows, table)
         assert step is not None
-        buffers.append(step.plan.buffers)
+        buffers.append(step.plan.logits)
     assert buffers[0] is buffers[1] is not buffers[2]
 
 
@@ -106,22 +87,19 @@ def test_steps_of_one_bucket_have_the_same_sizes(monkeypatch: pytest.MonkeyPatch
     assert told[0] == told[1] != told[2]
 
 
-def masked(kernel: Any, real: Callable[..., None], query: Any, step: Any, *more: Any) -> None:
-    real(kernel, query, step, *more)
+def masked(step: Any) -> None:
     step.plan.scores[step.plan.scores > 0.5] = 0
 
 
-def gathered(kernel: Any, real: Callable[..., None], query: Any, step: Any, *more: Any) -> None:
-    real(kernel, query[torch.arange(len(query))], step, *more)
+def gathered(step: Any) -> None:
+    step.plan.scores[torch.arange(1)]
 
 
-def read(kernel: Any, real: Callable[..., None], query: Any, step: Any, *more: Any) -> None:
-    real(kernel, query, step, *more)
+def read(step: Any) -> None:
     assert step.plan.table.cpu()
 
 
-def asked(kernel: Any, real: Callable[..., None], query: Any, step: Any, *more: Any) -> None:
-    real(kernel, query, step, *more)
+def asked(step: Any) -> None:
     assert step.plan.table.max().item()
 
 
@@ -136,7 +114,7 @@ def asked(kernel: Any, real: Callable[..., None], query: Any, step: Any, *more: 
 )
 def test_a_wait_is_seen(change: Any, wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = DeviceSelection.select
-    monkeypatch.setattr(DeviceSelection, "select", lambda *args: change(args[0], real, *args[1:]))
+    monkeypatch.setattr(DeviceSelection, "select", lambda *a: real(*a) or change(a[2]))
     kept: list[Operations] = []
 
     def counts() -> Operations:

@@ -96,6 +96,7 @@ class Bench:
         self.loads: list[LoadOrder] = []
         self.makes_stores = True
         self._stores: list[int] = []
+        self._running: dict[str, Request] = {}
 
     @property
     def free(self) -> int:
@@ -109,6 +110,7 @@ class Bench:
             name, list(range(first, first + tokens)), params, None, block_hasher=hasher
         )
         self.side.admit(request)
+        self._running[name] = request
         return request
 
     def prefill(self, request: Request) -> None:
@@ -184,7 +186,13 @@ class Bench:
         self.prefill(request)
         return request
 
+    def end_all(self) -> None:
+        for request in list(self._running.values()):
+            self.end(request)
+        assert self.free == self.manager.block_pool.num_gpu_blocks - 1
+
     def end(self, request: Request) -> None:
+        del self._running[request.request_id]
         request.status = RequestStatus.FINISHED_STOPPED
         self.side.finished(request, self.manager.get_block_ids(request.request_id))
         self.manager.free(request)
@@ -202,6 +210,15 @@ def sign(pool: PoolClient, store: StoreOrder) -> None:
 def pool() -> Iterator[Pool]:
     with Pool.open(RecallSettings.from_mapping({"host_size": "1MiB"}).pool) as pool:
         yield pool
+        assert pool.stats().leases == 0
+
+
+@pytest.fixture
+def bench(pool: Pool) -> Iterator[Bench]:
+    """Whose requests end after the test, with all they had."""
+    bench = Bench(pool, 100)
+    yield bench
+    bench.end_all()
 
 
 @pytest.fixture
@@ -211,8 +228,7 @@ def small_pool() -> Iterator[Pool]:
         yield pool
 
 
-def test_middle_blocks_leave_with_the_first_decoded_token(pool: Pool) -> None:
-    bench = Bench(pool, 100)
+def test_middle_blocks_leave_with_the_first_decoded_token(bench: Bench, pool: Pool) -> None:
     request = bench.request("r", 400)  # 25 blocks
     bench.prefill(request)
     assert bench.free == 99 - 25
@@ -233,10 +249,9 @@ def test_middle_blocks_leave_with_the_first_decoded_token(pool: Pool) -> None:
     assert pool.stats().leases == 20
     bench.end(request)
     assert (bench.free, pool.stats().leases) == (99, 0)
-    bench.prefill(other := bench.request("other", 10))
+    bench.begun("other", 10, 0)
     assert bench.orders is not None
     assert bench.orders.ended == ["r"]
-    bench.end(other)
 
 
 @pytest.mark.parametrize("is_own", [True, False])
@@ -253,8 +268,7 @@ def test_blocks_of_a_writer_that_is_not_proved_do_not_stand_in_for_the_devices(
     assert pool.stats().leases == 0
 
 
-def test_it_goes_on_while_the_sequence_grows(pool: Pool) -> None:
-    bench = Bench(pool, 100)
+def test_it_goes_on_while_the_sequence_grows(bench: Bench) -> None:
     request = bench.request("r", 230)
     bench.prefill(request)
     gone = slots = 0
@@ -271,8 +285,6 @@ def test_it_goes_on_while_the_sequence_grows(pool: Pool) -> None:
         assert gone == middle
         assert slots >= -(-middle // 5), "as many as are chosen"
     assert gone == 21
-    bench.end(request)
-    assert (bench.free, pool.stats().leases) == (99, 0)
 
 
 @pytest.mark.parametrize("shared", [16, 48, 64])
@@ -367,8 +379,8 @@ def test_what_went_to_the_disk_is_brought_back_first(tmp_path: Path) -> None:
         assert bench.orders is not None
         (left,) = bench.orders.departures
         assert len(set(left.offsets)) == len(left.block_ids) >= 15
-        bench.end(request)
-        assert (bench.free, pool.stats().leases) == (99, 0)
+        bench.end_all()
+        assert pool.stats().leases == 0
 
 
 def test_what_another_engine_stored_leaves_once_nothing_reads_it(tmp_path: Path) -> None:
@@ -407,8 +419,7 @@ def test_what_another_engine_stored_leaves_once_nothing_reads_it(tmp_path: Path)
         wait_until(lambda: pool.stats().tiers[0].used_bytes == 0)
 
 
-def test_a_shared_prefix_is_freed_by_the_last(pool: Pool) -> None:
-    bench = Bench(pool, 100)
+def test_a_shared_prefix_is_freed_by_the_last(bench: Bench) -> None:
     one, two = bench.request("one", 400), bench.request("two", 400)
     bench.prefill(one)
     bench.prefill(two)
@@ -417,9 +428,6 @@ def test_a_shared_prefix_is_freed_by_the_last(pool: Pool) -> None:
     assert bench.free == 99 - 26 - 1 - 6, "its blocks are the other's, too"
     assert bench.decode(two)
     assert bench.free == 99 - 26 - 2 - 12 + 20
-    bench.end(one)
-    bench.end(two)
-    assert (bench.free, pool.stats().leases) == (99, 0)
 
 
 def test_a_full_device_lets_nothing_leave_rather_than_fail(pool: Pool) -> None:
@@ -451,8 +459,7 @@ def test_slots_that_a_step_needs_are_asked_for(pool: Pool) -> None:
     assert bench.free == 59
 
 
-def test_preempted_and_back(pool: Pool) -> None:
-    bench = Bench(pool, 100)
+def test_preempted_and_back(bench: Bench, pool: Pool) -> None:
     request = bench.request("r", 400)
     bench.prefill(request)
     assert bench.decode(request, 3)
@@ -467,15 +474,14 @@ def test_preempted_and_back(pool: Pool) -> None:
     assert bench.decode(request)
     assert bench.orders is not None
     assert len(bench.orders.departures) == 1
-    bench.end(request)
-    assert (bench.free, pool.stats().leases) == (99, 0)
 
 
 @pytest.mark.parametrize("counts", [True, False], ids=["delivered", "dropped"])
-def test_leases_last_while_a_step_under_way_reads_what_they_keep(pool: Pool, counts: bool) -> None:
+def test_leases_last_while_a_step_under_way_reads_what_they_keep(
+    bench: Bench, pool: Pool, counts: bool
+) -> None:
     """With asynchronous scheduling a request may be preempted before the result of its last step is
     in, which still counts."""
-    bench = Bench(pool, 100)
     request = bench.begun("r", 400, 0)
     assert bench.decode(request, 3)
     request.num_in_flight_tokens = 1
@@ -498,8 +504,7 @@ def forgotten(bench: Bench, tokens: int = 400) -> None:
     assert bench.manager.reset_prefix_cache()
 
 
-def test_of_a_prefix_in_the_pool_only_init_and_local_come(pool: Pool) -> None:
-    bench = Bench(pool, 100)
+def test_of_a_prefix_in_the_pool_only_init_and_local_come(bench: Bench, pool: Pool) -> None:
     forgotten(bench)
     request = bench.request("r", 400)
     assert bench.restore(request)
@@ -525,8 +530,6 @@ def test_of_a_prefix_in_the_pool_only_init_and_local_come(pool: Pool) -> None:
     assert bench.orders is not None
     assert bench.orders.departures == []
     assert bench.manager.get_block_ids("r")[0][1:22] == [0] * 21
-    bench.end(request)
-    assert (bench.free, pool.stats().leases) == (99, 0)
 
 
 def test_blocks_that_are_read_in_place_need_no_slots(pool: Pool) -> None:
@@ -569,11 +572,10 @@ def test_it_fits_where_the_whole_prefix_would_not(pool: Pool) -> None:
 
 @pytest.mark.parametrize("blocks", [1, 5, 12])
 def test_blocks_found_on_the_device_stay_there_unless_they_are_in_the_middle(
-    pool: Pool, blocks: int
+    bench: Bench, blocks: int
 ) -> None:
-    bench = Bench(pool, 100)
     forgotten(bench)
-    other = bench.begun("other", blocks * BLOCK + 1, 0)  # the same tokens: a shared prefix
+    bench.begun("other", blocks * BLOCK + 1, 0)  # the same tokens: a shared prefix
     held = bench.manager.get_block_ids("other")[0]
     request = bench.request("r", 400)
     assert bench.restore(request)
@@ -582,9 +584,6 @@ def test_blocks_found_on_the_device_stay_there_unless_they_are_in_the_middle(
     assert ids[1:21] == [0] * 20
     assert [len(load.copies[0].block_ids) for load in bench.loads] == [3]
     assert bench.free == 99 - len(held) - 3 - 6
-    bench.end(other)
-    bench.end(request)
-    assert (bench.free, pool.stats().leases) == (99, 0)
 
 
 def test_a_prefix_that_does_not_fit_leaves_no_lease_when_its_request_ends(pool: Pool) -> None:
@@ -600,8 +599,7 @@ def test_a_prefix_that_does_not_fit_leaves_no_lease_when_its_request_ends(pool: 
     bench.manager.block_pool.free_blocks(hog)
 
 
-def test_preempted_while_its_prompt_is_computed(pool: Pool) -> None:
-    bench = Bench(pool, 100)
+def test_preempted_while_its_prompt_is_computed(bench: Bench, pool: Pool) -> None:
     forgotten(bench)
     request = bench.request("r", 400)
     assert bench.restore(request)
@@ -616,16 +614,12 @@ def test_preempted_while_its_prompt_is_computed(pool: Pool) -> None:
     assert len(bench.orders.arrivals) == 1
     assert bench.compute(request, 16)
     assert bench.decode(request)
-    bench.end(request)
-    assert (bench.free, pool.stats().leases) == (99, 0)
 
 
-def test_a_short_prefix_of_a_long_prompt_comes_whole(pool: Pool) -> None:
+def test_a_short_prefix_of_a_long_prompt_comes_whole(bench: Bench) -> None:
     """All of its few middle blocks would be selected."""
-    bench = Bench(pool, 100)
     forgotten(bench, 100)
     request = bench.request("r", 400)
     assert bench.restore(request)
     assert 0 not in bench.manager.get_block_ids("r")[0]
     assert bench.orders is None
-    bench.end(request)

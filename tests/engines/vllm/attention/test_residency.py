@@ -13,15 +13,11 @@ import pytest
 import torch
 
 from engines.vllm.attention.sequences import BLOCK, Bench, Sequence, shape_of
-from kvrecall.attention.residency import Admission, Residency
 from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention import host_selection
-from kvrecall.engines.vllm.attention.base import AttentionParameters
+from kvrecall.engines.vllm.attention.base import CHECKSUM_BYTES, AttentionParameters
 from kvrecall.engines.vllm.attention.cpu import attend, halves, schedule
-from kvrecall.engines.vllm.attention.group import RetrievalGroup
-from kvrecall.engines.vllm.attention.heat import HeatTotals
-from kvrecall.engines.vllm.attention.layer import CHECKSUM_BYTES
 from kvrecall.engines.vllm.attention.offloaded import (
     NearArena,
     OffloadedSequence,
@@ -29,7 +25,7 @@ from kvrecall.engines.vllm.attention.offloaded import (
     checksums_of_layer,
     digests_of_layer,
 )
-from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow
+from kvrecall.engines.vllm.attention.step import OffloadedRow
 from kvrecall.engines.vllm.wire import Arrival, Departure, OffloadOrders
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.slots import ALIGNMENT
@@ -42,56 +38,6 @@ SETTINGS = RetrievalSettings(
     gate=False,
     least_blocks=1,
 )
-
-
-class Shelf:
-    """The copies a residency asks for, made with labels instead of bytes."""
-
-    def __init__(self, heads: int, slots: int, blocks: int) -> None:
-        self.residency = Residency(heads)
-        self.residency.grow(slots, blocks)
-        self.labels = np.full((heads, slots), -1)
-
-    def copy(self, admission: Admission) -> None:
-        self.labels[admission.heads, admission.into] = admission.blocks
-
-
-def test_every_block_asked_for_is_in_its_slot() -> None:
-    rng = np.random.default_rng(0)
-    shelf = Shelf(3, 12, 40)
-    for _ in range(200):
-        blocks = np.stack([rng.permutation(40)[:10] for _ in range(3)])
-        wanted = rng.random((3, 10)) < 0.8
-        admission = shelf.residency.admit(blocks, wanted)
-        shelf.copy(admission)
-        held = np.take_along_axis(shelf.labels, admission.slots, 1)
-        assert (held[wanted] == blocks[wanted]).all()
-        assert admission.hits + len(admission.heads) == wanted.sum()
-        for row in shelf.labels:
-            present = row[row >= 0]
-            assert len(set(present)) == len(present)
-
-
-def step(residency: Residency, *blocks: int) -> Admission:
-    asked = np.array([blocks])
-    return residency.admit(asked, np.ones_like(asked, dtype=np.bool_))
-
-
-def test_the_longest_unused_goes_first() -> None:
-    residency = Residency(1)
-    residency.grow(3, 10)
-    for blocks in ((1, 2), (2, 3), (4,)):
-        step(residency, *blocks)
-    assert step(residency, 2, 3).hits == 2
-    assert step(residency, 1).hits == 0
-
-
-def test_slots_grow_with_the_sequence() -> None:
-    residency = Residency(1)
-    residency.grow(1, 2)
-    step(residency, 1)
-    residency.grow(3, 5)
-    assert step(residency, 1, 4, 3).hits == 1
 
 
 MAPPED: list[NearArena] = []
@@ -128,7 +74,7 @@ def offload(
     MAPPED.append(near)
     offloaded = OffloadedSequence("one", split.init, begins, slots, records, near.bases)
     bench.layer.digest(bench.cache, bench.freshness.take_stale(ids))
-    bench.layer.depart(offloaded, ids.tolist(), bench.cache)
+    bench.layer.depart(offloaded, ids, bench.cache)
     bench.cache[ids] = float("nan") if bench.cache.is_floating_point() else 0x7F  # NaN, too
     return offloaded
 
@@ -168,14 +114,11 @@ def test_blocks_read_in_place_give_the_same_bits(kind: str, tokens: int, stay: i
     dense = whole(bench, sequence, tokens)
     gone = split_of(tokens, BLOCK, settings).middle - stay
     offloaded = offload(bench, sequence, tokens, gone, settings)
-    table = sequence.block_ids.to(torch.int32)[None]
-    planned = bench.planner.plan([BatchRow(1, tokens, False)], table, {0: offloaded})
-    assert planned is not None
-    for query, result in zip(queries, want, strict=True):
-        got = bench.layer.attend(query[None], bench.cache, planned, terms)
-        assert torch.equal(got, result)
-    row = OffloadedRow(offloaded, slice(0, 1), table[0], tokens, False)
-    got = bench.whole.attend(row, sequence.query[None], bench.cache, terms)
+    got = bench.decode_offloaded(sequence, offloaded, *queries)
+    assert torch.equal(torch.stack(got), torch.stack(want))
+    table = sequence.block_ids.to(torch.int32)
+    row = OffloadedRow(offloaded, slice(0, 1), table, tokens, False)
+    got = bench.whole(row, sequence.query[None], bench.cache, terms)
     assert torch.equal(got, dense)
     assert bench.activity.blocks_in_place > 0
 
@@ -192,12 +135,8 @@ def test_pytorch_selects_what_compiled_code_does(
     want = bench.decode(sequence)
     offloaded = offload(bench, sequence, 6000, 20, settings)
     monkeypatch.setattr(host_selection, "is_compiled", lambda: False)
-    table = sequence.block_ids.to(torch.int32)[None]
-    planned = bench.planner.plan([BatchRow(1, 6000, False)], table, {0: offloaded})
-    assert planned is not None
-    assert planned.plan.search is None
-    got = bench.layer.attend(sequence.query[None], bench.cache, planned, bench.terms)
-    assert torch.equal(got, want)
+    monkeypatch.delattr(host_selection.Search, "run")
+    assert torch.equal(bench.decode_offloaded(sequence, offloaded)[0], want)
     assert bench.activity.blocks_in_place > 0
 
 
@@ -222,7 +161,7 @@ def test_tokens_computed_over_blocks_in_the_arena_give_the_same_bits(
     scale = bench.shape.head_dim**-0.5
     for (first, count), query, result in zip(pieces, queries, want, strict=True):
         row = OffloadedRow(offloaded, slice(0, count), table, first + count, True)
-        got = bench.whole.attend(row, query, bench.cache, AttentionParameters(scale))
+        got = bench.whole(row, query, bench.cache, AttentionParameters(scale))
         assert torch.equal(got, result)
 
 
@@ -261,19 +200,12 @@ def test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits(
     starts[checksums_of_layer("layer")] = record.shape[1] - CHECKSUM_BYTES
     records = Records(record.reshape(-1), starts)
     last = int(sequence.block_ids[-1])
-    orders = OffloadOrders([], {last: "one"}, [], [arrival])
-    assert bench.group.take(orders, records) == set()
+    assert not bench.group.take(OffloadOrders([], {last: "one"}, [], [arrival]), records)
     assert bench.activity.digests_mended == len(damaged)
     offloaded = bench.group.sequence(last)
     assert offloaded is not None
-    table = sequence.block_ids.to(torch.int32)[None]
-    table[0, split.init : split.local] = 0
-    step = bench.planner.plan([BatchRow(1, 3000, False)], table, {0: offloaded})
-    assert step is not None
-    got = bench.layer.attend(
-        sequence.query[None], bench.cache, step, AttentionParameters(bench.shape.head_dim**-0.5)
-    )
-    assert torch.equal(got, want)
+    sequence.block_ids[split.init : split.local] = 0
+    assert torch.equal(bench.decode_offloaded(sequence, offloaded)[0], want)
     assert bench.activity.blocks_left == split.middle
     assert bench.activity.bytes_digests == split.middle * (record.shape[1] - page)
 
@@ -307,8 +239,6 @@ def test_a_sequence_leaves_in_parts_and_its_arena_with_it() -> None:
     want = bench.decode(sequence)
     split = split_of(3000, BLOCK, SETTINGS)
     ids = sequence.block_ids[split.init : split.local].tolist()
-    bench.group = RetrievalGroup(bench.activity, HeatTotals(), bench.kernel)
-    bench.group.add("layer", bench.layer)
     bench.group.register({"layer": bench.cache})
     page = bench.cache[0].nbytes
     arena = Arena.create(len(ids) * page)
@@ -322,18 +252,12 @@ def test_a_sequence_leaves_in_parts_and_its_arena_with_it() -> None:
     assert not bench.group.take(OffloadOrders([first], {last: "one"}, []), records)
     second = Departure("one", split.init, tuple(ids[5:]), offsets[5:], ())
     assert not bench.group.take(OffloadOrders([second], {last: "one"}, []), records)
-    bench.cache[ids] = float("nan") if bench.cache.is_floating_point() else 0x7F  # NaN, too
+    bench.cache[ids] = float("nan")
     offloaded = bench.group.sequence(last)
     assert offloaded is not None
     assert offloaded.count == len(ids)
     assert bench.group.arenas == {arena.handle()}
-    table = sequence.block_ids.to(torch.int32)[None]
-    step = bench.planner.plan([BatchRow(1, 3000, False)], table, {0: offloaded})
-    assert step is not None
-    got = bench.layer.attend(
-        sequence.query[None], bench.cache, step, AttentionParameters(bench.shape.head_dim**-0.5)
-    )
-    assert torch.equal(got, want)
+    assert torch.equal(bench.decode_offloaded(sequence, offloaded)[0], want)
     assert not bench.group.take(OffloadOrders([], {}, ["one"]), records)
     assert bench.group.sequence(last) is None
     assert not bench.group.arenas, "it need not be mapped any longer"
@@ -349,7 +273,7 @@ def test_blocks_outside_of_the_arena_or_of_the_cache_are_refused(
     offloaded.offsets += further
     offloaded.slots = torch.tensor(slots, dtype=torch.int32)
     with pytest.raises(IndexError, match="blocks of one lie outside"):
-        bench.layer.depart(offloaded, [], bench.cache)
+        bench.layer.depart(offloaded, torch.empty(0, dtype=torch.int64), bench.cache)
 
 
 REACH = 64 << 31
@@ -378,8 +302,7 @@ def test_an_arena_is_read_at_any_distance_that_a_table_can_name(near: int, far: 
     middle = 3 * REACH // 2
     cache = torch.from_numpy(room[middle : middle + bench.cache.nbytes]).view(bench.cache.dtype)
     cache = cache.view(bench.cache.shape).copy_(bench.cache)
-    group = RetrievalGroup(bench.activity, HeatTotals(), bench.kernel)
-    group.add("layer", bench.layer)
+    group = bench.group
     group.register({"layer": cache})
     last, offsets = int(sequence.block_ids[-1]), tuple(at * page for at in range(len(ids)))
     leaves = Departure("one", split.init, tuple(ids.tolist()), offsets, ())
@@ -394,12 +317,10 @@ def test_an_arena_is_read_at_any_distance_that_a_table_can_name(near: int, far: 
     cache[ids] = float("nan")
     offloaded = group.sequence(last)
     assert offloaded is not None
-    table = sequence.block_ids.to(torch.int32)[None]
-    step = bench.planner.plan([BatchRow(1, 3000, False)], table, {0: offloaded})
-    assert step is not None
-    assert torch.equal(bench.layer.attend(sequence.query[None], cache, step, bench.terms), want)
-    row = OffloadedRow(offloaded, slice(0, 1), table[0], 3000, False)
-    got = bench.whole.attend(row, sequence.query[None], cache, bench.terms)
+    bench.cache = cache
+    assert torch.equal(bench.decode_offloaded(sequence, offloaded)[0], want)
+    row = OffloadedRow(offloaded, slice(0, 1), sequence.block_ids.to(torch.int32), 3000, False)
+    got = bench.whole(row, sequence.query[None], cache, bench.terms)
     assert torch.equal(got, dense)
 
 

@@ -25,8 +25,7 @@ from kvrecall.engines.vllm.attention.checks import (
     require_retrieval,
 )
 from kvrecall.engines.vllm.attention.cpu import CpuKernel, KeyReader, RetrievalBackend
-from kvrecall.engines.vllm.attention.device_selection import TritonKernel
-from kvrecall.engines.vllm.attention.layer import RetrievalLayer
+from kvrecall.engines.vllm.attention.cuda import TritonKernel
 from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, StepPlanner
 from kvrecall.engines.vllm.compat import runner
 from kvrecall.errors import EngineError
@@ -43,23 +42,6 @@ def planner(settings: RetrievalSettings, activity: Activity, shape: Any = LARGE)
 
 def table(*lengths: int) -> torch.Tensor:
     return torch.arange(len(lengths) * 1100, dtype=torch.int32).view(len(lengths), -1)
-
-
-def test_only_decoded_tokens_of_long_sequences_are_sparse() -> None:
-    activity = Activity()
-    rows = [
-        BatchRow(1, 70_000, False),
-        BatchRow(1, 30_000, False),
-        BatchRow(512, 70_000, True),
-        BatchRow(1, 70_000, True),
-        BatchRow(1, 40_000, False),
-    ]
-    step = planner(RetrievalSettings(), activity).plan(rows, table(*range(5)))
-    assert step is not None
-    assert [sequence.row for sequence in step.sequences] == [0, 4]
-    assert [sequence.token for sequence in step.sequences] == [0, 515]
-    assert step.plan.table.shape[0] == len(step.plan.seq_lens) == 2 * LARGE.kv_heads
-    assert activity.sequences_sparse == 2
 
 
 def test_prefill_digests_blocks_as_they_fill() -> None:
@@ -330,7 +312,7 @@ def test_blocks_that_the_device_kernel_cannot_read_are_refused() -> None:
         with pytest.raises(EngineError, match="power of two"):
             TritonKernel(shape, torch.device("cuda"))
     kernel = TritonKernel(KernelShape(4, 2, 64, 32, torch.float32, ""), torch.device("cpu"))
-    layer = RetrievalLayer("layer", FEW, kernel, Activity())
+    layer = kernel.layer("layer", FEW, Activity())
     with pytest.raises(EngineError, match=r"torch.float32 and shape \[blocks, 2, 32, 128\]"):
         layer.digest_rows(torch.zeros(3, 2, 32, 128, dtype=torch.float16))
     layer.digest_rows(torch.zeros(3, 2, 32, 128))
@@ -371,7 +353,7 @@ def test_device_memory_is_left_for_digests_and_copies(
     specs = {f"model.layers.{at}.self_attn.attn": spec for at in range(8)}
     blocks, kv = 10, 8 * spec.page_size_bytes
     kernel = TritonKernel(LARGE, torch.device("cpu"))
-    layer = RetrievalLayer("model.layers.2", settings, kernel, Activity())
+    layer = kernel.layer("model.layers.2", settings, Activity())
     cache = torch.zeros(blocks, 4, 128, 2 * 128, dtype=torch.bfloat16)
     rows = layer.digest_rows(cache).nbytes + layer.checksum_rows(cache).nbytes
     digests = (8 - settings.dense_layers) * rows

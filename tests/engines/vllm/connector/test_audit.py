@@ -20,7 +20,7 @@ from engines.vllm.connector.test_scheduler import BLOCK, FACTS, Bench, pool
 from engines.vllm.engine import Engine, prompt_of
 from kvrecall.block import TierName
 from kvrecall.config import DiskConfig, RecallSettings
-from kvrecall.engines.vllm.connector.audit import GENERATION_S
+from kvrecall.engines.vllm.connector.audit import GENERATION_S, Belief, _vouching
 from kvrecall.engines.vllm.connector.compare import deviation
 from kvrecall.engines.vllm.connector.pages import GroupPages, LayerPages
 from kvrecall.engines.vllm.wire import (
@@ -229,7 +229,7 @@ def test_stores_under_way_are_not_committed_to_a_refuted_namespace(pool: Pool) -
     assert other.matched(other.request("probe", 40, first=900)) == 0
 
 
-class Hours:
+class Seconds:
     """A clock."""
 
     now = 0.0
@@ -239,21 +239,125 @@ class Hours:
 
 
 def test_a_proof_is_of_what_was_written_before(pool: Pool) -> None:
-    """The writer's blocks of a later hour need another, which is one for all before it."""
-    clock = Hours()
+    """Later blocks of the writer are audited by the newest of them, which is computed."""
+    clock = Seconds()
     writer, reader = (Audited(pool, clock=clock) for _ in range(2))
     writer.run("a", 40)
     assert reader.run("b", 40) == 0
     clock.now = 0.9
     writer.run("c", 60)
-    assert reader.run("d", 60) == 48, "of the same hour"
-    for clock.now, tokens, own in (1.0, 80, 48), (2.5, 100, 80):
+    assert reader.run("d", 60) == 48, "of the same second"
+    for clock.now, tokens, own in (1.0, 80, 48), (2.5, 120, 80):
         assert writer.run(f"w{tokens}", tokens) == own
-    assert reader.run("e", 100) == 48
+    assert reader.run("e", 120) == 96
     assert counts(reader) == (2, 0)
-    assert reader.run("f", 80) == 64, "the hour between is proved as well"
-    assert reader.run("g", 100) == 96
+    assert reader.run("f", 80) == 64, "what was written between is proved as well"
+    assert reader.run("g", 120) == 112
     assert counts(reader) == (2, 0)
+    clock.now = 3.0
+    writer.run("h", 160)
+    assert reader.run("i", 160, found=DIFFERS) == 128
+    assert counts(reader) == (3, 1)
+    assert reader.run("j", 40) == 0, "the namespace is not used any more"
+    assert pool.stats().leases == 0
+
+
+def test_of_many_requests_on_later_blocks_each_computes_one(pool: Pool) -> None:
+    """A burst of hand-overs does not wait for one of them."""
+    clock = Seconds()
+    writer, reader = (Audited(pool, clock=clock) for _ in range(2))
+    writer.run("a", 40)
+    reader.run("b", 40)
+    clock.now = 1.0
+    for name, first in ("c", 500), ("d", 700):
+        writer.run(name, 60, first=first)
+    requests = [reader.request(f"r{first}", 60, first) for first in (500, 700)]
+    assert [reader.matched(one) for one in requests] == [32, 32]
+    assert reader.run("unproved", 60, first=500) == 32
+
+
+def test_who_has_loaded_later_blocks_starts_over_if_the_newest_differs(pool: Pool) -> None:
+    """The workers are told which request has loaded something."""
+    clock = Seconds()
+    writer, reader = (Audited(pool, clock=clock) for _ in range(2))
+    writer.run("a", 40)
+    request = reader.request("b", 40)
+    assert reader.matched(request) == 0
+    orders = reader.step(request, 40)
+    assert [one.repeated for one in orders.comparisons] == [False]
+    reader.report(orders)
+    reader.side.finished(request, ([],))
+    clock.now = 1.0
+    writer.run("d", 60)
+    request = reader.request("e", 60)
+    assert reader.matched(request) == 32
+    beside = reader.request("f", 60)
+    reader.side.admit(beside)
+    states = [reader.side.state_of(name) for name in ("e", "f")]
+    for state, vouched in zip(states, (3, 2), strict=True):
+        assert state is not None
+        ticket = pool.acquire(state.keys(3), 1.0)
+        assert reader.side._auditor.trusted(state, pool.poll(ticket).offsets) == vouched
+        pool.release(ticket)
+    reader.side.finished(beside, ([],))
+    orders = reader.step(request, 60)
+    assert [one.repeated for one in orders.comparisons] == [True]
+    reader.report(orders)
+    reader.side.finished(request, ([],))
+    assert pool.stats().leases == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "vouching"),
+    [
+        ([(1, 3), (1, 4)], 1),
+        ([(1, 5), (1, 4)], 0),
+        ([(1, 5), (1, 4), (1, 5)], 2),
+        ([(1, 3), (2, 9)], 0),
+        ([(1, 3), (9, 0), (1, 4)], 0),
+        ([(9, 0), (1, 4)], None),
+        ([(1, 3), (1, 0), (2, 2), (1, 3)], 3),
+    ],
+)
+def test_a_block_vouches_for_no_later_ones(
+    written: list[tuple[int, int]], vouching: int | None
+) -> None:
+    """By writer and generation; of writers 1 and 2 what is written up to 2 is proved."""
+    origins = [
+        bytes([writer] * 6) + generation.to_bytes(2, "big") for writer, generation in written
+    ]
+    belief = Belief({bytes([writer] * 6): 2 for writer in (1, 2)})
+    assert _vouching(origins, 0, belief) == vouching
+
+
+def test_a_hit_of_several_writers_is_loaded_as_far_as_one_block_vouches(pool: Pool) -> None:
+    """Later blocks of two writers: the first one's last block, of those before the other's."""
+    clock = Seconds()
+    one, two, reader = (Audited(pool, clock=clock) for _ in range(3))
+    for writer, first in (one, 500), (two, 700):
+        writer.run("x", 40, first=first)
+        assert reader.run(f"p{first}", 40, first=first) == 0
+    assert two.run("q", 40, first=500) == 0, "it proves the other writer, too"
+    clock.now = 1.0
+    one.run("a", 60)
+    assert two.run("b", 100) == 32, "of three blocks by one, two are loaded"
+    clock.now = 2.0
+    assert reader.run("c", 100) == 32
+    assert reader.run("d", 100) == 96
+
+
+def test_a_writer_ends_before_its_generations_do(pool: Pool) -> None:
+    """What it has written as another writer stays its own; to others the new one is unproved."""
+    clock = Seconds()
+    writer, reader = (Audited(pool, clock=clock) for _ in range(2))
+    writer.run("a", 40)
+    assert writer.run("own", 40) == 32
+    reader.run("b", 40)
+    clock.now = 65536.0
+    writer.run("x", 40, first=500)
+    assert writer.run("c", 40) == writer.run("y", 40, first=500) == 32
+    assert reader.run("z", 40, first=500) == 0
+    assert reader.run("d", 40) == 32
 
 
 def test_who_has_proved_a_writer_is_another_writer(pool: Pool) -> None:
@@ -279,22 +383,24 @@ class Written:
 
 class Changing(Audited):
     """An engine whose weights change; comparisons find it. ``changed``: in which generation they
-    did so unseen. ``believed``: the blocks it has loaded."""
+    did so unseen. ``believed``: the blocks of its replies that it has loaded."""
 
-    def __init__(self, pool: Pool, clock: Hours, blocks: dict[int, Written]) -> None:
+    def __init__(self, pool: Pool, clock: Seconds, blocks: dict[int, Written]) -> None:
         super().__init__(pool, clock=clock)
         self.clock, self.written = clock, blocks
         self.weights, self.changed, self.began = 0, -1, clock.now
         self.believed: list[Written] = []
+        self.loaded: list[Written] = []
 
     @property
     def generation(self) -> int:
         return int(self.clock.now - self.began)
 
     def step(self, request: Any, tokens: int, *others: Any) -> StepOrders:
+        self.loaded = []
         orders = super().step(request, tokens, *others)
         for load in orders.loads:
-            self.believed += (self.written[at] for copy in load.copies for at in copy.offsets)
+            self.loaded = [self.written[at] for copy in load.copies for at in copy.offsets]
         return orders
 
     def report(self, orders: StepOrders, *args: Any, **kwargs: Any) -> None:
@@ -303,6 +409,8 @@ class Changing(Audited):
             self.written.update(dict.fromkeys(store.copy.offsets, made))
         compared = (self.written[at] for one in orders.comparisons for at in one.copy.offsets)
         equal = all(one.weights == self.weights for one in compared)
+        if equal or not any(one.repeated for one in orders.comparisons):  # else it starts over
+            self.believed += self.loaded
         super().report(orders, found=None if equal else DIFFERS)
 
 
@@ -321,7 +429,7 @@ EVENTS = st.one_of(
 def test_an_unseen_change_reaches_others_for_a_generation_at_most(events: list[Any]) -> None:
     """Engines that have what they started with load other KV only of the generation in which its
     writer changed; and without changes nothing is proved twice."""
-    clock, blocks = Hours(), dict[int, Written]()
+    clock, blocks = Seconds(), dict[int, Written]()
     settings = RecallSettings.from_mapping({"host_size": "1MiB"})
     with Pool.open(settings.pool) as pool:
         engines = [Changing(pool, clock, blocks) for _ in range(2)]

@@ -66,29 +66,19 @@ class Router:
         while self._sub.poll(200):
             self._sub.recv_multipart()
 
-    def replay(self) -> None:
-        """Asks for what was lost."""
+    def replay(self, from_the_oldest: bool = False) -> None:
+        """Asks for what was lost, or for all that there is."""
         self._replay.send_multipart((b"", self._next.to_bytes(8, "big")))
         while True:
             assert self._replay.poll(20_000)
             *_, seq, payload = self._replay.recv_multipart()
             if not payload:
                 return
-            if int.from_bytes(seq, "big") == self._next:
+            number = int.from_bytes(seq, "big")
+            self._next = number if from_the_oldest else self._next
+            from_the_oldest = False
+            if number == self._next:
                 self._apply(payload)
-
-    def replay_from_the_oldest(self) -> None:
-        """Reads all that can be replayed."""
-        self._replay.send_multipart((b"", (0).to_bytes(8, "big")))
-        numbers: list[int] = []
-        while True:
-            assert self._replay.poll(20_000)
-            *_, seq, payload = self._replay.recv_multipart()
-            if not payload:
-                break
-            numbers.append(int.from_bytes(seq, "big"))
-            self._apply(payload)
-        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
 
     def _apply(self, payload: bytes) -> None:
         self._next += 1
@@ -269,7 +259,7 @@ def latest(port: int, replay_port: int, held: dict[str, list[int]]) -> Router:
         for old in made:
             old.close()
         made[:] = [Router(port, replay_port)]
-        made[0].replay_from_the_oldest()
+        made[0].replay(from_the_oldest=True)
         return made[0].known() == held
 
     wait_until(is_up_to_date)

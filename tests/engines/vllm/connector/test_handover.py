@@ -8,44 +8,9 @@ import pytest
 
 from kvrecall.block import Namespace
 from kvrecall.engines.base import HANDOVER
-from kvrecall.engines.vllm.connector.handover import LOOK_EVERY_S, Handover, Promise, receipt
+from kvrecall.engines.vllm.connector.handover import Promise, receipt
 
 SPACE = Namespace.of({"test": "1"})
-
-
-def promise(tokens: int = 64) -> Promise:
-    made = Promise.of(receipt(SPACE, tokens), 16, 2.0)
-    assert made is not None
-    return made
-
-
-def test_a_promise_is_waited_for_until_it_is_kept() -> None:
-    made = promise()
-    assert made.tokens == 64
-    assert made.hinted == ""
-    assert made.look(5.0, False) is Handover.WAIT
-    assert not made.is_over
-    assert made.look(6.9, True) is Handover.KEPT
-    assert made.is_over
-
-
-def test_a_promise_that_is_not_kept_is_given_up() -> None:
-    made = promise()
-    assert made.look(5.0, False) is Handover.WAIT
-    assert made.look(7.0, False) is Handover.LATE
-    assert made.is_over
-
-
-def test_the_pool_is_not_asked_in_every_step_but_at_the_deadline() -> None:
-    wait = promise().wait
-    assert not wait.is_early(5.0)
-    assert wait.goes_on(5.0)
-    assert wait.is_early(5.0 + LOOK_EVERY_S / 2)
-    assert not wait.is_early(5.0 + 2 * LOOK_EVERY_S)
-    assert wait.goes_on(6.9999)
-    assert wait.is_early(6.99995)
-    assert not wait.is_early(7.0)
-    assert not wait.goes_on(7.0)
 
 
 @pytest.mark.parametrize(

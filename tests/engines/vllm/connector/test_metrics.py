@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -10,17 +10,10 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.connector.connector import RecallConnector
 from kvrecall.engines.vllm.connector.metrics import Counters, RecallStats
 from kvrecall.engines.vllm.wire import EngineFacts
 from kvrecall.pool import Pool
-
-
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    with Pool.open(RecallSettings.from_mapping({"host_size": "1MiB"}).pool) as pool:
-        yield pool
 
 
 def test_counts_and_gauges_reach_prometheus_under_their_labels(pool: Pool) -> None:
@@ -40,12 +33,11 @@ def test_counts_and_gauges_reach_prometheus_under_their_labels(pool: Pool) -> No
     counters.counted("audits")
     for hits in (5, 12):
         stats = pool.stats()
-        host = SimpleNamespace(**{name: getattr(stats.tiers[0], name) for name in TIER})
-        host.hits = hits
+        stats = replace(stats, leases=3, tiers=(replace(stats.tiers[0], hits=hits),))
         costs = SimpleNamespace(elapsed=lambda mark, hits=hits: hits / 100)
         load: Any = SimpleNamespace(costs=costs, mark=None, lowest_tier="disk")
         counters.load_done(None, load, False, None)
-        gauges = counters.watch(SimpleNamespace(tiers=[host], **POOL))  # type: ignore[arg-type]
+        gauges = counters.watch(stats)
         counters.counts["diverged:missed_tokens"] += 100
         sent = counters.take()
         assert "blocks_refused" not in sent.data["counts"], "what did not move is not sent"
@@ -69,13 +61,3 @@ def test_counts_and_gauges_reach_prometheus_under_their_labels(pool: Pool) -> No
     assert value("load_latency_seconds_bucket", tier="disk", le="0.05") == 1
     assert value("pool_up") == 1
     assert value("tier_full", tier="host") == 0
-
-
-TIER = (
-    "name capacity_bytes used_bytes blocks hits reads read_bytes read_seconds writes write_bytes "
-    "write_seconds evictions dropped errors corrupt pinned_bytes over_quota quota_evictions full "
-    "given_bytes compressed_bytes"
-).split()
-QUEUES = {"queued_writes": 0, "queued_reads": 0, "unwritten_bytes": 0}
-HINTS = dict.fromkeys(("hints", "hints_believed", "hints_true", "hints_false"), 0)
-POOL = {"leases": 3, "reserved": 0, "pool_up": 1, **QUEUES, **HINTS}

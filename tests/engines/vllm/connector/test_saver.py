@@ -4,33 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.v1.request import Request, RequestStatus
 
-from engines.vllm.connector.test_scheduler import BLOCK, FACTS, Bench, pool, stored
+from engines.vllm.connector.test_scheduler import BLOCK, FACTS, Bench, stored
 from kvrecall.block import BlockKey
-from kvrecall.engines.vllm.wire import StepOrders
 from kvrecall.pool import Pool
 from kvrecall.pool.base import Reservation, Verdict
 
-__all__ = ["pool"]
-
 ONE = replace(FACTS, ranks=1, copies_in_step=True)
-
-
-def idle(bench: Bench) -> StepOrders:
-    nothing = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
-    return bench.side.orders(nothing, bench.pool.arena_handle())
 
 
 def ended(bench: Bench, request: Request, status: RequestStatus) -> list[int]:
     """The device blocks that are saved when a request has ended."""
     request.status = status
     bench.side.finished(request, (bench.blocks[request.request_id],))
-    return stored(idle(bench))
+    return stored(bench.idle())
 
 
 @pytest.mark.parametrize("null", [0, 1, 2])

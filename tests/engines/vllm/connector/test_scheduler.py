@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +22,12 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
+from engines.vllm.conftest import pool
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import DiskConfig, RecallSettings
 from kvrecall.engines.base import HANDOVER, HINT
 from kvrecall.engines.vllm.compat import scheduler as compat_scheduler
 from kvrecall.engines.vllm.connector.observers import SchedulerEvents
-from kvrecall.engines.vllm.connector.saver import Computed
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.engines.vllm.wire import (
@@ -47,15 +48,10 @@ from kvrecall.pool.base import NO_ARENA, ArenaHandle, Recall, RecallState
 from kvrecall.pool.disk import DiskTier
 from kvrecall.testing.blocks import wait_until
 
+__all__ = ["pool"]  # for tests that import it from here
+
 BLOCK = 16
 FACTS = EngineFacts.of_one(BLOCK, 4096, ranks=2, copies_in_step=False)
-
-
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    settings = RecallSettings.from_mapping({"host_size": "1MiB"})
-    with Pool.open(settings.pool) as pool:
-        yield pool
 
 
 class ByName:
@@ -84,7 +80,7 @@ class Bench:
         self.pool = pool
         self.parted: list[Request] = []
         self.reloads = 0
-        self.blocks: dict[str, list[int]] = {}
+        self.blocks = defaultdict[str, list[int]](lambda: list(range(1, 999)))  # of requests
         self.side = RecallScheduler(
             pool,
             RecallSettings.from_mapping({"host_size": "1MiB", "audit": "off", **settings}),
@@ -114,7 +110,6 @@ class Bench:
         prompt = list(range(first, first + tokens))
         request = Request(name, prompt, params, None, cache_salt=salt, block_hasher=self.hasher)
         request.kv_transfer_params = told
-        self.blocks[name] = list(range(1, 200))
         self.side.admit(request)
         return request
 
@@ -128,6 +123,11 @@ class Bench:
         for one in requests:
             one.num_computed_tokens += tokens
         return orders
+
+    def idle(self, arena: ArenaHandle | None = None) -> StepOrders:
+        """The orders of a step that computes nothing."""
+        nothing = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
+        return self.side.orders(nothing, arena or self.pool.arena_handle())
 
     def report(self, orders: StepOrders, ranks: int = 2, failed: bool = False) -> None:
         ids = [store.store_id for store in orders.stores]
@@ -156,19 +156,6 @@ def test_blocks_are_seen_when_every_rank_has_copied_them(pool: Pool) -> None:
     assert bench.matched(again, 16) == 16
 
 
-def test_rejected_speculation_is_never_saved(pool: Pool) -> None:
-    """Blocks are saved up to the tokens that are known, whatever was scheduled beyond them."""
-    bench = Bench(pool)
-    request = bench.request("r", 14)
-    assert stored(bench.step(request, 14)) == []
-    request.append_output_token_ids(7)
-    orders = bench.step(request, 1 + 5)  # one token, five drafts: positions 14 to 19
-    assert stored(orders) == []
-    request.num_computed_tokens -= 5  # all rejected
-    request.append_output_token_ids(8)
-    assert stored(bench.step(request, 1)) == [1]
-
-
 def test_asynchronous_scheduling_saves_what_is_known_late(pool: Pool) -> None:
     """The engine runs a step ahead of its tokens; the tail is saved when the request ends, and
     its device blocks are held until then."""
@@ -183,26 +170,9 @@ def test_asynchronous_scheduling_saves_what_is_known_late(pool: Pool) -> None:
     hold, told = bench.side.finished(request, (bench.blocks["r"],))
     assert hold
     assert told["kvrecall"]["computed"] == 31
-    idle = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
-    orders = bench.side.orders(idle, pool.arena_handle())
+    orders = bench.idle()
     assert stored(orders) == [2]
     assert orders.releases == ["r"]
-
-
-def test_device_blocks_are_held_while_copies_are_late(pool: Pool) -> None:
-    bench = Bench(pool)
-    request = bench.request("r", 16)
-    orders = bench.step(request, 16)
-    assert stored(orders) == [1]
-    request.append_output_token_ids(3)
-    request.status = RequestStatus.FINISHED_STOPPED
-    assert bench.side.finished(request, (bench.blocks["r"],))[0]
-    bench.report(orders)
-
-    done = bench.request("done", 16)
-    bench.step(done, 16)
-    done.status = RequestStatus.FINISHED_ABORTED
-    assert not bench.side.finished(done, (bench.blocks["done"],))[0], "its blocks are all there"
 
 
 def test_blocks_whose_copies_are_late_are_durable_a_step_later(tmp_path: Path) -> None:
@@ -236,16 +206,7 @@ def test_preemption_waits_for_late_copies(pool: Pool, since: RequestStatus) -> N
     request.status = since
     if request.is_finished():
         bench.side.finished(request, (bench.blocks["r"],))
-    idle = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
-    assert bench.side.orders(idle, pool.arena_handle()).stores_first
-
-
-def test_a_failed_copy_is_not_offered(pool: Pool) -> None:
-    bench = Bench(pool)
-    request = bench.request("r", 40)
-    bench.report(bench.step(request, 40), failed=True)
-    assert bench.matched(bench.request("again", 40)) == 0
-    assert pool.stats().reserved == 0
+    assert bench.idle().stores_first
 
 
 def test_a_failed_load_is_not_tried_again(pool: Pool) -> None:
@@ -254,9 +215,7 @@ def test_a_failed_load_is_not_tried_again(pool: Pool) -> None:
     request = bench.request("again", 40)
     assert bench.matched(request) == 32
     bench.side.allocated(request, (bench.blocks["again"],), 32)
-    (load,) = bench.side.orders(
-        SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0), None
-    ).loads
+    (load,) = bench.idle().loads
     assert load.copies[0].block_ids == (1, 2)
     bench.side.reported(None, {"again"}, {"again"})
     assert bench.side.counters.loads == {}
@@ -269,7 +228,6 @@ def test_a_failed_load_is_not_tried_again(pool: Pool) -> None:
 def test_no_room_is_no_error(pool: Pool) -> None:
     bench = Bench(pool)
     request = bench.request("r", 16 * 400)
-    bench.blocks["r"] = list(range(1, 500))
     orders = bench.step(request, 16 * 400)
     assert 0 < len(stored(orders)) <= 256, "1 MiB holds 256 blocks of 4 KiB"
     assert bench.side.counters.counts["blocks_refused"] > 0
@@ -305,7 +263,6 @@ def test_an_unknown_adapter_is_not_pooled(pool: Pool) -> None:
         request = Request(name, list(range(40)), SamplingParams(), None, block_hasher=bench.hasher)
         request.lora_request = adapter
         assert bench.matched(request) == 0
-        bench.blocks[name] = list(range(1, 99))
         assert stored(bench.step(request, 40)) == ([] if adapter == "unknown" else [1, 2])
 
 
@@ -400,15 +357,10 @@ def test_a_decode_instance_waits_for_what_a_prefill_instance_promised(pool: Pool
     again = decode.request("again", 40, told=told)
     assert decode.matched(again) is None
     prefill.report(orders)
-    assert until(lambda: decode.matched(again) is not None)
+    wait_until(lambda: decode.matched(again) is not None)
     assert decode.matched(again) == 32
-    assert (
-        decode.side.counters.counts["handovers"],
-        decode.side.counters.counts["handovers_late"],
-    ) == (
-        1,
-        0,
-    )
+    counts = decode.side.counters.counts
+    assert (counts["handovers"], counts["handovers_late"]) == (1, 0)
 
 
 @pytest.mark.parametrize("returns", [True, False])
@@ -430,7 +382,7 @@ def test_a_hint_that_both_roles_bring_is_one_use_of_the_prompt(pool: Pool, retur
     with Pool.open(RecallSettings.from_mapping({"host_size": "1MiB"}).pool) as other:
         elsewhere = Bench(other, handover_deadline=0.01)
         again = elsewhere.request("again", 40, told=hint | told)
-        assert until(lambda: elsewhere.matched(again) == 0)
+        wait_until(lambda: elsewhere.matched(again) == 0)
         assert other.stats().hints == 1
 
 
@@ -454,7 +406,7 @@ def test_a_promise_that_is_broken_is_computed(pool: Pool) -> None:
     prefill.report(orders, failed=True)
     again = decode.request("again", 40, told=told)
     assert decode.matched(again) is None
-    assert until(lambda: decode.matched(again) is not None)
+    wait_until(lambda: decode.matched(again) is not None)
     assert decode.matched(again) == 0
     assert decode.side.counters.counts["handovers_late"] == 1
 
@@ -484,15 +436,6 @@ def test_an_engine_that_may_not_load_only_saves(pool: Pool) -> None:
     assert Bench(pool).matched(bench.request("third", 40)) == 32
 
 
-def until(condition: Callable[[], bool], timeout: float = 30) -> bool:
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.005)
-    return False
-
-
 def test_a_promise_holds_across_hosts(tmp_path: Path) -> None:
     """Two pools of their own, a store that both reach: the blocks come a moment after the promise,
     and the decode instance finds them though it was told first that they are not there."""
@@ -505,9 +448,11 @@ def test_a_promise_holds_across_hosts(tmp_path: Path) -> None:
         orders = prefill.step(request, 40)
         told = finished(prefill, request)
         again = decode.request("again", 40, told=told)
-        assert not until(lambda: decode.matched(again) is not None, timeout=1)
+        for _ in range(20):
+            assert decode.matched(again) is None
+            time.sleep(0.05)
         prefill.report(orders)
-        assert until(lambda: decode.matched(again) is not None)
+        wait_until(lambda: decode.matched(again) is not None)
         assert decode.matched(again) == 32
         assert decode.side.sources(again) == {}
         decode.side.allocated(again, (decode.blocks["again"],), 32)
@@ -524,15 +469,15 @@ def test_a_request_waits_for_the_stores_answer_but_not_for_long(
     with Pool.open(settings.pool) as here, Pool.open(settings.pool) as there:
         first = Bench(here)
         first.report(first.step(first.request("first", 40), 40))
-        assert until(lambda: len(store.values) == 2)
+        wait_until(lambda: len(store.values) == 2)
         store.gate.clear()
         hasty, patient = Bench(there, lookup_deadline=0.05), Bench(there, lookup_deadline=30.0)
         early, late = hasty.request("early", 40), patient.request("late", 40)
         assert hasty.matched(early) is None
-        assert until(lambda: hasty.matched(early) == 0)
+        wait_until(lambda: hasty.matched(early) == 0)
         assert patient.matched(late) is None
         store.gate.set()
-        assert until(lambda: patient.matched(late) is not None)
+        wait_until(lambda: patient.matched(late) is not None)
         assert patient.matched(late) == 32
     del SHARED[request.node.name]
 
@@ -588,7 +533,6 @@ class SlowPool:
 
         def save(name: str, start: int, length: int) -> None:
             request = bench.request(name, length, start)
-            bench.blocks[name] = list(range(1, 999))
             orders = bench.step(request, length)
             bench.report(orders)
             wait_until(lambda: self.pool.stats().queued_writes == 0)
@@ -643,31 +587,6 @@ def test_a_service_that_dies_is_not_a_slow_disk(slow: SlowPool) -> None:
     again = bench.request("third", 16 * 50)
     wait_until(lambda: bench.matched(again) is not None)
     assert bench.matched(again)
-
-
-def test_a_decoding_sequence_is_looked_at_where_it_completes_a_block(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = Bench(pool, replace(FACTS, copies_in_step=True, ranks=1))
-    request = bench.request("one", 40)
-    looks: list[int] = []
-    save = bench.side._saver.save
-
-    def watched(computed: Sequence[Computed]) -> bool:
-        looks.extend(one.tokens for one in computed)
-        return save(computed)
-
-    monkeypatch.setattr(bench.side._saver, "save", watched)
-    saved: list[tuple[int, int]] = []
-    bench.report(bench.step(request, 40), ranks=1)
-    for _ in range(3 * BLOCK):
-        request.append_output_token_ids(2)
-        orders = bench.step(request, 1)
-        bench.report(orders, ranks=1)
-        saved += [(request.num_computed_tokens, block) for block in stored(orders)]
-    assert saved == [(48, 3), (64, 4), (80, 5)]
-    # Once behind the prompt, to learn how far the block's end is.
-    assert looks == [40, 41, 48, 64, 80]
 
 
 class SeenRequest(Request):

@@ -19,7 +19,6 @@ from engines.vllm.connector.test_miss import make_pool
 from engines.vllm.connector.test_scheduler import BLOCK, FACTS, Bench, SlowPool
 from kvrecall.block import TierName
 from kvrecall.engines.vllm.connector.traces import Traces
-from kvrecall.pool import Pool
 from kvrecall.testing.blocks import wait_until
 
 TOKENS = 16 * 50
@@ -43,11 +42,6 @@ class Traced:
         endpoint, self.spans = collected
         self.traces = Traces(endpoint, FACTS, "cpu", False, 10.0, clock=clock)
         self.bench = make(observers=[self.traces])
-
-    def request(self, name: str, tokens: int, first: int = 0) -> Request:
-        request = self.bench.request(name, tokens, first)
-        self.bench.blocks[name] = list(range(1, 999))
-        return request
 
     def answers(self, request: Request) -> None:
         """The step had a result: the first token."""
@@ -83,52 +77,6 @@ class Traced:
         return span.attributes["gen_ai.request.id"] == name
 
 
-def test_a_miss(collected: tuple[str, Spans]) -> None:
-    with make_pool() as pool:
-        traced = Traced(partial(Bench, pool), collected)
-        request = traced.request("a miss", 40)
-        assert traced.bench.matched(request) == 0
-        traced.bench.report(traced.bench.step(request, 40))
-        traced.answers(request)
-        traced.ends(request)
-    told = traced.told("a miss")
-    assert set(told) == {"request", "queue", "lookup", "compute", "save"}
-    assert told["lookup"] == {
-        "lookup.blocks": 2, "lookup.found": 0, "lookup.rounds": 1, "lookup.unanswered": False
-    }  # fmt: skip
-    assert told["compute"] == {"compute.tokens": 40, "compute.steps": 1}
-    root = told["request"]
-    assert (root["outcome"], root["tokens.computed"]) == ("stopped", 40)
-    assert (root["missed"], root["missed.tokens"]) == ("new", 40)
-
-
-def test_a_hit_that_ends_within_the_prompt(collected: tuple[str, Spans]) -> None:
-    with make_pool() as pool:
-        traced = Traced(partial(Bench, pool), collected)
-        first = traced.request("first part", 3 * BLOCK)
-        traced.bench.report(traced.bench.step(first, 3 * BLOCK))
-        wait_until(lambda: pool.stats().queued_writes == 0)
-        request = traced.request("a part", 6 * BLOCK + 4)
-        assert traced.bench.matched(request) == 3 * BLOCK
-        traced.bench.side.allocated(request, (traced.bench.blocks["a part"],), 3 * BLOCK)
-        request.num_computed_tokens = 3 * BLOCK
-        traced.bench.side.reported(None, {"a part"}, set())
-        traced.bench.step(request, 2 * BLOCK)
-        traced.traces.step_ended()
-        traced.bench.step(request, BLOCK + 4)
-        traced.answers(request)
-        traced.ends(request)
-    told = traced.told("a part")
-    assert (told["lookup"]["lookup.blocks"], told["lookup"]["lookup.found"]) == (6, 3)
-    assert told["lookup"]["lookup.found.host"] == 3
-    assert (told["load"]["load.blocks"], told["load"]["load.missing"]) == (3, 0)
-    assert told["load"]["load.outcome"] == "whole"
-    assert (told["copy"]["copy.blocks"], told["copy"]["copy.failed"]) == (3, False)
-    assert told["compute"] == {"compute.tokens": 3 * BLOCK + 4, "compute.steps": 2}
-    assert told["request"]["tokens.host"] == 3 * BLOCK
-    assert (told["request"]["missed"], told["request"]["missed.tokens"]) == ("new", 3 * BLOCK + 4)
-
-
 @pytest.mark.parametrize(
     ("choice", "after_s", "outcome"), [("auto", 0.9, "given_up"), ("load", 20.0, "late")]
 )
@@ -140,7 +88,7 @@ def test_a_load_that_is_not_waited_for(
     traced = Traced(partial(slow.bench, load_or_compute=choice), collected, lambda: slow.now)
     slow.io.read_gate.clear()
     name = f"a load that is {outcome}"
-    request = traced.request(name, TOKENS)
+    request = traced.bench.request(name, TOKENS)
     assert traced.bench.matched(request) is None
     slow.now = after_s
     assert traced.bench.matched(request) == 0
@@ -153,7 +101,7 @@ def test_a_load_that_is_not_waited_for(
     assert (told["load"]["load.blocks"], told["load"]["load.bytes"]) == (0, 0)
     assert told["load"]["load.missing"] == told["lookup"]["lookup.found.disk"] == 49
     assert told["compute"]["compute.tokens"] == TOKENS
-    assert told["request"]["missed"] == "late"
+    assert (told["request"]["missed"], told["request"]["missed.tier"]) == ("late", "disk")
     assert "copy" not in told
     # The wait for the disk, and that for computing, are what the first token waited for.
     lengths = {
@@ -174,7 +122,7 @@ def test_blocks_that_are_lost_on_the_way(
                 file.seek(at + 17)
                 file.write(b"\xff\x00\xff")
     traced = Traced(partial(Bench, slow.pool), collected)
-    request = traced.request("damaged", TOKENS)
+    request = traced.bench.request("damaged", TOKENS)
     wait_until(lambda: traced.bench.matched(request) is not None)
     traced.bench.step(request, TOKENS)
     traced.answers(request)
@@ -185,7 +133,7 @@ def test_blocks_that_are_lost_on_the_way(
     assert load["load.missing"] >= 40
     assert load["load.blocks"] + load["load.missing"] == told["lookup"]["lookup.found"] == 49
     assert load["load.bytes"] == load["load.blocks"] * FACTS.block_bytes
-    assert told["request"]["missed"] == "damaged"
+    assert (told["request"]["missed"], told["request"]["missed.tier"]) == ("damaged", "disk")
 
 
 def test_a_load_that_is_declined(slow: SlowPool, collected: tuple[str, Spans]) -> None:
@@ -195,7 +143,7 @@ def test_a_load_that_is_declined(slow: SlowPool, collected: tuple[str, Spans]) -
     costs.saw_load(TierName.DISK, 0.1, 50.0)
     costs._passed_over = 0
     costs._seen_at[TierName.DISK] = slow.now
-    request = traced.request("declined", TOKENS)
+    request = traced.bench.request("declined", TOKENS)
     assert traced.bench.matched(request) == 0
     traced.bench.step(request, TOKENS)
     traced.answers(request)
@@ -210,7 +158,7 @@ def test_a_request_that_ends_while_it_loads(slow: SlowPool, collected: tuple[str
     slow.fill(TOKENS)
     traced = Traced(slow.bench, collected, lambda: slow.now)
     slow.io.read_gate.clear()
-    request = traced.request("ends early", TOKENS)
+    request = traced.bench.request("ends early", TOKENS)
     assert traced.bench.matched(request) is None
     slow.now = 0.3
     traced.ends(request, RequestStatus.FINISHED_ABORTED)
@@ -225,10 +173,10 @@ def test_a_request_that_ends_while_it_loads(slow: SlowPool, collected: tuple[str
 def test_a_copy_that_fails(collected: tuple[str, Spans]) -> None:
     with make_pool() as pool:
         traced = Traced(partial(Bench, pool), collected)
-        first = traced.request("saved", 4 * BLOCK)
+        first = traced.bench.request("saved", 4 * BLOCK)
         traced.bench.report(traced.bench.step(first, 4 * BLOCK))
         wait_until(lambda: pool.stats().queued_writes == 0)
-        request = traced.request("failing copy", 4 * BLOCK + 4)
+        request = traced.bench.request("failing copy", 4 * BLOCK + 4)
         assert traced.bench.matched(request) == 4 * BLOCK
         traced.bench.side.allocated(request, (traced.bench.blocks["failing copy"],), 4 * BLOCK)
         traced.bench.side.reported(None, {"failing copy"}, {"failing copy"})
@@ -246,7 +194,7 @@ def test_a_copy_that_fails(collected: tuple[str, Spans]) -> None:
 def test_a_save_that_fails(collected: tuple[str, Spans]) -> None:
     with make_pool() as pool:
         traced = Traced(partial(Bench, pool), collected)
-        request = traced.request("failing save", 40)
+        request = traced.bench.request("failing save", 40)
         traced.bench.matched(request)
         traced.bench.report(traced.bench.step(request, 40), failed=True)
         traced.answers(request)
@@ -262,12 +210,12 @@ def test_a_store_that_does_not_answer(
     remote = {"kind": "support.stores:make_store", "name": request.node.name}
     with make_pool(remote=remote) as pool:
         traced = Traced(partial(Bench, pool, lookup_deadline=0.05), collected)
-        first = traced.request("registers", 17, 9_000)
+        first = traced.bench.request("registers", 17, 9_000)
         wait_until(lambda: traced.bench.matched(first) is not None)
         traced.bench.report(traced.bench.step(first, 17))
         store.gate.clear()
         threading.Timer(0.5, store.gate.set).start()
-        asking = traced.request("unanswered", 40)
+        asking = traced.bench.request("unanswered", 40)
         wait_until(lambda: traced.bench.matched(asking) is not None)
         traced.bench.report(traced.bench.step(asking, 40))
         traced.answers(asking)
@@ -275,24 +223,6 @@ def test_a_store_that_does_not_answer(
     told = traced.told("unanswered")
     assert told["lookup"]["lookup.unanswered"] is True
     assert told["lookup"]["lookup.rounds"] > 1
-    assert told["request"]["missed"] == "late"
+    assert (told["request"]["missed"], told["request"]["missed.tier"]) == ("late", "remote")
     (lookup,) = (s for s in traced.spans.of_trace(traced.root.trace) if s.name == "kvrecall.lookup")
     assert lookup.ended - lookup.began >= 45e6
-
-
-def test_a_whole_hit_has_no_reason(collected: tuple[str, Spans]) -> None:
-    pool: Pool
-    with make_pool() as pool:
-        traced = Traced(partial(Bench, pool), collected)
-        first = traced.request("computed", 2 * BLOCK)
-        traced.bench.report(traced.bench.step(first, 2 * BLOCK))
-        wait_until(lambda: pool.stats().queued_writes == 0)
-        request = traced.request("whole hit", 2 * BLOCK + 4)
-        assert traced.bench.matched(request) == 2 * BLOCK
-        traced.bench.side.allocated(request, (traced.bench.blocks["whole hit"],), 2 * BLOCK)
-        request.num_computed_tokens = 2 * BLOCK
-        traced.bench.side.reported(None, {"whole hit"}, set())
-        traced.bench.step(request, 4)
-        traced.answers(request)
-        traced.ends(request)
-    assert "missed" not in traced.told("whole hit")["request"]

@@ -109,6 +109,7 @@ def test_a_computed_prompt(engine: Engine, collected: tuple[str, Spans]) -> None
     assert root["kvrecall.tokens.computed"] == TOKENS == root["kvrecall.prompt_tokens"]
     assert (root["kvrecall.output_tokens"], root["kvrecall.outcome"]) == (3, "length_capped")
     assert root["kvrecall.salted"] is True
+    assert (root["kvrecall.missed"], root["kvrecall.missed.tokens"]) == ("new", TOKENS)
     assert SALT not in repr(found)
 
 
@@ -135,6 +136,7 @@ def test_hits_on_host_and_disk(engine: Engine, collected: tuple[str, Spans]) -> 
     assert one(found, "compute").attributes["kvrecall.compute.tokens"] == 30
     root = one(found, "request").attributes
     assert root["kvrecall.tokens.host"] == BLOCKS * BLOCK
+    assert "kvrecall.missed" not in root, "a whole hit has no reason"
 
     push_out_of_host(engine, 2)
     reply, found = traced(engine, spans, prompt)

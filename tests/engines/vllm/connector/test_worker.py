@@ -13,11 +13,10 @@ import torch
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
-from engines.vllm.connector.test_scheduler import BLOCK, Bench, pool
+from engines.vllm.connector.test_scheduler import BLOCK, Bench
 from kvrecall.engines.vllm import device as devices
-from kvrecall.engines.vllm.attention.activity import Activity
+from kvrecall.engines.vllm.attention.activity import Activity, HeatTotals
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
-from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.compat.config import LayerPlacement, Sharing
 from kvrecall.engines.vllm.connector import copier as copier_module
 from kvrecall.engines.vllm.connector import worker
@@ -38,8 +37,6 @@ from kvrecall.pool import Pool
 from kvrecall.pool.base import NO_ARENA
 from kvrecall_lab.streams.device import Mark
 from kvrecall_lab.streams.late import PATIENCE, late_device
-
-__all__ = ["pool"]
 
 LAYERS, DEVICE_BLOCKS, PAGE = 2, 200, 512
 
@@ -80,9 +77,9 @@ class Machine(Bench):
 
     @property
     def copier(self) -> Copier:
-        copier = self.worker._arena._copier
-        assert copier is not None
-        return copier
+        mapped = self.worker._arena._mapped
+        assert mapped is not None
+        return mapped.copier
 
     def run(self, orders: StepOrders, computes: dict[int, int]) -> set[str]:
         """A step of the engine: what the worker is asked to do, and in between the forward pass,
@@ -101,9 +98,13 @@ class Machine(Bench):
         self.released |= released
         return loaded
 
-    def idle(self) -> set[str]:
-        nothing = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
-        return self.run(self.side.orders(nothing, self.pool.arena_handle()), {})
+    def rest(self) -> set[str]:
+        return self.run(self.idle(), {})
+
+    def settle(self, times: int = 1) -> None:
+        """Until the copies ordered so far have ended."""
+        for _ in range(times * PATIENCE):
+            self.rest()
 
     def compute(self, name: str, values: list[int], first: int = 0) -> tuple[Request, bool]:
         """A request of so many blocks and half a one, from its prefill to its end; whether its
@@ -149,15 +150,14 @@ def machine(
 def test_blocks_come_back_to_other_places_as_they_were(machine: Machine) -> None:
     _, hold = machine.compute("first", [11, 12, 13])
     assert hold == machine.late
-    for _ in range(PATIENCE):
-        machine.idle()
+    machine.settle()
     assert machine.released == ({"first"} if machine.late else set())
     for rows in machine.device.values():
         rows.zero_()
     machine.load("again", 3 * BLOCK + 1, [50, 60, 55])
-    steps, loaded = 1, machine.idle()
+    steps, loaded = 1, machine.rest()
     while not loaded:
-        steps, loaded = steps + 1, machine.idle()
+        steps, loaded = steps + 1, machine.rest()
     assert loaded == {"again"}
     assert steps == (PATIENCE if machine.late else 1)
     assert machine.values([50, 60, 55]) == [{11}, {12}, {13}]
@@ -182,10 +182,9 @@ def test_a_preempted_requests_blocks_are_read_before_they_are_overwritten(
     first.num_preemptions += 1
     other = machine.request("other", 2 * BLOCK + 4, first=500)  # gets the same device blocks
     machine.run(machine.step(other, other.num_tokens), {1: 31, 2: 32})
-    for _ in range(PATIENCE):
-        machine.idle()
+    machine.settle()
     machine.load("again", 2 * BLOCK + 1, [50, 51])
-    while not machine.idle():
+    while not machine.rest():
         continue
     assert machine.values([50, 51]) == [{21}, {22}]
 
@@ -194,8 +193,7 @@ def test_a_request_that_ends_while_it_loads_is_reported_once(machine: Machine) -
     """With stores of before its preemption under way: vLLM frees its blocks at the first report,
     and does not know it at a second one."""
     machine.compute("first", [11, 12])
-    for _ in range(PATIENCE):
-        machine.idle()
+    machine.settle()
     again = machine.load("again", 2 * BLOCK + 1, [50, 51])
     state: Any = machine.side.state_of("again")
     state.saving.open.add(1 << 40)
@@ -204,7 +202,7 @@ def test_a_request_that_ends_while_it_loads_is_reported_once(machine: Machine) -
     assert not hold
     loaded: list[str] = []
     for _ in range(2 * PATIENCE):
-        loaded += machine.idle()
+        loaded += machine.rest()
     assert loaded == ["again"]
     assert "again" not in machine.released
 
@@ -212,19 +210,15 @@ def test_a_request_that_ends_while_it_loads_is_reported_once(machine: Machine) -
 def test_loads_end_in_their_order_and_one_that_cannot_be_made_fails(machine: Machine) -> None:
     for name, values, first in (("first", [11, 12], 0), ("second", [21, 22], 500)):
         machine.compute(name, values, first)
-        for _ in range(PATIENCE):  # its device blocks are held until then
-            machine.idle()
+        machine.settle()  # its device blocks are held until then
     machine.load("a", 2 * BLOCK + 1, [50, 51])
-    loaded = [machine.idle()]
+    loaded = [machine.rest()]
     machine.load("b", 2 * BLOCK + 1, [60, 61], first=500)
-    loaded.append(machine.idle())
+    loaded.append(machine.rest())
     machine.load("c", 2 * BLOCK + 1, [70, 71])
-    orders = machine.side.orders(
-        SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0), NO_ARENA
-    )
-    loaded.append(machine.run(orders, {}))
+    loaded.append(machine.run(machine.idle(NO_ARENA), {}))
     while {"a", "b", "c"} - set().union(*loaded):
-        loaded.append(machine.idle())
+        loaded.append(machine.rest())
     assert machine.values([50, 51, 60, 61]) == [{11}, {12}, {21}, {22}]
     assert machine.side.counters.counts["loads_failed"] == 1
     state: Any = machine.side.state_of("c")
@@ -269,8 +263,7 @@ def test_a_step_within_a_handler_has_not_failed(
         with told_of(orders) as output:
             pass
     machine.side.reported(output.kv_connector_worker_meta, set(), set())
-    for _ in range(PATIENCE):
-        machine.idle()
+    machine.settle()
     assert machine.matched(machine.request("again", 2 * BLOCK + 4)) == 2 * BLOCK
 
 
@@ -281,8 +274,7 @@ def test_nothing_of_a_step_that_failed_is_saved(
     """The engine goes on. Model Runner V1 ends the step with what it is told about copies, and
     drops it; V2 begins the next one. Blocks of before, and the load, are told then."""
     machine.compute("first", [11, 12])
-    for _ in range(PATIENCE):
-        machine.idle()
+    machine.settle()
     connector = connector_of(machine, monkeypatch)
     machine.load("again", 2 * BLOCK + 1, [50, 51])
     doomed = machine.request("doomed", 2 * BLOCK + 4, first=500)
@@ -298,7 +290,7 @@ def test_nothing_of_a_step_that_failed_is_saved(
     machine.side.finished(doomed, (machine.blocks["doomed"],))
     loaded: set[str] = set()
     for _ in range(2 * PATIENCE):
-        loaded |= machine.idle()
+        loaded |= machine.rest()
     assert loaded == {"again"}
     assert machine.side.counters.counts["loads_failed"] == (runner == "V2")
     assert machine.values([50, 51]) == ([{0}, {0}] if runner == "V2" else [{11}, {12}])
@@ -330,8 +322,7 @@ def test_a_store_that_the_driver_refuses_is_not_saved(
     refuse(monkeypatch, machine.copier.stores, after)
     machine.compute("first", [11, 12])
     assert (machine.pool.stats().reserved > 0) == machine.late
-    for _ in range(2 * PATIENCE):
-        machine.idle()
+    machine.settle(2)
     assert machine.pool.stats().reserved == 0
     assert machine.side.counters.counts["stores_failed"] == 1
     assert machine.released == ({"first"} if machine.late else set())
@@ -345,13 +336,12 @@ def test_a_load_that_the_driver_refuses_is_computed(
     """Its device blocks are the request's again when what was queued of it has ended."""
     monkeypatch.setattr(copier_module, "_ITEMS", 1)
     machine.compute("first", [11, 12])
-    for _ in range(2 * PATIENCE):
-        machine.idle()
+    machine.settle(2)
     refuse(monkeypatch, machine.copier.loads, after)
     machine.load("again", 2 * BLOCK + 1, [50, 51])
-    steps, loaded = 1, machine.idle()
+    steps, loaded = 1, machine.rest()
     while not loaded:
-        steps, loaded = steps + 1, machine.idle()
+        steps, loaded = steps + 1, machine.rest()
     assert steps == (PATIENCE if machine.late else 1)
     assert machine.side.counters.counts["loads_failed"] == 1
     assert machine.pool.stats().leases == 0
@@ -362,21 +352,19 @@ def test_a_load_that_the_driver_refuses_is_computed(
 def test_an_order_that_names_what_is_not_there_fails_alone(machine: Machine) -> None:
     """Block numbers and offsets are compared with the device's and the arena's."""
     machine.compute("first", [11, 12])
-    for _ in range(PATIENCE):
-        machine.idle()
+    machine.settle()
     arena = machine.pool.arena_handle()
     far = arena.nbytes - 8
     loads = [
-        LoadOrder(name, (Copy((block,), (offset,)),))
-        for name, block, offset in (
-            ("no block", DEVICE_BLOCKS, 0),
-            ("below", -1, 0),
-            ("behind", 50, far),
-            ("before", 50, -512),
-            ("group", 50, 0),
-        )
+        LoadOrder("no block", (Copy((DEVICE_BLOCKS,), (0,)),)),
+        LoadOrder("below", (Copy((-1,), (0,)),)),
+        LoadOrder("behind", (Copy((50,), (far,)),)),
+        LoadOrder("before", (Copy((50,), (-512,)),)),
+        LoadOrder("twice", (Copy((50, 50), (0, LAYERS * PAGE)),)),
+        LoadOrder("uneven", (Copy((50, 51), (0,)),)),
+        LoadOrder("group", (Copy((50,), (0,), 7),)),
+        LoadOrder("no group", (Copy((50,), (0,), -1),)),
     ]
-    loads[-1] = LoadOrder("group", (Copy((50,), (0,), 7),))
     stores = [
         StoreOrder(1000, Copy((DEVICE_BLOCKS,), (0,)), b"12345678"),
         StoreOrder(1001, Copy((1,), (far,)), b"12345678"),
@@ -419,11 +407,10 @@ def test_device_blocks_and_slots_of_a_stuck_store(
     queue._clock = lambda: now
     queue._stream.is_stuck = True  # type: ignore[attr-defined]
     machine.compute("first", [11, 12])
-    for _ in range(PATIENCE):
-        machine.idle()
+    machine.settle()
     assert machine.released == set()
     now = LONGEST_S + 1
-    machine.idle()
+    machine.rest()
     assert machine.released == {"first"}
     reserved = machine.pool.stats().reserved
     assert reserved > 0
@@ -435,14 +422,12 @@ def test_device_blocks_and_slots_of_a_stuck_store(
     with pytest.raises(EngineError, match="cannot be given back"):
         machine.worker.unregister()
     queue._stream.is_stuck = False  # type: ignore[attr-defined]
-    for _ in range(2 * PATIENCE):
-        machine.idle()
+    machine.settle(2)
     assert machine.pool.stats().reserved == 0
     assert machine.side.counters.counts["stores_failed"] == 2
     assert machine.matched(machine.request("again", 2 * BLOCK + 1)) == 0
     machine.compute("third", [31, 32], first=900)
-    for _ in range(2 * PATIENCE):
-        machine.idle()
+    machine.settle(2)
     assert machine.matched(machine.request("found", 2 * BLOCK + 1, first=900)) == 2 * BLOCK
 
 
@@ -450,7 +435,7 @@ def test_device_blocks_and_slots_of_a_stuck_store(
 def test_an_arena_is_unmapped_only_when_no_copy_can_write_it(machine: Machine) -> None:
     """Its owner has died while a copy was stuck."""
     machine.compute("first", [11, 12])
-    machine.idle()
+    machine.rest()
     machine.compute("second", [21, 22], first=500)
     mapping, copier, ticks = machine.worker._arena, machine.copier, itertools.count()
     copier.stores._clock = lambda: LONGEST_S * next(ticks)
@@ -464,7 +449,7 @@ def test_an_arena_is_unmapped_only_when_no_copy_can_write_it(machine: Machine) -
     copier.stores._stream.is_stuck = False  # type: ignore[attr-defined]
     seen = []
     for _ in range(3 * PATIENCE):
-        machine.idle()
+        machine.rest()
         seen.append((len(copier.stores._under_way), len(locked)))
     assert list(dict.fromkeys(seen)) == [(1, 1), (0, 0)]
     assert mapping.store(machine.pool.arena_handle(), Copy((1,), (0,)))
@@ -474,8 +459,7 @@ def test_a_device_that_does_not_answer_ends_the_engine_with_its_cause(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.compute("first", [11, 12])
-    for _ in range(PATIENCE):
-        machine.idle()
+    machine.settle()
     machine.load("again", 2 * BLOCK + 1, [50, 51])
 
     def broken(event: Event) -> bool:
@@ -484,7 +468,7 @@ def test_a_device_that_does_not_answer_ends_the_engine_with_its_cause(
     for event in (Moment, Mark):
         monkeypatch.setattr(event, "is_reached", broken)
     with pytest.raises(EngineError, match=r"\(loads\).*unspecified launch failure.*restart"):
-        machine.idle()
+        machine.rest()
     monkeypatch.undo()
 
 
@@ -533,7 +517,7 @@ def test_the_probe_measures_the_device_and_not_the_launch(monkeypatch: pytest.Mo
 
 def test_a_prefill_is_timed_by_the_device(machine: Machine) -> None:
     machine.compute("first", [1, 2, 3])
-    machine.idle()
+    machine.rest()
     seconds = machine.side.costs.compute_seconds(0)
     assert seconds == pytest.approx(0.01 / 3.5) if machine.late else seconds > 0
 
@@ -541,15 +525,14 @@ def test_a_prefill_is_timed_by_the_device(machine: Machine) -> None:
 def test_without_the_devices_memory_copies_fail_and_touch_nothing(machine: Machine) -> None:
     """vLLM 0.33 calls both as often as it likes."""
     machine.compute("first", [11, 12])
-    for _ in range(PATIENCE):
-        machine.idle()
+    machine.settle()
     shard = machine.worker.shard()
     machine.worker.unregister()
     machine.worker.unregister()
     for rows in machine.device.values():
         rows.zero_()
     machine.load("asleep", 2 * BLOCK + 1, [50, 51])
-    assert machine.idle() == {"asleep"}
+    assert machine.rest() == {"asleep"}
     machine.compute("other", [31, 32], first=500)
     assert machine.side.counters.counts["loads_failed"] == 1
     assert machine.side.counters.counts["stores_failed"] == 1
@@ -558,7 +541,7 @@ def test_without_the_devices_memory_copies_fail_and_touch_nothing(machine: Machi
     machine.worker.restore()
     assert machine.worker.shard() is shard
     machine.load("awake", 2 * BLOCK + 1, [60, 61])
-    while not machine.idle():
+    while not machine.rest():
         continue
     assert machine.values([60, 61]) == [{11}, {12}]
     assert machine.pool.stats().leases == 0
@@ -567,12 +550,11 @@ def test_without_the_devices_memory_copies_fail_and_touch_nothing(machine: Machi
 def test_a_load_that_sleep_overtakes_counts_as_failed(machine: Machine) -> None:
     """It is complete when the memory goes, and with it what was loaded."""
     machine.compute("first", [11, 12])
-    for _ in range(PATIENCE):
-        machine.idle()
+    machine.settle()
     machine.load("again", 2 * BLOCK + 1, [50, 51])
-    loaded = machine.idle()
+    loaded = machine.rest()
     assert loaded == (set() if machine.late else {"again"})
     machine.worker.unregister()
     machine.worker.restore()
-    assert loaded | machine.idle() == {"again"}
+    assert loaded | machine.rest() == {"again"}
     assert machine.side.counters.counts["loads_failed"] == machine.late

@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.config import RecallSettings
-from kvrecall.doctor.cli import Scope, examine
+from kvrecall.doctor.cli import examine
 from kvrecall.engines.vllm.attention.checks import offload_hindrance, require_engine
 from kvrecall.engines.vllm.compat.config import prompt_token_work
 from kvrecall.engines.vllm.identity.namespace import config_text
@@ -227,7 +227,7 @@ def test_a_check_of_the_doctor_that_fails_is_a_finding(monkeypatch: pytest.Monke
         raise ZeroDivisionError("of nothing")
 
     monkeypatch.setattr("kvrecall.doctor.cli.check_machine", breaks)
-    found = [each for each in examine(Scope(imports=False)) if each.area == "doctor"]
+    found = [each for each in examine(imports=False) if each.area == "doctor"]
     assert [each.found for each in found] == [
         "a check failed itself: ZeroDivisionError: of nothing"
     ]

@@ -6,7 +6,9 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,52 +39,37 @@ def flip(path: Path, at: int) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-@pytest.mark.parametrize("at", [0, 1, 8000, 16383])
+@pytest.mark.parametrize("at", [0, 1, (1 << 20) + 12345, 100_000_001, LARGE - 1])
 def test_one_byte_counts(model: Path, at: int) -> None:
+    path = model / "model.safetensors"
+    os.truncate(path, LARGE)  # a hole; read as zeros
     before = fingerprint_of(model)
-    flip(model / "model.safetensors", at)
+    flip(path, at)
     assert fingerprint_of(model) != before
 
 
-@pytest.mark.parametrize("at", [0, 1, (1 << 20) + 12345, 100_000_001, LARGE - 1])
-def test_one_byte_of_a_large_file_counts(model: Path, at: int) -> None:
-    path = model / "model.safetensors"
-    os.truncate(path, LARGE)  # a hole; read as zeros
-    before = hash_file(path)
-    flip(path, at)
-    assert hash_file(path) != before
-
-
 @pytest.mark.parametrize(
-    "name", ["model.safetensors.index.json", "adapter_config.json", "sub/extra.bin", "x.gguf"]
+    ("name", "counts"),
+    [
+        ("model.safetensors.index.json", True),
+        ("adapter_config.json", True),
+        ("sub/extra.bin", True),
+        ("x.gguf", True),
+        ("README.md", False),
+        ("tokenizer.json", False),
+        ("generation_config.json", False),
+        (".git/x.bin", False),
+        ("training_args.bin", False),
+    ],
 )
-def test_other_files_that_are_loaded_count(model: Path, name: str) -> None:
-    before = fingerprint_of(model)
+def test_files_that_shape_kv_count(model: Path, name: str, counts: bool) -> None:
+    found = {fingerprint_of(model)}
     path = model / name
     path.parent.mkdir(exist_ok=True)
-    path.write_text("1")
-    with_it = fingerprint_of(model)
-    path.write_text("2")
-    assert len({before, with_it, fingerprint_of(model)}) == 3
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["README.md", "tokenizer.json", "generation_config.json", ".git/x.bin", "training_args.bin"],
-)
-def test_files_that_shape_no_kv_do_not_count(model: Path, name: str) -> None:
-    before = fingerprint_of(model)
-    path = model / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("1")
-    assert fingerprint_of(model) == before
-
-
-def test_code_counts_where_it_is_run(model: Path) -> None:
-    plain, run = fingerprint_of(model), fingerprint_of(model, code=True)
-    (model / "modeling_x.py").write_text("a = 1")
-    assert fingerprint_of(model) == plain
-    assert fingerprint_of(model, code=True) != run
+    for content in "12":
+        path.write_text(content)
+        found.add(fingerprint_of(model))
+    assert len(found) == (3 if counts else 1)
 
 
 def test_names_and_places(model: Path) -> None:
@@ -94,14 +81,20 @@ def test_names_and_places(model: Path) -> None:
     assert fingerprint_of(moved) != before
 
 
-def test_a_hub_snapshot_is_what_its_links_point_to(model: Path, tmp_path: Path) -> None:
-    snapshot = tmp_path / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    for path in model.iterdir():
-        (snapshot / path.name).symlink_to(path)
-    assert fingerprint_of(snapshot) == fingerprint_of(model)
-    flip(model / "model.safetensors", 5)
-    assert fingerprint_of(snapshot) == fingerprint_of(model)
+def meddle(
+    monkeypatch: pytest.MonkeyPatch,
+    before: Callable[[Path], Any] = lambda _: None,
+    after: Callable[[Path], Any] = lambda _: None,
+) -> None:
+    """Does something before and after each file is read."""
+
+    def hashed(path: Path, progress: object = None) -> str:
+        before(path)
+        digest = hash_file(path)
+        after(path)
+        return digest
+
+    monkeypatch.setattr(fingerprint, "hash_file", hashed)
 
 
 def settle(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,14 +111,8 @@ def test_what_was_read_is_remembered_until_it_changes(
     settle(model, monkeypatch)
     before = fingerprint_of(model, memory=memory)
     assert len(memory.digests()) == 2
-    real = hash_file
     read: list[Path] = []
-
-    def counted(path: Path, progress: object = None) -> str:
-        read.append(path)
-        return real(path)
-
-    monkeypatch.setattr(fingerprint, "hash_file", counted)
+    meddle(monkeypatch, before=read.append)
     assert fingerprint_of(model, memory=memory) == before
     assert read == []
     flip(model / "model.safetensors", 77)  # same size, same mtime: the ctime tells
@@ -171,26 +158,11 @@ def test_many_at_once_share_a_memory(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_folder_that_changes_while_it_is_read_has_no_fingerprint(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = hash_file
-
-    def meddled(path: Path, progress: object = None) -> str:
-        digest = real(path)
-        flip(model / "model.safetensors", 3)
-        return digest
-
-    monkeypatch.setattr(fingerprint, "hash_file", meddled)
+    meddle(monkeypatch, after=lambda _: flip(model / "model.safetensors", 3))
     job = Fingerprint(model)
     assert job.wait(30)
     assert job.digest is None
     assert "changed while it was read" in job.failure
-    assert not job.still_holds()
-
-
-def test_it_no_longer_holds_when_a_file_is_replaced(model: Path) -> None:
-    job = Fingerprint(model)
-    assert job.wait(30)
-    assert job.still_holds()
-    flip(model / "model.safetensors", 3)
     assert not job.still_holds()
 
 
@@ -206,13 +178,7 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
 
 def test_nobody_waits_while_it_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    real = hash_file
-
-    def held(path: Path, progress: object = None) -> str:
-        gate.wait(30)
-        return real(path)
-
-    monkeypatch.setattr(fingerprint, "hash_file", held)
+    meddle(monkeypatch, before=lambda _: gate.wait(30))
     job = Fingerprint(model)
     assert not job.is_over
     assert job.digest is None

@@ -45,11 +45,9 @@ NOTHING = Memory(None)
 
 @pytest.fixture(autouse=True, scope="module")
 def small_cache() -> Iterator[None]:
-    before = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    yield
-    if before is None:
-        del os.environ["VLLM_CPU_KVCACHE_SPACE"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -109,18 +107,16 @@ CHANGES: dict[str, Callable[[Identified], Any]] = {
     "heads": set_shard(layers=(ShardLayer("layers.0", 131072, "[2,128,256]", heads=4),)),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    "dtype": {"dtype": "float32"},
     "kv dtype": {"kv_cache_dtype": "fp8_e5m2"},
     "rope": {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}},
-    "eager": {"enforce_eager": True},
     "hash": {"prefix_caching_hash_algo": "sha256"},
 }
-SAME: dict[str, dict[str, Any]] = {
-    "max_model_len": {"max_model_len": 2048},
-    "steps": {"max_num_batched_tokens": 8192, "max_num_seqs": 3},
-    "name": {"served_model_name": "another"},
-    "memory": {"gpu_memory_utilization": 0.5},
-    "seed": {"seed": 5},
+SAME: dict[str, Any] = {
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 8192,
+    "served_model_name": "another",
+    "gpu_memory_utilization": 0.5,
+    "seed": 5,
 }
 
 
@@ -239,21 +235,12 @@ def test_settings_that_shape_kv_count(change: str, model: Path, plain: bytes) ->
     assert Identified(model, **OPTIONS[change]).digest() != plain
 
 
-@pytest.mark.parametrize("change", SAME)
-def test_settings_that_do_not_shape_kv_share(change: str, model: Path, plain: bytes) -> None:
-    assert Identified(model, **SAME[change]).digest() == plain
-
-
-def test_blocks_of_the_base_model_are_shared_with_engines_that_serve_adapters(model: Path) -> None:
+def test_settings_that_do_not_shape_kv_share(model: Path, plain: bytes, tmp_path: Path) -> None:
+    """Nor the folder's place and name, nor adapters: what is of the base model is shared."""
+    copied = shutil.copytree(model, tmp_path / "elsewhere")
+    assert Identified(copied, **SAME).digest() == plain
     eager = Identified(model, enforce_eager=True)  # with adapters a CPU compiles nothing
     assert Identified(model, enforce_eager=True, enable_lora=True).digest() == eager.digest()
-
-
-def test_place_and_name_of_the_folder_do_not_count(
-    model: Path, plain: bytes, tmp_path: Path
-) -> None:
-    copied = shutil.copytree(model, tmp_path / "elsewhere")
-    assert Identified(copied).digest() == plain
 
 
 def test_without_a_look_at_the_model_its_limits_count(model: Path) -> None:
@@ -275,35 +262,33 @@ def text_of(config: Any, early: bool = True) -> str:
     return found.text()
 
 
-def test_weights_by_content(model: Path, tmp_path: Path) -> None:
-    copied = shutil.copytree(model, tmp_path / "copied")
-    assert text_of(config_of(model)) == text_of(config_of(copied))
-    with (copied / "model.safetensors").open("r+b") as file:
+@pytest.fixture
+def copied(model: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(model, tmp_path / "copied")
+
+
+def change_a_byte(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x99")
+
+
+def test_weights_by_content_and_by_code_that_is_trusted(model: Path, copied: Path) -> None:
+    trusted = {"trust_remote_code": True}
+    (copied / "modeling_x.py").write_text("factor = 2\n")
+    assert text_of(config_of(model)) == text_of(config_of(copied))
+    assert text_of(config_of(model, **trusted)) != text_of(config_of(copied, **trusted))
+    change_a_byte(copied)
     assert text_of(config_of(model)) != text_of(config_of(copied))
 
 
-def test_code_of_the_folder_counts_if_it_is_trusted(model: Path, tmp_path: Path) -> None:
-    copied = shutil.copytree(model, tmp_path / "copied")
-    (copied / "modeling_x.py").write_text("factor = 2\n")
-    trusted = {"trust_remote_code": True}
-    assert text_of(config_of(model)) == text_of(config_of(copied))
-    assert text_of(config_of(model, **trusted)) != text_of(config_of(copied, **trusted))
-
-
-def test_what_changes_while_the_engine_loads_is_private(model: Path, tmp_path: Path) -> None:
-    copied = shutil.copytree(model, tmp_path / "copied")
+def test_what_may_change_while_the_engine_loads_is_private(copied: Path) -> None:
+    """Without the plug-in that begins before loading, files must be older than the process."""
+    assert text_of(config_of(copied), early=False).startswith("private")
     found = Weights(config_of(copied), NOTHING, early=True)
     assert found.wait(30)
     (copied / "extra.safetensors").write_bytes(b"x")
     assert found.text().startswith("private")
-
-
-def test_what_may_have_changed_before_it_was_read_is_private(model: Path, tmp_path: Path) -> None:
-    """Without the plug-in that begins before loading, files must be older than the process."""
-    copied = shutil.copytree(model, tmp_path / "copied")
-    assert text_of(config_of(copied), early=False).startswith("private")
 
 
 def test_unknown_weights_are_private(model: Path) -> None:
@@ -454,29 +439,15 @@ def test_an_adapter_is_what_was_loaded(tmp_path: Path) -> None:
     one = Loader(tmp_path / "adapter")
     assert not one.adapters.is_known(SimpleNamespace(lora_int_id=1))
     one.write(b"one")
-    assert not one.load(1)
+    assert not one.load(1, meanwhile=b"two")
+    assert one.identity(1) is None, "it has changed while it was loaded"
+    assert one.load(1) == {1}
     first = one.identity(1)
     assert first is not None
-    one.write(b"two")
-    assert one.identity(1) == first, "files that change later do not count"
-    assert one.load(1) == {1}
-    assert one.identity(1) not in (None, first)
-    one.write(b"one")
-    assert one.load(1) == {1}
-    assert one.identity(1) == first
     assert not one.load(1), "loaded again, as after others took its place"
     other = Loader(tmp_path / "adapter", {"lora_dtype": "float16"})
     other.load(1)
     assert other.identity(1) not in (None, first)
-
-
-def test_an_adapter_that_changes_while_it_is_loaded_is_not_known(tmp_path: Path) -> None:
-    one = Loader(tmp_path / "adapter")
-    one.write(b"one")
-    assert not one.load(1, meanwhile=b"two")
-    assert one.identity(1) is None
-    assert one.load(1) == {1}
-    assert one.identity(1) is not None
 
 
 def test_a_name_that_vllm_hashes_names_one_content(tmp_path: Path) -> None:
@@ -602,16 +573,13 @@ def test_no_news_is_lost_in_a_look(model: Path) -> None:
     assert (other.text, other.changes) == ("tensors two", 1)
 
 
-def test_a_folder_that_is_loaded_whole_names_the_weights(model: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(model, tmp_path / "other")
-    with (other / "model.safetensors").open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"\x99")
+def test_a_folder_that_is_loaded_whole_names_the_weights(model: Path, copied: Path) -> None:
+    change_a_byte(copied)
     for is_opaque in (False, True):
         one = Running(model, Ranks(is_opaque=is_opaque))
         plain, loaded = one.text, {"is_reloaded": True, "is_whole": True}
-        path = {"kwargs": {"weights_path": str(other)}}
-        assert one.call("reload_weights", "two", **loaded, **path) == text_of(config_of(other))
+        path = {"kwargs": {"weights_path": str(copied)}}
+        assert one.call("reload_weights", "two", **loaded, **path) == text_of(config_of(copied))
         assert one.call("reload_weights", "three", is_whole=False, **path) not in (plain, ""), (
             "a part of the model: what the rest is of is not known by the folder"
         )
@@ -630,20 +598,6 @@ def test_weights_that_kernels_keep_to_themselves(model: Path) -> None:
     assert len(texts) == 3
     assert sum(text.startswith("private") for text in texts) == 2
     assert one.changes == 2
-
-
-def test_sleep_keeps_weights_or_takes_them(model: Path) -> None:
-    one = Running(model, Ranks())
-    plain = one.text
-    one.call("their_own_method", "one")
-    one.ranks.gets(None, sleeps=True)
-    assert one.call("their_own_method", None) == plain
-    one.ranks.gets("one", sleeps=False)
-    one.weights.woke(one.ranks.look)
-    assert (one.text, one.changes) == (plain, 0)
-    one.ranks.gets("two", is_reloaded=True)
-    one.weights.woke(one.ranks.look)
-    assert one.text == "tensors two"
 
 
 def test_a_load_of_the_models_own_is_noted() -> None:

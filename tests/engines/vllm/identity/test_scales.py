@@ -120,15 +120,6 @@ def test_the_first_step_of_an_engine_leaves_loaded_scales(device: Device) -> Non
     assert torch.equal(device.scales(page), before)
 
 
-def test_without_it_they_would_be_lost(device: Device) -> None:
-    """What the test above is about: vLLM's own set-up after a load."""
-    settle_scales(device.vllm_config, {NAME: device.cache})
-    device.write(2, *drawn(2))
-    device.implementation._k_scale_cache = None  # as in an engine that has run nothing
-    device.implementation._ensure_scale_caches(device.cache)
-    assert bool((device.scales(2) == 1).all())
-
-
 def test_layers_of_other_backends_are_left_alone() -> None:
     layers = {NAME: SimpleNamespace(impl=SimpleNamespace()), "other": SimpleNamespace()}
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))

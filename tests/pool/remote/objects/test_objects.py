@@ -1,4 +1,4 @@
-"""The object store beyond its contract: settings, layout, round trips, servers that fail."""
+"""The object store: its contract in a directory and in S3, settings, layout, servers that fail."""
 
 from __future__ import annotations
 
@@ -13,8 +13,30 @@ import pytest
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.remote import backends
 from kvrecall.pool.remote.objects import make_store, path_of
-from kvrecall.testing.store_contract import Counter, names
+from kvrecall.pool.remote.store import Store
+from kvrecall.testing.store_contract import Counter, StoreContract, names
 from pool.remote.objects.s3 import Server, s3_server
+
+
+class TestDirectory(StoreContract):
+    def make(self, path: Path) -> Store:
+        return make_store({"url": f"file://{path}/store"})
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with s3_server() as server:
+        yield server
+
+
+class TestS3(StoreContract):
+    @pytest.fixture(autouse=True)
+    def _server(self, server: Server) -> None:
+        self.server = server
+
+    def make(self, path: Path) -> Store:
+        return make_store(self.server.options(path.name))
+
 
 S3 = {"url": "s3://bucket/prefix", "region": "us-east-1"}
 
@@ -61,8 +83,7 @@ def test_plaintext_to_another_machine_must_be_allowed(where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url",
-    ["s3://bucket/a/prefix", "gs://bucket/prefix", "az://container/prefix"],
+    "url", ["s3://bucket/a/prefix", "gs://bucket/prefix", "az://container/prefix"]
 )
 def test_urls_of_the_clouds_open(url: str) -> None:
     """Only opened: there are no such servers here."""
@@ -133,9 +154,7 @@ def test_a_large_prefix_is_not_listed_to_its_end(server: Server) -> None:
     counter.store.close()
 
 
-def test_a_bucket_that_is_not_there_is_an_error_in_one_line_without_secrets(
-    server: Server,
-) -> None:
+def test_a_bucket_that_is_not_there_is_an_error_in_one_line_without_secrets(server: Server) -> None:
     options = {**server.options("x", retries=0), "url": "s3://no-such-bucket/x"}
     store = make_store(options)
     with pytest.raises(TierError, match=r"NoSuchBucket|404") as caught:

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
+from kvrecall.attention.kernels.device import Ints
+from kvrecall.engines.base import Heat
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.device.base import Event
 
 logger = logging.getLogger("vllm.kvrecall")
 
+PLACES = 24
+"""Parts of equal length that a context is divided into, to count where blocks are chosen."""
+
 
 def _count(text: str) -> Any:
     """A counter with the description of its metric."""
     return field(default=0, metadata={"text": text})
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCounts:
-    """Of the sparse attention of a layer: ``sequences`` with middle blocks, and, for each KV head,
-    all of their middle blocks, those selected, and the blocks attended to."""
-
-    sequences: int
-    considered: int
-    selected: int
-    attended: int
 
 
 @dataclass(slots=True)
@@ -58,12 +53,13 @@ class Activity:
     blocks_in_place: int = _count("Selected offloaded blocks read where they lie, in the arena.")
     bytes_staged: int = _count("Bytes of offloaded sequences copied for dense attention on a GPU.")
 
-    def count_layer(self, counts: BlockCounts, heads: int) -> None:
-        """Adds a sparse layer of so many KV heads."""
-        self.layers_sparse += counts.sequences
-        self.blocks_considered += counts.considered * heads
-        self.blocks_selected += counts.selected * heads
-        self.blocks_attended += counts.attended * heads
+    def count_layer(self, counts: tuple[int, int, int, int], heads: int) -> None:
+        """Adds a sparse layer of so many KV heads. ``counts``: as of ``SparseStep``."""
+        sequences, considered, selected, attended = counts
+        self.layers_sparse += sequences
+        self.blocks_considered += considered * heads
+        self.blocks_selected += selected * heads
+        self.blocks_attended += attended * heads
 
     def totals(self) -> dict[str, int]:
         return asdict(self)
@@ -140,3 +136,45 @@ class ActivityLog:
             "%(blocks_in_place)d read in place",
             new,
         )
+
+
+class HeatTotals:
+    """Where in their contexts the layers chose blocks: running totals by layer, ``[2, PLACES]``
+    each, considered and selected. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, Ints] = {}
+
+    def note(self, layer: int, places: Ints, chosen: Ints, blocks: int) -> None:
+        """Each KV head of layer ``layer`` selected a row of ``chosen`` (``[kv_heads, chosen]``) of
+        the blocks ``places``, all of them block numbers within a context of ``blocks`` blocks."""
+        totals = self._layers.setdefault(layer, np.zeros((2, PLACES), dtype=np.int64))
+        totals[0] += len(chosen) * _by_place(places, blocks)
+        totals[1] += _by_place(chosen.ravel(), blocks)
+
+    def take(self) -> dict[int, list[list[int]]]:
+        """The counts since the last call, by layer; plain values for the way to the API."""
+        layers, self._layers = self._layers, {}
+        return {layer: totals.tolist() for layer, totals in layers.items()}
+
+    def add(self, counts: Mapping[Any, Sequence[Sequence[int]]]) -> None:
+        """Adds the counts of a worker."""
+        for layer, rows in counts.items():
+            totals = self._layers.setdefault(int(layer), np.zeros((2, PLACES), dtype=np.int64))
+            totals += np.asarray(rows, dtype=np.int64)
+
+    def heat(self) -> Heat | None:
+        """The totals; None if there are none."""
+        if not self._layers:
+            return None
+        layers = sorted(self._layers)
+        rows = [self._layers[layer].tolist() for layer in layers]
+        return Heat(
+            tuple(map(str, layers)),
+            tuple(tuple(row[0]) for row in rows),
+            tuple(tuple(row[1]) for row in rows),
+        )
+
+
+def _by_place(numbers: Ints, blocks: int) -> Ints:
+    return np.bincount(numbers.astype(np.int64) * PLACES // blocks, minlength=PLACES)

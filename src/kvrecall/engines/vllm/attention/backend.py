@@ -19,17 +19,21 @@ from vllm.config import get_current_vllm_config
 from kvrecall.attention.index.base import require_index
 from kvrecall.attention.settings import Regime, RetrievalSettings
 from kvrecall.engines.vllm.attention import checks
-from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog, totals_of
-from kvrecall.engines.vllm.attention.base import AttentionKernel, AttentionParameters, SparseStep
+from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog, HeatTotals, totals_of
+from kvrecall.engines.vllm.attention.base import (
+    AttentionKernel,
+    AttentionParameters,
+    RetrievalLayer,
+    SparseStep,
+)
 from kvrecall.engines.vllm.attention.checks import offload_hindrance
-from kvrecall.engines.vllm.attention.group import DenseOffload, RetrievalGroup
-from kvrecall.engines.vllm.attention.heat import HeatTotals
-from kvrecall.engines.vllm.attention.layer import RetrievalLayer
+from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
 from kvrecall.engines.vllm.attention.plugin import active_settings
 from kvrecall.engines.vllm.attention.step import (
     BatchRow,
-    DensePart,
+    Beside,
+    DenseOffload,
     KeptCopy,
     OffloadedRow,
     StepPlanner,
@@ -97,15 +101,13 @@ class RetrievalAttention:
     ) -> torch.Tensor:
         """As vLLM has it; tensors ``[tokens, heads, dim]``."""
         work: StepWork | None = getattr(attn_metadata, "retrieval", None)
-        sparse = self.sparse_layer
-        if work is None or not (work.offloaded or (work.step is not None and sparse is not None)):
+        sparse, step = self.sparse_layer, self._digest(kv_cache, work)
+        decodes = step is not None and bool(step.sequences)
+        if work is None or not (decodes or work.offloaded):
             return self._dense(
                 layer, query, key, value, kv_cache, attn_metadata, output,
                 output_scale, output_block_scale,
             )  # fmt: skip
-        self._digest(kv_cache, work)
-        if sparse is not None and not work.apart:
-            return self._dense(layer, query, key, value, kv_cache, attn_metadata, output)
 
         def attend(places: Places, cache: torch.Tensor, metadata: Any) -> torch.Tensor:
             part = torch.empty_like(output[places])
@@ -115,15 +117,15 @@ class RetrievalAttention:
         parameters = self._parameters(layer)
         beside = work.beside_offloaded if sparse is None else work.beside_sparse
         if beside is not None:
-            output[beside.tokens] = attend(beside.tokens, kv_cache, beside.metadata)
-        if sparse is not None and work.step is not None and work.step.sequences:
-            heads = output.view(-1, *query.shape[1:])
-            sparse.attend(query, kv_cache, work.step, parameters, heads)
+            tokens, metadata = beside
+            output[tokens] = attend(tokens, kv_cache, metadata)
+        if sparse is not None and step is not None and decodes:
+            sparse.attend(query, kv_cache, step, parameters, output.view(-1, *query.shape[1:]))
         for row in work.offloaded:
             if sparse is None or row.prefills:
                 assert self.dense_offload is not None
                 here, plainly = row.places, partial(attend, row.places)
-                found = self.dense_offload.attend(row, query[here], kv_cache, parameters, plainly)
+                found = self.dense_offload(row, query[here], kv_cache, parameters, plainly)
                 output[here] = found.view_as(output[here])
         return output
 
@@ -177,8 +179,8 @@ class RetrievalBuilder(ABC):
         """What attends to selected blocks on this platform."""
 
     @abstractmethod
-    def make_dense(self, name: str) -> DenseOffload:
-        """That layer's dense attention over partially offloaded sequences."""
+    def make_dense(self, name: str) -> DenseOffload | None:
+        """That layer's; None: no sequence leaves the device."""
 
     def bind(self, settings: RetrievalSettings) -> None:
         """Makes the group's layers by these settings: without digests, and with no sequence
@@ -197,9 +199,7 @@ class RetrievalBuilder(ABC):
         for name, impl in self._impls().items():
             number, sparse = config.layer_index(name), None
             if number >= settings.dense_layers:
-                sparse = RetrievalLayer(
-                    name, settings, kernel, activity, partial(heat.note, number)
-                )
+                sparse = kernel.layer(name, settings, activity, partial(heat.note, number))
             group.add(name, sparse)
             impl.group, impl.sparse_layer = group, sparse
             impl.dense_offload = self.make_dense(name)
@@ -230,10 +230,6 @@ class RetrievalBuilder(ABC):
         layers = _attention_layers(self.vllm_config)
         return {name: impl for name, impl in layers.items() if name in self._layer_names}
 
-    def has_sinks(self) -> bool:
-        """Whether its layers have attention sinks."""
-        return any(impl.sinks is not None for impl in self._impls().values())
-
     def _tell_boundary(self, settings: RetrievalSettings) -> None:
         """Logs from which length on sequences decode sparsely."""
         most = self.vllm_config.model_config.max_model_len
@@ -242,7 +238,6 @@ class RetrievalBuilder(ABC):
         gate = self._planner.gate
         longest = most - 1  # the last token of a sequence of max_model_len is not decoded further
         least = gate.sparse_from(self.block_size, longest)
-        ungated = replace(gate, settings=replace(settings, gate=False))
         if least is not None:
             logger.info(
                 "kvrecall: retrieval: with this model sequences decode sparsely from %d tokens on, "
@@ -258,6 +253,7 @@ class RetrievalBuilder(ABC):
             f"max_model_len={most}; VLLM_RETRIEVAL_GATE=0 decodes sparsely from "
             f"VLLM_RETRIEVAL_DENSE_BOUNDARY={settings.dense_boundary} on all the same"
         )
+        ungated = replace(gate, settings=replace(settings, gate=False))
         if ungated.sparse_from(self.block_size, longest) is None:
             why = (
                 f"a sequence of max_model_len={most} has no more blocks between its first "
@@ -321,25 +317,25 @@ class RetrievalBuilder(ABC):
         starts = common.query_start_loc_cpu
         beside_sparse = self._without({*sparse, *offloaded}, common, rows)
         if not offloaded:
-            return StepWork(step, True, beside_sparse)
+            return StepWork(step, beside_sparse)
         offloaded_rows = []
         for at, sequence in offloaded.items():
             row, here = rows[at], slice(int(starts[at]), int(starts[at + 1]))
             # While its prompt is computed all layers attend to it densely: too many to keep copies.
             kept = None
             if row.decodes:
-                kept = self._group.kept(sequence.key, -(-row.tokens // self.block_size))
+                kept = self._group.copies.of(sequence.key, -(-row.tokens // self.block_size))
             alone = self.alone(common, rows, at, kept)
             offloaded_rows.append(
                 OffloadedRow(sequence, here, table[at], row.tokens, not row.decodes, alone, kept)
             )
         beside_offloaded = self._without(offloaded, common, rows)
-        return StepWork(step, True, beside_sparse, tuple(offloaded_rows), beside_offloaded)
+        return StepWork(step, beside_sparse, tuple(offloaded_rows), beside_offloaded)
 
     def _without(
         self, taken: Collection[int], common: Any, rows: Sequence[BatchRow]
-    ) -> DensePart | None:
-        """Metadata of the other requests of the batch alone."""
+    ) -> Beside | None:
+        """Of the other requests of the batch."""
         others = [at for at, row in enumerate(rows) if row.query_tokens and at not in taken]
         return self.part(common, rows, others) if others else None
 
@@ -349,9 +345,9 @@ class RetrievalBuilder(ABC):
         rows: Sequence[BatchRow],
         some: Sequence[int],
         table: torch.Tensor | None = None,
-    ) -> DensePart:
-        """Metadata of some requests of the batch alone. ``table``: their blocks, if they differ
-        from the batch's."""
+    ) -> Beside:
+        """Of some requests of the batch. ``table``: their blocks, if they differ from the
+        batch's."""
         starts = common.query_start_loc_cpu
         lengths = [rows[at].query_tokens for at in some]
         places = torch.cat([torch.arange(int(starts[at]), int(starts[at + 1])) for at in some])
@@ -374,7 +370,7 @@ class RetrievalBuilder(ABC):
             _num_computed_tokens_cache=None,
             _token_to_req_indices_cache=None,
         )
-        return DensePart(tokens, super().build(0, part))  # type: ignore[misc]
+        return tokens, super().build(0, part)  # type: ignore[misc]
 
     def alone(self, common: Any, rows: Sequence[BatchRow], at: int, kept: KeptCopy | None) -> Any:
         """vLLM's metadata of a request whose blocks are to lie in the pages of ``kept``, or, if it

@@ -1,30 +1,54 @@
 """Sparse attention of a KV group's layers as every platform has it: ``AttentionKernel``, one for
-the group, and ``Selection``, one for each layer.
+the group, and ``RetrievalLayer``, one for each sparse layer.
 
 Every (sequence, KV head) is a row of its own, so that each may have its own blocks. Keys are stored
 after rotary embedding, so the order of blocks does not matter; only the last one, which may be
 partial, must stay last.
+
+Digests have checksums. A block's bytes are verified when they come from a disk or from another
+host; in memory they are not, and are read once for every use. Digests are read once for a
+sequence's whole life, and a damaged digest silently selects wrong blocks; but it can be recomputed
+from the block's keys.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from kvrecall.attention.digest import Layout, coded_width
-from kvrecall.attention.residency import Ints
+from kvrecall.attention.kernels.device import Ints
 from kvrecall.attention.selection import Split
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.engines.vllm.attention.activity import Activity, BlockCounts, RecallCounts
-from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
+from kvrecall.engines.vllm.attention.activity import Activity, RecallCounts
+from kvrecall.engines.vllm.attention.offloaded import (
+    OffloadedSequence,
+    checksums_of_layer,
+    digests_of_layer,
+)
+from kvrecall.engines.vllm.device import device_of
+from kvrecall.engines.vllm.device.base import Device
+
+CHECKSUM_BYTES = 8
+"""Checksum bytes of a block's digests in a layer."""
 
 _SPARE = 64
 """Extra blocks to allocate when the memory for digests must grow."""
+
+_SEEN_EVERY = 16
+"""Selected blocks are recorded in one of this many sparse steps."""
+
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # of the golden ratio, as a signed number
+
+Note = Callable[[Ints, Ints, int], None]
+"""As of ``HeatTotals.note``, of one layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +93,6 @@ class AttentionParameters:
 
 
 @dataclass(frozen=True, slots=True)
-class SparseLayer:
-    """``name``: vLLM's. ``note``: records where blocks are selected, as ``HeatTotals.note``; None:
-    nothing does."""
-
-    name: str
-    settings: RetrievalSettings
-    activity: Activity
-    note: Callable[[Ints, Ints, int], None] | None = None
-
-    def note_selected(self, split: Split, places: Ints) -> None:
-        """Which of a sequence's middle blocks are selected: ``[kv_heads, chosen]``."""
-        assert self.note is not None
-        self.note(np.arange(split.init, split.local), places + split.init, split.blocks)
-
-
-@dataclass(frozen=True, slots=True)
 class SparseSequence:
     """One decoded token and the middle blocks to select from.
 
@@ -110,30 +118,27 @@ class SparseSequence:
         return 0 if self.offloaded is None else self.offloaded.count
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SparseStep:
     """What every sparse layer does in a step; the same for all, so it is made once.
 
     ``stale``: blocks whose digests must be computed first, on the kernel's device, int64 or int32;
     negative numbers are padding; ``stale_count``: how many are not. ``plan``: the kernel's own.
-    ``counts``: of a layer.
     """
 
     stale: torch.Tensor
     stale_count: int
     sequences: tuple[SparseSequence, ...]
     plan: Any
-    counts: BlockCounts = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def counts(self) -> tuple[int, int, int, int]:
+        """Of a layer: sequences with middle blocks, and, for each KV head, all of their middle
+        blocks, those selected, and the blocks attended to."""
         splits = [one.split for one in self.sequences if one.split.middle]
-        counts = BlockCounts(
-            len(splits),
-            sum(split.middle for split in splits),
-            sum(split.chosen for split in splits),
-            sum(split.attended_blocks for split in splits),
-        )
-        object.__setattr__(self, "counts", counts)
+        each = [(1, one.middle, one.chosen, one.attended_blocks) for one in splits]
+        sequences, middle, chosen, attended = map(sum, zip((0, 0, 0, 0), *each, strict=True))
+        return sequences, middle, chosen, attended
 
 
 class DigestStore:
@@ -161,6 +166,10 @@ class DigestStore:
         """A copy of the coarse ones among the rows, side by side; None if there are none."""
         self.written: torch.Tensor | None = None
         """int64 ``[blocks]``, how often each block's rows were written, if that is counted."""
+
+    def of(self, block_ids: torch.Tensor) -> torch.Tensor:
+        """The rows of these blocks: int8 ``[blocks, kv_heads, rows, width]``, a copy."""
+        return self.rows[:, block_ids].transpose(0, 1)
 
     def write(self, block_ids: torch.Tensor, rows: torch.Tensor) -> None:
         """``rows``: ``[kv_heads, blocks, rows, width]``, coded."""
@@ -193,11 +202,40 @@ class DigestStore:
         return made.transpose(0, 1) if self._by_block else made
 
 
-class Selection(ABC):
-    """One layer's digests, and the selection of blocks by them. Owned by the worker's thread."""
+class RetrievalLayer(ABC):
+    """One sparse layer: the digests of its blocks, coded in eight bits, the selection of blocks by
+    them, and attention over these. Owned by the worker's thread.
+
+    Memory: about ``rows * parts / (4 * block_size)`` of a layer's KV cache of 16 bits (a
+    thirty-second by default), allocated as blocks are first digested and never more.
+    """
 
     store: DigestStore
-    """Of the blocks on the device."""
+    """Of the blocks on the device, once the cache is known."""
+
+    def __init__(
+        self,
+        kernel: AttentionKernel,
+        name: str,
+        settings: RetrievalSettings,
+        activity: Activity,
+        note: Note | None = None,
+    ) -> None:
+        """``name``: vLLM's; ``note``: records where blocks are selected; None: nothing does."""
+        self.name, self.settings = name, settings
+        self._kernel, self._activity, self._note = kernel, activity, note
+        self._shape = kernel.shape
+        self._is_open = False
+        self._checksums = torch.empty(0, CHECKSUM_BYTES, dtype=torch.uint8)
+        self.digested = 0
+        """How many blocks' digests it has computed."""
+
+    # ---- what differs by platform --------------------------------------------------------
+
+    @abstractmethod
+    def open(self, kv_cache: torch.Tensor) -> DigestStore:
+        """The cache is known: room for the digests of its blocks. Raises EngineError for a cache
+        that the kernel cannot attend to."""
 
     @abstractmethod
     def select(self, query: torch.Tensor, step: SparseStep, scale: float, noted: bool) -> None:
@@ -207,7 +245,7 @@ class Selection(ABC):
         is selected."""
 
     @abstractmethod
-    def depart(
+    def leave(
         self, sequence: OffloadedSequence, digests: torch.Tensor, kv_cache: torch.Tensor
     ) -> None:
         """Takes the digests of the next blocks to leave the device, ``[kv_heads, blocks, rows,
@@ -218,12 +256,123 @@ class Selection(ABC):
     def forget(self, key: str) -> None:
         """The offloaded sequence has ended."""
 
+    # ---- digests -------------------------------------------------------------------------
+
+    def digest(
+        self, kv_cache: torch.Tensor, block_ids: torch.Tensor, count: int | None = None
+    ) -> None:
+        """Computes the digests of these blocks from the keys they hold: full blocks, on the host
+        or the kernel's device. ``count``: how many are no padding; None: all."""
+        if not len(block_ids):
+            return
+        self._open(kv_cache)
+        ids = self._sent(block_ids)
+        self._kernel.digest(kv_cache, ids, self.store)
+        self.store.wrote(ids)
+        self.digested += len(block_ids) if count is None else count
+
+    def sign(self, block_ids: torch.Tensor) -> None:
+        """These blocks, whose digests are fresh, go to the pool: stores their digests'
+        checksums."""
+        ids = self._sent(block_ids)
+        self._checksums[ids] = checksums_of(self.store.of(ids))
+
+    def damaged(self, block_ids: torch.Tensor) -> torch.Tensor:
+        """The blocks among these, which came from the pool, whose digests are damaged. Accepts the
+        digests of the others."""
+        ids = self._sent(block_ids)
+        self.store.wrote(ids)
+        sums = checksums_of(self.store.of(ids))
+        damaged = block_ids[(sums != self._checksums[ids]).any(-1).cpu()]
+        self._activity.digests_mended += len(damaged)
+        return damaged
+
+    def digest_rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The digests' bytes, a row a block: uint8 ``[blocks, kv_heads, bytes]``, a view."""
+        self._open(kv_cache)
+        return self.store.rows.flatten(2).view(torch.uint8).transpose(0, 1)
+
+    def checksum_rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The digests' checksums, a row a block: uint8 ``[blocks, CHECKSUM_BYTES]``, not a copy."""
+        self._open(kv_cache)
+        return self._checksums
+
+    def depart(
+        self, sequence: OffloadedSequence, block_ids: torch.Tensor, kv_cache: torch.Tensor
+    ) -> None:
+        """Keeps the digests of blocks that are about to leave the device. ``block_ids``: int64."""
+        self._open(kv_cache)
+        self.leave(sequence, self.store.rows[:, self._sent(block_ids)], kv_cache)
+
+    def arrive(self, sequence: OffloadedSequence, kv_cache: torch.Tensor) -> None:
+        """Takes the digests of a sequence that begins off the device from its blocks' records.
+        Damaged digests are recomputed from the blocks' keys."""
+        self._open(kv_cache)
+        records, offsets = sequence.records, sequence.offsets
+        heads, _, *size = self.store.rows.shape
+        nbytes = heads * size[0] * size[1]
+        pages = records.pages(offsets, digests_of_layer(self.name), nbytes)
+        signed = records.pages(offsets, checksums_of_layer(self.name), CHECKSUM_BYTES)
+        stored = torch.from_numpy(pages).view(torch.int8).view(len(pages), heads, *size)
+        sums = checksums_of if self._kernel.device.type == "cpu" else sums_of
+        damaged = (sums(stored) != torch.from_numpy(signed)).any(-1).nonzero().flatten()
+        stored = self._sent(stored)  # verified on the host, which does not wait for the device
+        if len(damaged):
+            kept = records.pages(offsets[damaged.numpy()], self.name, kv_cache[0].nbytes)
+            blocks = _blocks_of(self._sent(torch.from_numpy(kept)), kv_cache)
+            anew = DigestStore(self._shape, self.store.layout, len(blocks), self._kernel.device)
+            self._kernel.digest(blocks, self._sent(torch.arange(len(blocks))), anew)
+            stored[self._sent(damaged)] = anew.rows.transpose(0, 1)
+            self._activity.digests_mended += len(damaged)
+        self.leave(sequence, stored.transpose(0, 1), kv_cache)
+        self._activity.bytes_digests += pages.nbytes + signed.nbytes
+
+    # ---- attention -----------------------------------------------------------------------
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        step: SparseStep,
+        parameters: AttentionParameters,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Writes the attention of the step's sparse tokens to their places in ``output``, and
+        returns it. ``query``, ``output``: ``[tokens, heads, dim]``, of the whole batch."""
+        output = torch.empty_like(query) if output is None else output
+        # Few objects: after a layer's attention each waits for memory (docs/log.md).
+        self._activity.count_layer(step.counts, self._shape.kv_heads)
+        noted = self._note is not None and self._activity.steps_sparse % _SEEN_EVERY == 1
+        self.select(query, step, parameters.scale * parameters.key_scale, noted)
+        self._kernel.attend(query, kv_cache, step, output, parameters)
+        return output
+
+    def note_selected(self, split: Split, places: Ints) -> None:
+        """Which of a sequence's middle blocks are selected: ``[kv_heads, chosen]``."""
+        assert self._note is not None
+        self._note(np.arange(split.init, split.local), places + split.init, split.blocks)
+
+    def _open(self, kv_cache: torch.Tensor) -> None:
+        if not self._is_open:
+            self.store = self.open(kv_cache)
+            size = len(kv_cache), CHECKSUM_BYTES
+            self._checksums = torch.empty(size, dtype=torch.uint8, device=kv_cache.device)
+            self._is_open = True
+
+    @property
+    def _device(self) -> Device:
+        return device_of(self._kernel.device)
+
+    def _sent(self, values: torch.Tensor) -> torch.Tensor:
+        """On the kernel's device."""
+        return values if values.device == self._kernel.device else self._device.send(values)
+
 
 class AttentionKernel(ABC):
     """Sparse attention on one platform: four methods, of which a step calls ``schedule`` once, and
-    every layer ``digest``, its selection's ``select``, and ``attend``, in this order. All of a
-    step's state is in what ``schedule`` returns and in the selections. The cache is ``[blocks,
-    kv_heads, tokens, 2 * dim]``, keys and values in any order, on ``device``."""
+    every layer ``digest``, its own ``select``, and ``attend``, in this order. All of a step's state
+    is in what ``schedule`` returns and in the layers. The cache is ``[blocks, kv_heads, tokens,
+    2 * dim]``, keys and values in any order, on ``device``."""
 
     shape: KernelShape
     device: torch.device
@@ -235,9 +384,12 @@ class AttentionKernel(ABC):
     counts: RecallCounts | None = None
     """What its device counts."""
 
-    @abstractmethod
-    def selection(self, layer: SparseLayer, kv_cache: torch.Tensor) -> Selection:
-        """A new layer's. Raises EngineError for a cache that the kernel cannot attend to."""
+    layers: type[RetrievalLayer]
+    """Its kind of layers."""
+
+    def layer(self, *args: Any) -> RetrievalLayer:
+        """A new layer, which takes these arguments."""
+        return self.layers(self, *args)
 
     @abstractmethod
     def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor, store: DigestStore) -> None:
@@ -262,3 +414,29 @@ class AttentionKernel(ABC):
     ) -> None:
         """Writes the attention of the step's tokens over the selected blocks to their places in
         ``output``. ``query``, ``output``: ``[tokens, heads, dim]``."""
+
+
+def checksums_of(rows: torch.Tensor) -> torch.Tensor:
+    """Of rows ``[blocks, ...]``: uint8 ``[blocks, CHECKSUM_BYTES]``."""
+    if not len(rows):
+        return torch.empty(0, CHECKSUM_BYTES, dtype=torch.uint8, device=rows.device)
+    if not rows.is_cpu:
+        return sums_of(rows)
+    bytes_of = rows.contiguous().view(len(rows), -1).view(torch.uint8).numpy()
+    sums = b"".join(xxhash.xxh3_64_digest(row) for row in bytes_of)
+    return torch.from_numpy(np.frombuffer(sums, np.uint8).copy()).view(len(rows), CHECKSUM_BYTES)
+
+
+def sums_of(rows: torch.Tensor) -> torch.Tensor:
+    """Like ``checksums_of``, with operations of every device: a sum of words, each times an odd
+    number of its place, modulo 2**64, so any one changed word is detected. The number of bytes is a
+    multiple of four."""
+    words = rows.contiguous().view(len(rows), -1).view(torch.int32).to(torch.int64)
+    places = torch.arange(1, 2 * words.shape[1], 2, device=rows.device) * _ODD
+    return (words * places).sum(1, keepdim=True).view(torch.uint8)
+
+
+def _blocks_of(pages: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Pages in storage form, uint8 ``[blocks, bytes]``, as blocks of a cache like that."""
+    values = pages.view(like.dtype)
+    return values.as_strided((len(values), *like.shape[1:]), (values.shape[1], *like.stride()[1:]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from kvrecall.attention.digest import Layout, encode
+from kvrecall.attention.kernels.device import Ints
 from kvrecall.attention.kernels.search import is_compiled
-from kvrecall.attention.residency import Ints
 from kvrecall.attention.selection import OVERHEAD_BYTES
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
 from kvrecall.engines.vllm.attention.base import (
@@ -31,17 +31,17 @@ from kvrecall.engines.vllm.attention.base import (
     AttentionParameters,
     DigestStore,
     KernelShape,
-    SparseLayer,
     SparseSequence,
     SparseStep,
 )
 from kvrecall.engines.vllm.attention.host_selection import HostPlan, HostSelection
 from kvrecall.engines.vllm.attention.offloaded import stride_to
-from kvrecall.engines.vllm.attention.step import OffloadedRow
+from kvrecall.engines.vllm.attention.step import DenseOffload, OffloadedRow
 from kvrecall.engines.vllm.compat import config
 from kvrecall.errors import EngineError
 
-_FP8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+_STORED = {None: "auto", torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+"""The kernel's names for the types of keys and values in the cache, by ``KernelShape.fp8``."""
 
 _AT_ONCE = 64
 """Blocks unpacked at a time while digesting."""
@@ -104,14 +104,9 @@ def schedule(
         isa=shape.isa,
         enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
         dynamic_causal=None,
-        kv_cache_dtype=_stored_as(shape),
+        kv_cache_dtype=_STORED[shape.fp8],
     )
     return plan
-
-
-def _stored_as(shape: KernelShape) -> str:
-    """The kernel's name for the type of keys and values in the cache."""
-    return "auto" if shape.fp8 is None else _FP8[shape.fp8]
 
 
 def attend(
@@ -132,6 +127,9 @@ def attend(
     contiguous. Returns the query's shape."""
     keys, values = caches
     output = torch.empty_like(query) if output is None else output
+    sinks = parameters.sinks
+    if sinks is not None and sinks.dtype not in (torch.bfloat16, torch.float32):
+        sinks = sinks.float()
     ops.cpu_attention_with_kv_cache(
         query=query,
         key_cache=keys,
@@ -146,19 +144,12 @@ def attend(
         block_table=table,
         softcap=parameters.softcap,
         scheduler_metadata=plan,
-        s_aux=_sinks_of(parameters),
+        s_aux=sinks,
         k_scale=parameters.key_scale,
         v_scale=parameters.value_scale,
-        kv_cache_dtype=_stored_as(shape),
+        kv_cache_dtype=_STORED[shape.fp8],
     )
     return output
-
-
-def _sinks_of(parameters: AttentionParameters) -> torch.Tensor | None:
-    """As the kernel takes them."""
-    sinks = parameters.sinks
-    takes = sinks is None or sinks.dtype in (torch.bfloat16, torch.float32)
-    return sinks if sinks is None or takes else sinks.float()
 
 
 def write_tokens(
@@ -171,7 +162,7 @@ def write_tokens(
 ) -> None:
     """Packs keys and values ``[tokens, kv_heads, dim]`` into their slots of the cache. ``scales``:
     what a stored 1 is, of keys and of values."""
-    caches, stored = halves(kv_cache, True), _stored_as(shape)
+    caches, stored = halves(kv_cache, True), _STORED[shape.fp8]
     ops.cpu_attn_reshape_and_cache(keys, values, *caches, slots, shape.isa, *scales, stored)
 
 
@@ -180,6 +171,7 @@ class CpuKernel(AttentionKernel):
 
     device = torch.device("cpu")
     on_host = True
+    layers = HostSelection
     overhead_bytes = OVERHEAD_BYTES
 
     def __init__(self, shape: KernelShape) -> None:
@@ -206,15 +198,6 @@ class CpuKernel(AttentionKernel):
         keys = self._reader.read(kv_cache, block_ids)
         fp8 = self.shape.fp8
         return keys if fp8 is None else keys.contiguous().view(fp8).to(self.shape.dtype)
-
-    def selection(self, layer: SparseLayer, kv_cache: torch.Tensor) -> HostSelection:
-        if not kv_cache.is_contiguous():
-            raise EngineError(
-                f"retrieval attention needs each layer's KV cache in one piece; this one has shape "
-                f"{tuple(kv_cache.shape)} and strides {kv_cache.stride()}. Remove `retrieval` "
-                "from VLLM_PLUGINS"
-            )
-        return HostSelection(self.shape, layer, len(kv_cache))
 
     def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor, store: DigestStore) -> None:
         for ids in torch.split(block_ids, _AT_ONCE):
@@ -250,36 +233,20 @@ class CpuKernel(AttentionKernel):
         caches, table = halves(kv_cache), plan.table
         if plan.distances is not None:
             caches, table = far_halves(kv_cache, plan.distances)
-        into = None
-        if parameters.sinks is not None:
-            found = self._attend_by_head(rows, caches, table, plan, parameters)
-        else:
-            if span is not None and output.is_contiguous():
-                into = output[span].view(rows.shape)
+        is_there = span is not None and output.is_contiguous()
+        found = output[span].view(rows.shape) if is_there else torch.empty_like(rows)
+        if parameters.sinks is None:
             args = table, plan.seq_lens, plan.starts, plan.work
-            found = attend(shape, rows, caches, *args, parameters, into)
-        if into is None:
+            attend(shape, rows, caches, *args, parameters, found)
+        else:  # A call has the same sinks for all its rows: one for the rows of a KV head.
+            starts = plan.starts[: len(plan.tokens) + 1]
+            for head, sinks in enumerate(parameters.sinks.view(-1, shape.group)):
+                ours = slice(head, None, shape.kv_heads)
+                args = table[ours], plan.seq_lens[ours].contiguous(), starts, plan.work
+                of_head = replace(parameters, sinks=sinks)
+                found[ours] = attend(shape, rows[ours].contiguous(), caches, *args, of_head)
+        if not is_there:
             output[here] = found.view(-1, *output.shape[1:])
-
-    def _attend_by_head(
-        self,
-        rows: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
-        table: torch.Tensor,
-        plan: HostPlan,
-        parameters: AttentionParameters,
-    ) -> torch.Tensor:
-        """A call has the same sinks for all its rows: one call for the rows of a KV head."""
-        shape, heads = self.shape, self.shape.kv_heads
-        assert parameters.sinks is not None
-        found = torch.empty_like(rows)
-        starts = plan.starts[: len(plan.tokens) + 1]
-        for head, sinks in enumerate(parameters.sinks.view(heads, shape.group)):
-            ours = slice(head, None, heads)
-            args = table[ours], plan.seq_lens[ours].contiguous(), starts, plan.work
-            of_head = replace(parameters, sinks=sinks)
-            found[ours] = attend(shape, rows[ours].contiguous(), caches, *args, of_head)
-        return found
 
 
 class KeyReader:
@@ -323,33 +290,28 @@ class KeyReader:
         return packed.index_select(-1, self._places).view(shape)
 
 
-class InPlaceDense:
-    """One layer's dense attention over partially offloaded sequences, whose blocks the kernel reads
-    where they lie: in the arena, and in the cache."""
-
-    def __init__(self, shape: KernelShape, name: str) -> None:
-        self._shape = shape
-        self._name = name
-
-    def attend(
-        self,
-        row: OffloadedRow,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        parameters: AttentionParameters,
-        plainly: object = None,
-    ) -> torch.Tensor:
-        sequence, shape = row.sequence, self._shape
-        blocks = -(-row.tokens // shape.block_size)
-        distances = row.table[:blocks].numpy().astype(np.int64) * kv_cache[0].nbytes
-        left = slice(sequence.init, sequence.init + sequence.count)
-        distances[left] = sequence.addresses(self._name) - kv_cache.data_ptr()
-        caches, table = far_halves(kv_cache, distances[None], whole=True)
-        seq_lens = torch.tensor([row.tokens], dtype=torch.int32)
-        starts = torch.tensor([0, len(query)], dtype=torch.int32)
-        plan = schedule(shape, seq_lens, starts, whole=True)
-        query = query.reshape(-1, shape.heads, shape.head_dim).contiguous()
-        return attend(shape, query, caches, table, seq_lens, starts, plan, parameters)
+def attend_in_place(
+    shape: KernelShape,
+    name: str,
+    row: OffloadedRow,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    parameters: AttentionParameters,
+    plainly: object = None,
+) -> torch.Tensor:
+    """A ``DenseOffload`` of the layer of that name: the kernel reads blocks where they lie, in the
+    arena and in the cache."""
+    sequence = row.sequence
+    blocks = -(-row.tokens // shape.block_size)
+    distances = row.table[:blocks].numpy().astype(np.int64) * kv_cache[0].nbytes
+    left = slice(sequence.init, sequence.init + sequence.count)
+    distances[left] = sequence.addresses(name) - kv_cache.data_ptr()
+    caches, table = far_halves(kv_cache, distances[None], whole=True)
+    seq_lens = torch.tensor([row.tokens], dtype=torch.int32)
+    starts = torch.tensor([0, len(query)], dtype=torch.int32)
+    plan = schedule(shape, seq_lens, starts, whole=True)
+    query = query.reshape(-1, shape.heads, shape.head_dim).contiguous()
+    return attend(shape, query, caches, table, seq_lens, starts, plan, parameters)
 
 
 class RetrievalBackend(CPUAttentionBackend):
@@ -366,10 +328,11 @@ class RetrievalMetadataBuilder(RetrievalBuilder, CPUAttentionMetadataBuilder):
         shape = (self.num_heads, self.num_kv_heads, self.head_dim, self.block_size)
         # vLLM keeps the layers of --kv-cache-dtype-skip-layers in the model's type.
         fp8 = config.fp8_type(self.vllm_config) if kv_cache_spec.dtype is torch.uint8 else None
-        return CpuKernel(KernelShape(*shape, self.dtype, self.isa, fp8, self.has_sinks()))
+        sinks = any(impl.sinks is not None for impl in self._impls().values())
+        return CpuKernel(KernelShape(*shape, self.dtype, self.isa, fp8, sinks))
 
-    def make_dense(self, name: str) -> InPlaceDense:
-        return InPlaceDense(self._kernel.shape, name)
+    def make_dense(self, name: str) -> DenseOffload:
+        return partial(attend_in_place, self._kernel.shape, name)
 
 
 class RetrievalImpl(RetrievalAttention, CPUAttentionBackendImpl):

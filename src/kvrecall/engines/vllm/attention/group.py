@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from kvrecall.engines.vllm.attention.activity import Activity
-from kvrecall.engines.vllm.attention.base import AttentionKernel, AttentionParameters
-from kvrecall.engines.vllm.attention.copied import KeptCopies
-from kvrecall.engines.vllm.attention.heat import HeatTotals
-from kvrecall.engines.vllm.attention.layer import RetrievalLayer
+from kvrecall.engines.vllm.attention.activity import Activity, HeatTotals
+from kvrecall.engines.vllm.attention.base import AttentionKernel, RetrievalLayer
 from kvrecall.engines.vllm.attention.offloaded import (
     NearArena,
     OffloadedSequence,
@@ -21,7 +17,7 @@ from kvrecall.engines.vllm.attention.offloaded import (
     checksums_of_layer,
     digests_of_layer,
 )
-from kvrecall.engines.vllm.attention.step import Freshness, KeptCopy, OffloadedRow
+from kvrecall.engines.vllm.attention.step import Freshness, KeptCopy
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.wire import Arrival, Departure, OffloadOrders
 from kvrecall.errors import EngineError
@@ -30,19 +26,32 @@ from kvrecall.pool.base import ArenaHandle
 logger = logging.getLogger("vllm.kvrecall")
 
 
-class DenseOffload(Protocol):
-    """A layer's dense attention over partially offloaded sequences."""
+class KeptCopies:
+    """Which of the dense layers' own pages the sequences of a KV group have: a page is room for a
+    block in each of these layers. Owned by the worker's thread."""
 
-    def attend(
-        self,
-        row: OffloadedRow,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        parameters: AttentionParameters,
-        plainly: Callable[[torch.Tensor, Any], torch.Tensor],
-    ) -> torch.Tensor:
-        """Attention of the row's tokens with these queries over its whole sequence. ``plainly``:
-        vLLM's attention of these tokens over a cache, by metadata."""
+    def __init__(self, pages: int) -> None:
+        self._free = list(range(pages))
+        self._kept: dict[str, KeptCopy] = {}
+
+    def of(self, key: str, blocks: int) -> KeptCopy | None:
+        """A page for each of the sequence's blocks; None if too few are free, and the sequence then
+        gives up those it had."""
+        kept = self._kept.setdefault(key, KeptCopy())
+        more = max(0, blocks - len(kept.pages))
+        if more > len(self._free):
+            self.forget(key)
+            return None
+        if more:
+            kept.pages = np.append(kept.pages, self._free[-more:])
+            del self._free[-more:]
+        return kept
+
+    def forget(self, key: str) -> None:
+        """The sequence has ended. It may have no pages."""
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._free.extend(kept.pages.tolist())
 
 
 class RetrievalGroup:
@@ -69,9 +78,10 @@ class RetrievalGroup:
         self._activity = activity
         self._kernel = kernel
         self._near: dict[ArenaHandle | None, NearArena] = {}
-        self._copies = KeptCopies(0)
+        self.copies = KeptCopies(0)
         self._caches: Mapping[str, torch.Tensor] = {}
-        self._layer_names: list[str] = []
+        self.layer_names: list[str] = []
+        """Those of its layers, sparse or not."""
         self._sparse: dict[str, RetrievalLayer] = {}
         self._sequences: dict[str, OffloadedSequence] = {}
         self._rows: dict[int, str] = {}
@@ -80,7 +90,7 @@ class RetrievalGroup:
 
     def add(self, name: str, sparse: RetrievalLayer | None) -> None:
         """``sparse``: None if the layer stays dense."""
-        self._layer_names.append(name)
+        self.layer_names.append(name)
         if sparse is not None:
             self._sparse[name] = sparse
             self.freshness.follow(sparse)
@@ -89,10 +99,6 @@ class RetrievalGroup:
         """The offloaded sequence whose last token of this step is written into that block."""
         key = self._rows.get(last_block)
         return None if key is None else self._sequences[key]
-
-    def kept(self, key: str, blocks: int) -> KeptCopy | None:
-        """Where dense layers keep so many blocks of an offloaded sequence; None: nowhere."""
-        return self._copies.of(key, blocks)
 
     @property
     def is_idle(self) -> bool:
@@ -107,17 +113,12 @@ class RetrievalGroup:
 
     # ---- as the connector asks -----------------------------------------------------------
 
-    @property
-    def layer_names(self) -> tuple[str, ...]:
-        """Those of its layers, sparse or not."""
-        return tuple(self._layer_names)
-
     def register(self, caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Registers the device KV cache, one tensor per layer. Returns what the pool stores beside
         the KV of the group: each sparse layer's digests and their checksums, a row per block."""
         self._caches = caches
         if not self._kernel.on_host:
-            self._copies = KeptCopies(len(next(iter(caches.values()))))
+            self.copies = KeptCopies(len(next(iter(caches.values()))))
         pages = {}
         for name, layer in self._sparse.items():
             pages[digests_of_layer(name)] = layer.digest_rows(caches[name])
@@ -165,11 +166,8 @@ class RetrievalGroup:
             return set()
         for key in orders.ended:
             self._forget(key)
-        lost = set()
         carried: list[Arrival | Departure] = [*orders.arrivals, *orders.departures]
-        for order in carried:
-            if not self._carry_out(order, records):
-                lost.add(order.request_id)
+        lost = {order.request_id for order in carried if not self._carry_out(order, records)}
         self._rows = {block: key for block, key in orders.rows.items() if key in self._sequences}
         return lost
 
@@ -195,7 +193,7 @@ class RetrievalGroup:
             return
         for sparse in self._sparse.values():
             sparse.forget(key)
-        self._copies.forget(key)
+        self.copies.forget(key)
         arena = gone.records.arena
         if arena in self._near and not any(
             sequence.records.arena == arena for sequence in self._sequences.values()

@@ -1,9 +1,10 @@
 """Selection of blocks on the host, which reads digests and blocks where they lie: those of
-sequences that have left the device are read in the arena."""
+sequences that have left the device are read in the arena. By the exact search, or by vector
+indexes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,22 +12,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrecall.attention.digest import Layout
-from kvrecall.attention.index.base import index_factory
-from kvrecall.attention.index.search import SequenceIndex
+from kvrecall.attention.digest import Layout, decode
+from kvrecall.attention.index.base import Factory, Numbers, Vectors, index_factory
+from kvrecall.attention.kernels.device import Ints
 from kvrecall.attention.kernels.search import Placed, Search, Sought, is_compiled
-from kvrecall.attention.residency import Ints
-from kvrecall.attention.selection import selector_of
+from kvrecall.attention.selection import choose
+from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.base import (
     DigestStore,
     KernelShape,
-    Selection,
-    SparseLayer,
+    RetrievalLayer,
     SparseSequence,
     SparseStep,
 )
-from kvrecall.engines.vllm.attention.indexed import SequenceIndexes
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
+from kvrecall.errors import EngineError
+
+_IDLE_STEPS = 64
+"""An index that no sequence has used for so many sparse steps is dropped: vLLM does
+not tell attention layers when a sequence on the device ends."""
 
 
 class HostPlan:
@@ -40,11 +44,6 @@ class HostPlan:
     of rows. ``search``: finds the blocks of all sequences with middle ones and enters them; None if
     layers find them one after the other. ``work``: vLLM's plan for the kernel's threads.
     """
-
-    __slots__ = (
-        "_head", "_head_bytes", "_heads", "distances", "search", "seq_lens", "span", "starts",
-        "table", "tokens", "work",
-    )  # fmt: skip
 
     def __init__(
         self, shape: KernelShape, sequences: Sequence[SparseSequence], layout: Layout | None
@@ -94,26 +93,18 @@ class HostPlan:
         self, shape: KernelShape, sequences: Sequence[SparseSequence], layout: Layout
     ) -> Search | None:
         """A search for the middle blocks, which enters them."""
-        choosing = [(at, one) for at, one in enumerate(sequences) if one.split.middle]
-        if not choosing or not is_compiled():
+        sought = []
+        for at, one in enumerate(sequences):
+            if one.split.middle:
+                here = one.blocks[one.left :].numpy().astype(np.int64)
+                parts = [here] if one.offloaded is None else [np.arange(one.left), here]
+                table = self.table.numpy() if self.distances is None else self.distances
+                into = table[self._rows(at), one.split.init :]
+                sought.append(Sought(parts, one.split.chosen, one.token, into, one.left))
+        if not sought or not is_compiled():
             return None
         size = shape.kv_heads, shape.group, shape.head_dim
-        search = Search(size, layout, [_sought(one) for _, one in choosing])
-        for place, (at, one) in enumerate(choosing):
-            rows = self._rows(at), slice(one.split.init, None)
-            if self.distances is None:
-                search.enter_names(place, self.table[rows])
-            else:
-                cache_bytes = self._heads * self._head_bytes, self._head_bytes
-                search.enter_distances(place, self.distances[rows], one.left, cache_bytes)
-        return search
-
-
-def _sought(sequence: SparseSequence) -> Sought:
-    """Among its middle blocks: first those that are off the device, then the others."""
-    here = sequence.blocks[sequence.left :].numpy().astype(np.int64)
-    parts = [here] if sequence.offloaded is None else [np.arange(sequence.left), here]
-    return Sought(parts, sequence.split.chosen, sequence.token)
+        return Search(size, layout, sought, (self._heads * self._head_bytes, self._head_bytes))
 
 
 @dataclass(slots=True)
@@ -127,23 +118,29 @@ class _LeftBlocks:
     placed: Placed
 
 
-class HostSelection(Selection):
-    """One layer's on the host: by compiled code for all sequences at once, else for one after
-    another by PyTorch or vector indexes."""
+class HostSelection(RetrievalLayer):
+    """A layer whose blocks the host selects: by compiled code for all sequences at once, else for
+    one after another by PyTorch or vector indexes."""
 
-    def __init__(self, shape: KernelShape, layer: SparseLayer, blocks: int) -> None:
-        self._shape = shape
-        self._layer = layer
-        self._layout = layer.settings.layout(shape.block_size)
-        self._selector = selector_of(self._layout)
-        self.store = DigestStore(shape, self._layout, blocks)
+    def open(self, kv_cache: torch.Tensor) -> DigestStore:
+        if not kv_cache.is_contiguous():
+            raise EngineError(
+                f"retrieval attention needs each layer's KV cache in one piece; this one has shape "
+                f"{tuple(kv_cache.shape)} and strides {kv_cache.stride()}. Remove `retrieval` "
+                "from VLLM_PLUGINS"
+            )
+        shape = self._shape
+        self._layout = self.settings.layout(shape.block_size)
+        self.store = DigestStore(shape, self._layout, len(kv_cache))
         self._placed = (self._place(),)
         self._left: dict[str, _LeftBlocks] = {}
-        factory, self._indexes = index_factory(layer.settings.index), None
+        factory, self._indexes = index_factory(self.settings.index), None
         if factory is not None:
             sizes = self._layout, shape.kv_heads, shape.head_dim
-            self._indexes = SequenceIndexes(partial(SequenceIndex, factory, *sizes), layer.activity)
-            self.store.written = torch.zeros(blocks, dtype=torch.int64)
+            made = partial(SequenceIndex, factory, *sizes)
+            self._indexes = SequenceIndexes(made, self._activity)
+            self.store.written = torch.zeros(len(kv_cache), dtype=torch.int64)
+        return self.store
 
     def select(self, query: torch.Tensor, step: SparseStep, scale: float, noted: bool) -> None:
         plan: HostPlan = step.plan
@@ -157,26 +154,28 @@ class HostSelection(Selection):
         else:
             placed = [self._placed_for(one) for one in step.sequences if one.split.middle]
             search.run(query, placed, scale)
-            self._layer.activity.blocks_in_place += search.left
+            self._activity.blocks_in_place += search.left
         if noted:
             choosing = (one for one in step.sequences if one.split.middle)
             for sequence, places in zip(choosing, search.found, strict=True):
-                self._layer.note_selected(sequence.split, places.numpy())
+                self.note_selected(sequence.split, places.numpy())
 
-    def depart(
+    def leave(
         self, sequence: OffloadedSequence, digests: torch.Tensor, kv_cache: torch.Tensor
     ) -> None:
-        sequence.require_inside(self._layer.name, kv_cache)
+        sequence.require_inside(self.name, kv_cache)
         left = self._left.get(sequence.key)
         store = DigestStore(self._shape, self._layout) if left is None else left.digests
         first = 0 if left is None else left.count
         count = first + digests.shape[1]
         store.reach(count)
         store.write(torch.arange(first, count), digests)
-        away = sequence.addresses(self._layer.name)[:count] - kv_cache.data_ptr()
+        away = sequence.addresses(self.name)[:count] - kv_cache.data_ptr()
         self._left[sequence.key] = _LeftBlocks(count, store, away, self._place(store, away))
 
     def forget(self, key: str) -> None:
+        if not self._is_open:
+            return
         self._left.pop(key, None)
         if self._indexes is not None:
             self._indexes.forget(key)
@@ -195,9 +194,9 @@ class HostSelection(Selection):
             # In the sequence's order, so that the sum does not depend on where blocks lie.
             places = self._find(one, left, grouped, scale).sort(-1).values.numpy()
             step.plan.enter(at, one, places, none if left is None else left.away)
-            self._layer.activity.blocks_in_place += int((places < one.left).sum())
+            self._activity.blocks_in_place += int((places < one.left).sum())
             if noted:
-                self._layer.note_selected(one.split, places)
+                self.note_selected(one.split, places)
 
     def _find(
         self, one: SparseSequence, left: _LeftBlocks | None, query: torch.Tensor, scale: float
@@ -213,12 +212,8 @@ class HostSelection(Selection):
             else:
                 index = self._indexes.off_device(one.offloaded.key, one.split.middle, digests)
             return index.choose(query, one.split.chosen, scale)
-        parts = [(self.store, ids)]
-        if left is not None:
-            parts.insert(0, (left.digests, torch.arange(left.count)))
-        rows = [store.rows[:, blocks] for store, blocks in parts]
-        coarse = [c[:, blocks] for store, blocks in parts if (c := store.coarse) is not None]
-        return self._selector.choose(query, rows, one.split.chosen, scale, coarse or None)
+        rows = self._from(ids, left, 0)
+        return choose(self._layout, query, rows, one.split.chosen, scale)
 
     def _from(self, ids: torch.Tensor, left: _LeftBlocks | None, first: int) -> torch.Tensor:
         """The digests of a sequence's middle blocks from a place on, the last of which are ``ids``:
@@ -235,3 +230,135 @@ class HostSelection(Selection):
         """For a search: the digests of a sequence's blocks that left, and of the device's."""
         stores = [self.store] if left is None else [left, self.store]
         return Placed(self._layout, [(one.rows, one.coarse) for one in stores], away)
+
+
+Digests = Callable[[int], torch.Tensor]
+"""Those of a sequence's middle blocks from a place on: int8 ``[kv_heads, blocks, rows, width]``."""
+
+
+class SequenceIndex:
+    """The middle blocks of one sequence in one layer: a vector index for each KV head, which holds
+    the fine digests of every block."""
+
+    def __init__(self, factory: Factory, layout: Layout, kv_heads: int, head_dim: int) -> None:
+        self._layout = layout
+        self._indexes = [factory(layout.kind.parts * head_dim) for _ in range(kv_heads)]
+        self.blocks = 0
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Appends the next blocks' digests: int8 ``[kv_heads, blocks, rows, width + 4]``."""
+        fine = decode(rows[:, :, self._layout.fine_rows]).nan_to_num_(0, 0, 0)
+        for index, vectors in zip(self._indexes, fine.flatten(1, 2).numpy(), strict=True):
+            index.add(vectors)
+        self.blocks += rows.shape[1]
+
+    def choose(self, query: torch.Tensor, count: int, scale: float) -> torch.Tensor:
+        """As ``selection.choose``: int64 ``[kv_heads, count]``. ``query``:
+        ``[kv_heads, group, dim]``.
+
+        An index is asked for as many vectors as ``count`` blocks have, which are those of at least
+        that many blocks. A block that no query head of a group has found weighs nothing; where too
+        few are found the last blocks are taken.
+        """
+        # A model that overflows has infinite keys and queries, at which libraries raise.
+        points = self._layout.kind.of_query(query).float().nan_to_num(0, 0, 0).contiguous().numpy()
+        asked = count * self._layout.fine
+        found = (
+            index.search(point, asked) for index, point in zip(self._indexes, points, strict=True)
+        )
+        logits = np.stack([self._logits(*one) for one in found])
+        weights = torch.from_numpy(logits).mul_(scale).softmax(-1).nan_to_num_(0).mean(1)
+        later = torch.arange(self.blocks, dtype=torch.float32) * torch.finfo(torch.float32).tiny
+        return (weights + later).topk(count, dim=-1, sorted=False).indices
+
+    def close(self) -> None:
+        """The sequence has ended."""
+        for index in self._indexes:
+            index.close()
+
+    def _logits(self, products: Vectors, numbers: Numbers) -> Vectors:
+        """The best product of each block: float32 ``[group, blocks]``, -inf where none is found."""
+        best = np.full((len(products), self.blocks), -np.inf, dtype=np.float32)
+        group = np.broadcast_to(np.arange(len(products))[:, None], numbers.shape)
+        there = numbers >= 0
+        blocks = numbers[there] // self._layout.fine
+        if blocks.max(initial=0) >= self.blocks:
+            raise IndexError(
+                f"the vector index of VLLM_RETRIEVAL_INDEX found vector {numbers.max()} of "
+                f"{self.blocks * self._layout.fine}; numbers begin at 0, in the order of `add`"
+            )
+        np.maximum.at(best, (group[there], blocks), products[there])
+        return best
+
+
+@dataclass(slots=True)
+class _Held:
+    """``ids``, ``written``: as of ``SequenceIndexes.on_device``; ``used``: in which step."""
+
+    index: SequenceIndex
+    ids: torch.Tensor
+    written: torch.Tensor
+    used: int = 0
+
+    def is_of(self, ids: torch.Tensor, written: torch.Tensor) -> bool:
+        """Whether it holds the leading ones of these blocks, as they are."""
+        count = len(self.ids)
+        if self.ids[0] != ids[0]:
+            return False
+        return torch.equal(self.ids, ids[:count]) and torch.equal(self.written, written[:count])
+
+
+class SequenceIndexes:
+    """Finds the index of a sequence, and adds what it lacks. An index of a sequence on the device
+    is known by its blocks: their numbers, and how often they were digested."""
+
+    def __init__(self, make: Callable[[], SequenceIndex], activity: Activity) -> None:
+        self._make = make
+        self._activity = activity
+        self._held: list[_Held] = []
+        self._by_key: dict[str, SequenceIndex] = {}
+        self._step = 0
+
+    def begin_step(self) -> None:
+        """Drops indexes that no sequence uses."""
+        self._step += 1
+        if self._step % _IDLE_STEPS:
+            return
+        held, self._held = self._held, []
+        for one in held:
+            if one.used > self._step - _IDLE_STEPS:
+                self._held.append(one)
+            else:
+                one.index.close()
+
+    def on_device(
+        self, ids: torch.Tensor, written: torch.Tensor, digests: Digests
+    ) -> SequenceIndex:
+        """The index of these middle blocks, complete. ``written``: how often the digest of each was
+        written: int64, as ``ids``."""
+        known = (one for one in self._held if one.is_of(ids, written))
+        found = max(known, key=lambda one: len(one.ids), default=None)
+        if found is None:
+            found = _Held(self._make(), ids[:0], written[:0])
+            self._held.append(found)
+        self._complete(found.index, len(ids), digests)
+        found.ids, found.written, found.used = ids.clone(), written.clone(), self._step
+        return found.index
+
+    def off_device(self, key: str, blocks: int, digests: Digests) -> SequenceIndex:
+        """The index of a partially offloaded sequence with so many middle blocks, complete."""
+        if key not in self._by_key:
+            self._by_key[key] = self._make()
+        self._complete(self._by_key[key], blocks, digests)
+        return self._by_key[key]
+
+    def forget(self, key: str) -> None:
+        """The offloaded sequence has ended."""
+        index = self._by_key.pop(key, None)
+        if index is not None:
+            index.close()
+
+    def _complete(self, index: SequenceIndex, blocks: int, digests: Digests) -> None:
+        if index.blocks < blocks:
+            self._activity.blocks_indexed += blocks - index.blocks
+            index.add(digests(index.blocks))

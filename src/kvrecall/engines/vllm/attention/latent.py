@@ -18,9 +18,9 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
 from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape, SparseStep
-from kvrecall.engines.vllm.attention.cpu import CpuKernel, InPlaceDense
+from kvrecall.engines.vllm.attention.cpu import CpuKernel
 from kvrecall.engines.vllm.attention.host_selection import HostPlan
-from kvrecall.engines.vllm.attention.step import BatchRow, DensePart
+from kvrecall.engines.vllm.attention.step import BatchRow
 
 
 class LatentKernel(CpuKernel):
@@ -104,16 +104,12 @@ class LatentBuilder(RetrievalBuilder, MLACommonMetadataBuilder):
         shape = (self.num_heads, 1, spec.head_size, spec.block_size, spec.dtype, "")
         return LatentKernel(KernelShape(*shape, latent=True))
 
-    def make_dense(self, name: str) -> InPlaceDense:
-        """Never called: latents stay on the device."""
-        return InPlaceDense(self._kernel.shape, name)
+    def make_dense(self, name: str) -> None:
+        """Latents stay on the device."""
 
-    def _without(
-        self, taken: Collection[int], common: Any, rows: Sequence[BatchRow]
-    ) -> DensePart | None:
+    def _without(self, taken: Collection[int], common: Any, rows: Sequence[BatchRow]) -> None:
         """The layers find the others in vLLM's metadata of the batch, of which each builder makes
         one a step."""
-        return None
 
 
 class LatentBackend(CPUMLABackend):

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrecall.attention.residency import Ints
+from kvrecall.attention.kernels.device import Ints
 from kvrecall.errors import EngineError, TierError
 from kvrecall.pool.arena import open_arena
 from kvrecall.pool.base import ArenaHandle
@@ -22,14 +22,7 @@ Bytes = npt.NDArray[np.uint8]
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -72,7 +65,7 @@ class OffloadedSequence:
     device blocks that it recalls into, where every layer and KV head has its own blocks; none if
     blocks are read in place. ``near``: the arena's address for each layer that does so
     (``NearArena``). ``numbers``: of those blocks on a device whose kernels recall them
-    (``residency.BlockNumbers``), which they do as long as it ``is_readable``."""
+    (``device.BlockNumbers``), which they do as long as it ``is_readable``."""
 
     key: str
     init: int
@@ -191,19 +184,15 @@ def _mapped(arena: ArenaHandle, nbytes: int, hint: int) -> int:
     EngineError."""
     try:
         fd = open_arena(arena)
-    except TierError as error:
-        raise _unmappable(str(error)) from error
-    try:
-        address = _LIBC.mmap(hint, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
-    finally:
-        os.close(fd)
-    if address in (None, _FAILED):
-        raise _unmappable(os.strerror(ctypes.get_errno()))
+        try:
+            address = _LIBC.mmap(hint, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+        finally:
+            os.close(fd)
+        if address in (None, _FAILED):
+            raise OSError(os.strerror(ctypes.get_errno()))
+    except (TierError, OSError) as error:
+        raise EngineError(
+            f"cannot map the arena for attention in place ({error}); set "
+            "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY above max_model_len to keep blocks on the device"
+        ) from error
     return int(address)
-
-
-def _unmappable(cause: str) -> EngineError:
-    return EngineError(
-        f"cannot map the arena for attention in place ({cause}); set "
-        "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY above max_model_len to keep blocks on the device"
-    )

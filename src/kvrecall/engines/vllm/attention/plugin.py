@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from kvrecall.attention.settings import PREFIX, RetrievalSettings
-from kvrecall.engines.vllm.compat.plugins import name_plugins
+from kvrecall.engines.vllm.compat.processes import name_plugins
 from kvrecall.environment import PLUGINS, RETRIEVAL
 from kvrecall.errors import ConfigError, EngineError
 
@@ -45,12 +45,10 @@ def _tell_unused(environ: Mapping[str, str]) -> None:
     unused = sorted(name for name in environ if name.startswith(PREFIX))
     if unused and multiprocessing.parent_process() is None:
         logger.warning(
-            "kvrecall: retrieval attention is off, so %s %s no effect: name `%s` in VLLM_PLUGINS "
-            "(beside any others), or unset %s",
+            "kvrecall: retrieval attention is off, so settings have no effect: %s; name `%s` in "
+            "VLLM_PLUGINS (beside any others), or unset them",
             ", ".join(unused),
-            "has" if len(unused) == 1 else "have",
             NAME,
-            "it" if len(unused) == 1 else "them",
         )
 
 
@@ -87,18 +85,16 @@ def settings_of(vllm_config: Any, environ: Mapping[str, str]) -> RetrievalSettin
     transfer = vllm_config.kv_transfer_config
     extra = (transfer.kv_connector_extra_config or {}) if transfer is not None else {}
     raw = extra.get("retrieval")
-    if raw is None:
-        return RetrievalSettings.from_environ(environ)
-    if not isinstance(raw, Mapping):
+    if raw is not None and not isinstance(raw, Mapping):
         raise ConfigError(f"kv_connector_extra_config.retrieval is {raw!r}; it must be a mapping")
+    if not raw:
+        return RetrievalSettings.from_environ(environ)
     both = sorted(name for name in environ if name.startswith(PREFIX))
-    if raw and both:
+    if both:
         raise ConfigError(
             f"retrieval is set both in kv_connector_extra_config and by {', '.join(both)}; "
             "use one of the two"
         )
-    if not raw:
-        return RetrievalSettings.from_environ(environ)
     return RetrievalSettings.from_mapping(raw, "kv_connector_extra_config.retrieval")
 
 

@@ -5,21 +5,26 @@ beside dense attention of the whole batch, and which digests must be computed fi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from kvrecall.attention.index.base import EXACT
-from kvrecall.attention.residency import Ints
+from kvrecall.attention.kernels.device import Ints
 from kvrecall.attention.selection import Gate, Split, split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
-from kvrecall.engines.vllm.attention.base import AttentionKernel, SparseSequence, SparseStep
+from kvrecall.engines.vllm.attention.base import (
+    AttentionKernel,
+    RetrievalLayer,
+    SparseSequence,
+    SparseStep,
+)
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
 
 logger = logging.getLogger("vllm.kvrecall")
@@ -50,15 +55,6 @@ class BatchRow:
         return settings.regime(self.tokens if tokens is None else tokens, self.prompt_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class DensePart:
-    """Requests of the batch that are attended to densely on the device, by themselves: ``tokens``
-    are their places in the batch, ``metadata`` is vLLM's."""
-
-    tokens: torch.Tensor
-    metadata: Any
-
-
 @dataclass(slots=True)
 class KeptCopy:
     """Copies of a partially offloaded sequence that dense layers keep. ``pages``: of its blocks,
@@ -86,28 +82,28 @@ class OffloadedRow:
     kept: KeptCopy | None = None
 
 
+DenseOffload = Callable[..., torch.Tensor]
+"""A layer's dense attention over a partially offloaded sequence. Takes its ``OffloadedRow``, the
+queries of the row's tokens, the layer's cache, which has a part of the sequence,
+``AttentionParameters``, and vLLM's attention of these tokens over a cache, by metadata."""
+
+Beside = tuple[torch.Tensor, Any]
+"""Requests of the batch that are attended to densely on the device, by themselves: the places of
+their tokens in the batch, and vLLM's metadata."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepWork:
     """What layers do in a step beside, or instead of, dense attention of the whole batch.
 
-    ``apart``: whether some of the batch is attended to by itself; otherwise all of it densely, on
-    the device. ``beside_sparse``, ``beside_offloaded``: what a
-    sparse layer attends to densely on the device, and what a dense layer does where sequences are
-    ``offloaded``; None if nothing.
+    ``beside_sparse``, ``beside_offloaded``: what a sparse layer attends to densely on the device,
+    and what a dense layer does where sequences are ``offloaded``; None if nothing.
     """
 
     step: SparseStep | None
-    apart: bool = False
-    beside_sparse: DensePart | None = None
+    beside_sparse: Beside | None = None
     offloaded: tuple[OffloadedRow, ...] = ()
-    beside_offloaded: DensePart | None = None
-
-
-class DigestingLayer(Protocol):
-    """A layer as ``Freshness`` sees it."""
-
-    digested: int
-    """How many blocks' digests it has computed."""
+    beside_offloaded: Beside | None = None
 
 
 class Freshness:
@@ -127,9 +123,9 @@ class Freshness:
     def __init__(self) -> None:
         self._fresh = np.zeros(0, dtype=np.bool_)
         self._taken = 0
-        self._layers: list[tuple[DigestingLayer, int]] = []  # and its count when none was taken
+        self._layers: list[tuple[RetrievalLayer, int]] = []  # and its count when none was taken
 
-    def follow(self, layer: DigestingLayer) -> None:
+    def follow(self, layer: RetrievalLayer) -> None:
         """The layer digests from now on what is taken."""
         self._layers.append((layer, layer.digested - self._taken))
 

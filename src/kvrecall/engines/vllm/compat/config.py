@@ -48,14 +48,13 @@ class KvGroup:
 
 def kv_groups(kv_cache_config: Any, contexts: int = 1) -> tuple[KvGroup, ...]:
     """The engine's KV groups, in vLLM's order. ``contexts``: ranks that share a block's tokens."""
-    groups = kv_cache_config.kv_cache_groups
-    return tuple(_group_of(group.kv_cache_spec, contexts) for group in groups)
+    return tuple(_group_of(group, contexts) for group in kv_cache_config.kv_cache_groups)
 
 
-def _group_of(spec: Any, contexts: int) -> KvGroup:
+def _group_of(group: Any, contexts: int) -> KvGroup:
     """The longest reach counts of a uniform group whose layers differ, and all if one is full."""
-    specs = getattr(spec, "kv_cache_specs", None)
-    layers = list(specs.values()) if isinstance(specs, dict) else [spec]
+    spec = group.kv_cache_spec
+    layers = list(_layer_specs(spec).values()) or [spec]
     size = int(spec.block_size) * (contexts if getattr(spec, "dcp_sharded", False) else 1)
     if all(_is_recurrent(layer) for layer in layers):
         return KvGroup(GroupKind.STATE, size, 0, True)
@@ -64,6 +63,12 @@ def _group_of(spec: Any, contexts: int) -> KvGroup:
         return KvGroup(GroupKind.WINDOW, size, max(reaches), True)
     names = {type(layer).__name__ for layer in layers}
     return KvGroup(GroupKind.FULL, size, 0, not names <= _KEEPING)
+
+
+def _layer_specs(spec: Any) -> Mapping[str, Any]:
+    """The specs of the layers of a uniform group whose layers differ; empty if they do not."""
+    specs = getattr(spec, "kv_cache_specs", None)
+    return specs if isinstance(specs, dict) else {}
 
 
 _KEEPING = {"FullAttentionSpec", "MLAAttentionSpec", "OffloadableSpec"}
@@ -119,27 +124,16 @@ def layer_placements(
     for group in kv_cache_config.kv_cache_groups:
         of_group = {}
         for name in group.layer_names:
-            spec = _layer_spec(group.kv_cache_spec, name)
+            spec = _layer_specs(group.kv_cache_spec).get(name, group.kv_cache_spec)
             # Pages may be padded to those of another group; the padding holds nothing.
             page = int(getattr(spec, "real_page_size_bytes", spec.page_size_bytes))
             stride = strides.get(name, spec.page_size_bytes)
             tokens = spec.block_size if _backend_name(layers.get(name)) in _BY_TOKEN else 0
-            of_group[name] = LayerPlacement(page, stride, _parts_of(spec), scaled_of(spec), tokens)
+            pairs = zip(spec.shapes, spec.dtypes, strict=True) if _is_recurrent(spec) else ()
+            parts = tuple((math.prod(shape) * dtype.itemsize, dtype) for shape, dtype in pairs)
+            of_group[name] = LayerPlacement(page, stride, parts, scaled_of(spec), tokens)
         placements.append(of_group)
     return tuple(placements)
-
-
-def _parts_of(spec: Any) -> tuple[tuple[int, torch.dtype], ...]:
-    if not _is_recurrent(spec):
-        return ()
-    pairs = zip(spec.shapes, spec.dtypes, strict=True)
-    return tuple((math.prod(shape) * dtype.itemsize, dtype) for shape, dtype in pairs)
-
-
-def _layer_spec(spec: Any, layer: str) -> Any:
-    """The spec of one layer; a uniform group of differing layers keeps one spec each."""
-    specs = getattr(spec, "kv_cache_specs", None)
-    return specs[layer] if isinstance(specs, dict) else spec
 
 
 def fp8_type(vllm_config: Any) -> torch.dtype | None:
@@ -232,19 +226,17 @@ def head_replicas(model: Any, layer_names: Iterable[str]) -> int:
     for path, module in model.named_modules():
         replicas = getattr(module, "num_kv_head_replicas", None)
         if isinstance(replicas, int):
-            found.setdefault(path.replace(".base_layer", "").rpartition(".")[0], set()).add(
-                replicas
-            )
-    counts = {frozenset(found.get(name.rpartition(".")[0], {1})) for name in layer_names}
-    one = next(iter(counts), frozenset({1}))
-    return next(iter(one)) if len(counts) == len(one) == 1 else 1
+            parent = path.replace(".base_layer", "").rpartition(".")[0]
+            found.setdefault(parent, set()).add(replicas)
+    counts = {n for name in layer_names for n in found.get(name.rpartition(".")[0], {1})}
+    return counts.pop() if len(counts) == 1 else 1
 
 
 def is_deterministic() -> bool:
     """Whether kernels give the same bits whatever else is in their batch."""
     from vllm import envs
 
-    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
+    return bool(envs.VLLM_BATCH_INVARIANT)
 
 
 def most_of_ranks(number: int, stages: bool = True) -> int:
@@ -322,12 +314,9 @@ def prompt_token_work(vllm_config: Any) -> tuple[float, int]:
 
 def root_seed() -> str:
     """The seed the first block's hash starts from. Settled once the engine has started."""
-    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 
-    get_seed = getattr(kv_cache_utils, "get_none_hash_seed", None)
-    if get_seed is not None:
-        return str(get_seed())
-    return os.environ.get(HASH_SEED, "unset")
+    return str(get_none_hash_seed())
 
 
 def root_seed_is_random(hash_algo: str) -> bool:
@@ -427,7 +416,5 @@ def require_supported(vllm_config: Any, kv_cache_config: Any) -> None:
                 f"{name} is {getattr(parallel, name)}: {CONTEXT_PARALLEL}; set it to 1, or start "
                 "vLLM without the kvrecall connector"
             )
-    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
-    if policy != "recompute":
-        # A lost block must be a miss, never a failed request.
-        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+    # A lost block must be a miss, never a failed request.
+    vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"

@@ -15,7 +15,7 @@ from kvrecall.engines.vllm.compat.patches import install
 from kvrecall.errors import ConfigError
 from kvrecall.events.gate import EventGate
 from kvrecall.events.history import EventHistory
-from kvrecall.events.log import PoolEvents
+from kvrecall.events.publisher import PoolEvents
 from kvrecall.events.wire import short_hash
 from kvrecall.nicety import nicety
 from kvrecall.pool.pool import Pool
@@ -63,8 +63,10 @@ class _WholePublisher(ZmqEventPublisher):
     def _socket_setup(self) -> None:
         """Behind a gate, where vLLM would listen at a port that is given."""
         told = {"_endpoint": self._endpoint, "_replay_endpoint": self._replay_endpoint}
-        listens = {name: _port_of(where, name == "_endpoint") for name, where in told.items()}
-        ports = {name: address for name, address in listens.items() if address is not None}
+        ports = {}
+        for name, where in told.items():
+            if (address := _port_of(where, name == "_endpoint")) is not None:
+                ports[name] = address
         if ports:
             self._gate = EventGate(list(ports.values()))
             for name, inner in zip(ports, self._gate.inner, strict=True):
@@ -109,7 +111,7 @@ def replay_everything() -> None:
     """From now on this process's publishers replay all that is stored, not only what changed in the
     last batches."""
     plain = EventPublisherFactory._registry.get("zmq")
-    if plain is ZmqEventPublisher and hasattr(ZmqEventPublisher, "_service_replay"):
+    if plain is ZmqEventPublisher:
         install("whole-replay", lambda registry: _Publishers(registry | {"zmq": _WholePublisher}))
     elif plain is not _WholePublisher:
         _LOG.warning(

@@ -65,10 +65,7 @@ class OffloadManager(FullAttentionManager):
         self._slots: dict[str, list[Any]] = {}
 
     def remove_skipped_blocks(
-        self,
-        request_id: str,
-        processed_computed_tokens: int,
-        num_prompt_tokens: int | None = None,
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         if self.planner is None or request_id not in self.req_to_blocks:
             return
@@ -86,70 +83,43 @@ class OffloadManager(FullAttentionManager):
         self.planner.left(request_id, ids, self._add_slots(request_id, wanted))
 
     def get_num_blocks_to_allocate(
-        self,
-        request_id: str,
-        num_tokens: int,
-        new_computed_blocks: Sequence[Any],
-        total_computed_tokens: int,
-        num_local_computed_tokens: int,
-        *args: Any,
-        **kwargs: Any,
+        self, request_id: str, tokens: int, found: Any, total: int, local: int, *etc: Any, **by: Any
     ) -> int:
-        blocks = super().get_num_blocks_to_allocate(
-            request_id,
-            num_tokens,
-            new_computed_blocks,
-            total_computed_tokens,
-            num_local_computed_tokens,
-            *args,
-            **kwargs,
-        )
-        external = total_computed_tokens - num_local_computed_tokens
-        left_in_pool = self._expected(request_id, external)
+        given = request_id, tokens, found, total, local, *etc
+        blocks = super().get_num_blocks_to_allocate(*given, **by)
+        left_in_pool = self._expected(request_id, total - local)
         if left_in_pool is None:
-            return blocks + self._lacking(request_id, num_tokens)
-        unneeded = new_computed_blocks[left_in_pool.first : left_in_pool.end]
-        lacking = left_in_pool.end - max(left_in_pool.first, len(new_computed_blocks))
+            return blocks + self._lacking(request_id, tokens)
+        unneeded = found[left_in_pool.first : left_in_pool.end]
+        lacking = left_in_pool.end - max(left_in_pool.first, len(found))
         spared = lacking + self._get_num_evictable_blocks(unneeded)
         return blocks - spared + left_in_pool.slots
 
     def add_local_computed_blocks(
-        self,
-        request_id: str,
-        new_computed_blocks: Sequence[Any],
-        num_local_computed_tokens: int,
-        num_external_computed_tokens: int,
+        self, request_id: str, found: Sequence[Any], local: int, external: int
     ) -> None:
-        left_in_pool = self._expected(request_id, num_external_computed_tokens)
-        found = list(new_computed_blocks)
-        if left_in_pool is not None:
-            gone = len(found[left_in_pool.first : left_in_pool.end])
-            found[left_in_pool.first : left_in_pool.end] = [self._null_block] * gone
-            self.block_pool.touch([block for block in found if not block.is_null])
-            self.req_to_blocks[request_id].extend(found)
-            self.num_cached_block[request_id] = len(found)
+        left_in_pool = self._expected(request_id, external)
+        if left_in_pool is None:
+            super().add_local_computed_blocks(request_id, found, local, external)
             return
-        super().add_local_computed_blocks(
-            request_id, found, num_local_computed_tokens, num_external_computed_tokens
-        )
+        kept = list(found)
+        gone = len(kept[left_in_pool.first : left_in_pool.end])
+        kept[left_in_pool.first : left_in_pool.end] = [self._null_block] * gone
+        self.block_pool.touch([block for block in kept if not block.is_null])
+        self.req_to_blocks[request_id].extend(kept)
+        self.num_cached_block[request_id] = len(kept)
 
     def allocate_external_computed_blocks(
-        self,
-        request_id: str,
-        num_local_computed_tokens: int,
-        num_external_computed_tokens: int,
-        **zeroing: bool,
+        self, request_id: str, local: int, external: int, **zeroing: bool
     ) -> None:
         """``zeroing``: what vLLM 0.32 and later say of it."""
-        left_in_pool = self._expected(request_id, num_external_computed_tokens)
+        left_in_pool = self._expected(request_id, external)
         if left_in_pool is None:
-            super().allocate_external_computed_blocks(
-                request_id, num_local_computed_tokens, num_external_computed_tokens, **zeroing
-            )
+            super().allocate_external_computed_blocks(request_id, local, external, **zeroing)
             return
         assert self.planner is not None
         blocks = self.req_to_blocks[request_id]
-        total = (num_local_computed_tokens + num_external_computed_tokens) // self.block_size
+        total = (local + external) // self.block_size
         blocks.extend(self.block_pool.get_new_blocks(max(0, left_in_pool.first - len(blocks))))
         blocks.extend([self._null_block] * (left_in_pool.end - len(blocks)))
         blocks.extend(self.block_pool.get_new_blocks(max(0, total - len(blocks))))

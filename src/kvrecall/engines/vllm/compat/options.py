@@ -6,102 +6,94 @@ What cannot be judged here passes, and vLLM's own parser judges it.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from kvrecall.engines.vllm.compat.versions import (
-    DISTRIBUTIONS,
-    Fit,
-    fit_of,
-    installed_version,
-)
+from kvrecall.engines.vllm.compat.versions import DISTRIBUTIONS, Fit, fit_of, installed_version
 from kvrecall.errors import ConfigError
 
-_ENGINE_ARGS = "engine/arg_utils.py"
 _CLI_ARGS = ("entrypoints/launchers/cli_args.py", "entrypoints/common/cli_args.py")
 """The second is 0.33's."""
-_FIELD = re.compile(r"^    ([a-z]\w*): *([^=\n#]+?)(?: *=.*)?$", re.MULTILINE)
 _WRITTEN = re.compile(r"[\"']--([a-z][a-z0-9-]+)[\"']")
-_LITERAL = re.compile(r"^(\w+)(?:: TypeAlias)? = Literal\[([^\[\]]*)\]$", re.MULTILINE)
-_STRING = re.compile(r"\"([^\"]*)\"")
-_COMMENT = re.compile(r"#.*")
-_NUMBERS = ("int", "float")
 _NUMBER = re.compile(r"auto|-?\d*\.?\d+(?:[eE]-?\d+)?[kKmMgGtT]?i?[bB]?")
 _ALIKE = 3  # suggestions
 
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """Names with dashes. ``numbers``: those that take one number; ``choices``: those that take one
-    of some words. Any that is in ``names`` alone takes what it likes."""
-
-    names: frozenset[str] = frozenset()
-    numbers: frozenset[str] = frozenset()
-    choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
+NUMBER: Sequence[str] = ()
+EngineOptions = Mapping[str, Sequence[str] | None]
+"""By name, with dashes, what an option takes: one of some words, one ``NUMBER``, or, None, whatever
+it likes."""
 
 
-def read_options(vllm: Path) -> EngineOptions:
-    """The options of the vLLM in the folder ``vllm``. Raises OSError if its files are others."""
-    cli_args = next((name for name in _CLI_ARGS if (vllm / name).is_file()), _CLI_ARGS[0])
-    texts = [(vllm / name).read_text(encoding="utf-8") for name in (_ENGINE_ARGS, cli_args)]
-    kinds: dict[str, str] = {}
-    for text in texts:
-        for name, kind in _FIELD.findall(text):
-            kinds.setdefault(name.replace("_", "-"), kind.removesuffix(" | None"))
-    written = {name for text in texts for name in _WRITTEN.findall(text)}
-    literals: dict[str, list[str]] = {}
-    for path in sorted((vllm / "config").glob("*.py")):
-        for name, text in _LITERAL.findall(path.read_text(encoding="utf-8")):
-            words = _COMMENT.sub("", text)
-            if not _STRING.sub("", words).replace(",", "").strip():  # no names of other types
-                literals[name] = _STRING.findall(words)
-    return EngineOptions(
-        frozenset(kinds.keys() | written),
-        frozenset(name for name, kind in kinds.items() if kind in _NUMBERS),
-        {name: literals[kind] for name, kind in kinds.items() if literals.get(kind)},
-    )
-
-
-def installed_options() -> EngineOptions | None:
-    """The options of the installed vLLM; None if they are unknown: none or another than the tested
-    version, or a plug-in for another platform, which may add some."""
+def installed_options() -> EngineOptions:
+    """The options of the installed vLLM. None are known of another version than the tested ones, or
+    beside a plug-in for another platform, which may add some."""
     version = installed_version(*DISTRIBUTIONS)
     spec = importlib.util.find_spec("vllm")  # the package itself is not imported
     if spec is None or spec.origin is None or version is None:
-        return None
+        return {}
     if fit_of(version) is not Fit.TESTED or entry_points(group="vllm.platform_plugins"):
-        return None
+        return {}
     try:
-        return read_options(Path(spec.origin).parent)
-    except (OSError, UnicodeDecodeError):
-        return None
+        return _read_options(Path(spec.origin).parent)
+    except (OSError, UnicodeDecodeError, SyntaxError):
+        return {}
+
+
+def _read_options(vllm: Path) -> EngineOptions:
+    """The options of the vLLM in the folder ``vllm``. Raises OSError if its files are others."""
+    cli_args = next((name for name in _CLI_ARGS if (vllm / name).is_file()), _CLI_ARGS[0])
+    sources = ("engine/arg_utils.py", cli_args)
+    texts = [(vllm / name).read_text("utf-8") for name in sources]
+    kinds: dict[str, Sequence[str] | None] = {"int": NUMBER, "float": NUMBER}
+    for path in sorted((vllm / "config").glob("*.py")):
+        kinds |= _literals(ast.parse(path.read_text("utf-8")))
+    found: dict[str, Sequence[str] | None] = {}
+    for text in texts:
+        for kind in ast.walk(ast.parse(text)):
+            for field in kind.body if isinstance(kind, ast.ClassDef) else ():
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    taken = ast.unparse(field.annotation).removesuffix(" | None")
+                    found.setdefault(field.target.id.strip("_").replace("_", "-"), kinds.get(taken))
+    return found | {w: None for t in texts for w in _WRITTEN.findall(t) if w not in found}
+
+
+def _literals(tree: ast.Module) -> dict[str, Sequence[str] | None]:
+    """The words of each ``Literal`` type of a module that consists of words alone."""
+    found: dict[str, Sequence[str] | None] = {}
+    for node in tree.body:
+        match node:
+            case ast.Assign(
+                [ast.Name(name)], ast.Subscript(ast.Name("Literal"), words)
+            ) | ast.AnnAssign(ast.Name(name), _, ast.Subscript(ast.Name("Literal"), words)):
+                parts = words.elts if isinstance(words, ast.Tuple) else [words]
+                values = [part.value for part in parts if isinstance(part, ast.Constant)]
+                if len(values) == len(parts):
+                    found[name] = [str(value) for value in values]
+    return found
 
 
 def check_options(
-    given: Mapping[str, object], words: Sequence[str], options: EngineOptions | None
+    given: Mapping[str, object], words: Sequence[str], options: EngineOptions
 ) -> None:
     """Raises ConfigError for the first of ``given`` (long names and values) and ``words`` of a
     command line that vLLM cannot take."""
-    if options is None:
+    if not options:
         return
     for name, value in given.items():
         if value is not None and not isinstance(value, bool | Mapping | list | tuple):
-            _check_values(f"--{name}", name, [str(value)], options)
+            _check_values(f"--{name}", [str(value)], options.get(name))
     for shown, values in _grouped(words):
-        name = shown[2:].replace("_", "-")
-        if "." in name:  # a member of a JSON object
-            name = name.partition(".")[0]
-            values = []
-        elif name in options.names:
-            _check_values(shown, name, values, options)
+        name, dot, _ = shown[2:].replace("_", "-").partition(".")  # or a member of a JSON object
+        if not dot:
+            _check_values(shown, values, options.get(name))
         bare = name.removeprefix("no-")
-        if not any(known.startswith((name, bare, _inverse(name))) for known in options.names):
-            alike = difflib.get_close_matches(name, options.names, _ALIKE)
+        if not any(known.startswith((name, bare, _inverse(name))) for known in options):
+            alike = difflib.get_close_matches(name, options, _ALIKE)
             meant = f"; did you mean {', '.join(f'--{one}' for one in alike)}?" if alike else ""
             raise ConfigError(
                 f"vLLM options: there is no {shown}{meant or '; see vllm serve --help=all'}"
@@ -118,30 +110,29 @@ def _inverse(name: str) -> str:
 def _grouped(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Each long option with the words behind it, up to the next option."""
     found: list[tuple[str, list[str]]] = []
-    is_ours = False  # behind a long option, not a short one
+    values: list[str] = []  # of the last option; those of a short one are dropped
     for word in words:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word.partition("=")
-            found.append((name, [value] if equals else []))
-            is_ours = True
+            values = [value] if equals else []
+            found.append((name, values))
         elif word.startswith("-") and not _NUMBER.fullmatch(word):
-            is_ours = False
-        elif is_ours:
-            found[-1][1].append(word)
+            values = []
+        else:
+            values.append(word)
     yield from found
 
 
-def _check_values(shown: str, name: str, values: Sequence[str], options: EngineOptions) -> None:
-    choices = options.choices.get(name)
-    if choices is None and name not in options.numbers:
+def _check_values(shown: str, values: Sequence[str], taken: Sequence[str] | None) -> None:
+    if taken is None:
         return
     if not values:
         raise ConfigError(f"vLLM options: {shown} needs a value")
     value = values[0]
     plain = value.replace("-", "_").lower()  # as vLLM reads some
-    if choices is not None and not {value, plain} & {*choices, "none", ""}:
-        raise ConfigError(f"vLLM options: {shown} is {value!r}; allowed: {', '.join(choices)}")
-    if choices is None and not _NUMBER.fullmatch(value):
+    if taken and not {value, plain} & {*taken, "none", ""}:
+        raise ConfigError(f"vLLM options: {shown} is {value!r}; allowed: {', '.join(taken)}")
+    if not taken and not _NUMBER.fullmatch(value):
         raise ConfigError(f"vLLM options: {shown} is {value!r}; it must be a number")
     if len(values) > 1:
         raise ConfigError(f"vLLM options: {values[1]!r} is unexpected after {shown} {value}")

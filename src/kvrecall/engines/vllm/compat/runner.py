@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
+from kvrecall.engines.vllm.compat.config import is_on_cpu
 from kvrecall.engines.vllm.compat.patches import install
 from kvrecall.engines.vllm.compat.versions import is_refused
 from kvrecall.environment import SEEDS
@@ -78,9 +79,7 @@ def follow_blocks(vllm_config: Any) -> None:
     tables: WeakKeyDictionary[Any, list[npt.NDArray[np.int32]]] = WeakKeyDictionary()
 
     def keeping(plain: Any) -> Any:
-        def append_block_ids(
-            self: Any, req_index: int, new_block_ids: Any, overwrite: bool
-        ) -> None:
+        def append_block_ids(self: Any, req_index: int, new_block_ids: Any, overwrite: Any) -> None:
             plain(self, req_index, new_block_ids, overwrite)
             if self not in tables:
                 tables[self] = [np.zeros(one.gpu.shape, np.int32) for one in self.block_tables]
@@ -106,12 +105,11 @@ def follow_blocks(vllm_config: Any) -> None:
 
 def _seeing_tables(plain: Any) -> Any:
     def build_attention_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
-        batch, shown = self.input_batch, []
-        for group in range(len(self.kv_cache_config.kv_cache_groups)):
-            ids = batch.block_table[group].get_numpy_array()
-            rows = np.arange(len(ids), dtype=np.int32)
-            shown.append(BatchBlocks(ids, rows, batch.num_prompt_tokens))
-        _show(self, shown)
+        batch, groups = self.input_batch, range(len(self.kv_cache_config.kv_cache_groups))
+        tables = [batch.block_table[group].get_numpy_array() for group in groups]
+        rows = [np.arange(len(ids), dtype=np.int32) for ids in tables]
+        prompts = batch.num_prompt_tokens
+        _show(self, [BatchBlocks(*one, prompts) for one in zip(tables, rows, strict=True)])
         return plain(self, *args, **kwargs)
 
     return build_attention_metadata
@@ -142,13 +140,18 @@ def leave_room(share_of: Callable[[Any, Any], float]) -> None:
     install("leave-room", make)
 
 
-def show_model(vllm_config: Any, see: Callable[[Any], None]) -> None:
-    """Calls ``see(model)`` in this worker's process, with the model it has loaded, when the engine
-    queries the workers' connectors. The last ``see`` counts."""
+def worker_class(vllm_config: Any) -> Any:
+    """The class that ``worker_cls`` names; None if it is not known yet."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     name = str(vllm_config.parallel_config.worker_cls)
-    worker: Any = resolve_obj_by_qualname(name) if "." in name else None
+    return resolve_obj_by_qualname(name) if "." in name else None
+
+
+def show_model(vllm_config: Any, see: Callable[[Any], None]) -> None:
+    """Calls ``see(model)`` in this worker's process, with the model it has loaded, when the engine
+    queries the workers' connectors. The last ``see`` counts."""
+    worker = worker_class(vllm_config)
     if not hasattr(worker, "get_kv_connector_handshake_metadata"):
         return
 
@@ -184,9 +187,7 @@ def mend_seeds() -> None:
     offset of the request's random generator. CPU generators have no offset: the first such request
     ends the engine, and with it all others.
     """
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
+    if is_on_cpu():
         install("seeds", _without_offsets)
 
 

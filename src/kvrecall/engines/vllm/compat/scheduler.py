@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any, overload
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from kvrecall.config import DEFAULT_MATCH_UNIT, RecallSettings
@@ -25,7 +25,7 @@ def before_loading(begin: Callable[[Any], None]) -> None:
 
     def make(plain: Any) -> Any:
         def init(self: Any, vllm_config: Any) -> None:
-            if _has_ours_among(vllm_config.kv_transfer_config):
+            if _is_one_of_several(vllm_config.kv_transfer_config):
                 raise ConfigError(BESIDE_OTHERS)
             if has_our_connector(vllm_config):
                 _EXECUTORS[vllm_config.instance_id] = self
@@ -103,22 +103,20 @@ def _is_ours(transfer: Any) -> bool:
     return any(f"{base.__module__}.{base.__qualname__}" == _OURS for base in bases)
 
 
+def _is_one_of_several(transfer: Any) -> bool:
+    """Whether kvrecall's connector is one of those that a connector has, such as vLLM's
+    ``MultiConnector``."""
+    parts = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("connectors") or ()
+    paths = {"kv_connector": None, "kv_connector_module_path": None}
+    return any(_is_ours(SimpleNamespace(**paths | part)) for part in parts)
+
+
 _doomed: set[str] = set()  # requests whose loads, when they end, were in vain
 
 
 def fail_loads(request_ids: Iterable[str]) -> None:
     """Loads of these requests that are under way will count as failed."""
     _doomed.update(request_ids)
-
-
-def _has_ours_among(transfer: Any) -> bool:
-    """Whether kvrecall's connector is one of those that a connector has, such as vLLM's
-    ``MultiConnector``."""
-    parts = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("connectors") or ()
-    paths = "kv_connector", "kv_connector_module_path"
-    return any(
-        _is_ours(SimpleNamespace(**{name: part.get(name) for name in paths})) for part in parts
-    )
 
 
 def reschedule_lost(report_type: Any) -> None:
@@ -132,16 +130,18 @@ def reschedule_lost(report_type: Any) -> None:
     def make(plain: Any) -> Any:
         def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
             transfers = model_runner_output.kv_connector_output
-            report = transfers.kv_connector_worker_meta if transfers is not None else None
+            if transfers is None:
+                return plain(self, scheduler_output, model_runner_output)
+            stuck: Collection[str] = ()
+            report = transfers.kv_connector_worker_meta
             if isinstance(report, report_type):
+                stuck = report.stuck
                 for request_id in report.lost:
                     _preempt(self, self.requests.get(request_id))
                 if report.starts_over:
                     fail_loads(_preempt_all(self))
-            if transfers is not None:
-                stuck = report.stuck if isinstance(report, report_type) else ()
-                _keep_written(self, transfers, stuck)
-            if _doomed and transfers is not None and transfers.finished_recving:
+            _keep_written(self, transfers, stuck)
+            if _doomed and transfers.finished_recving:
                 ended = _doomed & transfers.finished_recving
                 transfers.failed_recving = (transfers.failed_recving or set()) | ended
                 _doomed.difference_update(ended)
@@ -171,18 +171,15 @@ def _keep_written(scheduler: Any, transfers: Any, stuck: Collection[str]) -> Non
         request = scheduler.requests.get(request_id)
         if request is None or request.status.name != "WAITING_FOR_REMOTE_KVS":
             continue  # it has ended: vLLM itself keeps its blocks
-        tables = (one.req_to_blocks.get(request_id, ()) for one in _managers(manager))
+        tables = (
+            one.req_to_blocks.get(request_id, ())
+            for one in manager.coordinator.single_type_managers
+        )
         held[request_id] = [block for table in tables for block in table if not block.is_null]
         manager.block_pool.touch(held[request_id])
         failed.add(request_id)
     transfers.finished_recving = (reported - ended) | failed
     transfers.failed_recving = ((transfers.failed_recving or set()) - ended) | failed
-
-
-def _managers(kv_cache_manager: Any) -> Sequence[Any]:
-    """vLLM's managers of the KV groups."""
-    managers: Sequence[Any] = kv_cache_manager.coordinator.single_type_managers
-    return managers
 
 
 _ASIDE: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
@@ -266,15 +263,9 @@ class DeviceBlocks(Sequence[int]):
     def __len__(self) -> int:
         return len(self._blocks)
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        if isinstance(index, slice):
-            return [block.block_id for block in self._blocks[index]]
-        block_id: int = self._blocks[index].block_id
-        return block_id
+    def __getitem__(self, index: Any) -> Any:
+        found = self._blocks[index]
+        return [one.block_id for one in found] if isinstance(index, slice) else found.block_id
 
 
 def device_blocks(kv_cache_manager: Any) -> Callable[[str], list[DeviceBlocks]]:
@@ -293,9 +284,8 @@ def first_needed(kv_cache_manager: Any) -> Callable[[int, int], int]:
     managers = kv_cache_manager.coordinator.single_type_managers
 
     def first(group: int, tokens: int) -> int:
-        manager = managers[group]
-        skipped = int(manager.get_num_skipped_tokens(tokens))
-        return max(0, skipped) // int(manager.block_size)
+        skipped = max(0, int(managers[group].get_num_skipped_tokens(tokens)))
+        return skipped // int(managers[group].block_size)
 
     return first
 

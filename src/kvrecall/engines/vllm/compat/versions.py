@@ -108,15 +108,11 @@ def require_version() -> None:
     import vllm
 
     version = str(vllm.__version__)
-    match fit_of(version):
-        case Fit.REFUSED:
-            raise EngineError(refusal(version))
-        case Fit.UNNUMBERED:
-            logger.warning(
-                "kvrecall: vLLM %s does not say which version it is; kvrecall is for %s",
-                version,
-                SUPPORTED,
-            )
+    if fit_of(version) is Fit.REFUSED:
+        raise EngineError(refusal(version))
+    if fit_of(version) is Fit.UNNUMBERED:
+        unknown = "kvrecall: vLLM %s does not say which version it is; kvrecall is for %s"
+        logger.warning(unknown, version, SUPPORTED)
 
 
 def require_installed_version() -> None:

@@ -9,11 +9,13 @@ processor to the others.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Mapping, MutableMapping
 
 from kvrecall.engines.vllm.compat import patches
+from kvrecall.engines.vllm.compat.config import is_on_cpu
 from kvrecall.engines.vllm.compat.versions import is_refused
 from kvrecall.environment import WAITS
 from kvrecall.errors import ConfigError
@@ -46,11 +48,5 @@ def _choice(environ: Mapping[str, str]) -> str:
 
 
 def _sleep_on_cpus() -> None:
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        patches.install("sleep", lambda plain: _sleep)
-
-
-def _sleep() -> None:
-    time.sleep(_SLEEP_S)
+    if is_on_cpu():
+        patches.install("sleep", lambda plain: functools.partial(time.sleep, _SLEEP_S))

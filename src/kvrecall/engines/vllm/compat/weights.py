@@ -4,12 +4,12 @@ pool while they sleep."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from kvrecall.engines.vllm.compat.patches import install
+from kvrecall.engines.vllm.compat.runner import worker_class
 from kvrecall.engines.vllm.identity.changes import Look, RankWeights, together
 
 _HARMLESS = frozenset(
@@ -19,29 +19,14 @@ _HARMLESS = frozenset(
 )
 """Methods of workers that write no weights, vLLM's and ours. Any other call of a worker may."""
 
-Looking = Callable[[bool], Look]
-
-
-class Watch(Protocol):
-    """Of an engine's weights; see ``RunningWeights``."""
-
-    def call(
-        self, look: Looking, method: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> AbstractContextManager[None]: ...
-
-    def woke(self, look: Looking) -> None: ...
-
-    def adapter_loaded(self, look: Looking) -> None: ...
-
-
-_WATCHES: WeakKeyDictionary[Any, Watch] = WeakKeyDictionary()
-"""By an engine's KV cache manager."""
+_WATCHES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""The ``RunningWeights`` of an engine, by its KV cache manager."""
 _KEEPING: set[int] = set()
 """KV cache managers, by ``id``, of engines that empty their caches because they pause or sleep."""
 
 
-def watch_weights(kv_cache_manager: Any, watch: Watch) -> None:
-    """Shows an engine's calls to its workers to ``watch``, in the engine's process: those that may
+def watch_weights(kv_cache_manager: Any, watch: Any) -> None:
+    """Shows an engine's calls to its workers to ``watch``, its ``RunningWeights``: those that may
     write weights, that load an adapter, that wake them up. What is in a step's queue was given to
     the workers before, what follows comes behind it."""
     _WATCHES[kv_cache_manager] = watch
@@ -56,14 +41,18 @@ def keeps_pool(kv_cache_manager: Any) -> bool:
     return id(kv_cache_manager) in _KEEPING
 
 
-def _watch_of(core: Any) -> Watch | None:
+def _watch_of(core: Any) -> Any:
     manager = getattr(getattr(core, "scheduler", None), "kv_cache_manager", None)
     return None if manager is None else _WATCHES.get(manager)
 
 
-def look_at(call: Callable[[Callable[[Any], Look]], list[Look]]) -> Looking:
+def look_at(call: Callable[[Callable[[Any], Look]], list[Look]]) -> Callable[[bool], Look]:
     """What the workers of an engine have loaded. ``call``: does some work on all of them."""
     return lambda weigh: together(call(functools.partial(_look, weigh=weigh)))
+
+
+def _looking(core: Any) -> Callable[[bool], Look]:
+    return look_at(core.model_executor.collective_rpc)
 
 
 def _seeing_calls(plain: Any) -> Any:
@@ -77,7 +66,7 @@ def _seeing_calls(plain: Any) -> Any:
         watch = _watch_of(self)
         if watch is None or (isinstance(method, str) and method in _HARMLESS):
             return plain(self, method, timeout, args, kwargs)
-        with watch.call(look_at(self.model_executor.collective_rpc), method, args, kwargs or {}):
+        with watch.call(_looking(self), method, args, kwargs or {}):
             return plain(self, method, timeout, args, kwargs)
 
     return collective_rpc
@@ -90,7 +79,7 @@ def _seeing_adapters(plain: Any) -> Any:
             return plain(self, lora_request)
         finally:
             if watch is not None:
-                watch.adapter_loaded(look_at(self.model_executor.collective_rpc))
+                watch.adapter_loaded(_looking(self))
 
     return add_lora
 
@@ -100,7 +89,7 @@ def _seeing_waking(plain: Any) -> Any:
         awake = plain(self, tags)
         watch = _watch_of(self)
         if watch is not None:
-            watch.woke(look_at(self.model_executor.collective_rpc))
+            watch.woke(_looking(self))
         return awake
 
     return wake_up
@@ -132,12 +121,9 @@ def note_loads(
 ) -> None:
     """Has ``rank`` note what this process's worker loads from now on. ``suspend`` and ``resume``:
     called before the KV cache's memory is taken away, and when it is back."""
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
     global _rank
     _rank = rank
-    name = str(vllm_config.parallel_config.worker_cls)
-    worker_class: Any = resolve_obj_by_qualname(name) if "." in name else None
+    worker = worker_class(vllm_config)
 
     def seeing_adapters(plain: Any) -> Any:
         def _load_adapter(self: Any, lora_request: Any) -> Any:
@@ -176,11 +162,11 @@ def note_loads(
         return wake_up
 
     install("note-adapters", seeing_adapters, renew=True)
-    if hasattr(worker_class, "sleep"):
-        install("note-sleep", sleeping, worker_class, renew=True)
-        install("note-waking", waking, worker_class, renew=True)
-    if hasattr(worker_class, "discard"):
-        install("note-discard", discarding, worker_class, renew=True)
+    if hasattr(worker, "sleep"):
+        install("note-sleep", sleeping, worker, renew=True)
+        install("note-waking", waking, worker, renew=True)
+    if hasattr(worker, "discard"):
+        install("note-discard", discarding, worker, renew=True)
 
 
 def note_model(model: Any, rank: RankWeights) -> None:

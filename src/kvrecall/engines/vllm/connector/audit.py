@@ -2,10 +2,14 @@
 
 No list of what KV depends on is ever complete. Every block therefore carries its *origin*: the
 writer, a number drawn when an engine starts and when its weights change, and the *generation*, the
-hours that the writer had run. An engine loads only blocks that are proved: it computes the first
-hit on another writer's blocks and then compares them. That proves the writer's blocks up to the
-generation compared; those of later ones need an audit of their own, because weights may change
-unseen. Of the hits on proved blocks, one in a few thousand is checked again, by its last block.
+seconds that the writer had run. An engine computes the first hit on another writer's blocks and
+then compares them. That proves the writer's blocks up to the generation compared. Weights may
+change unseen, so a hit on later ones is audited as well, by the newest of them: the request loads
+those before it, computes it, and starts over if it differs. In the same way one in a few thousand
+hits on proved blocks is checked again.
+
+Where a hit serves one boundary only (several KV groups), all of it is computed for an audit; there
+a proof vouches for an hour more.
 
 Proofs are kept per namespace, and separately for prompts with images or sound, which take other
 paths through a model. Everything here belongs to the scheduler side and runs in its thread.
@@ -40,18 +44,25 @@ logger = logging.getLogger("vllm.kvrecall")
 COMPARED = 16
 """Blocks compared from the start of a hit, and as many from its end."""
 
-GENERATION_S = 3600.0
-"""Length of a writer's generation: how long its blocks may be loaded without another audit, and so
-how long others may load what it writes after a change of its weights that nothing noticed."""
+GENERATION_S = 1.0
+"""Length of a writer's generation: what it writes later than that after the last block compared
+needs another audit."""
+
+GROUPS_GRACE = 3600
+"""Generations behind the last one proved that hits of several KV groups may load: how long they may
+load what a writer writes after a change of its weights that nothing noticed."""
 
 _WRITER_BYTES = 6  # of an origin; the others are the generation
-_LAST = (1 << 8 * (ORIGIN_BYTES - _WRITER_BYTES)) - 1
+_LAST = (1 << 8 * (ORIGIN_BYTES - _WRITER_BYTES)) - 1  # a writer ends after 18 hours
 _BUSY = 64  # hits for which a repeated audit is put off while other requests are in the engine
 _LEASE_S = 5.0
 
 
-def _parts(origin: bytes) -> tuple[bytes, int]:
-    """Writer and generation."""
+Origin = tuple[bytes, int]
+"""Writer and generation."""
+
+
+def _parts(origin: bytes) -> Origin:
     return origin[:_WRITER_BYTES], int.from_bytes(origin[_WRITER_BYTES:], "big")
 
 
@@ -63,18 +74,20 @@ class Belief:
     proved: dict[bytes, int]
     hits: int = 0
 
-    def trusts(self, origin: bytes) -> bool:
-        """Whether blocks of this origin are proved."""
+    def trusts(self, origin: bytes, grace: int = 0) -> bool:
+        """Whether blocks of this origin are proved, or at most ``grace`` generations later."""
         writer, generation = _parts(origin)
-        return generation <= self.proved.get(writer, -1)
+        return writer in self.proved and generation <= self.proved[writer] + grace
 
 
 @dataclass(slots=True)
 class _Audit:
-    """A request that computes blocks which the pool has. ``repeated``: they were proved
-    before. ``leased``: offsets by ticket. ``awaited``: tickets of blocks being promoted to the
-    host, with their runs. ``left``: blocks to compare: KV group, index, offset, origin, and tokens
-    up to the end of its KV.
+    """A request that computes blocks which the pool has.
+
+    ``repeated``: it has loaded those before them, and starts over if they differ. ``vouches``: the
+    writer and the last generation of loaded blocks that are not proved. ``leased``: offsets by
+    ticket. ``awaited``: tickets of blocks being promoted to the host, with their runs. ``left``:
+    blocks to compare: KV group, index, offset, origin, and tokens up to the end of its KV.
     ``origins``: those of blocks whose comparison was ordered. ``open``: number of ranks that
     have not reported a comparison yet.
     """
@@ -84,6 +97,7 @@ class _Audit:
     belief: Belief
     repeated: bool
     awaited: dict[int, BlockRun]
+    vouches: Origin | None = None
     leased: dict[int, tuple[int, ...]] = field(default_factory=dict)
     left: list[tuple[int, int, int, bytes, int]] = field(default_factory=list)
     origins: set[bytes] = field(default_factory=set)
@@ -116,25 +130,31 @@ class Auditor:
         self._counters = counters
         self._refuted = refuted
         self._clock = clock
-        self._begin_writer()
         self._beliefs: dict[tuple[bytes, bool], Belief] = {}
+        self._own: list[bytes] = []
+        self._begin_writer()
         self._audits: dict[int, _Audit] = {}
         self._numbers = itertools.count()
 
     def origin(self) -> bytes:
         """The origin of blocks that are written now."""
-        generation = min(int((self._clock() - self._since) / GENERATION_S), _LAST)
-        return self._writer + generation.to_bytes(ORIGIN_BYTES - _WRITER_BYTES, "big")
+        generation = int((self._clock() - self._since) / GENERATION_S)
+        if generation > _LAST:
+            self._begin_writer()
+            generation = 0
+        return self._own[-1] + generation.to_bytes(ORIGIN_BYTES - _WRITER_BYTES, "big")
 
-    def trusted(self, state: RequestState, offsets: Sequence[int], group: int | None = None) -> int:
-        """Number of these leased blocks of a KV group (the chain), from the first on, that may be
-        read."""
+    def trusted(self, state: RequestState, offsets: Sequence[int]) -> int:
+        """Number of these leased blocks of the chain, from the first on, that the request may read:
+        they are proved, or an audit of the request vouches for them."""
         if self._every is None or not offsets or state.namespace is None:
             return 0 if state.namespace is None else len(offsets)
         belief = self._belief(state)
-        origins = self._origins(self._facts.chain if group is None else group, offsets)
-        others = {one for one in set(origins) if not belief.trusts(one)}
-        return next((i for i, one in enumerate(origins) if one in others), len(origins))
+        vouched = Belief(dict(belief.proved))
+        for audit in self._audits.values():
+            if audit.vouches and audit.request_id == state.id and audit.belief is belief:
+                vouched.proved.update([audit.vouches])
+        return _leading(self._origins(self._facts.chain, offsets), vouched)
 
     def admit(
         self, state: RequestState, hit: Hit, offsets: Sequence[Sequence[int]], alone: bool
@@ -142,6 +162,10 @@ class Auditor:
         """Number of a hit's tokens that the request may load; it computes the others. ``offsets``:
         by run, of the blocks that have arrived. ``alone``: no other request is in the engine.
         Begins an audit if one is due."""
+        if state.namespace is None:
+            return 0
+        if self._every is None:
+            return hit.tokens(len(offsets[0])) if hit.is_chain else hit.end - hit.start
         if hit.is_chain:
             return hit.tokens(self._admit_chain(state, hit.chain, offsets[0], alone))
         return self._admit_groups(state, hit, offsets, alone)
@@ -149,19 +173,20 @@ class Auditor:
     def _admit_chain(
         self, state: RequestState, run: BlockRun, offsets: Sequence[int], alone: bool
     ) -> int:
-        count = len(offsets)
-        trusted = self.trusted(state, offsets)
-        if self._every is None:
-            return count
-        belief = self._belief(state)
+        count, belief = len(offsets), self._belief(state)
+        origins = self._origins(self._facts.chain, offsets)
+        trusted = _leading(origins, belief)
+        end = min(count, max(0, self._facts.exact_blocks - run.first))
         if trusted < count:
-            if not self._is_under_way(belief):
-                end = min(count, self._facts.exact_blocks - run.first)
+            newest = _vouching(origins[: min(end, len(run.whole().keys))], trusted, belief)
+            if newest is not None:
+                vouches = _parts(origins[newest])
+                if self._begin(state, [run.part(newest, end)], repeated=True, vouches=vouches):
+                    return newest
+            elif not self._is_under_way(belief):
                 self._begin(state, [run.part(trusted, end)], repeated=False)
             return trusted
-        if not self._is_due(belief, alone):
-            return count
-        if run.first + count > self._facts.exact_blocks:
+        if not self._is_due(belief, alone) or end < count:
             return count
         last = len(run.part(0, count).whole().keys)
         began = last > 0 and self._begin(state, [run.part(last - 1, last)], repeated=True)
@@ -171,12 +196,10 @@ class Auditor:
         self, state: RequestState, hit: Hit, offsets: Sequence[Sequence[int]], alone: bool
     ) -> int:
         """All of the hit or none of it: its blocks serve this one boundary."""
-        tokens = hit.end - hit.start
-        if self._every is None:
-            return tokens if state.namespace is not None else 0
+        tokens, belief = hit.end - hit.start, self._belief(state)
         came = zip(hit.runs, offsets, strict=True)
-        belief = self._belief(state)
-        if any(self.trusted(state, blocks, run.group) < len(blocks) for run, blocks in came):
+        origins = [one for run, blocks in came for one in self._origins(run.group, blocks)]
+        if _leading(origins, belief, GROUPS_GRACE) < len(origins):
             if not self._is_under_way(belief):
                 self._begin(state, hit.runs, repeated=False)
             return 0
@@ -198,7 +221,7 @@ class Auditor:
         if self._every is None or state.namespace is None:
             return
         belief = self._belief(state)
-        if len(belief.proved) == 1 and not self._is_under_way(belief):
+        if len(belief.proved) == len(self._own) and not self._is_under_way(belief):
             most = min(COMPARED, self._facts.exact_blocks - hit.chain.first)
             runs = [run.part(0, most) for run in hit.runs]
             self._begin(state, runs, repeated=False)
@@ -269,8 +292,9 @@ class Auditor:
     def renew(self) -> None:
         """The engine's weights have changed. What was proved before says nothing of blocks of the
         new ones, here or in other engines, so those are another writer's."""
-        self._begin_writer()
+        self._own.clear()
         self._beliefs.clear()
+        self._begin_writer()
         for number in list(self._audits):
             self._close(number)
 
@@ -285,14 +309,17 @@ class Auditor:
     # ---- within --------------------------------------------------------------------------
 
     def _begin_writer(self) -> None:
-        self._writer, self._since = secrets.token_bytes(_WRITER_BYTES), self._clock()
+        self._own.append(secrets.token_bytes(_WRITER_BYTES))
+        self._since = self._clock()
+        for belief in self._beliefs.values():
+            belief.proved[self._own[-1]] = _LAST
 
     def _belief(self, state: RequestState) -> Belief:
         assert state.namespace is not None
         key = state.namespace.digest, state.has_media
         belief = self._beliefs.get(key)
         if belief is None:
-            belief = self._beliefs[key] = Belief({self._writer: _LAST})
+            belief = self._beliefs[key] = Belief(dict.fromkeys(self._own, _LAST))
         return belief
 
     def _origins(self, group: int, offsets: Sequence[int]) -> list[bytes]:
@@ -300,7 +327,13 @@ class Auditor:
         found = self._pool.read(offsets, at, ORIGIN_BYTES)
         return found or [b""] * len(offsets)
 
-    def _begin(self, state: RequestState, runs: Sequence[BlockRun], repeated: bool) -> bool:
+    def _begin(
+        self,
+        state: RequestState,
+        runs: Sequence[BlockRun],
+        repeated: bool,
+        vouches: Origin | None = None,
+    ) -> bool:
         """Leases the blocks of these runs, or the first and last of each. Returns whether the
         request is to compute them for an audit."""
         assert state.namespace is not None
@@ -315,7 +348,7 @@ class Auditor:
                     awaited[part.acquire(self._pool, _LEASE_S, state)] = part
         belief = self._belief(state)
         request_id = state.request.request_id
-        audit = _Audit(request_id, state.namespace, belief, repeated, awaited)
+        audit = _Audit(request_id, state.namespace, belief, repeated, awaited, vouches)
         self._take_arrived(audit)
         if not (audit.left or audit.awaited):
             for ticket in audit.leased:
@@ -332,7 +365,8 @@ class Auditor:
         return run if is_state else run.whole()
 
     def _is_under_way(self, belief: Belief) -> bool:
-        return any(audit.belief is belief for audit in self._audits.values())
+        """Whether a request computes all that is not proved of a hit."""
+        return any(one.belief is belief and not one.repeated for one in self._audits.values())
 
     def _take_arrived(self, audit: _Audit) -> None:
         """Records which of the promoted blocks have arrived in the host."""
@@ -391,10 +425,10 @@ class Auditor:
 
     def _prove(self, audit: _Audit, total: Deviation) -> None:
         belief = audit.belief
-        is_new = not all(map(belief.trusts, audit.origins))
+        is_new = any(_parts(origin)[0] not in belief.proved for origin in audit.origins)
         for writer, generation in map(_parts, audit.origins):
             belief.proved[writer] = max(generation, belief.proved.get(writer, -1))
-        if is_new or total.unequal:
+        if is_new or not audit.repeated:
             logger.info(
                 "kvrecall: audit passed: this engine computes the same KV as the pool "
                 "contains under %s: %d blocks compared, %d of them bit-identical, the "
@@ -405,3 +439,26 @@ class Auditor:
                 total.times,
                 total.layer or "none",
             )
+
+
+def _leading(origins: Sequence[bytes], belief: Belief, grace: int = 0) -> int:
+    """Number of blocks before the first one that is not believed."""
+    doubted = {one for one in set(origins) if not belief.trusts(one, grace)}
+    return next((i for i, one in enumerate(origins) if one in doubted), len(origins))
+
+
+def _vouching(origins: Sequence[bytes], first: int, belief: Belief) -> int | None:
+    """The last block that, once compared, proves all blocks before it, of which the ``first`` are
+    proved: they are of its writer, which was proved before, and no later."""
+    latest: dict[bytes, int] = {}
+    found = None
+    for place, origin in enumerate(origins[first:], first):
+        if belief.trusts(origin):
+            continue
+        writer, generation = _parts(origin)
+        if writer not in belief.proved:
+            break
+        if latest.keys() <= {writer} and generation >= latest.get(writer, 0):
+            found = place
+        latest[writer] = max(generation, latest.get(writer, 0))
+    return found

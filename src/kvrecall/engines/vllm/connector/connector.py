@@ -7,7 +7,7 @@ import logging
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,40 +22,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvrecall.attention.selection import Gate
-from kvrecall.block import BlockKey, Namespace
+from kvrecall.block import Namespace
 from kvrecall.config import RecallSettings
+from kvrecall.engines.vllm import wire
 from kvrecall.engines.vllm.attention.checks import offload_hindrance, reads_in_place
 from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested, require_on
-from kvrecall.engines.vllm.compat import (
-    config,
-    events,
-    runner,
-    scheduler,
-    shims,
-    waits,
-    weights,
-)
-from kvrecall.engines.vllm.compat.logs import show_pool_lines
+from kvrecall.engines.vllm.compat import config, events, runner, scheduler, shims, waits, weights
+from kvrecall.engines.vllm.compat.processes import show_pool_lines
 from kvrecall.engines.vllm.compat.serving import end_with_parent
 from kvrecall.engines.vllm.compat.versions import BESIDE_OTHERS
 from kvrecall.engines.vllm.connector.metrics import RecallPromMetrics, RecallStats
 from kvrecall.engines.vllm.connector.offload import OffloadPlanner
-from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.scheduler import MakePlanner, RecallScheduler
 from kvrecall.engines.vllm.connector.traces import Traces
 from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.engines.vllm.identity import fields
 from kvrecall.engines.vllm.identity.namespace import Adapters, namespace_of
 from kvrecall.engines.vllm.identity.weights import FINGERPRINT_S, RunningWeights, weights_of
-from kvrecall.engines.vllm.wire import (
-    ALL_BLOCKS,
-    ORIGIN_BYTES,
-    EngineFacts,
-    GroupFacts,
-    Shard,
-    StepOrders,
-    StepReport,
-)
 from kvrecall.errors import ConfigError, EngineError, KvrecallError
 from kvrecall.nicety import nicety
 from kvrecall.pool.base import ArenaHandle, PoolClient
@@ -92,7 +75,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         waits.install()
         if role is KVConnectorRole.WORKER:
             runner.mend_seeds()
-            runner.hand_orders_first(vllm_config, StepOrders)
+            runner.hand_orders_first(vllm_config, wire.StepOrders)
             self._worker = RecallWorker(vllm_config, kv_cache_config)
             runner.show_model(vllm_config, self._worker.see_model)
             worker = self._worker
@@ -100,7 +83,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             if multiprocessing.current_process().name.startswith("EngineCore"):
                 end_with_parent()
-            scheduler.reschedule_lost(StepReport)
+            scheduler.reschedule_lost(wire.StepReport)
             if events.are_published(vllm_config):
                 events.replay_everything()  # vLLM makes the publisher next
             self._settings = _settings_of(vllm_config)
@@ -143,13 +126,13 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         return self._w.shard()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, StepOrders)
+        assert isinstance(kv_connector_metadata, wire.StepOrders)
         self._handled = sys.exc_info()[1]
         self._w.before_overwrite(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         orders = self._get_connector_metadata()
-        assert isinstance(orders, StepOrders)
+        assert isinstance(orders, wire.StepOrders)
         self._w.start_loads(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -162,7 +145,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         orders = self._get_connector_metadata()
-        assert isinstance(orders, StepOrders)
+        assert isinstance(orders, wire.StepOrders)
         if self._is_failing():
             self._w.step_failed(orders)
         else:
@@ -170,7 +153,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         orders = self._get_connector_metadata()
-        assert isinstance(orders, StepOrders)
+        assert isinstance(orders, wire.StepOrders)
         if self._is_failing():
             return KVConnectorTransferResults()
         if not orders.computes and not shims.saves_without_computing():
@@ -180,7 +163,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             finished_sending=released, finished_recving=loaded, failed_recving=failed
         )
 
-    def build_connector_worker_meta(self) -> StepReport | None:
+    def build_connector_worker_meta(self) -> wire.StepReport | None:
         return None if self._is_failing() else self._w.report()
 
     def _is_failing(self) -> bool:
@@ -206,7 +189,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             return
         assert self._pool is not None
         told = [metadata[rank] for rank in sorted(metadata)]
-        shards = [shard for shard in told if isinstance(shard, Shard)]
+        shards = [shard for shard in told if isinstance(shard, wire.Shard)]
         assert len(shards) == len(told)
         facts = self._facts(shards)
         arena_bytes = self._pool.arena_handle().nbytes
@@ -242,14 +225,14 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         weights.watch_weights(self._kv_cache_manager, self._weights)
         if self._scheduler.misses is not None:
             scheduler.while_computing(self._kv_cache_manager, self._scheduler.misses.aside)
-        if isinstance(self._scheduler.offload, OffloadPlanner):
+        if self._scheduler.offload is not None:
             scheduler.block_manager(self._kv_cache_manager).planner = self._scheduler.offload
         self._events = self._pool_events(self._scheduler)
-        self._ready_arena(facts, [shard.numa_node for shard in shards])
+        self._ready_arena(facts, {node for one in shards if (node := one.numa_node) is not None})
         self._tell_open(facts, arena_bytes)
 
     @nicety("a log line")
-    def _tell_open(self, facts: EngineFacts, arena_bytes: int) -> None:
+    def _tell_open(self, facts: wire.EngineFacts, arena_bytes: int) -> None:
         logger.info(
             "kvrecall: pool open as %s: host %.2f GiB, %s, %s, hits in units of %d tokens",
             self._vllm_config.kv_transfer_config.kv_role,
@@ -259,11 +242,10 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             facts.unit,
         )
 
-    def _ready_arena(self, facts: EngineFacts, nodes: list[int | None]) -> None:
-        """Before the engine serves: has the arena near its devices, and mapped and page-locked by
-        every worker."""
+    def _ready_arena(self, facts: wire.EngineFacts, near: Collection[int]) -> None:
+        """Before the engine serves: has the arena near its devices, on the NUMA nodes ``near``, and
+        mapped and page-locked by every worker."""
         assert self._pool is not None
-        near = {node for node in nodes if node is not None}
         if isinstance(self._pool, Pool) and not facts.copies_in_step:
             if near and not self._pool.arena.prefer(near):
                 logger.warning("kvrecall: the kernel does not let host memory be near the devices")
@@ -286,7 +268,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         return events.EngineEvents(self._pool, lambda: side.namespaces.live, self._kv_cache_manager)
 
     @nicety("the start of traces")
-    def _begin_traces(self, facts: EngineFacts) -> Traces | None:
+    def _begin_traces(self, facts: wire.EngineFacts) -> Traces | None:
         """None without vLLM's ``--otlp-traces-endpoint``."""
         endpoint = config.traces_endpoint(self._vllm_config)
         if endpoint is None:
@@ -300,7 +282,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             lambda: self._s.counters.counted("traces_dropped"),
         )
 
-    def _offload(self, facts: EngineFacts, shards: Sequence[Shard]) -> MakePlanner | None:
+    def _offload(self, facts: wire.EngineFacts, shards: Sequence[wire.Shard]) -> MakePlanner | None:
         """With retrieval on, makes the planner of the partial offload of long sequences: of those
         that the workers attend to sparsely, as their gate decides by the same number."""
         if not is_requested(os.environ) or offload_hindrance(self._vllm_config) is not None:
@@ -319,7 +301,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             in_place=reads_in_place(),
         )
 
-    def _facts(self, shards: list[Shard]) -> EngineFacts:
+    def _facts(self, shards: list[wire.Shard]) -> wire.EngineFacts:
         sharing = shards[0].sharing if shards else config.ALONE
         ranks = sharing.ranks * self._vllm_config.parallel_config.pipeline_parallel_size
         if len(shards) != ranks:
@@ -330,49 +312,39 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         groups = config.kv_groups(self._kv_cache_config, sharing.contexts)
         nbytes = [
             sum(shard.nbytes(group) * shard.sharing.parts for shard in shards) // sharing.ranks
-            + ORIGIN_BYTES
+            + wire.ORIGIN_BYTES
             for group in range(len(groups))
         ]
-        return EngineFacts(
-            groups=tuple(GroupFacts(*each) for each in zip(groups, nbytes, strict=True)),
-            hash_block_size=shims.hash_block_size(self._vllm_config, self._kv_cache_config),
-            ranks=ranks,
-            copies_in_step=all(shard.copies_in_step for shard in shards),
-            recalls=self._may_recall(),
-            least_token_seconds=max(shard.token_seconds for shard in shards),
-            rank_share=max(map(_block_bytes, shards)) / sum(nbytes),
-            exact_blocks=self._exact_blocks(),
-            match_unit=self._match_unit(),
-            recovers=bool(self._vllm_config.parallel_config.enable_fault_tolerance),
-        )
-
-    def _match_unit(self) -> int | None:
-        """Tokens after which hits end inside blocks; None if they end with blocks. Raises
-        ConfigError for a setting that the engine cannot serve."""
+        exact_blocks = wire.ALL_BLOCKS
+        if is_requested(os.environ):
+            size = config.kv_groups(self._kv_cache_config)[0].block_size
+            exact_blocks = active_settings(self._vllm_config).exact_blocks(size)
         unit = config.match_unit(self._kv_cache_config, self._settings.match_unit)
         if unit is not None and is_requested(os.environ):
             raise ConfigError(
                 f"match_unit is {unit}, and retrieval attention is on, which selects whole blocks "
                 "and keeps a digest of each: leave one of the two out"
             )
-        return unit
-
-    def _exact_blocks(self) -> int:
-        """As of ``RetrievalSettings.exact_blocks``."""
-        if not is_requested(os.environ):
-            return ALL_BLOCKS
-        size = config.kv_groups(self._kv_cache_config)[0].block_size
-        return active_settings(self._vllm_config).exact_blocks(size)
-
-    def _may_recall(self) -> bool:
-        """Only in consumers does vLLM protect blocks from loads that overtake a running step."""
-        if config.loads_are_ordered(self._vllm_config):
-            return True
-        logger.warning(
-            "kvrecall: this kv_producer saves blocks and recalls none, because it overlaps steps, "
-            "in which vLLM allows no loads. Set kv_role to kv_both to do both"
+        # Only in consumers does vLLM protect blocks from loads that overtake a running step.
+        recalls = config.loads_are_ordered(self._vllm_config)
+        if not recalls:
+            logger.warning(
+                "kvrecall: this kv_producer saves blocks and recalls none, because it overlaps "
+                "steps, in which vLLM allows no loads. Set kv_role to kv_both to do both"
+            )
+        return wire.EngineFacts(
+            groups=tuple(wire.GroupFacts(*each) for each in zip(groups, nbytes, strict=True)),
+            hash_block_size=shims.hash_block_size(self._vllm_config, self._kv_cache_config),
+            ranks=ranks,
+            copies_in_step=all(shard.copies_in_step for shard in shards),
+            recalls=recalls,
+            least_token_seconds=max(shard.token_seconds for shard in shards),
+            rank_share=max(sum(one.page_bytes for one in rank.layers) for rank in shards)
+            / sum(nbytes),
+            exact_blocks=exact_blocks,
+            match_unit=unit,
+            recovers=bool(self._vllm_config.parallel_config.enable_fault_tolerance),
         )
-        return False
 
     @nicety("the naming of this engine's blocks, so that none are pooled,")
     def _namespace(self, shards: list[Any]) -> Namespace | None:
@@ -406,17 +378,9 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         return self._s.orders(scheduler_output, self._pool.arena_handle())
 
     def update_connector_output(self, connector_output: Any) -> None:
-        report = connector_output.kv_connector_worker_meta
-        self._s.reported(
-            report,
-            connector_output.finished_recving or set(),
-            connector_output.failed_recving or set(),
-        )
-
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self._s.finished(request, (block_ids,))
+        output = connector_output
+        loaded, failed = output.finished_recving or set(), output.failed_recving or set()
+        self._s.reported(output.kv_connector_worker_meta, loaded, failed)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -445,28 +409,6 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             self._traces.step_ended()  # vLLM asks for events when it has a step's results
         return () if self._events is None else self._events.take()
 
-    # ---- for the process that hosts the engine -------------------------------------------
-
-    def saved(self, request_id: str) -> tuple[BlockKey, ...]:
-        """Blocks of a request in the engine that are in the pool or on their way: the leading ones
-        of its chain, and those that hang on it."""
-        return () if self._scheduler is None else self._scheduler.saved(request_id)
-
-    def state_of(self, request_id: str) -> RequestState | None:
-        """The scheduler side's state of a request in the engine."""
-        return self._s.state_of(request_id)
-
-    @property
-    def pool(self) -> PoolClient:
-        """The engine's pool, on the scheduler side."""
-        assert self._pool is not None
-        return self._pool
-
-    @property
-    def has_service(self) -> bool:
-        """Whether the pool is a service's, and connected."""
-        return isinstance(self._pool, ServiceClient) and self._pool.is_connected
-
     # ---- both ---------------------------------------------------------------------------
 
     @nicety("the statistics of this connector")
@@ -476,10 +418,11 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             return RecallStats.of(did, heat) if did else None
         if self._scheduler is None or self._pool is None:
             return None
-        if not self._scheduler.counters.is_due(self._scheduler.is_busy):
+        counters = self._scheduler.counters
+        if not counters.is_due(self._scheduler.is_busy):
             return None
-        gauges = self._scheduler.counters.watch(self._pool.stats())
-        stats = self._scheduler.counters.take()
+        gauges = counters.watch(self._pool.stats())
+        stats = counters.take()
         if not any(stats.data.values()):
             return None
         stats.data["gauges"] = gauges
@@ -515,15 +458,9 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _map_arena(_: object, handle: ArenaHandle) -> None:
     """In each worker."""
-    if has_kv_transfer_group():
-        connector = get_kv_transfer_group()
-        if isinstance(connector, RecallConnector):
-            connector._w.map_arena(handle)
-
-
-def _block_bytes(shard: Shard) -> int:
-    """This rank's bytes of a block of each KV group."""
-    return sum(layer.page_bytes for layer in shard.layers)
+    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+    if isinstance(connector, RecallConnector):
+        connector._w.map_arena(handle)
 
 
 @nicety("the endpoint for administration")
@@ -554,7 +491,7 @@ def _settings_of(vllm_config: Any) -> RecallSettings:
     return settings
 
 
-def _check_room(host: int, facts: EngineFacts, max_model_len: int) -> None:
+def _check_room(host: int, facts: wire.EngineFacts, max_model_len: int) -> None:
     """Raises ConfigError if the host tier cannot hold one block; warns if it cannot hold a whole
     sequence."""
     needed = sum(slot_bytes_of(group.block_bytes) for group in facts.groups)
@@ -574,7 +511,7 @@ def _check_room(host: int, facts: EngineFacts, max_model_len: int) -> None:
         )
 
 
-def _groups_text(facts: EngineFacts) -> str:
+def _groups_text(facts: wire.EngineFacts) -> str:
     """Sizes of blocks, for the log."""
     if len(facts.groups) == 1:
         return f"{facts.groups[0].block_bytes} bytes a block of {facts.block_size} tokens"

@@ -14,7 +14,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -257,36 +257,33 @@ class Copier:
     def load(self, *copies: Copy) -> int:
         """Arena -> device, in their order; returns the bytes. Device blocks must not be in use.
         Raises IndexError for a block or a place that does not exist."""
-        return self._submit(self.loads, copies, is_store=False)
+        return self._submit(copies, is_store=False)
 
     def store(self, *copies: Copy) -> int:
         """Device -> arena, in their order, after all work queued on the device so far; returns the
         bytes. Raises as ``load``."""
-        return self._submit(self.stores, copies, is_store=True)
+        return self._submit(copies, is_store=True)
 
-    def _submit(self, queue: CopyQueue, copies: Sequence[Copy], is_store: bool) -> int:
+    def _submit(self, copies: Sequence[Copy], is_store: bool) -> int:
         if not all(0 <= copy.group < len(self._places) for copy in copies):
             raise IndexError(f"{copies} are of KV groups that this engine has not")
         of = [self._places[copy.group] for copy in copies]
         room, begin = self._arena.numel(), self._arena.data_ptr()
         work = [(at, *at.rows(copy, room, is_store)) for at, copy in zip(of, copies, strict=True)]
 
-        def directed(device: Addresses, arena: Addresses, nbytes: Addresses) -> Batch:
-            return Batch(device, arena, nbytes) if is_store else Batch(arena, device, nbytes)
-
         def batches() -> Iterator[Batch]:
-            columns = (
+            columns: Iterable[Sequence[Addresses]] = (
                 at.columns(blocks, offsets, begin, part)
                 for at, blocks, offsets in work
                 for part in at.parts(len(blocks))
             )
-            if sum(len(at.sizes) * len(blocks) for at, blocks, _ in work) > _ITEMS:
-                yield from (directed(*each) for each in columns)
-            else:
-                yield directed(*(np.concatenate(each) for each in zip(*columns, strict=True)))
+            if sum(len(at.sizes) * len(blocks) for at, blocks, _ in work) <= _ITEMS:
+                columns = [[np.concatenate(each) for each in zip(*columns, strict=True)]]
+            for device, arena, nbytes in columns:
+                yield Batch(device, arena, nbytes) if is_store else Batch(arena, device, nbytes)
 
         nbytes = sum(at.nbytes * len(blocks) for at, blocks, _ in work)
-        queue.submit(nbytes, batches())
+        (self.stores if is_store else self.loads).submit(nbytes, batches())
         return nbytes
 
     @property
@@ -317,6 +314,14 @@ class Copier:
         return drained
 
 
+class _Mapped(NamedTuple):
+    """An arena in this process, and the copies between it and the device."""
+
+    handle: ArenaHandle
+    arena: Arena
+    copier: Copier
+
+
 class ArenaMapping:
     """Copies between the device and the arena that each order names.
 
@@ -331,23 +336,21 @@ class ArenaMapping:
         self._groups = groups
         self._device = device_of(next(g.pages[0].rows.device for g in groups if g.pages))
         self._lock = threading.Lock()  # guards all that follows against the watching thread
-        self._handle: ArenaHandle | None = None
+        self._mapped: _Mapped | None = None
         self._failed: ArenaHandle | None = None
-        self._arena: Arena | None = None
-        self._copier: Copier | None = None
         self._suspended = False
-        self._left: tuple[ArenaHandle, Copier, Arena] | None = None  # whose copies are stuck
+        self._left: _Mapped | None = None  # whose copies are stuck
         self._loaded: list[Moved] = []  # by copiers that are gone
         self._stored: list[Moved] = []
         self._read: frozenset[ArenaHandle] = frozenset()  # by attention, in place
-        self._only_read: dict[ArenaHandle, tuple[Copier, Arena]] = {}  # and no longer copied
+        self._only_read: dict[ArenaHandle, _Mapped] = {}  # and no longer copied
         self._last_read: Event | None = None
 
     def prepare(self, handle: ArenaHandle, numa_node: int | None) -> None:
         """Maps the arena before it is needed. ``numa_node``: of the device."""
         with self._lock:
-            self._attach(handle)
-            node = self._arena.node() if self._arena is not None else None
+            mapped = self._attach(handle)
+            node = None if mapped is None else mapped.arena.node()
         if node is None or numa_node is None:
             return
         logger.info("kvrecall: device at NUMA node %d, host memory at %d", numa_node, node)
@@ -371,11 +374,11 @@ class ArenaMapping:
 
     def _copy(self, handle: ArenaHandle, copy: Callable[..., int], copies: Sequence[Copy]) -> bool:
         with self._lock:
-            copier = self._attach(handle)
-            if copier is None or copier.is_stuck:
+            mapped = self._attach(handle)
+            if mapped is None or mapped.copier.is_stuck:
                 return False
             try:
-                copy(copier, *copies)
+                copy(mapped.copier, *copies)
             except _ERRORS as error:
                 logger.error("kvrecall: %s; its blocks are recomputed, or not saved", error)
                 return False
@@ -385,26 +388,27 @@ class ArenaMapping:
     def is_stuck(self) -> tuple[bool, bool]:
         """Whether loads, and stores, are under way that may never end."""
         with self._lock:
-            copier = self._copier if self._left is None else self._left[1]
-            if copier is None:
+            mapped = self._left or self._mapped
+            if mapped is None:
                 return False, False
-            return copier.loads.is_stuck, copier.stores.is_stuck
+            return mapped.copier.loads.is_stuck, mapped.copier.stores.is_stuck
 
     def memory(self, handle: ArenaHandle) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
         """All bytes of the arena, until it is unmapped. None if it cannot be mapped."""
         with self._lock:
-            return self._arena.array() if self._attach(handle) and self._arena else None
+            mapped = self._attach(handle)
+            return None if mapped is None else mapped.arena.array()
 
     def completed(self) -> tuple[list[Moved], list[Moved]]:
         """The loads and the stores that were completed since the last call, each in order."""
         with self._lock:
             if self._left is not None:
-                self._note(self._left[1].completed())
-                if not self._left[1].is_busy:
+                self._note(self._left.copier.completed())
+                if not self._left.copier.is_busy:
                     left, self._left = self._left, None
-                    self._end(*left)
-            if self._copier is not None:
-                self._note(self._copier.completed())
+                    self._end(left)
+            if self._mapped is not None:
+                self._note(self._mapped.copier.completed())
             loaded, self._loaded = self._loaded, []
             stored, self._stored = self._stored, []
             return loaded, stored
@@ -412,8 +416,8 @@ class ArenaMapping:
     def stores_first(self) -> None:
         """What the engine queues on the device from now on begins after every submitted store."""
         with self._lock:
-            if self._copier is not None:
-                self._copier.stores.precede()
+            if self._mapped is not None:
+                self._mapped.copier.stores.precede()
 
     def keep(self, read: frozenset[ArenaHandle]) -> None:
         """Attention reads these arenas in place from now on, and no others: they stay mapped and
@@ -425,16 +429,15 @@ class ArenaMapping:
             if ended:  # by the engine's work that is still queued
                 self._last_read = self._device.current().record()
             for handle in ended & self._only_read.keys():
-                self._release(*self._only_read.pop(handle))
+                self._release(self._only_read.pop(handle))
 
     def suspend(self) -> None:
         """Waits for all copies. Until ``resume`` the device's memory is not there. Raises
         EngineError if copies are stuck: they may still write it."""
         with self._lock:
-            if self._copier is not None:
-                self._note(self._copier.drain())
-            busy = self._copier is not None and self._copier.is_busy
-            if busy or self._left is not None:
+            if self._mapped is not None:
+                self._note(self._mapped.copier.drain())
+            if self._left or (self._mapped is not None and self._mapped.copier.is_busy):
                 raise EngineError(
                     f"a copy of blocks has not ended for {LONGEST_S:.0f} s, so the KV cache's "
                     "memory cannot be given back: restart the engine"
@@ -453,56 +456,56 @@ class ArenaMapping:
 
     # -- under the lock --------------------------------------------------------------------
 
-    def _attach(self, handle: ArenaHandle) -> Copier | None:
-        if self._suspended or self._left is not None:
+    def _attach(self, handle: ArenaHandle) -> _Mapped | None:
+        if self._suspended or self._left is not None or handle == self._failed:
             return None
-        if handle in (self._handle, self._failed):
-            return self._copier if handle == self._handle else None
+        if self._mapped is not None and self._mapped.handle == handle:
+            return self._mapped
         self._detach()
         arena = None
         try:
             arena = Arena.attach(handle)
             memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
-            self._copier = Copier(memory, self._groups, arena.populated)
+            copier = Copier(memory, self._groups, arena.populated)
         except TierError as error:
             self._failed = handle
             logger.error("kvrecall: %s; its blocks are recomputed", error)
             if arena is not None:
                 arena.close()
             return None
-        self._arena, self._handle = arena, handle
+        self._mapped = _Mapped(handle, arena, copier)
         if handle.boot:  # its owner is a service, which may end before this process
             threading.Thread(
                 target=self._watch, args=(handle,), name="kvrecall-arena-watch", daemon=True
             ).start()
-        return self._copier
+        return self._mapped
 
     def _note(self, moved: tuple[list[Moved], list[Moved]]) -> None:
         self._loaded += moved[0]
         self._stored += moved[1]
 
     def _detach(self) -> None:
-        if self._copier is not None and self._arena is not None and self._handle is not None:
-            self._note(self._copier.drain())
-            if self._copier.is_busy:
-                self._left = self._handle, self._copier, self._arena
+        if self._mapped is not None:
+            self._note(self._mapped.copier.drain())
+            mapped, self._mapped = self._mapped, None
+            if mapped.copier.is_busy:
+                self._left = mapped
             else:
-                self._end(self._handle, self._copier, self._arena)
-        self._copier = self._arena = self._handle = None
+                self._end(mapped)
 
-    def _end(self, handle: ArenaHandle, copier: Copier, arena: Arena) -> None:
+    def _end(self, mapped: _Mapped) -> None:
         """Unmaps an arena, whose copies are complete, once nothing reads it."""
-        if handle in self._read:
-            self._only_read[handle] = copier, arena
+        if mapped.handle in self._read:
+            self._only_read[mapped.handle] = mapped
         else:
-            self._release(copier, arena)
+            self._release(mapped)
 
-    def _release(self, copier: Copier, arena: Arena) -> None:
+    def _release(self, mapped: _Mapped) -> None:
         """Unmaps an arena, whose copies are complete."""
         if self._last_read is not None:
             self._last_read.wait()
-        copier.close()
-        arena.close()
+        mapped.copier.close()
+        mapped.arena.close()
 
     def _watch(self, handle: ArenaHandle) -> None:
         """Thread: unmaps the arena when the process that owns it has ended."""
@@ -516,5 +519,5 @@ class ArenaMapping:
             waiting.poll()
             os.close(process)
         with self._lock:
-            if self._handle == handle:
+            if self._mapped is not None and self._mapped.handle == handle:
                 self._detach()

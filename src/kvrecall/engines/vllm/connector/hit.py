@@ -15,7 +15,7 @@ ends with a sequence's last token, and the tokens behind are computed into their
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvrecall.block import BlockKey, TierName
@@ -32,6 +32,7 @@ FirstNeeded = Callable[[int, int], int]
 on the device."""
 
 _Tiers = tuple[TierName | None, ...]
+_Located = tuple[BlockKey, TierName]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +64,11 @@ class BlockRun:
         )
 
     def whole(self) -> BlockRun:
-        """The run without the tail."""
         return self if self.tail is None else self.part(0, len(self.keys) - 1)
 
     def acquire(self, pool: PoolClient, deadline_s: float, state: RequestState) -> int:
         """Acquires the blocks; returns the ticket."""
-        if self.parents is None:
-            return pool.acquire(self.keys, deadline_s, self.parent, state.tenant)
-        return pool.acquire(self.keys, deadline_s, tenant=state.tenant, parents=self.parents)
+        return pool.acquire(self.keys, deadline_s, self.parent, state.tenant, self.parents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +105,13 @@ class Hit:
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """What a search found: the longest ``hit``. ``is_pending``: a tier beyond this host has not
-    answered yet. ``reach``: how far the chain would let a hit go; ``missing``: why it does not, a
-    block of another group. Once all is answered, ``boundary``: where such blocks should be kept
-    from now on, because other requests share the prefix so far; ``used``: those that the request
-    uses, or would have used had they been there."""
+    answered yet. ``missing``: a block of another group, without which the hit is shorter than the
+    chain. Once all is answered, ``boundary``: where such blocks should be kept from now on, because
+    other requests share the prefix so far; ``used``: those that the request uses, or would have
+    used had they been there."""
 
     hit: Hit | None
     is_pending: bool
-    reach: int = 0
     missing: Missing | None = None
     boundary: int | None = None
     used: tuple[BlockKey, ...] = ()
@@ -135,6 +132,8 @@ class _Queries:
         return found.tiers
 
     def locate(self, keys: Sequence[BlockKey]) -> _Tiers:
+        if not keys:
+            return ()
         located = self._pool.locate(keys)
         self.is_pending |= located.pending
         return located.tiers
@@ -147,6 +146,7 @@ class HitFinder:
         self._pool = pool
         self._facts = facts
         self._first_needed = first_needed
+        self._sizes = [group.block_size for group in facts.groups]
         kinds = [group.kind for group in facts.groups]
         self._full = [i for i, kind in enumerate(kinds) if kind is GroupKind.FULL]
         self._sparse = [i for i, kind in enumerate(kinds) if kind is not GroupKind.FULL]
@@ -158,43 +158,123 @@ class HitFinder:
     def find(self, state: RequestState, start: int, limit: int) -> Lookup:
         """The longest hit between ``start`` and ``limit`` (tokens)."""
         ask = _Queries(self._pool)
-        if self._is_chain:
-            return Lookup(self._find_chain(ask, state, start, limit), ask.is_pending)
-        find = self._find_aligned if self._facts.match_unit is None else self._find_finer
-        hit, reach, missing = find(ask, state, start, limit)
+        tiers: dict[int, _Tiers] = {}
+        ends: dict[int, int] = {}  # of the whole blocks, in tokens
+        for group in self._full:
+            size = self._sizes[group]
+            tiers[group] = ask.find(state.keys(-(-limit // size), group)[start // size :])
+            ends[group] = start + len(tiers[group]) * size
+        reach = self._aligned(min([limit, *ends.values()]))
+        for group in self._sparse:
+            size = self._sizes[group]
+            # Every boundary up to the end is a candidate, and needs blocks from here on.
+            first = max(start // size, self._first_needed(group, start + 1))
+            located = ask.locate(state.keys(reach // size, group)[first:])
+            tiers[group] = (None,) * (first - start // size) + located
+        end, missing = self._boundary(state, tiers, start, reach)
+        last: dict[int, _Located] = {}
+        if self._facts.match_unit is not None:
+            end, last = self._inside_blocks(ask, state, end, ends, limit)
+        hit = self._hit(state, tiers, start, end, last)
+        missing = missing if end < reach else None
         if ask.is_pending:
-            return Lookup(hit, True, reach, missing)
-        end = start if hit is None else hit.end
+            return Lookup(hit, True, missing)
         used = tuple(
             key
             for group in self._beside
             for boundary in {end, reach} - {start}
             for key in self._keys_needed(state, group, start, boundary)
         )
-        is_shared = end < reach and bool(self._full)
-        return Lookup(hit, False, reach, missing, reach if is_shared else None, used)
+        return Lookup(hit, False, missing, reach if end < reach and self._full else None, used)
 
-    # ---- one group of full attention -----------------------------------------------------
-
-    def _find_chain(self, ask: _Queries, state: RequestState, start: int, limit: int) -> Hit | None:
-        size = self._facts.block_size
-        first = start // size
-        chain = state.keys(-(-limit // size))
-        tiers = ask.find(chain[first:])
-        stop, tail = first + len(tiers), None
-        keys = chain[first:stop]
-        if not ask.is_pending and stop * size < limit and self._facts.unit < size:
-            tails = self._tails(ask, state, self._facts.chain, stop, limit)
-            if tails:
-                tail = max(tails)
-                keys.append(tails[tail][0])
-                tiers = (*tiers, tails[tail][1])
-        if not keys:
+    def _hit(
+        self,
+        state: RequestState,
+        tiers: Mapping[int, _Tiers],
+        start: int,
+        end: int,
+        last: Mapping[int, _Located],
+    ) -> Hit | None:
+        if end <= start:
             return None
-        end = min(stop * size, limit) if tail is None else tail
-        parent = chain[first - 1] if first else None
-        run = BlockRun(self._facts.chain, first, tuple(keys), tiers, parent, tail=tail)
-        return Hit(start, end, (run,), True, size)
+        groups = (*self._sparse, *self._full)
+        runs = (self._run(state, i, tiers[i], start, end, last.get(i)) for i in groups)
+        needed = tuple(run for run in runs if run.keys)
+        return Hit(start, end, needed, self._is_chain, self._facts.block_size)
+
+    def _boundary(
+        self, state: RequestState, tiers: Mapping[int, _Tiers], start: int, end: int
+    ) -> tuple[int, Missing | None]:
+        """The last boundary up to ``end`` at which the sparse groups have all they need; and a
+        block that is missing for one at ``end``."""
+        missing = None
+        while end > start:
+            gaps = [  # blocks that a hit at ``end`` needs and the pool lacks, with their groups
+                (group, place)
+                for group in self._sparse
+                for place in range(*self._needed(group, start, end))
+                if tiers[group][place - start // self._sizes[group]] is None
+            ]
+            if not gaps:
+                break
+            if missing is None:
+                group, place = gaps[0]
+                key = next(iter(state.keys(place + 1, group, place)), None)
+                if key is not None:
+                    missing = Missing(key, str(self._facts.groups[group].kind))
+            end = self._aligned(min(place * self._sizes[group] for group, place in gaps))
+        return max(end, start), missing
+
+    # ---- hits that end inside blocks -----------------------------------------------------
+
+    def _inside_blocks(
+        self, ask: _Queries, state: RequestState, end: int, ends: Mapping[int, int], limit: int
+    ) -> tuple[int, dict[int, _Located]]:
+        """The last boundary inside a block behind ``end`` (else that) at which full attention has
+        all, in whole blocks up to ``ends`` and one more, and every recurrent group its state; and,
+        by group, the blocks that end there if they are not whole ones of its run."""
+        unit, alignment = self._facts.unit, self._facts.alignment
+        tails: dict[int, dict[int, _Located]] = {}
+        if not (self._is_chain and ask.is_pending):
+            tails = {i: self._tails(ask, state, i, ends[i], limit) for i in self._full}
+        beyond = {
+            one
+            for one in set[int]().union(*tails.values())
+            if all(one in tails[i] or one <= ends[i] for i in self._full)
+        }
+        found, states = self._last_state(ask, state, sorted(beyond)[::-1])
+        reach = min([limit, *ends.values()])
+        if not found and end < reach:  # states are kept where prompts ended, which is not known
+            nearest = range(reach // unit * unit, end, -unit)[:_MOST_PROBED]
+            inside = [one for one in nearest if one % alignment]
+            found, states = self._last_state(ask, state, inside)
+        if not found:
+            return end, {}
+        return found, states | {i: tails[i][found] for i in self._full if found > ends[i]}
+
+    def _last_state(
+        self, ask: _Queries, state: RequestState, ends: Sequence[int]
+    ) -> tuple[int, dict[int, _Located]]:
+        """The first of ``ends`` at which every recurrent group has its state (0: none), and these
+        by group."""
+        found: dict[int, dict[int, _Located]] = {end: {} for end in ends}
+        for group in self._sparse:
+            keys = {end: key for end in found if (key := state.key_at(end, group)) is not None}
+            tiers = zip(keys, ask.locate([*keys.values()]), strict=True)
+            found = {end: {**found[end], group: (keys[end], tier)} for end, tier in tiers if tier}
+        return next(iter(found.items()), (0, {}))
+
+    def _tails(
+        self, ask: _Queries, state: RequestState, group: int, start: int, limit: int
+    ) -> dict[int, _Located]:
+        """The tails of the block of a group that begins at ``start``, by the tokens at their ends,
+        up to ``limit``."""
+        size, unit = self._sizes[group], self._facts.unit
+        ends = range(start + unit, min(start + size - 1, limit) + 1, unit)
+        known = [(end, key) for end in ends if (key := state.key_at(end, group)) is not None]
+        known += [(end, self._inside[key]) for end, key in known if key in self._inside]
+        located = zip(known, ask.locate([key for _, key in known]), strict=True)
+        return {end: (key, tier) for (end, key), tier in located if tier}
 
     def learn(self, state: RequestState, start: int, end: int) -> None:
         """A chain's blocks between ``start`` (a block's) and ``end`` are in the pool, or on their
@@ -214,149 +294,6 @@ class HitFinder:
         while len(self._inside) > _MOST_INSIDE:
             self._inside.popitem(last=False)
 
-    def _tails(
-        self, ask: _Queries, state: RequestState, group: int, block: int, limit: int
-    ) -> dict[int, tuple[BlockKey, TierName]]:
-        """The tails of a block of a group, by the tokens at their ends, up to ``limit``: key and
-        tier."""
-        size, unit = self._facts.groups[group].block_size, self._facts.unit
-        ends = range(block * size + unit, min((block + 1) * size - 1, limit) + 1, unit)
-        known = [(end, key) for end in ends if (key := state.key_at(end, group)) is not None]
-        known += [(end, self._inside[key]) for end, key in known if key in self._inside]
-        located = zip(known, ask.locate([key for _, key in known]), strict=True)
-        return {end: (key, tier) for (end, key), tier in located if tier}
-
-    # ---- hits that may end inside blocks -------------------------------------------------
-
-    def _find_finer(
-        self, ask: _Queries, state: RequestState, start: int, limit: int
-    ) -> tuple[Hit | None, int, Missing | None]:
-        """Of groups of full attention and of recurrent layers. The hit, and ``reach`` and
-        ``missing`` of a ``Lookup``."""
-        whole: dict[int, tuple[TierName, ...]] = {}
-        ends: dict[int, int] = {}  # of the whole blocks, in tokens
-        tails: dict[int, dict[int, tuple[BlockKey, TierName]]] = {}
-        for group in self._full:
-            size = self._facts.groups[group].block_size
-            whole[group] = ask.find(state.keys(-(-limit // size), group)[start // size :])
-            ends[group] = start + len(whole[group]) * size
-        for group in self._full:
-            block = ends[group] // self._facts.groups[group].block_size
-            tails[group] = self._tails(ask, state, group, block, limit)
-        reach = min([limit, *ends.values()])
-        inside = {
-            end
-            for end in set[int]().union(*tails.values())
-            if all(end in tails[i] or end <= ends[i] for i in self._full)
-        }
-        end, states, missing = self._last_states(ask, state, start, reach, sorted(inside)[::-1])
-        boundary = self._aligned(reach)
-        if end <= start:
-            return None, boundary, missing if end < boundary else None
-        runs = [
-            self._run(state, group, (tier,), start, end, state.key_at(end, group))
-            for group, tier in zip(self._sparse, states, strict=True)
-        ]
-        for group in self._full:
-            tiers, key = whole[group], None
-            if end > ends[group]:
-                key, tier = tails[group][end]
-                tiers = (*tiers, tier)
-            runs.append(self._run(state, group, tiers, start, end, key))
-        hit = Hit(start, end, tuple(runs), False, self._facts.block_size)
-        return hit, boundary, missing if end < boundary else None
-
-    def _last_states(
-        self, ask: _Queries, state: RequestState, start: int, reach: int, tails: Iterable[int]
-    ) -> tuple[int, tuple[TierName, ...], Missing | None]:
-        """The last boundary behind ``start`` at which every recurrent group has its state: one of
-        ``tails``, the last first, or one up to ``reach``; ``start`` if there is none. With the
-        tiers of the states, by group, and one that is missing at the last whole block."""
-        unit, alignment = self._facts.unit, self._facts.alignment
-        aligned = range(self._aligned(start) + alignment, reach + 1, alignment)
-        end, tiers, missing = self._last_state(ask, state, [*tails, *reversed(aligned)])
-        if end < reach:  # states inside blocks are kept where prompts ended, which is not known
-            nearest = range(reach // unit * unit, max(start, end), -unit)[:_MOST_PROBED]
-            inside = [one for one in nearest if one % alignment]
-            deeper, found, _ = self._last_state(ask, state, inside)
-            end, tiers = (deeper, found) if deeper else (end, tiers)
-        return end or start, tiers, missing
-
-    def _last_state(
-        self, ask: _Queries, state: RequestState, ends: Sequence[int]
-    ) -> tuple[int, tuple[TierName, ...], Missing | None]:
-        """The first of ``ends`` at which every recurrent group has its state (0: none), and as
-        ``_last_states``."""
-        found: dict[int, tuple[TierName, ...]] = dict.fromkeys(ends, ())
-        boundary = max((end for end in ends if end % self._facts.alignment == 0), default=0)
-        missing = None
-        for group in self._sparse:
-            keys = {end: key for end in found if (key := state.key_at(end, group)) is not None}
-            tiers = zip(keys, ask.locate([*keys.values()]), strict=True)
-            kept = {end: (*found[end], tier) for end, tier in tiers if tier}
-            if boundary in found and boundary not in kept and boundary in keys:
-                missing = Missing(keys[boundary], str(self._facts.groups[group].kind))
-            found = kept
-        end = next(iter(found), 0)
-        return end, found.get(end, ()), missing
-
-    # ---- hits that end where the blocks of all groups do ---------------------------------
-
-    def _find_aligned(
-        self, ask: _Queries, state: RequestState, start: int, limit: int
-    ) -> tuple[Hit | None, int, Missing | None]:
-        """As ``_find_finer``, of any groups."""
-        reach = limit
-        tiers: dict[int, _Tiers] = {}
-        for group in self._full:
-            size = self._facts.groups[group].block_size
-            tiers[group] = ask.find(state.keys(reach // size, group)[start // size :])
-            reach = min(reach, self._aligned(start + len(tiers[group]) * size))
-        for group in self._sparse:
-            size = self._facts.groups[group].block_size
-            # Every boundary up to the end is a candidate, and needs blocks from here on.
-            first = max(start // size, self._first_needed(group, start + 1))
-            located = ask.locate(state.keys(reach // size, group)[first:])
-            tiers[group] = (None,) * (first - start // size) + located
-        end, missing = self._boundary(state, tiers, start, reach)
-        if end <= start:
-            return None, reach, missing
-        runs = []
-        for group in (*self._sparse, *self._full):
-            base = start // self._facts.groups[group].block_size
-            first, stop = self._needed(group, start, end)
-            found_at = tuple(tier for tier in tiers[group][first - base : stop - base] if tier)
-            runs.append(self._run(state, group, found_at, start, end))
-        needed = tuple(run for run in runs if run.keys)
-        return Hit(start, end, needed, False, self._facts.block_size), reach, missing
-
-    def _boundary(
-        self, state: RequestState, tiers: dict[int, _Tiers], start: int, end: int
-    ) -> tuple[int, Missing | None]:
-        """The last boundary up to ``end`` at which the sparse groups have all they need; and a
-        block that is missing for one at ``end``."""
-        missing = None
-        while end > start:
-            gaps = [gap for group in self._sparse for gap in self._gaps(tiers, group, start, end)]
-            if not gaps:
-                break
-            if missing is None:
-                group, place = gaps[0]
-                key = next(iter(state.keys(place + 1, group, place)), None)
-                if key is not None:
-                    missing = Missing(key, str(self._facts.groups[group].kind))
-            sizes = self._facts.groups
-            end = self._aligned(min(place * sizes[group].block_size for group, place in gaps))
-        return max(end, start), missing
-
-    def _gaps(
-        self, tiers: dict[int, _Tiers], group: int, start: int, end: int
-    ) -> list[tuple[int, int]]:
-        """Blocks of a group (with it) that a hit at ``end`` needs and the pool lacks."""
-        there, base = tiers[group], start // self._facts.groups[group].block_size
-        needed = range(*self._needed(group, start, end))
-        return [(group, place) for place in needed if there[place - base] is None]
-
     # ---- what a boundary needs -----------------------------------------------------------
 
     def _aligned(self, tokens: int) -> int:
@@ -365,34 +302,40 @@ class HitFinder:
     def _needed(self, group: int, start: int, end: int) -> tuple[int, int]:
         """The blocks of a group that must come from the pool for a hit at ``end``: the first, and
         the one behind the last."""
-        size = self._facts.groups[group].block_size
-        return max(start // size, self._first_needed(group, end)), -(-end // size)
+        size = self._sizes[group]
+        needed = 0 if group in self._full else self._first_needed(group, end)
+        return max(start // size, needed), -(-end // size)
 
     def _run(
         self,
         state: RequestState,
         group: int,
-        tiers: tuple[TierName, ...],
+        tiers: _Tiers,
         start: int,
         end: int,
-        last: BlockKey | None = None,
+        last: _Located | None,
     ) -> BlockRun:
-        """The blocks of a group that a hit at ``end`` needs, in these tiers. ``last``: key of the
-        last one, if it is not that of the whole block."""
-        facts = self._facts.groups[group]
+        """The blocks of a group that a hit at ``end`` needs. ``tiers``: from ``start`` on.
+        ``last``: the last one, if it is not a whole block."""
+        size, facts = self._sizes[group], self._facts
         first, stop = self._needed(group, start, end)
-        keys = tuple(state.keys(stop if last is None else stop - 1, group)[first:])
+        whole = stop if last is None else stop - 1
+        keys = tuple(state.keys(whole, group)[first:])
+        places = slice(first - start // size, whole - start // size)
+        found_at = tuple(filter(None, tiers[places]))
         tail = None
         if last is not None:
-            keys, tail = (*keys, last), end if end % facts.block_size else None
-        weight = facts.block_bytes / self._facts.block_bytes
-        tiers = tiers[: len(keys)]
-        if group == self._facts.chain:
-            before = state.keys(first, group)
-            parent = before[-1] if before else None
-            return BlockRun(group, first, keys, tiers, parent, None, weight, tail)
+            keys, found_at, tail = (
+                (*keys, last[0]),
+                (*found_at, last[1]),
+                end if end % size else None,
+            )
+        weight = facts.groups[group].block_bytes / facts.block_bytes
+        if group == facts.chain:
+            parent = state.keys(first, group, first - 1)[0] if first else None
+            return BlockRun(group, first, keys, found_at, parent, None, weight, tail)
         parents = tuple(self.parents(state, group, range(first, stop), end))
-        return BlockRun(group, first, keys, tiers, None, parents, weight, tail)
+        return BlockRun(group, first, keys, found_at, None, parents, weight, tail)
 
     def needed(self, group: int, tokens: int) -> range:
         """The blocks of a group that a hit needs which ends at the last boundary of all groups'
@@ -409,7 +352,7 @@ class HitFinder:
         self, state: RequestState, group: int, start: int, end: int
     ) -> Sequence[BlockKey]:
         """Keys of the blocks beside the chain that must come from the pool for a hit at ``end``."""
-        if end % self._facts.groups[group].block_size:
+        if end % self._sizes[group]:
             key = state.key_at(end, group)
             return () if key is None else (key,)
         first, stop = self._needed(group, start, end)
@@ -420,7 +363,7 @@ class HitFinder:
     ) -> list[BlockKey | None]:
         """Parents of blocks of a group beside the chain, in the first ``end`` tokens: the block of
         the chain that ends with each, or the last one that ends before it."""
-        size = self._facts.groups[group].block_size
+        size = self._sizes[group]
         ends = [min((place + 1) * size, end) // self._facts.block_size for place in places]
         chain = state.keys(max(ends, default=0))
         return [chain[end - 1] if end else None for end in ends]

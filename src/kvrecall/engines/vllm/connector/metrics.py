@@ -20,12 +20,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from kvrecall.engines.base import Miss
-from kvrecall.engines.vllm.attention.activity import Activity
-from kvrecall.engines.vllm.attention.heat import HeatTotals
-from kvrecall.engines.vllm.connector.cost import LoadPlan
+from kvrecall.engines.vllm.attention.activity import Activity, HeatTotals
 from kvrecall.engines.vllm.connector.handover import Handover
 from kvrecall.engines.vllm.connector.hit import Hit
-from kvrecall.engines.vllm.connector.load import PrefixLoad
+from kvrecall.engines.vllm.connector.load import LoadPlan, PrefixLoad
 from kvrecall.engines.vllm.connector.observers import SchedulerEvents
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.device.base import Copy
@@ -69,11 +67,6 @@ POOL_COUNTERS = {
     "hints_true": "Hints that came true.",
     "hints_false": "Hints that did not come true.",
 }
-PROMPT_TOKENS = "Prompt tokens by source of their KV."
-MISSED_TOKENS = (
-    "Prompt tokens computed, by the reason why the first of them was not recalled (docs/misses.md)."
-)
-LOADED_BLOCKS = "Blocks copied to the device, by what their KV group keeps: full, window, state."
 TIER_COUNTERS = {
     "hits": "Blocks found in the tier.",
     "reads": "Blocks read from the tier.",
@@ -282,9 +275,12 @@ class RecallPromMetrics(KVConnectorPromMetrics):
 
         register(Counter, COUNTERS)
         register(Counter, POOL_COUNTERS)
-        register(Counter, {"prompt_tokens": PROMPT_TOKENS}, "", "source")
-        register(Counter, {"missed_tokens": MISSED_TOKENS}, "", "reason")
-        register(Counter, {"loaded_blocks": LOADED_BLOCKS}, "", "group")
+        text = "Prompt tokens by source of their KV."
+        register(Counter, {"prompt_tokens": text}, "", "source")
+        text = "Prompt tokens computed, by the reason why the first of them was not recalled"
+        register(Counter, {"missed_tokens": f"{text} (docs/misses.md)."}, "", "reason")
+        text = "Blocks copied to the device, by what their KV group keeps: full, window, state."
+        register(Counter, {"loaded_blocks": text}, "", "group")
         register(Counter, TIER_COUNTERS, "tier_", "tier")
         register(Gauge, POOL_GAUGES)
         register(Gauge, TIER_GAUGES, "tier_", "tier")

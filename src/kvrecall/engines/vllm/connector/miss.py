@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvrecall.block import BlockKey, TierName
 from kvrecall.engines.base import Reason
 from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.connector.chains import LEAST_COMMON, Chains
-from kvrecall.engines.vllm.connector.cost import LoadPlan
 from kvrecall.engines.vllm.connector.hit import Hit, Lookup
-from kvrecall.engines.vllm.connector.load import PrefixLoad
+from kvrecall.engines.vllm.connector.load import LoadPlan, PrefixLoad
 from kvrecall.engines.vllm.connector.metrics import Counters
 from kvrecall.engines.vllm.connector.observers import SchedulerEvents
 from kvrecall.engines.vllm.connector.request import RequestState, Truncation
@@ -44,22 +44,6 @@ _REASONS = {
 _NO_NAMESPACE = "namespace abandoned or refused"
 _ROOT_BYTES = 48  # longer than any digest of a block in a key of this namespace
 _MOST_DUE = 1024  # requests that began or ended, and are not settled yet
-
-_Begun = tuple[RequestState, int, BlockKey | None, Absence | None]
-"""A request whose prompt's sources are known: the first token that it computes, the key of the
-block that was missing there, and what the pool knew of it. No key: the pool was not asked. No
-answer: a pool service has it."""
-
-_Ended = tuple[RequestState, int]
-"""A request that ended with so many final tokens."""
-
-
-class _Question(NamedTuple):
-    """``key``: of the missing block. ``otherwise``: the reason if the pool knows nothing of it."""
-
-    key: BlockKey
-    start: int
-    otherwise: Mapping[str, object]
 
 
 @niceties("the explanation of misses")
@@ -86,8 +70,10 @@ class MissExplainer(SchedulerEvents):
         self.chains = Chains(facts.block_size)
         self._is_asked = False  # whether a request has begun that is not settled
         self._has_aside = False  # whether the engine calls ``aside``
-        self._due: list[_Begun | _Ended] = []  # in order
-        self._open: dict[str, tuple[RequestState, _Question]] = {}
+        self._due: list[Callable[[], None]] = []  # what is left to do, in order
+        self._open: dict[str, tuple[RequestState, BlockKey, int, Mapping[str, object]]] = {}
+        """By request, what a pool service has still to answer: the key of the missing block, where
+        it begins, and the reason if the pool knows nothing of it."""
 
     # ---- what ended a hit: the last of these counts --------------------------------------
 
@@ -127,7 +113,7 @@ class MissExplainer(SchedulerEvents):
             key = self._key(state, start, limit)
             if key is not None:
                 absence = self._pool.why(key)
-        self._due.append((state, start, key, absence))
+        self._due.append(partial(self._begin, state, start, limit, key, absence))
         self._is_asked = True
         self._spent(began)
 
@@ -153,31 +139,21 @@ class MissExplainer(SchedulerEvents):
         self._resume()
         due, self._due, self._is_asked = self._due, [], False
         for one in due:
-            if len(one) == 2:
-                self._close(*one)
-                continue
-            state, start, key, absence = one
-            prompt = int(state.request.num_prompt_tokens)
-            limit = (prompt - 1) // self._unit * self._unit
-            if not limit:
-                self._tell(state, 0, {"reason": Reason.SHORT})
-            elif start < limit:
-                self._find(state, start, key, absence)
-            if state.namespace is not None:
-                self._learn(state, start)
+            one()
         self._spent(began, "explain_aside_seconds" if is_aside else "explain_seconds")
 
     def _resume(self, request_id: str = "") -> None:
         """Takes the answers that have arrived since. ``request_id``: of a request that ends, for
         which there is no later call."""
-        for one, (state, question) in list(self._open.items()):
-            absence = self._pool.why(question.key)
-            if absence is not None:
-                del self._open[one]
-                self._tell(state, question.start, self._judged(state, absence, question.otherwise))
-            elif one == request_id:
-                del self._open[one]
-                self._tell(state, question.start, {"reason": Reason.UNKNOWN})
+        for one, (state, key, start, otherwise) in list(self._open.items()):
+            absence = self._pool.why(key)
+            if absence is None and one != request_id:
+                continue
+            del self._open[one]
+            found = {"reason": Reason.UNKNOWN}
+            self._tell(
+                state, start, found if absence is None else self._judged(state, absence, otherwise)
+            )
 
     def load_failed(self, state: RequestState) -> None:
         self.settle()
@@ -189,7 +165,7 @@ class MissExplainer(SchedulerEvents):
             self.settle()
         began = perf_counter()
         self._resume(state.id)
-        self._due.append((state, final))
+        self._due.append(partial(self._close, state, final))
         self._spent(began)
 
     # ---- within --------------------------------------------------------------------------
@@ -233,32 +209,42 @@ class MissExplainer(SchedulerEvents):
         return chain[0] if chain else state.key_at(limit)
 
     def _truncation(self, state: RequestState, start: int) -> Truncation | None:
-        """What ended its hit at ``start``."""
         ended = state.missed.truncation
         return ended if ended is not None and start <= ended.at else None
 
-    def _find(
-        self, state: RequestState, start: int, key: BlockKey | None, absence: Absence | None
+    def _begin(
+        self,
+        state: RequestState,
+        start: int,
+        limit: int,
+        key: BlockKey | None,
+        absence: Absence | None,
     ) -> None:
-        hindrance = self._hindrance(state)
-        if hindrance is not None:
-            self._tell(state, start, hindrance)
-            return
-        ended = self._truncation(state, start)
-        if ended is not None and ended.reason is not None:
-            self._tell(state, start, {"reason": ended.reason, **ended.details})
-            return
-        if key is None:
-            self._tell(state, start, {"reason": Reason.NOT_POOLED, "cause": "no block hash"})
-            return
+        """The sources of a prompt are known: ``start`` is the first token that it computes,
+        ``key`` the block that was missing there, and ``absence`` what the pool knew of it. No key:
+        the pool was not asked. No answer: a pool service has it."""
         otherwise: Mapping[str, object] = {"reason": Reason.RACE}
-        if ended is None and (absence is None or absence.presence is Presence.UNKNOWN):
-            otherwise = self._unknown(state, start // self._facts.block_size)
-        if absence is None:
-            question = _Question(key, start, otherwise)
-            self._open[state.id] = state, question
-            return
-        self._tell(state, start, self._judged(state, absence, otherwise))
+        ended = self._truncation(state, start)
+        hindrance = self._hindrance(state)
+        if not limit:
+            self._tell(state, 0, {"reason": Reason.SHORT})
+        elif start >= limit:
+            pass  # all that could be was recalled
+        elif hindrance is not None:
+            self._tell(state, start, hindrance)
+        elif ended is not None and ended.reason is not None:
+            self._tell(state, start, {"reason": ended.reason, **ended.details})
+        elif key is None:
+            self._tell(state, start, {"reason": Reason.NOT_POOLED, "cause": "no block hash"})
+        else:
+            if ended is None and (absence is None or absence.presence is Presence.UNKNOWN):
+                otherwise = self._unknown(state, start // self._facts.block_size)
+            if absence is None:
+                self._open[state.id] = state, key, start, otherwise
+            else:
+                self._tell(state, start, self._judged(state, absence, otherwise))
+        if state.namespace is not None:
+            self._learn(state, start)
 
     def _hindrance(self, state: RequestState) -> Mapping[str, object] | None:
         """Why the pool was not asked for this request; None if it was."""

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvrecall.engines.vllm.connector.cost import LoadPlan
 from kvrecall.engines.vllm.connector.handover import Handover
 from kvrecall.engines.vllm.connector.hit import Hit, Lookup
-from kvrecall.engines.vllm.connector.load import PrefixLoad
+from kvrecall.engines.vllm.connector.load import LoadPlan, PrefixLoad
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.device.base import Copy
-from kvrecall.engines.vllm.wire import (
-    StepReport,
-)
+from kvrecall.engines.vllm.wire import StepReport
 
 
 class SchedulerEvents:
@@ -37,9 +34,6 @@ class SchedulerEvents:
 
     def declined(self, state: RequestState, hit: Hit, shorter: Hit | None, plan: LoadPlan) -> None:
         """Of a hit only the ``shorter`` one is loaded: the rest is faster to compute."""
-
-    def acquired(self, state: RequestState, load: PrefixLoad) -> None:
-        """The pool was asked for the load's blocks since ``load.mark``."""
 
     def load_over(self, state: RequestState, load: PrefixLoad) -> None:
         """Nothing more of the load is waited for; if ``load.offsets`` is None it was dropped."""

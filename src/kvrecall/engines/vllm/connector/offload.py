@@ -57,37 +57,7 @@ StateOf = Callable[[str], RequestState | None]
 Trusted = Callable[[RequestState, Sequence[int]], int]
 
 
-class NoOffload:
-    """Plans nothing: all blocks stay on the device. What the scheduler side asks of a planner."""
-
-    def __init__(self, state_of: StateOf, trusted: Trusted) -> None:
-        """``state_of``: the scheduler side's state of a request. ``trusted``: number of leased
-        blocks, from the first on, that may be read."""
-        self._state_of = state_of
-        self._trusted = trusted
-
-    def expect(self, request_id: str, start: int, end: int) -> None:
-        """Blocks ``[start, end)`` of a starting request are in the arena and about to be loaded;
-        earlier ones are on the device. Leases those that may stay there, if that is worthwhile."""
-
-    def unexpect(self, request_id: str) -> None:
-        """No block is about to be loaded for the request. It may not have been expected."""
-
-    def out_of_reach(self) -> None:
-        """The workers cannot read the last step's arena: no more blocks go there."""
-
-    def orders(
-        self,
-        scheduled: Mapping[str, int],
-        block_ids: Callable[[str], Sequence[int]],
-        arena: ArenaHandle,
-    ) -> OffloadOrders | None:
-        """The orders for the workers before the step, whose requests are ``scheduled``, and whose
-        orders name that arena."""
-        return None
-
-
-class OffloadPlanner(NoOffload, BlockPlanner):
+class OffloadPlanner(BlockPlanner):
     """Plans which blocks of one engine's long sequences leave the device. Called from the engine's
     thread only."""
 
@@ -102,9 +72,11 @@ class OffloadPlanner(NoOffload, BlockPlanner):
         trusted: Trusted,
         in_place: bool = False,
     ) -> None:
-        """``gate``: the workers'. ``in_place``: workers read offloaded blocks in the arena, without
-        slots."""
-        super().__init__(state_of, trusted)
+        """``gate``: the workers'. ``state_of``: the scheduler side's state of a request.
+        ``trusted``: number of leased blocks, from the first on, that may be read. ``in_place``:
+        workers read offloaded blocks in the arena, without slots."""
+        self._state_of = state_of
+        self._trusted = trusted
         self._pool = pool
         self._settings = settings
         self._block_size = block_size
@@ -121,6 +93,8 @@ class OffloadPlanner(NoOffload, BlockPlanner):
     # ---- as the scheduler side asks ------------------------------------------------------
 
     def expect(self, request_id: str, start: int, end: int) -> None:
+        """Blocks ``[start, end)`` of a starting request are in the arena and about to be loaded;
+        earlier ones are on the device. Leases those that may stay there, if that is worthwhile."""
         if request_id in self._expected:
             if self._holds(self._expected[request_id][0]):
                 return
@@ -147,6 +121,7 @@ class OffloadPlanner(NoOffload, BlockPlanner):
         self._expected[request_id] = sequence, Offload(split.init, last, slots, slots)
 
     def unexpect(self, request_id: str) -> None:
+        """No block is about to be loaded for the request. It may not have been expected."""
         sequence, _ = self._expected.pop(request_id, (None, None))
         if sequence is not None:
             self._release(sequence)
@@ -229,6 +204,7 @@ class OffloadPlanner(NoOffload, BlockPlanner):
     # ---- as the connector asks -----------------------------------------------------------
 
     def out_of_reach(self) -> None:
+        """The workers cannot read the last step's arena: no more blocks go there."""
         self._out_of_reach = self._arena
 
     def orders(
@@ -237,6 +213,8 @@ class OffloadPlanner(NoOffload, BlockPlanner):
         block_ids: Callable[[str], Sequence[int]],
         arena: ArenaHandle,
     ) -> OffloadOrders | None:
+        """The orders for the workers before the step, whose requests are ``scheduled``, and whose
+        orders name that arena."""
         self._arena = arena
         self._release_done()
         rows: dict[int, str] = {}
@@ -270,7 +248,6 @@ class OffloadPlanner(NoOffload, BlockPlanner):
         return split if self._gate.passes(tokens, split) else None
 
     def _slots_of(self, split: Split, offloaded: int) -> tuple[int, int]:
-        """As ``slots_of``."""
         return (0, 0) if self._in_place else slots_of(split, offloaded, self._settings)
 
     @property

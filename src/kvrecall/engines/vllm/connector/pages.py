@@ -111,39 +111,29 @@ def pages_of(
         if tensor is None or tensor.data_ptr() in seen:
             continue
         seen.add(tensor.data_ptr())
-        pages.append(_layer_pages(name, tensor, place, num_blocks, fp8, contexts))
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        whole.set_(tensor.untyped_storage())
+        start = tensor.storage_offset() * tensor.element_size()
+        last = start + (num_blocks - 1) * place.block_stride + place.page_bytes
+        if last > whole.numel() or not _is_one_run(tensor, place, num_blocks):
+            raise EngineError(
+                f"layer {name}: this KV cache layout (shape {tuple(tensor.shape)}, strides "
+                f"{tensor.stride()}, {tensor.dtype}) does not keep a block's bytes together, which "
+                "the pool needs; choose another attention backend or KV cache layout"
+            )
+        rows = whole.as_strided((num_blocks, place.page_bytes), (place.block_stride, 1), start)
+        heads = _heads(tensor, place, num_blocks)
+        tokens = _tokens(tensor, place, num_blocks, heads)
+        inner = _inner(tensor, place)[1 if heads > 1 else 0 :]
+        of_head = place.page_bytes // max(1, heads)
+        if tokens:
+            inner = [(n * contexts, at) if n * at == of_head else (n, at) for n, at in inner]
+            of_head *= contexts
+        layout = f"{inner} {tensor.dtype} {of_head}"
+        values = fp8 if fp8 is not None and tensor.dtype is torch.uint8 else tensor.dtype
+        parts, scaled = place.parts, place.scaled
+        pages.append(LayerPages(name, rows, layout, values, parts, scaled, heads, tokens))
     return tuple(pages)
-
-
-def _layer_pages(
-    name: str,
-    tensor: torch.Tensor,
-    place: LayerPlacement,
-    num_blocks: int,
-    fp8: torch.dtype | None,
-    contexts: int,
-) -> LayerPages:
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    whole.set_(tensor.untyped_storage())
-    start = tensor.storage_offset() * tensor.element_size()
-    last = start + (num_blocks - 1) * place.block_stride + place.page_bytes
-    if last > whole.numel() or not _is_one_run(tensor, place, num_blocks):
-        raise EngineError(
-            f"layer {name}: this KV cache layout (shape {tuple(tensor.shape)}, strides "
-            f"{tensor.stride()}, {tensor.dtype}) does not keep a block's bytes together, which "
-            "the pool needs; choose another attention backend or KV cache layout"
-        )
-    rows = whole.as_strided((num_blocks, place.page_bytes), (place.block_stride, 1), start)
-    heads = _heads(tensor, place, num_blocks)
-    tokens = _tokens(tensor, place, num_blocks, heads)
-    inner = _inner(tensor, place)[1 if heads > 1 else 0 :]
-    of_head = place.page_bytes // max(1, heads)
-    if tokens:
-        inner = [(n * contexts, step) if n * step == of_head else (n, step) for n, step in inner]
-        of_head *= contexts
-    layout = f"{inner} {tensor.dtype} {of_head}"
-    values = fp8 if fp8 is not None and tensor.dtype is torch.uint8 else tensor.dtype
-    return LayerPages(name, rows, layout, values, place.parts, place.scaled, heads, tokens)
 
 
 def _dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
@@ -173,12 +163,9 @@ def _tokens(tensor: torch.Tensor, place: LayerPlacement, num_blocks: int, heads:
     with its bytes together; else 0."""
     if place.tokens < 2 or place.parts or place.scaled or tensor.dim() < 3:
         return 0
-    shape = tensor.shape[0], tensor.shape[-2]
-    step = tensor.stride(-2) * tensor.element_size()
-    is_known = shape == (num_blocks, place.tokens)
-    return (
-        place.tokens if is_known and step * place.tokens * max(1, heads) == place.page_bytes else 0
-    )
+    nbytes = tensor.stride(-2) * tensor.element_size() * place.tokens * max(1, heads)
+    is_known = (tensor.shape[0], tensor.shape[-2]) == (num_blocks, place.tokens)
+    return place.tokens if is_known and nbytes == place.page_bytes else 0
 
 
 def _is_one_run(tensor: torch.Tensor, place: LayerPlacement, num_blocks: int) -> bool:

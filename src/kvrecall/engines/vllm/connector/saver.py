@@ -16,10 +16,7 @@ from kvrecall.engines.vllm.connector.hit import HitFinder
 from kvrecall.engines.vllm.connector.observers import SchedulerEvents
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.device.base import Copy
-from kvrecall.engines.vllm.wire import (
-    EngineFacts,
-    StoreOrder,
-)
+from kvrecall.engines.vllm.wire import EngineFacts, StoreOrder
 from kvrecall.pool.base import PoolClient, Reservation, Verdict
 
 logger = logging.getLogger("vllm.kvrecall")
@@ -33,15 +30,16 @@ FLUSH_DEADLINE_S = 30.0
 """Longest wait of a reply for its blocks to be durable when ``async_write`` is off."""
 
 
+_Row = tuple[BlockKey, int, int]
+
+
 @dataclass(slots=True)
 class _OpenStore:
-    """``states``: of the requests it saves blocks of, each with the number of the request's
-    preemptions when they were ordered."""
+    """``rows``: keys, device blocks, offsets. ``states``: of the requests it saves blocks of, each
+    with the number of the request's preemptions when they were ordered."""
 
     ranks_left: int
-    keys: list[BlockKey] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
+    rows: list[_Row] = field(default_factory=list)
     states: list[tuple[RequestState, int]] = field(default_factory=list)
     failed: bool = False
 
@@ -227,7 +225,7 @@ class Saver:
         ids = table[before : before + len(new)]
         # What is behind a refused block, or behind one that is no longer on the device, serves no
         # hit; the latter ends the chain.
-        rows: list[tuple[BlockKey, int, int]] = []
+        rows: list[_Row] = []
         useless: list[BlockKey] = []
         done = 0
         for index, (key, answer) in enumerate(zip(new, answers, strict=True)):
@@ -272,11 +270,7 @@ class Saver:
             if not block or key is None or (is_chain and saving.closed):
                 return any_new
             (parent,) = self._finder.parents(state, group, [place], end)
-            (answer,) = (
-                self._pool.reserve([key], parent, state.tenant)
-                if is_chain
-                else self._pool.reserve([key], tenant=state.tenant, parents=[parent])
-            )
+            (answer,) = self._pool.reserve([key], None, state.tenant, [parent])
             if not self._is_kept(state, group, key, answer, end):
                 return any_new
             if answer.verdict is _RESERVED:
@@ -345,9 +339,7 @@ class Saver:
             places += (i for i in needed if block_at(table, i, (i + 1) * size))
         return sorted(set(places))
 
-    def _order(
-        self, state: RequestState, group: int, rows: Sequence[tuple[BlockKey, int, int]]
-    ) -> bool:
+    def _order(self, state: RequestState, group: int, rows: Sequence[_Row]) -> bool:
         """Orders the copy of reserved blocks, with others of its kind in the same step."""
         if not rows:
             return False
@@ -358,10 +350,7 @@ class Saver:
             number = self._ordered[kind] = next(self._numbers)
             self._open[number] = _OpenStore(self._facts.ranks)
         store = self._open[number]
-        for key, block, offset in rows:
-            store.keys.append(key)
-            store.block_ids.append(block)
-            store.offsets.append(offset)
+        store.rows += rows
         store.states.append((state, state.request.num_preemptions))
         state.saving.open.add(number)
         self._events.store_ordered(state, group, len(rows))
@@ -392,9 +381,8 @@ class Saver:
         ordered, self._ordered = self._ordered, {}
         stores = []
         for (_, group, origin), number in ordered.items():
-            store = self._open[number]
-            copy = Copy(tuple(store.block_ids), tuple(store.offsets), group)
-            stores.append(StoreOrder(number, copy, origin))
+            _, blocks, offsets = zip(*self._open[number].rows, strict=True)
+            stores.append(StoreOrder(number, Copy(blocks, offsets, group), origin))
         return stores
 
     def must_precede(self) -> bool:
@@ -428,11 +416,12 @@ class Saver:
                 state.saving.open.discard(store_id)
                 state.saving.closed |= store.failed
                 self._events.store_done(state, store.failed)
+            keys = [key for key, _, _ in store.rows]
             if store.failed:
-                self._pool.abandon(store.keys)
+                self._pool.abandon(keys)
                 self._events.counted("stores_failed")
             else:
-                copied += store.keys
+                copied += keys
         if copied:
             self._pool.commit(copied)
 
@@ -445,7 +434,7 @@ class Saver:
         """Blocks being copied for these namespaces (all) are not committed."""
         for store in self._open.values():
             store.failed |= digests is None or any(
-                key[:NAMESPACE_BYTES] in digests for key in store.keys
+                key[:NAMESPACE_BYTES] in digests for key, _, _ in store.rows
             )
 
     def flush_later(self, state: RequestState) -> None:
@@ -464,7 +453,7 @@ class Saver:
         if not self._unflushed:
             return
         chains, self._unflushed = self._unflushed, []
-        copying = {key for store in self._open.values() for key in store.keys}
+        copying = {key for store in self._open.values() for key, _, _ in store.rows}
         for chain in chains:
             keys = [key for key in chain if key not in copying]
             if len(keys) < len(chain):

@@ -19,15 +19,15 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.base import MISSED, REPORT, UNIT
 from kvrecall.engines.vllm.compat.scheduler import boundary_states, fail_loads, keep_boundary
 from kvrecall.engines.vllm.connector.audit import Auditor
-from kvrecall.engines.vllm.connector.cost import LoadCostModel
 from kvrecall.engines.vllm.connector.handover import Handover, Promise, Wait, pool_id, receipt
 from kvrecall.engines.vllm.connector.hit import FirstNeeded, Hit, HitFinder, Lookup
-from kvrecall.engines.vllm.connector.load import PrefixLoad
+from kvrecall.engines.vllm.connector.load import LoadCostModel, PrefixLoad
 from kvrecall.engines.vllm.connector.metrics import Counters
 from kvrecall.engines.vllm.connector.miss import MissExplainer
 from kvrecall.engines.vllm.connector.observers import Observers, SchedulerEvents
-from kvrecall.engines.vllm.connector.offload import NoOffload, OffloadPlanner
+from kvrecall.engines.vllm.connector.offload import OffloadPlanner, StateOf, Trusted
 from kvrecall.engines.vllm.connector.request import (
+    AwakeRequests,
     BlockHashes,
     LoadRecord,
     RequestState,
@@ -35,25 +35,17 @@ from kvrecall.engines.vllm.connector.request import (
     hint_of_request,
     request_of,
 )
-from kvrecall.engines.vllm.connector.resting import AwakeRequests
 from kvrecall.engines.vllm.connector.saver import BoundaryState, Computed, Reachable, Saver
 from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.engines.vllm.identity.changes import LoadedAdapter
 from kvrecall.engines.vllm.identity.namespace import Adapters, NamespaceRegistry
-from kvrecall.engines.vllm.wire import (
-    Comparison,
-    EngineFacts,
-    LoadOrder,
-    StepOrders,
-    StepReport,
-)
+from kvrecall.engines.vllm.wire import Comparison, EngineFacts, LoadOrder, StepOrders, StepReport
 from kvrecall.pool.base import ArenaHandle, PoolClient
 
 logger = logging.getLogger("vllm.kvrecall")
 
 RoomFor = Callable[[Any, int, Iterable[Any]], bool]
-MakePlanner = Callable[[Callable[[str], RequestState | None], Callable[..., int]], OffloadPlanner]
-"""``(state_of, trusted)``: see ``OffloadPlanner``."""
+MakePlanner = Callable[[StateOf, Trusted], OffloadPlanner]
 
 _FINISHED_WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 _ABORTED = "FINISHED_ABORTED"
@@ -125,19 +117,17 @@ class RecallScheduler:
         self._events = Observers(heard)
         groups = [(str(group.group), group.block_bytes) for group in facts.groups]
         self.namespaces = NamespaceRegistry(pool, groups, namespace, adapters)
-        self.costs = LoadCostModel(
-            facts.block_size,
-            facts.block_bytes,
-            settings.pool.load_deadline_s,
-            facts.least_token_seconds,
-            clock,
-        )
+        size, nbytes, least_s = facts.block_size, facts.block_bytes, facts.least_token_seconds
+        deadline_s = settings.pool.load_deadline_s
+        self.costs = LoadCostModel(size, nbytes, deadline_s, least_s, clock)
         self._finder = HitFinder(pool, facts, first_needed)
         every, refuted = settings.audit_every, self._refuted
         self._auditor = Auditor(pool, facts, every, self.counters, refuted, clock)
         origin = self._auditor.origin
         self._saver = Saver(pool, facts, self._finder, reachable, origin, self._events)
-        self.offload = (make_planner or NoOffload)(self.state_of, self._auditor.trusted)
+        self.offload: OffloadPlanner | None = None
+        if make_planner is not None:
+            self.offload = make_planner(self.state_of, self._auditor.trusted)
 
     # ---- recall -------------------------------------------------------------------------
 
@@ -166,8 +156,9 @@ class RecallScheduler:
             return self._without(state, load)
         if self._blocks_others(request, load):
             return _ASK_AGAIN
-        size = self._facts.block_size
-        self.offload.expect(state.id, start // size, -(-(start + load.tokens) // size))
+        if self.offload is not None:
+            size = self._facts.block_size
+            self.offload.expect(state.id, start // size, -(-(start + load.tokens) // size))
         return load.tokens, True
 
     def _may_load(self, state: RequestState) -> bool:
@@ -204,7 +195,6 @@ class RecallScheduler:
         load = PrefixLoad(self._pool, self.costs, hit, self.costs.mark(), patience_s, deadline_s)
         self._matched[state.id] = load
         load.acquire(state)
-        self._events.acquired(state, load)
         return load, False
 
     def _search(self, state: RequestState, start: int, limit: int) -> Lookup | None:
@@ -329,7 +319,8 @@ class RecallScheduler:
             if load.offsets is None:
                 self._events.load_over(state, load)
             load.release()
-            self.offload.unexpect(state.id)
+            if self.offload is not None:
+                self.offload.unexpect(state.id)
 
     def allocated(
         self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int
@@ -374,13 +365,11 @@ class RecallScheduler:
             self._events.sources_known(state)
 
     def sources(self, request: Any) -> dict[TierName, int]:
-        """Tokens of the request's load by tier."""
         return dict(self._state(request).loading.recalled)
 
     # ---- a step -------------------------------------------------------------------------
 
     def orders(self, scheduler_output: Any, arena: ArenaHandle) -> StepOrders:
-        """This step's work for the workers."""
         scheduled: Mapping[str, int] = scheduler_output.num_scheduled_tokens
         offered = boundary_states(scheduler_output)
         tokens = scheduler_output.total_num_scheduled_tokens
@@ -411,9 +400,10 @@ class RecallScheduler:
             self._saver.save(computed)
             comparisons = self._comparisons(computed)
         self.is_busy = bool(scheduled)
-        depth = positions // prompt_tokens if prompt_tokens else 0
+        depth = positions // max(1, prompt_tokens)
         loads, self._loads = self._loads, []
         releases, self._releases = self._releases, []
+        blocks = lambda name: self._tables(name)[self._facts.chain]  # noqa: E731
         return StepOrders(
             arena,
             loads,
@@ -422,7 +412,7 @@ class RecallScheduler:
             self._saver.must_precede(),
             comparisons,
             self._record_bytes,
-            self.offload.orders(scheduled, self._chain_blocks, arena),
+            self.offload and self.offload.orders(scheduled, blocks, arena),
             self.costs.step_begins(self.is_busy, prompt_tokens, depth),
             self.is_busy,
         )
@@ -444,33 +434,9 @@ class RecallScheduler:
                     self._awake.rest(one.state, left)
         return comparisons
 
-    def _chain_blocks(self, request_id: str) -> Sequence[int]:
-        return self._tables(request_id)[self._facts.chain]
-
     def reported(self, report: StepReport | None, loaded: set[str], failed: set[str]) -> None:
-        """Processes the workers' report of a step."""
         self._events.changes()
-        copied: Mapping[str, float] = {}
-        if report is not None:
-            copied = report.copied
-            self._take(report)
-        for request_id in loaded:
-            load = self._loading.pop(request_id, None)
-            if load is not None:
-                state, has_failed = self._states.get(request_id), request_id in failed
-                self._events.load_done(state, load, has_failed, copied.get(request_id))
-                load.release()
-        for request_id in failed:  # the engine recomputes it, and is not offered the pool again
-            self._events.counted("loads_failed")
-            self._waiting.pop(request_id, None)
-            state = self._states.get(request_id)
-            if state is not None:
-                state.loading.computes = True
-                state.loading.recalled.clear()
-                self._events.load_failed(state)
-        self._saver.flush()  # with async_write off, replies of this step leave after it
-
-    def _take(self, report: StepReport) -> None:
+        report = StepReport() if report is None else report
         self._events.reported(report)
         for step, seconds in report.timed.items():
             self.costs.step_took(step, seconds)
@@ -478,27 +444,41 @@ class RecallScheduler:
             of_rank = self._facts.block_bytes * self._facts.rank_share
             blocks = report.loaded_bytes / of_rank
             self.costs.saw_load(TierName.HOST, blocks, report.load_rank_seconds)
-        if report.lost:
-            self._sequences_lost(report.lost)
-        if report.starts_over:
-            self._start_over(report)
+        if report.lost and self.offload is not None:  # vLLM starts them over, see compat.scheduler
+            self._events.counted("sequences_lost", len(report.lost))
+            self.offload.out_of_reach()
+            logger.error(
+                "kvrecall: the offloaded blocks of %d sequences cannot be read; these "
+                "sequences are recomputed, and sequences stay on the device from now on",
+                len(report.lost),
+            )
+        if report.starts_over:  # vLLM has preempted all running requests, see compat.scheduler
+            for state in self._states.values():
+                if state.id not in self._loading:  # nothing of their prompts was recalled
+                    state.loading.device_tokens = 0
+                    state.loading.recalled.clear()
+        if report.reloaded or report.swapped:  # by themselves: what is on its way may be of before
+            self._saver.discard(None)
+        if report.reloaded:
+            self._reloaded()
         self.adapters_loaded(report.adapters, report.swapped)
         for number, (ranks, found) in report.compared.items():
             self._auditor.compared(number, ranks, found)
         self._saver.made(report.stored, report.failed)
-
-    def _start_over(self, report: StepReport) -> None:
-        """vLLM has preempted all running requests, see ``compat.scheduler``: nothing of their
-        prompts was recalled. After a load of the workers' own accord it is not known which blocks
-        on their way to the pool were computed before."""
-        for state in self._states.values():
-            if state.id not in self._loading:
-                state.loading.device_tokens = 0
-                state.loading.recalled.clear()
-        if report.reloaded or report.swapped:
-            self._saver.discard(None)
-        if report.reloaded:
-            self._reloaded()
+        for request_id in loaded:
+            load = self._loading.pop(request_id, None)
+            if load is not None:
+                one, has_failed = self._states.get(request_id), request_id in failed
+                self._events.load_done(one, load, has_failed, report.copied.get(request_id))
+                load.release()
+        for request_id in failed:  # the engine recomputes it, and is not offered the pool again
+            self._events.counted("loads_failed")
+            self._waiting.pop(request_id, None)
+            if (one := self._states.get(request_id)) is not None:
+                one.loading.computes = True
+                one.loading.recalled.clear()
+                self._events.load_failed(one)
+        self._saver.flush()  # with async_write off, replies of this step leave after it
 
     def adapters_loaded(
         self, loaded: Mapping[int, LoadedAdapter], swapped: Collection[int]
@@ -535,17 +515,6 @@ class RecallScheduler:
         self._drop_load(state)
         state.namespace, state.settled = None, True
 
-    def _sequences_lost(self, lost: Collection[str]) -> None:
-        """The workers cannot reach the arena: no more blocks go there. The engine restarts those
-        sequences, see ``compat.scheduler``."""
-        self._events.counted("sequences_lost", len(lost))
-        self.offload.out_of_reach()
-        logger.error(
-            "kvrecall: the offloaded blocks of %d sequences cannot be read; these "
-            "sequences are recomputed, and sequences stay on the device from now on",
-            len(lost),
-        )
-
     def _refuted(self, namespace: Namespace) -> None:
         """The engine computes other KV than that namespace contains: it stops using it."""
         digests = self.namespaces.distrust(namespace)
@@ -558,7 +527,6 @@ class RecallScheduler:
     # ---- life ---------------------------------------------------------------------------
 
     def admit(self, request: Any) -> None:
-        """A request entered the engine."""
         self._state(request)
 
     def finished(
@@ -657,33 +625,19 @@ class RecallScheduler:
         if state.settled or not self.namespaces.is_settled(state.request):
             return
         state.settled = True
-        if not self._is_hashed(state.request):
+        namespace = self.namespaces.of(state.request) if self._is_hashed(state.request) else None
+        if namespace is None:
             return
-        state.namespace = self.namespaces.of(state.request)
-        if state.namespace is not None:
-            state.group_namespaces = self.namespaces.groups_of(state.namespace)
-            if not state.loading.is_told:
-                state.loading.promise = self._accept(state.request, state.namespace)
-
-    def _is_hashed(self, request: Any) -> bool:
-        """Whether vLLM's block hash tells a request's prompt: of embeddings mixed with tokens it
-        has the rows, and not which positions they are for. Embeddings alone have the same hash as
-        such a mixture, whose blocks they could find on the device."""
-        if getattr(request, "prompt_embeds", None) is None:
-            return True
-        if getattr(request, "prompt_is_token_ids", None) is not None:
-            self._has_mixtures = True
-        return not self._has_mixtures
-
-    def _accept(self, request: Any, namespace: Namespace) -> Promise | None:
-        """The promise in a request's ``kv_transfer_params``; None if none can be kept."""
-        patience_s = self._settings.handover_deadline_s
-        promise = Promise.of(request.kv_transfer_params, self._facts.unit, patience_s)
-        if promise is None:
-            return None
+        state.namespace = namespace
+        state.group_namespaces = self.namespaces.groups_of(namespace)
+        params, unit = state.request.kv_transfer_params, self._facts.unit
+        promise = Promise.of(params, unit, self._settings.handover_deadline_s)
+        if promise is None or state.loading.is_told:
+            return
         self._events.counted("handovers")
         if promise.namespace == namespace.digest.hex():
-            return promise
+            state.loading.promise = promise
+            return
         self._events.counted("handovers_foreign")
         if not self._warned_of_foreign:
             self._warned_of_foreign = True
@@ -695,7 +649,16 @@ class RecallScheduler:
                 promise.namespace[:64],
                 namespace.digest.hex(),
             )
-        return None
+
+    def _is_hashed(self, request: Any) -> bool:
+        """Whether vLLM's block hash tells a request's prompt: of embeddings mixed with tokens it
+        has the rows, and not which positions they are for. Embeddings alone have the same hash as
+        such a mixture, whose blocks they could find on the device."""
+        if getattr(request, "prompt_embeds", None) is None:
+            return True
+        if getattr(request, "prompt_is_token_ids", None) is not None:
+            self._has_mixtures = True
+        return not self._has_mixtures
 
     def saved(self, request_id: str) -> tuple[BlockKey, ...]:
         """As of ``Saver``; of a request in the engine."""

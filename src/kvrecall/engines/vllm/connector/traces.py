@@ -16,7 +16,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvrecall.block import TierName
 from kvrecall.engines.vllm.connector.handover import Handover
@@ -25,9 +26,7 @@ from kvrecall.engines.vllm.connector.load import PrefixLoad
 from kvrecall.engines.vllm.connector.observers import SchedulerEvents
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.device.base import Copy
-from kvrecall.engines.vllm.wire import (
-    EngineFacts,
-)
+from kvrecall.engines.vllm.wire import EngineFacts
 from kvrecall.nicety import niceties
 from kvrecall.traces import FLUSH_S, REQUEST_ID, end_provider, headers_of, parent_of, provider_at
 
@@ -54,44 +53,44 @@ class SpanPart:
     calls: list[SpanPart] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Spans for the thread. ``began_ns``: of the request, since the epoch. ``ended``: when it
-    ended, if it has."""
-
-    span: Span
-    began_ns: int
-    epoch_s: float
-    parts: Sequence[SpanPart]
-    first_token: float | None = None
-    ended: float | None = None
-    attributes: dict[str, Any] = field(default_factory=dict)
-
-
 @dataclass(slots=True)
 class RequestTrace:
     """What is noted of one request. ``span``: the request's, which has begun. ``epoch_s``: seconds
-    between the epoch and the clock's zero. ``parts``: to be sent next; the others are those that
-    still change. ``first_token``: when it was there."""
+    between the epoch and the clock's zero. ``parts``: to be sent next; ``current``: by name, those
+    that still change. ``first_token``: when it was there."""
 
     request: Any
     span: Span
     epoch_s: float
     parts: list[SpanPart] = field(default_factory=list)
+    current: dict[str, SpanPart] = field(default_factory=dict)
     is_queued: bool = True
-    wait: SpanPart | None = None
-    lookup: SpanPart | None = None
-    call: SpanPart | None = None
-    copy: SpanPart | None = None
-    compute: SpanPart | None = None
-    save: SpanPart | None = None
     first_token: float | None = None
     has_ended: bool = False
 
-    def add(self, part: SpanPart) -> SpanPart:
+    def add(self, name: str, began: float, ended: float) -> SpanPart:
+        part = SpanPart(name, began, ended)
         if self.first_token is None and len(self.parts) < _MOST_PARTS:
             self.parts.append(part)
         return part
+
+    def go_on(self, name: str, began: float, now: float) -> SpanPart:
+        """The current span of that name, which lasts until now; a new one if there is none."""
+        part = self.current.get(name)
+        if part is None:
+            part = self.current[name] = self.add(name, began, now)
+        part.ended = now
+        return part
+
+
+class _Batch(NamedTuple):
+    """Spans for the thread. ``first_token``: when it was there; ``ended``: when the trace did."""
+
+    trace: RequestTrace
+    parts: Sequence[SpanPart]
+    first_token: float | None = None
+    ended: float | None = None
+    attributes: Mapping[str, Any] = MappingProxyType({})
 
 
 def _traced(note: Callable[..., None]) -> Callable[..., None]:
@@ -170,19 +169,14 @@ class Traces(SchedulerEvents):
     @_traced
     def waited(self, trace: RequestTrace, outcome: Handover, tokens: int) -> None:
         now = self._now()
-        if trace.wait is None:
-            trace.wait = trace.add(SpanPart("wait", now, now))
-        trace.wait.ended = now
-        trace.wait.attributes = {"wait.tokens": tokens, "wait.outcome": outcome.value}
+        part = trace.go_on("wait", now, now)
+        part.attributes = {"wait.tokens": tokens, "wait.outcome": outcome.value}
 
     @_traced
     def looked_up(self, trace: RequestTrace, began: float, blocks: int, search: Lookup) -> None:
-        now = self._now()
-        part, hit = trace.lookup, search.hit
-        if part is None:
-            part = trace.lookup = trace.add(SpanPart("lookup", began, now))
+        now, hit = self._now(), search.hit
+        part = trace.go_on("lookup", began, now)
         found = Counter(tier for run in hit.runs for tier in run.tiers) if hit else Counter()
-        part.ended = now
         part.attributes = {
             "lookup.blocks": blocks,
             "lookup.found": 0 if hit is None else hit.blocks,
@@ -192,7 +186,7 @@ class Traces(SchedulerEvents):
         }
         self._calls(part, "find", began, now)
         if not search.is_pending:
-            trace.lookup = None
+            del trace.current["lookup"]
 
     @_traced
     def declined(self, trace: RequestTrace, hit: Hit, shorter: Hit | None, plan: object) -> None:
@@ -202,54 +196,39 @@ class Traces(SchedulerEvents):
             lookups[-1].attributes["lookup.declined"] = blocks
 
     @_traced
-    def acquired(self, trace: RequestTrace, load: PrefixLoad) -> None:
-        trace.lookup = None
-        trace.call = SpanPart("acquire", load.mark.seconds, self._now())
-
-    @_traced
     def load_over(self, trace: RequestTrace, load: PrefixLoad) -> None:
-        now = self._now()
-        wanted: Counter[TierName] = Counter()
-        arrived: Counter[TierName] = Counter()
-        nbytes: Counter[TierName] = Counter()
-        last: dict[TierName, float] = {}
-        for run in load.hit.runs:
-            wanted.update(run.tiers)
-            size = self._facts.groups[run.group].block_bytes
-            for tier in run.tiers:
-                nbytes[tier] += size
-        for recall, seconds in zip(load.whole, load.came, strict=True):
-            arrived.update(recall.tiers)
-            last |= dict.fromkeys(recall.tiers, load.mark.seconds + seconds)
-        for tier in filter(wanted.__getitem__, TierName):
-            missing = wanted[tier] - arrived[tier]
+        trace.current.pop("lookup", None)
+        now, began, runs = self._now(), load.mark.seconds, load.hit.runs
+        calls_end: float | None = began + load.acquired_s
+        for tier in filter(lambda tier: any(tier in run.tiers for run in runs), TierName):
+            counts = [(run.tiers.count(tier), self._facts.groups[run.group]) for run in runs]
+            wanted = sum(count for count, _ in counts)
+            came = min(wanted, sum(recall.tiers.count(tier) for recall in load.whole))
+            seen = zip(load.whole, load.came, strict=True)
+            last = max((seconds for recall, seconds in seen if tier in recall.tiers), default=0.0)
             outcome = "whole"
             if load.offsets is None:
                 outcome = "dropped"
-            elif missing > 0 and now - load.mark.seconds >= self._load_deadline_s:
-                outcome = "late"
-            elif missing > 0:
-                outcome = "given_up" if load.given_up else "lost"
-            share = 1.0 if missing <= 0 else arrived[tier] / wanted[tier]
-            ended = now if missing > 0 else last.get(tier, now)
-            part = trace.add(SpanPart("load", load.mark.seconds, max(ended, load.mark.seconds)))
+            elif came < wanted:
+                is_late = now - began >= self._load_deadline_s
+                outcome = "late" if is_late else "given_up" if load.given_up else "lost"
+            part = trace.add("load", began, max(began, now if came < wanted else began + last))
             part.attributes = {
                 "load.tier": str(tier),
-                "load.blocks": min(arrived[tier], wanted[tier]),
-                "load.bytes": round(nbytes[tier] * share),
-                "load.missing": max(0, missing),
+                "load.blocks": came,
+                "load.bytes": round(sum(n * of.block_bytes for n, of in counts) * came / wanted),
+                "load.missing": wanted - came,
                 "load.outcome": outcome,
             }
-            call, trace.call = trace.call, None
-            if call is not None:
-                self._calls(part, "acquire", call.began, min(call.ended, part.ended))
+            if calls_end is not None:
+                self._calls(part, "acquire", began, min(calls_end, part.ended))
+                calls_end = None
 
     @_traced
     def load_ordered(self, trace: RequestTrace, copies: Sequence[Copy]) -> None:
         now, groups = self._now(), self._facts.groups
         counts = [(len(copy.block_ids), groups[copy.group].record_bytes) for copy in copies]
-        trace.copy = trace.add(SpanPart("copy", now, now))
-        trace.copy.attributes = {
+        trace.go_on("copy", now, now).attributes = {
             "copy.blocks": sum(blocks for blocks, _ in counts),
             "copy.bytes": sum(blocks * nbytes for blocks, nbytes in counts),
             "copy.device": self._device,
@@ -259,7 +238,7 @@ class Traces(SchedulerEvents):
     def load_done(
         self, trace: RequestTrace, load: object, failed: bool, copied_s: float | None
     ) -> None:
-        part, trace.copy = trace.copy, None
+        part = trace.current.pop("copy", None)
         if part is not None:
             part.ended = self._now()
             part.attributes["copy.failed"] = failed
@@ -273,14 +252,11 @@ class Traces(SchedulerEvents):
             if trace is None or trace.first_token is not None:
                 continue
             self._taken(trace, now)
-            part, request = trace.compute, state.request
-            if part is None:
-                part = trace.compute = trace.add(SpanPart("compute", now, now))
-                part.attributes = {"compute.tokens": 0, "compute.steps": 0}
+            request, part = state.request, trace.go_on("compute", now, now)
             left = max(0, int(request.num_prompt_tokens) - int(request.num_computed_tokens))
-            part.ended = now
-            part.attributes["compute.tokens"] += min(scheduled[state.id], left)
-            part.attributes["compute.steps"] += 1
+            done = part.attributes
+            done["compute.tokens"] = done.get("compute.tokens", 0) + min(scheduled[state.id], left)
+            done["compute.steps"] = done.get("compute.steps", 0) + 1
             self._computing[state.id] = trace
 
     def step_ended(self) -> None:
@@ -292,17 +268,16 @@ class Traces(SchedulerEvents):
     @_traced
     def store_ordered(self, trace: RequestTrace, group: int, blocks: int) -> None:
         now = self._now()
-        if trace.save is None:
-            trace.save = SpanPart("save", now, now)
-            trace.save.attributes = {"save.blocks": 0, "save.bytes": 0, "save.failed": 0}
-        trace.save.attributes["save.blocks"] += blocks
-        trace.save.attributes["save.bytes"] += blocks * self._facts.groups[group].record_bytes
+        empty = {"save.blocks": 0, "save.bytes": 0, "save.failed": 0}
+        part = trace.current.setdefault("save", SpanPart("save", now, now, empty))
+        part.attributes["save.blocks"] += blocks
+        part.attributes["save.bytes"] += blocks * self._facts.groups[group].record_bytes
 
     def store_done(self, state: RequestState, failed: bool) -> None:
         trace = self.open.get(state.id)
-        if trace is not None and trace.save is not None:
-            trace.save.ended = self._now()
-            trace.save.attributes["save.failed"] += failed
+        if trace is not None and (part := trace.current.get("save")) is not None:
+            part.ended = self._now()
+            part.attributes["save.failed"] += failed
         if trace is not None and trace.has_ended:
             self._close_saved(state, trace)
 
@@ -311,8 +286,9 @@ class Traces(SchedulerEvents):
         if trace is None:
             return
         self._computing.pop(state.id, None)
-        if trace.first_token is None and not self._has_first_token(trace) and trace.compute:
-            trace.compute.ended = self._now()
+        part = trace.current.get("compute")
+        if trace.first_token is None and not self._has_first_token(trace) and part is not None:
+            part.ended = self._now()
         attributes = {
             **{f"tokens.{source}": count for source, count in state.sources().items()},
             "output_tokens": request.num_output_tokens,
@@ -331,18 +307,17 @@ class Traces(SchedulerEvents):
     # ---- within --------------------------------------------------------------------------
 
     def _taken(self, trace: RequestTrace, now: float) -> None:
-        """The scheduler considers the request."""
         if trace.is_queued:
             trace.is_queued = False
             arrived = float(trace.request.arrival_time) - trace.epoch_s
-            trace.add(SpanPart("queue", min(arrived, now), now))
+            trace.add("queue", min(arrived, now), now)
 
     def _has_first_token(self, trace: RequestTrace) -> bool:
         if not trace.request.num_output_tokens:
             return False
         now = trace.first_token = self._now()
-        if trace.compute is not None:
-            trace.compute.ended = now
+        if (part := trace.current.get("compute")) is not None:
+            part.ended = now
         self._send(trace, now)
         return True
 
@@ -350,8 +325,8 @@ class Traces(SchedulerEvents):
         """The request has ended: its last span is sent once no store of it is open."""
         if not state.saving.open:
             del self.open[state.id]
-            trace.parts = [] if trace.save is None else [trace.save]
-            if trace.parts:
+            if (part := trace.current.get("save")) is not None:
+                trace.parts = [part]
                 self._send(trace)
 
     def _calls(self, part: SpanPart, name: str, began: float, ended: float) -> None:
@@ -360,12 +335,11 @@ class Traces(SchedulerEvents):
             part.calls.append(SpanPart(f"pool.{name}", began, ended))
 
     def _send(self, trace: RequestTrace, *more: Any) -> None:
-        """Hands the parts since the last call to the thread, and what else belongs to a batch;
-        drops them if the thread is far behind."""
+        """Hands the parts since the last call to the thread, with the rest of a batch; drops them
+        if it is far behind."""
         parts, trace.parts = trace.parts, []
-        began_ns = int(trace.request.arrival_time * 1e9)
         if self._batches.qsize() < _MOST_UNSENT:
-            self._batches.put(_Batch(trace.span, began_ns, trace.epoch_s, parts, *more))
+            self._batches.put(_Batch(trace, parts, *more))
             return
         self._dropped()
         if not self._has_dropped:
@@ -393,27 +367,27 @@ class Traces(SchedulerEvents):
     def _make_spans(self, batch: _Batch) -> None:
         from opentelemetry.trace import SpanKind, set_span_in_context
 
+        trace, parts, first_token, ended, attributes = batch
+        began_ns = int(trace.request.arrival_time * 1e9)
+
         def at(seconds: float) -> int:
-            return max(batch.began_ns, int((seconds + batch.epoch_s) * 1e9))
+            return max(began_ns, int((seconds + trace.epoch_s) * 1e9))
+
+        def named(attributes: Mapping[str, Any]) -> dict[str, Any]:
+            return {_PREFIX + name: value for name, value in attributes.items()}
 
         def make(part: SpanPart, parent: Span, kind: SpanKind = SpanKind.INTERNAL) -> None:
-            span = self._tracer.start_span(
-                _PREFIX + part.name,
-                set_span_in_context(parent),
-                kind,
-                {_PREFIX + name: value for name, value in part.attributes.items()},
-                start_time=at(part.began),
-            )
+            context, name = set_span_in_context(parent), _PREFIX + part.name
+            attributes, began = named(part.attributes), at(part.began)
+            span = self._tracer.start_span(name, context, kind, attributes, start_time=began)
             for call in part.calls:
                 make(call, span, SpanKind.CLIENT)
             span.end(at(part.ended))
 
-        for part in batch.parts:
-            make(part, batch.span)
-        if batch.first_token is not None:
-            batch.span.add_event("first token", timestamp=at(batch.first_token))
-        if batch.ended is not None:
-            batch.span.set_attributes(
-                {_PREFIX + name: value for name, value in batch.attributes.items()}
-            )
-            batch.span.end(at(batch.ended))
+        for part in parts:
+            make(part, trace.span)
+        if first_token is not None:
+            trace.span.add_event("first token", timestamp=at(first_token))
+        if ended is not None:
+            trace.span.set_attributes(named(attributes))
+            trace.span.end(at(ended))

@@ -7,7 +7,7 @@ the engine's step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from kvrecall.engines.fingerprint import default_memory
-from kvrecall.engines.vllm.attention.activity import totals_of
+from kvrecall.engines.vllm import wire
+from kvrecall.engines.vllm.attention.activity import HeatTotals, totals_of
 from kvrecall.engines.vllm.attention.backend import retrieval_groups
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
-from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.offloaded import Records
 from kvrecall.engines.vllm.compat import config
 from kvrecall.engines.vllm.compat.scales import settle_scales
@@ -30,16 +30,6 @@ from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.device.base import Event
 from kvrecall.engines.vllm.identity.changes import RankWeights
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
-from kvrecall.engines.vllm.wire import (
-    ORIGIN_BYTES,
-    Comparison,
-    Deviation,
-    Shard,
-    ShardLayer,
-    StepOrders,
-    StepReport,
-    StoreOrder,
-)
 from kvrecall.errors import EngineError
 from kvrecall.nicety import nicety
 from kvrecall.pool.base import ArenaHandle
@@ -54,8 +44,8 @@ class RecallWorker:
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._layers: tuple[GroupPages, ...] = ()  # by KV group
-        self._groups: tuple[GroupPages, ...] = ()  # the same with the layers' digests
+        self._groups: tuple[GroupPages, ...] = ()  # layers and their digests, by KV group
+        self._layers: tuple[int, ...] = ()  # how many of each group's pages are layers
         self._mapping: ArenaMapping | None = None  # once ``shard`` has settled where it writes
         self._loading: deque[str] = deque()  # requests, in the order of their loads
         self._storing: deque[int] = deque()  # store ids, likewise
@@ -64,18 +54,18 @@ class RecallWorker:
         self._stores_done = 0
         self._failed_loads: set[str] = set()
         self._stuck: set[str] = set()  # requests whose loads are, as reported
-        self._report = StepReport()
+        self._report = wire.StepReport()
         self._retrieval: dict[int, list[RetrievalGroup]] = {}
         """By KV group: layers whose heads or types of keys differ have one each."""
         self._attention: Mapping[str, int] = {}  # their totals when they were last reported
         self._model: torch.nn.Module | None = None  # until ``shard`` has read it
         self._offloading = False
-        self._applied: StepOrders | None = None
-        self._open: StepOrders | None = None  # of a step that has begun and not ended
+        self._applied: wire.StepOrders | None = None
+        self._open: wire.StepOrders | None = None  # of a step that has begun and not ended
         self._loads_begun = False  # that step's
         self._step_began: Event | None = None
         self._timed: deque[tuple[int, Event, Event]] = deque()  # steps under way: begin and end
-        self._shard: Shard | None = None
+        self._shard: wire.Shard | None = None
         self.weights = RankWeights(default_memory())
         self._is_traced = config.traces_endpoint(vllm_config) is not None
 
@@ -84,18 +74,17 @@ class RecallWorker:
         settle_scales(self._vllm_config, kv_caches)
         cfg, fp8 = self._kv_cache_config, config.fp8_type(self._vllm_config)
         sharing = config.sharing_of(self._vllm_config, cfg)
-        self._layers = tuple(
-            GroupPages(
-                pages_of(kv_caches, placements, cfg.num_blocks, fp8, sharing.contexts),
-                sharing=sharing,
-            )
+        groups = [
+            list(pages_of(kv_caches, placements, cfg.num_blocks, fp8, sharing.contexts))
             for placements in config.layer_placements(cfg, self._vllm_config)
-        )
-        if not any(group.pages for group in self._layers):
+        ]
+        pages = [page for group in groups for page in group]
+        if not pages:
             raise EngineError("the engine registered no KV cache memory; nothing to pool")
-        self._device = device_of(next(g.pages[0].rows.device for g in self._layers if g.pages))
-        groups = [list(group.pages) for group in self._layers]
-        number_of = {page.name: at for at, pages in enumerate(groups) for page in pages}
+        self._where = pages[0].rows.device
+        self._device = device_of(self._where)
+        self._layers = tuple(map(len, groups))
+        number_of = {page.name: at for at, group in enumerate(groups) for page in group}
         for retrieval in retrieval_groups(self._vllm_config):
             number = number_of[retrieval.layer_names[0]]
             self._retrieval.setdefault(number, []).append(retrieval)
@@ -103,10 +92,7 @@ class RecallWorker:
                 LayerPages(name, rows, f"{tuple(rows.shape[1:])} bytes")
                 for name, rows in retrieval.register(kv_caches).items()
             )
-        self._groups = tuple(
-            replace(group, pages=tuple(pages))
-            for group, pages in zip(self._layers, groups, strict=True)
-        )
+        self._groups = tuple(GroupPages(tuple(group), sharing=sharing) for group in groups)
 
     def unregister(self) -> None:
         """vLLM takes the KV cache's memory away (sleep mode): loads and stores fail until
@@ -120,7 +106,7 @@ class RecallWorker:
         if self._mapping is not None:
             self._mapping.resume()
 
-    def shard(self) -> Shard:
+    def shard(self) -> wire.Shard:
         """This rank's part of a block. Must be called on all ranks at once: they communicate. The
         same each time: 0.33 asks again after sleep."""
         if self._shard is None:
@@ -128,37 +114,39 @@ class RecallWorker:
         self._model = None
         return self._shard
 
-    def _settle_shard(self) -> Shard:
+    def _settle_shard(self) -> wire.Shard:
         layers = tuple(
-            ShardLayer(page.name, page.page_bytes, page.layout, number, page.heads, page.tokens > 0)
+            wire.ShardLayer(
+                page.name, page.page_bytes, page.layout, number, page.heads, page.tokens > 0
+            )
             for number, group in enumerate(self._groups)
             for page in group.pages
         )
-        names = tuple(page.name for group in self._layers for page in group.pages)
+        counted = zip(self._groups, self._layers, strict=True)
+        names = tuple(page.name for group, count in counted for page in group.pages[:count])
         retrieval = self._retrieval_groups
         overhead = max((group.overhead_bytes for group in retrieval), default=0)
         overhead = config.most_of_ranks(overhead)
         for group in retrieval:
             group.settle_gate(overhead)
-        kernel = config.kernel_of(self._vllm_config, names)
-        sharing = self._sharing(names)
-        self._groups = tuple(_placed(replace(group, sharing=sharing)) for group in self._groups)
-        self._layers = tuple(
-            replace(layers, starts=whole.starts[: len(layers.pages)], sharing=sharing)
-            for layers, whole in zip(self._layers, self._groups, strict=True)
-        )
+        replicas = 1 if self._model is None else config.head_replicas(self._model, names)
+        sharing = config.sharing_of(self._vllm_config, self._kv_cache_config, replicas)
+        groups = [replace(pages, sharing=sharing) for pages in self._groups]
+        for at, pages in enumerate(groups):  # on all ranks at once
+            sizes = [page.page_bytes for page in pages.pages]
+            pieces = [pages.piece_bytes(page) for page in pages.pages]
+            starts = tuple(config.record_places(sizes, pieces, sharing))
+            groups[at] = replace(pages, starts=starts)
+        self._groups = tuple(groups)
         self._mapping = ArenaMapping(self._groups)
         flops, hidden = config.prompt_token_work(self._vllm_config)
         dtype = self._vllm_config.model_config.dtype
-        where = next(group.pages[0].rows.device for group in self._layers if group.pages)
-        least = least_token_seconds(flops, hidden, dtype, where)
-        loaded = None if self._model is None else LoadedModel.of(self._model)
-        return Shard(
+        return wire.Shard(
             layers,
-            kernel,
+            config.kernel_of(self._vllm_config, names),
             self._device.in_step,
-            least,
-            loaded,
+            least_token_seconds(flops, hidden, dtype, self._where),
+            None if self._model is None else LoadedModel.of(self._model),
             sharing,
             self._device.numa_node(),
             overhead,
@@ -170,10 +158,6 @@ class RecallWorker:
         self._arena.prepare(handle, self._device.numa_node())
         self._device.wait_locked()
 
-    def _sharing(self, layer_names: Iterable[str]) -> config.Sharing:
-        replicas = 1 if self._model is None else config.head_replicas(self._model, layer_names)
-        return config.sharing_of(self._vllm_config, self._kv_cache_config, replicas)
-
     def see_model(self, model: torch.nn.Module) -> None:
         """Registers the model that this rank has loaded. Called before ``shard``."""
         self._model = model
@@ -184,8 +168,7 @@ class RecallWorker:
         assert self._mapping is not None, "the engine has not requested this rank's shard yet"
         return self._mapping
 
-    def start_loads(self, orders: StepOrders) -> None:
-        """Starts the step's loads."""
+    def start_loads(self, orders: wire.StepOrders) -> None:
         self._loads_begun = True
         for load in orders.loads:
             written = [
@@ -202,7 +185,7 @@ class RecallWorker:
             else:
                 self._failed_loads.add(load.request_id)
 
-    def start_stores(self, orders: StepOrders) -> None:
+    def start_stores(self, orders: wire.StepOrders) -> None:
         """Starts the step's stores; the forward pass has been submitted."""
         self._open = None
         if orders.timed is not None and self._step_began is not None:
@@ -210,7 +193,7 @@ class RecallWorker:
             self._timed.append((orders.timed, self._step_began, ended))
             self._step_began = None
         for store in orders.stores:
-            if not self._writes_shard():
+            if not self._groups[0].sharing.writes(config.stage_rank()):  # another rank has the same
                 self._note_stored(store.store_id)
                 continue
             has_room = self._has_room(orders, store)
@@ -226,7 +209,7 @@ class RecallWorker:
         for comparison in orders.comparisons:
             self._compare(orders.arena, comparison)
 
-    def step_failed(self, orders: StepOrders) -> None:
+    def step_failed(self, orders: wire.StepOrders) -> None:
         """The forward pass of these orders' step failed, and the engine may go on: nothing that it
         was to compute is copied or compared, and loads that have not begun fail."""
         self._open = self._step_began = None
@@ -236,28 +219,28 @@ class RecallWorker:
             self._failed_loads.update(load.request_id for load in orders.loads)
         self._releases.extend((self._stores_begun, request_id) for request_id in orders.releases)
         for one in orders.comparisons:
-            self._note_compared(one, Deviation())
+            self._note_compared(one, wire.Deviation())
 
     def _note_stored(self, store_id: int, failed: bool = False) -> None:
         self._report.stored[store_id] = 1
         if failed:
             self._report.failed.add(store_id)
 
-    def _note_compared(self, comparison: Comparison, found: Deviation) -> None:
-        ranks, known = self._report.compared.get(comparison.number, (0, Deviation()))
+    def _note_compared(self, comparison: wire.Comparison, found: wire.Deviation) -> None:
+        ranks, known = self._report.compared.get(comparison.number, (0, wire.Deviation()))
         self._report.compared[comparison.number] = ranks + 1, known.plus(found)
 
-    def _has_room(self, orders: StepOrders, store: StoreOrder) -> bool:
+    def _has_room(self, orders: wire.StepOrders, store: wire.StoreOrder) -> bool:
         """Whether records of the size that this rank knows, and the origins behind them, lie in the
         arena."""
         number, sizes = store.copy.group, orders.record_bytes
         if not 0 <= number < len(sizes) == len(self._groups):
             return False
-        most = max(store.copy.offsets, default=0) + sizes[number] + ORIGIN_BYTES
+        most = max(store.copy.offsets, default=0) + sizes[number] + wire.ORIGIN_BYTES
         fits = most <= orders.arena.nbytes and self._groups[number].end <= sizes[number]
-        return fits and len(store.origin) == ORIGIN_BYTES
+        return fits and len(store.origin) == wire.ORIGIN_BYTES
 
-    def _sign(self, orders: StepOrders, store: StoreOrder) -> None:
+    def _sign(self, orders: wire.StepOrders, store: wire.StoreOrder) -> None:
         """Writes the origin behind the records that are stored, once for all ranks."""
         number = store.copy.group
         is_first = 0 in self._groups[number].places
@@ -269,14 +252,15 @@ class RecallWorker:
             at = offset + orders.record_bytes[number]
             memory[at : at + len(origin)] = origin
 
-    def _compare(self, arena: ArenaHandle, comparison: Comparison) -> None:
+    def _compare(self, arena: ArenaHandle, comparison: wire.Comparison) -> None:
         """Compares device blocks with the pool's, this rank's part of them."""
         memory = self._arena.memory(arena)
-        found = Deviation()
+        found = wire.Deviation()
         if memory is not None:
             copy = comparison.copy
+            group = self._groups[copy.group]
             found = deviation(
-                self._layers[copy.group],
+                replace(group, pages=group.pages[: self._layers[copy.group]]),
                 torch.from_numpy(memory),
                 copy.block_ids,
                 copy.offsets,
@@ -287,7 +271,7 @@ class RecallWorker:
         if comparison.repeated and not found.within:
             self._report.refuted.add(comparison.request_id)
 
-    def before_overwrite(self, orders: StepOrders) -> None:
+    def before_overwrite(self, orders: wire.StepOrders) -> None:
         """Called before the step writes any device block or builds attention metadata.
 
         Does nothing the second time for the same orders: with Model Runner V2 both
@@ -344,13 +328,13 @@ class RecallWorker:
             step, began, ended = self._timed.popleft()
             self._report.timed[step] = ended.seconds_since(began)
 
-    def report(self) -> StepReport | None:
+    def report(self) -> wire.StepReport | None:
         """Events since the last report; None without any."""
         news = self.weights.news()
         self._report.reloaded, self._report.adapters = news.is_reloaded, news.adapters
         self._report.swapped = set(news.swapped)
-        report, self._report = self._report, StepReport()
-        return None if report == StepReport() else report
+        report, self._report = self._report, wire.StepReport()
+        return None if report == wire.StepReport() else report
 
     @property
     def _retrieval_groups(self) -> list[RetrievalGroup]:
@@ -374,39 +358,23 @@ class RecallWorker:
         if self._mapping is not None:
             self._mapping.close()
 
-    def _offload(self, orders: StepOrders) -> None:
+    def _offload(self, orders: wire.StepOrders) -> None:
         """Reports partially offloaded sequences to the attention layers."""
         offload = orders.offload
         self._offloading = offload is not None
-        moves = offload is not None and bool(offload.arrivals or offload.departures)
-        records = self._records(orders.arena) if moves else None
+        records = memory = None
+        if offload is not None and (offload.arrivals or offload.departures):
+            memory = self._arena.memory(orders.arena)
+        if memory is not None:  # else the arena cannot be mapped
+            (only,) = self._groups
+            places = zip((page.name for page in only.pages), only.places, strict=True)
+            records = Records(memory, dict(places), orders.arena)
         groups = self._retrieval_groups
         lost = {one for group in groups for one in group.take(offload, records)}
         self._arena.keep(frozenset(one for group in groups for one in group.arenas))
         arriving = set() if offload is None else {one.request_id for one in offload.arrivals}
         self._failed_loads |= lost & arriving
         self._report.lost |= lost
-
-    def _records(self, arena: ArenaHandle) -> Records | None:
-        """The blocks in that arena; None if it cannot be mapped."""
-        memory = self._arena.memory(arena)
-        if memory is None:
-            return None
-        (group,) = self._groups
-        names = (page.name for page in group.pages)
-        return Records(memory, dict(zip(names, group.places, strict=True)), arena)
-
-    def _writes_shard(self) -> bool:
-        """Of ranks that hold identical KV, the first writes it."""
-        return self._groups[0].sharing.writes(config.stage_rank())
-
-
-def _placed(group: GroupPages) -> GroupPages:
-    """The group with the places of this rank's bytes in its records. Must be called on all ranks at
-    once."""
-    sizes = [page.page_bytes for page in group.pages]
-    pieces = [group.piece_bytes(page) for page in group.pages]
-    return replace(group, starts=tuple(config.record_places(sizes, pieces, group.sharing)))
 
 
 @nicety("the measurement of this device's speed", 0.0)

@@ -1,11 +1,13 @@
-"""CUDA itself: copies of rows, for which vLLM has no function; and batched copies and page-locking
-where no vLLM is installed that brings them (``kvrecall gpu-check`` with PyTorch alone)."""
+"""CUDA itself: copies of rows, for which vLLM has no function; batched copies and page-locking
+where no vLLM is installed that brings them (``kvrecall gpu-check`` with PyTorch alone); and the
+accelerators of this machine, as torch knows them."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -129,17 +131,59 @@ def pci_address(index: int) -> str | None:
 
 
 def host_register(address: int, nbytes: int) -> bool:
-    """Page-locks a range; False if the system refuses. CUDA keeps the error for this thread, which
-    must not launch anything."""
-    if not torch.cuda.is_available():
-        return False
-    return bool(_runtime().cudaHostRegister(address, nbytes, 0).value == 0)
+    """Page-locks a range, by vLLM's function for this platform, or CUDA's where no vLLM is
+    installed. False if the system refuses. Leaves no error behind that a launch of another thread
+    would raise, unless CUDA's keeps one for this thread, which must not launch anything."""
+    try:
+        from vllm.v1.kv_offload.cpu.host_register import host_register as register
+    except ImportError:
+        is_there = torch.cuda.is_available()
+        return is_there and bool(_runtime().cudaHostRegister(address, nbytes, 0).value == 0)
+    return bool(register(address, nbytes))
 
 
 def host_unregister(address: int) -> None:
     """Undoes ``host_register`` of the range that begins there."""
-    _runtime().cudaHostUnregister(address)
+    try:
+        from vllm.v1.kv_offload.cpu.host_register import host_unregister as unregister
+    except ImportError:
+        unregister = _runtime().cudaHostUnregister
+    unregister(address)
 
 
 def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """``capability``: such as ``9.0``; "" where the device's kind has none. Sizes in bytes."""
+
+    name: str
+    capability: str
+    nbytes: int
+    free_bytes: int
+
+
+def built_for() -> str:
+    """What torch is built for, such as ``CUDA 13.0``; "" for CPUs."""
+    kinds = {"cuda": "CUDA", "hip": "ROCm", "xpu": "XPU", "cann": "CANN"}
+    versions = {name: getattr(torch.version, kind, None) for kind, name in kinds.items()}
+    return next((f"{name} {version}" for name, version in versions.items() if version), "")
+
+
+def accelerators() -> list[DeviceFacts]:
+    """The devices that this process sees, by number."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return []
+    module = torch.get_device_module(kind)
+    return [_facts(module, number) for number in range(torch.accelerator.device_count())]
+
+
+def _facts(module: object, number: int) -> DeviceFacts:
+    properties = module.get_device_properties(number)  # type: ignore[attr-defined]
+    free, total = module.mem_get_info(number)  # type: ignore[attr-defined]
+    numbers = getattr(properties, "major", None), getattr(properties, "minor", None)
+    capability = ".".join(map(str, numbers)) if None not in numbers else ""
+    return DeviceFacts(str(properties.name), capability, int(total), int(free))

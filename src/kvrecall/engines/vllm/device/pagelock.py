@@ -63,7 +63,7 @@ class PageLock:
         self._thread.join()
         with torch.accelerator.device_index(self._device.index):
             for start in range(0, self._locked, CHUNK_BYTES):
-                unregister(self.begin + start)
+                driver.host_unregister(self.begin + start)
         self._locked = 0
 
     def _run(self) -> None:
@@ -83,7 +83,7 @@ class PageLock:
                 if self._populated() < self._locked + chunk:
                     self.settled.set()
                     self._stop.wait(_IDLE_S)
-                elif register(self.begin + self._locked, chunk):
+                elif driver.host_register(self.begin + self._locked, chunk):
                     self._locked += chunk
                 else:
                     logger.warning(
@@ -103,23 +103,3 @@ def numa_node_at(pci_address: str, root: Path = Path("/sys/bus/pci/devices")) ->
     except (OSError, ValueError):
         return None
     return node if node >= 0 else None
-
-
-def register(address: int, nbytes: int) -> bool:
-    """Locks a range, by vLLM's function for this platform, or CUDA's where no vLLM is installed.
-    False if the system refuses. Leaves no error behind that a launch of another thread would raise.
-    """
-    try:
-        from vllm.v1.kv_offload.cpu.host_register import host_register
-    except ImportError:
-        return driver.host_register(address, nbytes)
-    return bool(host_register(address, nbytes))
-
-
-def unregister(address: int) -> None:
-    """Undoes ``register`` of the range that begins there."""
-    try:
-        from vllm.v1.kv_offload.cpu.host_register import host_unregister
-    except ImportError:
-        return driver.host_unregister(address)
-    return host_unregister(address)

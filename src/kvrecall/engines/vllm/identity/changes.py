@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,21 +108,15 @@ class RankWeights:
         news, is_whole, self._is_whole = self.news(), self._is_whole, False
         tensors, is_opaque = None, False
         if weigh and not self._sleeps and not getattr(worker, "_weight_update_active", False):
-            models = [worker.get_model()]
-            if hasattr(worker, "get_draft_model"):
-                models += [worker.get_draft_model()]
+            draft = worker.get_draft_model() if hasattr(worker, "get_draft_model") else None
             try:
-                tensors, is_opaque = digest_of([model for model in models if model is not None])
+                tensors, is_opaque = digest_of(
+                    [model for model in (worker.get_model(), draft) if model is not None]
+                )
             except (RuntimeError, TypeError, ValueError, AttributeError) as error:
                 logger.warning("kvrecall: cannot read the model's parameters: %s", error)
-        return Look(
-            tensors,
-            is_opaque,
-            news.is_reloaded,
-            is_whole,
-            self._sleeps,
-            news.adapters,
-            news.swapped,
+        return replace(
+            news, tensors=tensors, is_opaque=is_opaque, is_whole=is_whole, sleeps=self._sleeps
         )
 
 
@@ -158,10 +152,9 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def together(looks: list[Look]) -> Look:
     """What all ranks have, in their order. An adapter that they have not read alike is unknown."""
-    tensors = [look.tensors for look in looks]
-    known = bool(looks) and all(one is not None for one in tensors)
+    tensors = [look.tensors for look in looks if look.tensors is not None]
     return Look(
-        " ".join(one for one in tensors if one is not None) if known else None,
+        " ".join(tensors) if looks and len(tensors) == len(looks) else None,
         any(look.is_opaque for look in looks),
         any(look.is_reloaded for look in looks),
         all(look.is_whole for look in looks),

@@ -16,7 +16,7 @@ import json
 import os
 import tomllib
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,16 +112,13 @@ def adapter_ingredients(vllm_config: Any) -> dict[str, str]:
     """
     if vllm_config.lora_config is None:
         return {}
-    return _Walk(vllm_config, Fate.ADAPTER).result() | _variables(Fate.ADAPTER, None)
+    return _Walk(vllm_config, Fate.ADAPTER).result() | _variables(Fate.ADAPTER)
 
 
-def environment(getters: Mapping[str, Callable[[], Any]] | None = None) -> dict[str, str]:
-    """Environment variables in the namespace, as ``ingredients`` has fields.
-
-    ``getters``: vLLM's function for each variable; those of ``vllm.envs`` by default.
-    """
+def environment() -> dict[str, str]:
+    """Environment variables in the namespace, as ``ingredients`` has fields."""
     set_below = {name: os.environ[name] for name in LIBRARIES if name in os.environ}
-    return _variables(Fate.IN_NAMESPACE, getters) | set_below
+    return _variables(Fate.IN_NAMESPACE) | set_below
 
 
 def unrepeatable(vllm_config: Any) -> str:
@@ -169,12 +166,12 @@ class _Walk:
 
     def _part(self, part: Any, key: str, name: str) -> None:
         """Adds the fields of a part, and the part itself where being there means something."""
-        draftless = name == "VllmConfig.speculative_config" and not _has_draft(self._root)
-        if part is None or draftless:
+        is_draft = name == "VllmConfig.speculative_config"
+        if part is None or (is_draft and draft_model(self._root) is None):
             return
         kind = type(part).__name__
-        counts = _COUNTS_ITSELF.get(name, _never)
-        if self._fate is Fate.IN_NAMESPACE and counts(self._root):
+        counts = _COUNTS_ITSELF.get(name)
+        if self._fate is Fate.IN_NAMESPACE and counts is not None and counts(self._root):
             self._found[key] = kind
         self._config(part, kind if kind not in self._labels else key)
 
@@ -191,13 +188,11 @@ class _Walk:
 
 def decisions(class_name: str) -> dict[str, Decision]:
     """The decision for each field of a configuration class, by the field's name."""
-    return dict(_flat(TABLE.get(class_name, {})))
+    return _by_name(TABLE.get(class_name, {}))
 
 
-def _flat(table: Table) -> Iterator[tuple[str, Decision]]:
-    for decision, names in table.items():
-        for name in names:
-            yield name, decision
+def _by_name(table: Table) -> dict[str, Decision]:
+    return {name: decision for decision, names in table.items() for name in names}
 
 
 _NONE = object()
@@ -210,12 +205,8 @@ def _default(field: Any) -> Any:
         default, factory = default.default, default.default_factory or dataclasses.MISSING
     if factory is not dataclasses.MISSING:
         return factory()
-    return default if _is_stable(default) else _NONE
-
-
-def _is_stable(value: Any) -> bool:
-    """Whether a default is a value, and no mark of its absence."""
-    return value is not dataclasses.MISSING and type(value).__name__ != "PydanticUndefinedType"
+    is_absent = default is dataclasses.MISSING or type(default).__name__ == "PydanticUndefinedType"
+    return _NONE if is_absent else default
 
 
 def _digest(texts: Mapping[str, str]) -> str:
@@ -223,16 +214,8 @@ def _digest(texts: Mapping[str, str]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _has_draft(root: Any) -> bool:
-    return draft_model(root) is not None
-
-
 def _is_moe(root: Any) -> bool:
     return bool(root.parallel_config.is_moe_model)
-
-
-def _never(root: Any) -> bool:
-    return False
 
 
 def _as_it_is(value: Any, root: Any) -> Any:
@@ -292,12 +275,17 @@ _COUNTS_ITSELF: Mapping[str, Callable[[Any], bool]] = {
 """Parts whose fields may all be defaults, and when their presence shapes KV."""
 
 
-def _variables(fate: Fate, getters: Mapping[str, Callable[[], Any]] | None) -> dict[str, str]:
-    getters = envs.environment_variables if getters is None else getters
-    decided = dict(_flat(ENVIRONMENT))
+def _variables(fate: Fate) -> dict[str, str]:
+    getters, decided = envs.environment_variables, _by_name(ENVIRONMENT)
     known = [name for name in getters if name in decided and decided[name].fate is fate]
+    unknown = [name for name in getters if name not in decided]
+    if fate is not Fate.IN_NAMESPACE:
+        unknown = []
+    elif unknown:
+        kept = envs.compile_factors()  # what vLLM itself treats as changing computation
+        unknown = [name for name in unknown if name in kept]
     found, defaults = {}, {}
-    for name in known + (_unknown(getters) if fate is Fate.IN_NAMESPACE else []):
+    for name in known + unknown:
         text, default = _read(name, getters[name])
         if name in decided:
             defaults[name] = default
@@ -306,24 +294,12 @@ def _variables(fate: Fate, getters: Mapping[str, Callable[[], Any]] | None) -> d
     return found | {"defaults of variables": _digest(defaults)}
 
 
-def _unknown(getters: Mapping[str, Callable[[], Any]]) -> list[str]:
-    """Variables that no table here knows and that vLLM itself treats as changing computation."""
-    decided = {name for name, _ in _flat(ENVIRONMENT)}
-    unknown = [name for name in getters if name not in decided]
-    factors = getattr(envs, "compile_factors", None)
-    if not unknown or factors is None:
-        return unknown
-    kept = factors() if getters is envs.environment_variables else getters
-    return [name for name in unknown if name in kept]
-
-
 def _read(name: str, getter: Callable[[], Any]) -> tuple[str, str]:
     """A variable's value and its value where nothing is set, both as canonical text."""
     take = _content if name == TUNED_CONFIGS else _as_it_is
     try:
-        return canonical(take(getter(), None)), canonical(
-            take(_where_nothing_is_set(getter)(), None)
-        )
+        value, unset = take(getter(), None), take(_where_nothing_is_set(getter)(), None)
+        return canonical(value), canonical(unset)
     except (ValueError, OSError, TypeError):
         # vLLM refuses such a value when it comes to need it.
         return os.environ.get(name, ""), ""
@@ -336,13 +312,9 @@ def _where_nothing_is_set(getter: Any) -> Callable[[], Any]:
     bare = types.SimpleNamespace(
         environ={}, getenv=lambda name, default=None: default, path=os.path, cpu_count=os.cpu_count
     )
-    return types.FunctionType(
-        getter.__code__,
-        {**getter.__globals__, "os": bare},
-        getter.__name__,
-        getter.__defaults__,
-        getter.__closure__,
-    )
+    names = {**getter.__globals__, "os": bare}
+    rest = getter.__name__, getter.__defaults__, getter.__closure__
+    return types.FunctionType(getter.__code__, names, *rest)
 
 
 def canonical(value: Any) -> str:

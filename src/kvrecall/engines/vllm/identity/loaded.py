@@ -31,9 +31,9 @@ whole."""
 _COPIES = re.compile(r"^output_sizes?$")
 """Likewise, of projections that count a KV head as often as there are ranks that have it."""
 
-_STATE = frozenset(("compiled", "first_compile", "was_aot_compile_fn_loaded_from_disk"))
-"""Attributes by which vLLM's compiler keeps note of what it has done: other ones after a start that
-compiles than after one that finds its compiled functions on disk."""
+_STATE = frozenset("training compiled first_compile was_aot_compile_fn_loaded_from_disk".split())
+"""PyTorch's mode, and attributes by which vLLM's compiler keeps note of what it has done: others
+after a start that compiles than after one that finds its compiled functions on disk."""
 
 _LAYER = re.compile(r"(.*?\.)?(layers|h|blocks)\.\d+(?=\.|$)")
 
@@ -94,20 +94,16 @@ def _digest(content: object) -> str:
 def _switches(model: nn.Module) -> Iterator[tuple[str, object]]:
     """Public numbers, flags and types of every module, and its class."""
     for path, module in model.named_modules():
-        if type(module).__module__.startswith(_ADAPTERS):
-            continue
-        if type(module).__name__ == "PPMissingLayer":  # another pipeline stage has it
+        kind = type(module)  # a missing layer: another pipeline stage has it
+        if kind.__module__.startswith(_ADAPTERS) or kind.__name__ == "PPMissingLayer":
             continue
         path = path.replace(".base_layer", "")
-        yield path, type(module).__qualname__
+        yield path, kind.__qualname__
         for name, value in vars(module).items():
-            if name.startswith("_") or name == "training" or _LIMITS.search(name):
+            is_copied = hasattr(module, "num_kv_head_replicas") and _COPIES.search(name)
+            if is_copied or name in _STATE or _LIMITS.search(name) or _SHARDS.search(name):
                 continue
-            if name in _STATE or _SHARDS.search(name):
-                continue
-            if hasattr(module, "num_kv_head_replicas") and _COPIES.search(name):
-                continue
-            if _is_plain(value):
+            if not name.startswith("_") and _is_plain(value):
                 yield f"{path}.{name}", _text(value)
 
 

@@ -51,10 +51,7 @@ def namespace_of(
         "python": hash_dialect(cache.prefix_caching_hash_algo),
         "byte_order": sys.byteorder,
     }
-    reason = fields.unrepeatable(vllm_config)
-    if getattr(cache, "calculate_kv_scales", False):
-        reason = "calculate_kv_scales takes scales from the first request served"
-    if reason:
+    if reason := fields.unrepeatable(vllm_config):
         logger.warning(
             "kvrecall: no other engine can use this engine's blocks; NOTHING WILL HIT "
             "AFTER A RESTART: %s",
@@ -120,13 +117,11 @@ def hash_dialect(algo: str) -> str:
 
 def config_text(hf_config: Any) -> str:
     """The model's configuration as canonical text, without parts that do not shape its KV."""
-    fields = {
-        name: value for name, value in hf_config.to_dict().items() if name not in _IRRELEVANT_CONFIG
-    }
+    kept = {k: v for k, v in hf_config.to_dict().items() if k not in _IRRELEVANT_CONFIG}
     try:
-        return json.dumps(fields, sort_keys=True, default=str)
+        return json.dumps(kept, sort_keys=True, default=str)
     except TypeError:  # of a mapping whose keys have no order, or are no text
-        return json.dumps(_with_texts(fields), sort_keys=True, default=str)
+        return json.dumps(_with_texts(kept), sort_keys=True, default=str)
 
 
 def _with_texts(value: Any) -> Any:
@@ -191,18 +186,17 @@ class NamespaceRegistry:
 
     def is_settled(self, request: Any) -> bool:
         """Whether the namespace of a request is known by now. Does not wait."""
-        if self._base is None:
-            self._base = self._next_base()
-        known = self._base is not None and (
-            request.lora_request is None or self.adapters.is_known(request.lora_request)
-        )
-        if self._base is None and not self._warned:
+        if self._base is None and (base := self._make_base()) is not None:
+            self._base = base.derive(epoch=self._epoch) if self._is_private else base
+        if self._base is not None:
+            return request.lora_request is None or self.adapters.is_known(request.lora_request)
+        if not self._warned:
             self._warned = True
             logger.warning(
                 "kvrecall: requests are computed without the pool until the fingerprint of the "
                 "weights is known; only the first start with them takes that long"
             )
-        return known
+        return False
 
     def of(self, request: Any) -> Namespace | None:
         """Namespace of a request's blocks, with its adapter's content; None: not pooled. For a
@@ -251,12 +245,6 @@ class NamespaceRegistry:
         for digest in digests:
             self.live.pop(digest, None)
         return digests
-
-    def _next_base(self) -> Namespace | None:
-        namespace = self._make_base()
-        if namespace is None or not self._is_private:
-            return namespace
-        return namespace.derive(epoch=self._epoch)
 
     def _register(self, namespace: Namespace) -> None:
         groups: tuple[Namespace, ...] = (namespace,)

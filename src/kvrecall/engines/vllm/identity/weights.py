@@ -66,15 +66,17 @@ class Weights:
         self._config = vllm_config
         self._memory = memory or default_memory()
         self._early = early
+        configs = vllm_config.model_config, draft_model(vllm_config)
+        self._configs = [one for one in configs if one is not None]
         self._jobs: dict[Path, Fingerprint] = {}
-        self._found: dict[int, _Model] = {}
+        self._found: list[_Model] = []
         self._text: str | None = None
         self._begin()
 
     @property
     def folder(self) -> Path | None:
         """The folder of the only model; None if there are others, or no folder."""
-        models = self._models()
+        models = self._begin()
         return models[0].folder if len(models) == 1 else None
 
     def files(self, folder: Path) -> Fingerprint:
@@ -97,46 +99,46 @@ class Weights:
         """Fingerprint of the weights. Random if they cannot be known: no block is then shared with
         any other engine, and the log says why. Call it after loading, once ``is_known``."""
         if self._text is None:
-            texts = [self._text_of(model) for model in self._models()]
+            texts = [self._text_of(model) for model in self._begin()]
             private = [text for text in texts if text.startswith("private")]
             self._text = private[0] if private else " + ".join(texts)
         return self._text
 
-    def _begin(self) -> None:
-        for model in self._models():
+    def _begin(self) -> list[_Model]:
+        """The models, up to the first that may yet be downloaded; starts reading their files."""
+        found = list(self._found)
+        for config in self._configs[len(found) :]:
+            found.append(model := _model(config, self._config.load_config))
             if model.folder is not None and model.folder not in self._jobs:
                 self._jobs[model.folder] = Fingerprint(model.folder, model.code, self._memory)
-
-    def _models(self) -> list[_Model]:
-        load = self._config.load_config
-        configs = [self._config.model_config, draft_model(self._config)]
-        for place, config in enumerate(configs):
-            if config is not None and place not in self._found:
-                model = _model(config, load)
-                if model.folder is None and not model.dummy:
-                    return [*self._found.values(), model]  # it may yet be downloaded
-                self._found[place] = model
-        return list(self._found.values())
+            if model.folder is None and not model.dummy:
+                break
+            self._found.append(model)
+        return found
 
     def _text_of(self, model: _Model) -> str:
         if model.dummy:
             return model.dummy
-        if model.folder is None:
-            return _private(model.name, model.reason)
-        job = self._jobs[model.folder]
-        if job.digest is None:
-            return _private(model.name, job.failure)
-        if not job.still_holds():
-            return _private(model.name, f"files of {model.folder} changed while the engine loaded")
-        if not (self._early or model.downloaded):
-            newer = _newer_than_process(job.files)
-            if newer:
-                return _private(
-                    model.name,
-                    f"{newer} changed after this process had started, so it may not be what was "
-                    "loaded",
-                )
-        return job.digest
+        reason = model.reason
+        if model.folder is not None:
+            job = self._jobs[model.folder]
+            if job.digest is None:
+                reason = job.failure
+            elif not job.still_holds():
+                reason = f"files of {model.folder} changed while the engine loaded"
+            elif self._early or model.downloaded or not (new := _newer_than_process(job.files)):
+                return job.digest
+            else:
+                reason = f"{new} changed after this process had started, so it may not be what was "
+                reason += "loaded"
+        logger.warning(
+            "kvrecall: cannot determine the weights of %s: %s. Blocks are private to this "
+            "process and NOTHING WILL HIT AFTER A RESTART. Pass the path of a downloaded model "
+            "that does not change while the engine starts",
+            model.name,
+            reason,
+        )
+        return f"private {secrets.token_hex(16)}"
 
 
 @dataclass(slots=True)
@@ -273,17 +275,11 @@ class RunningWeights:
         if self._now is not None or was_known:
             self._changed()
         if self._now is None:
-            logger.warning(
-                "kvrecall: %s takes or changes the weights: nothing is recalled or saved until "
-                "they are known again",
-                cause,
-            )
+            now = "takes or changes the weights: nothing is pooled until they are known again"
         else:
-            logger.warning(
-                "kvrecall: %s changed the weights: blocks of other weights are not recalled, and "
-                "requests in the engine are not pooled",
-                cause,
-            )
+            now = "changed the weights: blocks of other weights are not recalled, and requests in "
+            now += "the engine are not pooled"
+        logger.warning("kvrecall: %s %s", cause, now)
 
     def _key(self, seen: Look) -> tuple[int, str]:
         return self._loads if seen.is_opaque else 0, seen.tensors or ""
@@ -302,17 +298,6 @@ class RunningWeights:
         return self._folder if self._folder.is_dir() else None
 
 
-def _private(name: str, reason: str) -> str:
-    logger.warning(
-        "kvrecall: cannot determine the weights of %s: %s. Blocks are private to this "
-        "process and NOTHING WILL HIT AFTER A RESTART. Pass the path of a downloaded model "
-        "that does not change while the engine starts",
-        name,
-        reason,
-    )
-    return f"private {secrets.token_hex(16)}"
-
-
 def _model(model_config: Any, load_config: Any) -> _Model:
     name = str(model_config.model)
     code = bool(model_config.trust_remote_code)
@@ -320,19 +305,15 @@ def _model(model_config: Any, load_config: Any) -> _Model:
     if load_format == "dummy":
         return _Model(name, None, code, dummy=f"dummy seed {model_config.seed}")
     if load_format not in _FROM_THE_FOLDER:
-        return _Model(
-            name, None, code, reason=f"load format {load_format} may read weights from elsewhere"
-        )
+        reason = f"load format {load_format} may read weights from elsewhere"
+        return _Model(name, None, code, reason=reason)
     elsewhere = str(getattr(model_config, "model_weights", "") or "")
     if elsewhere and elsewhere != name:
         return _Model(name, None, code, reason=f"its weights are streamed from {elsewhere}")
-    path = Path(name)
-    if path.exists():
-        return _Model(name, path, code)
-    folder = _hub_snapshot(model_config, load_config)
-    if folder is None:
-        return _Model(name, None, code, True, "it is neither a local folder nor in the hub's cache")
-    return _Model(name, folder, code, True)
+    if Path(name).exists():
+        return _Model(name, Path(name), code)
+    reason = "it is neither a local folder nor in the hub's cache"
+    return _Model(name, _hub_snapshot(model_config, load_config), code, True, reason)
 
 
 def draft_model(vllm_config: Any) -> Any:

@@ -49,7 +49,7 @@ from kvrecall.config import RecallSettings, default_socket, split_for_service
 from kvrecall.engines.base import Limits, Listener, Role, ServeSpec, ServingEngine
 from kvrecall.engines.vllm.attention import plugin
 from kvrecall.engines.vllm.compat import events, waits
-from kvrecall.engines.vllm.compat.plugins import name_own_plugins
+from kvrecall.engines.vllm.compat.processes import name_own_plugins
 from kvrecall.engines.vllm.compat.runner import ask_for_seeds
 from kvrecall.engines.vllm.compat.serving import (
     end_engine_cores_with_parent,
@@ -78,13 +78,15 @@ Protocol = type[asyncio.Protocol]
 
 make_arg_parser, validate_parsed_serve_args, cli_env_setup = vllm_command_line()
 
-_GIB = 1 << 30
-_MAX_DEFAULT_CPU_KV = 4 * _GIB
+_HANDLERS = {
+    "openai_serving_chat": RecallChat,
+    "openai_serving_completion": RecallCompletion,
+    "anthropic_serving_messages": RecallMessages,
+}
+_MAX_DEFAULT_CPU_KV = 4 << 30  # bytes
 _LAST_BYTES_S = 5  # for connections to take what was sent before the engine ended
 _LAST_BYTES_OF_OTHERS_S = 2  # the same of further listeners
 _HANDSHAKE_S = 10.0  # of TLS
-
-
 _RANKS = (
     "; --data-parallel-start-rank is for one of several hosts, with --data-parallel-size-local "
     "below --data-parallel-size, and for a mixture of experts. Replicas of other models are "
@@ -118,20 +120,24 @@ def serve(spec: ServeSpec, attach: Attach, protocol: Protocol) -> int:
     """
     cli_env_setup()
     end_engine_cores_with_parent()
-    spec = replace(spec, recall=_askable(spec))
+    is_embedded = (spec.recall or {}).get("backend", "embedded") == "embedded"
+    if spec.recall is not None and is_embedded:  # with a socket at which its pool answers queries
+        address = str(default_socket().with_name(f"serve-{spec.port}.sock"))
+        spec = replace(spec, recall={"admin_socket": address, **spec.recall})
     name_own_plugins(os.environ)
     if spec.retrieval:
         plugin.ask(os.environ)
     args = parse_args(spec)
     _cpu_environment(args.tensor_parallel_size * args.pipeline_parallel_size)
-    if spec.recall is None or not _is_embedded(spec.recall) or _local_replicas(args) == 1:
+    with contextlib.ExitStack() as shared:
+        replicas = _local_replicas(args)
+        if spec.recall is not None and is_embedded and replicas > 1:
+            pool, engines = split_for_service(spec.recall)
+            shared.enter_context(contextlib.closing(ChildService(pool)))
+            log.info("%d replicas share the pool at %s", replicas, pool["socket"])
+            spec = replace(spec, recall=engines)
+            args = parse_args(spec)
         return uvloop.run(_serve(args, spec, attach, protocol), loop_factory=_Loop)
-    pool, engines = split_for_service(spec.recall)
-    with contextlib.closing(ChildService(pool)):
-        log.info("%d replicas share the pool at %s", _local_replicas(args), pool["socket"])
-        spec = replace(spec, recall=engines)
-        serving = _serve(parse_args(spec), spec, attach, protocol)
-        return uvloop.run(serving, loop_factory=_Loop)
 
 
 def _local_replicas(args: Namespace) -> int:
@@ -140,20 +146,6 @@ def _local_replicas(args: Namespace) -> int:
         return 1  # the others are servers of their own
     local: int | None = args.data_parallel_size_local
     return args.data_parallel_size if local is None else max(local, 1)
-
-
-def _is_embedded(recall: Mapping[str, object]) -> bool:
-    return recall.get("backend", "embedded") == "embedded"
-
-
-def _askable(spec: ServeSpec) -> Mapping[str, object] | None:
-    """The pool's settings with a socket at which an embedded pool answers queries."""
-    if spec.recall is None or not _is_embedded(spec.recall):
-        return spec.recall
-    return {
-        "admin_socket": str(default_socket().with_name(f"serve-{spec.port}.sock")),
-        **spec.recall,
-    }
 
 
 def parse_args(spec: ServeSpec) -> Namespace:
@@ -201,16 +193,17 @@ def command_line(options: Mapping[str, object]) -> list[str]:
     """Command-line words for engine options (see ServeSpec.options). None leaves one out."""
     words: list[str] = []
     for name, value in options.items():
-        if value is None:
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, Mapping):
-            words += [f"--{name}", json.dumps(value)]
-        elif isinstance(value, list | tuple):
-            words += [f"--{name}", *map(str, value)]
-        else:
-            words += [f"--{name}", str(value)]
+        match value:
+            case None:
+                continue
+            case bool():
+                words.append(f"--{name}" if value else f"--no-{name}")
+            case Mapping():
+                words += [f"--{name}", json.dumps(value)]
+            case list() | tuple():
+                words += [f"--{name}", *map(str, value)]
+            case _:
+                words += [f"--{name}", str(value)]
     return words
 
 
@@ -255,10 +248,13 @@ async def _serve(args: Namespace, spec: ServeSpec, attach: Attach, protocol: Pro
         raise EngineError(f"cannot listen on {spec.host}:{spec.port}: {error.strerror}") from error
     with contextlib.ExitStack() as bound:
         bound.callback(sock.close)
-        sockets = {each.name: bound.enter_context(_bound(each)) for each in spec.listeners}
+        sockets = [bound.enter_context(_bound(each)) for each in spec.listeners]
         async with _engine(args, spec.limits) as engine:
             app, others = await _application(engine, args, spec, attach)
-            _tell_addresses(args, spec)
+            names = ", ".join(args.served_model_name or [args.model])
+            for each in (Listener(names, spec.host, spec.port, spec.tls), *spec.listeners):
+                scheme = "https" if each.tls else "http"
+                log.info("serving %s on %s://%s:%s", each.name, scheme, each.host, each.port)
             async with _serving(spec.listeners, sockets, others, args, protocol):
                 shutdown = await serve_http(
                     app,
@@ -272,14 +268,6 @@ async def _serve(args: Namespace, spec: ServeSpec, attach: Attach, protocol: Pro
         log.error("the engine died; see its own message above")
         return 1
     return 0
-
-
-def _tell_addresses(args: Namespace, spec: ServeSpec) -> None:
-    scheme = "https" if spec.tls else "http"
-    log.info("serving %s on %s://%s:%s", _names(args), scheme, spec.host, spec.port)
-    for each in spec.listeners:
-        scheme = "https" if each.tls else "http"
-        log.info("serving %s on %s://%s:%s", each.name, scheme, each.host, each.port)
 
 
 def _end_at_once(number: int, _: object) -> None:
@@ -336,17 +324,14 @@ async def _application(
     stop_at_first_error(app)
     await init_app_state(engine, app.state, args, tasks)
     pooled = engine.vllm_config.kv_transfer_config is not None
-    state = app.state
-    ours = {"limits": spec.limits, "pooled": pooled}
-    state.openai_serving_chat = handler_as(state.openai_serving_chat, RecallChat, **ours)
-    completion = handler_as(state.openai_serving_completion, RecallCompletion, **ours)
-    state.openai_serving_completion = completion
-    messages = handler_as(state.anthropic_serving_messages, RecallMessages, **ours)
-    state.anthropic_serving_messages = messages
+    for name, kind in _HANDLERS.items():
+        plain = getattr(app.state, name)
+        setattr(app.state, name, handler_as(plain, kind, limits=spec.limits, pooled=pooled))
     app.middleware_stack = None  # vLLM has built it already; it is built anew when serving starts
-    ours_too = VllmEngine(engine, completion, spec.limits, _pool_socket(spec))
+    completion = app.state.openai_serving_completion
+    ours = VllmEngine(engine, completion, spec.limits, _pool_socket(spec))
     origins = [origin for origin in args.allowed_origins if origin != "*"]
-    return app, attach(app, ours_too, args.api_key, origins)
+    return app, attach(app, ours, args.api_key, origins)
 
 
 def _pool_socket(spec: ServeSpec) -> Path | None:
@@ -359,23 +344,30 @@ def _pool_socket(spec: ServeSpec) -> Path | None:
 
 def _uvicorn(args: Namespace, spec: ServeSpec) -> dict[str, Any]:
     """Keyword arguments of serve_http, as vLLM's build_and_serve gives them, and our TLS."""
-    kwargs = {
-        name: getattr(args, name)
-        for name in (
-            "host port ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers "
-            "h11_max_incomplete_event_size h11_max_header_count"
-        ).split()
-    }
-    kwargs["timeout_graceful_shutdown"] = _LAST_BYTES_S
-    kwargs["log_level"] = args.uvicorn_log_level
-    kwargs["access_log"] = not args.disable_uvicorn_access_log
-    tls = spec.tls
-    if tls is not None:
-        kwargs["ssl_context_factory"] = lambda *_: tls.context()
+    names = "ssl_ciphers h11_max_incomplete_event_size h11_max_header_count".split()
     log_config = get_uvicorn_log_config(args)
-    if log_config is not None:
-        kwargs["log_config"] = log_config
-    return kwargs
+    return {
+        **_of_both(args, Listener("", args.host, args.port, spec.tls), _LAST_BYTES_S),
+        **{name: getattr(args, name) for name in names},
+        **({} if log_config is None else {"log_config": log_config}),
+        "access_log": not args.disable_uvicorn_access_log,
+    }
+
+
+def _of_both(args: Namespace, listener: Listener, last_bytes_s: int) -> dict[str, Any]:
+    """Of any listener. Without certificates of its own, it has those of vLLM's options."""
+    tls = listener.tls
+    return {
+        "host": listener.host,
+        "port": listener.port,
+        "ssl_keyfile": args.ssl_keyfile,
+        "ssl_certfile": args.ssl_certfile,
+        "ssl_ca_certs": args.ssl_ca_certs,
+        "ssl_cert_reqs": args.ssl_cert_reqs,
+        "ssl_context_factory": None if tls is None else lambda *_: tls.context(),
+        "log_level": args.uvicorn_log_level,
+        "timeout_graceful_shutdown": last_bytes_s,
+    }
 
 
 def _bound(listener: Listener) -> socket.socket:
@@ -390,7 +382,7 @@ def _bound(listener: Listener) -> socket.socket:
 @asynccontextmanager
 async def _serving(
     listeners: Sequence[Listener],
-    sockets: Mapping[str, socket.socket],
+    sockets: Sequence[socket.socket],
     apps: Mapping[str, FastAPI],
     args: Namespace,
     protocol: Protocol,
@@ -398,10 +390,8 @@ async def _serving(
     """Serves ``apps`` on their listeners; stops them on exit."""
     configs = [_uvicorn_config(each, apps[each.name], args, protocol) for each in listeners]
     servers = [NoSignalServer(config) for config in configs]
-    tasks = [
-        asyncio.create_task(server.serve(sockets=[sockets[listener.name]]))
-        for listener, server in zip(listeners, servers, strict=True)
-    ]
+    pairs = zip(servers, sockets, strict=True)
+    tasks = [asyncio.create_task(server.serve(sockets=[sock])) for server, sock in pairs]
     try:
         yield
     finally:
@@ -413,31 +403,17 @@ async def _serving(
 def _uvicorn_config(
     listener: Listener, app: FastAPI, args: Namespace, protocol: Protocol
 ) -> uvicorn.Config:
-    """Loaded, so that it fails here and not in a task. Without certificates of its own, a listener
-    has those of vLLM's options."""
-    tls = listener.tls
+    """Loaded, so that it fails here and not in a task."""
     config = uvicorn.Config(
         app,
         http=protocol,
-        ssl_keyfile=args.ssl_keyfile,
-        ssl_certfile=args.ssl_certfile,
-        ssl_ca_certs=args.ssl_ca_certs,
-        ssl_cert_reqs=args.ssl_cert_reqs,
-        host=listener.host,
-        port=listener.port,
         lifespan="off",
         log_config=None,  # that of vLLM's own listener is for all
-        log_level=args.uvicorn_log_level,
         access_log=False,
-        timeout_graceful_shutdown=_LAST_BYTES_OF_OTHERS_S,
-        ssl_context_factory=None if tls is None else lambda *_: tls.context(),
+        **_of_both(args, listener, _LAST_BYTES_OF_OTHERS_S),
     )
     config.load()
     return config
-
-
-def _names(args: Namespace) -> str:
-    return ", ".join(args.served_model_name or [args.model])
 
 
 def _reason(error: BaseException) -> str:

@@ -37,7 +37,6 @@ from kvrecall.engines.base import (
     Limits,
     Pace,
     RecallSplit,
-    Sampling,
     Token,
     Update,
 )
@@ -49,6 +48,10 @@ from kvrecall.engines.vllm.serving.served_llm import (
     ServedLLM,
     with_timeout,
 )
+
+_SAMPLED = (
+    "temperature top_k top_p repetition_penalty presence_penalty frequency_penalty seed"
+).split()
 
 
 class VllmEngine:
@@ -69,6 +72,7 @@ class VllmEngine:
         self._stopped: set[str] = set()
         self.info = _info(engine, handler, pool_socket)
         self.insight = engine.request_log
+        self.end_all = engine.end_all
 
     @property
     def draining(self) -> bool:
@@ -76,9 +80,6 @@ class VllmEngine:
 
     def drain(self) -> None:
         self._engine.draining = True
-
-    async def end_all(self) -> None:
-        await self._engine.end_all()
 
     async def alive(self) -> bool:
         try:
@@ -108,11 +109,11 @@ class VllmEngine:
     async def tokens(self, text: str) -> Sequence[str]:
         """Bytes of a character that is split over tokens go with its last."""
         async with _faults():
-            body = CompletionRequest(prompt=text, add_special_tokens=False)
-            rendered = await self._rendered(body)
-        tokenizer = self._handler.renderer.tokenizer
-        ids = rendered["prompt_token_ids"]
-        decoded = [tokenizer.decode([token]) for token in ids]
+            rendered = await self._rendered(
+                CompletionRequest(prompt=text, add_special_tokens=False)
+            )
+        ids, decode = rendered["prompt_token_ids"], self._handler.renderer.tokenizer.decode
+        decoded = [decode([token]) for token in ids]
         return _spread(text, decoded, [token in self._special for token in ids])
 
     async def stop(self, request_id: str) -> None:
@@ -147,16 +148,21 @@ class VllmEngine:
     def _outputs(
         self, request: GenerateRequest, engine_input: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        room = self._room(self._handler._extract_prompt_len(engine_input))
+        prompt_tokens = self._handler._extract_prompt_len(engine_input)
+        longest = self._handler.model_config.max_model_len
+        if prompt_tokens >= longest:
+            raise GenerateError(
+                Fault.INPUT,
+                f"the prompt has {prompt_tokens} tokens, which leaves none for an answer within "
+                f"maxSeqLen {longest}",
+            )
         cap = self._limits.max_new_tokens or request.sampling.max_tokens
-        max_tokens = min(request.sampling.max_tokens, cap, room)
+        max_tokens = min(request.sampling.max_tokens, cap, longest - prompt_tokens)
         adapter = self._adapter(request.adapter)
         if request.sampling.beam:
+            params = _beam_params(request, max_tokens)
             found = self._handler.beam_search(
-                prompt=engine_input,
-                request_id=request.request_id,
-                params=_beam_params(request, max_tokens),
-                lora_request=adapter,
+                engine_input, request.request_id, params, lora_request=adapter
             )
             return self._engine.timed(found, request.timeout_s, stepwise=False)
         return self._engine.generate(
@@ -171,14 +177,13 @@ class VllmEngine:
     async def _render(self, request: GenerateRequest) -> Any:
         prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
         sampling = request.sampling
-        return await self._rendered(
-            CompletionRequest(
-                prompt=prompt,
-                n=max(sampling.best_of or 0, sampling.n),  # counted by vLLM's admission
-                truncate_prompt_tokens=request.truncate or None,
-                truncation_side="left" if request.truncate else None,
-            )
+        body = CompletionRequest(
+            prompt=prompt,
+            n=max(sampling.best_of or 0, sampling.n),  # counted by vLLM's admission
+            truncate_prompt_tokens=request.truncate or None,
+            truncation_side="left" if request.truncate else None,
         )
+        return await self._rendered(body)
 
     async def _rendered(self, body: CompletionRequest) -> Any:
         inputs = await self._handler.render_completion_request(body)
@@ -186,42 +191,40 @@ class VllmEngine:
             raise GenerateError(Fault.INPUT, inputs.error.message)
         return inputs[0]
 
-    def _room(self, prompt_tokens: int) -> int:
-        """Tokens an answer may have."""
-        room: int = self._handler.model_config.max_model_len - prompt_tokens
-        if room < 1:
-            raise GenerateError(
-                Fault.INPUT,
-                f"the prompt has {prompt_tokens} tokens, which leaves none for an answer within "
-                f"maxSeqLen {prompt_tokens + room}",
-            )
-        return room
-
     def _params(self, request: GenerateRequest, max_tokens: int) -> SamplingParams:
+        """What was given, over the model's own defaults where it samples."""
         sampling = request.sampling
         extra: dict[str, Any] = with_timeout(request.timeout_s)
         if sampling.best_of is not None:
             extra[BEST_OF] = sampling.best_of
         if request.hint is not None:
             extra["kv_transfer_params"] = {HINT: request.hint._asdict()}
+        given = {name: getattr(sampling, name) for name in _SAMPLED}
+        of_model = self._handler.default_sampling_params if sampling.temperature != 0.0 else {}
+        chosen = {name: value for name, value in of_model.items() if name in given}
+        chosen |= {name: value for name, value in given.items() if value is not None}
         kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
         return SamplingParams(
+            n=sampling.n,
             max_tokens=max_tokens,
+            stop=list(sampling.stop),
+            stop_token_ids=list(sampling.stop_token_ids),
+            include_stop_str_in_output=sampling.include_stop,
+            ignore_eos=sampling.ignore_eos,
+            skip_special_tokens=sampling.skip_special_tokens,
             logprobs=0 if sampling.logprobs else None,
             prompt_logprobs=0 if sampling.prompt_logprobs else None,
             output_kind=kind,
             extra_args=extra or None,
-            **_given(sampling, self._handler.default_sampling_params),
+            **chosen,
         )
 
     def _adapter(self, name: str | None) -> Any:
-        if name is None:
-            return None
         adapters = self._handler.models.lora_requests
-        if name not in adapters:
+        if name is not None and name not in adapters:
             known = ", ".join(sorted(adapters)) or "none"
             raise GenerateError(Fault.UNKNOWN, f"no adapter {name!r} is loaded (loaded: {known})")
-        return adapters[name]
+        return None if name is None else adapters[name]
 
     def _tokens(self, sequence: CompletionOutput) -> tuple[Token, ...]:
         """The new tokens, each with its part of the text."""
@@ -229,12 +232,9 @@ class VllmEngine:
             return ()
         ids = list(sequence.token_ids)
         found = [places[token] for places, token in zip(sequence.logprobs, ids, strict=False)]
-        special = [token in self._special for token in ids]
-        texts = _spread(sequence.text, [place.decoded_token or "" for place in found], special)
-        return tuple(
-            Token(token, text, max(place.logprob, -9999.0), flag)
-            for token, text, place, flag in zip(ids, texts, found, special, strict=True)
-        )
+        decoded = [place.decoded_token or "" for place in found]
+        texts = _spread(sequence.text, decoded, [token in self._special for token in ids])
+        return tuple(map(self._token, ids, texts, found))
 
     def _finish(self, request: GenerateRequest, sequence: CompletionOutput) -> Finish | None:
         match sequence.finish_reason:
@@ -267,15 +267,16 @@ class VllmEngine:
     def _prefill(self, output: RequestOutput) -> tuple[Token, ...]:
         if not output.prompt_logprobs or not output.prompt_token_ids:
             return ()
-        return tuple(
-            Token(
-                token,
-                (places[token].decoded_token or "") if places else "",
-                max(places[token].logprob, -9999.0) if places else None,
-                token in self._special,
-            )
-            for token, places in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
-        )
+        ids = output.prompt_token_ids
+        pairs = zip(ids, output.prompt_logprobs, strict=True)
+        found = [places[token] if places else None for token, places in pairs]
+        texts = [(place.decoded_token or "") if place else "" for place in found]
+        return tuple(map(self._token, ids, texts, found))
+
+    def _token(self, token: int, text: str, place: Any) -> Token:
+        """``place``: vLLM's log probability; None of the first token of a prompt."""
+        logprob = None if place is None else max(place.logprob, -9999.0)
+        return Token(token, text, logprob, token in self._special)
 
 
 @asynccontextmanager
@@ -334,25 +335,6 @@ def _beam_params(request: GenerateRequest, max_tokens: int) -> BeamSearchParams:
         include_stop_str_in_output=sampling.include_stop,
         skip_special_tokens=sampling.skip_special_tokens,
     )
-
-
-def _given(sampling: Sampling, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Sampling values that were given, over the model's own defaults where it samples."""
-    names = (
-        "temperature top_k top_p repetition_penalty presence_penalty frequency_penalty seed"
-    ).split()
-    values = {name: getattr(sampling, name) for name in names}
-    greedy = sampling.temperature == 0.0
-    chosen = {} if greedy else {k: v for k, v in defaults.items() if k in values}
-    chosen |= {name: value for name, value in values.items() if value is not None}
-    return chosen | {
-        "n": sampling.n,
-        "stop": list(sampling.stop),
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "include_stop_str_in_output": sampling.include_stop,
-        "ignore_eos": sampling.ignore_eos,
-        "skip_special_tokens": sampling.skip_special_tokens,
-    }
 
 
 _LOST = 4  # characters that invalid bytes of earlier tokens may have left before a token's text

@@ -7,7 +7,6 @@ of every request therefore also travels with the step's statistics, and its outp
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections import OrderedDict, deque
@@ -28,7 +27,7 @@ from kvrecall.engines.base import (
     RecallSplit,
     RequestView,
 )
-from kvrecall.engines.vllm.attention.heat import HeatTotals
+from kvrecall.engines.vllm.attention.activity import HeatTotals
 from kvrecall.nicety import nicety
 
 _REMEMBERED = 16_384
@@ -166,30 +165,36 @@ class RequestLog:
         ``engine_id``: gives the engine's id of it, "" before it has one. It is asked until it gives
         one: of several prompts in one HTTP request vLLM takes each output in a task of its own, and
         only the first of them knows the id."""
-        began = time.time()
-        name = ""
-        last: RequestOutput | None = None
-        phase = Phase.CANCELLED
+        began, name, phase = time.time(), "", Phase.CANCELLED
+        output: RequestOutput | None = None
         try:
             async for output in outputs:
-                last = output
                 name = name or engine_id()
                 self._complete(output, name)
                 yield output
             phase = Phase.DONE
-        except (asyncio.CancelledError, GeneratorExit):
-            raise
-        except BaseException:
+        except Exception:
             phase = Phase.FAILED
             raise
         finally:
-            name = name or engine_id()
-            self._note_ended(request_id, name, phase, began, last)
+            self._note_ended(request_id, name or engine_id(), phase, began, output)
             await outputs.aclose()
 
     @nicety("the record of a request")
-    def _note_ended(self, request_id: str, name: str, *how: Any) -> None:
-        view = self._ended_view(request_id, name, *how)
+    def _note_ended(
+        self, request_id: str, name: str, phase: Phase, began: float, last: RequestOutput | None
+    ) -> None:
+        report, stats, prompt = self._report(name), None, 0
+        if last is not None:
+            stats, prompt = last.metrics, len(last.prompt_token_ids or ())
+            params, cached = last.kv_transfer_params or {}, last.num_cached_tokens
+            if REPORT in params:
+                report = {**params[REPORT], "missed": params.get(MISSED)}
+            elif report is None and cached is not None:
+                report = {"device": cached, "computed": prompt - cached}
+        if stats is not None:  # from the arrival, as the wait for the first token
+            began = min(began, stats.arrival_time)
+        view = _view(request_id, phase, began, time.time(), prompt, report, stats)
         self._ended.append(view)
         self._by_id[name or request_id] = view
         if len(self._by_id) > _EXPLAINED:
@@ -216,57 +221,26 @@ class RequestLog:
 
     def requests(self, request_id: str) -> Sequence[RequestView]:
         states = list(self._engine.output_processor.request_states.values())
-        found = [self._live_view(state) for state in states]
-        found += self._by_id.values()
+        found = [*map(self._live_view, states), *self._by_id.values()]
         return [view for view in found if _is_of(view.id, request_id)]
 
     def heat(self) -> Heat | None:
         return self._reports.heat.heat()
 
     def _live_view(self, state: Any) -> RequestView:
-        name = str(state.external_req_id or state.request_id)
-        return RequestView(
-            id=name,
-            phase=Phase.PREFILL if state.is_prefilling else Phase.DECODE,
-            began=0.0 if state.stats is None else float(state.stats.arrival_time),
-            ended=0.0,
-            prompt_tokens=int(state.prompt_len or 0),
-            **_sources(self._report(str(state.request_id))),
-            **_progress(state.stats),
+        return _view(
+            str(state.external_req_id or state.request_id),
+            Phase.PREFILL if state.is_prefilling else Phase.DECODE,
+            0.0 if state.stats is None else float(state.stats.arrival_time),
+            0.0,
+            int(state.prompt_len or 0),
+            self._report(str(state.request_id)),
+            state.stats,
         )
 
     def _report(self, engine_id: str) -> Mapping[str, object] | None:
         split = self._reports.split_of(engine_id)
         return None if split is None else {**split, "missed": self._reports.miss_of(engine_id)}
-
-    def _ended_view(
-        self,
-        request_id: str,
-        engine_id: str,
-        phase: Phase,
-        began: float,
-        last: RequestOutput | None,
-    ) -> RequestView:
-        stats: Any = None if last is None else last.metrics
-        prompt = 0 if last is None else len(last.prompt_token_ids or ())
-        split: Mapping[str, object] | None = None
-        params = {} if last is None else last.kv_transfer_params or {}
-        if REPORT in params:
-            split = {**params[REPORT], "missed": params.get(MISSED)}
-        split = split or self._report(engine_id)
-        if split is None and last is not None and last.num_cached_tokens is not None:
-            cached = last.num_cached_tokens
-            split = {"device": cached, "computed": prompt - cached}
-        return RequestView(
-            id=request_id,
-            phase=phase,
-            # From the arrival, as the wait for the first token.
-            began=began if stats is None else min(began, stats.arrival_time),
-            ended=time.time(),
-            prompt_tokens=prompt,
-            **_sources(split),
-            **_progress(stats),
-        )
 
 
 def _is_of(name: str, request_id: str) -> bool:
@@ -277,19 +251,25 @@ def _is_of(name: str, request_id: str) -> bool:
     return not sign or (sign == "-" and number.isdecimal())
 
 
-def _sources(report: Mapping[str, object] | None) -> dict[str, Any]:
-    """A prompt's tokens by source, and its miss."""
-    if report is None:
-        return {"split": {}}
-    split = RecallSplit.of_report(report, 0, 0, True)
-    return {"split": split.as_dict(), "missed": split.missed}
-
-
-def _progress(stats: Any) -> dict[str, Any]:
-    """The state of a request's answer by vLLM's statistics; None if they are off."""
-    if stats is None:
-        return {"output_tokens": None, "ttft_s": 0.0}
-    return {
-        "output_tokens": int(stats.num_generation_tokens),
-        "ttft_s": float(stats.first_token_latency),
-    }
+def _view(
+    name: str,
+    phase: Phase,
+    began: float,
+    ended: float,
+    prompt: int,
+    report: Mapping[str, object] | None,
+    stats: Any,
+) -> RequestView:
+    """``report``: as of a connector; ``stats``: vLLM's of the request. None if they are off."""
+    split = None if report is None else RecallSplit.of_report(report, 0, 0, True)
+    return RequestView(
+        id=name,
+        phase=phase,
+        began=began,
+        ended=ended,
+        prompt_tokens=prompt,
+        output_tokens=None if stats is None else int(stats.num_generation_tokens),
+        ttft_s=0.0 if stats is None else float(stats.first_token_latency),
+        split={} if split is None else split.as_dict(),
+        missed=None if split is None else split.missed,
+    )

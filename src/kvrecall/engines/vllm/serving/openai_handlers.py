@@ -10,10 +10,10 @@ engine (sampling.py).
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
@@ -51,11 +51,9 @@ class Ledger:
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         """``pooled``: whether a connector is in use. ``decode``: the text of tokens."""
-        self._decode = decode
-        self._ids: dict[str, Sequence[int]] = {}
-        self._texts: dict[tuple[str, int], str] = {}
         self._pooled = pooled
-        self._prompts: dict[str, int] = {}
+        self._decode = functools.cache(lambda part: decode(list(part))) if decode else None
+        self._ids: dict[str, Sequence[int]] = {}
         self._cached: dict[str, int] = {}
         self._reports: dict[str, dict[str, object]] = {}
 
@@ -65,7 +63,6 @@ class Ledger:
         sequence the latest report."""
         key = output.request_id
         if output.prompt_token_ids is not None:
-            self._prompts[key] = len(output.prompt_token_ids)
             self._ids[key] = output.prompt_token_ids
         if output.num_cached_tokens is not None:
             self._cached.setdefault(key, output.num_cached_tokens)
@@ -73,9 +70,8 @@ class Ledger:
         report = params.get(REPORT)
         if isinstance(report, dict):
             unit = params.get(UNIT, report.get("unit", 0))
-            latest = {**report, "unit": unit, "missed": params.get(MISSED)}
             if key not in self._reports or all(one.index == 0 for one in output.outputs):
-                self._reports[key] = latest
+                self._reports[key] = {**report, "unit": unit, "missed": params.get(MISSED)}
 
     async def watch(self, outputs: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
         """Passes ``outputs`` (RequestOutput, or pairs ending in one) on, noting each."""
@@ -89,33 +85,25 @@ class Ledger:
         known = self._reports.keys() | self._cached.keys()
         if not known:
             return None
-        parts = [
-            RecallSplit.of_report(
-                self._reports.get(key),
-                self._prompts.get(key, 0),
-                self._cached.get(key, 0),
-                self._pooled,
-            )
-            for key in known
-        ]
         counts: Counter[str] = Counter()
-        for part in parts:
+        unit, missed = 0, []
+        for key in known:
+            report, prompt = self._reports.get(key), len(self._ids.get(key, ()))
+            part = RecallSplit.of_report(report, prompt, self._cached.get(key, 0), self._pooled)
             counts.update(part.as_dict())
-        pairs = zip(known, parts, strict=True)
-        missed = [self._with_text(key, part.missed) for key, part in pairs if part.missed]
+            unit = max(unit, part.unit)
+            if part.missed:
+                missed.append(self._with_text(key, part.missed))
         costliest = max(missed, key=lambda one: int(str(one["tokens"])), default=None)
-        unit = max(part.unit for part in parts)
-        return replace(RecallSplit.of_report(counts, 0, 0, True), unit=unit, missed=costliest)
+        return RecallSplit(**counts, unit=unit, missed=costliest)
 
     def _with_text(self, key: str, miss: Miss) -> Miss:
         """A miss with the text around the token at which this very prompt leaves a known one."""
         token, ids = miss.get("token"), self._ids.get(key)
         if self._decode is None or not isinstance(token, int) or ids is None:
             return miss
-        if (key, token) not in self._texts:
-            part = ids[max(0, token - _AROUND) : token + _AROUND]
-            self._texts[key, token] = self._decode(part)
-        return {**miss, "text": self._texts[key, token]}
+        part = tuple(ids[max(0, token - _AROUND) : token + _AROUND])
+        return {**miss, "text": self._decode(part)}
 
 
 def _details(ledger: Ledger, usage: Any) -> None:
@@ -132,17 +120,14 @@ def _details(ledger: Ledger, usage: Any) -> None:
 async def _with_details(events: AsyncIterator[str], ledger: Ledger) -> AsyncGenerator[str, None]:
     """Server-sent events, the usage chunk (the one without choices) completed by the split."""
     async for event in events:
-        yield _completed(event, ledger) if '"usage":{' in event else event
-
-
-def _completed(event: str, ledger: Ledger) -> str:
-    split = ledger.split()
-    chunk = json.loads(event.removeprefix("data: "))
-    if split is None or chunk.get("choices") or not chunk.get("usage"):
-        return event
-    details = chunk["usage"].get("prompt_tokens_details") or {}
-    chunk["usage"]["prompt_tokens_details"] = {**details, **recalled(split)}
-    return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        if '"usage":{' in event and (split := ledger.split()) is not None:
+            chunk = json.loads(event.removeprefix("data: "))
+            if chunk.get("usage") and not chunk.get("choices"):
+                details = chunk["usage"].get("prompt_tokens_details") or {}
+                chunk["usage"]["prompt_tokens_details"] = {**details, **recalled(split)}
+                text = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+                event = f"data: {text}\n\n"
+        yield event
 
 
 _TTLS = {"5m": 300.0, "1h": 3600.0}
@@ -159,21 +144,16 @@ def hint_of_messages(body: Any) -> Hint | None:
         return None
     content = last.get("content")
     parts = [last, *(content if isinstance(content, list) else ())]
-    marks = [part["cache_control"] for part in parts if _is_marked(part)]
-    return Hint(returns=True, pin_s=max(map(_ttl, marks))) if marks else None
-
-
-def _is_marked(part: object) -> bool:
-    return isinstance(part, dict) and part.get("cache_control") is not None
+    given = [part.get("cache_control") for part in parts if isinstance(part, dict)]
+    ttls = [_ttl(mark) for mark in given if mark is not None]
+    return Hint(returns=True, pin_s=max(ttls)) if ttls else None
 
 
 def _ttl(mark: object) -> float:
     """Seconds of a mark."""
     if not isinstance(mark, dict) or mark.get("type") != "ephemeral":
         raise ValueError(f'it is {shown(mark)}; it must be {{"type": "ephemeral"}}')
-    ttl = mark.get("ttl")
-    if ttl is None:
-        ttl = "5m"
+    ttl = "5m" if mark.get("ttl") is None else mark["ttl"]
     if not isinstance(ttl, str) or ttl not in _TTLS:
         raise ValueError(f"ttl is {shown(ttl)}; it must be 5m or 1h")
     return _TTLS[ttl]
@@ -238,19 +218,29 @@ class _Bounded:
             request.vllm_xargs = {**(request.vllm_xargs or {}), BEST_OF: best_of}
         return None
 
-    def _hint(self, request: Any, marked: Hint | None = None) -> ErrorResponse | None:
+    def _marked(self, body: bytes) -> Hint | None:
+        """What the prompt itself says of its return. Raises ValueError."""
+        return None
+
+    def _hint(self, request: Any, body: bytes) -> ErrorResponse | None:
         """Passes the request's ``hint``, or what its messages' ``cache_control`` says, to the
         connector; returns an error if it is none."""
-        given = (request.model_extra or {}).get("hint")
-        if given is not None:
-            try:
-                marked = hint_of(given)
-            except ValueError as error:
-                return self._refused(f"hint: {error}")
-        if marked is not None:
+        given, name = (request.model_extra or {}).get("hint"), "cache_control"
+        try:
+            hint = self._marked(body)
+            name = "hint"
+            hint = hint if given is None else hint_of(given)
+        except ValueError as error:
+            return self._refused(f"{name}: {error}")
+        if hint is not None:
             params = request.kv_transfer_params or {}
-            request.kv_transfer_params = {HINT: marked._asdict()} | params
+            request.kv_transfer_params = {HINT: hint._asdict()} | params
         return None
+
+    def _refusal(self, request: Any, body: bytes) -> ErrorResponse | None:
+        """The error of a request that is not served."""
+        wrong = _no_text(body) or _long_id(request)
+        return self._refused(wrong) if wrong else self._rank(request) or self._hint(request, body)
 
     def beam_search(
         self, prompt: Any, request_id: str, params: Any, *args: Any, **kwargs: Any
@@ -283,9 +273,7 @@ class RecallCompletion(_Bounded, OpenAIServingCompletion):
     """/v1/completions with the recall split in its usage."""
 
     async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
-        wrong = _no_text(await _body_of(raw_request)) or _long_id(request)
-        refused = self._refused(wrong) if wrong else self._rank(request)
-        refused = refused or self._hint(request) or self._too_many(request)
+        refused = self._refusal(request, await _body_of(raw_request)) or self._too_many(request)
         return refused or await super().create_completion(request, raw_request)
 
     def _too_many(self, request: CompletionRequest) -> ErrorResponse | None:
@@ -319,34 +307,28 @@ class RecallCompletion(_Bounded, OpenAIServingCompletion):
         _details(ledger, reply.usage)
         return reply
 
-    async def completion_stream_generator(
+    def completion_stream_generator(
         self, request: Any, engine_inputs: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[str, None]:
         ledger = self.ledger()
         events = super().completion_stream_generator(
             request, engine_inputs, ledger.watch(result_generator), *args, **kwargs
         )
-        async for event in _with_details(events, ledger):
-            yield event
+        return _with_details(events, ledger)
 
 
 class RecallChat(_Bounded, OpenAIServingChat):
     """/v1/chat/completions with the recall split in its usage."""
 
+    def _marked(self, body: bytes) -> Hint | None:
+        return hint_of_messages(json.loads(body)) if b"cache_control" in body else None
+
     async def create_chat_completion(
         self, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        body = await _body_of(raw_request)
-        if (wrong := _no_text(body) or _long_id(request)) is not None:
-            return self._refused(wrong)
-        try:
-            marked = hint_of_messages(json.loads(body)) if b"cache_control" in body else None
-        except ValueError as error:
-            return self._refused(f"cache_control: {error}")
-        reply = self._rank(request) or self._hint(request, marked)
-        if reply is not None:
-            return reply
-        return await super().create_chat_completion(request, raw_request, *args, **kwargs)
+        return self._refusal(request, await _body_of(raw_request)) or (
+            await super().create_chat_completion(request, raw_request, *args, **kwargs)
+        )
 
     async def render_chat_request(self, request: Any) -> Any:
         self._bound(request)
@@ -366,15 +348,14 @@ class RecallChat(_Bounded, OpenAIServingChat):
             _details(ledger, reply.usage)
         return reply
 
-    async def chat_completion_stream_generator(
+    def chat_completion_stream_generator(
         self, request: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[str, None]:
         ledger = self.ledger()
         events = super().chat_completion_stream_generator(
             request, ledger.watch(result_generator), *args, **kwargs
         )
-        async for event in _with_details(events, ledger):
-            yield event
+        return _with_details(events, ledger)
 
 
 class RecallMessages(RecallChat, AnthropicServingMessages):

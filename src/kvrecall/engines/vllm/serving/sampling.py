@@ -13,6 +13,7 @@ their own request, an internal error without a message.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -62,18 +63,18 @@ def widened(params: SamplingParams, best_of: int) -> SamplingParams:
 
 def ranked(output: RequestOutput, params: SamplingParams) -> RequestOutput:
     """``output`` with its best ``params.n`` sequences, the best first and renumbered."""
-    best = sorted(output.outputs, key=_score, reverse=True)[: params.n]
+
+    def score(sequence: Any) -> float:
+        value = sequence.cumulative_logprob
+        return float("-inf") if value is None else float(value)
+
+    best = sorted(output.outputs, key=score, reverse=True)[: params.n]
     for index, sequence in enumerate(best):
         sequence.index = index
         if params.logprobs is None:
             sequence.logprobs = None
     output.outputs = best
     return output
-
-
-def _score(sequence: Any) -> float:
-    value = sequence.cumulative_logprob
-    return float("-inf") if value is None else float(value)
 
 
 def _invalid(message: str, value: int) -> VLLMValidationError:
@@ -95,12 +96,10 @@ def check(params: SamplingParams) -> None:
     for name in ("stop", "bad_words"):
         if any(not _is_text(word) for word in getattr(params, name) or ()):
             raise VLLMValidationError(f"{name} holds text that is not Unicode", parameter=name)
-    transfer = (params.extra_args or {}).get("kv_transfer_params")
-    if transfer is not None and not isinstance(transfer, Mapping):
-        raise VLLMValidationError(
-            "kv_transfer_params must be an object", parameter="kv_transfer_params"
-        )
-    for name, value in (params.extra_args or {}).items():
+    extra, name = params.extra_args or {}, "kv_transfer_params"
+    if not isinstance(extra.get(name), Mapping | None):
+        raise VLLMValidationError(f"{name} must be an object", parameter=name)
+    for name, value in extra.items():
         _check_depth(name, value)
     if params.structured_outputs is not None:
         _check_depth("structured_outputs", params.structured_outputs.json)
@@ -109,18 +108,14 @@ def check(params: SamplingParams) -> None:
 
 def _check_depth(name: str, value: object) -> None:
     """The engine pickles parameters for its workers; what it cannot pickle ends it."""
-    level, depth = [value], 0
-    while level := [
-        inner
-        for one in level
-        if isinstance(one, Mapping | list | tuple)
-        for inner in (one.values() if isinstance(one, Mapping) else one)
-    ]:
-        depth += 1
-        if depth > MOST_DEPTH:
-            raise VLLMValidationError(
-                f"{name} is nested deeper than {MOST_DEPTH} levels", parameter=name
-            )
+    level = [value]
+    for _ in range(MOST_DEPTH + 1):
+        holders = [one for one in level if isinstance(one, Mapping | list | tuple)]
+        parts = [one.values() if isinstance(one, Mapping) else one for one in holders]
+        if not (level := [inner for part in parts for inner in part]):
+            return
+    message = f"{name} is nested deeper than {MOST_DEPTH} levels"
+    raise VLLMValidationError(message, parameter=name)
 
 
 def check_output(output: RequestOutput, params: SamplingParams) -> None:
@@ -137,33 +132,23 @@ def check_output(output: RequestOutput, params: SamplingParams) -> None:
 
 
 def _check_items(wanted: StructuredOutputsParams) -> None:
-    total = 0.0
-    for count in _counts(wanted):
-        total += max(count, 0)
-        if total > MOST_ITEMS:
-            raise VLLMValidationError(
-                f"the arrays of a schema may have {MOST_ITEMS} items together (minItems, "
-                "maxItems); omit bounds that limit nothing",
-                parameter="structured_outputs",
-            )
+    if sum(max(count, 0) for count in _counts(wanted)) > MOST_ITEMS:
+        raise VLLMValidationError(
+            f"the arrays of a schema may have {MOST_ITEMS} items together (minItems, "
+            "maxItems); omit bounds that limit nothing",
+            parameter="structured_outputs",
+        )
 
 
 def _counts(wanted: StructuredOutputsParams) -> Iterator[float]:
     """All bounds on items in a request's schemas, wherever they may stand."""
     for source in (wanted.json, wanted.structural_tag):
-        if isinstance(source, str):
-            try:
-                yield from _walk(json.loads(source))
-            except (ValueError, RecursionError):
-                continue  # vLLM refuses it
-        else:
-            yield from _walk(source)
+        with contextlib.suppress(ValueError, RecursionError):  # then vLLM refuses it
+            yield from _walk(json.loads(source) if isinstance(source, str) else source)
     text = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), wanted.grammar or "")
     for found in _COUNT_IN_TEXT.findall(text):
-        try:
+        with contextlib.suppress(ValueError):
             yield float(found)
-        except ValueError:
-            continue
 
 
 def _walk(source: object) -> Iterator[float]:
@@ -171,14 +156,12 @@ def _walk(source: object) -> Iterator[float]:
     while pending:
         part = pending.pop()
         if isinstance(part, Mapping):
-            yield from (float(part[key]) for key in _COUNTS if _is_number(part.get(key)))
+            for count in (part.get(key) for key in _COUNTS):
+                if isinstance(count, int | float) and not isinstance(count, bool):
+                    yield float(count)
             pending.extend(part.values())
         elif isinstance(part, list):
             pending.extend(part)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_text(word: str) -> bool:

@@ -48,12 +48,6 @@ def with_timeout(seconds: float) -> dict[str, float]:
     return {_TIMEOUT: seconds} if seconds else {}
 
 
-def _not_the_last_output(record: logging.LogRecord) -> bool:
-    """Drops a traceback vLLM may log in an orderly shutdown: its output loop finds the engine gone
-    before it is cancelled."""
-    return record.msg != "AsyncLLM output_handler failed."
-
-
 class ServedLLM(AsyncLLM):
     """The engine, with the server's limits on every request of every route."""
 
@@ -92,8 +86,10 @@ class ServedLLM(AsyncLLM):
         self.draining = True
         if not self._closed and "engine_core" in vars(self):  # not so if its start failed
             self._closed, self.died = True, bool(self.errored)
-            if not self.died:
-                logging.getLogger("vllm.v1.engine.async_llm").addFilter(_not_the_last_output)
+            if not self.died:  # vLLM's output loop may find the engine gone before it is cancelled
+                logging.getLogger("vllm.v1.engine.async_llm").addFilter(
+                    lambda record: record.msg != "AsyncLLM output_handler failed."
+                )
         super().shutdown(timeout=timeout)
 
     def _let_searches_end(self, timeout: float) -> float:
@@ -117,11 +113,9 @@ class ServedLLM(AsyncLLM):
         super().check_admission(n, request_id)
 
     def _check_count(self, name: str, count: int) -> None:
-        most = self.limits.max_n
-        if count > most:
-            raise VLLMValidationError(
-                f"{name} is {count}; this server allows {most} (maxN, --max-n)", parameter=name
-            )
+        if count > (most := self.limits.max_n):
+            message = f"{name} is {count}; this server allows {most} (maxN, --max-n)"
+            raise VLLMValidationError(message, parameter=name)
 
     async def add_request(self, *args: Any, **kwargs: Any) -> RequestOutputCollector:
         """Like AsyncLLM's; notes the id that the engine knows the request by."""

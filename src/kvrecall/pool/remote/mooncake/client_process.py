@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -112,13 +113,11 @@ def main(text: str) -> None:
     except (ImportError, OSError, RuntimeError) as error:
         send(sockets[0], ClientReply([], error=str(error)))
         return
-    putting, getting = (threading.Semaphore(setup.calls) for _ in range(2))
-    priority = SpinPriority()
-    workers = [_Worker(client, memory, sock, putting, getting, priority) for sock in sockets]
-    for worker in workers[1:]:
-        threading.Thread(target=worker.run, daemon=True).start()
+    calls = _Calls(client, memory, setup.calls)
+    for sock in sockets[1:]:
+        threading.Thread(target=calls.serve, args=(sock,), daemon=True).start()
     send(sockets[0], ClientReply([0]))
-    workers[0].run()
+    calls.serve(sockets[0])
     os._exit(0)
 
 
@@ -195,60 +194,44 @@ def _end_with(parent: int) -> None:
     os._exit(0)
 
 
-class _Worker:
-    """Serves the requests of one socket, one after the other."""
+class _Calls:
+    """Executes requests, of each direction at most ``calls`` at once. Thread-safe."""
 
-    def __init__(
-        self,
-        client: Any,
-        memory: ctypes.c_char | None,
-        sock: socket.socket,
-        putting: threading.Semaphore,
-        getting: threading.Semaphore,
-        priority: SpinPriority,
-    ) -> None:
+    def __init__(self, client: Any, memory: ctypes.c_char | None, calls: int) -> None:
         self._client = client
         self._memory = memory
-        self._putting = putting
-        self._getting = getting
-        self._priority = priority
-        self._sock = sock
-        self._answers: dict[str, Callable[[ClientRequest], ClientReply]] = {
-            "exists": lambda request: ClientReply(self._client.batch_is_exist(request.names)),
-            "put": self._put,
-            "get": self._get,
-            "remove": lambda request: ClientReply(self._client.batch_remove(request.names, True)),
-            "close": lambda request: ClientReply([self._client.close()]),
-        }
+        self._turns = {way: threading.Semaphore(calls) for way in ("put", "get")}
+        self._priority = SpinPriority()
 
-    def run(self) -> None:
-        while (request := receive(self._sock, REQUESTS)) is not None:
+    def serve(self, sock: socket.socket) -> None:
+        """Serves the requests of a socket, one after the other, until it is closed."""
+        while (request := receive(sock, REQUESTS)) is not None:
             try:
-                reply = self._answers[request.op](request)
+                reply = ClientReply(self._codes(request))
             except Exception as error:  # noqa: BLE001 - C++ may throw anything
                 reply = ClientReply([], error=f"{type(error).__name__}: {error}")
-            send(self._sock, reply)
+            send(sock, reply)
 
-    def _put(self, request: ClientRequest) -> ClientReply:
-        with self._putting, self._priority.call("put", sum(request.sizes)) as call:
-            codes = self._client.batch_put_from(
-                request.names, self._addresses(request), request.sizes
-            )
-            call.moved = not any(codes)
-        return ClientReply(codes)
-
-    def _get(self, request: ClientRequest) -> ClientReply:
-        with self._getting, self._priority.call("get", sum(request.sizes)) as call:
-            codes = self._client.batch_get_into(
-                request.names, self._addresses(request), request.sizes
-            )
-            call.moved = min(codes, default=0) > 0
-        return ClientReply(codes)
-
-    def _addresses(self, request: ClientRequest) -> list[int]:
+    def _codes(self, request: ClientRequest) -> Any:
+        client, names = self._client, request.names
+        match request.op:
+            case "exists":
+                return client.batch_is_exist(names)
+            case "remove":
+                return client.batch_remove(names, True)
+            case "close":
+                return [client.close()]
         assert self._memory is not None
         base = ctypes.addressof(self._memory)
-        return [base + offset for offset in request.offsets]
+        places = [base + offset for offset in request.offsets]
+        with self._turns[request.op], self._priority.call(request.op, sum(request.sizes)) as call:
+            if request.op == "put":
+                codes = client.batch_put_from(names, places, request.sizes)
+                call.moved = not any(codes)
+            else:
+                codes = client.batch_get_into(names, places, request.sizes)
+                call.moved = min(codes, default=0) > 0
+            return codes
 
 
 class CallTimes:
@@ -308,11 +291,9 @@ class SpinPriority:
         self._changed = threading.Condition()  # guards everything below
         self._times: dict[str, CallTimes] = {}
         self._limits: dict[int, float] = {}  # thread at low priority -> when it is late
-        if can_raise():
+        self._lowers = can_raise()
+        if self._lowers:
             threading.Thread(target=self._watch, daemon=True).start()
-            self._lowers = True
-        else:
-            self._lowers = False
 
     @contextlib.contextmanager
     def call(self, way: str, nbytes: int) -> Iterator[Call]:
@@ -321,37 +302,27 @@ class SpinPriority:
         if not self._lowers:
             yield call
             return
-        thread = threading.get_native_id()
-        began = self._monotonic()
-        low = self._begin(way, nbytes, thread, began)
-        try:
-            yield call
-        finally:
-            self._end(way, nbytes if call.moved else 0, thread, began, low)
-
-    def _begin(self, way: str, nbytes: int, thread: int, began: float) -> bool:
+        thread, began = threading.get_native_id(), self._monotonic()
         with self._changed:
             times = self._times.setdefault(way, CallTimes())
             limit_s = times.limit_of(nbytes)
-            if limit_s is None:
-                return False
-            _set_low(thread, True)
-            self._limits[thread] = began + limit_s
-            self._changed.notify()
-            return True
-
-    def _end(self, way: str, nbytes: int, thread: int, began: float, low: bool) -> None:
-        seconds = self._monotonic() - began
-        with self._changed:
-            times = self._times[way]
-            if low and self._limits.pop(thread, None) is None:
-                times.late()
-                return
-            if nbytes:
-                times.ended(nbytes, seconds)
-            if low:
-                _set_low(thread, False)
-                times.in_time()
+            if limit_s is not None:
+                _set_low(thread, True)
+                self._limits[thread] = began + limit_s
+                self._changed.notify()
+        try:
+            yield call
+        finally:
+            seconds = self._monotonic() - began
+            with self._changed:
+                if limit_s is not None and self._limits.pop(thread, None) is None:
+                    times.late()
+                else:
+                    if call.moved and nbytes:
+                        times.ended(nbytes, seconds)
+                    if limit_s is not None:
+                        _set_low(thread, False)
+                        times.in_time()
 
     def _watch(self) -> None:
         """Thread: raises threads that are late."""
@@ -367,21 +338,18 @@ class SpinPriority:
 
 def can_raise() -> bool:
     """Whether this process may restore a thread's ordinary priority (CAP_SYS_NICE)."""
-    answers: list[bool] = []
 
-    def attempt() -> None:
+    def attempt() -> bool:
         me = threading.get_native_id()
         try:
             _set_low(me, True)
             _set_low(me, False)
-            answers.append(True)
         except (OSError, AttributeError):
-            answers.append(False)
+            return False
+        return True
 
-    thread = threading.Thread(target=attempt)
-    thread.start()
-    thread.join()
-    return answers[0]
+    with ThreadPoolExecutor(1) as thread:  # not this one, which might stay low
+        return thread.submit(attempt).result()
 
 
 def _set_low(thread: int, low: bool) -> None:

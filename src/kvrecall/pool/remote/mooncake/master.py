@@ -15,9 +15,8 @@ from pathlib import Path
 
 from kvrecall.addresses import is_loopback
 from kvrecall.errors import ConfigError, TierError
-from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
+from kvrecall.pool.remote.mooncake.settings import MooncakeSettings, package_folder
 from kvrecall.pool.remote.mooncake.store import MooncakeStore
-from kvrecall.pool.remote.mooncake.wheel import package_folder
 
 _STOP_S = 10.0
 _PR_SET_PDEATHSIG = 1

@@ -1,7 +1,9 @@
-"""Validates Mooncake's own configuration (mooncake.json)."""
+"""Mooncake's own configuration (mooncake.json), and what its installed package can do of it."""
 
 from __future__ import annotations
 
+import importlib.util
+import mmap
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +12,6 @@ from pathlib import Path
 from kvrecall.addresses import is_loopback, split_address
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import read_json
-from kvrecall.pool.remote.mooncake.wheel import why_unfit
 from kvrecall.secret import MOONCAKE, refuse_open
 
 
@@ -41,6 +42,28 @@ OPTIONS = {
     ),
 }
 """What kvrecall knows of mooncake.json, and its own ``config``."""
+_TRANSPORTS = {
+    "tcp": ("TcpTransport",),
+    "rdma": ("RdmaTransport",),
+    "rdma_twosided": ("RdmaTwoSidedTransport",),
+    "ascend": ("AscendDirectTransport", "HcclTransport", "HeterogeneousRdmaTransport"),
+    "ub": ("UbTransport",),
+    "ubshmem": ("UBShmemTransport",),
+    "barex": ("BarexTransport",),
+    "cxi": ("CxiTransport",),
+    "cxl": ("CxlTransport",),
+    "efa": ("EfaTransport",),
+    "hip": ("HipTransport",),
+    "maca": ("MacaTransport",),
+    "musa": ("MusaTransport",),
+    "nvlink": ("NvlinkTransport",),
+    "nvlink_intra": ("IntraNodeNvlinkTransport",),
+    "sunrise_link": ("SunriseLinkTransport",),
+}
+"""The classes of Mooncake's that carry each protocol (multi_transport.cpp). Which of them a build
+contains is decided when it is compiled; their names are in its binary."""
+
+_WITHOUT_ENGINE = "rpc_only"  # of Mooncake's store, not of its engine
 _LOOPBACK = "lo"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
 _SET_UP_AS = {"device_name": "rdma_devices", "master_server_address": "master_server_addr"}
@@ -141,3 +164,43 @@ def _bytes(value: object, name: str) -> int:
         raise ConfigError(f"{name} is {value!r}; write bytes (268435456) or a size (4GB)")
     number, unit = match.groups()
     return int(float(number) * 1024 ** "_kmgt".index(unit.lower() or "_"))
+
+
+def package_folder() -> Path | None:
+    """Where Mooncake's package is installed; None if it is not."""
+    spec = importlib.util.find_spec("mooncake")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(spec.submodule_search_locations[0])
+
+
+def built_protocols(binary: Path) -> list[str]:
+    """The protocols that ``binary``, Mooncake's client, contains. Raises OSError."""
+    with binary.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code:
+        return [
+            protocol
+            for protocol, classes in _TRANSPORTS.items()
+            # with the length of its name before it, as C++ writes the name of a type
+            if any(code.find(f"{len(name)}{name}E".encode()) >= 0 for name in classes)
+        ]
+
+
+def why_unfit(protocol: str) -> str:
+    """Why the installed client cannot use ``protocol``, with the cure; "" if it can, or if that is
+    unknown: several protocols at once, no package."""
+    folder = package_folder()
+    if folder is None or "," in protocol or protocol == _WITHOUT_ENGINE:
+        return ""
+    if protocol not in _TRANSPORTS:
+        return f"kvrecall knows no such protocol of Mooncake; known: {', '.join(_TRANSPORTS)}"
+    try:
+        built = built_protocols(folder / "store.so")
+    except (OSError, ValueError):  # another layout; an empty file
+        return ""
+    if not built or protocol in built:
+        return ""
+    return (
+        f"the Mooncake client installed here is built for {', '.join(built)} and not for "
+        f"{protocol}: the remote tier stays off. Install a build of Mooncake with {protocol}, or "
+        "set protocol to one of these"
+    )

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -27,8 +27,7 @@ from kvrecall.pool.remote.mooncake.client_process import (
     receive,
     send,
 )
-from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
-from kvrecall.pool.remote.mooncake.wheel import why_unfit
+from kvrecall.pool.remote.mooncake.settings import MooncakeSettings, why_unfit
 from kvrecall.pool.remote.store import Object
 
 _LOG = logging.getLogger(__name__)
@@ -87,8 +86,8 @@ class MooncakeStore:
         self._fd = -1
         self._lock = threading.Lock()  # over starting and ending the client
         self._calls = _CALLS.get(settings.setup["protocol"], _OTHERWISE)
-        self._putting = threading.Semaphore(self._calls + _READY)
-        self._getting = threading.Semaphore(self._calls + _READY)
+        calls = self._calls + _READY
+        self._turns = {way: threading.Semaphore(calls) for way in ("put", "get")}
         self._client: Client | None = None
         self._failures = 0
         self._silent_until: dict[int, float] = {}
@@ -112,29 +111,27 @@ class MooncakeStore:
             self._connected()
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        return [code == 1 for code in self._call(ClientRequest("exists", list(names))).codes]
+        return [code == 1 for code in self._call(ClientRequest("exists", list(names)))]
 
     def put(self, objects: Sequence[Object]) -> list[bool]:
-        return [code == 0 for code in self._move("put", objects, self._putting)]
+        return [code == 0 for code in self._move("put", objects)]
 
     def get(self, objects: Sequence[Object]) -> list[bool]:
         sizes = self.get_up_to(objects)
         return [size == item.nbytes for size, item in zip(sizes, objects, strict=True)]
 
     def get_up_to(self, objects: Sequence[Object]) -> list[int]:
-        return [max(-1, code) for code in self._move("get", objects, self._getting)]
+        return [max(-1, code) for code in self._move("get", objects)]
 
-    def _move(
-        self, way: str, objects: Sequence[Object], turn: threading.Semaphore
-    ) -> Iterator[int]:
+    def _move(self, way: str, objects: Sequence[Object]) -> Iterator[int]:
         """Mooncake's codes."""
         for start in range(0, len(objects), _AT_ONCE):
             some = objects[start : start + _AT_ONCE]
             names = [item.name for item in some]
             offsets = [self._offset(item) for item in some]
             request = ClientRequest(way, names, offsets, [item.nbytes for item in some])
-            with turn:
-                yield from self._call(request).codes
+            with self._turns[way]:
+                yield from self._call(request)
 
     def remove(self, names: Sequence[str]) -> None:
         self._call(ClientRequest("remove", list(names)))
@@ -146,23 +143,23 @@ class MooncakeStore:
         if client is not None:
             client.close()
 
-    def _call(self, request: ClientRequest) -> ClientReply:
-        """Mooncake's answer. Raises TierError if its master or its client does not answer."""
+    def _call(self, request: ClientRequest) -> list[int]:
+        """Mooncake's codes. Raises TierError if its master or its client does not answer."""
         if not request.names:
-            return ClientReply([])
-        reply = self._connected().call(request, _CALL_S)
-        if reply.codes and all(code in _RPC_FAILED for code in reply.codes):
+            return []
+        codes = self._connected().call(request, _CALL_S).codes
+        if codes and all(code in _RPC_FAILED for code in codes):
             self._failed()
             host, port = self._settings.master
             raise TierError(
-                f"Mooncake's master at {host}:{port} does not answer (code {reply.codes[0]}); "
+                f"Mooncake's master at {host}:{port} does not answer (code {codes[0]}); "
                 "start it again, the pools rejoin by themselves"
             )
         self._failures = 0
         for code, cause in _CAUSES.items():
-            if code in reply.codes:
-                self._warn(code, f"{reply.codes.count(code)} of {len(reply.codes)}", cause)
-        return reply
+            if code in codes:
+                self._warn(code, f"{codes.count(code)} of {len(codes)}", cause)
+        return codes
 
     def _warn(self, code: int, how_many: str, cause: str) -> None:
         now = time.monotonic()
@@ -193,7 +190,7 @@ class MooncakeStore:
             if not self._is_master_there():
                 raise TierError(f"there is no Mooncake master at {host}:{port}")
             memory = self._fd, self._memory.nbytes
-            self._client = Client(self._settings, memory, self._calls, _SETUP_S)
+            self._client = Client(self._settings, memory, self._calls)
             return self._client
 
     def _is_master_there(self) -> bool:
@@ -215,6 +212,12 @@ def _address_of(memory: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
+def make_store(options: Mapping[str, object]) -> MooncakeStore:
+    """Options: ``config``, the path of a mooncake.json; its keys, which override the file's;
+    ``allow_plaintext``. Raises ConfigError."""
+    return MooncakeStore(MooncakeSettings.of(options))
+
+
 class ClientLost(TierError):
     """Mooncake's client does not answer, or its process is gone."""
 
@@ -223,16 +226,10 @@ class Client:
     """A process of Mooncake's client that is set up. Thread-safe; ``close`` ends it and the calls
     in flight."""
 
-    def __init__(
-        self,
-        settings: MooncakeSettings,
-        memory: tuple[int, int],
-        calls: int,
-        limit_s: float,
-    ) -> None:
-        """Starts the process and waits at most ``limit_s`` until it is set up. ``memory``: file
-        descriptor and size of all that it registers. It makes ``calls`` concurrent calls per
-        direction. Raises ClientLost, TierError."""
+    def __init__(self, settings: MooncakeSettings, memory: tuple[int, int], calls: int) -> None:
+        """Starts the process and waits until it is set up. ``memory``: file descriptor and size of
+        all that it registers. It makes ``calls`` concurrent calls per direction. Raises ClientLost,
+        TierError."""
         if importlib.util.find_spec("mooncake") is None:
             raise TierError("Mooncake is not installed; pip install 'kvrecall[mooncake]'")
         pairs = [socket.socketpair() for _ in range(_SOCKETS)]
@@ -264,8 +261,7 @@ class Client:
         self._all = [here for here, _ in pairs]
         self._idle: queue.LifoQueue[socket.socket] = queue.LifoQueue()
         threading.Thread(target=self._listen, name="kvrecall-mooncake-log", daemon=True).start()
-        first = self._all[0]
-        reply = self._receive(first, limit_s)
+        reply = self._receive(self._all[0], _SETUP_S)
         if reply.error:
             self._kill()
             why = why_unfit(settings.setup["protocol"])

@@ -7,7 +7,6 @@ import { drawTree } from "./tree.js";
 const EVERY_MS = 2000, TREE_EVERY_MS = 6000, GIVE_UP_MS = 8000;
 const SOURCES = ["device", "host", "disk", "remote", "unspecified", "computed"];
 const LOADED = ["host", "disk", "remote"];
-const POOL_AWAY = "KvrecallPoolServiceAway";
 const NOW_S = 60; // what "now" means for rates
 const POINTS = 100; // at most, in a line
 const color = (source) => `var(--${source})`;
@@ -43,52 +42,14 @@ const recalledOf = (split) => { const all = sum(split); return all ? 1 - (split.
 
 const some = (many, word) => `${count(many)} ${word}${many === 1 ? "" : "s"}`;
 const times = (many) => many === 1 ? "once" : `${count(many)} times`;
-const day = (unix) => Date.now() / 1000 - unix < 72_000 ? clock(unix) : `${new Date(unix * 1000).toLocaleDateString("en-CA")} ${clock(unix)}`;
 
-// Text of which `this` is code.
-const prose = (text) => text.split("`").map((part, i) => i % 2 ? h("code", {}, part) : part);
-
-function drawAlarms() {
-  const found = [...(state.latest?.alarms ?? [])];
-  if (state.gone) {
-    found.unshift({
-      name: "gone", severity: "error", title: "The server does not answer", count: null, since: state.gone.since, last: state.gone.since, detail: state.gone.why,
-      cure: `${state.latest ? `The figures below are those of ${clock(state.latest.now)}. ` : ""}Look at the end of the server's log. If the process has ended, start it again: blocks on disk are recalled.`,
-      page: "docs/troubleshooting.md#a-server-is-down",
-    });
-  }
-  const list = $("alarm-list");
-  const known = new Map([...list.children].map((element) => [element.dataset.key, element]));
-  const elements = found.map((alarm) => {
-    const key = `${alarm.name} ${alarm.title}`;
-    const when = `${alarm.count === null ? "" : `${count(alarm.count)} ${alarm.unit.slice(0, alarm.count === 1 ? -1 : undefined)}, `}since ${day(alarm.since)}${alarm.count > 1 ? `, last ${day(alarm.last)}` : ""}`;
-    const what = alarm.detail ? `${alarm.title}: ${alarm.detail}` : alarm.title;
-    const element = known.get(key) ?? h("div", { class: "alarm", "data-key": key, "data-name": alarm.name, "data-severity": alarm.severity },
-      h("span", { class: "sign", "aria-hidden": "true" }, "!"),
-      h("div", { class: "what" }), h("div", { class: "when", "aria-live": "off" }),
-      h("div", { class: "cure" }, prose(alarm.cure), " See ", h("code", {}, alarm.page), "."));
-    for (const [part, text] of [[".what", what], [".when", when]]) {
-      const place = element.querySelector(part);
-      if (place.textContent !== text) place.textContent = text;
-    }
-    return element;
-  });
-  const same = elements.length === list.children.length && elements.every((element, i) => element === list.children[i]);
-  if (!same) replace(list, elements);
-  const errors = found.filter((alarm) => alarm.severity === "error").length;
-  const warnings = found.length - errors;
-  const many = (number, word) => number ? [`${number} ${word}${number > 1 ? "s" : ""}`] : [];
-  const problems = $("problems");
-  problems.hidden = !found.length;
-  problems.dataset.severity = errors ? "error" : "warning";
-  $("status").dataset.severity = errors ? "error" : warnings ? "warning" : "none";
-  problems.textContent = [...many(errors, "error"), ...many(warnings, "warning")].join(", ");
-  $("no-alarms").hidden = found.length > 0 || !state.latest;
-  if (state.latest) {
-    const kept = Math.min(state.latest.uptime_s, state.latest.kept_samples * state.latest.every_s);
-    $("no-alarms").textContent = `No errors in the last ${age(kept)}.`;
-    document.title = `${errors ? "(!) " : ""}${state.latest.model} · kvrecall`;
-  }
+function drawTrouble() {
+  const { gone, latest } = state;
+  const old = latest ? ` The figures below are those of ${clock(latest.now)}.` : "";
+  const text = gone ? `The server does not answer since ${clock(gone.since)}: ${gone.why}.${old} Look at the end of its log.`
+    : latest?.pool_away ? `The pool does not answer: ${latest.pool_away}. Prompts are computed; nothing is recalled or saved.` : "";
+  if ($("trouble").textContent !== text) $("trouble").textContent = text;
+  document.title = `${text ? "(!) " : ""}${latest?.model ?? ""} · kvrecall`;
 }
 
 // ---- what is drawn ------------------------------------------------------------------------
@@ -296,7 +257,7 @@ function drawTiers() {
   const shareOf = (tier) => !tier ? null : tier.capacity_bytes ? tier.used_bytes / tier.capacity_bytes : tier.share ?? 0;
   const samples = windowed(state.samples, "at");
   const over = (name, shares) => samples.length > 2 ? spark(samples.map((each) => each.at), shares, samples[0].at, samples.at(-1).at, color(name), `${name} in use over time, 0 to 100 %`) : null;
-  const away = state.latest.alarms.some((alarm) => alarm.name === POOL_AWAY);
+  const away = state.latest.pool_away;
   replace($("tiers"), names.map((name) => {
     const tier = tiers[name];
     const shares = samples.map((each) => name !== "device" && !each.pool_up ? null : shareOf(each.tiers[name]));
@@ -398,7 +359,7 @@ function drawTiles(from) {
 }
 
 function draw() {
-  drawAlarms();
+  drawTrouble();
   if (!state.latest) return;
   const samples = shown();
   const marks = samples && withMost(marksOf(samples), samples);
@@ -463,7 +424,7 @@ function lost(error) {
   console.warn(error);
   status("gone", `no answer since ${state.latest ? clock(state.latest.now) : "the start"}`);
   state.gone ??= { since: state.latest?.now ?? Date.now() / 1000, why: error.name === "TimeoutError" ? `nothing came in ${GIVE_UP_MS / 1000} s` : error.message };
-  drawAlarms();
+  drawTrouble();
 }
 
 async function keep(work, everyMs, failed) {

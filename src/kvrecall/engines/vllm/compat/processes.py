@@ -1,4 +1,5 @@
-"""``VLLM_PLUGINS``: while it is set, vLLM loads only the plug-ins it names, of kvrecall's too."""
+"""What kvrecall sets in the processes of an engine: the plug-ins that vLLM loads there
+(``VLLM_PLUGINS``: while it is set, only those it names, of kvrecall's too), and its log lines."""
 
 from __future__ import annotations
 
@@ -7,8 +8,6 @@ from collections.abc import Iterable, MutableMapping
 from importlib.metadata import entry_points
 
 from kvrecall.environment import PLUGINS
-
-log = logging.getLogger("kvrecall.server")
 
 _ON_DEMAND = "retrieval"
 """The plug-in whose name switches something on."""
@@ -29,12 +28,23 @@ def name_plugins(environ: MutableMapping[str, str], names: Iterable[str]) -> lis
 def name_own_plugins(environ: MutableMapping[str, str]) -> None:
     """Has vLLM load kvrecall's plug-ins that guard an engine, whatever ``VLLM_PLUGINS`` names."""
     given = environ.get(PLUGINS)
-    own = (
+    own = {
         each.name
         for each in entry_points(group="vllm.general_plugins")
         if each.value.startswith("kvrecall.") and each.name != _ON_DEMAND
-    )
-    if added := name_plugins(environ, sorted(set(own))):
-        log.info(
+    }
+    if added := name_plugins(environ, sorted(own)):
+        logging.getLogger("kvrecall.server").info(
             "%s is %r: kvrecall serve adds its own plug-ins %s", PLUGINS, given, ", ".join(added)
         )
+
+
+def show_pool_lines() -> None:
+    """Sends the lines of kvrecall's own loggers where vLLM's go, from its level on. vLLM configures
+    only the logger ``vllm``, and without a handler Python shows warnings alone. No effect where a
+    handler takes these lines already, or vLLM has none (``VLLM_CONFIGURE_LOGGING=0``)."""
+    ours, theirs = logging.getLogger("kvrecall"), logging.getLogger("vllm")
+    if not ours.hasHandlers() and theirs.handlers:
+        ours.handlers += theirs.handlers
+        ours.setLevel(theirs.level)
+        ours.propagate = False

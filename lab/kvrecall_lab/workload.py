@@ -1,27 +1,37 @@
-"""Synthetic workloads, for evaluation outside of the tuning set.
+"""Synthetic workloads, for evaluation outside of the tuning set, and replays with hints.
 
 Every workload is a function of a seed and gives the same trace each time. Blocks are 512 tokens;
 only full blocks appear (unlike Mooncake's traces, whose last id of a request may be partial).
+
+    python -m kvrecall_lab.workload scan > scan.jsonl       # for `kvrecall simulate scan.jsonl`
+    python -m kvrecall_lab.workload agents honest 2000      # rates in so many blocks, with hints
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 
-from kvrecall.block import Tenant
-from kvrecall.errors import ConfigError
-from kvrecall.pool.hints import Hint
+from kvrecall.block import SHARED, Tenant
+from kvrecall.pool.hints import Hint, HintCounts, HintRecord
+from kvrecall.simulate.groups import BLOCKS
+from kvrecall.simulate.replay import (
+    ReplayOutcome,
+    SimulatedPool,
+    TierSpec,
+    clairvoyant_hits,
+    tiers_of,
+)
 from kvrecall.simulate.trace import BLOCK_TOKENS, Trace, trace_of
 
-Row = (
-    tuple[float, list[int]]
-    | tuple[float, list[int], Hint | None]
-    | tuple[float, list[int], Hint | None, Tenant]
-)
+Row = tuple[float, list[int]]
+HintedRow = tuple[float, list[int], Hint | None, Tenant]
 Gap = Callable[[random.Random], float]
 
 
@@ -209,7 +219,7 @@ class _Agents:
         return self._rng.choices(tools, [tool.share for tool in tools])[0]
 
 
-def agents(seed: int, hints: str = "none", sessions: int = 40) -> Iterator[Row]:
+def agents(seed: int, hints: str = "none", sessions: int = 40) -> Iterator[HintedRow]:
     """Sessions of coding agents in the shape that is published of them: a median of 43 turns,
     142,000 tokens in and 444 out, more than 95 % of a prompt seen before (AgentX, vLLM's blog,
     2026-09-08). Begun within 45 minutes.
@@ -233,7 +243,7 @@ def agents(seed: int, hints: str = "none", sessions: int = 40) -> Iterator[Row]:
             own = tenant * _ID_SPACE
             yield now, [own + number for number in chain], given, Tenant(kinds[tenant])
         else:
-            yield now, chain, given
+            yield now, chain, given, SHARED
 
 
 def _noisy(rng: random.Random, hint: Hint) -> Hint | None:
@@ -272,27 +282,59 @@ WORKLOADS: dict[str, Callable[[int], Iterator[Row]]] = {
     "chat-pareto": lambda seed: chat(seed, _pareto(20.0, 0.9)),
     "chat-two-moods": lambda seed: chat(seed, _two_moods),
     "tool-loops": tool_loops,
-    "agents": agents,
+    "agents": lambda seed: ((now, chain) for now, chain, _, _ in agents(seed)),
     "document-qa": document_qa,
     "document-qa-drift": lambda seed: document_qa(seed, drift=True),
     "scan": scan,
     "loop": loop,
 }
 """Made-up workloads by name."""
-WORKLOAD_HOURS = 2.0
 
 
-def make_workload(
-    name: str, seed: int = 0, hours: float = WORKLOAD_HOURS, hints: str = "none"
-) -> Trace:
-    """The workload ``name``, cut off after ``hours``; ``hints``: what its clients say, one of
-    ``HINTS``, or ``MIXED``. Raises ConfigError if unknown, or if no client of that workload says
-    anything."""
-    if name not in WORKLOADS:
-        raise ConfigError(f"workload: {name!r} is unknown; known: {', '.join(WORKLOADS)}")
-    if hints not in HINTS and hints != MIXED:
-        raise ConfigError(f"hints: {hints!r} is unknown; known: {', '.join((*HINTS, MIXED))}")
-    if hints != "none" and name != "agents":
-        raise ConfigError(f"hints: {hints!r}, but clients of {name!r} give none; agents do")
-    made = agents(seed, hints) if name == "agents" else WORKLOADS[name](seed)
-    return trace_of(f"synthetic:{name}", (row for row in made if row[0] < hours * 3600.0))
+def make_workload(name: str, seed: int = 0, hours: float = 2.0) -> Trace:
+    """The workload ``name``, cut off after ``hours``."""
+    return trace_of(name, (row for row in WORKLOADS[name](seed) if row[0] < hours * 3600.0))
+
+
+@dataclass(slots=True)
+class HintedOutcome(ReplayOutcome):
+    """With the hints of the clients, and what came of them, and the shares of the tenants."""
+
+    client_hints: HintCounts = field(default_factory=HintCounts)
+    tenants: dict[Tenant, ReplayOutcome] = field(default_factory=lambda: defaultdict(ReplayOutcome))
+
+
+def replay_hinted(rows: Iterable[HintedRow], capacity: int, policy: str) -> HintedOutcome:
+    """Replays requests with hints against one tier of so many blocks."""
+    rows = list(rows)
+    trace = trace_of("hinted", [(now, chain) for now, chain, _, _ in rows])
+    pool = SimulatedPool(tiers_of([TierSpec("host", capacity)], policy), BLOCKS)
+    outcome, hints = HintedOutcome(), HintRecord()
+    for request, (_, _, hint, tenant) in zip(trace.requests, rows, strict=True):
+        advice = hints.used(request.chain, request.now, tenant, hint)
+        hits = pool.serve(request.chain, request.now, advice)
+        for count in (outcome, outcome.tenants[tenant]):
+            count.accesses += len(request.chain)
+            count.hits += hits
+    outcome.client_hints = hints.counts
+    return outcome
+
+
+def main(name: str, hints: str = "", capacity: str = "2000") -> None:
+    if not hints:
+        for now, chain in WORKLOADS[name](0):
+            print(json.dumps({"timestamp": now * 1000, "hash_ids": chain}))
+        return
+    rows = list(agents(0, hints))
+    trace = trace_of(name, [(now, chain) for now, chain, _, _ in rows])
+    line: dict[str, object] = {"best": clairvoyant_hits(trace, int(capacity)) / trace.blocks}
+    for policy in ("lru", "hazard"):
+        outcome = replay_hinted(rows, int(capacity), policy)
+        rates = {tenant: round(share.hit_rate, 6) for tenant, share in outcome.tenants.items()}
+        line[policy] = {"hit_rate": round(outcome.hit_rate, 6), "tenants": rates}
+        line["client_hints"] = asdict(outcome.client_hints)
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrecall.engines.vllm.attention.copied import KeptCopies
+from kvrecall.engines.vllm.attention.group import KeptCopies
 
 
 def test_sequences_have_pages_of_their_own_as_long_as_there_are_enough() -> None:

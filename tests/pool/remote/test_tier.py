@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.clocks import ManualClock
@@ -41,12 +42,9 @@ class Host:
     """A host's remote tier, with a bench to move blocks."""
 
     def __init__(
-        self,
-        store: MemoryStore,
-        call_deadline_s: float = 5.0,
-        monotonic: Callable[[], float] = time.monotonic,
+        self, store: MemoryStore, monotonic: Callable[[], float] = time.monotonic, **settings: Any
     ) -> None:
-        config = RemoteConfig("memory", call_deadline_s=call_deadline_s)
+        config = RemoteConfig("memory", **{"call_deadline_s": 5.0, **settings})
         self.tier = RemoteTier(store, config, monotonic)
         self.tier.register(NAMESPACE, BLOCK_BYTES)
         self.bench = Bench(self.tier)
@@ -64,19 +62,22 @@ def store() -> Iterator[MemoryStore]:
 
 
 @pytest.fixture
-def host(store: MemoryStore) -> Iterator[Host]:
-    host = Host(store)
-    yield host
+def hosts(store: MemoryStore) -> Iterator[tuple[Host, Host]]:
+    hosts = Host(store), Host(store)
+    yield hosts
     store.gate.set()
-    host.tier.close()
+    for host in hosts:
+        host.tier.close()
 
 
 @pytest.fixture
-def other(store: MemoryStore) -> Iterator[Host]:
-    other = Host(store)
-    yield other
-    store.gate.set()
-    other.tier.close()
+def host(hosts: tuple[Host, Host]) -> Host:
+    return hosts[0]
+
+
+@pytest.fixture
+def other(hosts: tuple[Host, Host]) -> Host:
+    return hosts[1]
 
 
 def test_another_host_finds_and_gets_what_one_put(host: Host, other: Host) -> None:
@@ -102,19 +103,13 @@ def test_only_an_operator_removes_for_all_hosts(
 
 
 def test_a_thousand_questions_are_one_call(host: Host, store: MemoryStore) -> None:
+    store.gate.clear()
+    assert not any(host.tier.ask(chain(NAMESPACE, 1000)) for _ in range(50)), "it waited"
+    store.gate.set()
     host.ask(chain(NAMESPACE, 1000))
     assert store.calls == [("exists", 1000)]
     host.ask(chain(NAMESPACE, 1000))
     assert store.calls == [("exists", 1000)], "the answers were forgotten at once"
-
-
-def test_asking_does_not_wait_and_asks_once(host: Host, store: MemoryStore) -> None:
-    store.gate.clear()
-    keys = chain(NAMESPACE, 10)
-    assert not any(host.tier.ask(keys) for _ in range(50))
-    store.gate.set()
-    host.ask(keys)
-    assert store.calls == [("exists", 10)]
 
 
 def test_asks_for_each_key_that_is_not_known(host: Host, other: Host, store: MemoryStore) -> None:
@@ -164,9 +159,8 @@ def test_a_value_of_a_wrong_size_is_a_miss_and_goes_when_it_stays_so(
     name = name_of(keys[1])
     store.values[name] = (store.values[name] + b"x")[: len(store.values[name]) + more]
     clock = ManualClock()
-    tier = RemoteTier(store, RemoteConfig("memory"), clock)
-    tier.register(NAMESPACE, BLOCK_BYTES)
-    bench = Bench(tier)
+    late = Host(store, monotonic=clock)
+    bench, tier = late.bench, late.tier
     for outcome in (Outcome.MISS, Outcome.MISS, Outcome.CORRUPT):
         wait_until(lambda: tier.ask(keys[1:]))
         assert bench.get(keys) == [Outcome.LOADED, outcome, Outcome.LOADED]
@@ -204,19 +198,13 @@ def test_a_store_that_fails_is_left_alone_and_rejoined(host: Host, store: Memory
     wait_until(lambda: not host.tier.ask(keys))
     assert host.ask(keys) == [True] * 3 + [False] * 3
     assert host.bench.get(keys[:3]) == [Outcome.LOADED] * 3
-
-
-def test_after_an_outage_nothing_is_taken_for_granted(host: Host, store: MemoryStore) -> None:
-    keys = chain(NAMESPACE, 3)
-    host.bench.put(keys)
     store.failing = OSError("connection reset")
     host.bench.get(keys[:1])
     store.failing = None
     store.values.clear()  # it came back empty
     wait_until(lambda: not host.tier.ask(keys))
-    assert host.ask(keys) == [False] * 3
-    assert host.bench.put(keys) == [Outcome.STORED] * 3
-    assert len(store.values) == 3
+    assert host.ask(keys) == [False] * 6, "it was taken for granted"
+    assert host.bench.put(keys) == [Outcome.STORED] * 6
 
 
 def test_what_a_store_did_not_tell_about_is_not_known_after_its_pause_either(
@@ -235,38 +223,25 @@ def test_what_a_store_did_not_tell_about_is_not_known_after_its_pause_either(
     host.tier.close()
 
 
-@pytest.fixture
-def overdue(store: MemoryStore) -> Iterator[Host]:
-    """A host with 10 blocks in the store, whose get of the first hangs there."""
+def test_a_store_that_hangs_costs_no_call_any_time(store: MemoryStore) -> None:
     clock = ManualClock()
     host = Host(store, monotonic=clock)
-    keys = chain(NAMESPACE, 10)
-    host.bench.put(keys)
+    keys = chain(NAMESPACE, 30)
+    host.bench.put(keys[:10])
     store.gate.clear()
     host.bench.submit_get(keys[:1])
     wait_until(lambda: store.calls[-1][0] == "get")
     assert host.tier.contains(keys[0])
     clock.advance(5.1)
     assert not host.tier.contains(keys[0])
-    yield host
+    assert host.tier.ask(keys)
+    assert host.bench.submit_put(keys[20:], base=50) == [PutVerdict.SHED] * 10
+    assert host.tier.poll() == []
+    assert host.tier.queued() == (0, 1), "its memory is owed until the call returns"
     store.gate.set()
+    assert host.bench.collect(keys[:1]) == [Outcome.LOADED]
+    wait_until(lambda: host.tier.contains(keys[0]))
     host.tier.close()
-
-
-def test_a_store_that_hangs_costs_no_call_any_time(overdue: Host, store: MemoryStore) -> None:
-    other, keys = overdue, chain(NAMESPACE, 30)
-    assert other.tier.ask(keys)
-    assert other.bench.submit_put(keys[20:], base=50) == [PutVerdict.SHED] * 10
-    store.gate.set()
-    assert other.bench.collect(keys[:1]) == [Outcome.LOADED]
-    wait_until(lambda: other.tier.contains(keys[0]))
-
-
-def test_memory_is_owed_until_a_hung_call_returns(overdue: Host, store: MemoryStore) -> None:
-    assert overdue.tier.poll() == []
-    assert overdue.tier.queued() == (0, 1)
-    store.gate.set()
-    overdue.bench.collect(chain(NAMESPACE, 1))
 
 
 def test_closing_does_not_wait_for_a_store_that_hangs(store: MemoryStore) -> None:
@@ -280,10 +255,8 @@ def test_closing_does_not_wait_for_a_store_that_hangs(store: MemoryStore) -> Non
 
 
 def test_the_queue_of_puts_is_bounded(store: MemoryStore) -> None:
-    config = RemoteConfig("memory", max_queued_bytes=10 * BLOCK_BYTES)
-    tier = RemoteTier(store, config)
-    tier.register(NAMESPACE, BLOCK_BYTES)
-    bench = Bench(tier)
+    host = Host(store, max_queued_bytes=10 * BLOCK_BYTES)
+    bench, tier = host.bench, host.tier
     store.gate.clear()
     verdicts = bench.submit_put(chain(NAMESPACE, 30))
     assert verdicts == [PutVerdict.QUEUED] * 10 + [PutVerdict.SHED] * 20
@@ -294,9 +267,8 @@ def test_the_queue_of_puts_is_bounded(store: MemoryStore) -> None:
 
 
 def test_a_reading_tier_stores_nothing(host: Host, store: MemoryStore) -> None:
-    tier = RemoteTier(store, RemoteConfig("memory", writes=False))
-    tier.register(NAMESPACE, BLOCK_BYTES)
-    bench = Bench(tier)
+    reader = Host(store, writes=False)
+    bench, tier = reader.bench, reader.tier
     keys = chain(NAMESPACE, 4)
     assert bench.submit_put(keys) == [PutVerdict.SHED] * 4
     host.bench.put(keys)

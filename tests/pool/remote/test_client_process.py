@@ -18,10 +18,6 @@ def taught(seconds: float = 0.02) -> CallTimes:
     return times
 
 
-def test_a_first_call_does_not_stand_back() -> None:
-    assert CallTimes().limit_of(MIB) is None
-
-
 def test_the_limit_grows_with_the_bytes_and_the_time_they_took() -> None:
     times = taught(0.02)
     short, long = times.limit_of(MIB), times.limit_of(4 * MIB)
@@ -56,13 +52,9 @@ def test_after_a_late_call_the_next_ones_do_not_stand_back_and_longer_each_time(
     times.late()
     assert 0 < first < second
     assert rest() == first
-
-
-def test_the_rest_has_an_end() -> None:
-    times = taught()
     for _ in range(50):
         times.late()
-    assert any(times.limit_of(MIB) is not None for _ in range(100))
+    assert rest() < 100
 
 
 needs_raise = pytest.mark.skipif(not can_raise(), reason="needs CAP_SYS_NICE to raise a thread")

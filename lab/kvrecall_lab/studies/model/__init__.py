@@ -1,1 +1,0 @@
-"""How `models/recall-tiny` is made: tasks, tokenizer, training, evaluation, export."""

@@ -1,9 +1,0 @@
-from __future__ import annotations
-
-from kvrecall.simulate.workload import make_workload
-from kvrecall_lab.variants import thinned
-
-
-def test_variants() -> None:
-    trace = make_workload("chat-lognormal")
-    assert 0.15 < thinned(trace, 4).blocks / trace.blocks < 0.35
