@@ -132,17 +132,6 @@ class DictNames(Names):
             del self._numbers[self._keys[number]]
             self._free.append(number)
 
-    def sweep(self, numbers: Sequence[int]) -> None:
-        """Frees those of these numbers that are not kept."""
-        refs = self._refs
-        for number in numbers:
-            if refs[number]:
-                continue
-            key = self._keys[number]
-            if self._numbers.get(key) == number:
-                del self._numbers[key]
-                self._free.append(number)
-
     def column(self, kind: Kind, width: int = 1) -> Column:
         assert width == 1, "wide columns are for compact names"
         self._columns.append([0] * len(self._keys))

@@ -144,7 +144,7 @@ class HazardPolicy(EvictionPolicy):
         if now - self._ranking.now >= _TICK:
             self._ranking.advance(now, self._bucket.cells, self._state.cells)
 
-    def insert(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> None:
+    def insert(self, number: int, parent: int, now: float, hangs: bool = False) -> None:
         state = self._state.cells
         if state[number] & _RESIDENT:
             return
@@ -208,7 +208,7 @@ class HazardPolicy(EvictionPolicy):
 
     # -- what to give up -------------------------------------------------------------------
 
-    def admit(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> bool:
+    def admit(self, number: int, parent: int, now: float, hangs: bool = False) -> bool:
         if not self.is_warm or self._is_by_age:
             return True
         self._advance(now)

@@ -148,7 +148,7 @@ class LruPolicy(EvictionPolicy):
         self._names, self._links, self._keeps = links.names, links, keeps
         self._queue = Queue(links)
 
-    def insert(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> None:
+    def insert(self, number: int, parent: int, now: float, hangs: bool = False) -> None:
         if self._queue.knows(number):
             return
         if self._keeps:
@@ -226,7 +226,7 @@ class S3FifoPolicy(EvictionPolicy):
         self._small, self._main, self._ghost = Queue(links), Queue(links), Queue(links)
         self._resident = (self._small, self._main)
 
-    def insert(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> None:
+    def insert(self, number: int, parent: int, now: float, hangs: bool = False) -> None:
         if any(queue.knows(number) for queue in self._resident):
             return
         above = [queue for queue in self._resident if hangs and parent >= 0 and parent in queue]

@@ -49,11 +49,11 @@ class WarmUp(EvictionPolicy):
         self._shadow.forget(numbers)
         self._pins.drop(numbers)
 
-    def insert(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> None:
+    def insert(self, number: int, parent: int, now: float, hangs: bool = False) -> None:
         if hangs:
             self._shadow.end()
         for order in self._orders:
-            order.insert(number, parent, depth, now, hangs)
+            order.insert(number, parent, now, hangs)
         if number in self._pins:
             self._hold(number)
 
@@ -112,8 +112,8 @@ class WarmUp(EvictionPolicy):
         # Used since it was pinned, a block is in the queue again.
         return self._lru.victims(count, lambda n: n not in pins and evictable(n), now)
 
-    def admit(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> bool:
-        return number in self._pins or self._ranked.admit(number, parent, depth, now, hangs)
+    def admit(self, number: int, parent: int, now: float, hangs: bool = False) -> bool:
+        return number in self._pins or self._ranked.admit(number, parent, now, hangs)
 
     def chance(self, number: int, now: float) -> float | None:
         return self._ranked.chance(number, now)
