@@ -243,13 +243,10 @@ class S3FifoPolicy(EvictionPolicy):
 
     def access(self, use: RequestUse[int]) -> None:
         uses, marks = self._uses.cells, self._marks.cells
-        here = (self._small.mark, self._main.mark)
+        here, held = (self._small.mark, self._main.mark), (self._small.held, self._main.held)
         for number in (*use.chain, *use.hanging):
-            if number >= 0 and (marks[number] in here or self._is_held(number)):
+            if number >= 0 and (marks[number] in here or number in held[0] or number in held[1]):
                 uses[number] = min(3, uses[number] + 1)
-
-    def _is_held(self, number: int) -> bool:
-        return number in self._small.held or number in self._main.held
 
     def remove(self, number: int) -> None:
         if self._main.discard(number):
