@@ -70,7 +70,7 @@ def test_chains_reserved_in_one_call_are_cut_where_the_policy_refuses_a_block(
         pool.register(NAMESPACE, BLOCK_BYTES)
         engine = Engine(pool)
         engine.save([*full, *chain(NAMESPACE, 3, "more")])
-        monkeypatch.setattr(pool._host, "admits", lambda key, parent, depth: key != one[1])
+        monkeypatch.setattr(pool._host, "admits", lambda key, parent: key != one[1])
         answers = pool.reserve([*one, *two], parents=[None, *one[:-1], None, *two[:-1]])
         assert [answer.verdict for answer in answers] == [
             Verdict.RESERVED, Verdict.REFUSED, Verdict.REFUSED, *[Verdict.RESERVED] * 3

@@ -77,13 +77,10 @@ def check_memory(nbytes: int, cure: str) -> None:
 
 def _limits() -> str:
     """The limits of this process that a mapping may exceed."""
-    shown = []
     kinds = {"ulimit -v": resource.RLIMIT_AS, "ulimit -f": resource.RLIMIT_FSIZE}
-    for name, kind in kinds.items():
-        limit, _ = resource.getrlimit(kind)
-        value = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / _GIB:.2f} GiB"
-        shown.append(f"{name}: {value}")
-    return ", ".join(shown)
+    limits = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
+    shown = {resource.RLIM_INFINITY: "unlimited"}
+    return ", ".join(f"{n}: {shown.get(v, f'{v / _GIB:.2f} GiB')}" for n, v in limits.items())
 
 
 def _allocated(fd: int) -> int:
@@ -288,12 +285,8 @@ class Arena:
         if _LIBC.madvise(address, size, _MADV_POPULATE_WRITE) != 0:
             code = ctypes.get_errno()
             if code != errno.EINVAL:
-                _LOG.warning(
-                    "arena: stopped at %d of %d bytes: %s",
-                    start,
-                    self.goal_bytes,
-                    os.strerror(code),
-                )
+                why, goal = os.strerror(code), self.goal_bytes
+                _LOG.warning("arena: stopped at %d of %d bytes: %s", start, goal, why)
                 return False
             os.posix_fallocate(self._fd, start, length)  # a kernel before 5.14
         self.ready_bytes = start + length

@@ -113,12 +113,6 @@ class ChangeLog:
             if not self._overflowed:
                 self._changes.append(change)
 
-    def restart(self) -> None:
-        """The reader's next changes are a ``Restart`` and all blocks held."""
-        with self._lock:
-            self._changes = []
-            self._overflowed = True
-
     def repeat(self, namespaces: Collection[bytes] | None = None) -> None:
         """All blocks held are reported once more, without a ``Restart``; those of these namespaces
         alone, by their digests, if they are given. Called by the thread that calls ``take``."""

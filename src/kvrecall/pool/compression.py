@@ -69,7 +69,7 @@ class Compressor:
         self._is_auto = compression == "auto"
         self._codec: Codec = "lz4" if compression == "lz4" else "zstd"
         self._library = _library(self._codec)
-        self._get_s = self._put_s = 0.0  # a byte
+        self._seconds = {True: 0.0, False: 0.0}  # a byte takes to be got, and put
         self._kinds: dict[int, _Kind] = {}
         self._lock = threading.Lock()
 
@@ -78,14 +78,12 @@ class Compressor:
         if nbytes <= 0 or seconds <= 0:
             return
         with self._lock:
-            if got:
-                self._get_s = _smoothed(self._get_s, seconds / nbytes)
-            else:
-                self._put_s = _smoothed(self._put_s, seconds / nbytes)
+            old, new = self._seconds[got], seconds / nbytes
+            self._seconds[got] = 0.8 * old + 0.2 * new if old else new
 
     @property
     def is_on(self) -> bool:
-        return not self._is_auto or (self._get_s or self._put_s) > _SLOW_S
+        return not self._is_auto or (self._seconds[True] or self._seconds[False]) > _SLOW_S
 
     def pack(self, data: memoryview, into: memoryview) -> int:
         """Writes the frame of ``data`` (contiguous uint8) into ``into``, which has room for all of
@@ -121,7 +119,9 @@ class Compressor:
         return kind
 
     def _compress(self, data: memoryview, width: int) -> bytes:
-        packed: bytes = self._library.compress(_planes(_array(data), width), _LEVEL)
+        packed: bytes = self._library.compress(
+            _planes(np.frombuffer(data, np.uint8), width), _LEVEL
+        )
         return packed
 
 
@@ -145,7 +145,7 @@ def unpack(frame: memoryview, into: memoryview) -> bool:
     if codec not in _CODECS:
         return False
     try:
-        _decompress(_library(_CODECS[codec]), packed, width, _array(into))
+        _decompress(_library(_CODECS[codec]), packed, width, np.frombuffer(into, np.uint8))
     except (RuntimeError, ValueError):
         return False
     return True
@@ -185,18 +185,10 @@ def _checksum(stored: memoryview, codec: int, width: int, plain: int) -> int:
     return xxhash.xxh3_64_intdigest(stored, seed)
 
 
-def _smoothed(old: float, new: float) -> float:
-    return new if not old else 0.8 * old + 0.2 * new
-
-
 def _sample_of(data: memoryview) -> memoryview:
     """From the middle of ``data``, where both keys and values are."""
     begin = max(0, (data.nbytes - _SAMPLE_BYTES) // 2) & ~63
     return data[begin : begin + _SAMPLE_BYTES]
-
-
-def _array(data: memoryview) -> Bytes:
-    return np.frombuffer(data, np.uint8)
 
 
 def _library(codec: Codec) -> Any:

@@ -296,10 +296,10 @@ class EntryTable(ABC):
                     order.remove(number)
                 marks[number] ^= RANKED
             if is_due:
-                above, depth = self._parent.cells[number] - 1, self._depth.cells[number]
+                above = self._parent.cells[number] - 1
                 used, hanging = self._used.cells[number], bool(known & _HANGS)
                 for order in orders:
-                    order.insert(number, above, depth, used, hanging)
+                    order.insert(number, above, used, hanging)
                 marks[number] |= RANKED
             elif not known & HERE:
                 gone.append(number)
@@ -360,7 +360,7 @@ class EntryTable(ABC):
                 used[number] = now
         return last
 
-    def admits(self, key: BlockKey, parent: BlockKey | None, depth: int) -> bool:
+    def admits(self, key: BlockKey, parent: BlockKey | None) -> bool:
         """Whether the policy admits the block at the price of another, which it does not know for a
         tail. Called when full."""
         if is_tail(key):
@@ -370,7 +370,7 @@ class EntryTable(ABC):
         with self._lock:
             number = self._names.number(key)
             above = -1 if parent is None else self._names.number(parent)
-        return self._policy.admit(number, above, depth, self.now(), hangs(key, parent))
+        return self._policy.admit(number, above, self.now(), hangs(key, parent))
 
     def chance(self, key: BlockKey) -> float | None:
         """The policy's probability that the block is used again; None: no estimate."""

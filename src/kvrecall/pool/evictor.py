@@ -73,9 +73,7 @@ class Evictor:
         admitted: list[Block] = []
         refused: set[BlockKey | None] = set()
         for block in blocks:
-            if block.parent not in refused and self._host.admits(
-                block.key, block.parent, block.depth
-            ):
+            if block.parent not in refused and self._host.admits(block.key, block.parent):
                 admitted.append(block)
             else:
                 refused.add(block.key)

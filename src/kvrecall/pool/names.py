@@ -132,17 +132,6 @@ class DictNames(Names):
             del self._numbers[self._keys[number]]
             self._free.append(number)
 
-    def sweep(self, numbers: Sequence[int]) -> None:
-        """Frees those of these numbers that are not kept."""
-        refs = self._refs
-        for number in numbers:
-            if refs[number]:
-                continue
-            key = self._keys[number]
-            if self._numbers.get(key) == number:
-                del self._numbers[key]
-                self._free.append(number)
-
     def column(self, kind: Kind, width: int = 1) -> Column:
         assert width == 1, "wide columns are for compact names"
         self._columns.append([0] * len(self._keys))
@@ -187,15 +176,16 @@ class MemoryColumn(Column):
         return cells if self.width == 1 else cells.reshape(-1, self.width)
 
 
-_CELL = 56  # bytes of a key's cell: the key, zeros, and the key's length
-_LONGEST = _CELL - 1
-_ENDS = [bytes(_LONGEST - size) + bytes((size,)) for size in range(_CELL)]
+_CELL = 56  # bytes of a key's cell: its length, the key, zeros
+_LONGEST = _CELL - 2  # bytes of a key; in a cell, one of 55 looks like the first 55 of more
+_FORM = f"{_CELL}p"  # of a cell, to struct
 _SEATS = 16  # of a bucket
 _FILLED = 10  # of them, at most, in a table that is made for a known number of keys
 _SPREAD = 8  # entries of the directory for each bucket, at most
 _WORD = (1 << 64) - 1
 _FEW = 32  # keys or numbers that are worked on one by one
 _EACH = np.ones(_CELL // 8, np.bool_)  # any() of a cell's words as a product, which is faster
+_cell_of = struct.Struct(_FORM).pack
 _words_of = struct.Struct("=7Q").unpack  # of a cell
 
 
@@ -256,7 +246,7 @@ class CompactNames(Names):
         if number in self._outside_keys:
             return self._outside_keys[number]
         cell = self._cell(number)
-        return BlockKey(cell[: cell[_LONGEST]])
+        return BlockKey(cell[1 : 1 + cell[0]])
 
     def _cell(self, number: int) -> bytes:
         return bytes(self._cells.cells[number * _CELL : (number + 1) * _CELL])
@@ -277,7 +267,7 @@ class CompactNames(Names):
 
     def number(self, key: BlockKey) -> int:
         if len(key) <= _LONGEST:
-            cell = key + _ENDS[len(key)]
+            cell = _cell_of(key)
             seat = self._seat(self._code(cell))
             if seat >= 0:
                 number: int = self._seated.cells[seat]
@@ -310,7 +300,7 @@ class CompactNames(Names):
 
     def _seat_new(self, key: BlockKey, number: int) -> bool:
         """Puts a new key into the table. False if there is no seat for it."""
-        cell = key + _ENDS[len(key)]
+        cell = _cell_of(key)
         code = self._code(cell)
         while True:
             bucket = self._directory.cells[code >> 64 - self._bits]
@@ -384,14 +374,11 @@ class CompactNames(Names):
 
     def _cells_of(self, keys: Sequence[BlockKey]) -> Words | None:
         """The cells of many keys [keys, 7]; None if they are few, or one does not fit."""
-        sizes = set(map(len, keys))
-        if len(keys) < _FEW or max(sizes) > _LONGEST:
+        if len(keys) < _FEW:
             return None
-        if len(sizes) == 1:
-            text = _ENDS[len(keys[0])].join((*keys, b""))
-        else:
-            text = b"".join([key + _ENDS[len(key)] for key in keys])
-        return np.frombuffer(text, np.uint64).reshape(-1, _CELL // 8)
+        text = struct.Struct(_FORM * len(keys)).pack(*keys)  # not cached: it is as large as they
+        cells = np.frombuffer(text, np.uint64).reshape(-1, _CELL // 8)
+        return cells if cells.view(np.uint8)[:, 0].max() <= _LONGEST else None
 
     def _codes_of(self, cells: Words) -> Words:
         """``_code`` of each [keys]."""

@@ -200,7 +200,10 @@ class Pool:
         clock = clock or Clock()
         with contextlib.ExitStack() as undo:
             arena = Arena.create(config.host_bytes, most_bytes=config.host_most_bytes)
-            terms = _terms_of(config)
+            terms = config.terms
+            is_back = terms.remote_write == "back" and terms.write_policy == "through"
+            if is_back and config.disk is None:  # the store is written as such a disk is
+                terms = replace(terms, write_policy="back")
             undo.callback(arena.close)
             below: Tier = NullTier()
             absent: tuple[TierStats, ...] = ()
@@ -895,15 +898,6 @@ class Pool:
                 if not self._writer.store_rest():
                     return
                 self._changed.wait(_RETRY_S)
-
-
-def _terms_of(config: PoolConfig) -> PoolTerms:
-    """The pool's terms. A store written back that has no tier before it is written as a disk is
-    that is written back."""
-    terms = config.terms
-    if config.disk is None and terms.remote_write == "back" and terms.write_policy == "through":
-        return replace(terms, write_policy="back")
-    return terms
 
 
 def _check_tenant(tenant: Tenant) -> None:

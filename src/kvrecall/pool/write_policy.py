@@ -192,7 +192,8 @@ class WriteSelective(WritePolicy):
         for block in blocks:
             self._sights.setdefault(block.key, 1)
         self._forget()
-        return [b for b in blocks if self._sights.get(b.key, 0) > 1 or self._is_likely(b.key)]
+        sights, chance = self._sights, self._chance
+        return [b for b in blocks if sights.get(b.key, 0) > 1 or (chance(b.key) or 0.0) >= _LIKELY]
 
     def touched(
         self, chain: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()
@@ -211,10 +212,6 @@ class WriteSelective(WritePolicy):
 
     def recalled(self, blocks: Sequence[Block]) -> Sequence[Block]:
         return [block for block in blocks if self._sights.get(block.key, 0) > 1]
-
-    def _is_likely(self, key: BlockKey) -> bool:
-        chance = self._chance(key)
-        return chance is not None and chance >= _LIKELY
 
     def _forget(self) -> None:
         while len(self._sights) > self._remember:

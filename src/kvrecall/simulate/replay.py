@@ -88,7 +88,7 @@ class SimulatedTier:
         leased = frozenset(record.key for record in records)
         refused: set[BlockKey | None] = set()
         for record in records:
-            key, parent, depth, nbytes, hangs = record
+            key, parent, _, nbytes, hangs = record
             if key in resident:
                 continue
             if parent in refused or not self._make_room(record, leased, now):
@@ -98,14 +98,14 @@ class SimulatedTier:
             resident[key] = nbytes
             self._used += nbytes
             count.written += nbytes
-            self.policy.insert(key, parent, depth, now, hangs)
+            self.policy.insert(key, parent, now, hangs)
 
     def _make_room(self, record: GroupRecord, leased: frozenset[BlockKey], now: float) -> bool:
-        key, parent, depth, nbytes, hangs = record
+        key, parent, _, nbytes, hangs = record
         capacity, policy = self.count.capacity, self.policy
         if self._used + nbytes <= capacity:
             return True
-        if self._picky and not policy.admit(key, parent, depth, now, hangs):
+        if self._picky and not policy.admit(key, parent, now, hangs):
             return False
         while self._used + nbytes > capacity:
             victims = policy.victims(1, lambda block: block not in leased, now)

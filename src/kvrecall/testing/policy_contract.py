@@ -16,7 +16,7 @@ def store(policy: KeyedPolicy, chain: list[BlockKey], now: float) -> None:
     """A request for ``chain``: access, then insert what follows, prefix first."""
     policy.access(chain, now)
     for depth, key in enumerate(chain):
-        policy.insert(key, chain[depth - 1] if depth else None, depth, now)
+        policy.insert(key, chain[depth - 1] if depth else None, now)
 
 
 def anything(_: BlockKey) -> bool:
@@ -61,7 +61,7 @@ class PolicyContract:
         policy, chain, hanging = self.make(), keys_of("a", 4), keys_of("window", 2)
         store(policy, chain, 1.0)
         for key in hanging:
-            policy.insert(key, chain[-1], 4, 1.0, hangs=True)
+            policy.insert(key, chain[-1], 1.0, hangs=True)
         assert sorted(policy.victims(2, anything, 2.0)) == hanging
         policy.access(chain, 3.0, hanging[:1])
         policy.access([], 3.0, keys_of("never seen", 2))
@@ -70,7 +70,7 @@ class PolicyContract:
         assert policy.victims(9, anything, 4.0) == chain[::-1]
         policy.access(chain, 5.0, hanging)
         for key in hanging:
-            policy.insert(key, chain[-1], 4, 5.0, hangs=True)
+            policy.insert(key, chain[-1], 5.0, hangs=True)
         assert len(policy.victims(9, anything, 6.0)) == 6
 
     def test_held_blocks_come_back_where_they_were(self) -> None:
@@ -102,7 +102,7 @@ class PolicyContract:
         """After a restart, blocks are inserted least recently used first, without accesses."""
         policy, chain = self.make(), keys_of("a", 6)
         for depth in range(5, -1, -1):
-            policy.insert(chain[depth], chain[depth - 1] if depth else None, depth, 9.0 - depth)
+            policy.insert(chain[depth], chain[depth - 1] if depth else None, 9.0 - depth)
         assert sorted(policy.victims(10, anything, 20.0)) == sorted(chain)
 
     def test_against_a_set(self) -> None:
@@ -130,16 +130,16 @@ class PolicyContract:
             beside = [BlockKey(b"window of " + key) for key in chain] if hanging else []
             used, ending = rng.sample(beside, rng.randrange(len(beside) + 1)), beside[-2:]
             policy.access(chain, now, used, ending[: rng.randrange(3)])
-            places = [(key, chain[at - 1] if at else None, at) for at, key in enumerate(chain)]
-            places += [(key, chain[at], at + 1) for at, key in enumerate(beside)]
+            places = [(key, chain[at - 1] if at else None) for at, key in enumerate(chain)]
+            places += zip(beside, chain, strict=False)
             if hanging:
                 places = rng.sample(places, rng.randrange(1, len(places) + 1))
-            for key, parent, depth in places:
+            for key, parent in places:
                 hangs = key in beside
                 if key in resident:
                     continue
                 if len(resident) >= self.CAPACITY:
-                    if rng.random() < 0.5 and not policy.admit(key, parent, depth, now, hangs):
+                    if rng.random() < 0.5 and not policy.admit(key, parent, now, hangs):
                         break
                     kept = held.union(chain)
                     victims = policy.victims(1, lambda k, kept=kept: k not in kept, now)  # type: ignore[misc]
@@ -147,7 +147,7 @@ class PolicyContract:
                     assert victims[0] in resident - set(chain)
                     policy.remove(victims[0])
                     resident.discard(victims[0])
-                policy.insert(key, parent, depth, now, hangs)
+                policy.insert(key, parent, now, hangs)
                 resident.add(key)
             most = len(resident) // 4 if hanging else rng.random() < 0.1
             for key in rng.sample(sorted(resident), rng.randrange(1 + most)):

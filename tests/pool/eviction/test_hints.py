@@ -158,7 +158,7 @@ def fill(policy: KeyedPolicy, text: str, blocks: int, now: float, advice: Advice
     keys = keys_of(text, blocks)
     policy.access(keys, now, advice=advice)
     for depth, key in enumerate(keys):
-        policy.insert(key, keys[depth - 1] if depth else None, depth, now)
+        policy.insert(key, keys[depth - 1] if depth else None, now)
     return keys
 
 
@@ -214,7 +214,7 @@ def test_a_hint_does_not_reach_what_other_chains_share() -> None:
         keys = [*head, *keys_of(f"s{number}", 5)]
         policy.access(keys, now, advice=Advice(NOT_AGAIN, 0.0, 0.0, "a"))
         for depth, key in enumerate(keys):
-            policy.insert(key, keys[depth - 1] if depth else None, depth, now)
+            policy.insert(key, keys[depth - 1] if depth else None, now)
         if number > 30:
             for victim in policy.victims(5, anything, now):
                 assert victim not in head
@@ -255,7 +255,7 @@ def test_any_advice_is_safe(name: str) -> None:
                 assert victims[0] in resident
                 policy.remove(victims[0])
                 resident.remove(victims[0])
-            policy.insert(key, chain[depth - 1] if depth else None, depth, now)
+            policy.insert(key, chain[depth - 1] if depth else None, now)
             resident.add(key)
     policy.access(keys_of("end", 1), 1e6)
     assert set(policy.victims(100, anything, 1e6)) == resident

@@ -49,17 +49,12 @@ class TaughtPolicy(KeyedPolicy):
             chain = keys_of(f"teacher {number % 2}", 3)
             self.access(chain, float(number))
             for key in chain:  # known even without memory
-                self.insert(key, None, 0, float(number))
+                self.insert(key, None, float(number))
         for key in keys_of("teacher 0", 3) + keys_of("teacher 1", 3):
             self.remove(key)
         assert self.chance(BlockKey(b"new"), 1000.0) is not None
-        for name, place in {
-            "insert": 3,
-            "access": 1,
-            "admit": 3,
-            "chance": 1,
-            "victims": 2,
-        }.items():
+        places = {"insert": 2, "access": 1, "admit": 2, "chance": 1, "victims": 2}
+        for name, place in places.items():
             setattr(self, name, later(getattr(self, name), place))
 
 
@@ -110,7 +105,7 @@ def test_lru_new_block_is_as_young_as_its_parent() -> None:
     store(policy, chain[:2], 1.0)
     policy.access(chain, 2.0)
     store(policy, other, 3.0)
-    policy.insert(chain[2], chain[1], 2, 4.0)
+    policy.insert(chain[2], chain[1], 4.0)
     assert policy.victims(4, anything, 5.0) == [chain[2], chain[1], chain[0], other[0]]
 
 
@@ -125,7 +120,7 @@ def test_s3fifo_lets_a_scan_pass() -> None:
             for victim in policy.victims(1, anything, 3.0):
                 assert victim not in hot
                 policy.remove(victim)
-        policy.insert(key, None, 0, 3.0)
+        policy.insert(key, None, 3.0)
 
 
 def test_hazard_never_gives_up_a_parent_first() -> None:
@@ -148,7 +143,7 @@ def test_hazard_learns_to_refuse_what_never_comes_back() -> None:
         store(policy, regular, now)
         passer = keys_of(f"passer{number}", 2)
         policy.access(passer, now + 1.0)
-    assert not policy.admit(passer[0], None, 0, now + 1.0)
+    assert not policy.admit(passer[0], None, now + 1.0)
 
 
 def test_hazard_memory_is_bounded() -> None:
@@ -162,7 +157,7 @@ def test_hazard_memory_is_bounded() -> None:
     assert len(ranking.memory) <= 500
     for number in range(5000):  # no requests: blocks only come and go
         key = BlockKey(f"y{number}".encode())
-        policy.insert(key, None, 0, 5000.0)
+        policy.insert(key, None, 5000.0)
         policy.remove(key)
     assert ranked._ghosts <= 101
     hot = keys_of("hot", 50)
@@ -242,7 +237,7 @@ def test_hazard_untaught_is_lru_to_the_block(step: float) -> None:
         count, goes = rng.choice((7, 200)), rng.random() < 0.3
         going = []
         for policy in policies:
-            assert policy.admit(BlockKey(b"new"), None, 0, now)
+            assert policy.admit(BlockKey(b"new"), None, now)
             store(policy, chain, now)
             going.append(policy.victims(count, lambda key, kept=leased: key not in kept, now))  # type: ignore[misc]
             for key in going[-1][: 7 * goes]:
@@ -268,7 +263,7 @@ def test_names_of_blocks_that_came_before_it_was_taught_are_freed() -> None:
     chain, windows = keys_of("a", 5), keys_of("window", 2)
     store(policy, chain, 0.0)
     for key in windows:
-        policy.insert(key, chain[-1], 5, 0.0, hangs=True)
+        policy.insert(key, chain[-1], 0.0, hangs=True)
     for number in range(100):
         policy.access(chain, float(number), windows)
     assert inner(policy)._lru is None
@@ -282,10 +277,10 @@ def test_names_of_blocks_that_came_before_it_was_taught_are_freed() -> None:
 @pytest.mark.parametrize("make", [hazard, TaughtPolicy])
 def test_hazard_learns_parents_it_was_not_told(make: Callable[[int], KeyedPolicy]) -> None:
     policy, chain = make(100), keys_of("a", 4)
-    policy.insert(chain[2], None, 2, 1.0)
-    policy.insert(chain[3], chain[2], 3, 1.0)
-    policy.insert(chain[0], None, 0, 1.0)
-    policy.insert(chain[1], chain[0], 1, 1.0)
+    policy.insert(chain[2], None, 1.0)
+    policy.insert(chain[3], chain[2], 1.0)
+    policy.insert(chain[0], None, 1.0)
+    policy.insert(chain[1], chain[0], 1.0)
     policy.access(chain, 2.0)
     assert policy.victims(4, anything, 3.0) == chain[::-1]
 
@@ -313,10 +308,10 @@ def test_a_chain_without_what_hangs_on_its_end_goes_next() -> None:
     old, new = keys_of("old", 6), keys_of("new", 6)
     states = keys_of("state", 3)
     store(policy, old, now)
-    policy.insert(states[0], old[2], 3, now, hangs=True)
-    policy.insert(states[1], old[5], 6, now, hangs=True)
+    policy.insert(states[0], old[2], now, hangs=True)
+    policy.insert(states[1], old[5], now, hangs=True)
     store(policy, new, 2.0)
-    policy.insert(states[2], new[5], 6, 2.0, hangs=True)
+    policy.insert(states[2], new[5], 2.0, hangs=True)
     for _ in range(20):  # the old ones are the better by all that is known
         now += 3.0
         policy.access(old, now, states[:2])
@@ -335,15 +330,15 @@ def test_what_hangs_on_a_block_that_is_gone_goes_first_until_it_is_back() -> Non
     policy.access(chain, 5.0, windows)
     store(policy, other, 5.0)
     for depth, key in enumerate(chain):
-        policy.insert(key, chain[depth - 1] if depth else None, depth, 5.0)
+        policy.insert(key, chain[depth - 1] if depth else None, 5.0)
     for key, parent in zip(windows, chain[2:], strict=True):
-        policy.insert(key, parent, 4, 5.0, hangs=True)
+        policy.insert(key, parent, 5.0, hangs=True)
     policy.remove(chain[3])
     assert policy.victims(1, anything, 6.0) == [windows[1]]
-    policy.insert(chain[3], chain[2], 3, 6.0)
+    policy.insert(chain[3], chain[2], 6.0)
     policy.access(chain, 7.0, windows)
     assert policy.victims(1, anything, 8.0) != [windows[1]]
-    policy.insert(BlockKey(b"early"), BlockKey(b"not here"), 1, 8.0, hangs=True)
+    policy.insert(BlockKey(b"early"), BlockKey(b"not here"), 8.0, hangs=True)
     assert policy.victims(1, anything, 8.0) == [b"early"]
 
 
@@ -358,8 +353,8 @@ def test_windows_inside_a_request_go_before_those_at_its_end() -> None:
             used = windows[3:4] if turn == 8 else []
             policy.access(chain[:turn], now, used, windows[turn - 1 : turn])
             for depth, key in enumerate(chain[:turn]):
-                policy.insert(key, chain[depth - 1] if depth else None, depth, now)
-                policy.insert(windows[depth], key, depth + 1, now, hangs=True)
+                policy.insert(key, chain[depth - 1] if depth else None, now)
+                policy.insert(windows[depth], key, now, hangs=True)
     order = policy.victims(4000, anything, now + 1.0)
     inner, end = windows[:3], windows[3]
     assert max(map(order.index, inner)) < order.index(end)

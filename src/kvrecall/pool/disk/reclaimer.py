@@ -141,7 +141,7 @@ class Reclaimer:
             return puts
         refused: set[BlockKey] = set()
         for put in puts:
-            if put.parent in refused or not self._catalog.admits(put.key, put.parent, put.depth):
+            if put.parent in refused or not self._catalog.admits(put.key, put.parent):
                 refused.add(put.key)
         return [put for put in puts if put.key not in refused]
 

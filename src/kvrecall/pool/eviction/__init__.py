@@ -43,16 +43,13 @@ class KeyedPolicy:
         self.policy = make(self.names)
 
     def insert(
-        self,
-        key: BlockKey,
-        parent: BlockKey | None,
-        depth: int,
-        now: float,
-        hangs: bool = False,
+        self, key: BlockKey, parent: BlockKey | None, now: float, hangs: bool = False
     ) -> None:
         number, above = self.names.meet(key), -1 if parent is None else self.names.meet(parent)
-        self.policy.insert(number, above, depth, now, hangs)
-        self.names.sweep((number,) if above < 0 else (number, above))
+        met = (number,) if above < 0 else (number, above)
+        self.names.keep_all(met)
+        self.policy.insert(number, above, now, hangs)
+        self.names.drop_all(met)
 
     def access(
         self,
@@ -93,15 +90,10 @@ class KeyedPolicy:
             self.policy.release(number)
 
     def admit(
-        self,
-        key: BlockKey,
-        parent: BlockKey | None,
-        depth: int,
-        now: float,
-        hangs: bool = False,
+        self, key: BlockKey, parent: BlockKey | None, now: float, hangs: bool = False
     ) -> bool:
         above = -1 if parent is None else self.names.number(parent)
-        return self.policy.admit(self.names.number(key), above, depth, now, hangs)
+        return self.policy.admit(self.names.number(key), above, now, hangs)
 
     def chance(self, key: BlockKey, now: float) -> float | None:
         return self.policy.chance(self.names.number(key), now)

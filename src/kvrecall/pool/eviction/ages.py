@@ -24,8 +24,7 @@ class AgeBucket:
     """The blocks of one class with the same time of last use."""
 
     __slots__ = (
-        "alive", "begin", "bin", "born", "ended", "first", "forgotten", "kind", "names", "number",
-        "rest",
+        "alive", "bin", "born", "ended", "forgotten", "kind", "names", "number", "residents", "run",
     )  # fmt: skip
 
     def __init__(self, number: int, kind: int, born: float) -> None:
@@ -35,78 +34,44 @@ class AgeBucket:
         self.bin = 0
         self.alive = 0  # members not used again since, resident or remembered
         self.names = array("i")  # which joined; some may have moved on
-        # Those that became resident, oldest first, as runs down a chain; some may have left since.
-        # The first run, then the others; the first block of each of these is inverted (~number).
-        self.first = _NONE
-        self.rest = _NONE
-        self.begin = 0  # of ``rest``: what is before is in ``first`` or gone
+        # Those that became resident, in the order in which they go; some may have left since. The
+        # oldest run down a chain comes first, each from its end. ``run``: where the latest begins.
+        self.residents = _NONE
+        self.run = 0
         self.ended = False  # has no members and gets no more
         self.forgotten = False  # names are no longer remembered when they are evicted
 
     def add_resident(self, number: int, parent: int) -> None:
         """A member became resident."""
-        if self.begin < len(self.rest):
-            last = self.rest[-1]
-            self.rest.append(number if parent >= 0 and max(last, ~last) == parent else ~number)
-        elif self.first and parent >= 0 and self.first[-1] == parent:
-            self.first.append(number)
-        elif self.rest is _NONE:
-            self.rest = array("i", (~number,))
-        else:
-            self.rest.append(~number)
+        if self.residents is _NONE:
+            self.residents = array("i")
+        if self.run < len(self.residents) and self.residents[self.run] != parent:
+            self.run = len(self.residents)
+        self.residents.insert(self.run, number)
 
-    def next_run(self) -> bool:
-        """Makes the next run the first one. False if there is none."""
-        if self.begin == len(self.rest):
-            if self.begin:
-                self.rest, self.begin = _NONE, 0
-            return False
-        end = _end_of(self.rest, self.begin)
-        self.first = self.rest[self.begin : end]
-        self.first[0] = ~self.first[0]
-        self.begin = end
-        return True
+    def drop_residents(self, count: int) -> None:
+        """Drops the first ones, which have left."""
+        del self.residents[:count]
+        self.run = max(0, self.run - count)
 
     @property
     def size(self) -> int:
-        return len(self.names) + len(self.rest)
+        return len(self.names) + len(self.residents)
 
     def prune(self, of: Sequence[int], known: Sequence[int]) -> None:
         """Frees the memory of those that moved on. ``of``: the bucket of each number; ``known``:
         whether it is known."""
-        own = self.number
-        self.names = array("i", [n for n in self.names if of[n] == own and known[n]])
-        rest, at = array("i"), self.begin
-        while at < len(self.rest):
-            end = _end_of(self.rest, at)
-            run = [~self.rest[at], *self.rest[at + 1 : end]]
-            run = [n for n in run if of[n] == own and known[n]]
-            if run:
-                run[0] = ~run[0]
-                rest.extend(run)
-            at = end
-        self.rest, self.begin = rest or _NONE, 0
 
-    def members(self) -> Iterator[int]:
-        """Those that became resident: the first run first, each from its end."""
-        yield from reversed(self.first)
-        begin = self.begin
-        while begin < len(self.rest):
-            end = _end_of(self.rest, begin)
-            yield from reversed(self.rest[begin + 1 : end])
-            yield ~self.rest[begin]
-            begin = end
+        def stay(numbers: Sequence[int]) -> array[int]:
+            return array("i", [n for n in numbers if of[n] == self.number and known[n]])
+
+        self.names = stay(self.names)
+        before = stay(self.residents[: self.run])
+        self.residents = before + stay(self.residents[self.run :]) or _NONE
+        self.run = len(before)
 
     def clear(self) -> None:
-        self.names, self.first, self.rest, self.begin = array("i"), _NONE, _NONE, 0
-
-
-def _end_of(runs: array[int], begin: int) -> int:
-    """Where the run ends that begins there."""
-    end = begin + 1
-    while end < len(runs) and runs[end] >= 0:
-        end += 1
-    return end
+        self.names, self.residents, self.run = array("i"), _NONE, 0
 
 
 class AgeRanking:

@@ -65,11 +65,10 @@ class EvictionPolicy(ABC):
     """Whether it wants numbers also for keys of a chain, or at a request's end, that have none."""
 
     @abstractmethod
-    def insert(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> None:
-        """A block became resident. ``depth`` counts from 0 at the root, ``now`` is in seconds and
-        never decreases. Counts as the block's first use. ``hangs``: the parent is a block of a
-        chain, and this one is not; it is best evicted right before its parent. Already resident:
-        no effect.
+    def insert(self, number: int, parent: int, now: float, hangs: bool = False) -> None:
+        """A block became resident. ``now`` is in seconds and never decreases. Counts as the block's
+        first use. ``hangs``: the parent is a block of a chain, and this one is not; it is best
+        evicted right before its parent. Already resident: no effect.
         """
 
     @abstractmethod
@@ -99,7 +98,7 @@ class EvictionPolicy(ABC):
         """The block can be evicted again. It returns to its former place, as far as the policy
         knows it. Not held: no effect."""
 
-    def admit(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> bool:
+    def admit(self, number: int, parent: int, now: float, hangs: bool = False) -> bool:
         """Whether the new block is worth more than the blocks it would displace. Called only when
         the tier is full. False: do not insert it, nor its successors in the chain."""
         return True

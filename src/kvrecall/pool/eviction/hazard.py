@@ -144,7 +144,7 @@ class HazardPolicy(EvictionPolicy):
         if now - self._ranking.now >= _TICK:
             self._ranking.advance(now, self._bucket.cells, self._state.cells)
 
-    def insert(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> None:
+    def insert(self, number: int, parent: int, now: float, hangs: bool = False) -> None:
         state = self._state.cells
         if state[number] & _RESIDENT:
             return
@@ -208,7 +208,7 @@ class HazardPolicy(EvictionPolicy):
 
     # -- what to give up -------------------------------------------------------------------
 
-    def admit(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> bool:
+    def admit(self, number: int, parent: int, now: float, hangs: bool = False) -> bool:
         if not self.is_warm or self._is_by_age:
             return True
         self._advance(now)
@@ -254,7 +254,7 @@ class HazardPolicy(EvictionPolicy):
                 break
             self._trim(bucket)
             of, own, able = self._bucket.cells, bucket.number, False
-            for number in bucket.members():
+            for number in bucket.residents:
                 if of[number] == own and is_leaf(number):
                     able = True
                     if take(number):
@@ -274,16 +274,11 @@ class HazardPolicy(EvictionPolicy):
         return list(found)
 
     def _trim(self, bucket: AgeBucket) -> bool:
-        """Drops blocks that left from the end of the first run. False if no block is left."""
+        """Drops blocks that left from the front. False if no block is left."""
         state, of, own = self._state.cells, self._bucket.cells, bucket.number
-        while True:
-            run = bucket.first
-            while run and not (of[run[-1]] == own and state[run[-1]] & _RESIDENT):
-                run.pop()
-            if run:
-                return True
-            if not bucket.next_run():
-                return False
+        here = (n for n, b in enumerate(bucket.residents) if of[b] == own and state[b] & _RESIDENT)
+        bucket.drop_residents(next(here, len(bucket.residents)))
+        return bool(bucket.residents)
 
     # -- names -----------------------------------------------------------------------------
 
@@ -403,38 +398,31 @@ class HazardPolicy(EvictionPolicy):
         entered, uses_seen = self._table.entered, self._table.used
         last, parent = len(chain) - 1, -1
         kind, bucket, is_ready = -1, None, False
-        new_kind, new = -1, None  # class and bucket of the last block that was new
         met: list[int] = []  # and parents: to be kept
         for index, number in enumerate(chain):
-            known = state[number]
-            here = plain if index < begin else own_feature
-            if not known & _KNOWN:
-                now_kind = class_of(1, int(index == last), False, here)
-                if now_kind == new_kind and new is not None and len(new.names) < MOST_MEMBERS:
-                    new.alive += 1
-                    entered[now_kind][0] += 1.0
-                else:
-                    new_kind, new = now_kind, ranking.join(now_kind)
+            known, old = state[number], None
+            if known & _KNOWN:
+                if parent >= 0 and not parents[number]:
+                    self._adopt(number, parent)
+                    if known & _RESIDENT:
+                        self._children.cells[parent] += 1
+                old = buckets[of[number]]
+                uses_seen[old.kind][old.bin] += 1.0
+                old.alive -= 1
+                uses = used[number]
+                if uses < 255:
+                    uses += 1
+                self._note_return()
+            else:
                 met.append(number)
-                state[number], used[number], of[number] = _GHOST, 1, new.number
-                new.names.append(number)
                 if parent >= 0:
                     met.append(parent)
                     parents[number] = parent + 1
+                state[number] = known = _GHOST
+                uses = 1
                 self._ghosts += 1
-                parent = number
-                continue
-            if parent >= 0 and not parents[number]:
-                self._adopt(number, parent)
-                if known & _RESIDENT:
-                    self._children.cells[parent] += 1
-            old = buckets[of[number]]
-            uses_seen[old.kind][old.bin] += 1.0
-            old.alive -= 1
-            uses = used[number]
-            if uses < 255:
-                uses += 1
-                used[number] = uses
+            used[number] = uses
+            here = plain if index < begin else own_feature
             now_kind = class_of(uses, int(index == last), bool(known & _HANGS), here)
             if now_kind == kind and bucket is not None and len(bucket.names) < MOST_MEMBERS:
                 bucket.alive += 1
@@ -449,9 +437,8 @@ class HazardPolicy(EvictionPolicy):
                 if not is_ready:
                     ranking.make_ready(bucket)
                     is_ready = True
-            if not old.alive:
+            if old is not None and not old.alive:
                 ranking.drop_empty(old)
-            self._note_return()
             parent = number
         self._names.keep_all(met)
 

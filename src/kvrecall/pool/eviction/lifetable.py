@@ -140,7 +140,18 @@ class LifeTable:
         without the choice of when to evict. Unlike a rate it accounts for blocks worth waiting for:
         a block one think time away from its next turn ranks above one that was used just now.
         """
-        return _gittins(self._hazard, self.bins.widths)
+        hazard, widths = self._hazard, self.bins.widths
+        classes, bins = hazard.shape  # the arrays below have classes side by side, which is faster
+        alive = np.ones((bins + 1, classes))
+        np.cumprod(1.0 - hazard.T, axis=0, out=alive[1:])
+        np.maximum(alive, 1e-12, out=alive)  # older than that: no block is left, worth nothing
+        kept = np.zeros((bins + 1, classes))
+        np.cumsum((alive[:-1] + alive[1:]) * 0.5 * widths[:, None], axis=0, out=kept[1:])
+        index: Floats = np.empty((classes, bins))
+        for age in range(bins):
+            hits = alive[age] - alive[age + 1 :]
+            index[:, age] = (hits / (kept[age + 1 :] - kept[age])).max(axis=0)
+        return index
 
     def chances(self) -> Floats:
         """The probability that a block of each class, at the start of each age bin, is used before
@@ -206,18 +217,3 @@ def _beyond_chance(deviation: Floats, variance: Floats) -> Floats:
     (the positive part of James & Stein's estimator, 1961, of a single mean)."""
     kept: Floats = 1.0 - np.maximum(variance, 1e-9) / np.maximum(deviation * deviation, 1e-9)
     return np.maximum(kept, 0.0)
-
-
-def _gittins(hazard: Floats, widths: Floats) -> Floats:
-    """Index per (class, bin) of P(used in bin | reached it) and the bins' widths in seconds."""
-    classes, bins = hazard.shape  # the arrays below have classes side by side, which is faster
-    alive = np.ones((bins + 1, classes))
-    np.cumprod(1.0 - hazard.T, axis=0, out=alive[1:])
-    np.maximum(alive, 1e-12, out=alive)  # older than that: no block is left, worth nothing
-    kept = np.zeros((bins + 1, classes))
-    np.cumsum((alive[:-1] + alive[1:]) * 0.5 * widths[:, None], axis=0, out=kept[1:])
-    index: Floats = np.empty((classes, bins))
-    for age in range(bins):
-        hits = alive[age] - alive[age + 1 :]
-        index[:, age] = (hits / (kept[age + 1 :] - kept[age])).max(axis=0)
-    return index

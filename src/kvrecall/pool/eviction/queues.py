@@ -148,7 +148,7 @@ class LruPolicy(EvictionPolicy):
         self._names, self._links, self._keeps = links.names, links, keeps
         self._queue = Queue(links)
 
-    def insert(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> None:
+    def insert(self, number: int, parent: int, now: float, hangs: bool = False) -> None:
         if self._queue.knows(number):
             return
         if self._keeps:
@@ -226,7 +226,7 @@ class S3FifoPolicy(EvictionPolicy):
         self._small, self._main, self._ghost = Queue(links), Queue(links), Queue(links)
         self._resident = (self._small, self._main)
 
-    def insert(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> None:
+    def insert(self, number: int, parent: int, now: float, hangs: bool = False) -> None:
         if any(queue.knows(number) for queue in self._resident):
             return
         above = [queue for queue in self._resident if hangs and parent >= 0 and parent in queue]
@@ -243,13 +243,10 @@ class S3FifoPolicy(EvictionPolicy):
 
     def access(self, use: RequestUse[int]) -> None:
         uses, marks = self._uses.cells, self._marks.cells
-        here = (self._small.mark, self._main.mark)
+        here, held = (self._small.mark, self._main.mark), (self._small.held, self._main.held)
         for number in (*use.chain, *use.hanging):
-            if number >= 0 and (marks[number] in here or self._is_held(number)):
+            if number >= 0 and (marks[number] in here or number in held[0] or number in held[1]):
                 uses[number] = min(3, uses[number] + 1)
-
-    def _is_held(self, number: int) -> bool:
-        return number in self._small.held or number in self._main.held
 
     def remove(self, number: int) -> None:
         if self._main.discard(number):

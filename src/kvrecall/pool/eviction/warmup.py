@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -49,11 +49,11 @@ class WarmUp(EvictionPolicy):
         self._shadow.forget(numbers)
         self._pins.drop(numbers)
 
-    def insert(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> None:
+    def insert(self, number: int, parent: int, now: float, hangs: bool = False) -> None:
         if hangs:
             self._shadow.end()
         for order in self._orders:
-            order.insert(number, parent, depth, now, hangs)
+            order.insert(number, parent, now, hangs)
         if number in self._pins:
             self._hold(number)
 
@@ -112,8 +112,8 @@ class WarmUp(EvictionPolicy):
         # Used since it was pinned, a block is in the queue again.
         return self._lru.victims(count, lambda n: n not in pins and evictable(n), now)
 
-    def admit(self, number: int, parent: int, depth: int, now: float, hangs: bool = False) -> bool:
-        return number in self._pins or self._ranked.admit(number, parent, depth, now, hangs)
+    def admit(self, number: int, parent: int, now: float, hangs: bool = False) -> bool:
+        return number in self._pins or self._ranked.admit(number, parent, now, hangs)
 
     def chance(self, number: int, now: float) -> float | None:
         return self._ranked.chance(number, now)
@@ -126,7 +126,7 @@ class HintPins:
     def __init__(self, capacity_blocks: int) -> None:
         self._capacity = capacity_blocks
         self._pinned: dict[int, tuple[float, str]] = {}  # until when, and whose
-        self._by_tenant: dict[str, int] = {}
+        self._by_tenant: Counter[str] = Counter()
         self._ends: list[tuple[float, int, list[int]]] = []  # a heap
         self._count = 0
 
@@ -140,7 +140,7 @@ class HintPins:
         """Pins blocks, the first of them as far as there is room. Returns those."""
         tenant, until = advice.tenant, now + advice.pin_s
         left = int(min(
-            self._capacity * advice.share - self._by_tenant.get(tenant, 0),
+            self._capacity * advice.share - self._by_tenant[tenant],
             self._capacity * _PINNED_SHARE - len(self._pinned),
         ))  # fmt: skip
         pinned: list[int] = []
@@ -151,7 +151,7 @@ class HintPins:
             elif left > 0:
                 left -= 1
                 self._pinned[number] = until, tenant
-                self._by_tenant[tenant] = self._by_tenant.get(tenant, 0) + 1
+                self._by_tenant[tenant] += 1
             else:
                 break
             pinned.append(number)
@@ -164,9 +164,9 @@ class HintPins:
         for number in numbers if self._pinned else ():
             if number in self._pinned:
                 _, tenant = self._pinned.pop(number)
-                left = self._by_tenant.pop(tenant) - 1
-                if left:
-                    self._by_tenant[tenant] = left
+                self._by_tenant[tenant] -= 1
+                if not self._by_tenant[tenant]:
+                    del self._by_tenant[tenant]
 
     def end(self, now: float) -> list[int]:
         """Ends the pins that are past; returns their blocks."""
