@@ -13,16 +13,19 @@ from unittest.mock import Mock
 import pytest
 from support.clocks import ManualClock
 from support.disks import FaultyIo
-from support.tiers import FaultyTier, LatencyTier
+from support.stores import MemoryStore
+from support.tiers import FaultyTier, LatencyTier, WrapperTier
 
 from kvrecall.block import TierName
-from kvrecall.config import DiskConfig, PoolConfig
+from kvrecall.config import DiskConfig, PoolConfig, PoolTerms, RemoteConfig
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena, available_memory
 from kvrecall.pool.base import RecallState, Verdict
+from kvrecall.pool.cascade import Cascade
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.tier import Outcome, Tier
+from kvrecall.pool.remote.tier import RemoteTier
+from kvrecall.pool.tier import Done, Outcome, Tier
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine, engines
 from kvrecall_lab.memory_tier import MemoryTier
@@ -321,3 +324,38 @@ def test_imports_neither_torch_nor_vllm() -> None:
         "sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Held(WrapperTier):
+    """What the pool's own thread hears of an operation, it acts on only after another thread has
+    asked twice what has ended."""
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner)
+        self.heard, self._asked, self._asks = threading.Event(), threading.Event(), 0
+
+    def poll(self, timeout_s: float = 0.0) -> list[Done]:
+        done = self.inner.poll(timeout_s)
+        if threading.current_thread() is threading.main_thread():
+            self._asks += self.heard.is_set()
+            if self._asks > 1:
+                self._asked.set()
+        elif done:
+            self.heard.set()
+            self._asked.wait(10.0)
+        return done
+
+
+def test_a_pool_that_closes_stores_what_it_owes_to_the_remote_tier(tmp_path: Path) -> None:
+    """Also a block whose write to disk has ended a moment ago."""
+    store = MemoryStore()
+    disk = DiskTier(DiskConfig(tmp_path, 64 * MIB))
+    tier = Held(disk)
+    below = Cascade(tier, RemoteTier(store, RemoteConfig("memory")))  # type: ignore[arg-type]
+    pool = Pool(Arena.create(32 * SLOT_BYTES), below, terms=PoolTerms(remote_write="back"))
+    with pool:
+        pool.register(NAMESPACE, BLOCK_BYTES)
+        Engine(pool).save(KEYS[:1])
+        assert tier.heard.wait(60.0)
+        assert not store.values
+    assert len(store.values) == 1

@@ -137,11 +137,10 @@ class Writer:
         if not self.has_below:
             return False
         blocks = self._host.blocks
-        offers = self._remote_policy.rest(blocks)
-        self.store(offers, offering=True)
-        rest = self._policy.rest(blocks)
-        self._store_missing(rest)
-        return bool(rest or offers) and self._below.queued()[0] > 0
+        self.store(self._remote_policy.rest(blocks), offering=True)
+        self._store_missing(self._policy.rest(blocks))
+        owed = self._policy.unwritten_bytes + self._remote_policy.unwritten_bytes
+        return bool(self._writing) and owed > 0
 
     def store_until_durable(self, keys: Sequence[BlockKey]) -> list[BlockKey] | None:
         """The ``keys`` that are not durable yet, queued again if they were shed. None if one of
