@@ -110,6 +110,7 @@ def test_a_prompt_goes_where_it_is_held_and_is_expected_from_its_tier(two: Two) 
     first = two.router.complete(prompt=TEXT)
     assert recalled(first)["computed"] == len(TEXT)
     holder = two.served(first)
+    assert until(lambda: two.step(holder) or two.blocks(holder, "device") >= BLOCKS // BLOCK)
     before = counters(two)
     again = two.router.complete(prompt=TEXT)
     assert two.served(again) is holder
