@@ -82,7 +82,7 @@ def test_an_engine_wants_a_key_and_serves_its_planes_apart() -> None:
     options = parsed({"command": words(SERVE)})
     assert str(options["api_key_file"]) == "/etc/kvrecall/api-key"
     assert f"# {options['api_key_file']} holds" in (FOLDER / SERVE).read_text()
-    assert options["host"] == "127.0.0.1"
+    assert options["host"] is None, "127.0.0.1 then"
     assert options["management"] != options["metrics"]
     assert not options["allow_unauthenticated"]
 

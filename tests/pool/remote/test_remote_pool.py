@@ -10,7 +10,7 @@ from support.stores import MemoryStore
 from kvrecall.block import BlockKey, TierName
 from kvrecall.config import RecallSettings
 from kvrecall.errors import ConfigError
-from kvrecall.pool.base import Found, Located, RecallState
+from kvrecall.pool.base import Found, Located, RecallState, Verdict
 from kvrecall.pool.changes import Cause, ChangeLog, Removed, Restart, Stored
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.backends import store_name
@@ -250,16 +250,26 @@ def test_written_back_a_store_in_trouble_costs_only_what_it_was_owed(
 def test_written_back_a_quota_is_kept_without_refusing_new_blocks(
     open_pool: OpenPool, store: MemoryStore, tmp_path: Path
 ) -> None:
-    """A quarter of the host, about 42 blocks."""
+    """A quarter of the host, about 42 blocks. The end of a write to disk may be noticed a moment
+    after ``flush``: until then its block is not evicted."""
+
+    def save_all(keys: list[BlockKey]) -> None:
+        def has_room() -> bool:
+            given = pool.reserve(keys)
+            pool.abandon(keys)
+            return all(one.verdict is Verdict.RESERVED for one in given)
+
+        wait_until(has_room)
+        save(pool, keys)
+
     pool = open_pool(tmp_path / "disk", remote_write="back", tenant_quota="25%")
-    chains = [chain(NAMESPACE, 20, f"chain {number}") for number in range(10)]
-    for keys in chains:
-        save(pool, keys)  # none is refused
+    for number in range(10):
+        save_all(chain(NAMESPACE, 20, f"chain {number}"))
     assert pool.stats().tiers[0].blocks <= 42
     wait_until(lambda: len(store.values) >= 20)
     store.gate.clear()
     for number in range(10):
-        save(pool, chain(NAMESPACE, 20, f"while the store hangs {number}"))
+        save_all(chain(NAMESPACE, 20, f"while the store hangs {number}"))
     assert pool.stats().tiers[0].blocks <= 42
 
 
