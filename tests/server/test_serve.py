@@ -30,7 +30,11 @@ BLOCKS = 896
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("serve")
+    from kvrecall_lab.models import write_model
+
+    folder = tmp_path_factory.mktemp("serve")
+    write_model(folder / "model", "qwen3", hidden=64, layers=2, max_position=16384)
+    return folder
 
 
 @pytest.fixture(scope="module")
