@@ -235,6 +235,38 @@ def test_an_engine_is_imported_only_by_its_room(library: str, rooms: list[str]) 
     assert offenders(imports) == []
 
 
+OF_LIBRARIES = frozenset({"_exit", "_fields", "_registry", "_extract_prompt_len"})
+"""Private by their names, of Python and vLLM."""
+
+
+def private_names(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Private attributes named in a module, and whether they are its own: of ``self`` or ``cls``,
+    or defined there."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name, True
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((one.id, True) for one in targets if isinstance(one, ast.Name))
+        elif isinstance(node, ast.Attribute):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            yield node.attr, own
+
+
+def test_no_module_touches_anothers_private_state() -> None:
+    modules = sorted(SOURCE.rglob("*.py"))
+    named = {module: set(private_names(ast.parse(module.read_text()))) for module in modules}
+    own = {module: {name for name, is_own in found if is_own} for module, found in named.items()}
+    ours = {name for names in own.values() for name in names if name[:1] == "_" != name[1:2]}
+    touched = [
+        f"{module}: {name}"
+        for module, found in named.items()
+        for name in (ours & {name for name, is_own in found if not is_own}) - own[module]
+        if name not in OF_LIBRARIES
+    ]
+    assert not touched
+
+
 def test_nothing_names_the_laboratory() -> None:
     """It is not in the wheel."""
     found = [str(module) for module in MODULES if "kvrecall_lab" in (SOURCE / module).read_text()]
