@@ -51,7 +51,7 @@ class TakingTurns(Fleet):
 
 
 class LeastBusy(Fleet):
-    """The fewest requests in flight; among equals, by turns."""
+    """The fewest requests in flight; among equals, round-robin."""
 
     def ranked(self, prompt: Prompt | None, among: Sequence[Instance], turn: int) -> list[Instance]:
         turns = {one: (place - turn) % len(among) for place, one in enumerate(among)}
@@ -209,7 +209,7 @@ def measure_router(
 ) -> Report:
     """Agents' sessions before two engines, whose devices hold an eighth of it each and their hosts
     two fifths: round robin, least busy, prefix map by guess, prefix map by the engines' KV events;
-    the same sessions with each, by turns."""
+    the same sessions with each, interleaved."""
     names = names_in(ways)
     for name in names:
         if name not in WAYS:

@@ -36,7 +36,7 @@ MODEL_LAYERS = 28
 
 
 def measure(tokens: int, settings: RetrievalSettings, rounds: int) -> dict[str, Any]:
-    """Times one layer over a sequence of ``tokens`` random keys, dense and sparse by turns, in
+    """Times one layer over a sequence of ``tokens`` random keys, dense and sparse interleaved, in
     milliseconds of the processor if there is one thread; past the offload boundary also with the
     middle blocks offloaded. The settings' gate is ignored but reported: ``gated``.
 
@@ -142,7 +142,7 @@ class _Trial:
 
     def run_offloaded(self, rounds: int, before: Mapping[str, Any]) -> dict[str, Any]:
         """The same with all middle blocks in an arena, and ``to_device``: beside the same queries
-        with all blocks on the device, by turns. ``before``: what ``run`` gave, which computes
+        with all blocks on the device, interleaved. ``before``: what ``run`` gave, which computes
         digests."""
         split = split_of(self._rows[0].tokens, BLOCK, self._settings)
         sequence, caches, table = self._depart(split)

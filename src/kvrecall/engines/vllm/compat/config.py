@@ -233,7 +233,7 @@ class Sharing:
         return self.ranks // self.same * self.contexts
 
     def part_of(self, rank: int) -> int:
-        """Which part a rank holds: counted by KV heads, then by turns."""
+        """Which part a rank holds: counted by KV heads, then round-robin."""
         return rank // self.same * self.contexts + rank % self.contexts
 
     def writes(self, rank: int) -> bool:
