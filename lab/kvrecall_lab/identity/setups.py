@@ -137,8 +137,9 @@ KNOWN: tuple[str, ...] = ("known-1", "known-2", "known-3", "known-4")
 BRANCHES: tuple[str, ...] = ("branch-1", "branch-2")
 """Whole blocks of known ones, then other tokens."""
 
-FRESH: tuple[str, ...] = ("fresh-1", "fresh-2")
-"""Prompts that the second engine saves."""
+FRESH: tuple[str, ...] = ("fresh-1", "fresh-2", "fresh-3")
+"""Prompts that the second engine saves: after a change of its weights it is another writer, whose
+first hit is audited, so that only the third is foreign to a reader that knows ``PAST``."""
 
 PAST: tuple[str, ...] = (*KNOWN, FRESH[0])
 """Prompts that an engine gets before each change of its weights."""
