@@ -48,15 +48,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 LONGEST = """server/test_serve pool/remote/test_mooncake router/test_engines
 engines/vllm/attention/test_offload engines/vllm/identity/test_variants
-engines/vllm/attention/test_engine test_command_line pool/eviction/test_policies
-simulate/test_replay engines/vllm/connector/test_groups
-engines/vllm/attention/test_reference_mode engines/vllm/connector/test_recall
-engines/vllm/connector/test_finer doctor/test_doctor engines/vllm/connector/test_events
-simulate/test_fleet simulate/test_groups pool/eviction/test_hints server/test_serve_config
-engines/vllm/connector/test_audit engines/vllm/attention/test_kernels gpu_check/test_gpucheck
-attention/test_search engines/sglang/test_storage distribution/test_wheel
-engines/vllm/attention/test_pgvector pool/remote/objects/test_objects pool/disk/test_crash
-pool/test_pool_machine""".split()
+engines/vllm/attention/test_engine test_cli pool/eviction/test_eviction simulate/test_replay
+engines/vllm/connector/test_groups engines/vllm/attention/test_reference_mode
+engines/vllm/connector/test_recall engines/vllm/connector/test_finer doctor/test_doctor
+engines/vllm/connector/test_events simulate/test_fleet simulate/test_groups pool/test_hints
+server/test_serve_config engines/vllm/connector/test_audit engines/vllm/attention/test_kernels
+gpu_check/test_gpu_check attention/kernels/test_search engines/sglang/test_storage
+distribution/test_wheel engines/vllm/attention/test_pgvector pool/remote/test_objects
+pool/disk/test_crash pool/test_pool_machine""".split()
 """The files that take longest, in this order: more than ten seconds."""
 
 

@@ -60,9 +60,9 @@ _SMALL_BENCH = " BENCH='--only lookup --add'"
 # `make demo`, `make demo-mooncake` and the benchmarks restore and overhead are run by
 # tests that are marked longest: `make test-all`.
 _MAKE: Mapping[str, Kind] = {
-    "make demo": Elsewhere("tests/demo/test_make.py", 'played("demo")'),
-    "make demo-mooncake": Elsewhere("tests/demo/test_make.py", 'played("demo-mooncake")'),
-    "make serve": Elsewhere("tests/demo/test_make.py", 'str(ROOT), "serve")'),
+    "make demo": Elsewhere("tests/demo/test_demo.py", 'played("demo")'),
+    "make demo-mooncake": Elsewhere("tests/demo/test_demo.py", 'played("demo-mooncake")'),
+    "make serve": Elsewhere("tests/demo/test_demo.py", 'str(ROOT), "serve")'),
     "make test": Elsewhere(".ci/run", "make test"),
     "make test-lab": Elsewhere(".ci/run", "make test-lab"),
     "make test-all": Elsewhere("Makefile", "$(WORKERS) -m ''"),

@@ -1,4 +1,4 @@
-"""Run by ``test_sglang.py``, with SGLang's packages on the path."""
+"""Run by ``test_storage.py``, with SGLang's packages on the path."""
 
 from __future__ import annotations
 

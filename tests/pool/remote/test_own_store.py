@@ -23,7 +23,7 @@ from kvrecall.testing.pool_contract import Engine
 from kvrecall.testing.store_contract import Counter, StoreContract, names
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE
 
-EXAMPLES = Path(__file__).parents[4] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 KIND = "own_store:RedisStore"
 PASSWORD = "not-so-secret"
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from engines.vllm.attention.sequences import Bench, Sequence, shape_of
+
 from kvrecall.attention.digest import DIGESTS, Layout, encode
 from kvrecall.attention.index.base import (
     INDEXES,

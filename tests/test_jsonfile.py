@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import MAX_BYTES, MAX_DEPTH, parse_json, read_json
 
-SAMPLES = Path(__file__).parent / "samples"
+SAMPLES = Path(__file__).parent / "server" / "samples"
 
 
 def error_of(text: str) -> str:

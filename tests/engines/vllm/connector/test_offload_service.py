@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.vllm.attention.test_offloader import BLOCK, Bench
+from engines.vllm.connector.test_offload import BLOCK, Bench
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread

@@ -15,7 +15,7 @@ from kvrecall.pool.remote import backends
 from kvrecall.pool.remote.objects import make_store, path_of
 from kvrecall.pool.remote.store import Store
 from kvrecall.testing.store_contract import Counter, StoreContract, names
-from pool.remote.objects.s3 import Server, s3_server
+from pool.remote.s3 import Server, s3_server
 
 
 class TestDirectory(StoreContract):

@@ -16,10 +16,10 @@ from typing import Any
 
 import psutil
 import pytest
+from server.live import all_gone
 from support.warm import CONTEXT
 
 from kvrecall.engines.base import Limits, ServeSpec
-from server.live import all_gone
 
 pytestmark = pytest.mark.engine
 
