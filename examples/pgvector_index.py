@@ -15,7 +15,7 @@ import os
 import numpy as np
 import psycopg
 
-from kvrecall.attention.index.base import Numbers, VectorIndex, Vectors
+from kvrecall.attention.index import Numbers, VectorIndex, Vectors
 from kvrecall.errors import ConfigError
 
 _numbers = itertools.count()

@@ -13,9 +13,9 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "kvrecall"
 
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"addresses", "errors", "block", "commands", "environment", "nicety"}),
+    frozenset({"errors", "block", "commands", "environment", "nicety"}),
     frozenset({"secret"}),
-    frozenset({"config", "factories", "jsonfile", "traces"}),
+    frozenset({"config", "jsonfile", "traces"}),
     frozenset({"pool", "attention", "modelconfig"}),
     frozenset({"events"}),
     frozenset({"engines", "simulate", "testing"}),
@@ -30,10 +30,10 @@ FLOORS: tuple[frozenset[str], ...] = (
 
 INNER_FLOORS: dict[str, tuple[frozenset[str], ...]] = {
     "pool": (
-        frozenset("changes checksum cipher clock compression hints lockfile names slots".split()),
+        frozenset("changes cipher clock compression hints lockfile names slots".split()),
         frozenset({"base", "departures", "eviction"}),
         frozenset({"accounts", "arena", "tier"}),
-        frozenset({"cascade", "counters", "entries"}),
+        frozenset({"cascade", "entries"}),
         frozenset({"disk", "remote"}),
         frozenset({"host"}),
         frozenset({"write_policy"}),
@@ -42,7 +42,6 @@ INNER_FLOORS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"admin"}),
         frozenset({"pool"}),
         frozenset({"service"}),
-        frozenset({"open"}),
     ),
     "engines.vllm": (
         frozenset({"device", "identity.changes", "identity.loaded"}),

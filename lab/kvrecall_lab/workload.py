@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field
 
 from kvrecall.block import SHARED, Tenant
 from kvrecall.pool.hints import Hint, HintCounts, HintRecord
-from kvrecall.simulate.groups import BLOCKS
 from kvrecall.simulate.replay import (
+    BLOCKS,
     ReplayOutcome,
     SimulatedPool,
     TierSpec,

@@ -8,10 +8,12 @@ it. Settings are read once, at the edge: no other code reads files or environmen
 from __future__ import annotations
 
 import difflib
+import importlib
+import ipaddress
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -772,3 +774,52 @@ def help_of(key: str) -> str:
     text = (Settings.model_fields[key].description or "").replace("`", "").replace("[", r"\[")
     default = words_of(key).shown
     return text[0].upper() + text[1:] + "." + (f" Default: {default}." if default else "")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host``, a name or an address, is this machine's loopback interface."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def split_address(text: str) -> tuple[str, int] | None:
+    """``host:port`` as a pair; None if the text has another form."""
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+        return None
+    return host.strip("[]"), int(port)
+
+
+def factory_of(
+    setting: str,
+    name: str,
+    known: Mapping[str, str],
+    allowed: Sequence[str] = (),
+    extras: Mapping[str, str] | None = None,
+) -> Callable[..., Any]:
+    """Imports what makes the thing called ``name``. Raises ConfigError.
+
+    ``known``: the ``module:Factory`` behind each name; ``allowed``: names that the caller knows
+    beside them; ``extras``: the optional part of kvrecall that brings what a name needs, for the
+    cure in the error.
+    """
+    module_name, colon, attribute = known.get(name, name).partition(":")
+    if not (colon and module_name and attribute):
+        names = ", ".join((*allowed, *known))
+        raise ConfigError(f"{setting} is {name!r}; allowed: {names}, or package.module:Factory")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        extra = (extras or {}).get(name)
+        cure = f" (pip install 'kvrecall[{extra}]')" if extra else ""
+        raise ConfigError(
+            f"{setting} is {name!r}: cannot import {module_name}: {error}{cure}"
+        ) from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise ConfigError(f"{setting} is {name!r}: {module_name} has no {attribute}")
+    return factory  # type: ignore[no-any-return]

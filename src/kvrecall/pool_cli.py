@@ -23,7 +23,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvrecall.addresses import split_address
 from kvrecall.block import NAMESPACE_BYTES
 from kvrecall.commands import progress_bar
 from kvrecall.config import (
@@ -37,6 +36,7 @@ from kvrecall.config import (
     parse_size,
     parse_tenant,
     service_settings,
+    split_address,
 )
 from kvrecall.errors import ConfigError, errors_shown
 from kvrecall.events.publisher import EventPublisher, endpoint_of

@@ -9,7 +9,7 @@ import torch
 from engines.vllm.attention.sequences import Bench, Sequence, shape_of
 
 from kvrecall.attention.digest import DIGESTS, Layout, encode
-from kvrecall.attention.index.base import (
+from kvrecall.attention.index import (
     INDEXES,
     Factory,
     VectorIndex,

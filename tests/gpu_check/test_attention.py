@@ -15,8 +15,7 @@ import torch
 from kvrecall.attention.digest import Layout, encode
 from kvrecall.attention.kernels.oracle import attend_plainly, logits_plainly, table_plainly
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.gpu_check import attention, servers
-from kvrecall.gpu_check.outcome import CheckError, CheckOutcome, State, reason, tried
+from kvrecall.gpu_check import CheckError, CheckOutcome, State, attention, reason, servers, tried
 from kvrecall.gpu_check.servers import SMALL, Replies
 from kvrecall.processes.server import Answer
 

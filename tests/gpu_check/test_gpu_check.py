@@ -22,9 +22,8 @@ from typer.testing import CliRunner
 from kvrecall.engines.vllm.device import driver
 from kvrecall.engines.vllm.device.inline import InlineDevice
 from kvrecall.errors import ConfigError
-from kvrecall.gpu_check import cli, copies, servers
+from kvrecall.gpu_check import CheckError, CheckOutcome, State, cli, copies, servers, tried
 from kvrecall.gpu_check.copies import LAYOUTS, Size
-from kvrecall.gpu_check.outcome import CheckError, CheckOutcome, State, tried
 from kvrecall.gpu_check.part import PARTS, overdue, run_part
 from kvrecall.testing.blocks import wait_until
 

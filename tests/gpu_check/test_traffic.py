@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvrecall.engines.vllm.connector import copier
+from kvrecall.gpu_check import CheckError
 from kvrecall.gpu_check.copies import LAYOUTS, Cache, Size
-from kvrecall.gpu_check.outcome import CheckError
 from kvrecall.gpu_check.traffic import Traffic
 from kvrecall_lab.streams.device import Machine, Style
 from kvrecall_lab.streams.engine import on

@@ -20,7 +20,7 @@ from kvrecall.plan.cli import app
 from kvrecall.plan.model import Group, ModelShape, hit_unit, read_shape
 from kvrecall.plan.sizing import hit_bytes
 from kvrecall.simulate.cli import app as simulate
-from kvrecall.simulate.groups import parse_groups
+from kvrecall.simulate.replay import parse_groups
 from plan import vllm_groups
 
 CONFIGS = {name: value for name, value in vars(configs).items() if name.isupper()}

@@ -11,8 +11,8 @@ import pytest
 from pool.remote.mooncake import needs_mooncake
 from server.live import LiveServer, until
 
-from kvrecall.processes.master import Master
 from kvrecall.processes.ports import free_port, two_ports
+from kvrecall.processes.service import Master
 from kvrecall_lab.models import write_model
 from router.cluster import Json, Router, header, instance
 

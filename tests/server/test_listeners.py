@@ -19,8 +19,8 @@ from pool.remote.mooncake import needs_mooncake
 from router.cluster import Router
 
 from kvrecall.engines.base import ServeSpec
-from kvrecall.processes.master import Master
 from kvrecall.processes.ports import free_port, two_ports
+from kvrecall.processes.service import Master
 from kvrecall.server.application import _PUBLIC, attach_all
 from kvrecall.server.plan import Plan
 from kvrecall.testing.blocks import wait_until

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 from kvrecall.errors import ConfigError
 from kvrecall.modelconfig import CacheKind
 from kvrecall.simulate.cli import app
-from kvrecall.simulate.groups import GroupSpec, parse_groups
-from kvrecall.simulate.replay import TierSpec, replay
+from kvrecall.simulate.replay import GroupSpec, TierSpec, parse_groups, replay
 from kvrecall.simulate.trace import read_trace, trace_of
 from kvrecall_lab.workload import make_workload
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
-from kvrecall.processes.master import Master
+from kvrecall.processes.service import Master
 from kvrecall_lab.bench.stores import DEADLINE_S, Space, Store, StoreError, address_of
 
 PEERS = Path(sys.prefix) / "peers" / "bench"

@@ -41,8 +41,8 @@ from kvrecall.pool.remote.mooncake.store import ENVIRONMENT, MooncakeStore
 from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.processes.child import one_process
-from kvrecall.processes.master import Master
 from kvrecall.processes.server import ServerProcess
+from kvrecall.processes.service import Master
 
 BLOCK_BYTES = 1 << 20
 BLOCKS = 128

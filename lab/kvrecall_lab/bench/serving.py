@@ -18,8 +18,8 @@ from kvrecall.bench.serving import BLOCK, Budget, Deployment, Sizes, Variants, s
 from kvrecall.errors import EngineError
 from kvrecall.processes.child import ChildProcess, server_environment
 from kvrecall.processes.command import as_child
-from kvrecall.processes.master import Master
 from kvrecall.processes.ports import free_port
+from kvrecall.processes.service import Master
 from kvrecall_lab.bench.peers import PEERS
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import parse_json
 from kvrecall.pool import compression
-from kvrecall.pool.checksum import checksum_of
 from kvrecall.pool.cipher import TAG_BYTES, Cipher, read_keys
 from kvrecall.pool.compression import CODECS, FRAME_BYTES, Compressor, unpack
 from kvrecall.pool.disk.codec import BlockCodec
+from kvrecall.pool.tier import checksum_of
 from kvrecall.simulate.trace import read_trace
 from kvrecall.testing.blocks import chain, namespace
 from kvrecall_lab.hostile.attack import Crashed, GotIn, attack

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrecall.processes.master import Master
-from kvrecall.processes.service import ServiceProcess
+from kvrecall.processes.service import Master, ServiceProcess
 
 _ENGINE = {
     "async_write": False,  # what is answered is in the lower tier

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.errors import EngineError, KvrecallError
-from kvrecall.gpu_check.outcome import reason
+from kvrecall.gpu_check import reason
 from kvrecall.pool.remote.mooncake.settings import package_folder
 from kvrecall_lab.engines.engine import Admission, Answer, EngineProcess, Engines, Question
 from kvrecall_lab.identity.trial import distance

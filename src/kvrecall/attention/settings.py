@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from kvrecall.attention.digest import DIGESTS, Layout
-from kvrecall.attention.index.base import EXACT, INDEXES, index_factory
+from kvrecall.attention.index import EXACT, INDEXES, index_factory
 from kvrecall.errors import ConfigError
 
 PREFIX = "VLLM_RETRIEVAL_"

@@ -13,8 +13,8 @@ import torch
 from kvrecall.engines.vllm.connector.copier import Copier
 from kvrecall.engines.vllm.connector.pages import GroupPages, LayerPages
 from kvrecall.engines.vllm.device import device_of
+from kvrecall.engines.vllm.device.accelerator import CHUNK_BYTES
 from kvrecall.engines.vllm.device.base import Copy
-from kvrecall.engines.vllm.device.pagelock import CHUNK_BYTES
 from kvrecall.pool.arena import Arena
 
 _ROUNDS = 45

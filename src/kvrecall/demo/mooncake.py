@@ -23,8 +23,8 @@ from kvrecall.demo.tiers import (
 from kvrecall.errors import EngineError
 from kvrecall.pool.cipher import make_key_file
 from kvrecall.processes.command import ProgressLines
-from kvrecall.processes.master import Master
 from kvrecall.processes.server import Answer, ServerProcess
+from kvrecall.processes.service import Master
 
 _SEGMENT = "512MB"  # bytes of memory that each server lends to the store
 _TRIES = 8  # texts sent after the master's restart, until the servers have rejoined it

@@ -19,7 +19,7 @@ from kvrecall.pool.disk.folder import standing_part
 from kvrecall.pool.disk.index import INDEX_NAME, counts_in
 from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
 from kvrecall.pool.service.admin import ServiceAdmin, Stat, model_of
-from kvrecall.pool.service.peers import credentials
+from kvrecall.pool.service.link import credentials
 from kvrecall.server.checks import Finding, Health, pool_findings
 
 _AREA = "pool"

@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 
 from kvrecall.block import TierName
-from kvrecall.events import zmtp
 from kvrecall.events.holdings import Holdings
 from kvrecall.events.wire import (
     AllBlocksCleared,
@@ -29,6 +28,7 @@ from kvrecall.events.wire import (
     decode,
     short_hash,
     tier_of_event,
+    zmtp_connection,
 )
 
 _LOG = logging.getLogger("kvrecall.router")
@@ -227,7 +227,7 @@ class Subscription:
     async def _follow(self) -> None:
         """Reads what is published, until it is in doubt. After each connection what is known is
         compared first: a publisher that was started again may have reached the same numbers."""
-        async with zmtp.connection(self.publisher.host, self.publisher.port, b"SUB") as live:
+        async with zmtp_connection(self.publisher.host, self.publisher.port, b"SUB") as live:
             await live.send(b"\1")  # to everything
             self._doubted = False
             await self._catch_up()
@@ -280,7 +280,7 @@ class Subscription:
         address = self.publisher.host, self.publisher.replay_port
         before = -1
         try:
-            async with zmtp.connection(*address, b"DEALER") as asked:
+            async with zmtp_connection(*address, b"DEALER") as asked:
                 await asked.send(b"", start.to_bytes(8, "big"))
                 while True:
                     async with asyncio.timeout(_BUSY_S if before < 0 else _REPLAY_S):

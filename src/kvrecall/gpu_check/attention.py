@@ -22,7 +22,7 @@ from kvrecall.attention.kernels.device import (
 )
 from kvrecall.attention.kernels.oracle import attend_plainly, logits_plainly, table_plainly
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.gpu_check.outcome import CheckError
+from kvrecall.gpu_check import CheckError
 
 BLOCK, KV_HEADS, GROUP, DIM = 128, 8, 4, 128
 """The attention of an 8B model of the Llama family: 32 query heads."""

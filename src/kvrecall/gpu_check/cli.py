@@ -16,7 +16,7 @@ import typer
 from kvrecall.bench.report import NO_ENGINE, engine_version, machine
 from kvrecall.engines.vllm.compat.versions import SUPPORTED, Fit, fit_of
 from kvrecall.errors import ConfigError
-from kvrecall.gpu_check.outcome import CheckOutcome, State
+from kvrecall.gpu_check import CheckOutcome, State
 from kvrecall.gpu_check.part import NOT_QUICK, PARTS, Part, overdue, run_part
 from kvrecall.processes.command import ProgressLines
 

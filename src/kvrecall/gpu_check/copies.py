@@ -18,7 +18,7 @@ from kvrecall.engines.vllm.connector.copier import Copier
 from kvrecall.engines.vllm.connector.pages import GroupPages, LayerPages, pages_of
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.device.base import Copy
-from kvrecall.gpu_check.outcome import CheckError
+from kvrecall.gpu_check import CheckError
 from kvrecall.pool.arena import Arena
 
 _ROUNDS = 6

@@ -18,7 +18,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvrecall.gpu_check.outcome import CheckOutcome, Finding, SkipError, State, tried
+from kvrecall.gpu_check import CheckOutcome, Finding, SkipError, State, tried
 from kvrecall.processes.child import ChildProcess, end_all
 
 _CPU = "cpu"

@@ -15,7 +15,7 @@ from kvrecall.attention.settings import PREFIX
 from kvrecall.bench.model import BLOCK, BenchModel, Texts
 from kvrecall.bench.report import percentiles
 from kvrecall.environment import PLUGINS, RETRIEVAL
-from kvrecall.gpu_check.outcome import CheckError, Finding
+from kvrecall.gpu_check import CheckError, Finding
 from kvrecall.processes.child import server_environment
 from kvrecall.processes.server import Answer, Progress, ServerProcess
 

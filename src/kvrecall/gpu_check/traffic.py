@@ -17,8 +17,8 @@ import torch
 from kvrecall.engines.vllm.connector.copier import Copier
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.device.base import Copy
+from kvrecall.gpu_check import CheckError
 from kvrecall.gpu_check.copies import NUMBERS, Cache, Size, arena
-from kvrecall.gpu_check.outcome import CheckError
 
 _BUSY = 2048
 """Rows of the products that keep the device busy, so that copies are queued behind work."""

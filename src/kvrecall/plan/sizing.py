@@ -13,8 +13,7 @@ from kvrecall.modelconfig import CacheKind
 from kvrecall.plan.model import Group, ModelShape, hit_unit
 from kvrecall.pool.disk.index import ROW_BYTES
 from kvrecall.pool.slots import slot_bytes_of
-from kvrecall.simulate.groups import GroupSpec
-from kvrecall.simulate.replay import TierSpec, replay
+from kvrecall.simulate.replay import GroupSpec, TierSpec, replay
 from kvrecall.simulate.trace import BLOCK_TOKENS, Trace
 
 LINK_BYTES = 4 * 10**6

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvrecall.block import BlockKey
 from kvrecall.pool.arena import Arena
-from kvrecall.pool.checksum import Checksum
 from kvrecall.pool.host import Block, HostStore
-from kvrecall.pool.tier import Done, NullTier, Outcome, Put, PutVerdict, Tier
+from kvrecall.pool.tier import Checksum, Done, NullTier, Outcome, Put, PutVerdict, Tier
 from kvrecall.pool.write_policy import STORE_TRIES, RemoteWriteBack, WritePolicy
 
 _NEVER = 1 << 62

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvrecall.addresses import is_loopback
+from kvrecall.config import is_loopback
 from kvrecall.errors import ConfigError, hide
 from kvrecall.secret import read_private
 

@@ -20,8 +20,15 @@ from kvrecall.config import DEFAULT_POLICY, format_count, format_size, parse_siz
 from kvrecall.errors import ConfigError, errors_shown
 from kvrecall.pool.eviction import POLICY_NAMES, make_policy
 from kvrecall.simulate.fleet import WINDOW_S, FleetOutcome, Routing, replay_fleet
-from kvrecall.simulate.groups import BLOCKS, GroupSpec, parse_groups
-from kvrecall.simulate.replay import ReplayOutcome, TierSpec, clairvoyant_hits, replay
+from kvrecall.simulate.replay import (
+    BLOCKS,
+    GroupSpec,
+    ReplayOutcome,
+    TierSpec,
+    clairvoyant_hits,
+    parse_groups,
+    replay,
+)
 from kvrecall.simulate.trace import Trace, read_trace
 
 app = typer.Typer(add_completion=False)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvrecall.block import BlockKey
-from kvrecall.simulate.groups import BLOCKS
 from kvrecall.simulate.replay import (
+    BLOCKS,
     ReplayOutcome,
     SimulatedPool,
     SimulatedTier,

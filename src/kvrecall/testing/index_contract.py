@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvrecall.attention.index.base import Numbers, VectorIndex, Vectors
+from kvrecall.attention.index import Numbers, VectorIndex, Vectors
 
 
 def clustered(count: int, width: int, seed: int = 0) -> Vectors:

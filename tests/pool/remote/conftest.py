@@ -10,7 +10,7 @@ import pytest
 from support.stores import SHARED, MemoryStore
 
 from kvrecall.pool.pool import Pool
-from kvrecall.processes.master import Master
+from kvrecall.processes.service import Master
 from pool.remote.network import MASTER, Network, why_not
 from pool.remote.pools import NAMESPACE, NBYTES, OpenPool, settings
 

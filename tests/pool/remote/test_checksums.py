@@ -13,14 +13,13 @@ from support.stores import MemoryStore
 
 from kvrecall.block import BlockKey, TierName
 from kvrecall.config import Compression, DiskConfig, RemoteConfig
-from kvrecall.pool import checksum as checksums
-from kvrecall.pool.checksum import Checksum, checksum_of
+from kvrecall.pool import tier as tiers
 from kvrecall.pool.cipher import Cipher, make_key_file
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.codec import Packer, make_codec
 from kvrecall.pool.remote.tier import RemoteTier, name_of
 from kvrecall.pool.slots import slot_bytes_of
-from kvrecall.pool.tier import Done, Get, Outcome, Put, Tier
+from kvrecall.pool.tier import Checksum, Done, Get, Outcome, Put, Tier, checksum_of
 from kvrecall.testing.blocks import chain, content, wait_until
 from pool.remote.pools import NAMESPACE, NBYTES, OpenPool, recall, save
 
@@ -36,7 +35,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[BlockKey]:
         keys.append(key)
         return checksum_of(key, data)
 
-    monkeypatch.setattr(checksums, "checksum_of", counted)
+    monkeypatch.setattr(tiers, "checksum_of", counted)
     return keys
 
 

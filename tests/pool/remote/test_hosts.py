@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.processes.master import Master
+from kvrecall.processes.service import Master
 from pool.remote.mooncake import needs_mooncake
 from pool.remote.network import FIRST, SECOND, Network, PoolHost
 

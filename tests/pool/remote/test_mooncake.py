@@ -30,8 +30,8 @@ from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Object
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.tier import Outcome, Tier
-from kvrecall.processes.master import Master
 from kvrecall.processes.ports import free_port
+from kvrecall.processes.service import Master
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
 from pool.remote.mooncake import needs_mooncake

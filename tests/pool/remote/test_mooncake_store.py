@@ -14,7 +14,7 @@ from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
 from kvrecall.pool.remote.mooncake.store import MooncakeStore
 from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Object
-from kvrecall.processes.master import Master
+from kvrecall.processes.service import Master
 from kvrecall.testing.store_contract import Counter, StoreContract
 from pool.remote.mooncake import needs_mooncake
 from pool.remote.test_mooncake import Apart, Node, master, nodes

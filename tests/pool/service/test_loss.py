@@ -18,7 +18,7 @@ import pytest
 
 from kvrecall.block import BlockKey, TierName
 from kvrecall.pool.base import RecallState, Verdict
-from kvrecall.pool.service import peers
+from kvrecall.pool.service import link
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.link import Link
@@ -253,10 +253,10 @@ def test_killed_client_gives_back_leases_and_slots(service: Service, client: Ser
     process.wait()
 
 
-@pytest.mark.parametrize("option", [peers._PEER_PIDFD, 9999], ids=["new kernel", "before 6.5"])
+@pytest.mark.parametrize("option", [link._PEER_PIDFD, 9999], ids=["new kernel", "before 6.5"])
 def test_a_peer_is_dead_once_its_process_is(monkeypatch: pytest.MonkeyPatch, option: int) -> None:
     """Also if a child of it keeps the connection open."""
-    monkeypatch.setattr(peers, "_PEER_PIDFD", option)
+    monkeypatch.setattr(link, "_PEER_PIDFD", option)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(b"\0kvrecall-test-" + os.urandom(8).hex().encode())
         listener.listen()
@@ -265,7 +265,7 @@ def test_a_peer_is_dead_once_its_process_is(monkeypatch: pytest.MonkeyPatch, opt
         command = [sys.executable, "-c", code, listener.getsockname().hex()]
         process = subprocess.Popen(command, start_new_session=True)
         connection, _ = listener.accept()
-        peer = peers.Peer.of(connection)
+        peer = link.Peer.of(connection)
         assert (peer.pid, peer.is_alive) == (process.pid, True)
         process.kill()
         process.wait()

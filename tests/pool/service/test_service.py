@@ -25,9 +25,8 @@ from kvrecall.config import (
 )
 from kvrecall.errors import ConfigError
 from kvrecall.pool.base import Verdict
-from kvrecall.pool.open import open_pool
 from kvrecall.pool.pool import Pool
-from kvrecall.pool.service.client import ServiceClient
+from kvrecall.pool.service.client import ServiceClient, open_pool
 from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import Engine

@@ -9,7 +9,7 @@ import faiss
 import numpy as np
 import torch
 
-from kvrecall.attention.index.base import Numbers, VectorIndex, Vectors
+from kvrecall.attention.index import Numbers, VectorIndex, Vectors
 
 _TRAINED_FROM = 4096
 """Vectors: with fewer an inverted file is not faster than reading them all."""

@@ -46,7 +46,7 @@ from kvrecall.engines.sglang.identity import (
 from kvrecall.errors import TierError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import ArenaHandle, PoolClient, Recall, RecallState, Verdict
-from kvrecall.pool.open import open_pool
+from kvrecall.pool.service.client import open_pool
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.0005

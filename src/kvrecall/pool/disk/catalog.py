@@ -21,7 +21,6 @@ from kvrecall.block import NAMESPACE_BYTES, BlockKey, Tenant, TierName
 from kvrecall.config import PoolTerms
 from kvrecall.pool.accounts import TenantUse
 from kvrecall.pool.changes import Cause, Watcher
-from kvrecall.pool.counters import TierCounters
 from kvrecall.pool.departures import BlockDeparture
 from kvrecall.pool.disk.index import MAX_ROWS, IndexRow
 from kvrecall.pool.disk.slabs import SLAB_BITS, slab_of
@@ -40,7 +39,7 @@ from kvrecall.pool.eviction.base import RequestUse
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.names import CompactNames, MemoryColumn, Names
 from kvrecall.pool.slots import ALIGNMENT, slot_bytes_of
-from kvrecall.pool.tier import Outcome
+from kvrecall.pool.tier import Outcome, TierCounters
 
 _STALE_S = 10.0  # a last use is written to the index again when it is older than this
 _RECOVERED = 512  # rows taken over under one hold

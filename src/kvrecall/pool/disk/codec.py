@@ -10,11 +10,10 @@ from typing import Literal
 from kvrecall.block import BlockKey
 from kvrecall.config import Compression
 from kvrecall.errors import TierError
-from kvrecall.pool.checksum import CHECKSUM_BYTES, checksum_of
 from kvrecall.pool.cipher import TAG_BYTES, Cipher
 from kvrecall.pool.compression import FRAME_BYTES, Codec, Compressor, unpack
 from kvrecall.pool.slots import ALIGNMENT
-from kvrecall.pool.tier import Put
+from kvrecall.pool.tier import CHECKSUM_BYTES, Put, checksum_of
 
 _SIZES = 32
 """Sizes of slots for compressed blocks of one plain size: few, so that slots are used again; many,

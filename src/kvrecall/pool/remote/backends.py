@@ -11,10 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from kvrecall.addresses import is_loopback
-from kvrecall.config import RemoteConfig
+from kvrecall.config import RemoteConfig, factory_of, is_loopback
 from kvrecall.errors import ConfigError
-from kvrecall.factories import factory_of
 from kvrecall.pool.cascade import Cascade
 from kvrecall.pool.cipher import Cipher
 from kvrecall.pool.remote.staged import StagedStore

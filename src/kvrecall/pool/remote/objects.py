@@ -23,8 +23,7 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
-from kvrecall.addresses import is_loopback
-from kvrecall.config import allowed_by
+from kvrecall.config import allowed_by, is_loopback
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.remote.store import Object
 from kvrecall.secret import WRITE, exposure

@@ -21,8 +21,6 @@ from kvrecall.config import RemoteConfig
 from kvrecall.errors import hidden
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.changes import Cause, Watcher, Watchers
-from kvrecall.pool.checksum import checksum_of
-from kvrecall.pool.counters import Histogram, TierCounters
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.remote.calls import (
     BatchSize,
@@ -34,7 +32,19 @@ from kvrecall.pool.remote.calls import (
 from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Object, Store
 from kvrecall.pool.slots import slot_bytes_of
-from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
+from kvrecall.pool.tier import (
+    Buckets,
+    Done,
+    Get,
+    Histogram,
+    Outcome,
+    Put,
+    PutVerdict,
+    Tier,
+    TierCounters,
+    checksum_of,
+    ended,
+)
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -51,8 +61,7 @@ _MOST_REPORTED = 1 << 20  # blocks of which watchers know: some hundred MB
 _SWEPT = 1024
 
 HEADER_BYTES = 64
-_VERSION = 1
-_MAGIC = b"kvrc"
+_VERSION, _MAGIC = 1, b"kvrc"
 _HEADER = struct.Struct("<4sIQ16s16s16x")  # magic, version, nbytes, digest of the key, checksum
 assert _HEADER.size == HEADER_BYTES
 

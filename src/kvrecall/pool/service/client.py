@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
 from kvrecall.block import NAMESPACE_BYTES, SHARED, BlockKey, Namespace, Tenant
+from kvrecall.config import RecallSettings
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.arena import open_arena
 from kvrecall.pool.base import (
@@ -39,6 +40,7 @@ from kvrecall.pool.base import (
     ArenaHandle,
     Found,
     Located,
+    PoolClient,
     PoolStats,
     Presence,
     Recall,
@@ -49,6 +51,7 @@ from kvrecall.pool.base import (
     check_parents,
 )
 from kvrecall.pool.hints import Hint
+from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.link import Link, LinkLate, LinkLost
 from kvrecall.pool.slots import ALIGNMENT
@@ -621,3 +624,17 @@ def _parts(keys: Sequence[BlockKey]) -> Iterator[tuple[BlockKey, ...]]:
     """Keys in portions of a message, at least one portion."""
     for start in range(0, max(1, len(keys)), p.MAX_KEYS):
         yield tuple(keys[start : start + p.MAX_KEYS])
+
+
+_STATS_AGE_S = 0.5
+"""An engine requests statistics in every step; readers need them less often."""
+
+
+def open_pool(settings: RecallSettings) -> PoolClient:
+    """The engine's own pool (backend ``embedded``), or a client of the node's pool (``service``).
+    Raises ConfigError or TierError if the former cannot be opened. The latter behaves as an empty
+    pool while there is no service."""
+    service = settings.service
+    if service is None:
+        return Pool.open(settings.pool)
+    return ServiceClient(service.socket, service.call_timeout_s, _STATS_AGE_S)

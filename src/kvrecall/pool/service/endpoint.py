@@ -20,7 +20,7 @@ from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.arena import available_memory
 from kvrecall.pool.lockfile import LockHeld, leads_to, lock_path
 from kvrecall.pool.pool import Pool
-from kvrecall.pool.service.peers import credentials, mappers_of
+from kvrecall.pool.service.link import credentials, mappers_of
 from kvrecall.pool.service.server import Patience, Server
 from kvrecall.secret import ACCESS, exposure
 

@@ -30,7 +30,7 @@ from kvrecall.pool.arena import take_seat
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.admin import Command, Drop, Overview, Query, Stat, command_of, tenants_of
-from kvrecall.pool.service.peers import Peer, credentials
+from kvrecall.pool.service.link import Peer, credentials
 from kvrecall.pool.service.sessions import Reaper, Registered, Session
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from kvrecall.pool.base import Recall, RecallState, Verdict
 from kvrecall.pool.hints import Hint
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
-from kvrecall.pool.service.peers import Peer
+from kvrecall.pool.service.link import Peer
 
 _NOTHING = Recall(RecallState.READY)
 _MAX_TICKETS = 50_000

@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvrecall.addresses import is_loopback
-from kvrecall.config import RecallSettings
+from kvrecall.config import RecallSettings, is_loopback
 from kvrecall.engines.base import DEFAULT_MAX_N, Limits, Listener, ServeSpec
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import Document, JsonPath, read_object

@@ -14,7 +14,7 @@ import pytest
 
 from engines.vllm.attention.test_engine import activity, retrieval, spent
 from engines.vllm.engine import Engine, prompt_of
-from kvrecall.attention.index.base import VectorIndex, index_factory
+from kvrecall.attention.index import VectorIndex, index_factory
 from kvrecall.errors import ConfigError
 from kvrecall.testing.index_contract import IndexContract, clustered
 

@@ -31,8 +31,7 @@ from kvrecall.engines.vllm.compat.config import require_supported
 from kvrecall.engines.vllm.compat.options import check_options, installed_options
 from kvrecall.engines.vllm.compat.patches import PATCHES, Patch, install, owner_of
 from kvrecall.engines.vllm.compat.runner import _without_offsets
-from kvrecall.engines.vllm.compat.shims import command_line
-from kvrecall.engines.vllm.compat.versions import engine_version
+from kvrecall.engines.vllm.compat.versions import command_line, engine_version
 from kvrecall.engines.vllm.compat.weights import watch_weights
 from kvrecall.engines.vllm.identity import weights
 from kvrecall.errors import ConfigError, EngineError

@@ -45,7 +45,7 @@ from kvrecall.engines.vllm.compat.config import (
 from kvrecall.engines.vllm.connector import copier as copier_module
 from kvrecall.engines.vllm.connector.copier import ArenaMapping, Copier
 from kvrecall.engines.vllm.connector.pages import GroupPages, LayerPages, pages_of, runs_of
-from kvrecall.engines.vllm.device import accelerator, driver, inline, pagelock
+from kvrecall.engines.vllm.device import accelerator, driver, inline
 from kvrecall.engines.vllm.device.accelerator import AcceleratorDevice, split
 from kvrecall.engines.vllm.device.base import Batch, Copy
 from kvrecall.errors import EngineError
@@ -340,8 +340,7 @@ def test_a_layers_blocks_at_even_distances_are_one_call(
     monkeypatch.setattr(driver, "copy_rows", copy_rows)
     monkeypatch.setattr(Stream, "device", torch.device("cuda"))
     monkeypatch.setattr(accelerator, "copy_kernel", lambda *_: None)
-    for module in (accelerator, pagelock):
-        monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(accelerator, "CHUNK_BYTES", chunk)
     chance = np.random.default_rng(seed)
     memory = torch.zeros(layers * page * blocks, dtype=torch.uint8)
     pages = tuple(
@@ -457,8 +456,7 @@ def test_small_items_are_read_by_a_kernel_only_from_locked_memory(
     monkeypatch.setattr(ops, "swap_blocks_batch", lambda *_: by.append("driver"))
     monkeypatch.setattr(accelerator.kernels, "move", lambda *_: by.append("kernel"))
     monkeypatch.setattr(AcceleratorDevice, "send", lambda self, values: values)  # none to lock
-    for module in (accelerator, pagelock):
-        monkeypatch.setattr(module, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(accelerator, "CHUNK_BYTES", 4096)
     room = iter([True, True, False])
     monkeypatch.setattr(driver, "host_register", lambda *_: next(room))
     memory = torch.zeros(5 * 4096, dtype=torch.uint8)
@@ -476,8 +474,8 @@ def test_small_items_are_read_by_a_kernel_only_from_locked_memory(
 def test_only_what_is_populated_is_locked(
     accelerated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pagelock, "CHUNK_BYTES", 4096)
-    monkeypatch.setattr(pagelock, "_IDLE_S", 0.001)
+    monkeypatch.setattr(accelerator, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(accelerator, "_IDLE_S", 0.001)
     populated = [4096 + 5]
     memory = torch.zeros(3 * 4096 + 100, dtype=torch.uint8)
     device = devices.device_of(CPU)
@@ -498,7 +496,7 @@ def test_the_numa_node_of_a_device_is_what_the_kernel_says(
     for name, text in (("0000:3b:00.0", "1\n"), ("0000:3c:00.0", "-1\n")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "numa_node").write_text(text)
-    found = [pagelock.numa_node_at(f"0000:{bus}:00.0", tmp_path) for bus in ("3b", "3c", "3d")]
+    found = [accelerator.numa_node_at(f"0000:{bus}:00.0", tmp_path) for bus in ("3b", "3c", "3d")]
     assert found == [1, None, None]
     assert devices.device_of(CPU).numa_node() is None, "no CUDA device"
     monkeypatch.setattr(accelerator.driver, "pci_address", lambda index: f"0000:3{index}:00.0")

@@ -10,13 +10,13 @@ from types import SimpleNamespace as Made
 from typing import Any
 
 import pytest
-from engines.vllm.clumsy import clumsy
-from engines.vllm.connector.test_scheduler import Bench
-from engines.vllm.engine import Engine, prompt_of
 from prometheus_client import CollectorRegistry, generate_latest
 from support.collector import by_grpc
 from vllm.v1.request import RequestStatus
 
+from engines.vllm.clumsy import clumsy
+from engines.vllm.connector.test_scheduler import Bench
+from engines.vllm.engine import Engine, prompt_of
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.connector.metrics import RecallStats
 from kvrecall.engines.vllm.serving.insight import ConnectorReports, RequestLog, Steps

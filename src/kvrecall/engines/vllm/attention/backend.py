@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from vllm.config import get_current_vllm_config
 
-from kvrecall.attention.index.base import require_index
+from kvrecall.attention.index import require_index
 from kvrecall.attention.settings import Regime, RetrievalSettings
 from kvrecall.engines.vllm.attention import checks
 from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog, HeatTotals, totals_of

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvrecall.attention.digest import Layout, decode
-from kvrecall.attention.index.base import Factory, Numbers, Vectors, index_factory
+from kvrecall.attention.index import Factory, Numbers, Vectors, index_factory
 from kvrecall.attention.kernels.device import Ints
 from kvrecall.attention.kernels.search import Placed, Search, Sought, is_compiled
 from kvrecall.attention.selection import choose

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrecall.attention.index.base import EXACT
+from kvrecall.attention.index import EXACT
 from kvrecall.attention.kernels.device import Ints
 from kvrecall.attention.selection import Gate, Split, split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings

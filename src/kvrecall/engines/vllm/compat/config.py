@@ -15,7 +15,7 @@ import torch
 
 from kvrecall.config import MatchUnit
 from kvrecall.engines.base import CONTEXT_PARALLEL
-from kvrecall.engines.vllm.compat.shims import tp_replicas
+from kvrecall.engines.vllm.compat.versions import tp_replicas
 from kvrecall.environment import HASH_SEED
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.modelconfig import Fields

@@ -13,9 +13,8 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvrecall.engines.vllm.compat.patches import install
 from kvrecall.errors import ConfigError
-from kvrecall.events.gate import EventGate
 from kvrecall.events.history import EventHistory
-from kvrecall.events.publisher import PoolEvents
+from kvrecall.events.publisher import EventGate, PoolEvents
 from kvrecall.events.wire import short_hash
 from kvrecall.nicety import nicety
 from kvrecall.pool.pool import Pool

@@ -13,8 +13,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from kvrecall.config import DEFAULT_MATCH_UNIT, RecallSettings
 from kvrecall.engines.vllm.compat.patches import install
-from kvrecall.engines.vllm.compat.shims import hits_inside_blocks
-from kvrecall.engines.vllm.compat.versions import BESIDE_OTHERS
+from kvrecall.engines.vllm.compat.versions import BESIDE_OTHERS, hits_inside_blocks
 from kvrecall.errors import ConfigError
 
 

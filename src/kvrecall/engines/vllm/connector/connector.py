@@ -27,7 +27,7 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm import wire
 from kvrecall.engines.vllm.attention.checks import offload_hindrance, reads_in_place
 from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested, require_on
-from kvrecall.engines.vllm.compat import config, events, runner, scheduler, shims, waits, weights
+from kvrecall.engines.vllm.compat import config, events, runner, scheduler, versions, waits, weights
 from kvrecall.engines.vllm.compat.processes import show_pool_lines
 from kvrecall.engines.vllm.compat.serving import end_with_parent
 from kvrecall.engines.vllm.compat.versions import BESIDE_OTHERS
@@ -42,9 +42,8 @@ from kvrecall.engines.vllm.identity.weights import FINGERPRINT_S, RunningWeights
 from kvrecall.errors import ConfigError, EngineError, KvrecallError
 from kvrecall.nicety import nicety
 from kvrecall.pool.base import ArenaHandle, PoolClient
-from kvrecall.pool.open import open_pool
 from kvrecall.pool.pool import Pool
-from kvrecall.pool.service.client import ServiceClient
+from kvrecall.pool.service.client import ServiceClient, open_pool
 from kvrecall.pool.service.endpoint import AdminEndpoint
 from kvrecall.pool.slots import slot_bytes_of
 
@@ -156,7 +155,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(orders, wire.StepOrders)
         if self._is_failing():
             return KVConnectorTransferResults()
-        if not orders.computes and not shims.saves_without_computing():
+        if not orders.computes and not versions.saves_without_computing():
             self._w.start_stores(orders)
         released, loaded, failed = self._w.finished()
         return KVConnectorTransferResults(
@@ -333,7 +332,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             )
         return wire.EngineFacts(
             groups=tuple(wire.GroupFacts(*each) for each in zip(groups, nbytes, strict=True)),
-            hash_block_size=shims.hash_block_size(self._vllm_config, self._kv_cache_config),
+            hash_block_size=versions.hash_block_size(self._vllm_config, self._kv_cache_config),
             ranks=ranks,
             copies_in_step=all(shard.copies_in_step for shard in shards),
             recalls=recalls,
@@ -370,7 +369,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
-        return shims.hit_sources(self._s.sources(request))
+        return versions.hit_sources(self._s.sources(request))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         assert self._pool is not None

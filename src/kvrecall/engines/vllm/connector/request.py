@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName
 from kvrecall.engines.base import HINT, Miss, Reason
-from kvrecall.engines.vllm.compat.shims import said_of_return
+from kvrecall.engines.vllm.compat.versions import said_of_return
 from kvrecall.engines.vllm.connector.handover import Promise, Wait
 from kvrecall.pool.hints import Hint, hint_of
 

@@ -56,7 +56,7 @@ from kvrecall.engines.vllm.compat.serving import (
     handler_as,
     stop_at_first_error,
 )
-from kvrecall.engines.vllm.compat.shims import command_line as vllm_command_line
+from kvrecall.engines.vllm.compat.versions import command_line as vllm_command_line
 from kvrecall.engines.vllm.serving.engine import VllmEngine
 from kvrecall.engines.vllm.serving.openai_handlers import (
     RecallChat,

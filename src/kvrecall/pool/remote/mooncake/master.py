@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvrecall.addresses import is_loopback
+from kvrecall.config import is_loopback
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.remote.mooncake.settings import MooncakeSettings, package_folder
 from kvrecall.pool.remote.mooncake.store import MooncakeStore

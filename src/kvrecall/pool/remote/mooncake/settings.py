@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrecall.addresses import is_loopback, split_address
+from kvrecall.config import is_loopback, split_address
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import read_json
 from kvrecall.secret import MOONCAKE, refuse_open
