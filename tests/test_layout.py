@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -221,6 +223,133 @@ def test_circles_and_floors_are_seen() -> None:
     assert ("pool.disk", "pool.disk.tier") in {(a, b) for a in GRAPH for b in GRAPH[a]}
     lazily = "kvrecall.engines.vllm.connector.connector"
     assert lazily in IMPORTS[Path("engines/vllm/__init__.py")]
+
+
+# -- the tests ------------------------------------------------------------------------------
+
+
+TESTS = Path(__file__).parent
+
+TESTED_BY: dict[str, str] = {
+    "attention/kernels": "engines/vllm/attention/test_kernels.py",
+    "attention/kernels/search_loops": "attention/kernels/test_search.py",
+    "attention/selection": "attention/test_digest.py",
+    "bench": "bench/test_report.py",
+    "bench/bandwidth": "gpu_check/test_gpu_check.py",
+    "bench/restore": "../lab/tests/benchmarks/test_servers.py",
+    "block": "engines/vllm/identity/test_namespace.py",
+    "engines/base": "engines/vllm/serving/test_serving.py",
+    "engines/sglang": "engines/sglang/test_storage.py",
+    "engines/vllm/attention": "engines/vllm/attention/test_steps.py",
+    "engines/vllm/attention/host_selection": "attention/test_index.py",
+    "engines/vllm/compat/attention": "engines/vllm/connector/test_offload.py",
+    "engines/vllm/compat/offloadable": "engines/vllm/connector/test_offload.py",
+    "engines/vllm/connector/chains": "engines/vllm/connector/test_miss.py",
+    "engines/vllm/connector/compare": "engines/vllm/connector/test_audit.py",
+    "engines/vllm/connector/connector": "engines/vllm/connector/test_worker.py",
+    "engines/vllm/connector/hit": "engines/vllm/connector/test_groups.py",
+    "engines/vllm/connector/pages": "engines/vllm/connector/test_copier.py",
+    "engines/vllm/connector/request": "engines/vllm/connector/test_scheduler.py",
+    "engines/vllm/device": "engines/vllm/connector/test_copier.py",
+    "engines/vllm/identity": "engines/vllm/identity/test_namespace.py",
+    "engines/vllm/probe": "doctor/test_doctor.py",
+    "engines/vllm/wire": "engines/vllm/connector/test_scheduler.py",
+    "environment": "engines/vllm/attention/test_plugin.py",
+    "errors": "test_cli.py",
+    "modelconfig": "plan/test_groups.py",
+    "nicety": "engines/vllm/connector/test_niceties.py",
+    "plan/layers": "plan/test_groups.py",
+    "pool/remote/backends": "pool/remote/test_objects.py",
+    "pool/remote/store": "pool/remote/test_objects.py",
+    "pool/service/link": "pool/service/test_loss.py",
+    "pool/service/protocol": "pool/service/test_server.py",
+    "pool_cli": "pool/service/test_admin.py",
+    "processes/server": "bench/test_report.py",
+    "processes/service": "processes/test_child.py",
+    "server": "server/test_routes.py",
+    "server/mindie/check": "server/test_hostile_config.py",
+    "server/why_cli": "server/test_serve.py",
+    "simulate": "simulate/test_replay.py",
+    "traces": "engines/vllm/connector/test_traces.py",
+}
+"""Modules, or rooms, without a test file of their own name: where their tests are."""
+
+
+def file_of(module: Path) -> Path:
+    """``room/test_module.py``; or the row of the module; or ``test_room.py``, in the room or beside
+    it; or the row of the room."""
+    named, room = module.with_name(f"test_{module.name}"), module.parent
+    rows = [TESTED_BY.get(part.as_posix()) for part in (module.with_suffix(""), room)]
+    places = [named, rows[0], room / f"test_{room.name}.py", room.parent / f"test_{room.name}.py"]
+    found = [TESTS / place for place in (*places, rows[1]) if place and (TESTS / place).is_file()]
+    return found[0].resolve() if found else TESTS / named
+
+
+@functools.cache
+def parts_of(test: Path) -> frozenset[Path]:
+    """A test file and the files of the tests that it imports or runs."""
+    found, todo = {test}, [test]
+    while todo:
+        file = todo.pop()
+        tree = ast.parse(file.read_text())
+        names = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
+        named = [TESTS / f"{name.replace('.', '/')}.py" for name in names]
+        said = {str(n.value) for n in ast.walk(tree) if isinstance(n, ast.Constant)}
+        named += [file.parent / one.split("/")[-1] for one in said if one.endswith(".py")]
+        new = {one.resolve() for one in named if one.is_file()} - found
+        found |= new
+        todo += new
+    return frozenset(found)
+
+
+@functools.cache
+def reached_by(test: Path) -> frozenset[str]:
+    """The modules that a test file imports, and those that these import."""
+    text = "\n".join(part.read_text() for part in parts_of(test))
+    todo = re.findall(r"\bkvrecall\.([\w.]+)", text)
+    todo += [
+        f"{package}.{name}".lstrip(".")
+        for package, names in re.findall(r"from kvrecall\.?([\w.]*) import ([\w, ]+)", text)
+        for name in names.split(", ")
+    ]
+    found: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name not in found and name in NAMES:
+            found.add(name)
+            todo += GRAPH[name]
+    return frozenset(found)
+
+
+def is_exercised(module: Path) -> bool:
+    """Whether its test imports it, itself or by way of what it imports, or runs its command."""
+    test = file_of(module)
+    if not test.is_file():
+        return False
+    command = module.parent.name if module.stem == "cli" else module.stem.removesuffix("_cli")
+    text = "".join(part.read_text() for part in parts_of(test))
+    return (
+        name_of(module) in reached_by(test)
+        or re.search(rf'["\' -]{command}["\' ]', text) is not None
+    )
+
+
+def test_a_modules_test_is_found_by_its_name() -> None:
+    """The contract suites in ``testing`` run as tests themselves."""
+    modules = [one for one in MODULES if one.stem[:2] != "__" and one.parts[0] != "testing"]
+    found = {str(one): str(file_of(one)) for one in modules if not is_exercised(one)}
+    assert found == {}, "write these tests, or name in TESTED_BY the files that have them"
+
+
+def test_the_table_of_tests_is_short_and_true() -> None:
+    assert len(TESTED_BY) <= 40
+    assert [file for file in TESTED_BY.values() if not (TESTS / file).is_file()] == []
+    rooms = {parent.as_posix() for module in MODULES for parent in module.parents}
+    assert TESTED_BY.keys() - rooms - {one.with_suffix("").as_posix() for one in MODULES} == set()
+    own = [
+        row for row in TESTED_BY if (TESTS / row).with_name(f"test_{Path(row).name}.py").exists()
+    ]
+    assert own == [], "these have a file of their own"
 
 
 @pytest.mark.parametrize(
