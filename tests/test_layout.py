@@ -264,7 +264,6 @@ TESTED_BY: dict[str, str] = {
     "pool/service/link": "pool/service/test_loss.py",
     "pool/service/protocol": "pool/service/test_server.py",
     "pool_cli": "pool/service/test_admin.py",
-    "processes/server": "bench/test_report.py",
     "processes/service": "processes/test_child.py",
     "server": "server/test_routes.py",
     "server/mindie/check": "server/test_hostile_config.py",
@@ -363,8 +362,8 @@ def test_an_engine_is_imported_only_by_its_room(library: str, rooms: list[str]) 
     assert offenders(imports) == []
 
 
-OF_LIBRARIES = frozenset({"_exit", "_fields", "_registry", "_extract_prompt_len"})
-"""Private by their names, of Python and vLLM."""
+OF_OTHERS = frozenset("_ask _buffer _exit _extract_prompt_len _fd _fields _registry".split())
+"""Private by their names: of Python, vLLM and the examples."""
 
 
 def private_names(tree: ast.AST) -> Iterator[tuple[str, bool]]:
@@ -376,19 +375,45 @@ def private_names(tree: ast.AST) -> Iterator[tuple[str, bool]]:
         elif isinstance(node, ast.AnnAssign | ast.Assign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             yield from ((one.id, True) for one in targets if isinstance(one, ast.Name))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvrecall"):
+            yield from ((alias.name, False) for alias in node.names)
         elif isinstance(node, ast.Attribute):
             own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             yield node.attr, own
 
 
+@functools.cache
+def private_in(file: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """Private attributes: its own, and others."""
+    found = set(private_names(ast.parse(file.read_text())))
+    own = {name for name, is_own in found if is_own and name[:1] == "_" != name[1:2]}
+    return frozenset(own), frozenset(name for name, is_own in found if not is_own) - own
+
+
 def test_no_module_touches_anothers_private_state() -> None:
-    modules = sorted(SOURCE.rglob("*.py"))
-    named = {module: set(private_names(ast.parse(module.read_text()))) for module in modules}
-    own = {module: {name for name, is_own in found if is_own} for module, found in named.items()}
-    ours = {name for names in own.values() for name in names if name[:1] == "_" != name[1:2]}
-    for module, found in named.items():
-        used = ours & {name for name, is_own in found if not is_own}
-        assert not used - own[module] - OF_LIBRARIES, module
+    modules = [SOURCE / module for module in MODULES]
+    ours = {name for module in modules for name in private_in(module)[0]}
+    for module in modules:
+        assert not ours & private_in(module)[1] - OF_OTHERS, module
+
+
+def is_inside(module: Path, room: Path) -> bool:
+    return room in module.parents if room.parts else module.parent == room
+
+
+def test_no_test_touches_the_private_state_of_another_room() -> None:
+    """A file in ``tests/pool`` may look into ``pool`` and the rooms below it."""
+    owners: dict[str, set[Path]] = {}
+    for module in MODULES:
+        for name in private_in(SOURCE / module)[0]:
+            owners.setdefault(name, set()).add(module)
+    faults = {
+        f"{file.relative_to(TESTS)}: {name}"
+        for file in sorted(TESTS.rglob("*.py"))
+        for name in (private_in(file)[1] & owners.keys()) - OF_OTHERS
+        if not any(is_inside(owner, file.relative_to(TESTS).parent) for owner in owners[name])
+    }
+    assert faults == set()
 
 
 def test_nothing_names_the_laboratory() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import tomllib
@@ -10,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 import yaml
 
-from kvrecall import cli
 from kvrecall.config import RecallSettings
 from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
+from kvrecall_lab.reference.commands import commands
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -36,14 +34,11 @@ def words(service: dict[str, Any]) -> list[str]:
 
 def parsed(service: dict[str, Any]) -> dict[str, Any]:
     """The options that kvrecall's own command line reads from a service's command."""
-    room, *left = words(service)
-    if room in cli._ROOMS:
-        command: Any = typer.main.get_command(importlib.import_module(cli._ROOMS[room][0]).app)
-    else:
-        command = typer.main.get_command(cli.app).commands[room]  # type: ignore[attr-defined]
-    while left and left[0] in getattr(command, "commands", {}):
-        command, left = command.commands[left[0]], left[1:]
-    options: dict[str, Any] = command.make_context(room, list(left)).params
+    left = words(service)
+    name, known = f"kvrecall {left.pop(0)}", dict(commands())
+    while name not in known:
+        name += f" {left.pop(0)}"
+    options: dict[str, Any] = known[name].make_context(name, left).params
     return options
 
 

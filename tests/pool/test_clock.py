@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from support.clocks import HostClocks
-from support.indexes import forging
 from support.stores import MemoryStore
 
 from kvrecall.block import TierName
@@ -22,6 +21,7 @@ from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.pool_contract import Engine
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE
+from pool.disk.indexes import forging
 
 MIB = 1 << 20
 YEAR = 365 * 86400.0

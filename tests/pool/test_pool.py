@@ -3,7 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.terms_contract import TermsContract
 
 from kvrecall.block import TierName
 from kvrecall.config import DiskConfig, PoolConfig, PoolTerms, TenantRules, TenantTerms
@@ -21,6 +20,7 @@ from kvrecall.testing.pool_contract import (
     Engine,
     PoolContract,
 )
+from pool.terms_contract import TermsContract
 
 MIB = 1 << 20
 

@@ -210,11 +210,15 @@ def test_saved_again_while_the_old_ones_are_being_stored(tmp_path: Path, start: 
 
 
 def test_saved_again_before_the_end_of_the_first_was_heard_of(start: Start) -> None:
-    engine = start(LatencyTier(MemoryTier(), 0.5), by_hand=False)
+    clock, store = ManualClock(), MemoryTier()
+    late = LatencyTier(store, 0.5, clock)
+    engine = start(late, by_hand=False)
     engine.save(KEYS)
-    time.sleep(0.2)  # stored by now, but the pool does not know
+    wait_until(lambda: all(map(store.contains, KEYS)))  # but the pool does not know
     engine.pool.clear()
     assert engine.save(KEYS) == {Verdict.RESERVED: 10}
+    late.delay_s = 0.0
+    clock.advance(0.5)
     assert engine.pool.flush(KEYS, 60.0)
     assert engine.pool.stats().tiers[0].used_bytes == 10 * SLOT_BYTES
 

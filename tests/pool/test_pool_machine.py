@@ -7,12 +7,12 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
-from support.counts import count_catalog, count_host
 from support.pool_machine import PoolMachine
 
 from kvrecall.config import DiskConfig, PoolConfig, RemoteConfig
 from kvrecall.pool import Pool
 from kvrecall.pool.base import PoolClient
+from pool.counts import count_catalog, count_host
 
 
 class CountedMachine(PoolMachine):

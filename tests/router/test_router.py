@@ -8,7 +8,6 @@ import os
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -307,11 +306,16 @@ def test_what_waits_at_an_engine_that_hangs_goes_to_another(
     """One that is stopped, and keeps its connections. One that answers its probes is waited for."""
     monkeypatch.setattr(room, "_PROBE_EVERY_S", 0.05)
     monkeypatch.setattr(upstream, "_PROBE_S", 0.2)
-    is_well, heard = threading.Event(), []
+    is_well, heard, probes = threading.Event(), [], []
     is_well.set()
+
+    def probed() -> bool:
+        probes.append(is_well.is_set())
+        return is_well.is_set()
+
     well = saying("200 OK", '{"id": "of the other"}')
     with (
-        server([None], healthy=is_well.is_set, heard=heard) as first,
+        server([None], healthy=probed, heard=heard) as first,
         server([well]) as second,
         in_thread(f"http://127.0.0.1:{first}", f"http://127.0.0.1:{second}") as url,
         httpx.Client(base_url=url, timeout=60) as client,
@@ -327,7 +331,8 @@ def test_what_waits_at_an_engine_that_hangs_goes_to_another(
             one.start()
         assert until(lambda: len(heard) + len(answers) == 4 and heard)
         waiting = len(heard)
-        time.sleep(1)  # five of its probes, which it answers
+        before = len(probes)
+        assert until(lambda: len(probes) >= before + 5)  # which it answers
         assert len(answers) == 4 - waiting
         is_well.clear()
         assert until(lambda: len(answers) == 4)

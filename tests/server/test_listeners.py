@@ -161,7 +161,7 @@ def test_everything_that_listens_has_a_row(tmp_path: Path) -> None:
             metrics: "metrics",
             router.port: "router",
             master.port: "Mooncake's master",
-            master._metrics_port: "Mooncake's master",
+            master.metrics_port: "Mooncake's master",
             **dict.fromkeys((events, events + 1), "KV events of an engine"),
             **dict.fromkeys((published, published + 1), "KV events of a pool service"),
         }

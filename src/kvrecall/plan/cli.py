@@ -145,7 +145,7 @@ def plan(
             for name, text in zip(_BANDWIDTHS, speeds, strict=True)
         }
     even = break_even(shape, use, prefill_rate or 1000.0)
-    report = _summary(shape, site, use, links, tiers, even, bandwidths)
+    report = summary_of(shape, site, use, links, tiers, even, bandwidths)
     if not as_json:
         _print(report, Console(), bool(prefill_rate))
     typer.echo(json.dumps(report))
@@ -160,7 +160,7 @@ def _tokens(text: str) -> int:
     return int(digits) * unit
 
 
-def _summary(
+def summary_of(
     shape: ModelShape,
     site: Site,
     use: Use,

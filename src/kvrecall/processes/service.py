@@ -94,7 +94,7 @@ class Master(ChildProcess):
         super().__init__(log)
         self.host = host
         self.port = port or free_port()
-        self._metrics_port = free_port()
+        self.metrics_port = free_port()
         self._prefix = list(prefix)
 
     @property
@@ -104,7 +104,7 @@ class Master(ChildProcess):
     def start(self, client_ttl_s: int = 10) -> None:
         """Waits until it answers, except behind a ``prefix``. Raises TierError."""
         flags = MasterFlags(
-            self.host, self.port, self._metrics_port, rpc_thread_num=8, allow_plaintext=True
+            self.host, self.port, self.metrics_port, rpc_thread_num=8, allow_plaintext=True
         )
         program = as_child(*flags.command(), f"--client_ttl={client_ttl_s}")
         self.launch([*self._prefix, *program])

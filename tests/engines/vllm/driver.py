@@ -198,9 +198,9 @@ class Host:
 
     def service(self) -> str | None:
         """Which life of the pool service the engine is joined to; None if to none."""
-        pool = self.connector()._pool
-        life = pool._next or pool._life
-        return None if life is None or life.is_lost else life.handle.boot
+        from pool.inside import life_of
+
+        return life_of(self.connector()._pool)
 
     def namespace(self) -> dict[str, str]:
         known = self.connector()._s.namespaces

@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pool.inside import blocks_of
+from pool.inside import shrink as shrink_host
+
 from kvrecall.block import NAMESPACE_BYTES, BlockKey
 from kvrecall.engines.vllm.connector.audit import GENERATION_S
 from kvrecall.pool.base import Verdict
@@ -49,7 +52,7 @@ def scribble(host: Any) -> None:
     lies behind the KV stays."""
     pool = pool_of(host)
     facts = host.connector()._s._facts.groups[0]
-    for block in list(pool._host.blocks.values()):
+    for block in blocks_of(pool):
         record = pool.arena.array()[block.offset : block.offset + facts.record_bytes]
         record ^= 0x10
 
@@ -83,22 +86,18 @@ def shrink(host: Any) -> None:
     """As ``kvrecall pool resize --host``, to a tenth and back: what is not in use is evicted,
     and overwritten."""
     with _overwriting(pool_of(host)) as pool:
-        whole = pool._host.slots.limit_bytes
-        pool.resize_host(whole // 10)
-        while pool._evictor.trim(100):
-            continue
-        pool.resize_host(whole)
+        shrink_host(pool)
 
 
 @contextmanager
 def _overwriting(pool: Any) -> Iterator[Any]:
     """Afterwards all free room of the host is filled and given back."""
-    space = next(iter(pool._host.blocks))[:NAMESPACE_BYTES]
+    space, nbytes = next((one.key[:NAMESPACE_BYTES], one.nbytes) for one in blocks_of(pool))
     yield pool
     keys = [BlockKey(space + os.urandom(32)) for _ in range(1000)]
     for answer in pool.reserve(keys):
         if answer.verdict is Verdict.RESERVED:
-            pool.arena.array()[answer.offset : answer.offset + pool._namespaces[space][1]] = 0x3C
+            pool.arena.array()[answer.offset : answer.offset + nbytes] = 0x3C
     pool.abandon(keys)
 
 
@@ -106,7 +105,7 @@ def damage_memory(host: Any, first: int) -> None:
     """Flips bits of every block in the host from its byte ``first`` on; not of its origin."""
     pool = pool_of(host)
     nbytes = host.connector()._s._facts.groups[0].record_bytes
-    for block in pool._host.blocks.values():
+    for block in blocks_of(pool):
         begin, end = block.offset + first, block.offset + nbytes
         pool.arena.array()[begin:end] ^= 0x55
 
@@ -114,8 +113,7 @@ def damage_memory(host: Any, first: int) -> None:
 def hog(host: Any) -> None:
     """Holds every block that is in the host, so that none makes room."""
     pool = pool_of(host)
-    keys = list(pool._host.blocks)
-    host.hogged = [pool.acquire([key], 1.0) for key in keys]
+    host.hogged = [pool.acquire([block.key], 1.0) for block in blocks_of(pool)]
 
 
 def release(host: Any) -> None:

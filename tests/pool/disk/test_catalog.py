@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 from support.clocks import ManualClock
-from support.counts import count_catalog, count_orders
 
 from kvrecall.block import BlockKey, TierName, tenant_of
 from kvrecall.config import Amount, PoolTerms, TenantRules, TenantTerms
@@ -21,6 +20,7 @@ from kvrecall.pool.disk.index import IndexRow
 from kvrecall.pool.eviction import POLICY_NAMES
 from kvrecall.pool.hints import RETURNS, Advice
 from kvrecall.testing.blocks import chain, namespace
+from pool.counts import count_catalog, count_orders
 
 MIB = 1 << 20
 NAMESPACE, WINDOWS = namespace("chain"), namespace("windows")

@@ -10,23 +10,23 @@ import shutil
 import sqlite3
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 from support.disks import DiskBench, FaultyIo, open_disk
-from support.indexes import forging
 
 from kvrecall.pool.cipher import Cipher
 from kvrecall.pool.disk import index
+from kvrecall.pool.disk.catalog import DiskCounters
 from kvrecall.pool.disk.codec import BlockCodec
 from kvrecall.pool.disk.flusher import Flusher
 from kvrecall.pool.disk.index import Index
 from kvrecall.pool.tier import Outcome, PutVerdict
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.tier_contract import NAMESPACE
+from pool.disk.indexes import forging
 
 MIB = 1 << 20
 KEYS = chain(NAMESPACE, 32)
@@ -413,12 +413,22 @@ def test_writes_wait_for_reads(start: Start, io: FaultyIo, monkeypatch: pytest.M
     bench.put(KEYS[:4])
     io.read_gate.clear()
     bench.submit_get(KEYS[:4])
+    begun, yielded = threading.Event(), []
+    yield_to_reads = DiskCounters.yield_to_reads
+
+    def noted(this: DiskCounters, seconds: float) -> None:
+        begun.set()
+        yield_to_reads(this, seconds)
+        yielded.append(io.read_gate.is_set())
+
+    monkeypatch.setattr(DiskCounters, "yield_to_reads", noted)
     before = len(io.write_sizes)
     bench.submit_put(KEYS[4:], base=4)
-    time.sleep(0.2)
-    assert len(io.write_sizes) == before
+    wait_until(begun.is_set)
+    assert (len(io.write_sizes), yielded) == (before, [])
     io.read_gate.set()
     assert set(bench.collect(KEYS)) == {Outcome.LOADED, Outcome.STORED}
+    assert all(yielded)
 
 
 class NamesWriters(FaultyIo):

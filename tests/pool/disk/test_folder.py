@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from support.disks import open_disk
-from support.indexes import forging
 
 from kvrecall.errors import TierError
 from kvrecall.pool.cipher import Cipher
@@ -24,6 +23,7 @@ from kvrecall.pool.disk.folder import FolderLock
 from kvrecall.pool.tier import Outcome
 from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
+from pool.disk.indexes import forging
 
 MIB = 1 << 20
 KEYS = chain(NAMESPACE, 32)

@@ -13,6 +13,7 @@ from kvrecall.config import RecallSettings
 from kvrecall.pool.base import RecallState
 from kvrecall.pool.pool import Pool
 from kvrecall.testing.blocks import chain, content, namespace
+from pool.inside import retry_writes
 
 NAMESPACE = namespace()
 NBYTES = 100_000
@@ -26,9 +27,7 @@ def save(pool: Pool, keys: list[BlockKey], deadline_s: float) -> dict[str, Any]:
     pool.commit(keys)
     until = time.monotonic() + deadline_s
     while not (stored := pool.flush(keys, 1.0)) and time.monotonic() < until:
-        for key in keys:
-            if (block := pool._host.blocks.get(key)) is not None:
-                block.tries = 0  # the pool itself would leave them alone after some failures
+        retry_writes(pool)
         time.sleep(0.1)
     return {"stored": stored}
 

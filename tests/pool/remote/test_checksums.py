@@ -21,6 +21,7 @@ from kvrecall.pool.remote.tier import RemoteTier, name_of
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Checksum, Done, Get, Outcome, Put, Tier, checksum_of
 from kvrecall.testing.blocks import chain, content, wait_until
+from pool.inside import blocks_of
 from pool.remote.pools import NAMESPACE, NBYTES, OpenPool, recall, save
 
 MIB = 1 << 20
@@ -104,7 +105,7 @@ def test_a_checksum_is_kept_while_the_block_is_owed_to_a_tier(
     keys = chain(NAMESPACE, 5)
     pool = open_pool(tmp_path / "disk", remote_write=remote_write)
     save(pool, keys)
-    blocks = [pool._host.blocks[key] for key in keys]
+    blocks = [block for block in blocks_of(pool) if block.key in keys]
     wait_until(lambda: not any(block.io_refs for block in blocks))
     assert [block.checksum is not None for block in blocks] == [known] * 5
 

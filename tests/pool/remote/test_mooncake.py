@@ -34,6 +34,7 @@ from kvrecall.processes.ports import free_port
 from kvrecall.processes.service import Master
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
+from pool.inside import below, retry_writes
 from pool.remote.mooncake import needs_mooncake
 from pool.remote.pools import find, recall, save
 
@@ -236,8 +237,8 @@ def test_pools_live_through_a_master_that_is_late_dies_and_comes_back_empty(
     try:
         assert find(first, keys).blocks == 0, "no master yet"
         lone.start()
-        wait_until(lambda: not second.find(keys).pending and second._below._is_up())
-        wait_until(lambda: first._below._is_up())
+        wait_until(lambda: not second.find(keys).pending and below(second)._is_up())
+        wait_until(lambda: below(first)._is_up())
         save_when_there(first, keys)
         wait_until(lambda: remote_blocks(second, keys) == 20)
         assert recall(second, keys[:10]) == ("remote",) * 10
@@ -249,7 +250,7 @@ def test_pools_live_through_a_master_that_is_late_dies_and_comes_back_empty(
         first.commit(fresh)
         lone.start()
         other = chain(NAMESPACE, 20, "other")
-        wait_until(lambda: not second.find(other).pending and second._below._is_up())
+        wait_until(lambda: not second.find(other).pending and below(second)._is_up())
         save_when_there(first, other)
         wait_until(lambda: remote_blocks(second, other) == 20)
         assert recall(second, other) == ("remote",) * 20
@@ -262,8 +263,7 @@ def save_when_there(pool: Pool, keys: list[BlockKey]) -> None:
     """Saves a chain; the store takes it as soon as it has been rejoined."""
     save(pool, keys, flush=False)
     while not pool.flush(keys, 0.5):
-        for block in pool._host.blocks.values():
-            block.tries = 0
+        retry_writes(pool)
         time.sleep(0.2)
 
 

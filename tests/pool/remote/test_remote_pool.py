@@ -11,13 +11,14 @@ from kvrecall.block import BlockKey, TierName
 from kvrecall.config import RecallSettings
 from kvrecall.errors import ConfigError
 from kvrecall.pool.base import Found, Located, RecallState, Verdict
-from kvrecall.pool.changes import Cause, ChangeLog, Removed, Restart, Stored
+from kvrecall.pool.changes import ChangeLog, Removed, Restart, Stored
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.backends import store_name
 from kvrecall.pool.remote.tier import name_of
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.testing.blocks import chain, wait_until
+from pool.inside import forget
 from pool.remote.pools import NAMESPACE, NBYTES, OpenPool, find, recall, save, settings
 
 
@@ -73,8 +74,7 @@ def test_a_watcher_is_told_what_its_pool_stores_and_finds_missing(
     assert sorted(watched(first)[1]) == sorted(keys[:3])
     for name in remote_names(keys[1:2]):
         del store.values[name]  # the store evicts it
-    with first._changed:  # only the host forgets
-        first._evictor.drop(keys[:3], Cause.CAPACITY)
+    forget(first, keys[:3])  # only the host
     assert len(recall(first, keys[:3])) < 3
     wait_until(lambda: remote_events(logs[0])[1] == keys[1:2])
     first.clear()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 from support.pool_machine import PoolMachine
-from support.terms_contract import TermsContract
 
 from kvrecall.block import BlockKey
 from kvrecall.config import DiskConfig, PoolConfig, PoolTerms
@@ -19,6 +18,7 @@ from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.testing.pool_contract import PoolContract
+from pool.terms_contract import TermsContract
 
 MIB = 1 << 20
 

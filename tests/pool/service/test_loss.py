@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -230,9 +230,7 @@ def test_connection_lost_by_a_living_client_keeps_its_slots_until_it_is_done(
     assert client.find(keys).blocks == 4
     lost = [view for view in service.look().clients if view.lost]
     assert [(view.reserved, view.tickets) for view in lost] == [(3, 1)]
-    time.sleep(0.3)
-    assert client.stats().leases == 4
-    assert client.stats().reserved == 3
+    reaped_beside(service, client, 4, 3)
     other = service.client()
     assert {a.verdict for a in other.reserve([]) + client.reserve(filling)} == {Verdict.PRESENT}
     client.commit(filling)
@@ -243,11 +241,46 @@ def test_connection_lost_by_a_living_client_keeps_its_slots_until_it_is_done(
     other.close()
 
 
+def reaped_beside(service: Service, client: ServiceClient, leases: int, reserved: int) -> None:
+    """Another client is killed, and the service gives back what that one held, and no more."""
+    process = player(service, "hold", 1)
+    line_of(process)
+    assert (client.stats().leases, client.stats().reserved) == (leases + 10, reserved + 10)
+    process.kill()
+    process.wait()
+    wait_until(lambda: client.stats().reserved <= reserved)
+    assert (client.stats().leases, client.stats().reserved) == (leases, reserved)
+
+
+def test_a_service_without_files_left_does_not_take_the_living_for_dead(service: Service) -> None:
+    """A client that lost its connection keeps its slots."""
+    client, beside = service.client(), service.client()
+    client.register(NAMESPACE, BLOCK)
+    beside.register(NAMESPACE, BLOCK)
+    keys, own = saved(client, 3), chain(NAMESPACE, 3, "own")
+    assert client.reserve(own)[0].verdict is Verdict.RESERVED
+    assert len(client.poll(client.acquire(keys, 5.0)).offsets) == 3
+    process = player(service, "hold", 1)
+    line_of(process)
+    life = client._life
+    assert life is not None
+    resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (5, 4096))
+    client._closed.set()  # it shall not come back
+    life._sock.send(b"\xff" * 64)
+    process.kill()
+    process.wait()
+    wait_until(lambda: beside.stats().reserved <= 3)
+    assert (beside.stats().leases, beside.stats().reserved) == (3, 3)
+    resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (4096, 4096))
+    wait_until(lambda: bool([view for view in service.look().clients if view.lost]))
+    assert (beside.stats().leases, beside.stats().reserved) == (3, 3)
+    beside.close()
+
+
 def test_killed_client_gives_back_leases_and_slots(service: Service, client: ServiceClient) -> None:
     process = player(service, "hold", 1)
     line_of(process)
     assert (client.stats().leases, client.stats().reserved) == (10, 10)
-    time.sleep(0.5)  # the service has looked at its family by now
     process.kill()
     wait_until(lambda: client.stats().leases + client.stats().reserved == 0)
     process.wait()

@@ -36,7 +36,7 @@ _TILES_A_PROGRAM = 4
 _BLOCKS_AT_ONCE = 1024
 _LOGITS_AT_ONCE = 8192
 """Of a row's blocks and query heads. More do not fit a program's registers."""
-_SEARCHED = 4
+SEARCHED = 4
 """Times as many blocks have their scores in registers while the least chosen one is found."""
 _PARTS_AT_ONCE = 64
 """Splits of query heads that a program adds up at once. More take registers from attention."""
@@ -49,7 +49,7 @@ five times what a bus of 55 GB/s has under way in 2 microseconds."""
 _ALIGNED = 16
 _MOST_COMPILED = 4096
 _compiled: dict[tuple[Any, ...] | None, tuple[Any, tuple[Any, ...]]] = {}
-"""Compiled kernels and their constants, by ``_alike``."""
+"""Compiled kernels and their constants, by ``alike_of``."""
 
 
 class SequenceFacts(NamedTuple):
@@ -93,8 +93,8 @@ class Bucket:
             return max((getattr(one, name) for one in facts), default=0)
 
         sizes = len(facts), most("blocks"), most("middle"), most("attended")
-        sequences, blocks, middle, attended = (_next_power(max(1, size)) for size in sizes)
-        stale, slots = (_next_power(size) if size else 0 for size in (stale, most("slots")))
+        sequences, blocks, middle, attended = (next_power(max(1, size)) for size in sizes)
+        stale, slots = (next_power(size) if size else 0 for size in (stale, most("slots")))
         return cls(kv_heads, sequences, stale, blocks, middle, attended, slots)
 
     @property
@@ -264,7 +264,7 @@ def digest_by_triton(
     _launch(
         "digest_blocks", (len(ids), keys.shape[2]),
         ids, keys, coded, floats, *keys.stride(), *coded.stride()[:3], *floats.stride()[:3],
-        DIM=dim, WIDE=max(16, _next_power(dim)), SIZE=size, ROWS=coded.shape[2], BOUNDS=bounds,
+        DIM=dim, WIDE=max(16, next_power(dim)), SIZE=size, ROWS=coded.shape[2], BOUNDS=bounds,
         num_warps=8,
     )  # fmt: skip
 
@@ -310,16 +310,16 @@ def choose_by_triton(
         scale, step.kv_heads, step.blocks.shape[1], candidates, step.table.shape[1],
         step.slots.shape[1], numbers, *strides, *query.stride()[:2],
         *coded.stride()[:3], *floats.stride()[:2],
-        GROUP=step.group, PADDED=max(16, _next_power(step.group)), HEADS=_next_power(step.group),
-        DIM=dim, WIDE=max(32, _next_power(dim)), ROWS=rows, TILE=tile, TILES=_TILES_A_PROGRAM,
+        GROUP=step.group, PADDED=max(16, next_power(step.group)), HEADS=next_power(step.group),
+        DIM=dim, WIDE=max(32, next_power(dim)), ROWS=rows, TILE=tile, TILES=_TILES_A_PROGRAM,
         BOUNDS=bounds, LEFT=left is not None, RECALLS=residency is not None, CHUNK=chunk,
-        SEARCH=_SEARCHED * chunk,
+        SEARCH=SEARCHED * chunk,
     )  # fmt: skip
 
 
 def blocks_at_once(group: int) -> int:
     """Middle blocks of which a program takes the logits of all query heads at once."""
-    return max(1, min(_BLOCKS_AT_ONCE, _LOGITS_AT_ONCE // _next_power(group)))
+    return max(1, min(_BLOCKS_AT_ONCE, _LOGITS_AT_ONCE // next_power(group)))
 
 
 def fetch_by_triton(
@@ -338,7 +338,7 @@ def fetch_by_triton(
     """
     block, head, piece = pieces_of(kv_cache)
     words, runs = piece.nbytes // _WORD, piece.count
-    at_once = min(_WORDS_AT_ONCE, _next_power(words))
+    at_once = min(_WORDS_AT_ONCE, next_power(words))
     _launch(
         "fetch_blocks", (step.rows, _LANES),
         step.facts, step.table, step.missed, residency.place, addresses, kv_cache.data_ptr(),
@@ -382,7 +382,7 @@ def attend_by_triton(
     share = share or max(1, _TOKENS_A_PROGRAM // size)
     splits = min(-(-step.table.shape[1] // share), _MOST_SPLITS)
     parts, lse = step.partials(splits, dim)
-    wide, heads = max(16, _next_power(dim)), _next_power(group)
+    wide, heads = max(16, next_power(dim)), next_power(group)
     _launch(
         "attend_rows", (step.rows, splits),
         query, step.facts, keys, values, step.table, parts, lse, lse if sinks is None else sinks,
@@ -426,7 +426,7 @@ def _launch(name: str, grid: tuple[int, ...], *args: Any, **sizes: Any) -> None:
     """
     if args[0].is_meta:
         return
-    key = _alike(name, args, sizes)
+    key = alike_of(name, args, sizes)
     compiled = _compiled.get(key)
     if compiled is not None:
         kernel, constants = compiled
@@ -447,7 +447,7 @@ def _launch(name: str, grid: tuple[int, ...], *args: Any, **sizes: Any) -> None:
         _compiled[key] = kernel, constants
 
 
-def _alike(name: str, args: Sequence[Any], sizes: dict[str, Any]) -> tuple[Any, ...] | None:
+def alike_of(name: str, args: Sequence[Any], sizes: dict[str, Any]) -> tuple[Any, ...] | None:
     """Equal for launches of one compiled kernel, and not only where it has to be. None for tensors
     that are not aligned as torch aligns its own: these are rare, and Triton tells them apart."""
     places = 0
@@ -461,6 +461,6 @@ def _alike(name: str, args: Sequence[Any], sizes: dict[str, Any]) -> tuple[Any, 
     return None if places % _ALIGNED else tuple(known)
 
 
-def _next_power(count: int) -> int:
+def next_power(count: int) -> int:
     """The smallest power of two that is not less."""
     return 1 << (count - 1).bit_length()

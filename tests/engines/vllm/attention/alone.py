@@ -61,6 +61,6 @@ def choose(step: DeviceStep, residency: DeviceResidency | None = None) -> None:
         step.facts, step.blocks, step.logits, step.scores, step.table, step.slots, step.missed,
         *tensors, step.kv_heads, step.blocks.shape[1], step.logits.shape[2], step.table.shape[1],
         step.slots.shape[1], numbers, part, head,
-        GROUP=step.group, HEADS=device._next_power(step.group), CHUNK=chunk,
-        SEARCH=device._SEARCHED * chunk, RECALLS=residency is not None,
+        GROUP=step.group, HEADS=device.next_power(step.group), CHUNK=chunk,
+        SEARCH=device.SEARCHED * chunk, RECALLS=residency is not None,
     )  # fmt: skip

@@ -131,7 +131,7 @@ def test_the_best_blocks_are_chosen_in_the_sequences_order(group: int) -> None:
 
 def test_more_blocks_than_are_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_BLOCKS_AT_ONCE", 64)
-    monkeypatch.setattr(device, "_SEARCHED", 2)
+    monkeypatch.setattr(device, "SEARCHED", 2)
     torch.manual_seed(3)
     told = facts((70, 500, 130), (1, 64, 63), (0, 65, 2))
     step, _ = step_of(told, 4)

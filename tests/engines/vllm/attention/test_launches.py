@@ -204,7 +204,7 @@ def test_only_launches_of_one_compiled_kernel_are_alike() -> None:
     for _ in range(20_000):
         args = [room, argument(), argument()]
         sizes = {"SIZE": chance.choice([1, 2])}
-        key = kernels._alike(chance.choice(["one", "two"]), args, sizes)
+        key = kernels.alike_of(chance.choice(["one", "two"]), args, sizes)
         if key is None:
             assert any(isinstance(one, torch.Tensor) and one.data_ptr() % 16 for one in args)
             continue

@@ -81,7 +81,7 @@ def build(builder: Builder, lengths: list[int], queries: list[int], prefills: bo
     """The batch's requests are rows 7, 6, 5 ... of the runner's, which have blocks of their own."""
     ids = np.arange(8 * 1024, dtype=np.int32).reshape(8, 1024)
     rows = np.arange(7, 7 - len(lengths), -1, dtype=np.int32)
-    runner._batch["layer"] = runner.BatchBlocks(ids, rows, np.zeros(8, dtype=np.int32))
+    runner.step_blocks["layer"] = runner.BatchBlocks(ids, rows, np.zeros(8, dtype=np.int32))
     common = common_of(lengths, queries, prefills)
     with counting() as operations:
         metadata = builder.build(0, common)
@@ -132,6 +132,6 @@ def test_short_steps_are_planned_without_the_device(builder: Builder) -> None:
 
 def test_read_back_where_the_runner_does_not_tell(builder: Builder) -> None:
     """In a dummy run."""
-    runner._batch.clear()
+    runner.step_blocks.clear()
     with pytest.raises(NotImplementedError, match="no data"):
         builder.build(0, common_of([500], [1]))

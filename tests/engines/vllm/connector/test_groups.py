@@ -410,7 +410,7 @@ def test_a_hit_ends_where_every_group_can_serve(pool: Pool) -> None:
     bench.run(prompt(320))
     bench.forget_device()
     state = next(iter(bench.side.namespaces.groups_of(Namespace.of({"test": "1"}))))
-    windows = [key for key in pool._host.blocks if key.startswith(state.digest)]
+    windows = [one.key for one in pool.host_blocks() if one.key.startswith(state.digest)]
     assert len(windows) == 20
     pool.drop(windows[15:17])
     # The last boundary whose window (3 blocks) has no gap: in front of the dropped blocks.
@@ -427,7 +427,7 @@ def test_blocks_of_a_hit_that_is_not_worth_its_load_count_as_declined(pool: Pool
     bench.side.costs.saw_step(1000, 500, 1e-3)
     bench.side.costs.saw_load(TierName.HOST, 1, 0.02)
     groups = bench.side.namespaces.groups_of(Namespace.of({"test": "1"}))
-    windows = [key for key in pool._host.blocks if key.startswith(groups[0].digest)]
+    windows = [one.key for one in pool.host_blocks() if one.key.startswith(groups[0].digest)]
     pool.drop(windows[:4])
     assert bench.run(prompt(320)) == (0, 0)
     assert bench.side.counters.counts["blocks_declined"] == 19
@@ -517,7 +517,7 @@ def test_the_pool_keeps_what_the_plan_says(pool: Pool, shape: str) -> None:
     for spec, kind, space in zip(
         SHAPES[shape], bench.kinds, bench.side.namespaces.groups_of(base), strict=True
     ):
-        kept = sum(key.startswith(space.digest) for key in pool._host.blocks)
+        kept = sum(one.key.startswith(space.digest) for one in pool.host_blocks())
         named = "chunk" if isinstance(spec, ChunkedLocalAttentionSpec) else kind.kind
         group = Group(CacheKind(str(named)), kind.reach or 0, 1, kind.block_size, 0, 0)
         # The last of 1,710 tokens is not full, nor is the last of the answer computed.
@@ -654,7 +654,7 @@ def test_a_block_that_is_saved_whole_serves_hits_inside_it(pool: Pool) -> None:
     """No record of its own is made for the end of a prompt that fills its blocks."""
     bench = Bench(pool, ONE)
     bench.run(prompt(128))
-    assert len(pool._host.blocks) == 2
+    assert len(pool.host_blocks()) == 2
     bench.forget_device()
     assert bench.run(prompt(128)) == (0, 112)
 

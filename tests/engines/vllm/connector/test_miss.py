@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pool.inside import is_answered
+from support.clocks import HostClocks
 from support.disks import FaultyIo
 from support.stores import MemoryStore
 from vllm.v1.request import Request
@@ -74,14 +76,6 @@ def ask(
         wait_until(lambda: is_answered(bench.pool))
     told: dict[str, Any] = finished(bench, request).get(MISSED, {})
     return told
-
-
-def is_answered(client: ServiceClient) -> bool:
-    """Whether the service has answered why blocks are missing. No call waits for that; one that
-    waits for a later answer reads it, too."""
-    client.stats()
-    asked = list(client._asked.values())
-    return all(life.is_lost or number in life._replies for life, number in asked)
 
 
 def other(first: int, blocks: int = 3) -> list[int]:
@@ -149,15 +143,16 @@ def test_off_is_off(pool: Pool) -> None:
 
 @pytest.mark.parametrize("cause", ["dropped", "cleared", "capacity", "expired", "quota"])
 def test_what_was_evicted_says_from_where_and_why(cause: str) -> None:
-    settings: dict[str, Any] = {"policy": "lru"}
+    settings: dict[str, Any] = {"host_size": "1MiB", "policy": "lru"}
     if cause == "expired":
-        settings["ttl"] = "1s"
+        settings["ttl"] = "1000s"
     if cause == "quota":
         settings["tenant_quota"] = {"host": f"{12 * 4096}B"}
-    with make_pool(**settings) as pool:
+    clocks = HostClocks()
+    with Pool.open(RecallSettings.from_mapping(settings).pool, clocks.clock()) as pool:
         bench = Bench(pool)
         ask(bench, PROMPT)
-        before = time.time()
+        clocks.advance(1001.0)
         if cause == "dropped":
             pool.admin.drop([block.key for block in pool.admin.blocks()])
         elif cause == "cleared":
@@ -169,7 +164,7 @@ def test_what_was_evicted_says_from_where_and_why(cause: str) -> None:
                 ask(bench, list(range(first, first + 8 * BLOCK + 4)))
         told = ask(bench, PROMPT)
         assert (told["reason"], told["tier"], told["cause"]) == ("evicted", "host", cause)
-        assert before - 1 <= told["time"] <= time.time() + 1
+        assert told["time"] == pytest.approx(clocks.wall, abs=1e-3, rel=0)
 
 
 def test_of_several_causes_the_first_counts(pool: Pool) -> None:
@@ -431,7 +426,7 @@ def world(folder: Path, reason: str, explain: str) -> Iterator[World]:
     with Pool(arena, below, "lru", terms=terms) as pool:
         bench = Bench(pool, **settings)
         if reason == "not_pooled":
-            bench.side.namespaces._make_base = lambda: None
+            bench.base = None
         else:
             ask(bench, PROMPT[:17], "registers the namespace")
         yield World(pool, bench, io, store)
@@ -450,7 +445,7 @@ def does(world: World, reason: str) -> None:
             ask(bench, PROMPT, THEIRS, saves=False)
         case "namespace":
             other = Bench(pool)
-            other.side.namespaces._make_base = lambda: Namespace.of({"test": "2"})
+            other.base = Namespace.of({"test": "2"})
             ask(other, PROMPT, THEIRS)
         case "race":
             request = bench.request("live", PROMPT, salt=THEIRS)

@@ -135,7 +135,7 @@ class Bench:
         ids = self.manager.get_block_ids(request.request_id)[0]
         self.side.allocated(request, (ids,), external)
         request.num_computed_tokens = local + external
-        self.loads = self._orders({}).loads
+        self.loads = self.orders_of({}).loads
         self.side.reported(None, {request.request_id}, set())
         self.manager.cache_blocks(request, request.num_computed_tokens)
         return True
@@ -163,7 +163,7 @@ class Bench:
         return True
 
     def _step(self, request: Request, tokens: int) -> None:
-        orders = self._orders({request.request_id: tokens})
+        orders = self.orders_of({request.request_id: tokens})
         request.num_computed_tokens += tokens
         if request.num_computed_tokens == request.num_tokens:
             request.append_output_token_ids(7)
@@ -178,7 +178,7 @@ class Bench:
         made, self._stores = self._stores, []
         self.side.reported(StepReport(dict.fromkeys(made, 1)), set(), set())
 
-    def _orders(self, scheduled: dict[str, int]) -> StepOrders:
+    def orders_of(self, scheduled: dict[str, int]) -> StepOrders:
         step = SimpleNamespace(
             num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(scheduled.values())
         )

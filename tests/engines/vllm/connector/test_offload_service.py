@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from pool.inside import blocks_of, life_of
 
 from engines.vllm.connector.test_offload import BLOCK, Bench
 from kvrecall.config import DiskConfig, PoolConfig
@@ -29,10 +30,10 @@ class Node:
 
     def begin_anew(self) -> None:
         """Ends the service and starts another one."""
-        before = self.client._life
+        before = life_of(self.client)
         self.service.close()
         self.service = ServiceThread(self._config, self._path)
-        wait_until(lambda: self.client._next not in (None, before))
+        wait_until(lambda: life_of(self.client) not in (None, before))
 
     @property
     def leases(self) -> int:
@@ -113,7 +114,7 @@ def test_what_was_leased_of_a_lost_service_does_not_leave(node: Node) -> None:
             break
     assert left == 20
     assert bench.orders is not None
-    held = {block.offset for block in node.service.pool._host.blocks.values() if block.leases}
+    held = {block.offset for block in blocks_of(node.service.pool) if block.leases}
     assert set(bench.orders.departures[0].offsets) == held
     bench.end(request)
     wait_until(lambda: node.leases == 0)
@@ -129,7 +130,7 @@ def test_a_claim_on_a_lost_service_is_no_hit(node: Node, tokens: int) -> None:
     hog = bench.manager.block_pool.get_new_blocks(bench.free - 2)
     request = bench.request("r", tokens)
     assert not bench.restore(request)
-    bench._orders({})
+    bench.orders_of({})
     node.begin_anew()
     looked_up(bench)
     bench.manager.block_pool.free_blocks(hog)

@@ -80,12 +80,13 @@ class Bench:
         self.pool = pool
         self.parted: list[Request] = []
         self.reloads = 0
+        self.base: Namespace | None = Namespace.of({"test": "1"})
         self.blocks = defaultdict[str, list[int]](lambda: list(range(1, 999)))  # of requests
         self.side = RecallScheduler(
             pool,
             RecallSettings.from_mapping({"host_size": "1MiB", "audit": "off", **settings}),
             facts,
-            lambda: Namespace.of({"test": "1"}),
+            lambda: self.base,
             ByName(),
             lambda name: self.tables(name),
             part_ways=self.parted.extend,
@@ -307,8 +308,8 @@ def test_what_runs_when_weights_change_is_not_pooled(pool: Pool) -> None:
     orders = bench.step(running, 40)
     bench.side.weights_changed()
     assert {one.request_id for one in bench.parted} == {"first", "loading", "running"}
-    assert compat_scheduler._doomed == {"loading"}
-    compat_scheduler._doomed.clear()
+    assert compat_scheduler.doomed == {"loading"}
+    compat_scheduler.doomed.clear()
     bench.report(orders)
     assert stored(bench.step(running, 40)) == []
     assert stored(bench.step(waiting, 40)) == []

@@ -27,7 +27,7 @@ from kvrecall.engines.vllm.compat.config import prompt_token_work
 from kvrecall.engines.vllm.identity.namespace import config_text
 from kvrecall.errors import KvrecallError
 from kvrecall.modelconfig import Fields, read_fields
-from kvrecall.plan.cli import _summary
+from kvrecall.plan.cli import summary_of
 from kvrecall.plan.layers import read_layers
 from kvrecall.plan.model import read_shape
 from kvrecall.plan.sizing import Site, Use, break_even, links_of, tiers_of
@@ -86,7 +86,7 @@ def plan(folder: Path) -> None:
         site, use = Site(9, 8, ranks, 80 << 30, 0.9, 1 << 40, 1 << 42, 1 << 44), Use(8192, 9, 128)
         links = links_of(4, True)
         tiers = tiers_of(shape, site, use, links)
-        _summary(shape, site, use, links, tiers, break_even(shape, use, 1000.0), {"host": 1})
+        summary_of(shape, site, use, links, tiers, break_even(shape, use, 1000.0), {"host": 1})
 
 
 def judged(folder: Path) -> None:

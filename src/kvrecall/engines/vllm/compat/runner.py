@@ -61,13 +61,15 @@ class BatchBlocks(NamedTuple):
         return self.ids[self.rows[:requests], :blocks]
 
 
-_batch: dict[str, BatchBlocks] = {}  # by layer, of the step whose metadata is about to be built
+step_blocks: dict[
+    str, BatchBlocks
+] = {}  # by layer, of the step whose metadata is about to be built
 
 
 def take_batch_blocks(layer_name: str) -> BatchBlocks | None:
     """Of the step whose attention metadata is being built, in the KV group of that layer; once.
     None in dummy runs of Model Runner V2."""
-    return _batch.pop(layer_name, None)
+    return step_blocks.pop(layer_name, None)
 
 
 def follow_blocks(vllm_config: Any) -> None:
@@ -117,9 +119,9 @@ def _seeing_tables(plain: Any) -> Any:
 
 def _show(runner: Any, blocks: Sequence[BatchBlocks]) -> None:
     """Those of each KV group of the step."""
-    _batch.clear()
+    step_blocks.clear()
     for group, of_group in zip(runner.kv_cache_config.kv_cache_groups, blocks, strict=True):
-        _batch.update(dict.fromkeys(group.layer_names, of_group))
+        step_blocks.update(dict.fromkeys(group.layer_names, of_group))
 
 
 def leave_room(share_of: Callable[[Any, Any], float]) -> None:

@@ -110,12 +110,12 @@ def _is_one_of_several(transfer: Any) -> bool:
     return any(_is_ours(SimpleNamespace(**paths | part)) for part in parts)
 
 
-_doomed: set[str] = set()  # requests whose loads, when they end, were in vain
+doomed: set[str] = set()  # requests whose loads, when they end, were in vain
 
 
 def fail_loads(request_ids: Iterable[str]) -> None:
     """Loads of these requests that are under way will count as failed."""
-    _doomed.update(request_ids)
+    doomed.update(request_ids)
 
 
 def reschedule_lost(report_type: Any) -> None:
@@ -140,10 +140,10 @@ def reschedule_lost(report_type: Any) -> None:
                 if report.starts_over:
                     fail_loads(_preempt_all(self))
             _keep_written(self, transfers, stuck)
-            if _doomed and transfers.finished_recving:
-                ended = _doomed & transfers.finished_recving
+            if doomed and transfers.finished_recving:
+                ended = doomed & transfers.finished_recving
                 transfers.failed_recving = (transfers.failed_recving or set()) | ended
-                _doomed.difference_update(ended)
+                doomed.difference_update(ended)
             return plain(self, scheduler_output, model_runner_output)
 
         return update_from_output
