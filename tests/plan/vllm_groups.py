@@ -1,7 +1,7 @@
 """vLLM's own KV groups of a model, without its weights: ``python -m plan.vllm_groups FOLDER...``.
 
 Prints a line of JSON for each folder: the groups with their specs' names, layers, block tokens, and
-bytes of a layer's page with and without padding, for a ``--block-size`` of 64.
+bytes of a layer's page with and without padding, for a ``--block-size`` of 64, as on a GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ def groups_of(folder: str) -> list[dict[str, Any]]:
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
     from vllm.v1.worker.utils import customize_attention_spec
 
+    # On processors with AVX512_BF16 vLLM keeps every recurrent state in float32, unlike a GPU.
+    torch.cpu._is_avx512_bf16_supported = lambda: False
     config = EngineArgs(
         model=folder, skip_tokenizer_init=True, enforce_eager=True, load_format="dummy",
         block_size=BLOCK, max_model_len=2048, enable_prefix_caching=True,

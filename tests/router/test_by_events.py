@@ -333,7 +333,7 @@ def test_an_engine_that_is_killed_and_comes_back_with_its_disk(two: Two) -> None
     text = "Before the engine's end. " + TEXT
     first = two.router.complete(prompt=text)
     holder = two.served(first)
-    assert until(lambda: two.step(holder) or two.blocks(holder, "disk") >= BLOCKS // BLOCK)
+    assert until(lambda: two.step(holder) or not holder.metric("kvrecall_queued_writes"))
     number = two.servers.index(holder)
     kill(holder)
     meanwhile = two.router.complete(prompt="Meanwhile. " + TEXT)

@@ -374,6 +374,7 @@ def test_what_went_to_the_disk_is_brought_back_first(tmp_path: Path) -> None:
         assert pool.flush(state.keys(25), 60.0)
         bench.end(bench.begun("other", 400, 1000))
         assert pool.stats().tiers[0].evictions > 0
+        wait_until(lambda: pool.stats().queued_writes == 0)  # the host has room again
         assert bench.decode(request)
         wait_until(lambda: pool.stats().queued_reads == 0)
         wait_until(lambda: bench.orders is not None or not bench.decode(request))
