@@ -242,6 +242,7 @@ TESTED_BY: dict[str, str] = {
     "engines/sglang": "engines/sglang/test_storage.py",
     "engines/vllm/attention": "engines/vllm/attention/test_steps.py",
     "engines/vllm/attention/host_selection": "attention/test_index.py",
+    "engines/vllm/attention/offloaded": "engines/vllm/attention/test_residency.py",
     "engines/vllm/compat/attention": "engines/vllm/connector/test_offload.py",
     "engines/vllm/compat/offloadable": "engines/vllm/connector/test_offload.py",
     "engines/vllm/connector/chains": "engines/vllm/connector/test_miss.py",

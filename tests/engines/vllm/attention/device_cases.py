@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from engines.vllm.attention import test_kernel, test_offloaded
+from engines.vllm.attention import test_kernel, test_residency
 from engines.vllm.attention.interpreted import InterpretedDevice
 from engines.vllm.attention.sequences import BLOCK, Bench, Sequence, shape_of
 from engines.vllm.attention.test_kernel import (  # noqa: F401
@@ -28,7 +28,7 @@ from engines.vllm.attention.test_kernel import (  # noqa: F401
     test_sinks_take_part,
     test_the_sum_does_not_depend_on_where_the_blocks_lie,
 )
-from engines.vllm.attention.test_offloaded import (  # noqa: F401
+from engines.vllm.attention.test_residency import (  # noqa: F401
     test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits,
 )
 from kvrecall.attention.kernels.oracle import attended
@@ -87,12 +87,12 @@ def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(7)
     monkeypatch.setattr(test_kernel, "Bench", DeviceBench)
     monkeypatch.setattr(test_kernel, "attended", partial(attended, narrows=False))
-    monkeypatch.setattr(test_offloaded, "Bench", DeviceBench)
+    monkeypatch.setattr(test_residency, "Bench", DeviceBench)
     monkeypatch.setitem(devices.FORMS, "cpu", InterpretedDevice)
     devices.device_of.cache_clear()
 
 
-SETTINGS = replace(test_offloaded.SETTINGS, topk_share=0.3)
+SETTINGS = replace(test_residency.SETTINGS, topk_share=0.3)
 
 
 def wipe(

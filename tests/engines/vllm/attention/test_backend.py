@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engines.vllm.attention.sequences import BLOCK, Bench, shape_of
-from engines.vllm.attention.test_offloaded import SETTINGS, offload, whole
+from engines.vllm.attention.test_residency import SETTINGS, offload, whole
 from kvrecall.attention.selection import split_of
 from kvrecall.engines.vllm.attention.cpu import RetrievalImpl
 from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow, StepWork
