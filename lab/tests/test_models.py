@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from support.quantised import write_w8a8
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvrecall_lab.models import FAMILIES, write_model
-from kvrecall_lab.models.variants import write_lora
 
 ARCHITECTURES = list(FAMILIES)
 TEXT = "The principal wants to quickly resolve this, instructing recess aides to be vigilant. " * 4
@@ -83,35 +80,3 @@ def test_equal_arguments_give_equal_bytes_and_another_seed_others(tmp_path: Path
     ]
     digests = [hashlib.sha256((p / "model.safetensors").read_bytes()).digest() for p in paths]
     assert digests[0] == digests[1] != digests[2]
-
-
-def test_w8a8_is_close_to_its_source(tmp_path: Path) -> None:
-    source = write_model(tmp_path / "source", hidden=64, layers=1)
-    quantised = load_file(write_w8a8(tmp_path / "w8a8", source) / "model.safetensors")
-    original = load_file(source / "model.safetensors")
-    for name, tensor in original.items():
-        if not name.endswith("_proj.weight"):
-            assert torch.equal(tensor, quantised[name])
-            continue
-        scale = quantised[f"{name}_scale"]
-        assert quantised[name].dtype is torch.int8
-        assert scale.shape == (tensor.shape[0], 1)
-        error = (quantised[name].float() * scale - tensor.float()).abs()
-        assert bool((error <= scale * 0.501).all())
-    assert (tmp_path / "w8a8" / "tokenizer.json").exists()
-
-
-def test_lora_covers_attention_and_differs_by_seed(tmp_path: Path) -> None:
-    base = write_model(tmp_path / "base", hidden=64, layers=2)
-    names = [
-        load_file(write_lora(tmp_path / "a", base, rank=4, seed=1) / "adapter_model.safetensors")
-    ]
-    names.append(
-        load_file(write_lora(tmp_path / "b", base, rank=4, seed=2) / "adapter_model.safetensors")
-    )
-    assert names[0].keys() == names[1].keys()
-    assert len(names[0]) == 2 * 4 * 2
-    down = names[0]["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"]
-    up = names[0]["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"]
-    assert (down.shape, up.shape) == ((4, 64), (256, 4))
-    assert not any(torch.equal(names[0][name], names[1][name]) for name in names[0])

@@ -138,9 +138,3 @@ def test_init_and_local_tokens_always_take_part(
         assert split.attended_tokens <= tokens
     if split.chosen == split.middle:
         assert split.attended_tokens == tokens
-
-
-def test_small_shares_get_finer_digests() -> None:
-    sizes = [RetrievalSettings(topk_share=share).tokens_a_digest for share in (0.2, 0.05, 0.02)]
-    assert sizes == [16, 8, 8]
-    assert RetrievalSettings(topk_share=0.02, digest_tokens=32).tokens_a_digest == 32

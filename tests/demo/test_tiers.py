@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import io
 import json
 
 import pytest
 from rich.console import Console
 
-from kvrecall.demo.tiers import FACT, TURN_1, TURN_2, Row, TierVerdict, long_question
+from kvrecall.demo.tiers import FACT, Row, TierVerdict, long_question
 from kvrecall.processes.server import Answer
 
 TEXT, TURN = "long text", "conversation, turn 2"
@@ -40,11 +39,6 @@ def without(kept: list[Row], place: int, **change: object) -> list[Row]:
 
 def test_ok_when_tokens_are_equal_and_every_tier_was_hit() -> None:
     summary = TierVerdict(rows(), "some-model").summary()
-    assert list(summary) == [
-        "ok", "tokens_equal", "device_hit_tokens", "host_hit_tokens", "disk_hit_tokens",
-        "ttft_recompute_s", "ttft_device_s", "ttft_host_s", "ttft_disk_s", "answers_right",
-        "times_as_fast", "model", "vllm",
-    ]  # fmt: skip
     assert (summary["ok"], summary["tokens_equal"]) == (True, True)
     assert summary["device_hit_tokens"] == 128 + 256
     assert (summary["host_hit_tokens"], summary["disk_hit_tokens"]) == (256, 256)
@@ -107,12 +101,6 @@ def test_what_a_model_of_random_weights_says_is_not_judged() -> None:
     assert verdict.summary()["answers_right"] is None
     assert verdict.summary()["ok"] is True
     assert not [line for line in printed(verdict) if "answer about" in line]
-
-
-def test_the_conversation_is_the_guides_word_for_word() -> None:
-    digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in (TURN_1, TURN_2)]
-    assert digests == ["fef2e18ea76d5c1d", "926d17dcaa35dda8"]
-    assert TURN_2.startswith(TURN_1)
 
 
 def test_the_long_text_holds_the_fact_once_in_its_middle() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import configs
 from typer.testing import CliRunner
 
 from kvrecall.errors import ConfigError
@@ -21,14 +22,6 @@ LLAMA_8B = {
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
     "torch_dtype": "bfloat16", "max_position_embeddings": 131072,
-}  # fmt: skip
-DEEPSEEK_R1 = {
-    "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
-    "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": 1536,
-    "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256,
-    "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
-    "vocab_size": 129280, "torch_dtype": "bfloat16",
 }  # fmt: skip
 
 
@@ -90,7 +83,7 @@ def test_grouped_heads(tmp_path: Path) -> None:
 
 
 def test_latent_attention_and_experts(tmp_path: Path) -> None:
-    shape = read_shape(model(tmp_path, DEEPSEEK_R1))
+    shape = read_shape(model(tmp_path, configs.DEEPSEEK_V3))
     assert shape.kv_bytes_per_token == 61 * 576 * 2
     assert shape.params == pytest.approx(671e9, rel=0.01)
     assert shape.active_params == pytest.approx(37e9, rel=0.03)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +72,9 @@ def test_pages_come_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_closing_while_pages_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_STEP", MIB)
+    before = set(threading.enumerate())
     Arena.create(256 * MIB).close()
+    assert set(threading.enumerate()) <= before
 
 
 def resident(arena: Arena) -> int:

@@ -480,11 +480,14 @@ def test_neighbours_are_read_and_written_together(start: Start, io: FaultyIo) ->
     assert io.read_sizes == [32 * 12288]
 
 
-def test_close_does_not_wait_for_a_hung_medium(start: Start, io: FaultyIo) -> None:
+def test_close_does_not_wait_for_a_hung_medium(
+    start: Start, io: FaultyIo, caplog: pytest.LogCaptureFixture
+) -> None:
     bench = start()
     io.gate.clear()
     bench.submit_put(KEYS)
     bench.tier.close(deadline_s=0.2)
+    assert "the medium does not answer" in caplog.text
     io.gate.set()
 
 

@@ -458,9 +458,12 @@ def test_a_promise_holds_across_hosts(tmp_path: Path) -> None:
         orders = prefill.step(request, 40)
         told = finished(prefill, request)
         again = decode.request("again", 40, told=told)
-        for _ in range(20):
-            assert decode.matched(again) is None
-            time.sleep(0.05)
+        assert decode.matched(again) is None
+        state = decode.side.state_of("again")
+        assert state is not None
+        wait_until(lambda: not there.find(state.keys(2)).pending)
+        assert there.find(state.keys(2)).blocks == 0
+        assert decode.matched(again) is None
         prefill.report(orders)
         wait_until(lambda: decode.matched(again) is not None)
         assert decode.matched(again) == 32
