@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from kvrecall.bench import cli
 from kvrecall.bench.model import Texts
 from kvrecall.bench.report import Report, percentiles
 
@@ -30,13 +28,6 @@ def test_a_report_ends_with_one_line_of_json(
     assert {"cpu", "cores", "memory_gib", "gpu", "vllm", "kvrecall", "commit"} <= found.keys()
     assert (len(lines) == 1) == as_json
     assert as_json or any("a note" in line for line in lines)
-
-
-def test_every_command_has_help() -> None:
-    for command in cli.COMMANDS:
-        done = CliRunner().invoke(cli.app, [command, "--help"])
-        assert done.exit_code == 0
-        assert "--json" in done.output
 
 
 def test_documents_have_their_length_and_share_no_prefix() -> None:

@@ -27,8 +27,6 @@ from server.browser import browsing
 from server.fake import INFO, FakeEngine
 from server.live import LiveServer, serving
 
-ROOT = Path(__file__).parents[2]
-GRAFANA = ROOT / "examples" / "grafana.json"
 TEXT = "A long text that retrieval has something to choose from. " * 40  # 2,280 tokens
 LAYERS = 4
 
@@ -145,13 +143,6 @@ def test_nothing_is_fetched_from_elsewhere() -> None:
         assert set(links) <= {"http://www.w3.org/2000/svg"}, file.name
 
 
-def test_every_panel_of_the_grafana_dashboard_has_a_unit() -> None:
-    for panel in json.loads(GRAFANA.read_text())["panels"]:
-        unit = panel["fieldConfig"]["defaults"]["unit"]
-        assert unit != "short", panel["title"]
-        assert (unit == "none") == (panel["title"].endswith("in the last 30 minutes"))
-
-
 # ---- in a browser, without an engine ------------------------------------------------------------
 
 
@@ -245,33 +236,6 @@ def test_what_costs_most_tokens_is_first(browser: Any, faulty: str) -> None:
         tab.close()
     finally:
         REGISTRY.unregister(missed)
-
-
-@pytest.mark.long
-def test_loads_of_a_hybrid_model_are_shown_by_group(browser: Any, faulty: str) -> None:
-    blocks = Counter("kvrecall_loaded_blocks", "x", ["group"])
-    copied, took = Counter("kvrecall_loaded_bytes", "x"), Counter("kvrecall_load_seconds", "x")
-    latency = Histogram("kvrecall_load_latency_seconds", "x", ["tier"])
-    try:
-        for counter in (blocks.labels("full"), blocks.labels("window"), copied, took):
-            counter.inc(0)
-        latency.labels("host")
-        page = Page(browser, faulty)
-        page.tab.wait_for_selector("#load .note")
-        latency.labels("host").observe(0.1)
-        copied.inc(21 << 20)
-        took.inc(0.1)
-        blocks.labels("full").inc(17)
-        blocks.labels("window").inc(4)
-        facts = page.tab.query_selector("#load-facts")
-        page.tab.wait_for_function("(e) => e.innerText.includes('blocks: 17 full')", arg=facts)
-        told = page.tab.inner_text("#load-facts").partition("B/s, blocks: ")[2]
-        assert told == "17 full, 4 window"
-        assert page.wrong == []
-        page.tab.close()
-    finally:
-        for metric in (blocks, copied, took, latency):
-            REGISTRY.unregister(metric)
 
 
 # ---- live --------------------------------------------------------------------------------------

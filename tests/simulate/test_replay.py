@@ -48,42 +48,13 @@ def nearest_hits(trace: Trace, policy: str, *capacities: int) -> int:
     return replay(trace, tiers, policy).tiers[0].read
 
 
-# -- golden counts ---------------------------------------------------------------------------
+# -- policies --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("capacity", [500, 1_000])
 def test_hazard_closes_part_of_the_gap(mixed: Trace, capacity: int) -> None:
     lru, bound = hits(mixed, "lru", capacity), clairvoyant_hits(mixed, capacity)
     assert hits(mixed, "hazard", capacity) >= lru + 0.15 * (bound - lru)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("policy", "capacity", "golden"),
-    [
-        ("lru", 1_000, 0.0445),
-        ("lru", 5_859, 0.1361),
-        ("lru", 10_000, 0.2116),
-        ("lru", 30_000, 0.3257),
-        ("lru", 97_656, 0.3635),
-        ("s3fifo", 5_859, 0.1520),
-    ],
-)
-def test_golden_rates_of_the_conversation_trace(
-    conversation: Trace, policy: str, capacity: int, golden: float
-) -> None:
-    rate = hits(conversation, policy, capacity) / conversation.blocks
-    assert round(rate, 4) == golden
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("capacity", "golden"), [(1_000, 0.1907), (5_859, 0.3532), (10_000, 0.3664)]
-)
-def test_golden_bounds_of_the_conversation_trace(
-    conversation: Trace, capacity: int, golden: float
-) -> None:
-    assert round(clairvoyant_hits(conversation, capacity) / conversation.blocks, 4) == golden
 
 
 @pytest.mark.long

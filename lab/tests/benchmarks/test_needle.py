@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.errors import KvrecallError
-from kvrecall_lab.bench import cli
 from kvrecall_lab.bench.needle.evaluate import (
     DENSE,
     Record,
@@ -110,28 +108,6 @@ def test_a_report_compares_and_says_whether_retrieval_acted() -> None:
     found.selected.clear()
     with pytest.raises(KvrecallError, match="did not act"):
         require_active(found)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--tasks", "single,poems"], "poems"),
-        (["--lengths", "many"], "not a number of tokens"),
-        (["--lengths", "100"], "at least 512"),
-        (["--shares", "20"], "not in (0, 1]"),
-        (["--shares", "x"], "not a number"),
-        (["--digest-tokens", "24"], "does not divide"),
-        (["--digest", "hash"], "one of mean, bounds"),
-        (["--lengths", "1M"], "1M"),
-        (["--lengths", "256K"], "max_position_embeddings 131072"),
-        (["--dense-boundary", "100000"], "leaves all lengths dense"),
-        (["--local", "9000", "--lengths", "8K"], "no blocks to select from"),
-    ],
-)
-def test_bad_options_are_named_before_anything_starts(arguments: list[str], words: str) -> None:
-    done = CliRunner().invoke(cli.app, ["needle", *arguments])
-    assert done.exit_code == 2
-    assert words in done.output
 
 
 @pytest.mark.engine

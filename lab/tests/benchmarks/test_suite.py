@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvrecall.bench.cli import COMMANDS
-from kvrecall.errors import KvrecallError
 from kvrecall_lab.bench.suite import LATEST, run_all
 from kvrecall_lab.bench.tables import PAGES, TABLES, filled, names_in, read_run
 
@@ -48,9 +47,3 @@ def test_a_page_says_what_was_measured(page: str, run: dict[str, Any]) -> None:
 def test_every_table_is_shown() -> None:
     shown = {name for page in PAGES for name in names_in((ROOT / page).read_text())}
     assert shown == set(TABLES)
-
-
-def test_a_page_that_asks_for_an_unknown_table_is_refused() -> None:
-    text = "<!-- bench:nothing -->\n<!-- /bench:nothing -->"
-    with pytest.raises(KvrecallError, match="no table is named 'nothing'; known: machine"):
-        filled(text, {})

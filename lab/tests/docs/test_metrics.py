@@ -120,21 +120,6 @@ def test_the_dashboards_page_names_the_metrics_it_reads_and_their_charts() -> No
     assert said == set(read())
 
 
-def test_grafana_shows_the_same_metrics_under_the_same_name() -> None:
-    page = DOCUMENTED.read_text()
-    rows = dict(re.findall(r"^\| ([^|]+) \| .* \| ([^|]+) \|$", page, re.MULTILINE))
-    shared: dict[str, set[str]] = {}
-    for title, query in queries():
-        if title in rows:
-            shared.setdefault(title, set()).update(
-                re.sub(r"_(total|bucket|sum|count)$", "", name) for name in named(query)
-            )
-    assert len(shared) >= 6
-    for title, metrics in shared.items():
-        told = {name.removesuffix("_total") for name in re.findall(rf"`({NAME})`", rows[title])}
-        assert metrics <= told, title
-
-
 def test_every_metric_of_vllm_that_is_named_anywhere_is_vllms(exported: dict[str, Family]) -> None:
     families = {one.name for one in exported.values()}
     places = [*(ROOT / "deploy").rglob("*.y*ml"), *ROOT.glob("*.md")]

@@ -4,13 +4,11 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvrecall.block import BlockKey
 from kvrecall.errors import ConfigError
 from kvrecall.pool.eviction import KeyedPolicy, make_policy
-from kvrecall.pool.eviction.lifetable import CLASSES, _Level, levels
 from kvrecall.pool.eviction.queues import QueueLinks
 from kvrecall.pool.eviction.warmup import WarmUp
 from kvrecall.testing.policy_contract import PolicyContract, anything, keys_of, store
@@ -209,18 +207,6 @@ def test_hazard_counts_each_use_at_its_age(monkeypatch: pytest.MonkeyPatch) -> N
         (sum(start <= age < end for age in ages), sum(start <= age for age in reached))
         for start, end in bounds
     ]
-
-
-def test_life_table_adds_classes_in_their_order() -> None:
-    """To the last bit, whatever the machine."""
-    rng = np.random.default_rng(1)
-    for of in levels():
-        counts = rng.random((CLASSES, 7)) * 1000.0
-        expected = [
-            [sum(counts[kind, age] for kind in np.flatnonzero(of == group)) for age in range(7)]
-            for group in range(of.max() + 1)
-        ]
-        assert _Level(of, 7)._sums(counts).tolist() == expected
 
 
 @pytest.mark.parametrize("step", [0.0, 0.001, 5.0])
