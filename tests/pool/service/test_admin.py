@@ -140,11 +140,6 @@ def test_a_model_with_several_groups(at: tuple[object, ...], service: ServiceThr
     assert set(pinned) == {key.hex() for key in (*keys[:4], *hanging[:4])}
 
 
-def as_text(service: ServiceThread) -> str:
-    """The prefix trees."""
-    return repr(PrefixTrees(100).run(service.pool, lambda *_: None))
-
-
 def test_drop_by_tenant_leaves_pinned_blocks(at: tuple[object, ...]) -> None:
     leaf = chain(TWO, 5, "b")[-1].hex()
     assert as_json("pin", *at, "--block", leaf[32:48]) == {"blocks": 5, "bytes": 5 * SLOT}
