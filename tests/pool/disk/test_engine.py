@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from support.clocks import ManualClock
 from support.disks import DiskBench, open_disk
 
 from kvrecall.config import DiskConfig
 from kvrecall.pool.clock import Clock
-from kvrecall.pool.disk import DiskTier, catalog, index, tier
+from kvrecall.pool.disk import DiskTier, catalog, flusher, index, tier
 from kvrecall.pool.disk.index import Index, IndexRow
 from kvrecall.pool.tier import Outcome
 from kvrecall.testing.blocks import chain, wait_until
@@ -257,13 +258,14 @@ def test_closing_waits_no_longer_for_rows_than_it_may(
 ) -> None:
     """What was dropped and not deleted is said, and comes back; the folder is closed well."""
     config, opened = whole(tmp_path)
-    delete = Index.delete
+    delete, clock = Index.delete, ManualClock()
 
     def slowly(this: Index, addresses: Sequence[int]) -> None:
-        time.sleep(0.2)
+        clock.advance(0.2)
         delete(this, addresses)
 
     monkeypatch.setattr(Index, "delete", slowly)
+    monkeypatch.setattr(flusher, "time", SimpleNamespace(monotonic=clock))
     opened.drop([key_of(number) for number in range(MANY - 1)])
     opened.close(1.0)
     assert "dropped blocks were deleted; they will be found again" in caplog.text
