@@ -111,7 +111,7 @@ def _mooncake() -> str:
     return (
         "## Of `remote`, kind `mooncake`\n\nBeside `kind` in the object `remote`. The keys of "
         "Mooncake's mooncake.json may be there or in the file that `config` names; other keys "
-        "pass through to Mooncake's client. See [Remote tier and Mooncake](../remote.md).\n\n"
+        "pass through to Mooncake's client. See [Remote tier](../remote.md).\n\n"
         f"{table(('setting', 'meaning', 'default'), rows)}"
     )
 
@@ -119,7 +119,6 @@ def _mooncake() -> str:
 def _retrieval() -> str:
     rows = [
         (
-            code(one.metadata["variable"].lower()),
             code(PREFIX + one.metadata["variable"]),
             sentence(one.metadata["text"]),
             one.metadata["allowed"],
@@ -127,11 +126,10 @@ def _retrieval() -> str:
         )
         for one in fields(RetrievalSettings)
     ]
-    titles = ("in `retrieval`", "environment variable", "meaning", "allowed", "default")
+    titles = ("environment variable", "meaning", "allowed", "default")
     return (
-        "## Of retrieval attention\n\nIn the object `retrieval` of every engine, or as environment "
-        "variables of the engine's processes; not both. Lengths are tokens. See [Retrieval "
-        f"attention](../retrieval.md).\n\n{table(titles, rows)}"
+        "## Of retrieval attention\n\nEnvironment variables of the engine's processes. Lengths are "
+        f"tokens. See [Retrieval attention](../retrieval.md).\n\n{table(titles, rows)}"
     )
 
 
