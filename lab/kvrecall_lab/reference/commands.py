@@ -32,7 +32,7 @@ _OPTION = ("option", "value", "meaning", "default")
 _DEFAULT = re.compile(r" ?(?:Default: (?=.*\.$)|\[(?=.*\]$))(.+?)[.\]]$")
 """A default in the text of an option."""
 Row = tuple[str, str, str, str]
-_KINDS = {int: "whole number", float: "number", str: "text", Path: "path"}
+_KINDS = {int: "integer", float: "number", str: "text", Path: "path"}
 
 
 def page() -> str:

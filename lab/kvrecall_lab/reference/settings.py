@@ -84,7 +84,7 @@ def type_of(hint: Any) -> str:
         return ", ".join(code(str(choice)) for choice in get_args(hint))
     if get_origin(hint) is dict:
         return "object"
-    names = {bool: "true, false", int: "whole number", float: "number", str: "text"}
+    names = {bool: "true, false", int: "integer", float: "number", str: "text"}
     kinds = [part for part in (hint, *get_args(hint)) if part in names]
     return names[kinds[0]] if kinds else "object"
 

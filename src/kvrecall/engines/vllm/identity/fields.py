@@ -353,7 +353,7 @@ def as_markdown() -> str:
             listed = ", ".join(f"`{name}`" for name in names)
             found.setdefault(decision, []).append(f"{config}: {listed}")
     lines = []
-    for fate in Fate:
+    for fate in (one for one in Fate if one is not Fate.PARTS):
         title = fate.value[0].upper() + fate.value[1:]
         rows = [f"| {one.reason} | {'; '.join(found[one])} |" for one in found if one.fate is fate]
         lines += [f"## {title}", "", "| why | settings |", "|---|---|", *rows, ""]
