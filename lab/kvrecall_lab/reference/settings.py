@@ -3,6 +3,7 @@ config.json, from their declarations."""
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Iterator
 from dataclasses import fields
@@ -159,7 +160,8 @@ def mindie_page() -> str:
     for name, section in _sections("", MindieConfig):
         rows: dict[tuple[str, ...], list[str]] = {}
         for field, declared in section.model_fields.items():
-            effect, text = effect_of(declared), declared.description or ""
+            effect = effect_of(declared)
+            text = re.sub(r"^(\w+ plane's) tls\w+", r"\1", declared.description or "")
             if effect is Effect.NONE:
                 idle.setdefault(text, []).append(code(field))
             elif not _inner(declared):
