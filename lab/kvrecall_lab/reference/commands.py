@@ -28,10 +28,10 @@ _SHARED = """## Options of several commands
 
 A command that takes one of these lists it by name.
 """
-_OPTION = ("option", "value", "meaning", "default")
+_OPTION = ("option", "meaning")
 _DEFAULT = re.compile(r" ?(?:Default: (?=.*\.$)|\[(?=.*\]$))(.+?)[.\]]$")
 """A default in the text of an option."""
-Row = tuple[str, str, str, str]
+Row = tuple[str, str]
 _KINDS = {int: "integer", float: "number", str: "text", Path: "path"}
 
 
@@ -113,7 +113,9 @@ def _is_setting(option: Any) -> bool:
 
 
 def _row(option: Any) -> Row:
-    return _names(option), _type(option), _text(option), _default(option)
+    kind, default = _type(option), _default(option)
+    names = f"{_names(option)} ({kind})" if kind else _names(option)
+    return names, f"{_text(option)} Default: {default}." if default else _text(option)
 
 
 def _help(command: Any) -> str:
@@ -154,11 +156,11 @@ def _type(option: Any) -> str:
     if issubclass(kind, Enum):
         return ", ".join(code(str(one.value)) for one in kind)
     low, high = option.min, option.max
-    bounds = f", {low:g} to {high:g}" if low is not None and high is not None else ""
-    if not bounds:
-        bounds = f", {low:g} or more" if low is not None else ""
-    several = ", repeatable" if option.multiple else ""
-    return f"{option.metavar or _KINDS[kind]}{bounds}{several}"
+    parts = [option.metavar or _KINDS[kind]]
+    if low is not None:
+        parts.append(f"{low:g} or more" if high is None else f"{low:g} to {high:g}")
+    parts += ["repeatable"] if option.multiple else []
+    return ", ".join(parts)
 
 
 def _text(parameter: Any) -> str:

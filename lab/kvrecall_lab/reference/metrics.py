@@ -20,9 +20,9 @@ from kvrecall_lab.reference.markdown import code, sentence, table
 _HEAD = """# Metrics
 
 `GET /metrics` of a server gives vLLM's own metrics, the pool's and MindIE's names; that of a router
-gives the router's. All of a server's have the label `model_name`, the pool's also `engine`. A
-histogram's samples end in `_bucket`, `_count` and `_sum`. What to watch and when to act:
-[Operations](../operations.md).
+gives the router's. All of a server's have the label `model_name`, the pool's also `engine`. What
+ends in `_total` is a counter; a histogram's samples end in `_bucket`, `_count` and `_sum`. What to
+watch and when to act: [Operations](../operations.md).
 """
 _IDLE = EngineLoad(running=0, waiting=0, unfinished=0, max_running=1, blocks=0, used_share=0.0)
 
@@ -60,9 +60,11 @@ def _table(families: Iterable[Family]) -> str:
     common = ("model_name", "engine")
     rows = []
     for one in families:
-        labels = ", ".join(code(name) for name in one.labels if name not in common)
-        rows.append((code(one.name), one.kind, labels, sentence(one.text)))
-    return table(("metric", "type", "further labels", "meaning"), rows)
+        labels = ", ".join(name for name in one.labels if name not in common)
+        name = code(f"{one.name}{{{labels}}}" if labels else one.name)
+        kind = "" if one.name.endswith("_total") else f" ({one.kind})"
+        rows.append((name + kind, sentence(one.text)))
+    return table(("metric", "meaning"), rows)
 
 
 def pool_families() -> list[Family]:
