@@ -149,9 +149,10 @@ def _shown(value: object) -> str:
 _MINDIE_HEAD = """# MindIE's config.json
 
 The fields of MindIE's configuration file that `kvrecall serve --config` and `kvrecall config check`
-know. How to move a deployment: [For MindIE users](../mindie.md).
+know. "Partly": some values have no effect or are refused.
+How to move a deployment: [For MindIE users](../mindie.md).
 """
-_MINDIE_TITLES = ("field", "here", "what it does", "allowed", "default")
+_MINDIE_TITLES = ("field", "what it does", "allowed", "default")
 
 
 def mindie_page() -> str:
@@ -165,7 +166,8 @@ def mindie_page() -> str:
             if effect is Effect.NONE:
                 idle.setdefault(text, []).append(code(field))
             elif not _inner(declared):
-                row = effect.value, text, _allowed(declared), _default_of(declared)
+                prefix = "" if effect is Effect.ACTS else f"{effect.value}: "
+                row = prefix + text, _allowed(declared), _default_of(declared)
                 rows.setdefault(row, []).append(code(field))
         if rows:
             cells = [(", ".join(names), *row) for row, names in rows.items()]
