@@ -48,7 +48,7 @@ _ROOMS = {
         "kvrecall.server.why_cli",
         "Say why a request's prompt was computed and not recalled.",
     ),
-    "router": ("kvrecall.router.cli", "Send prompts to prefill and decode instances."),
+    "router": ("kvrecall.router.cli", "Send each prompt to the engine that answers first."),
     "config": ("kvrecall.server.mindie.check", "Check MindIE's config.json, or print an example."),
     "plan": ("kvrecall.plan.cli", "Size a pool."),
     "simulate": (

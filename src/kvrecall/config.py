@@ -534,7 +534,7 @@ class Settings(BaseModel):
         "one of this many hits is computed and compared with the pool's blocks, besides the first "
         'hit on each writer\'s blocks; 0: only first hits; "off": none',
         DEFAULT_AUDIT_EVERY,
-        kind='whole number or "off"',
+        kind='integer or "off"',
     )
     explain_misses: ExplainMisses = _of_engine(
         "each miss is reported with its reason; `tokens`: with the token at which a prompt leaves "
@@ -548,7 +548,7 @@ class Settings(BaseModel):
         "number also for models of one group of full attention, which then recall more than the "
         "device would; `off`: what vLLM's `--prefix-match-unit` says",
         "auto",
-        kind='whole number, "auto" or "off"',
+        kind='integer, "auto" or "off"',
     )
     retrieval: dict[str, object] | None = _of_engine(
         "settings of retrieval attention, {} for its defaults; instead of VLLM_RETRIEVAL_*",

@@ -72,13 +72,13 @@ PLUGINS = Variable(
 CPU_KV_SPACE = Variable(
     "VLLM_CPU_KVCACHE_SPACE",
     "size of vLLM's device cache on a CPU, GiB; takes precedence over `kvrecall serve`'s",
-    "whole number",
+    "integer",
     "a quarter of the free memory, at most 4 GiB",
 )
 CPU_RESERVED = Variable(
     "VLLM_CPU_NUM_OF_RESERVED_CPU",
     "cores that vLLM leaves to its engine process on a CPU; `kvrecall serve` sets it",
-    "whole number",
+    "integer",
     "one for each worker",
 )
 NO_COMPILING = Variable(
@@ -92,7 +92,7 @@ HASH_SEED = Variable(
     "PYTHONHASHSEED",
     "root of vLLM's block hashes with the `xxhash` algorithms: must be the same in all engines "
     "that share blocks, and across restarts",
-    "whole number",
+    "integer",
     "random with these algorithms; a warning at the start says so",
 )
 CACHE_HOME = Variable(

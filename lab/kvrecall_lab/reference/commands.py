@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import re
 import textwrap
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -14,25 +15,34 @@ import typer.main
 
 from kvrecall import cli
 from kvrecall.bench import cli as bench
-from kvrecall.config import default_socket
+from kvrecall.config import Settings, default_socket
 from kvrecall_lab.reference.markdown import code, sentence, table
 
 _HEAD = """# Commands
 
-`kvrecall COMMAND --help` prints the same, with the defaults on your machine. Sizes are `8GiB`
-(powers of 1024), `8GB` (of 1000) or bytes, with a unit below 1 MiB; ages are `90m`, `12h`, `7d`.
-All commands end with the same [exit codes](exit-codes.md).
+Every command and option of `kvrecall`; `kvrecall COMMAND --help` prints them with the defaults on
+your machine. Sizes are `8GiB` (powers of 1024), `8GB` (of 1000) or bytes, with a unit below 1 MiB;
+ages are `90m`, `12h`, `7d`. All commands end with the same [exit codes](exit-codes.md).
 """
+_SHARED = """## Options of several commands
+
+A command that takes one of these lists it by name.
+"""
+_OPTION = ("option", "meaning")
 _DEFAULT = re.compile(r" ?(?:Default: (?=.*\.$)|\[(?=.*\]$))(.+?)[.\]]$")
 """A default in the text of an option."""
-_KINDS = {int: "whole number", float: "number", str: "text", Path: "path"}
+Row = tuple[str, str]
+_KINDS = {int: "integer", float: "number", str: "text", Path: "path"}
 
 
 def page() -> str:
     found = list(commands())
-    index = [(f"[{name}](#{_anchor(name)})", _short(command)) for name, command in found]
-    parts = [_HEAD, table(("command", "what it does"), index)]
-    parts += [_section(name, command) for name, command in found]
+    links = [f"[{name.removeprefix('kvrecall ')}](#{name.replace(' ', '-')})" for name, _ in found]
+    own = [one for _, command in found for one in _options(command) if not _is_setting(one)]
+    uses = Counter(map(_row, own))
+    shared = [row for row, times in uses.items() if times > 2]
+    parts = [_HEAD, " · ".join(links) + "\n", _SHARED, table(_OPTION, shared)]
+    parts += [_section(name, command, shared) for name, command in found]
     return "\n".join(parts)
 
 
@@ -64,25 +74,48 @@ def _below(name: str, command: Any) -> Iterator[tuple[str, Any]]:
             yield from _below(f"{name} {word}", one)
 
 
-def _section(name: str, command: Any) -> str:
-    shown = [one for one in command.params if not getattr(one, "hidden", False)]
-    arguments = [one for one in shown if one.param_type_name == "argument"]
-    options = [one for one in shown if one.param_type_name == "option" and one.name != "help"]
+def _section(name: str, command: Any, shared: Sequence[Row]) -> str:
+    options = _options(command)
+    arguments = [one for one in _shown(command) if one.param_type_name == "argument"]
     words = [name, *(_metavar(one) for one in arguments), *(["[OPTIONS]"] if options else [])]
     parts = [f"## {name}\n", f"```text\n{' '.join(words)}\n```\n", _help(command)]
     given = [(code(_metavar(one)), _text(one)) for one in arguments]
     parts.append(table(("argument", "meaning"), given))
-    panels = dict.fromkeys(getattr(one, "rich_help_panel", None) for one in options)
+    own = [one for one in options if _row(one) not in shared and not _is_setting(one)]
+    panels = dict.fromkeys(getattr(one, "rich_help_panel", None) for one in own)
     for panel in panels:
-        rows = [
-            (_names(one), _type(one), _text(one), _default(one))
-            for one in options
-            if getattr(one, "rich_help_panel", None) == panel
-        ]
+        rows = [_row(one) for one in own if getattr(one, "rich_help_panel", None) == panel]
         title = panel if panel and len(panels) > 1 else ""
         parts.append(f"**{title}**\n" if title else "")
-        parts.append(table(("option", "value", "meaning", "default"), rows))
+        parts.append(table(_OPTION, rows))
+    named = [code(one.opts[0]) for one in options if _is_setting(one)]
+    if named:
+        parts.append(f"[Settings of the pool](settings.md) as options: {', '.join(named)}.\n")
+    if also := [code(one.opts[0]) for one in options if one not in own and not _is_setting(one)]:
+        parts.append(f"[Shared](#options-of-several-commands): {', '.join(also)}.\n")
     return "\n".join(part for part in parts if part)
+
+
+def _shown(command: Any) -> list[Any]:
+    return [one for one in command.params if not getattr(one, "hidden", False)]
+
+
+def _options(command: Any) -> list[Any]:
+    shown = [one for one in _shown(command) if one.param_type_name == "option"]
+    return [one for one in shown if one.name != "help"]
+
+
+def _is_setting(option: Any) -> bool:
+    """Whether the settings page describes it: a setting of the pool under its own name."""
+    declared = Settings.model_fields.get(option.name)
+    text = (declared.description if declared else None) or " "
+    return _text(option).casefold().startswith(text.casefold()[:9])
+
+
+def _row(option: Any) -> Row:
+    kind, default = _type(option), _default(option)
+    names = f"{_names(option)} ({kind})" if kind else _names(option)
+    return names, f"{_text(option)} Default: {default}." if default else _text(option)
 
 
 def _help(command: Any) -> str:
@@ -96,10 +129,6 @@ def _help(command: Any) -> str:
         elif lines:
             parts.append(sentence(_unmarked(" ".join(line.strip() for line in lines))) + "\n")
     return "\n".join(parts)
-
-
-def _short(command: Any) -> str:
-    return sentence(_unmarked((command.help or "").strip().split("\n\n")[0]))
 
 
 def _names(option: Any) -> str:
@@ -127,11 +156,11 @@ def _type(option: Any) -> str:
     if issubclass(kind, Enum):
         return ", ".join(code(str(one.value)) for one in kind)
     low, high = option.min, option.max
-    bounds = f", {low:g} to {high:g}" if low is not None and high is not None else ""
-    if not bounds:
-        bounds = f", {low:g} or more" if low is not None else ""
-    several = ", repeatable" if option.multiple else ""
-    return f"{option.metavar or _KINDS[kind]}{bounds}{several}"
+    parts = [option.metavar or _KINDS[kind]]
+    if low is not None:
+        parts.append(f"{low:g} or more" if high is None else f"{low:g} to {high:g}")
+    parts += ["repeatable"] if option.multiple else []
+    return ", ".join(parts)
 
 
 def _text(parameter: Any) -> str:
@@ -166,7 +195,3 @@ def _anywhere(text: str) -> str:
     """The text with placeholders for values of this machine and user."""
     text = text.replace(f"{default_socket().parent}/", "/run/user/UID/kvrecall/")
     return text.replace(str(Path.home()), "~") if len(str(Path.home())) > 1 else text
-
-
-def _anchor(name: str) -> str:
-    return name.replace(" ", "-")

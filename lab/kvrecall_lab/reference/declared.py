@@ -4,15 +4,15 @@ environment variables."""
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import kvrecall
+import kvrecall.errors
 from kvrecall.engines.base import Fault
 from kvrecall.environment import VARIABLES
-from kvrecall.errors import ExitStatus
+from kvrecall.errors import ConfigError, ExitStatus, KvrecallError
 from kvrecall.pool.remote.mooncake.store import ENVIRONMENT
 from kvrecall.router.application import PASSED_ON
 from kvrecall.server.replies import ERROR_TYPES, STATUS
@@ -20,17 +20,12 @@ from kvrecall_lab.reference.markdown import code, plain, sentence, table
 
 
 def errors() -> str:
-    classes = error_classes()
-    wrong = below("ConfigError", classes)
+    wrong = {True: ExitStatus.WRONG_SETTINGS, False: ExitStatus.FAILED}
     rows = [
-        (
-            code(one.name),
-            code(one.module),
-            plain(one.text.split("\n\n")[0]),
-            code(str(int(ExitStatus.WRONG_SETTINGS if one.name in wrong else ExitStatus.FAILED))),
-        )
-        for one in classes
-        if not one.module.startswith(("testing", "engines.sglang.peer"))
+        (code(name), plain((one.__doc__ or "").split("\n\n")[0]), code(str(int(status))))
+        for name, one in vars(kvrecall.errors).items()
+        if isinstance(one, type) and issubclass(one, KvrecallError)
+        for status in [wrong[issubclass(one, ConfigError)]]
     ]
     replies = [
         (str(status), name, ", ".join(code(fault) for fault in Fault if STATUS[fault] == status))
@@ -42,11 +37,13 @@ def errors() -> str:
 
 Every error names the setting or thing, its value, the cause and the cure. A miss, a refused
 reservation or a late block is not an error: the engine computes the block and counts it
-([metrics](metrics.md)).
+([metrics](metrics.md)). What to do about a message: [Troubleshooting](../troubleshooting.md).
 
 ## Classes
+
+The errors that kvrecall raises on purpose, in `kvrecall.errors`; further ones are subclasses.
 """,
-            table(("class", "module", "when", "exit code"), rows),
+            table(("class", "when", "exit code"), rows),
             "## Replies\n\nThe body of a failed request in MindIE's and TGI's forms is "
             '`{"error": TEXT, "error_type": TYPE}`; vLLM\'s routes keep vLLM\'s form. A client '
             "that closes the connection ends its request; the log shows status 499.\n",
@@ -130,14 +127,6 @@ class Constant:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorClass:
-    module: str
-    name: str
-    bases: tuple[str, ...]
-    text: str
-
-
 @cache
 def modules() -> dict[str, ast.Module]:
     """All modules of the package, by dotted name below it."""
@@ -158,30 +147,3 @@ def constants() -> Iterator[Constant]:
                     ast.Expr(value=ast.Constant(value=str(text))),
                 ):
                     yield Constant(module, name, value, text)
-
-
-def error_classes() -> list[ErrorClass]:
-    """KvrecallError and all its subclasses."""
-    classes = [
-        ErrorClass(
-            module,
-            node.name,
-            tuple(base.id for base in node.bases if isinstance(base, ast.Name)),
-            ast.get_docstring(node) or "",
-        )
-        for module, tree in modules().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    ]
-    ours = below("KvrecallError", classes)
-    return [one for one in classes if one.name in ours]
-
-
-def below(name: str, classes: Sequence[ErrorClass]) -> set[str]:
-    """The names of a class and all its subclasses."""
-    found = {name}
-    while True:
-        more = found | {one.name for one in classes if found & set(one.bases)}
-        if more == found:
-            return found
-        found = more

@@ -20,10 +20,10 @@ from kvrecall_lab.reference.markdown import code, sentence, table
 _HEAD = """# Metrics
 
 `GET /metrics` of a server gives vLLM's own metrics, the pool's and MindIE's names; that of a router
-gives the router's. A counter's samples end in `_total`; a histogram's in `_bucket`, `_count` and
-`_sum`. What to watch and when to act: [Operations](../operations.md).
+gives the router's. All of a server's have the label `model_name`, the pool's also `engine`. What
+ends in `_total` is a counter; a histogram's samples end in `_bucket`, `_count` and `_sum`. What to
+watch and when to act: [Operations](../operations.md).
 """
-_TITLES = ("metric", "type", "labels", "meaning")
 _IDLE = EngineLoad(running=0, waiting=0, unfinished=0, max_running=1, blocks=0, used_share=0.0)
 
 
@@ -38,32 +38,33 @@ class Family:
 
 
 def page() -> str:
-    parts = [_HEAD]
-    for title, text, families in (
-        (
-            "Of the pool and of retrieval",
-            "From each engine, under `vllm serve` with the connector as under `kvrecall serve`. "
-            "Gauges update once a step.",
-            pool_families(),
-        ),
-        ("Of the router", "From `kvrecall router`, port 8100.", router_families()),
-        (
-            "Under MindIE's names",
-            "From `kvrecall serve`, beside vLLM's, of which they are the sums over its engines.",
-            mindie_families(),
-        ),
-    ):
-        rows = [
-            (code(one.name), one.kind, ", ".join(map(code, one.labels)), sentence(one.text))
-            for one in families
-        ]
-        parts.append(f"## {title}\n\n{text}\n\n{table(_TITLES, rows)}")
     names = ", ".join(code(name) for name in mindie_vector())
-    parts.append(
-        "## In MindIE's JSON form\n\n`GET /metrics-json` begins with "
-        f"{names}; what stands under MindIE's names above follows.\n"
+    return "\n".join(
+        [
+            _HEAD,
+            "## Of the pool and of retrieval\n\nFrom each engine, under `vllm serve` with the "
+            "connector as under `kvrecall serve`. Gauges update once a step.\n",
+            _table(pool_families()),
+            "## Of the router\n\nFrom `kvrecall router`, port 8100.\n",
+            _table(router_families()),
+            "## Under MindIE's names\n\nFrom `kvrecall serve`; what vLLM has is summed over its "
+            "engines.\n",
+            _table(mindie_families()),
+            "## In MindIE's JSON form\n\n`GET /metrics-json` begins with "
+            f"{names}; what stands under MindIE's names above follows.\n",
+        ]
     )
-    return "\n".join(parts)
+
+
+def _table(families: Iterable[Family]) -> str:
+    common = ("model_name", "engine")
+    rows = []
+    for one in families:
+        labels = ", ".join(name for name in one.labels if name not in common)
+        name = code(f"{one.name}{{{labels}}}" if labels else one.name)
+        kind = "" if one.name.endswith("_total") else f" ({one.kind})"
+        rows.append((name + kind, sentence(one.text)))
+    return table(("metric", "meaning"), rows)
 
 
 def pool_families() -> list[Family]:

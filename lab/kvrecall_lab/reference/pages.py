@@ -11,6 +11,15 @@ from kvrecall_lab.reference import commands, declared, metrics, settings
 COMMAND = "python -m kvrecall_lab.reference"
 _BEGIN, _END = f"<!-- begin: written by {COMMAND} -->", "<!-- end -->"
 
+_IDENTITY = """# Settings in a namespace
+
+What each setting of vLLM means for a block's [identity](../identity.md): every field of its
+configurations, by class, and every environment variable. A setting that is not listed counts by its
+value. The source, `src/kvrecall/engines/vllm/identity/fields.toml`, also gives the reasons where
+vLLM's own `compute_hash` holds a field that has no effect here.
+
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Page:
@@ -53,7 +62,7 @@ def _patches() -> str:
 def _identity() -> str:
     from kvrecall.engines.vllm.identity.fields import as_markdown
 
-    return as_markdown()
+    return _IDENTITY + as_markdown()
 
 
 PAGES = (
@@ -66,5 +75,5 @@ PAGES = (
     Page("reference/exit-codes.md", declared.exit_codes),
     Page("reference/errors.md", declared.errors),
     Page("compat.md", _patches, is_part=True),
-    Page("identity.md", _identity, is_part=True, needs_engine=True),
+    Page("reference/identity.md", _identity, needs_engine=True),
 )

@@ -3,6 +3,7 @@ config.json, from their declarations."""
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Iterator
 from dataclasses import fields
@@ -24,18 +25,19 @@ from kvrecall.config import (
 )
 from kvrecall.pool.remote.mooncake import settings as mooncake
 from kvrecall.pool.remote.objects import ObjectOptions
-from kvrecall.server.mindie.schema import MindieConfig, Plugins, effect_of
-from kvrecall_lab.reference.commands import commands
+from kvrecall.server.mindie.schema import Effect, MindieConfig, Plugins, effect_of
 from kvrecall_lab.reference.markdown import code, plain, sentence, table
 
 _HEAD = """# Settings
 
-The settings of a pool go into vLLM's `kv_connector_extra_config`, in a pool.json (`kvrecall serve
---pool-config`, `kvrecall pool serve --config`, `configPath` of MindIE's kvPoolConfig) and, where
-the last column names commands, in their options: `disk_path` is `--disk-path`. Sizes are
-`8GiB` (powers of 1024), `8GB` (of 1000) or bytes: on a command line a size below 1 MiB, and in JSON
-a number below 64 KiB, needs its unit (`8B`). Ages are seconds or `90m`, `12h`, `7d`. A setting that
-is unknown or out of range is an error that names its place, its value and the allowed values.
+Every setting of a pool, a remote store and retrieval attention. They go into vLLM's
+`kv_connector_extra_config` or a pool.json (`kvrecall serve --pool-config`, `kvrecall pool serve
+--config`, `configPath` of MindIE's kvPoolConfig); [commands](commands.md) have some as options:
+`disk_path` is `--disk-path`. Sizes are `8GiB` (powers of 1024), `8GB` (of 1000) or bytes: on a
+command line a size below 1 MiB, and in JSON a number below 64 KiB, needs its unit (`8B`). Ages are
+seconds or `90m`, `12h`, `7d`. A setting that is unknown or out of range is an error that names its
+place, its value and the allowed values. How large each should be: `kvrecall plan`
+([sizing](../plan.md)).
 """
 _OWNERS = {
     Owner.POOL: (
@@ -53,11 +55,10 @@ _OWNERS = {
         "Valid with `backend` `service` only. `kvrecall pool serve` itself takes `socket`.",
     ),
 }
-_TITLES = ("setting", "value", "meaning", "default", "also an option of")
+_TITLES = ("setting", "value", "meaning", "default")
 
 
 def page() -> str:
-    options = _options()
     hints = typing.get_type_hints(Settings, include_extras=True)
     parts = [_HEAD]
     for owner, (title, text) in _OWNERS.items():
@@ -67,23 +68,12 @@ def page() -> str:
                 _value(words_of(key).kind or type_of(hints[key]), bounds_of(declared.metadata)),
                 sentence(declared.description or ""),
                 words_of(key).shown,
-                ", ".join(code(name) for name in options.get(key, ())),
             )
             for key, declared in Settings.model_fields.items()
             if words_of(key).owner is owner
         ]
         parts.append(f"## {title}\n\n{text}\n\n{table(_TITLES, rows)}")
     return "\n".join([*parts, _objects(), _mooncake(), _retrieval()])
-
-
-def _options() -> dict[str, list[str]]:
-    """The commands that have a setting as an option, by setting."""
-    found: dict[str, list[str]] = {}
-    for name, command in commands():
-        if name in ("kvrecall serve", "kvrecall pool serve"):
-            for one in command.params:
-                found.setdefault(one.name, []).append(name.removeprefix("kvrecall "))
-    return found
 
 
 def type_of(hint: Any) -> str:
@@ -95,7 +85,7 @@ def type_of(hint: Any) -> str:
         return ", ".join(code(str(choice)) for choice in get_args(hint))
     if get_origin(hint) is dict:
         return "object"
-    names = {bool: "true, false", int: "whole number", float: "number", str: "text"}
+    names = {bool: "true, false", int: "integer", float: "number", str: "text"}
     kinds = [part for part in (hint, *get_args(hint)) if part in names]
     return names[kinds[0]] if kinds else "object"
 
@@ -113,7 +103,7 @@ def _objects() -> str:
     ]
     return (
         "## Of `remote`, kind `objects`\n\nBeside `kind` in the object `remote`. See "
-        f"[Object stores](../object-store.md).\n\n{table(_TITLES, [(*row, '') for row in rows])}"
+        f"[Object stores](../remote.md#object-stores).\n\n{table(_TITLES, rows)}"
     )
 
 
@@ -122,7 +112,7 @@ def _mooncake() -> str:
     return (
         "## Of `remote`, kind `mooncake`\n\nBeside `kind` in the object `remote`. The keys of "
         "Mooncake's mooncake.json may be there or in the file that `config` names; other keys "
-        "pass through to Mooncake's client. See [Remote tier and Mooncake](../remote.md).\n\n"
+        "pass through to Mooncake's client. See [Remote tier](../remote.md).\n\n"
         f"{table(('setting', 'meaning', 'default'), rows)}"
     )
 
@@ -130,7 +120,6 @@ def _mooncake() -> str:
 def _retrieval() -> str:
     rows = [
         (
-            code(one.metadata["variable"].lower()),
             code(PREFIX + one.metadata["variable"]),
             sentence(one.metadata["text"]),
             one.metadata["allowed"],
@@ -138,11 +127,10 @@ def _retrieval() -> str:
         )
         for one in fields(RetrievalSettings)
     ]
-    titles = ("in `retrieval`", "environment variable", "meaning", "allowed", "default")
+    titles = ("environment variable", "meaning", "allowed", "default")
     return (
-        "## Of retrieval attention\n\nIn the object `retrieval` of every engine, or as environment "
-        "variables of the engine's processes; not both. Lengths are tokens. See [Retrieval "
-        f"attention](../retrieval.md).\n\n{table(titles, rows)}"
+        "## Of retrieval attention\n\nEnvironment variables of the engine's processes. Lengths are "
+        f"tokens. See [Retrieval attention](../retrieval.md).\n\n{table(titles, rows)}"
     )
 
 
@@ -160,28 +148,32 @@ def _shown(value: object) -> str:
 
 _MINDIE_HEAD = """# MindIE's config.json
 
-Every field that `kvrecall serve --config` and `kvrecall config check` know. A field that is not
-listed is an error; one "without effect" is accepted. See [For MindIE users](../mindie.md).
+The fields of MindIE's configuration file that `kvrecall serve --config` and `kvrecall config check`
+know. "Partly": some values have no effect or are refused.
+How to move a deployment: [For MindIE users](../mindie.md).
 """
-_MINDIE_TITLES = ("field", "here", "what it does", "allowed", "default")
+_MINDIE_TITLES = ("field", "what it does", "allowed", "default")
 
 
 def mindie_page() -> str:
     parts = [_MINDIE_HEAD]
+    idle: dict[str, list[str]] = {}
     for name, section in _sections("", MindieConfig):
-        rows = [
-            (
-                code(field),
-                effect_of(declared).value,
-                declared.description or "",
-                _allowed(declared),
-                _default_of(declared),
-            )
-            for field, declared in section.model_fields.items()
-            if not _inner(declared)
-        ]
+        rows: dict[tuple[str, ...], list[str]] = {}
+        for field, declared in section.model_fields.items():
+            effect = effect_of(declared)
+            text = re.sub(r"^(\w+ plane's) tls\w+", r"\1", declared.description or "")
+            if effect is Effect.NONE:
+                idle.setdefault(text, []).append(code(field))
+            elif not _inner(declared):
+                prefix = "" if effect is Effect.ACTS else f"{effect.value}: "
+                row = prefix + text, _allowed(declared), _default_of(declared)
+                rows.setdefault(row, []).append(code(field))
         if rows:
-            parts.append(f"## {name or 'The file'}\n\n{table(_MINDIE_TITLES, rows)}")
+            cells = [(", ".join(names), *row) for row, names in rows.items()]
+            parts.append(f"## {name or 'The file'}\n\n{table(_MINDIE_TITLES, cells)}")
+    reasons = [(reason, ", ".join(names)) for reason, names in idle.items()]
+    parts.append(f"## Without effect\n\n{table(('reason', 'fields'), reasons)}")
     return "\n".join(parts)
 
 

@@ -92,7 +92,7 @@ _PARAMETERS = {
     "dtype": _engine(str | None, "auto, bfloat16, float16, ..."),
     "kv_cache_dtype": _engine(str | None, "auto, fp8, ..."),
     "kv_cache_memory_bytes": _engine(
-        str | None, "Device KV cache, e.g. 2GiB. Default on a CPU: a quarter of free memory."
+        str | None, "Device KV cache, e.g. 2GiB. On a CPU: a quarter of free memory, at most 4GiB."
     ),
     "enforce_eager": _engine(
         bool | None,

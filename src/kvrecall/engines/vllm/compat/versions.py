@@ -35,7 +35,7 @@ BESIDE_OTHERS = (
     "kv_connector_extra_config.connectors names RecallConnector beside others (MultiConnector): "
     "blocks that another connector loads would be saved and offered to other engines as computed "
     "here. Make RecallConnector the kv_connector itself; prefill and decode instances share a pool "
-    "(docs/prefill-decode.md)"
+    "(docs/fleet.md)"
 )
 """Why kvrecall's connector cannot be one of several."""
 

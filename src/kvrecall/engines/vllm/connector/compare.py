@@ -2,7 +2,7 @@
 
 Another batch shape or another chunking of the prompt may round differently, so bytes that differ
 are judged by value: per layer, the deviation that a tenth of the vectors exceed, relative to
-their length. docs/identity.md has the measured noise, and the deviation of other models.
+their length. docs/identity.md says what counts as equal.
 """
 
 from __future__ import annotations

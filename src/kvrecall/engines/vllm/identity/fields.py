@@ -4,7 +4,7 @@ The tables are in fields.toml. The namespace contains the value of every setting
 ``Fate.IN_NAMESPACE`` there. A setting that the tables do not know, because a newer vLLM added
 it, is treated likewise: an upgrade may cost hits, but never causes wrong ones.
 test_fields.py fails for a setting of the installed vLLM without a decision.
-docs/identity.md has the tables, generated from here.
+docs/reference/identity.md has the tables, generated from here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Fate(enum.Enum):
 
     IN_NAMESPACE = "in the namespace by its value"
     ADAPTER = "in the namespaces of LoRA adapters"
-    PARTS = "decided field by field, below"
+    PARTS = "decided field by field"
     LOADED_MODEL = "read off the loaded model"
     FILES = "identified by the content of files"
     BLOCK_HASH = "carried by vLLM's block hash"
@@ -344,23 +344,17 @@ def _name_of(named: Any) -> str:
 
 
 def as_markdown() -> str:
-    """All decisions as Markdown tables, for docs/identity.md."""
-    lines = ["| Configuration | Decision | Why | Fields |", "|---|---|---|---|"]
-    for config, table in TABLE.items():
+    """All decisions as Markdown tables, for docs/reference/identity.md."""
+    libraries = Decision(Fate.IN_NAMESPACE, "Read outside `vllm.envs`; counts when set.")
+    tables = {**TABLE, "variables": ENVIRONMENT, "variables of libraries": {libraries: LIBRARIES}}
+    found: dict[Decision, list[str]] = {}
+    for config, table in tables.items():
         for decision, names in table.items():
-            why = f"{decision.fate.value} | {decision.reason}"
-            lines.append(f"| `{config}` | {why} | {_code(names)} |")
-    lines += ["", "| Decision | Why | Variables |", "|---|---|---|"]
-    for decision, names in ENVIRONMENT.items():
-        lines.append(f"| {decision.fate.value} | {decision.reason} | {_code(names)} |")
-    below = "in the namespace when set | Read by libraries or outside `vllm.envs`."
-    lines.append(f"| {below} | {_code(LIBRARIES)} |")
-    lines += ["", "| Hashed by vLLM, without effect here | Why |", "|---|---|"]
-    lines += [f"| {_code(names)} | {reason} |" for reason, names in HASHED_ALL_THE_SAME.items()]
-    lines += ["", "| Configuration outside `VllmConfig` | Represented by |", "|---|---|"]
-    lines += [f"| `{name}` | {reason} |" for name, reason in ELSEWHERE.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _code(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+            listed = ", ".join(f"`{name}`" for name in names)
+            found.setdefault(decision, []).append(f"{config}: {listed}")
+    lines = []
+    for fate in (one for one in Fate if one is not Fate.PARTS):
+        title = fate.value[0].upper() + fate.value[1:]
+        rows = [f"| {one.reason} | {'; '.join(found[one])} |" for one in found if one.fate is fate]
+        lines += [f"## {title}", "", "| why | settings |", "|---|---|", *rows, ""]
+    return "\n".join(lines)
