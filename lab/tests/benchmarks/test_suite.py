@@ -58,14 +58,14 @@ def test_a_page_that_asks_for_an_unknown_table_is_refused() -> None:
 
 def test_tables_show_figures_beside_their_goals_and_what_is_missing(run: dict[str, Any]) -> None:
     results = {**run["results"], "tiers": {**run["results"]["tiers"], "error": "late"}}
-    del results["needle"]
+    del results["chat"]
     shown = {name: "\n".join(TABLES[name]({**run, "results": results})) for name in TABLES}
     assert "| host | 101.2 | 108.5 | 119.9 | 1.21 | 50 |" in shown["restore"]
     bare = "to Mooncake's bare client"
     assert f"| remote tier puts, {bare} | 0.91 | at least 0.90 | met |" in shown["pool"]
     assert f"| remote tier gets, {bare} | 0.89 | at least 0.90 | **missed** |" in shown["pool"]
     assert shown["tiers"] == "Not measured: late."
-    assert "`make bench` measures it" in shown["needle"]
+    assert "`make bench` measures it" in shown["chat"]
     del results["restore"]
     assert "`make bench`" in "".join(TABLES["restore"]({**run, "results": results}))
 
@@ -74,4 +74,5 @@ def test_results_of_another_machine_are_told_apart(run: dict[str, Any]) -> None:
     elsewhere = {**run["results"]["restore"], "cpu": "Another Processor", "cores": 64}
     added = {**run, "results": {**run["results"], "restore": elsewhere}}
     told = list(TABLES["machine"](added))
-    assert "On another machine (Another Processor, 64 cores): `restore`." in told
+    assert "- Another Processor, 64 cores, no GPU: `restore`" in told
+    assert sum("`restore`" in line for line in told) == 1

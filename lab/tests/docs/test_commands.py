@@ -19,7 +19,7 @@ from .register import REGISTER, Elsewhere, Needs, Runs
 from .stage import Stage, environment
 
 COMMANDS = all_commands()
-PAST = ("CHANGELOG.md", "log.md")
+PAST = ("CHANGELOG.md",)
 """Pages that say what commands were called then."""
 
 
@@ -56,7 +56,6 @@ def is_there(module: str) -> bool:
 COMPUTING = {
     "README.md",
     "docs/benchmarks.md",
-    "docs/digest-study.md",
 }
 """Pages whose commands measure."""
 
