@@ -115,7 +115,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built without a warning."""
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)],
         cwd=ROOT,
         capture_output=True,
         text=True,
