@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvrecall.bench.cli import COMMANDS
-from kvrecall.errors import KvrecallError
 from kvrecall_lab.bench.suite import LATEST, run_all
 from kvrecall_lab.bench.tables import PAGES, TABLES, filled, names_in, read_run
 
@@ -48,31 +47,3 @@ def test_a_page_says_what_was_measured(page: str, run: dict[str, Any]) -> None:
 def test_every_table_is_shown() -> None:
     shown = {name for page in PAGES for name in names_in((ROOT / page).read_text())}
     assert shown == set(TABLES)
-
-
-def test_a_page_that_asks_for_an_unknown_table_is_refused() -> None:
-    text = "<!-- bench:nothing -->\n<!-- /bench:nothing -->"
-    with pytest.raises(KvrecallError, match="no table is named 'nothing'; known: machine"):
-        filled(text, {})
-
-
-def test_tables_show_figures_beside_their_goals_and_what_is_missing(run: dict[str, Any]) -> None:
-    results = {**run["results"], "tiers": {**run["results"]["tiers"], "error": "late"}}
-    del results["chat"]
-    shown = {name: "\n".join(TABLES[name]({**run, "results": results})) for name in TABLES}
-    assert "| host | 101.2 | 108.5 | 119.9 | 1.21 | 50 |" in shown["restore"]
-    bare = "to Mooncake's bare client"
-    assert f"| remote tier puts, {bare} | 0.91 | at least 0.90 | met |" in shown["pool"]
-    assert f"| remote tier gets, {bare} | 0.89 | at least 0.90 | **missed** |" in shown["pool"]
-    assert shown["tiers"] == "Not measured: late."
-    assert "`make bench` measures it" in shown["chat"]
-    del results["restore"]
-    assert "`make bench`" in "".join(TABLES["restore"]({**run, "results": results}))
-
-
-def test_results_of_another_machine_are_told_apart(run: dict[str, Any]) -> None:
-    elsewhere = {**run["results"]["restore"], "cpu": "Another Processor", "cores": 64}
-    added = {**run, "results": {**run["results"], "restore": elsewhere}}
-    told = list(TABLES["machine"](added))
-    assert "- Another Processor, 64 cores, no GPU: `restore`" in told
-    assert sum("`restore`" in line for line in told) == 1
