@@ -120,7 +120,7 @@ def test_the_sdist_is_the_repository(sdist: Path) -> None:
         "CHANGELOG.md",
         "Makefile",
         "scripts/setup",
-        "docs/log.md",
+        "archive/log.md",
     ):
         assert name in names
     assert not {name for name in names if name.startswith((".venv", "var/", ".git/"))}

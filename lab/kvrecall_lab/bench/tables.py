@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.errors import KvrecallError
-from kvrecall_lab.bench.cli import COMMANDS
 
 PAGES = ("docs/benchmarks.md", "docs/choosing.md")
 """Whose marked parts are filled."""
@@ -76,50 +75,19 @@ def report(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def machine(run: Run) -> Iterator[str]:
-    """The machine of the last run, its load, and the steps that other machines ran before
-    (``bench all --add`` keeps their results)."""
-    facts, results = run["machine"], run["results"]
-    elsewhere: dict[str, list[str]] = {}
-    for name, found in results.items():
-        if found.get("cpu", facts["cpu"]) != facts["cpu"]:
-            place = f"{found['cpu']}, {found['cores']} cores"
-            elsewhere.setdefault(place, []).append(f"`{name}`")
-    commits = sorted({found.get("commit") or "" for found in results.values()} - {""})
-    loads = [found["load_before"] for found in results.values()]
+    """The machines, and what was measured on each (``bench all --add`` keeps older results)."""
+    places: dict[str, list[str]] = {}
+    for name, found in run["results"].items():
+        facts = run["machine"] | found
+        place = f"{facts['cpu']}, {facts['cores']} cores, {facts['gpu'] or 'no GPU'}"
+        places.setdefault(place, []).append(f"`{name}`")
+    for place, names in places.items():
+        yield f"- {place}: {', '.join(names)}"
+    commits = sorted({found.get("commit") or "" for found in run["results"].values()} - {""})
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    yield (
-        f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB of memory, "
-        f"{facts['gpu'] or 'no GPU'}; Python {facts['python']}, {versions}. kvrecall "
-        f"{', '.join(commits)}, {run['date'][:10]}. Load of the machine (1 minute) when a "
-        f"benchmark began: {min(loads)} to {max(loads)}."
-    )
-    for other, names in elsewhere.items():
-        yield ""
-        yield f"On another machine ({other}): {', '.join(names)}."
+    yield f"- Python {run['machine']['python']}, {versions}; kvrecall {', '.join(commits)}"
     if note := run.get("note"):
-        yield ""
-        yield str(note)
-
-
-def bias(run: Run) -> Iterator[str]:
-    """What each benchmark is biased towards."""
-    for name, (_, _, favours) in COMMANDS.items():
-        if favours:
-            yield f"- `{name}`: {favours}."
-
-
-def steps(run: Run) -> Iterator[str]:
-    """Every command of the run, and its outcome."""
-    rows = [
-        (
-            f"`{found['command']}`",
-            f"{found['took_s']:.0f}",
-            f"{found['load_before']:.1f}",
-            found.get("error", "done"),
-        )
-        for found in run["results"].values()
-    ]
-    yield from _table(("command", "seconds", "load before", "outcome"), rows)
+        yield f"- {note}"
 
 
 # -- promises --------------------------------------------------------------------------------
@@ -175,11 +143,9 @@ def _against_lmcache(found: Mapping[str, Any]) -> Iterator[str]:
 
 TABLES: Mapping[str, Make] = {
     "machine": machine,
-    "bias": bias,
-    "steps": steps,
     "against-lmcache": _of("chat", _against_lmcache),
     "pool": pool,
-    **{name: _of(name, report) for name in ("restore", "chat", "tiers", "decode", "needle")},
+    **{name: _of(name, report) for name in ("restore", "chat", "tiers")},
 }
 
 

@@ -83,7 +83,8 @@ def test_a_code_block_says_its_language() -> None:
 
 
 def test_links_between_files_lead_somewhere() -> None:
-    """mkdocs checks headings between the pages of the site; here those that other files link to."""
+    """mkdocs checks headings between the pages of the site; here those that other files link to,
+    and the pages that the code names."""
     broken = []
     for page in PAGES:
         text = page.read_text()
@@ -91,6 +92,9 @@ def test_links_between_files_lead_somewhere() -> None:
         if page.parent == ROOT:
             linked = re.findall(r"\]\(([^)#:\s]+\.md)#([\w-]+)\)", text)
             broken += [one for one in linked if one[1] not in anchors(ROOT / one[0])]
+    for module in (ROOT / "src").rglob("*.py"):
+        named = re.findall(r"\b((?:docs|archive)/[\w/.-]+\.md)", module.read_text())
+        broken += [(module.name, t) for t in named if not (ROOT / t).exists()]
     assert not broken
 
 

@@ -6,7 +6,7 @@ the query, so one search serves all kinds. Keys are indexed after rotary embeddi
 A block's digests are consecutive rows, coded in eight bits: whole numbers, followed by the scale
 they are multiples of. A search reads every row of every candidate, so its time is proportional to
 their bytes; and sums of products of whole numbers are exact, wherever and in whatever order they
-are computed (docs/digest-study.md shows the cost of rounding).
+are computed (docs/retrieval-internals.md shows the cost of rounding).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 SCALE_BYTES = 4
 WIDE = 6
 """With coarse rows, fine ones are read only for WIDE times the number of blocks to select: those
-whose coarse rows score best (docs/digest-study.md)."""
+whose coarse rows score best (docs/retrieval-internals.md)."""
 _MAX_CODE = 127
 
 

@@ -14,7 +14,7 @@ from kvrecall.attention.settings import Regime, RetrievalSettings
 
 OVERHEAD_BYTES = 8 * 2**20
 """Cost of preparing one sequence's selection in a layer, in bytes of KV read in that time: half a
-millisecond at 16 GB/s (docs/retrieval.md)."""
+millisecond at 16 GB/s (docs/retrieval-internals.md)."""
 
 _EXACT_IN_FLOAT = (1 << 24) // 127**2
 """Number of products of two codes that add up in single precision without rounding."""
@@ -145,7 +145,7 @@ def choose(
     To a query head a block is as similar as its best digest. Each head's blocks are made a
     distribution; those of a KV head's group are averaged (FreeKV). With coarse rows only the best
     blocks by these are compared by their fine rows, which almost always finds what all fine rows
-    would (docs/digest-study.md).
+    would (docs/retrieval-internals.md).
 
     ``query``: ``[kv_heads, group, dim]``. ``rows``: the candidates' digests, int8 ``[kv_heads,
     blocks, rows, width + 4]``, of at least ``count`` blocks. ``scale``: that of the attention.

@@ -19,7 +19,7 @@ SMALL_SHARE = 0.05
 NARROW_SHARE = 0.02
 COARSE_TOKENS = 64
 """Up to NARROW_SHARE of the blocks a search narrows by coarse digests of COARSE_TOKENS keys.
-For larger shares that saves no time (docs/digest-study.md)."""
+For larger shares that saves no time (docs/retrieval-internals.md)."""
 
 
 RETRIEVALKV = "retrievalkv"
@@ -159,7 +159,7 @@ class RetrievalSettings:
     @property
     def tokens_a_digest(self) -> int:
         """Tokens per digest vector: fewer if few blocks are selected, because each must then be
-        right (docs/digest-study.md)."""
+        right (docs/retrieval-internals.md)."""
         return self.digest_tokens or (8 if self.topk_share <= SMALL_SHARE else 16)
 
     @property
@@ -177,7 +177,7 @@ class RetrievalSettings:
 
     def layout(self, block_size: int, narrows: bool = True) -> Layout:
         """The rows of a block of ``block_size`` tokens. ``narrows``: whether a search may narrow;
-        where it is two kernels more it may not (docs/retrieval.md)."""
+        where it is two kernels more it may not (docs/retrieval-internals.md)."""
         tokens = self.tokens_a_digest
         narrows &= self.topk_share <= NARROW_SHARE and block_size % COARSE_TOKENS == 0
         coarse = block_size // COARSE_TOKENS if narrows and tokens < COARSE_TOKENS else 0

@@ -339,7 +339,7 @@ def _report(
 ) -> Report:
     computed = (f"{one['computed_tokens']:,} ({name})" for name, one in figures.items())
     notes = (
-        f"{workload.story}; {workload.prompt_tokens} prompt tokens in all, "
+        f"{workload.story}; {workload.prompt_tokens} prompt tokens without earlier answers, "
         f"{unique / 2**20:.0f} MiB of KV cache in blocks of {BLOCK} tokens; the device holds a "
         "quarter of it",
         f"prompt tokens computed: {', '.join(computed)}",

@@ -30,9 +30,9 @@ _MOST_SPLITS = 64
 _TOKENS_AT_ONCE = 64
 _ROWS_AT_ONCE = 32
 """64 were slower on an H200, and more than these do not fit a multiprocessor's registers
-(docs/log.md)."""
+(archive/log.md)."""
 _TILES_A_PROGRAM = 4
-"""One after the other: faster on an H200 than a program for each (docs/log.md)."""
+"""One after the other: faster on an H200 than a program for each (archive/log.md)."""
 _BLOCKS_AT_ONCE = 1024
 _LOGITS_AT_ONCE = 8192
 """Of a row's blocks and query heads. More do not fit a program's registers."""
@@ -398,7 +398,7 @@ def attend_by_triton(
 
 def warps_of(wide: int, element_size: int) -> int:
     """Of a program that attends, by the padded width of a head and the bytes of a value: on an H200
-    two were faster than four and eight with 128 coordinates of 16 bits (docs/log.md)."""
+    two were faster than four and eight with 128 coordinates of 16 bits (archive/log.md)."""
     return 2 if wide * element_size <= 256 else 4
 
 

@@ -4,7 +4,7 @@ of a step, in which PyTorch's own OpenMP threads share the digests.
 It finds what ``selection.choose`` does. PyTorch runs some thirty small operations for it, each
 of which waits for memory after attention has emptied the caches, and none of which has work for two
 threads; and a thread of our own must first get a core from OpenMP's threads, which wait busily for
-the next operation (docs/log.md). NumKong computes the products, called at its C symbols; numba,
+the next operation (archive/log.md). NumKong computes the products, called at its C symbols; numba,
 which vLLM requires, compiles the rest.
 """
 

@@ -340,7 +340,7 @@ class RetrievalLayer(ABC):
         """Writes the attention of the step's sparse tokens to their places in ``output``, and
         returns it. ``query``, ``output``: ``[tokens, heads, dim]``, of the whole batch."""
         output = torch.empty_like(query) if output is None else output
-        # Few objects: after a layer's attention each waits for memory (docs/log.md).
+        # Few objects: after a layer's attention each waits for memory (archive/log.md).
         self._activity.count_layer(step.counts, self._shape.kv_heads)
         noted = self._note is not None and self._activity.steps_sparse % _SEEN_EVERY == 1
         self.select(query, step, parameters.scale * parameters.key_scale, noted)

@@ -145,7 +145,7 @@ class HostSelection(RetrievalLayer):
         if search is None:
             self._select_each(query, step, scale, noted)
             return
-        # Few steps of Python: after a layer's attention each waits for memory (docs/log.md).
+        # Few steps of Python: after a layer's attention each waits for memory (archive/log.md).
         if not self._left:
             search.run(query, self._placed, scale)
         else:

@@ -22,8 +22,6 @@ class Patch:
     does: str
     why: str
     until: str
-    on_objects: bool = False
-    """Whether the patch changes single objects only and leaves vLLM's class unchanged."""
     since: str = ""
     """The oldest minor version that has the target, if it is not the oldest supported one."""
 
@@ -139,7 +137,6 @@ TABLE = (
         "Notes when the loaded model loads weights again (of the model's own object).",
         "Trainers in the engine's process call it without the engine.",
         "vLLM tells connectors that weights changed.",
-        on_objects=True,
     ),
     Patch(
         "note-sleep",
@@ -241,7 +238,6 @@ TABLE = (
         "Shows each step's outputs to the server, for throughput and batch sizes.",
         "A stat logger receives sums over the outputs of a step, not which sequences got a token.",
         "Stat loggers receive the outputs.",
-        on_objects=True,
     ),
     Patch(
         "recall-in-usage",
@@ -250,7 +246,6 @@ TABLE = (
         "with the recall split, limits, `best_of`.",
         "The constructor takes two dozen arguments that change from version to version.",
         "vLLM takes a handler class in its settings.",
-        on_objects=True,
     ),
 )
 
@@ -309,12 +304,12 @@ def install(
 
 
 def as_markdown() -> str:
-    """The table for docs/compat.md."""
-    lines = ["| Patch | Target in vLLM | What it does | Why | Obsolete when |"]
-    lines.append("|---|---|---|---|---|")
+    """The table for docs/compat.md: what is replaced. Why, and until when, is for readers of
+    ``TABLE``."""
+    lines = ["| Replaced in vLLM | What the patch does |", "|---|---|"]
     for patch in TABLE:
-        where = patch.target.replace(":", ".") + (" (single objects)" if patch.on_objects else "")
-        lines.append(f"| `{patch.name}` | `{where}` | {patch.does} | {patch.why} | {patch.until} |")
+        where = patch.target.split(".", 1)[1].replace(":", ".")
+        lines.append(f"| `{where}` (`{patch.name}`) | {patch.does} |")
     lines += ["", "| Extension point of vLLM | Use |", "|---|---|"]
     lines += [f"| {door} | {what} |" for door, what in REGISTRATIONS.items()]
     return "\n".join(lines) + "\n"

@@ -3,7 +3,7 @@
 For a second after each message they poll, and yield the processor by ``sched_yield`` in between.
 With few cores that takes the processor from threads that compute. If one process is alone on its
 core with it, some kernels (Linux 6.18 here) schedule wrongly: other runnable threads did not run
-for up to 78 s (docs/log.md). A sleep of a microsecond costs a step some 0.1 ms and leaves the
+for up to 78 s (archive/log.md). A sleep of a microsecond costs a step some 0.1 ms and leaves the
 processor to the others.
 """
 

@@ -32,7 +32,7 @@ _BOUNDS = {
     torch.int8: (2.0**-5, 2.0**-5),
 }
 """Deviation allowed in the first layer, and the increase in every further one: about three times
-the difference between decoded blocks and the same blocks prefilled (docs/log.md, 2026-11-22)."""
+the difference between decoded blocks and the same blocks prefilled (archive/log.md)."""
 
 _OPAQUE = (2.0**-3, 2.0**-3)  # bytes whose format is not known are taken as integers
 _MOST = 0.5  # vectors that have nothing to do with each other deviate by 1.4

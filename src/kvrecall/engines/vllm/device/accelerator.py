@@ -24,7 +24,7 @@ from kvrecall.nicety import nicety
 ITEMS_A_CALL = 256
 """Of the driver, which begins to copy when it has taken all items of a call, each in half a
 microsecond: an H200 copies items of 64 KiB with 34 GB/s in calls of 8,192, and with 49 in calls of
-256 (docs/log.md). CUDA's has crashed with 51,828 (vLLM issue 49276), and ROCm's faults above 8,192
+256 (archive/log.md). CUDA's has crashed with 51,828 (vLLM issue 49276), ROCm's faults above 8,192
 (vLLM pull request 43018)."""
 
 FEWEST_ROWS = 4

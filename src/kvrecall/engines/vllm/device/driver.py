@@ -95,7 +95,7 @@ MOST_STEP = (1 << 31) - 1
 def copy_rows(rows: int, nbytes: int, source: Place, target: Place, is_load: bool) -> None:
     """Queues a copy of ``rows`` of ``nbytes`` on the current stream. ``is_load``: from host memory,
     which is page-locked in one call, to the device; else the other way. The bus is used to the full
-    (docs/log.md), as by one copy of all their bytes. Raises EngineError."""
+    (archive/log.md), as by one copy of all their bytes. Raises EngineError."""
     sides = (_HOST, _DEVICE) if is_load else (_DEVICE, _HOST)
     told: dict[str, int] = {"nbytes": nbytes, "rows": rows}
     for side, kind, place in zip(("source", "target"), sides, (source, target), strict=True):

@@ -5,7 +5,7 @@ cumulative log probability, as vLLM did when it had the parameter. It travels in
 that every route that ends in the engine's ``generate`` supports it.
 
 The checks refuse requests that break more than themselves, found by sending such requests to a
-live server (docs/log.md, 2026-11-21): for a JSON schema that xgrammar does not support, vLLM 0.32
+live server (archive/log.md): for a JSON schema that xgrammar does not support, vLLM 0.32
 validates by building llguidance's grammar, within the API server and with memory in proportion to
 ``minItems`` and ``maxItems``; one request could have the whole server killed. The others cost only
 their own request, an internal error without a message.
