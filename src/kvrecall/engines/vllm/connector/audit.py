@@ -1,18 +1,41 @@
-"""The audit: an engine loads a writer's blocks only after it has seen that it computes the same.
+"""The audit: an engine answers from a writer's blocks only if it has seen that it computes the same.
 
 No list of what KV depends on is ever complete. Every block therefore carries its *origin*: the
 writer, a number drawn when an engine starts and when its weights change, and the *generation*, the
-seconds that the writer had run. An engine computes the first hit on another writer's blocks and
-then compares them. That proves the writer's blocks up to the generation compared. Weights may
-change unseen, so a hit on later ones is audited as well, by the newest of them: the request loads
-those before it, computes it, and starts over if it differs. In the same way one in a few thousand
-hits on proved blocks is checked again.
+seconds that the writer had run. A hit on blocks that are not proved is audited by its last ones:
+the request loads those before, computes these, and compares them before its first token leaves. If
+they differ, all running requests start over. If they agree, their writers' blocks are proved up to
+the generations compared; those of a later generation are audited in the same way, since weights may
+change unseen, and so is one in a few thousand hits on proved blocks. Blocks of one chain have
+several writers: of each one whose blocks are loaded a block is compared, none of an earlier
+generation than those (``_vouching``).
 
-Where a hit serves one boundary only (several KV groups), all of it is computed for an audit; there
-a proof vouches for an hour more.
+The last block, computed on the loaded ones, shows in each layer what the layers before it do to its
+tokens. What differs may not show there:
 
-Proofs are kept per namespace, and separately for prompts with images or sound, which take other
-paths through a model. Everything here belongs to the scheduler side and runs in its thread.
+| difference | where the last block shows it | so |
+|---|---|---|
+| weights, kernels, rotary settings, dtype, scales of KV | layer 0, or the layer behind | last block |
+| the last layer's output, `lm_head` | nowhere: KV is equal, and loading right | last block |
+| latents (MLA), quantised KV, a draft model's settings | as any layer's KV | last block |
+| one expert | if its tokens choose it | the last 16 blocks |
+| an encoder of images or sound | nowhere: the prompt's end is text | whole |
+| an adapter, which may be on for a part of the tokens | perhaps nowhere | whole |
+| a window: its layers do not see the early blocks | their own last blocks, each group's | last boundary |
+| a recurrent state | where a boundary's was kept, a step late | whole |
+| a row of a table of tokens or places, early wrong blocks of a writer that changed since | not | later |
+
+*whole*: the request computes all that is not proved, and 16 blocks from each end are compared. The
+first hit on a writer is audited so, for *later*: a writer whose blocks were never compared from a
+chain's start is, when the next repeated audit is due, which waits for a moment without other
+requests; and whenever a hit is computed anyway, because loading it takes longer.
+
+Where a hit serves one boundary only (several KV groups), it is loaded up to the boundary before, if
+the pool has what that needs. With recurrent layers it is computed whole, and there a proof vouches
+for an hour more.
+
+Proofs are kept per namespace, and separately for prompts with images or sound. Everything here
+belongs to the scheduler side and runs in its thread.
 """
 
 from __future__ import annotations
@@ -26,7 +49,7 @@ from dataclasses import dataclass, field
 
 from kvrecall.block import Namespace
 from kvrecall.engines.vllm.compat.config import GroupKind
-from kvrecall.engines.vllm.connector.hit import BlockRun, Hit
+from kvrecall.engines.vllm.connector.hit import BlockRun, Hit, HitFinder
 from kvrecall.engines.vllm.connector.metrics import Counters
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.saver import Tables, block_at
@@ -48,8 +71,8 @@ GENERATION_S = 1.0
 """Length of a writer's generation: what it writes later than that after the last block compared
 needs another audit."""
 
-GROUPS_GRACE = 3600
-"""Generations behind the last one proved that hits of several KV groups may load: how long they may
+STATES_GRACE = 3600
+"""Generations behind the last one proved that hits with recurrent states may load: how long they may
 load what a writer writes after a change of its weights that nothing noticed."""
 
 _WRITER_BYTES = 6  # of an origin; the others are the generation
@@ -69,9 +92,11 @@ def _parts(origin: bytes) -> Origin:
 @dataclass(slots=True)
 class Belief:
     """The audit state of one namespace's writers. ``proved``: by writer, up to which generation.
-    ``hits``: on proved blocks, since the last audit."""
+    ``whole``: those of whom a chain was compared from its start. ``hits``: on proved blocks, since
+    the last audit."""
 
     proved: dict[bytes, int]
+    whole: set[bytes] = field(default_factory=set)
     hits: int = 0
 
     def trusts(self, origin: bytes, grace: int = 0) -> bool:
@@ -82,22 +107,24 @@ class Belief:
 
 @dataclass(slots=True)
 class _Audit:
-    """A request that computes blocks which the pool has.
+    """A request that computes blocks which the pool has. ``root``: vLLM's hash of its first block.
 
-    ``repeated``: it has loaded those before them, and starts over if they differ. ``vouches``: the
-    writer and the last generation of loaded blocks that are not proved. ``leased``: offsets by
-    ticket. ``awaited``: tickets of blocks being promoted to the host, with their runs. ``left``:
-    blocks to compare: KV group, index, offset, origin, and tokens up to the end of its KV.
-    ``origins``: those of blocks whose comparison was ordered. ``open``: number of ranks that
-    have not reported a comparison yet.
+    ``starts_over``: all running requests do if they differ. ``is_whole``: they are compared from the
+    chain's start. ``vouches``: for loaded blocks that are not proved: by writer, the last
+    generation. ``leased``: offsets by ticket. ``awaited``: tickets of blocks being promoted to the
+    host, with their runs. ``left``: blocks to compare: KV group, index, offset, origin, and tokens
+    up to the end of its KV. ``origins``: those of blocks whose comparison was ordered. ``open``:
+    number of ranks that have not reported a comparison yet.
     """
 
     request_id: str
+    root: object
     namespace: Namespace
     belief: Belief
-    repeated: bool
+    starts_over: bool
+    is_whole: bool
     awaited: dict[int, BlockRun]
-    vouches: Origin | None = None
+    vouches: dict[bytes, int]
     leased: dict[int, tuple[int, ...]] = field(default_factory=dict)
     left: list[tuple[int, int, int, bytes, int]] = field(default_factory=list)
     origins: set[bytes] = field(default_factory=set)
@@ -120,20 +147,24 @@ class Auditor:
         every: int | None,
         counters: Counters,
         refuted: Callable[[Namespace], None],
+        finder: HitFinder,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``every``: hits between repeated audits; 0: none, None: every block is trusted.
-        ``refuted``: called when the engine computes other KV than a namespace contains."""
+        ``refuted``: called when the engine computes other KV than a namespace contains.
+        ``finder``: finds boundaries before the end of a hit."""
         self._pool = pool
         self._facts = facts
         self._every = every
         self._counters = counters
         self._refuted = refuted
+        self._finder = finder
         self._clock = clock
         self._beliefs: dict[tuple[bytes, bool], Belief] = {}
         self._own: list[bytes] = []
         self._begin_writer()
         self._audits: dict[int, _Audit] = {}
+        self._void: set[str] = set()  # requests that have loaded blocks which nothing vouches for
         self._numbers = itertools.count()
 
     def origin(self) -> bytes:
@@ -149,19 +180,22 @@ class Auditor:
         they are proved, or an audit of the request vouches for them."""
         if self._every is None or not offsets or state.namespace is None:
             return 0 if state.namespace is None else len(offsets)
-        belief = self._belief(state)
-        vouched = Belief(dict(belief.proved))
-        for audit in self._audits.values():
-            if audit.vouches and audit.request_id == state.id and audit.belief is belief:
-                vouched.proved.update([audit.vouches])
-        return _leading(self._origins(self._facts.chain, offsets), vouched)
+        return _leading(self._origins(self._facts.chain, offsets), self._vouched(state))
+
+    def doubts(self, state: RequestState) -> bool:
+        """Whether another request may have loaded blocks of this one's prefix into the device's
+        prefix cache that its audit has not proved yet."""
+        return any(
+            audit.vouches and audit.request_id != state.id and audit.root == _root(state)
+            for audit in self._audits.values()
+        )
 
     def admit(
         self, state: RequestState, hit: Hit, offsets: Sequence[Sequence[int]], alone: bool
-    ) -> int:
-        """Number of a hit's tokens that the request may load; it computes the others. ``offsets``:
-        by run, of the blocks that have arrived. ``alone``: no other request is in the engine.
-        Begins an audit if one is due."""
+    ) -> int | Hit:
+        """Number of a hit's tokens that the request may load, or a shorter hit to load instead; it
+        computes the others. ``offsets``: by run, of the blocks that have arrived. ``alone``: no
+        other request is in the engine. Begins an audit if one is due."""
         if state.namespace is None:
             return 0
         if self._every is None:
@@ -178,35 +212,86 @@ class Auditor:
         trusted = _leading(origins, belief)
         end = min(count, max(0, self._facts.exact_blocks - run.first))
         if trusted < count:
-            newest = _vouching(origins[: min(end, len(run.whole().keys))], trusted, belief)
-            if newest is not None:
-                vouches = _parts(origins[newest])
-                if self._begin(state, [run.part(newest, end)], repeated=True, vouches=vouches):
-                    return newest
-            elif not self._is_under_way(belief):
-                self._begin(state, [run.part(trusted, end)], repeated=False)
+            comparable = origins[: min(end, len(run.whole().keys))]
+            first, vouches, by = _vouching(comparable, trusted, belief, self._least(state))
+            if vouches:
+                parts = [
+                    run.part(at, at + 1) for at in by if first + COMPARED <= at < end - COMPARED
+                ]
+                began = self._begin(state, [run.part(first, end), *parts], vouches=vouches)
+                return first if began else trusted
+            if not self._is_under_way(belief):
+                self._begin(state, [run.part(trusted, end)], is_whole=not trusted)
             return trusted
         if not self._is_due(belief, alone) or end < count:
             return count
         last = len(run.part(0, count).whole().keys)
-        began = last > 0 and self._begin(state, [run.part(last - 1, last)], repeated=True)
-        return last - 1 if began else count
+        first = 0 if self._is_new_to(belief, origins) else last - 1
+        parts = [run.part(first, last)]
+        began = last > 0 and self._begin(state, parts, starts_over=True, is_whole=not first)
+        return first if began else count
 
     def _admit_groups(
         self, state: RequestState, hit: Hit, offsets: Sequence[Sequence[int]], alone: bool
-    ) -> int:
+    ) -> int | Hit:
         """All of the hit or none of it: its blocks serve this one boundary."""
         tokens, belief = hit.end - hit.start, self._belief(state)
-        came = zip(hit.runs, offsets, strict=True)
-        origins = [one for run, blocks in came for one in self._origins(run.group, blocks)]
-        if _leading(origins, belief, GROUPS_GRACE) < len(origins):
+        origins = [
+            self._origins(run.group, blocks) for run, blocks in zip(hit.runs, offsets, strict=True)
+        ]
+        every = list(itertools.chain(*origins))
+        grace = STATES_GRACE if self._facts.has_states else 0
+        if _leading(every, belief, grace) < len(every):
+            if _leading(every, self._vouched(state)) == len(every):
+                return tokens
+            vouching = any(
+                one.vouches and one.request_id == state.id for one in self._audits.values()
+            )
+            if not vouching and (earlier := self._before(state, hit, origins)):
+                return earlier
             if not self._is_under_way(belief):
-                self._begin(state, hit.runs, repeated=False)
+                self._begin(state, hit.runs, is_whole=True)
             return 0
         if not self._is_due(belief, alone):
             return tokens
         last = [run.part(len(run.keys) - 1, len(run.keys)) for run in hit.runs]
-        return 0 if self._begin(state, last, repeated=True) else tokens
+        runs, is_whole = (hit.runs, True) if self._is_new_to(belief, every) else (last, False)
+        return 0 if self._begin(state, runs, starts_over=True, is_whole=is_whole) else tokens
+
+    def _before(
+        self, state: RequestState, hit: Hit, origins: Sequence[Sequence[bytes]]
+    ) -> Hit | None:
+        """The hit at a boundary before the end of one of several groups, if blocks of each group
+        behind it, compared, vouch for those that it loads."""
+        belief, least = self._belief(state), self._least(state)
+        if all(_parts(origin)[0] in belief.proved for of in origins for origin in of):
+            least = 1
+        if not least or self._facts.has_states:
+            return None
+        limit = hit.end - least * self._facts.alignment
+        earlier = self._finder.find(state, hit.start, limit).hit if limit > hit.start else None
+        if earlier is None:
+            return None
+        parts, latest = [], list[dict[bytes, int]]()
+        for run, of_run in zip(hit.runs, origins, strict=True):
+            first = max(0, earlier.end // self._facts.groups[run.group].block_size - run.first)
+            first = max(first, len(of_run) - COMPARED)
+            parts.append(run.part(first, len(of_run)))
+            latest.append(dict(sorted(map(_parts, of_run[first:]))))
+        common = set[bytes].intersection(*map(set, latest))
+        vouches = {writer: min(each[writer] for each in latest) for writer in common}
+        return earlier if vouches and self._begin(state, parts, vouches=vouches) else None
+
+    def _least(self, state: RequestState) -> int:
+        """How many last blocks show what a writer computes that was not proved before; 0: none
+        does, as the table above says."""
+        if state.has_media or state.request.lora_request is not None:
+            return 0
+        return COMPARED if self._facts.has_experts else 1
+
+    def _is_new_to(self, belief: Belief, origins: Sequence[bytes]) -> bool:
+        """Whether no chain of one of the writers was compared from its start."""
+        return not {_parts(one)[0] for one in origins} <= belief.whole.union(self._own)
 
     def _is_due(self, belief: Belief, alone: bool) -> bool:
         """Counts a hit on proved blocks; whether it is to be audited."""
@@ -223,8 +308,7 @@ class Auditor:
         belief = self._belief(state)
         if len(belief.proved) == len(self._own) and not self._is_under_way(belief):
             most = min(COMPARED, self._facts.exact_blocks - hit.chain.first)
-            runs = [run.part(0, most) for run in hit.runs]
-            self._begin(state, runs, repeated=False)
+            self._begin(state, [run.part(0, most) for run in hit.runs], is_whole=True)
 
     def comparisons(
         self, request_id: str, tokens: int, tables: Callable[[], Tables]
@@ -242,7 +326,7 @@ class Auditor:
                     self._conclude(number)
                 continue
             if not self._holds(audit):
-                self._close(number)
+                self._drop(number)
                 continue
             audit.left = [row for row in audit.left if not self._is_ready(row, tokens)]
             found = tables()
@@ -250,13 +334,19 @@ class Auditor:
                 of_group = (row for row in ready if row[0] == group)
                 at = [(block_at(found[group], row[1], row[4]), row) for row in of_group]
                 rows = [(block, row[2]) for block, row in at if block]
+                if audit.vouches and len(rows) < len(at):
+                    self._void.add(request_id)
                 if rows:
                     audit.origins |= {row[3] for block, row in at if block}
                     copy = Copy(tuple(row[0] for row in rows), tuple(row[1] for row in rows), group)
-                    orders.append(Comparison(number, request_id, copy, audit.repeated))
+                    orders.append(Comparison(number, request_id, copy, audit.starts_over))
                     audit.open += self._facts.ranks
             if audit.is_over:
                 self._conclude(number)
+        if request_id in self._void:
+            self._void.discard(request_id)
+            nothing = Copy((), (), self._facts.chain)
+            orders.append(Comparison(next(self._numbers), request_id, nothing, True))
         return orders
 
     def _is_ready(self, row: tuple[int, int, int, bytes, int], tokens: int) -> bool:
@@ -267,7 +357,7 @@ class Auditor:
 
     def audited(self) -> set[str]:
         """Requests whose blocks are being compared."""
-        return {audit.request_id for audit in self._audits.values()}
+        return self._void.union(audit.request_id for audit in self._audits.values())
 
     def compared(self, number: int, ranks: int, found: Deviation) -> None:
         """``ranks`` more have compared what one order named."""
@@ -279,15 +369,20 @@ class Auditor:
         if audit.is_over or not (audit.open or found.within):
             self._conclude(number)
 
-    def ended(self, request_id: str) -> None:
-        """The request is gone: blocks that it has not computed are not compared."""
+    def ended(self, request_id: str) -> bool:
+        """The request is gone: blocks that it has not computed are not compared. Returns whether it
+        may have loaded blocks that nothing vouches for."""
+        is_void = request_id in self._void
+        self._void.discard(request_id)
         for number, audit in list(self._audits.items()):
             if audit.request_id == request_id:
+                is_void |= bool(audit.vouches and audit.left)
                 for ticket in audit.awaited:
                     self._pool.release(ticket)
                 audit.awaited, audit.left = {}, []
                 if audit.is_over:
                     self._conclude(number)
+        return is_void
 
     def renew(self) -> None:
         """The engine's weights have changed. What was proved before says nothing of blocks of the
@@ -296,7 +391,7 @@ class Auditor:
         self._beliefs.clear()
         self._begin_writer()
         for number in list(self._audits):
-            self._close(number)
+            self._drop(number)
 
     def forget(self, digests: set[bytes]) -> None:
         """These namespaces are not used any more."""
@@ -304,7 +399,7 @@ class Auditor:
             del self._beliefs[key]
         for number, audit in list(self._audits.items()):
             if audit.namespace.digest in digests:
-                self._close(number)
+                self._drop(number)
 
     # ---- within --------------------------------------------------------------------------
 
@@ -322,6 +417,16 @@ class Auditor:
             belief = self._beliefs[key] = Belief(dict.fromkeys(self._own, _LAST))
         return belief
 
+    def _vouched(self, state: RequestState) -> Belief:
+        """What is proved, and what an audit of the request vouches for."""
+        belief = self._belief(state)
+        vouched = Belief(dict(belief.proved))
+        for audit in self._audits.values():
+            if audit.request_id == state.id and audit.belief is belief:
+                for writer, last in audit.vouches.items():
+                    vouched.proved[writer] = max(last, vouched.proved.get(writer, -1))
+        return vouched
+
     def _origins(self, group: int, offsets: Sequence[int]) -> list[bytes]:
         at = self._facts.groups[group].record_bytes
         found = self._pool.read(offsets, at, ORIGIN_BYTES)
@@ -331,11 +436,13 @@ class Auditor:
         self,
         state: RequestState,
         runs: Sequence[BlockRun],
-        repeated: bool,
-        vouches: Origin | None = None,
+        starts_over: bool = False,
+        is_whole: bool = False,
+        vouches: dict[bytes, int] | None = None,
     ) -> bool:
         """Leases the blocks of these runs, or the first and last of each. Returns whether the
-        request is to compute them for an audit."""
+        request is to compute them for an audit. One that ``vouches`` for others begins only if all
+        of them are there."""
         assert state.namespace is not None
         awaited: dict[int, BlockRun] = {}
         for run in map(self._comparable, runs):
@@ -346,12 +453,21 @@ class Auditor:
             for part in parts:
                 if part.keys:
                     awaited[part.acquire(self._pool, _LEASE_S, state)] = part
-        belief = self._belief(state)
-        request_id = state.request.request_id
-        audit = _Audit(request_id, state.namespace, belief, repeated, awaited, vouches)
+        belief, vouches = self._belief(state), vouches or {}
+        audit = _Audit(
+            state.id,
+            _root(state),
+            state.namespace,
+            belief,
+            starts_over or bool(vouches),
+            is_whole,
+            awaited,
+            vouches,
+        )
+        wanted = sum(len(run.keys) for run in awaited.values()) if vouches else 1
         self._take_arrived(audit)
-        if not (audit.left or audit.awaited):
-            for ticket in audit.leased:
+        if len(audit.left) + (0 if vouches else len(audit.awaited)) < wanted:
+            for ticket in (*audit.leased, *audit.awaited):
                 self._pool.release(ticket)
             return False
         belief.hits = 0
@@ -366,7 +482,7 @@ class Auditor:
 
     def _is_under_way(self, belief: Belief) -> bool:
         """Whether a request computes all that is not proved of a hit."""
-        return any(one.belief is belief and not one.repeated for one in self._audits.values())
+        return any(one.belief is belief and not one.starts_over for one in self._audits.values())
 
     def _take_arrived(self, audit: _Audit) -> None:
         """Records which of the promoted blocks have arrived in the host."""
@@ -394,6 +510,12 @@ class Auditor:
         for ticket in (*audit.awaited, *audit.leased):
             self._pool.release(ticket)
         return audit
+
+    def _drop(self, number: int) -> None:
+        """Closes an audit before its end."""
+        audit = self._close(number)
+        if audit.vouches and audit.left:
+            self._void.add(audit.request_id)
 
     def _conclude(self, number: int) -> None:
         audit = self._close(number)
@@ -428,7 +550,8 @@ class Auditor:
         is_new = any(_parts(origin)[0] not in belief.proved for origin in audit.origins)
         for writer, generation in map(_parts, audit.origins):
             belief.proved[writer] = max(generation, belief.proved.get(writer, -1))
-        if is_new or not audit.repeated:
+            belief.whole.update([writer] if audit.is_whole else [])
+        if is_new or audit.is_whole:
             logger.info(
                 "kvrecall: audit passed: this engine computes the same KV as the pool "
                 "contains under %s: %d blocks compared, %d of them bit-identical, the "
@@ -447,18 +570,40 @@ def _leading(origins: Sequence[bytes], belief: Belief, grace: int = 0) -> int:
     return next((i for i, one in enumerate(origins) if one in doubted), len(origins))
 
 
-def _vouching(origins: Sequence[bytes], first: int, belief: Belief) -> int | None:
-    """The last block that, once compared, proves all blocks before it, of which the ``first`` are
-    proved: they are of its writer, which was proved before, and no later."""
+def _vouching(
+    origins: Sequence[bytes], first: int, belief: Belief, least: int
+) -> tuple[int, dict[bytes, int], list[int]]:
+    """How many leading blocks may be loaded, of which the ``first`` are proved, if those behind them
+    are computed; the last generation of each writer of the others; and the blocks to be compared,
+    which vouch for them: ``least`` of each writer (one if it was proved before; 0: of such only),
+    none of an earlier generation than those loaded."""
     latest: dict[bytes, int] = {}
-    found = None
-    for place, origin in enumerate(origins[first:], first):
-        if belief.trusts(origin):
-            continue
+    earlier: list[int | None] = []  # of each block's writer, if it is not proved
+    for origin in origins[first:]:
         writer, generation = _parts(origin)
-        if writer not in belief.proved:
+        if not (least or writer in belief.proved):
             break
-        if latest.keys() <= {writer} and generation >= latest.get(writer, 0):
-            found = place
-        latest[writer] = max(generation, latest.get(writer, 0))
-    return found
+        earlier.append(latest.get(writer))
+        if not belief.trusts(origin):
+            latest[writer] = max(generation, latest.get(writer, 0))
+    behind: dict[bytes, list[tuple[int, int]]] = {}  # generations and places, the last ones
+    wanted = {writer: 1 if writer in belief.proved else least for writer in latest}
+    for place in range(first + len(earlier) - 1, first - 1, -1):
+        writer, generation = _parts(origins[place])
+        before = earlier.pop()
+        if not belief.trusts(origins[place]):
+            latest.pop(writer)
+            best = sorted([*behind.get(writer, ()), (generation, place)])
+            behind[writer] = best[-wanted[writer] :]
+        if before is not None:
+            latest[writer] = before
+        if all(
+            len(behind.get(one, ())) == wanted[one] and behind[one][0][0] >= last
+            for one, last in latest.items()
+        ):
+            return place, latest, sorted(at for one in latest for _, at in behind[one])
+    return first, {}, []
+
+
+def _root(state: RequestState) -> object:
+    return next(iter(state.request.block_hashes), None)

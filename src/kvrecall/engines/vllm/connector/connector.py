@@ -343,6 +343,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             exact_blocks=exact_blocks,
             match_unit=unit,
             recovers=bool(self._vllm_config.parallel_config.enable_fault_tolerance),
+            has_experts=bool(self._vllm_config.parallel_config.is_moe_model),
         )
 
     @nicety("the naming of this engine's blocks, so that none are pooled,")

@@ -121,7 +121,7 @@ class RecallScheduler:
         self.costs = LoadCostModel(size, nbytes, deadline_s, least_s, clock)
         self._finder = HitFinder(pool, facts, first_needed)
         every, refuted = settings.audit_every, self._refuted
-        self._auditor = Auditor(pool, facts, every, self.counters, refuted, clock)
+        self._auditor = Auditor(pool, facts, every, self.counters, refuted, self._finder, clock)
         origin = self._auditor.origin
         self._saver = Saver(pool, facts, self._finder, reachable, origin, self._events)
         self.offload: OffloadPlanner | None = None
@@ -140,6 +140,8 @@ class RecallScheduler:
         self._events.considered(state)
         if request.num_preemptions == 0:
             state.loading.device_tokens = computed_tokens
+        if computed_tokens and self._auditor.doubts(state):
+            return _ASK_AGAIN
         if not self._may_load(state):
             return _NOTHING
         start = computed_tokens // self._facts.alignment * self._facts.alignment
@@ -149,8 +151,8 @@ class RecallScheduler:
         is_new = load.offsets is None
         if not load.poll():
             return _ASK_AGAIN
-        if is_new:
-            self._arrived(state, load)
+        if is_new and not self._arrived(state, load):
+            return _ASK_AGAIN
         if not load.tokens:
             return self._without(state, load)
         if self._blocks_others(request, load):
@@ -183,7 +185,7 @@ class RecallScheduler:
             return _ASK_AGAIN
         if search.hit is None:
             return _NOTHING
-        deadline_s = patience_s = self._settings.pool.load_deadline_s
+        patience_s = self._settings.pool.load_deadline_s
         hit: Hit | None = search.hit
         if self._settings.appraise_loads and state.loading.promise is None:
             hit, patience_s = self._appraise(state, search.hit)
@@ -191,6 +193,10 @@ class RecallScheduler:
             return _NOTHING
         if hit.chain.tail is not None:  # no other request that uses the chain is bound to use it
             self._pool.touch((), hanging=hit.chain.keys[-1:])
+        return self._acquire(state, hit, patience_s)
+
+    def _acquire(self, state: RequestState, hit: Hit, patience_s: float) -> PrefixLoad:
+        deadline_s = self._settings.pool.load_deadline_s
         load = PrefixLoad(self._pool, self.costs, hit, self.costs.mark(), patience_s, deadline_s)
         self._matched[state.id] = load
         load.acquire(state)
@@ -279,18 +285,25 @@ class RecallScheduler:
             self._auditor.declined(state, hit)
         return shorter, plan.patience_s
 
-    def _arrived(self, state: RequestState, load: PrefixLoad) -> None:
-        """Nothing more of a load is waited for: decides which of its blocks are believed."""
+    def _arrived(self, state: RequestState, load: PrefixLoad) -> bool:
+        """Nothing more of a load is waited for: decides which of its blocks are believed. False if
+        a shorter hit is loaded instead."""
         self._events.load_over(state, load)
         if not load.tokens:
-            return
+            return True
         assert load.offsets is not None
         alone = len(self._states) == 1
         admitted = self._auditor.admit(state, load.hit, load.offsets, alone)
+        if isinstance(admitted, Hit):
+            self._events.audited(state, admitted.end)
+            load.release()
+            self._acquire(state, admitted, self._settings.pool.load_deadline_s)
+            return False
         if admitted < load.tokens:
             self._events.audited(state, load.hit.start + admitted)
             state.loading.computes = not admitted
         load.cut(admitted)
+        return True
 
     def _without(self, state: RequestState, load: PrefixLoad) -> _Answer:
         """A load gives nothing: the request is computed, or a shorter hit is looked for, because a
@@ -456,7 +469,7 @@ class RecallScheduler:
                 if state.id not in self._loading:  # nothing of their prompts was recalled
                     state.loading.device_tokens = 0
                     state.loading.recalled.clear()
-        if report.reloaded or report.swapped:  # by themselves: what is on its way may be of before
+        if report.starts_over:  # what is on its way may be of before, or of wrong KV
             self._saver.discard(None)
         if report.reloaded:
             self._reloaded()
@@ -552,7 +565,8 @@ class RecallScheduler:
             # may be under way, and states of recurrent layers have moved on.
             final = min(request.num_computed_tokens, request.num_tokens - 1)
             self._saver.save([Computed(state, final, lambda: block_ids, states, True)])
-        self._auditor.ended(state.id)
+        if self._auditor.ended(state.id):
+            self._uncache(set().union(*block_ids))
         if self._facts.recovers and request.status.name == _ABORTED:
             # A step that failed aborts all requests, and its blocks are in vLLM's prefix cache.
             self._saver.invalidate(state)

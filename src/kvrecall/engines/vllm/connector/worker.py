@@ -256,8 +256,8 @@ class RecallWorker:
         """Compares device blocks with the pool's, this rank's part of them."""
         memory = self._arena.memory(arena)
         found = wire.Deviation()
-        if memory is not None:
-            copy = comparison.copy
+        copy = comparison.copy
+        if memory is not None and copy.block_ids:
             group = self._groups[copy.group]
             found = deviation(
                 replace(group, pages=group.pages[: self._layers[copy.group]]),
@@ -268,7 +268,7 @@ class RecallWorker:
                 config.is_deterministic(),
             )
         self._note_compared(comparison, found)
-        if comparison.repeated and not found.within:
+        if comparison.starts_over and not (found.blocks and found.within):
             self._report.refuted.add(comparison.request_id)
 
     def before_overwrite(self, orders: wire.StepOrders) -> None:
