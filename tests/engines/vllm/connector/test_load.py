@@ -90,8 +90,8 @@ def test_a_tail_of_replaced_tokens_has_the_new_tokens_key(pool: Pool) -> None:
 
 
 def test_a_hit_of_several_groups_that_is_audited_is_not_tried_again(pool: Pool) -> None:
-    GroupBench(pool, SHAPES["gemma"]).run(prompt(200))
-    bench = GroupBench(pool, SHAPES["gemma"], audit=4096)
+    GroupBench(pool, SHAPES["states"]).run(prompt(200))
+    bench = GroupBench(pool, SHAPES["states"], audit=4096)
     assert bench.side.match(bench.request(prompt(200)), 0) == (0, False)
 
 

@@ -1,38 +1,34 @@
-"""The audit: an engine answers from a writer's blocks only if it has seen that it computes the same.
+"""The audit: an engine answers from a writer's blocks only once it has computed the same.
 
 No list of what KV depends on is ever complete. Every block therefore carries its *origin*: the
 writer, a number drawn when an engine starts and when its weights change, and the *generation*, the
-seconds that the writer had run. A hit on blocks that are not proved is audited by its last ones:
-the request loads those before, computes these, and compares them before its first token leaves. If
-they differ, all running requests start over. If they agree, their writers' blocks are proved up to
-the generations compared; those of a later generation are audited in the same way, since weights may
-change unseen, and so is one in a few thousand hits on proved blocks. Blocks of one chain have
-several writers: of each one whose blocks are loaded a block is compared, none of an earlier
-generation than those (``_vouching``).
+seconds that the writer had run. A hit on blocks that are not proved is audited by its last one: the
+request loads those before it, computes it and compares, before its first token leaves. If it
+differs, all running requests start over. If not, the writer's blocks are proved up to the
+generation compared; later ones are audited in the same way, as weights may change unseen, and so is
+one in a few thousand hits on proved blocks. Of each writer whose blocks are loaded a block of its
+own is compared, of no earlier generation (``_vouching``).
 
-The last block, computed on the loaded ones, shows in each layer what the layers before it do to its
-tokens. What differs may not show there:
+A block computed on loaded ones shows in each layer what the layers before it do to its tokens:
 
-| difference | where the last block shows it | so |
+| what differs | where the last block shows it | audited by |
 |---|---|---|
-| weights, kernels, rotary settings, dtype, scales of KV | layer 0, or the layer behind | last block |
-| the last layer's output, `lm_head` | nowhere: KV is equal, and loading right | last block |
-| latents (MLA), quantised KV, a draft model's settings | as any layer's KV | last block |
-| one expert | if its tokens choose it | the last 16 blocks |
-| an encoder of images or sound | nowhere: the prompt's end is text | whole |
-| an adapter, which may be on for a part of the tokens | perhaps nowhere | whole |
-| a window: its layers do not see the early blocks | their own last blocks, each group's | last boundary |
-| a recurrent state | where a boundary's was kept, a step late | whole |
-| a row of a table of tokens or places, early wrong blocks of a writer that changed since | not | later |
+| weights, kernels, rope, dtype, scales of KV | in layer 0 or the next | last block |
+| the last layer's output, ``lm_head`` | nowhere: KV is equal | last block |
+| latents (MLA), quantised KV, a draft's layers | as in any layer | last block |
+| one expert | if its tokens choose it | last 16 blocks |
+| an encoder of images or sound | nowhere: prompts end in text | all blocks |
+| an adapter, on for a part of the tokens | perhaps nowhere | all blocks |
+| a window, which does not see early blocks | in each group's last block | last boundary |
+| a recurrent state | one step later, if it was kept | all blocks |
+| one row of a table; early blocks of other weights | nowhere | all blocks, later |
 
-*whole*: the request computes all that is not proved, and 16 blocks from each end are compared. The
-first hit on a writer is audited so, for *later*: a writer whose blocks were never compared from a
-chain's start is, when the next repeated audit is due, which waits for a moment without other
-requests; and whenever a hit is computed anyway, because loading it takes longer.
+*All blocks*: the request computes all that is not proved, and 16 from each end are compared. That
+is made up for, *later*, for a chain of each writer: by the next repeated audit, which waits for a
+moment without other requests.
 
-Where a hit serves one boundary only (several KV groups), it is loaded up to the boundary before, if
-the pool has what that needs. With recurrent layers it is computed whole, and there a proof vouches
-for an hour more.
+A hit of several KV groups serves one boundary only: it is audited by loading the one at a boundary
+before. With recurrent layers a proof vouches for an hour more, or no hand-over was a hit.
 
 Proofs are kept per namespace, and separately for prompts with images or sound. Everything here
 belongs to the scheduler side and runs in its thread.
@@ -60,7 +56,7 @@ from kvrecall.engines.vllm.wire import (
     Deviation,
     EngineFacts,
 )
-from kvrecall.pool.base import PoolClient, RecallState
+from kvrecall.pool.base import PoolClient
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -72,7 +68,7 @@ GENERATION_S = 1.0
 needs another audit."""
 
 STATES_GRACE = 3600
-"""Generations behind the last one proved that hits with recurrent states may load: how long they may
+"""Generations behind the last one proved that hits with recurrent states may load: how long they
 load what a writer writes after a change of its weights that nothing noticed."""
 
 _WRITER_BYTES = 6  # of an origin; the others are the generation
@@ -109,12 +105,12 @@ class Belief:
 class _Audit:
     """A request that computes blocks which the pool has. ``root``: vLLM's hash of its first block.
 
-    ``starts_over``: all running requests do if they differ. ``is_whole``: they are compared from the
-    chain's start. ``vouches``: for loaded blocks that are not proved: by writer, the last
-    generation. ``leased``: offsets by ticket. ``awaited``: tickets of blocks being promoted to the
-    host, with their runs. ``left``: blocks to compare: KV group, index, offset, origin, and tokens
-    up to the end of its KV. ``origins``: those of blocks whose comparison was ordered. ``open``:
-    number of ranks that have not reported a comparison yet.
+    ``starts_over``: all running requests do if they differ. ``is_whole``: they are compared from
+    the chain's start. ``vouches``: for loaded blocks that are not proved: by writer, the last
+    generation. ``leased``: offsets by ticket. ``left``: blocks to compare: KV group, index, offset,
+    origin, and tokens up to the end of its KV. ``origins``: those of blocks whose comparison was
+    ordered. ``open``: number of ranks that have not reported a comparison yet. ``is_void``: what
+    was loaded is never proved.
     """
 
     request_id: str
@@ -123,18 +119,18 @@ class _Audit:
     belief: Belief
     starts_over: bool
     is_whole: bool
-    awaited: dict[int, BlockRun]
     vouches: dict[bytes, int]
     leased: dict[int, tuple[int, ...]] = field(default_factory=dict)
     left: list[tuple[int, int, int, bytes, int]] = field(default_factory=list)
     origins: set[bytes] = field(default_factory=set)
     open: int = 0
+    is_void: bool = False
     found: Deviation = field(default_factory=Deviation)
 
     @property
     def is_over(self) -> bool:
         """Whether no further block will be compared."""
-        return not (self.awaited or self.left or self.open)
+        return not (self.left or self.open)
 
 
 class Auditor:
@@ -164,7 +160,6 @@ class Auditor:
         self._own: list[bytes] = []
         self._begin_writer()
         self._audits: dict[int, _Audit] = {}
-        self._void: set[str] = set()  # requests that have loaded blocks which nothing vouches for
         self._numbers = itertools.count()
 
     def origin(self) -> bytes:
@@ -226,7 +221,7 @@ class Auditor:
         if not self._is_due(belief, alone) or end < count:
             return count
         last = len(run.part(0, count).whole().keys)
-        first = 0 if self._is_new_to(belief, origins) else last - 1
+        first = 0 if alone and self._is_new_to(belief, origins) else last - 1
         parts = [run.part(first, last)]
         began = last > 0 and self._begin(state, parts, starts_over=True, is_whole=not first)
         return first if began else count
@@ -299,17 +294,6 @@ class Auditor:
         due = self._every and belief.hits >= self._every
         return bool(due and (alone or belief.hits >= (self._every or 0) + _BUSY))
 
-    def declined(self, state: RequestState, hit: Hit) -> None:
-        """The request computes blocks that the pool has, because loading them takes longer. While
-        no other writer is proved they are compared as well. Short prefixes thus pay for the proof,
-        and the first long one is loaded."""
-        if self._every is None or state.namespace is None:
-            return
-        belief = self._belief(state)
-        if len(belief.proved) == len(self._own) and not self._is_under_way(belief):
-            most = min(COMPARED, self._facts.exact_blocks - hit.chain.first)
-            self._begin(state, [run.part(0, most) for run in hit.runs], is_whole=True)
-
     def comparisons(
         self, request_id: str, tokens: int, tables: Callable[[], Tables]
     ) -> list[Comparison]:
@@ -319,14 +303,16 @@ class Auditor:
         for number, audit in list(self._audits.items()):
             if audit.request_id != request_id:
                 continue
-            self._take_arrived(audit)
             ready = [row for row in audit.left if self._is_ready(row, tokens)]
             if not ready:
                 if audit.is_over:
                     self._conclude(number)
                 continue
-            if not self._holds(audit):
-                self._drop(number)
+            if audit.is_void or not self._holds(audit):
+                self._close(number)
+                if audit.vouches:
+                    nothing = Copy((), (), self._facts.chain)
+                    orders.append(Comparison(number, request_id, nothing, True))
                 continue
             audit.left = [row for row in audit.left if not self._is_ready(row, tokens)]
             found = tables()
@@ -334,8 +320,6 @@ class Auditor:
                 of_group = (row for row in ready if row[0] == group)
                 at = [(block_at(found[group], row[1], row[4]), row) for row in of_group]
                 rows = [(block, row[2]) for block, row in at if block]
-                if audit.vouches and len(rows) < len(at):
-                    self._void.add(request_id)
                 if rows:
                     audit.origins |= {row[3] for block, row in at if block}
                     copy = Copy(tuple(row[0] for row in rows), tuple(row[1] for row in rows), group)
@@ -343,10 +327,6 @@ class Auditor:
                     audit.open += self._facts.ranks
             if audit.is_over:
                 self._conclude(number)
-        if request_id in self._void:
-            self._void.discard(request_id)
-            nothing = Copy((), (), self._facts.chain)
-            orders.append(Comparison(next(self._numbers), request_id, nothing, True))
         return orders
 
     def _is_ready(self, row: tuple[int, int, int, bytes, int], tokens: int) -> bool:
@@ -357,7 +337,7 @@ class Auditor:
 
     def audited(self) -> set[str]:
         """Requests whose blocks are being compared."""
-        return self._void.union(audit.request_id for audit in self._audits.values())
+        return {audit.request_id for audit in self._audits.values()}
 
     def compared(self, number: int, ranks: int, found: Deviation) -> None:
         """``ranks`` more have compared what one order named."""
@@ -372,14 +352,11 @@ class Auditor:
     def ended(self, request_id: str) -> bool:
         """The request is gone: blocks that it has not computed are not compared. Returns whether it
         may have loaded blocks that nothing vouches for."""
-        is_void = request_id in self._void
-        self._void.discard(request_id)
+        is_void = False
         for number, audit in list(self._audits.items()):
             if audit.request_id == request_id:
                 is_void |= bool(audit.vouches and audit.left)
-                for ticket in audit.awaited:
-                    self._pool.release(ticket)
-                audit.awaited, audit.left = {}, []
+                audit.left = []
                 if audit.is_over:
                     self._conclude(number)
         return is_void
@@ -444,35 +421,41 @@ class Auditor:
         request is to compute them for an audit. One that ``vouches`` for others begins only if all
         of them are there."""
         assert state.namespace is not None
-        awaited: dict[int, BlockRun] = {}
+        belief, starts_over, vouches = (
+            self._belief(state),
+            starts_over or bool(vouches),
+            vouches or {},
+        )
+        audit = _Audit(
+            state.id, _root(state), state.namespace, belief, starts_over, is_whole, vouches
+        )
+        wanted = 0
         for run in map(self._comparable, runs):
-            count = len(run.keys)
-            parts = [run]
+            parts, count = [run], len(run.keys)
             if count > 2 * COMPARED:
                 parts = [run.part(0, COMPARED), run.part(count - COMPARED, count)]
             for part in parts:
-                if part.keys:
-                    awaited[part.acquire(self._pool, _LEASE_S, state)] = part
-        belief, vouches = self._belief(state), vouches or {}
-        audit = _Audit(
-            state.id,
-            _root(state),
-            state.namespace,
-            belief,
-            starts_over or bool(vouches),
-            is_whole,
-            awaited,
-            vouches,
-        )
-        wanted = sum(len(run.keys) for run in awaited.values()) if vouches else 1
-        self._take_arrived(audit)
-        if len(audit.left) + (0 if vouches else len(audit.awaited)) < wanted:
-            for ticket in (*audit.leased, *audit.awaited):
+                wanted += len(part.keys)
+                self._lease(audit, state, part)
+        if len(audit.left) < (wanted if vouches else 1):
+            for ticket in audit.leased:
                 self._pool.release(ticket)
             return False
         belief.hits = 0
         self._audits[next(self._numbers)] = audit
         return True
+
+    def _lease(self, audit: _Audit, state: RequestState, run: BlockRun) -> None:
+        """Leases blocks to compare, as far as they are in the host: a load has brought them."""
+        ticket = run.acquire(self._pool, _LEASE_S, state)
+        offsets = audit.leased[ticket] = self._pool.poll(ticket).offsets
+        origins = self._origins(run.group, offsets)
+        size = self._facts.groups[run.group].block_size
+        ends = itertools.count((run.first + 1) * size, size)
+        if run.tail is not None:
+            ends = itertools.count(run.tail)
+        rows = zip(itertools.count(run.first), offsets, origins, ends, strict=False)
+        audit.left += [(run.group, *row) for row in rows if row[2]]
 
     def _comparable(self, run: BlockRun) -> BlockRun:
         """The blocks of a run whose bytes are all determined. Behind the KV of a tail there may be
@@ -484,22 +467,6 @@ class Auditor:
         """Whether a request computes all that is not proved of a hit."""
         return any(one.belief is belief and not one.starts_over for one in self._audits.values())
 
-    def _take_arrived(self, audit: _Audit) -> None:
-        """Records which of the promoted blocks have arrived in the host."""
-        for ticket, run in list(audit.awaited.items()):
-            recall = self._pool.poll(ticket)
-            if recall.state is RecallState.PENDING:
-                continue
-            del audit.awaited[ticket]
-            audit.leased[ticket] = recall.offsets
-            origins = self._origins(run.group, recall.offsets)
-            size = self._facts.groups[run.group].block_size
-            ends = itertools.count((run.first + 1) * size, size)
-            if run.tail is not None:
-                ends = itertools.count(run.tail)
-            rows = zip(itertools.count(run.first), recall.offsets, origins, ends, strict=False)
-            audit.left += [(run.group, *row) for row in rows if row[2]]
-
     def _holds(self, audit: _Audit) -> bool:
         """Whether the leased blocks are still in place: a pool service may have died since."""
         leased = audit.leased.items()
@@ -507,15 +474,16 @@ class Auditor:
 
     def _close(self, number: int) -> _Audit:
         audit = self._audits.pop(number)
-        for ticket in (*audit.awaited, *audit.leased):
+        for ticket in audit.leased:
             self._pool.release(ticket)
         return audit
 
     def _drop(self, number: int) -> None:
         """Closes an audit before its end."""
-        audit = self._close(number)
-        if audit.vouches and audit.left:
-            self._void.add(audit.request_id)
+        audit = self._audits[number]
+        audit.is_void = bool(audit.vouches and audit.left)
+        if not audit.is_void:
+            self._close(number)
 
     def _conclude(self, number: int) -> None:
         audit = self._close(number)
@@ -573,36 +541,28 @@ def _leading(origins: Sequence[bytes], belief: Belief, grace: int = 0) -> int:
 def _vouching(
     origins: Sequence[bytes], first: int, belief: Belief, least: int
 ) -> tuple[int, dict[bytes, int], list[int]]:
-    """How many leading blocks may be loaded, of which the ``first`` are proved, if those behind them
-    are computed; the last generation of each writer of the others; and the blocks to be compared,
+    """How many leading blocks, of which the ``first`` are proved, may be loaded if those behind
+    them are computed; the last generation of each writer of the others; and the blocks to compare,
     which vouch for them: ``least`` of each writer (one if it was proved before; 0: of such only),
     none of an earlier generation than those loaded."""
+    able: dict[bytes, list[int]] = {}  # by writer, blocks of no earlier generation than before
     latest: dict[bytes, int] = {}
-    earlier: list[int | None] = []  # of each block's writer, if it is not proved
-    for origin in origins[first:]:
-        writer, generation = _parts(origin)
-        if not (least or writer in belief.proved):
-            break
-        earlier.append(latest.get(writer))
-        if not belief.trusts(origin):
-            latest[writer] = max(generation, latest.get(writer, 0))
-    behind: dict[bytes, list[tuple[int, int]]] = {}  # generations and places, the last ones
-    wanted = {writer: 1 if writer in belief.proved else least for writer in latest}
-    for place in range(first + len(earlier) - 1, first - 1, -1):
-        writer, generation = _parts(origins[place])
-        before = earlier.pop()
-        if not belief.trusts(origins[place]):
-            latest.pop(writer)
-            best = sorted([*behind.get(writer, ()), (generation, place)])
-            behind[writer] = best[-wanted[writer] :]
-        if before is not None:
-            latest[writer] = before
-        if all(
-            len(behind.get(one, ())) == wanted[one] and behind[one][0][0] >= last
-            for one, last in latest.items()
-        ):
-            return place, latest, sorted(at for one in latest for _, at in behind[one])
-    return first, {}, []
+    for place, (writer, generation) in enumerate(map(_parts, origins)):
+        if place >= first and generation >= latest.get(writer, 0):
+            latest[writer] = generation
+            able.setdefault(writer, []).append(place)
+    end, by = len(origins) - 1, dict[bytes, list[int]]()
+    doubted = [place for place in range(first, len(origins)) if not belief.trusts(origins[place])]
+    for place in doubted:
+        writer, _ = _parts(origins[place])
+        count = 1 if writer in belief.proved else least
+        if place < end and writer not in by:
+            by[writer] = able[writer][-count:] if count else []
+            end = min(end, by[writer][0] if len(by[writer]) == max(count, 1) else place)
+    vouches: dict[bytes, int] = {}
+    for writer, generation in (_parts(origins[place]) for place in doubted if place < end):
+        vouches[writer] = max(generation, vouches.get(writer, 0))
+    return end, vouches, [place for writer in vouches for place in by[writer]]
 
 
 def _root(state: RequestState) -> object:

@@ -140,18 +140,12 @@ class RecallScheduler:
         self._events.considered(state)
         if request.num_preemptions == 0:
             state.loading.device_tokens = computed_tokens
-        if computed_tokens and self._auditor.doubts(state):
-            return _ASK_AGAIN
-        if not self._may_load(state):
-            return _NOTHING
         start = computed_tokens // self._facts.alignment * self._facts.alignment
         load = self._load_from(state, start)
         if not isinstance(load, PrefixLoad):
             return load
         is_new = load.offsets is None
-        if not load.poll():
-            return _ASK_AGAIN
-        if is_new and not self._arrived(state, load):
+        if not (load.poll() and self._arrived(state, load, is_new)):
             return _ASK_AGAIN
         if not load.tokens:
             return self._without(state, load)
@@ -174,6 +168,10 @@ class RecallScheduler:
         """The load of the request's hit behind ``start``, which may begin here; or what ``match``
         answers, as there is no hit, or a tier beyond this host, or a prefill instance, has not
         delivered yet."""
+        if start and self._auditor.doubts(state):
+            return _ASK_AGAIN
+        if not self._may_load(state):
+            return _NOTHING
         load = self._matched.get(state.id)
         if load is not None and load.hit.start == start:
             return load
@@ -281,15 +279,14 @@ class RecallScheduler:
             end = hit.start + hit.tokens(plan.blocks)
             shorter = self._finder.find(state, hit.start, end).hit
         self._events.declined(state, hit, shorter, plan)
-        if shorter is None:
-            self._auditor.declined(state, hit)
         return shorter, plan.patience_s
 
-    def _arrived(self, state: RequestState, load: PrefixLoad) -> bool:
-        """Nothing more of a load is waited for: decides which of its blocks are believed. False if
-        a shorter hit is loaded instead."""
-        self._events.load_over(state, load)
-        if not load.tokens:
+    def _arrived(self, state: RequestState, load: PrefixLoad, is_new: bool) -> bool:
+        """Nothing more of a load is waited for: decides, once, which of its blocks are believed.
+        False if a shorter hit is loaded instead."""
+        if is_new:
+            self._events.load_over(state, load)
+        if not (is_new and load.tokens):
             return True
         assert load.offsets is not None
         alone = len(self._states) == 1
@@ -565,12 +562,7 @@ class RecallScheduler:
             # may be under way, and states of recurrent layers have moved on.
             final = min(request.num_computed_tokens, request.num_tokens - 1)
             self._saver.save([Computed(state, final, lambda: block_ids, states, True)])
-        if self._auditor.ended(state.id):
-            self._uncache(set().union(*block_ids))
-        if self._facts.recovers and request.status.name == _ABORTED:
-            # A step that failed aborts all requests, and its blocks are in vLLM's prefix cache.
-            self._saver.invalidate(state)
-            self._uncache(set().union(*block_ids))
+        self._distrust(state, block_ids)
         if whole and not self._settings.async_write:
             self._saver.flush_later(state)
         # vLLM keeps the blocks of one that loads until that is reported, and takes one report only.
@@ -580,6 +572,15 @@ class RecallScheduler:
             self._releases.append(state.id)
         self._events.finished(state, min(request.num_computed_tokens + 1, request.num_tokens))
         return hold, self._reply(state, whole)
+
+    def _distrust(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
+        """Takes blocks of a request that ended out of vLLM's prefix cache if they may be wrong: of
+        a step that failed, which aborts all requests, or loaded and not proved."""
+        is_broken = self._facts.recovers and state.request.status.name == _ABORTED
+        if is_broken:
+            self._saver.invalidate(state)
+        if self._auditor.ended(state.id) or is_broken:
+            self._uncache(set().union(*block_ids))
 
     def _reply(self, state: RequestState, whole: bool) -> dict[str, Any]:
         """What the reply to a request carries for others."""
