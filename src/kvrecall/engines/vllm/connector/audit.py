@@ -23,9 +23,8 @@ A block computed on loaded ones shows in each layer what the layers before it do
 | a recurrent state | one step later, if it was kept | all blocks |
 | one row of a table; early blocks of other weights | nowhere | all blocks, later |
 
-*All blocks*: the request computes all that is not proved, and 16 from each end are compared. That
-is made up for, *later*, for a chain of each writer: by the next repeated audit, which waits for a
-moment without other requests.
+*All blocks*: the request computes all that is not proved; 16 from each end are compared. *Later*:
+so is a chain of each writer by the next repeated audit, which waits for a moment of one request.
 
 A hit of several KV groups serves one boundary only: it is audited by loading the one at a boundary
 before. With recurrent layers a proof vouches for an hour more, or no hand-over was a hit.
@@ -50,22 +49,15 @@ from kvrecall.engines.vllm.connector.metrics import Counters
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.saver import Tables, block_at
 from kvrecall.engines.vllm.device.base import Copy
-from kvrecall.engines.vllm.wire import (
-    ORIGIN_BYTES,
-    Comparison,
-    Deviation,
-    EngineFacts,
-)
+from kvrecall.engines.vllm.wire import ORIGIN_BYTES, Comparison, Deviation, EngineFacts
 from kvrecall.pool.base import PoolClient
 
 logger = logging.getLogger("vllm.kvrecall")
-
 COMPARED = 16
 """Blocks compared from the start of a hit, and as many from its end."""
 
 GENERATION_S = 1.0
-"""Length of a writer's generation: what it writes later than that after the last block compared
-needs another audit."""
+"""Length of a writer's generation: what it writes later needs another audit."""
 
 STATES_GRACE = 3600
 """Generations behind the last one proved that hits with recurrent states may load: how long they
@@ -75,21 +67,18 @@ _WRITER_BYTES = 6  # of an origin; the others are the generation
 _LAST = (1 << 8 * (ORIGIN_BYTES - _WRITER_BYTES)) - 1  # a writer ends after 18 hours
 _BUSY = 64  # hits for which a repeated audit is put off while other requests are in the engine
 _LEASE_S = 5.0
+_NOTHING = Copy((), ())
 
 
-Origin = tuple[bytes, int]
-"""Writer and generation."""
-
-
-def _parts(origin: bytes) -> Origin:
+def _parts(origin: bytes) -> tuple[bytes, int]:
+    """Writer and generation."""
     return origin[:_WRITER_BYTES], int.from_bytes(origin[_WRITER_BYTES:], "big")
 
 
 @dataclass(slots=True)
 class Belief:
     """The audit state of one namespace's writers. ``proved``: by writer, up to which generation.
-    ``whole``: those of whom a chain was compared from its start. ``hits``: on proved blocks, since
-    the last audit."""
+    ``whole``: those of whom a chain was compared from its start. ``hits``: since the last audit."""
 
     proved: dict[bytes, int]
     whole: set[bytes] = field(default_factory=set)
@@ -109,8 +98,7 @@ class _Audit:
     the chain's start. ``vouches``: for loaded blocks that are not proved: by writer, the last
     generation. ``leased``: offsets by ticket. ``left``: blocks to compare: KV group, index, offset,
     origin, and tokens up to the end of its KV. ``origins``: those of blocks whose comparison was
-    ordered. ``open``: number of ranks that have not reported a comparison yet. ``is_void``: what
-    was loaded is never proved.
+    ordered. ``open``: ranks yet to report one. ``is_void``: it ended before its blocks were.
     """
 
     request_id: str
@@ -129,7 +117,6 @@ class _Audit:
 
     @property
     def is_over(self) -> bool:
-        """Whether no further block will be compared."""
         return not (self.left or self.open)
 
 
@@ -147,8 +134,7 @@ class Auditor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``every``: hits between repeated audits; 0: none, None: every block is trusted.
-        ``refuted``: called when the engine computes other KV than a namespace contains.
-        ``finder``: finds boundaries before the end of a hit."""
+        ``refuted``: called when the engine computes other KV than a namespace contains."""
         self._pool = pool
         self._facts = facts
         self._every = every
@@ -178,12 +164,9 @@ class Auditor:
         return _leading(self._origins(self._facts.chain, offsets), self._vouched(state))
 
     def doubts(self, state: RequestState) -> bool:
-        """Whether another request may have loaded blocks of this one's prefix into the device's
-        prefix cache that its audit has not proved yet."""
-        return any(
-            audit.vouches and audit.request_id != state.id and audit.root == _root(state)
-            for audit in self._audits.values()
-        )
+        """Whether another request has loaded blocks, not proved yet, which this one may share."""
+        others = (one for one in self._audits.values() if one.request_id != state.id)
+        return any(one.vouches and one.root == _root(state) for one in others)
 
     def admit(
         self, state: RequestState, hit: Hit, offsets: Sequence[Sequence[int]], alone: bool
@@ -210,11 +193,9 @@ class Auditor:
             comparable = origins[: min(end, len(run.whole().keys))]
             first, vouches, by = _vouching(comparable, trusted, belief, self._least(state))
             if vouches:
-                parts = [
-                    run.part(at, at + 1) for at in by if first + COMPARED <= at < end - COMPARED
-                ]
-                began = self._begin(state, [run.part(first, end), *parts], vouches=vouches)
-                return first if began else trusted
+                by = [at for at in by if first + COMPARED <= at < end - COMPARED]
+                parts = [run.part(first, end), *(run.part(at, at + 1) for at in by)]
+                return first if self._begin(state, parts, vouches=vouches) else trusted
             if not self._is_under_way(belief):
                 self._begin(state, [run.part(trusted, end)], is_whole=not trusted)
             return trusted
@@ -231,18 +212,15 @@ class Auditor:
     ) -> int | Hit:
         """All of the hit or none of it: its blocks serve this one boundary."""
         tokens, belief = hit.end - hit.start, self._belief(state)
-        origins = [
-            self._origins(run.group, blocks) for run, blocks in zip(hit.runs, offsets, strict=True)
-        ]
+        came = zip(hit.runs, offsets, strict=True)
+        origins = [self._origins(run.group, blocks) for run, blocks in came]
         every = list(itertools.chain(*origins))
         grace = STATES_GRACE if self._facts.has_states else 0
         if _leading(every, belief, grace) < len(every):
             if _leading(every, self._vouched(state)) == len(every):
                 return tokens
-            vouching = any(
-                one.vouches and one.request_id == state.id for one in self._audits.values()
-            )
-            if not vouching and (earlier := self._before(state, hit, origins)):
+            first = not any(one.request_id == state.id for one in self._audits.values())
+            if first and (earlier := self._before(state, hit, origins)):
                 return earlier
             if not self._is_under_way(belief):
                 self._begin(state, hit.runs, is_whole=True)
@@ -256,21 +234,20 @@ class Auditor:
     def _before(
         self, state: RequestState, hit: Hit, origins: Sequence[Sequence[bytes]]
     ) -> Hit | None:
-        """The hit at a boundary before the end of one of several groups, if blocks of each group
-        behind it, compared, vouch for those that it loads."""
+        """A hit that ends earlier, if blocks of each group behind it vouch for what it loads."""
         belief, least = self._belief(state), self._least(state)
         if all(_parts(origin)[0] in belief.proved for of in origins for origin in of):
             least = 1
-        if not least or self._facts.has_states:
-            return None
         limit = hit.end - least * self._facts.alignment
-        earlier = self._finder.find(state, hit.start, limit).hit if limit > hit.start else None
+        if not least or self._facts.has_states or limit <= hit.start:
+            return None
+        earlier = self._finder.find(state, hit.start, limit).hit
         if earlier is None:
             return None
         parts, latest = [], list[dict[bytes, int]]()
         for run, of_run in zip(hit.runs, origins, strict=True):
-            first = max(0, earlier.end // self._facts.groups[run.group].block_size - run.first)
-            first = max(first, len(of_run) - COMPARED)
+            first = earlier.end // self._facts.groups[run.group].block_size - run.first
+            first = max(0, first, len(of_run) - COMPARED)
             parts.append(run.part(first, len(of_run)))
             latest.append(dict(sorted(map(_parts, of_run[first:]))))
         common = set[bytes].intersection(*map(set, latest))
@@ -278,11 +255,9 @@ class Auditor:
         return earlier if vouches and self._begin(state, parts, vouches=vouches) else None
 
     def _least(self, state: RequestState) -> int:
-        """How many last blocks show what a writer computes that was not proved before; 0: none
-        does, as the table above says."""
-        if state.has_media or state.request.lora_request is not None:
-            return 0
-        return COMPARED if self._facts.has_experts else 1
+        """How many last blocks show what an unknown writer computes; 0: none does."""
+        is_hidden = state.has_media or state.request.lora_request is not None
+        return 0 if is_hidden else COMPARED if self._facts.has_experts else 1
 
     def _is_new_to(self, belief: Belief, origins: Sequence[bytes]) -> bool:
         """Whether no chain of one of the writers was compared from its start."""
@@ -304,25 +279,22 @@ class Auditor:
             if audit.request_id != request_id:
                 continue
             ready = [row for row in audit.left if self._is_ready(row, tokens)]
-            if not ready:
-                if audit.is_over:
-                    self._conclude(number)
-                continue
-            if audit.is_void or not self._holds(audit):
+            if ready and (audit.is_void or not self._holds(audit)):
                 self._close(number)
                 if audit.vouches:
-                    nothing = Copy((), (), self._facts.chain)
-                    orders.append(Comparison(number, request_id, nothing, True))
+                    orders.append(Comparison(number, request_id, _NOTHING, True))
                 continue
-            audit.left = [row for row in audit.left if not self._is_ready(row, tokens)]
-            found = tables()
+            audit.left = [row for row in audit.left if row not in ready]
             for group in sorted({row[0] for row in ready}):
                 of_group = (row for row in ready if row[0] == group)
-                at = [(block_at(found[group], row[1], row[4]), row) for row in of_group]
-                rows = [(block, row[2]) for block, row in at if block]
-                if rows:
-                    audit.origins |= {row[3] for block, row in at if block}
-                    copy = Copy(tuple(row[0] for row in rows), tuple(row[1] for row in rows), group)
+                at = [(block_at(tables()[group], row[1], row[4]), row) for row in of_group]
+                found = [(block, row[2], row[3]) for block, row in at if block]
+                if audit.vouches and len(found) < len(at):
+                    orders.append(Comparison(number, request_id, _NOTHING, True))
+                if found:
+                    ids, offsets, origins = zip(*found, strict=True)
+                    audit.origins.update(origins)
+                    copy = Copy(ids, offsets, group)
                     orders.append(Comparison(number, request_id, copy, audit.starts_over))
                     audit.open += self._facts.ranks
             if audit.is_over:
@@ -350,15 +322,14 @@ class Auditor:
             self._conclude(number)
 
     def ended(self, request_id: str) -> bool:
-        """The request is gone: blocks that it has not computed are not compared. Returns whether it
-        may have loaded blocks that nothing vouches for."""
-        is_void = False
-        for number, audit in list(self._audits.items()):
-            if audit.request_id == request_id:
-                is_void |= bool(audit.vouches and audit.left)
-                audit.left = []
-                if audit.is_over:
-                    self._conclude(number)
+        """The request is gone: what it has not computed is not compared. Whether it may have loaded
+        blocks that nothing vouches for."""
+        own = [one for one in self._audits.items() if one[1].request_id == request_id]
+        is_void = any(audit.vouches and audit.left for _, audit in own)
+        for number, audit in own:
+            audit.left = []
+            if audit.is_over:
+                self._conclude(number)
         return is_void
 
     def renew(self) -> None:
@@ -367,18 +338,13 @@ class Auditor:
         self._own.clear()
         self._beliefs.clear()
         self._begin_writer()
-        for number in list(self._audits):
-            self._drop(number)
+        self._drop(None)
 
     def forget(self, digests: set[bytes]) -> None:
         """These namespaces are not used any more."""
         for key in [key for key in self._beliefs if key[0] in digests]:
             del self._beliefs[key]
-        for number, audit in list(self._audits.items()):
-            if audit.namespace.digest in digests:
-                self._drop(number)
-
-    # ---- within --------------------------------------------------------------------------
+        self._drop(digests)
 
     def _begin_writer(self) -> None:
         self._own.append(secrets.token_bytes(_WRITER_BYTES))
@@ -395,13 +361,10 @@ class Auditor:
         return belief
 
     def _vouched(self, state: RequestState) -> Belief:
-        """What is proved, and what an audit of the request vouches for."""
-        belief = self._belief(state)
-        vouched = Belief(dict(belief.proved))
-        for audit in self._audits.values():
-            if audit.request_id == state.id and audit.belief is belief:
-                for writer, last in audit.vouches.items():
-                    vouched.proved[writer] = max(last, vouched.proved.get(writer, -1))
+        vouched = Belief(dict(self._belief(state).proved))
+        own = (one for one in self._audits.values() if one.request_id == state.id)
+        for writer, last in (pair for one in own for pair in one.vouches.items()):
+            vouched.proved[writer] = max(last, vouched.proved.get(writer, -1))
         return vouched
 
     def _origins(self, group: int, offsets: Sequence[int]) -> list[bytes]:
@@ -417,19 +380,11 @@ class Auditor:
         is_whole: bool = False,
         vouches: dict[bytes, int] | None = None,
     ) -> bool:
-        """Leases the blocks of these runs, or the first and last of each. Returns whether the
-        request is to compute them for an audit. One that ``vouches`` for others begins only if all
-        of them are there."""
+        """Leases these blocks, or the first and last of each run; whether the request is to compute
+        them. All of them must be there if it ``vouches``."""
         assert state.namespace is not None
-        belief, starts_over, vouches = (
-            self._belief(state),
-            starts_over or bool(vouches),
-            vouches or {},
-        )
-        audit = _Audit(
-            state.id, _root(state), state.namespace, belief, starts_over, is_whole, vouches
-        )
-        wanted = 0
+        belief, names, wanted = self._belief(state), (state.id, _root(state), state.namespace), 0
+        audit = _Audit(*names, belief, starts_over or bool(vouches), is_whole, vouches or {})
         for run in map(self._comparable, runs):
             parts, count = [run], len(run.keys)
             if count > 2 * COMPARED:
@@ -458,8 +413,7 @@ class Auditor:
         audit.left += [(run.group, *row) for row in rows if row[2]]
 
     def _comparable(self, run: BlockRun) -> BlockRun:
-        """The blocks of a run whose bytes are all determined. Behind the KV of a tail there may be
-        any; a state has nothing behind it."""
+        """The blocks of a run whose bytes are all determined. Behind KV in a tail is any."""
         is_state = self._facts.groups[run.group].kind is GroupKind.STATE
         return run if is_state else run.whole()
 
@@ -478,12 +432,12 @@ class Auditor:
             self._pool.release(ticket)
         return audit
 
-    def _drop(self, number: int) -> None:
-        """Closes an audit before its end."""
-        audit = self._audits[number]
-        audit.is_void = bool(audit.vouches and audit.left)
-        if not audit.is_void:
-            self._close(number)
+    def _drop(self, digests: set[bytes] | None) -> None:
+        for number, audit in list(self._audits.items()):
+            if digests is None or audit.namespace.digest in digests:
+                audit.is_void = bool(audit.vouches and audit.left)
+                if not audit.is_void:
+                    self._close(number)
 
     def _conclude(self, number: int) -> None:
         audit = self._close(number)
@@ -502,33 +456,25 @@ class Auditor:
             "The namespace lacks something that KV depends on; please report both engines' "
             "settings. From now on this engine neither reads nor writes that namespace: "
             "its blocks are private to this process",
-            audit.namespace.digest.hex(),
-            total.unequal,
-            total.blocks,
-            audit.request_id,
+            *(audit.namespace.digest.hex(), total.unequal, total.blocks, audit.request_id),
             ", ".join(sorted(one.hex() for one in audit.origins)),
-            total.layer,
-            total.relative,
-            total.times,
+            *(total.layer, total.relative, total.times),
         )
         self._refuted(audit.namespace)
 
     def _prove(self, audit: _Audit, total: Deviation) -> None:
-        belief = audit.belief
-        is_new = any(_parts(origin)[0] not in belief.proved for origin in audit.origins)
+        proved = audit.belief.proved
+        is_new = any(_parts(origin)[0] not in proved for origin in audit.origins)
         for writer, generation in map(_parts, audit.origins):
-            belief.proved[writer] = max(generation, belief.proved.get(writer, -1))
-            belief.whole.update([writer] if audit.is_whole else [])
+            proved[writer] = max(generation, proved.get(writer, -1))
+            audit.belief.whole.update([writer] if audit.is_whole else [])
         if is_new or audit.is_whole:
             logger.info(
                 "kvrecall: audit passed: this engine computes the same KV as the pool "
                 "contains under %s: %d blocks compared, %d of them bit-identical, the "
                 "others within rounding (%.2f of the bound, in layer %s)",
-                audit.namespace.digest.hex(),
-                total.blocks,
-                total.blocks - total.unequal,
-                total.times,
-                total.layer or "none",
+                *(audit.namespace.digest.hex(), total.blocks, total.blocks - total.unequal),
+                *(total.times, total.layer or "none"),
             )
 
 
@@ -543,8 +489,7 @@ def _vouching(
 ) -> tuple[int, dict[bytes, int], list[int]]:
     """How many leading blocks, of which the ``first`` are proved, may be loaded if those behind
     them are computed; the last generation of each writer of the others; and the blocks to compare,
-    which vouch for them: ``least`` of each writer (one if it was proved before; 0: of such only),
-    none of an earlier generation than those loaded."""
+    which vouch for them: ``least`` of each writer (one if it was proved before; 0: such only)."""
     able: dict[bytes, list[int]] = {}  # by writer, blocks of no earlier generation than before
     latest: dict[bytes, int] = {}
     for place, (writer, generation) in enumerate(map(_parts, origins)):

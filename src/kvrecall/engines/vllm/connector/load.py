@@ -89,8 +89,7 @@ class LoadCostModel:
 
     @nicety("the estimate of costs")
     def step_begins(self, works: bool, prompt_tokens: int = 0, depth: int = 0) -> int | None:
-        """A step, of so many prompt tokens at which mean position. Returns a number if the workers
-        are to time it."""
+        """A step, of so many prompt tokens at which mean position. A number if workers time it."""
         self._steps += works
         if prompt_tokens < _MIN_STEP_TOKENS:
             return None
@@ -143,11 +142,7 @@ class LoadCostModel:
         lambda self, tiers, *_, **__: LoadPlan(len(tiers), self._deadline_s),
     )
     def plan(
-        self,
-        tiers: Sequence[TierName],
-        start_block: int,
-        weight: float = 1.0,
-        last: float = 1.0,
+        self, tiers: Sequence[TierName], start_block: int, weight: float = 1.0, last: float = 1.0
     ) -> LoadPlan:
         """The plan for a found prefix, ``tiers[i]`` holding block ``start_block + i``. ``weight``:
         bytes to load for a block, as a share of its bytes. ``last``: the share of the last block's
@@ -200,8 +195,7 @@ class LoadCostModel:
 
 
 class _PrefillModel:
-    """Seconds per prompt token as ``base + slope * depth``, by running least squares; ``least``
-    until the first measurement (0: unknown)."""
+    """Seconds per prompt token as ``base + slope * depth``, by least squares; ``least`` at first."""
 
     def __init__(self, least: float) -> None:
         self._least = least
@@ -310,8 +304,7 @@ class PrefixLoad:
 
     @property
     def tokens(self) -> int:
-        """Tokens behind the hit's start that the arrived blocks give; of several KV groups all that
-        the hit promised, or none."""
+        """Tokens behind the start that arrived blocks give; of several KV groups all or none."""
         assert self.offsets is not None
         came = [len(offsets) for offsets in self.offsets]
         whole = [len(run.keys) for run in self.hit.runs]
@@ -360,8 +353,7 @@ class PrefixLoad:
     # ---- within --------------------------------------------------------------------------
 
     def _is_pending(self) -> bool:
-        """Records the portions that are READY. False after the last of them, and after an
-        incomplete one."""
+        """Records the portions that are READY. False after the last, or an incomplete one."""
         while (place := len(self.whole)) < len(self.tickets):
             recall = self.pool.poll(self.tickets[place])
             if recall.state is RecallState.PENDING:

@@ -166,8 +166,7 @@ class RecallScheduler:
 
     def _load_from(self, state: RequestState, start: int) -> PrefixLoad | _Answer:
         """The load of the request's hit behind ``start``, which may begin here; or what ``match``
-        answers, as there is no hit, or a tier beyond this host, or a prefill instance, has not
-        delivered yet."""
+        answers, as there is no hit, or a remote tier or prefill instance has not delivered."""
         if start and self._auditor.doubts(state):
             return _ASK_AGAIN
         if not self._may_load(state):
@@ -202,8 +201,7 @@ class RecallScheduler:
 
     def _search(self, state: RequestState, start: int, limit: int) -> Lookup | None:
         """Looks for the longest hit between ``start`` and ``limit``, once all of it that is to be
-        waited for is there, or late; None until then. Tells the pool and vLLM, once, what the
-        request uses."""
+        waited for is there, or late; None until then. Tells pool and vLLM, once, of the use."""
         now, loading = self._clock(), state.loading
         promise = loading.promise if loading.promise and not loading.promise.is_over else None
         if (promise.wait if promise else loading.lookup).is_early(now):
@@ -282,8 +280,7 @@ class RecallScheduler:
         return shorter, plan.patience_s
 
     def _arrived(self, state: RequestState, load: PrefixLoad, is_new: bool) -> bool:
-        """Nothing more of a load is waited for: decides, once, which of its blocks are believed.
-        False if a shorter hit is loaded instead."""
+        """Nothing of a load is waited for: what is believed? False: load a shorter one."""
         if is_new:
             self._events.load_over(state, load)
         if not (is_new and load.tokens):
@@ -304,8 +301,7 @@ class RecallScheduler:
 
     def _without(self, state: RequestState, load: PrefixLoad) -> _Answer:
         """A load gives nothing: the request is computed, or a shorter hit is looked for, because a
-        block of one that needs all of them did not arrive. The pool knows by now that it is
-        lost."""
+        block of one that needs all of them did not arrive: it is lost."""
         self._drop_load(state)
         is_lost = not (load.hit.is_chain or load.given_up or state.loading.computes)
         state.loading.retries += is_lost
@@ -427,8 +423,7 @@ class RecallScheduler:
         )
 
     def _comparisons(self, computed: Sequence[Computed]) -> list[Comparison]:
-        """The comparisons of audited requests. Of the others those that decode rest: they have no
-        work within their block."""
+        """The comparisons of audited requests. Others rest while they decode in a block."""
         comparisons: list[Comparison] = []
         audited = self._auditor.audited()
         for one in computed:
@@ -539,10 +534,7 @@ class RecallScheduler:
         self._state(request)
 
     def finished(
-        self,
-        request: Any,
-        block_ids: Sequence[Sequence[int]],
-        states: Sequence[BoundaryState] = (),
+        self, request: Any, block_ids: Sequence[Sequence[int]], states: Sequence[BoundaryState] = ()
     ) -> tuple[bool, dict[str, Any]]:
         """A request ended. True if its device blocks must be kept until a release is reported.
         ``block_ids``: by KV group. ``states``: of recurrent layers that are still at the end of
@@ -574,8 +566,7 @@ class RecallScheduler:
         return hold, self._reply(state, whole)
 
     def _distrust(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
-        """Takes blocks of a request that ended out of vLLM's prefix cache if they may be wrong: of
-        a step that failed, which aborts all requests, or loaded and not proved."""
+        """Uncaches blocks of a step that failed, which aborts all, or loaded and not proved."""
         is_broken = self._facts.recovers and state.request.status.name == _ABORTED
         if is_broken:
             self._saver.invalidate(state)
@@ -596,8 +587,7 @@ class RecallScheduler:
 
     def reset(self) -> bool:
         """Forgets all pooled blocks permanently, those beyond this host, too: from here on this
-        engine's blocks have a namespace private to this process. False (and no effect) while
-        blocks are being loaded."""
+        engine's blocks have a namespace private to this process. False while it loads."""
         if self._loading:
             return False
         self._events.changes()
@@ -620,8 +610,7 @@ class RecallScheduler:
         return state
 
     def _settle(self, state: RequestState) -> None:
-        """Determines a request's namespace, once that is possible, and the promise of a prefill
-        instance for it."""
+        """Determines a request's namespace, once possible, and a prefill instance's promise."""
         if state.settled or not self.namespaces.is_settled(state.request):
             return
         state.settled = True
