@@ -195,7 +195,7 @@ class LoadCostModel:
 
 
 class _PrefillModel:
-    """Seconds per prompt token as ``base + slope * depth``, by least squares; ``least`` at first."""
+    """Seconds per prompt token: ``base + slope * depth``, by least squares; ``least`` at first."""
 
     def __init__(self, least: float) -> None:
         self._least = least
