@@ -531,6 +531,7 @@ def test_blocks_on_the_device_wait_for_the_audit_of_who_loaded_them(
     Audited(pool).run("x", 60, first=500)
     two.side.finished(audited(two, "e", 60, first=500), ([7, 8],))
     assert taken == [{7, 8}]
+    assert two.run("f", 60, first=500) == 32, "nothing was proved"
 
 
 def test_a_proof_ends_with_the_weights(pool: Pool) -> None:
@@ -557,24 +558,17 @@ def test_off_believes_everything(pool: Pool) -> None:
     assert Audited(pool, audit="off").run("b", 40) == 32
 
 
-def test_prompts_with_images_are_proved_by_themselves(pool: Pool) -> None:
-    Audited(pool).run("a", 40)
+@pytest.mark.parametrize("what", ["mm_features", "lora_request"])
+def test_prompts_with_images_or_an_adapter_are_computed_whole(pool: Pool, what: str) -> None:
+    """And proved by themselves."""
     two = Audited(pool)
-    two.run("b", 40)
-    request = two.request("c", 40)
-    request.mm_features = [SimpleNamespace()]
-    assert two.matched(request) == 0
-
-
-def test_an_ended_request_proves_only_what_it_computed(pool: Pool) -> None:
-    Audited(pool).run("a", 60)
-    two = Audited(pool)
-    request = two.request("b", 60)
-    assert two.matched(request) == 32
-    two.side.finished(request, ([],))
-    assert counts(two) == (0, 0)
-    assert pool.stats().leases == 0
-    assert two.run("c", 60) == 32, "nothing was proved"
+    for bench, name in (Audited(pool), "a"), (two, "b"):
+        request = bench.request(name, 40)
+        setattr(request, what, [SimpleNamespace()] if what == "mm_features" else "adapter")
+        assert bench.side.match(request, 0) == (0, False)
+        bench.report(bench.step(request, 40))
+        bench.side.finished(request, ([],))
+    assert counts(two) == (1, 0)
 
 
 def test_only_blocks_that_decoding_does_not_change_are_compared(pool: Pool) -> None:

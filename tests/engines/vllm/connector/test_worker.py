@@ -25,13 +25,7 @@ from kvrecall.engines.vllm.connector.copier import LONGEST_S, Copier, CopyQueue
 from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.engines.vllm.device.base import Batch, Copy, Event
 from kvrecall.engines.vllm.device.inline import Moment
-from kvrecall.engines.vllm.wire import (
-    ORIGIN_BYTES,
-    EngineFacts,
-    LoadOrder,
-    StepOrders,
-    StoreOrder,
-)
+from kvrecall.engines.vllm.wire import ORIGIN_BYTES, EngineFacts, LoadOrder, StepOrders, StoreOrder
 from kvrecall.errors import EngineError
 from kvrecall.pool import Pool
 from kvrecall.pool.base import NO_ARENA
@@ -173,9 +167,7 @@ def test_nothing_is_found_before_its_copy_is_made(machine: Machine) -> None:
     assert machine.matched(again) == (0 if machine.late else 3 * BLOCK)
 
 
-def test_a_preempted_requests_blocks_are_read_before_they_are_overwritten(
-    machine: Machine,
-) -> None:
+def test_a_preempted_requests_blocks_are_read_before_they_are_overwritten(machine: Machine) -> None:
     first = machine.request("first", 2 * BLOCK + 4)
     machine.run(machine.step(first, first.num_tokens), {1: 21, 2: 22})
     first.status = RequestStatus.PREEMPTED

@@ -62,10 +62,7 @@ value of KV, and blocks that the host holds."""
 @pytest.mark.long
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant(
-    name: str,
-    start: Callable[..., Engine],
-    model_folder: Callable[..., Path],
-    tmp_path: Path,
+    name: str, start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     architecture, options, kv_bytes, blocks = VARIANTS[name]
     if options.get("kv_cache_dtype") == "fp8" and not torch.cpu._is_avx512_supported():
