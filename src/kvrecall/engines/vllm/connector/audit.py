@@ -500,10 +500,9 @@ def _vouching(
     doubted = [place for place in range(first, len(origins)) if not belief.trusts(origins[place])]
     for place in doubted:
         writer, _ = _parts(origins[place])
-        count = 1 if writer in belief.proved else least
-        if place < end and writer not in by:
-            by[writer] = able[writer][-count:] if count else []
-            end = min(end, by[writer][0] if len(by[writer]) == max(count, 1) else place)
+        if place < end and writer not in by:  # of too few, as of all, the first is this one
+            by[writer] = able[writer][-(1 if writer in belief.proved else least) :]
+            end = min(end, by[writer][0])
     vouches: dict[bytes, int] = {}
     for writer, generation in (_parts(origins[place]) for place in doubted if place < end):
         vouches[writer] = max(generation, vouches.get(writer, 0))
