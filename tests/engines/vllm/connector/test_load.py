@@ -150,6 +150,14 @@ def test_the_wait_is_bounded_by_what_is_expected() -> None:
     assert stalled.plan((DISK,) * 50, 0).blocks < 50, "a stall is believed at once"
 
 
+def test_few_blocks_tell_a_latency_and_no_bandwidth() -> None:
+    it = costs(None, ms_per_token=1)
+    it.saw_load(DISK, 1, 0.5, whole=True)
+    assert it.plan((DISK,) * 179, 0).blocks == 179
+    it.saw_load(DISK, 8, 4.0, whole=True)
+    assert it.plan((DISK,) * 179, 0).blocks < 179
+
+
 def test_blocks_that_come_pay_for_the_wait() -> None:
     it = costs(1000, ms_per_token=1)
     assert it.gained_seconds((), 0) == 0

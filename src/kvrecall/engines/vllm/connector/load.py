@@ -35,6 +35,7 @@ _MOST_TIMED = 64  # steps whose time is still to be reported
 _PROBE_SHARE = 0.05  # share of the computing time that a probe of a slow tier may cost
 _PROBE_EVERY = 4  # a tier that is passed over is tried again so often
 _PROBE_AFTER_S = 5.0  # and when nothing was loaded from it for so long
+_FEW = 8  # blocks: fewer tell no bandwidth
 _RISK_SHARE = 0.08  # share of the computing time at stake that may be waited in vain
 
 
@@ -124,18 +125,18 @@ class LoadCostModel:
             self._prefill.saw(tokens, depth, seconds)
 
     @nicety("the estimate of costs")
-    def saw_load(self, tier: TierName, blocks: float, seconds: float) -> None:
+    def saw_load(self, tier: TierName, blocks: float, seconds: float, whole: bool = False) -> None:
         """``blocks`` blocks arrived from ``tier`` within ``seconds`` of the request, queues
-        included. Blocks that did not arrive in time lower the bandwidth."""
+        included. Those that did not arrive in time lower the bandwidth; few that did do not."""
         self._seen_at[tier] = self._clock()
         rate = max(blocks, 0.1) * self._block_bytes / max(seconds, 1e-6)
         known = self._bandwidth.get(tier)
+        if whole and blocks < _FEW and rate < (known or float("inf")):
+            return
         if known is None or not known / 2 <= rate <= 2 * known:
             self._bandwidth[tier] = rate  # a tier that stalls, or has recovered: believed at once
         else:
             self._bandwidth[tier] = _MEMORY * known + (1 - _MEMORY) * rate
-
-    # ---- what follows -------------------------------------------------------------------
 
     @nicety(
         "the estimate of costs",
@@ -288,9 +289,8 @@ class PrefixLoad:
         for (number, _), recall in zip(self.portions, self.whole, strict=False):
             self.offsets[number] += recall.offsets
         self.was_late = self.given_up or self.costs.elapsed(self.mark) >= self.deadline_s
-        # After a step of other work it is only known that the blocks took longer than until they
-        # were last seen pending. Blocks that did not arrive although they were awaited were lost (a
-        # damaged file, a dead service), which says nothing about speed.
+        # After other work it is only known that the blocks took longer than until they were last
+        # seen pending. Lost ones (a damaged file, a dead service) say nothing about speed.
         elapsed = self.costs.elapsed(self.mark) if self.costs.idle_since(self.mark) else 0.0
         seconds = elapsed or self.pending_s
         for tier in {tier for run in self.hit.runs for tier in run.tiers} - {TierName.HOST}:
@@ -299,7 +299,7 @@ class PrefixLoad:
                 for (number, _), recall in zip(self.portions, self.whole, strict=False)
             )
             if seconds > 0 and (came or self.given_up):
-                self.costs.saw_load(tier, came, seconds)
+                self.costs.saw_load(tier, came, seconds, not self.was_late)
         return True
 
     @property
