@@ -574,17 +574,6 @@ def test_only_blocks_that_decoding_does_not_change_are_compared(pool: Pool) -> N
     assert comparison.copy.block_ids == (2,)
 
 
-def test_of_a_long_hit_its_ends_are_compared(pool: Pool) -> None:
-    """Where it is computed whole."""
-    Audited(pool).run("a", 50 * BLOCK)
-    two = Audited(pool)
-    request = two.request("b", 50 * BLOCK)
-    request.mm_features = [SimpleNamespace()]
-    assert two.matched(request) == 0
-    (comparison,) = two.step(request, 50 * BLOCK).comparisons
-    assert comparison.copy.block_ids == (*range(1, 17), *range(34, 50))
-
-
 # ---- the comparison ------------------------------------------------------------------------
 
 

@@ -472,7 +472,9 @@ def test_another_engines_blocks_are_compared_in_every_group(
     pool: Pool, shape: str, loaded: int, compared: dict[int, int]
 ) -> None:
     """Those behind the boundary before the hit's end; all of it where a state is needed."""
-    Bench(pool, SHAPES[shape]).run(prompt(160))
+    writer = Bench(pool, SHAPES[shape])
+    writer.run(prompt(160)[:97])  # which keeps a state there
+    writer.run(prompt(160))
     reader = Bench(pool, SHAPES[shape], audit=4096)
     for recalled in (loaded, 128 if shape in ("sizes", "states") else 144):
         request, _, found = reader.begin(prompt(160))
@@ -486,7 +488,19 @@ def test_another_engines_blocks_are_compared_in_every_group(
         reader.end(request)
         reader.forget_device()
         compared = {}
-    assert pool.stats().leases == pool.stats().reserved == 0
+    writer.side._auditor._since -= 2.0
+    writer.run(prompt(160, 9))
+    assert reader.begin(prompt(160, 9))[2] == (loaded or 128), "later; states load for an hour more"
+
+
+def test_what_a_boundary_needs_is_not_proved_by_earlier_blocks_behind_it(pool: Pool) -> None:
+    Bench(pool, SHAPES["gemma"]).run(prompt(160))
+    reader = Bench(pool, SHAPES["gemma"], audit=4096)
+    request = reader.request(prompt(160))
+    ticket = pool.acquire(reader.side._states[request.request_id].keys(1, 2), 1.0)
+    pool.arena.array()[pool.poll(ticket).offsets[0] + RECORD + ORIGIN_BYTES - 1] += 1
+    pool.release(ticket)
+    assert reader.admit(request) == (0, 0)
 
 
 def agreement(comparisons: Sequence[Comparison]) -> StepReport:
