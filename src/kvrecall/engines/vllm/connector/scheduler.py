@@ -280,7 +280,7 @@ class RecallScheduler:
         return shorter, plan.patience_s
 
     def _arrived(self, state: RequestState, load: PrefixLoad, is_new: bool) -> bool:
-        """Nothing of a load is waited for: what is believed? False: load a shorter one."""
+        """A load is over: decides, once, what is believed. False: a shorter one is loaded."""
         if is_new:
             self._events.load_over(state, load)
         if not (is_new and load.tokens):
