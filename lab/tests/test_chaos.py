@@ -23,13 +23,7 @@ from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import Engine
 from kvrecall_lab.chaos import run
 from kvrecall_lab.chaos.faults import DiskFaults, stored_blocks
-from kvrecall_lab.chaos.oracle import (
-    FAULTS,
-    Conversations,
-    DurabilityOracle,
-    Turn,
-    sure_part,
-)
+from kvrecall_lab.chaos.oracle import FAULTS, Conversations, DurabilityOracle, Turn, sure_part
 from kvrecall_lab.engines.engine import Answer, Question
 
 NAMESPACE = namespace("chaos")

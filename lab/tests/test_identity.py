@@ -17,12 +17,7 @@ from kvrecall_lab.engines.engine import Answer
 from kvrecall_lab.identity.engines import Life, Reply
 from kvrecall_lab.identity.pairs import EQUAL, OTHER, PAIRS, Kv
 from kvrecall_lab.identity.setups import BLOCK, KNOWN, Prompts
-from kvrecall_lab.identity.trial import (
-    Reference,
-    Verdict,
-    _judge,
-    _unfairness,
-)
+from kvrecall_lab.identity.trial import Reference, Verdict, _judge, _unfairness
 from kvrecall_lab.models import write_model
 from kvrecall_lab.models.variants import (
     write_changed,

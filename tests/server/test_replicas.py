@@ -47,7 +47,7 @@ def complete(server: LiveServer, replica: int, text: str) -> tuple[str, dict[str
 @pytest.mark.long
 @pytest.mark.engine
 def test_a_replica_recalls_what_another_computed(server: LiveServer) -> None:
-    for replica in range(2):  # the second computes its first hit, too, to prove the first
+    for replica in range(2):  # the second audits its first hit, which proves the first
         complete(server, replica, "Once upon a time there was " + TEXT)
     first, came_from = complete(server, 0, TEXT)
     assert came_from["computed"] == 900

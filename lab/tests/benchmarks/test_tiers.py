@@ -13,11 +13,7 @@ from kvrecall_lab.bench.stores import Copy, Space, Store, StoreError
 from kvrecall_lab.bench.tiers import DISK, MEMORY, Candidates, Size, compare
 
 SMALL = Size(block_bytes=64 << 10, request_blocks=4, requests=2, rounds=2)
-PEERS = {
-    "Mooncake client": "mooncake.store",
-    "vLLM file system": "vllm",
-    "LMCache CPU": "lmcache",
-}
+PEERS = {"Mooncake client": "mooncake.store", "vLLM file system": "vllm", "LMCache CPU": "lmcache"}
 
 
 def measured(candidates: Candidates, path: Path) -> dict[str, Any]:

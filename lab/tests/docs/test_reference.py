@@ -62,11 +62,7 @@ def test_metrics_are_made_only_where_the_reference_looks_for_them() -> None:
         for name in node.names
         if name.name in kinds or name.name.endswith("MetricFamily")
     }
-    assert makers == {
-        "engines.vllm.connector.metrics",
-        "router.metrics",
-        "server.metrics",
-    }
+    assert makers == {"engines.vllm.connector.metrics", "router.metrics", "server.metrics"}
 
 
 def test_a_metric_that_is_named_anywhere_is_in_the_reference() -> None:

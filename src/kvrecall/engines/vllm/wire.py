@@ -55,13 +55,13 @@ class StoreOrder:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Device blocks that this step completes, to be compared with records of the arena.
-    ``repeated``: the request has loaded the blocks before these, which are wrong, too, if these
-    differ; it then starts over."""
+    ``starts_over``: requests have loaded blocks for which these vouch: if they differ, or cannot be
+    compared, or are none, all running requests start over."""
 
     number: int
     request_id: str
     copy: Copy
-    repeated: bool
+    starts_over: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +315,7 @@ class EngineFacts:
     most that one rank loads. ``exact_blocks``: number of blocks of a
     sequence that have the same KV however it is decoded: retrieval attention is approximate.
     ``match_unit``: tokens of which a hit is a multiple, where hits may end inside blocks.
+    ``has_experts``: a token takes some of a layer's weights only.
     ``recovers``: a step that fails does not end the engine; vLLM aborts all requests, and the
     workers' reports of that step come with the next.
 
@@ -333,6 +334,7 @@ class EngineFacts:
     exact_blocks: int = ALL_BLOCKS
     match_unit: int | None = None
     recovers: bool = False
+    has_experts: bool = False
     chain: int = field(init=False)
     block_size: int = field(init=False)
     alignment: int = field(init=False)

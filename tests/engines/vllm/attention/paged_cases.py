@@ -8,12 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kvrecall.attention.kernels.device import (
-    Bucket,
-    DeviceStep,
-    SequenceFacts,
-    attend_by_triton,
-)
+from kvrecall.attention.kernels.device import Bucket, DeviceStep, SequenceFacts, attend_by_triton
 from kvrecall.attention.kernels.oracle import attend_plainly
 
 KV_HEADS = 2

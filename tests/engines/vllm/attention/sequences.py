@@ -11,11 +11,7 @@ import torch
 
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity, HeatTotals
-from kvrecall.engines.vllm.attention.base import (
-    AttentionKernel,
-    AttentionParameters,
-    KernelShape,
-)
+from kvrecall.engines.vllm.attention.base import AttentionKernel, AttentionParameters, KernelShape
 from kvrecall.engines.vllm.attention.cpu import CpuKernel, attend_in_place, write_tokens
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence

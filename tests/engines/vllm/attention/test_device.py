@@ -28,11 +28,7 @@ FEW = {
     "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY": "9999",
 }
 AS_GPU = {"prelude": "engines.vllm.attention.asgpu"}
-INTERPRETED = {
-    "TRITON_INTERPRET": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "AS_GPU": "TRITON_ATTN",
-}
+INTERPRETED = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "0", "AS_GPU": "TRITON_ATTN"}
 MIXED = [230, 157, 40]
 """Sparse, growing past the boundary, dense."""
 DECODED = 4

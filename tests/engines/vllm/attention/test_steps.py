@@ -281,11 +281,7 @@ def test_blocks_that_digests_do_not_divide_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [
-        {"sliding_window": 512},
-        {"alibi_slopes": torch.zeros(2)},
-        {"attn_type": "encoder_only"},
-    ],
+    [{"sliding_window": 512}, {"alibi_slopes": torch.zeros(2)}, {"attn_type": "encoder_only"}],
 )
 def test_layers_that_cannot_choose_are_refused(changed: dict[str, Any]) -> None:
     plain = {"attn_type": "decoder", "alibi_slopes": None}

@@ -41,6 +41,7 @@ from kvrecall.engines.vllm.connector.handover import Promise, receipt
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.engines.vllm.wire import (
     ORIGIN_BYTES,
+    Comparison,
     Deviation,
     EngineFacts,
     GroupFacts,
@@ -457,15 +458,58 @@ def test_the_next_turn_begins_behind_the_answer(pool: Pool) -> None:
     assert bench.run(turn)[1] == 160
 
 
-def test_another_engines_blocks_are_compared_in_every_group(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("shape", "loaded", "compared"),
+    [
+        ("gemma", 128, {0: 1, 1: 1, 2: 1}),
+        ("sizes", 96, {0: 1, 1: 2}),
+        ("windows", 128, {0: 1}),
+        ("chunks", 128, {0: 1, 1: 1}),
+        ("states", 0, {0: 1, 1: 4, 2: 1}),
+    ],
+)
+def test_another_engines_blocks_are_compared_in_every_group(
+    pool: Pool, shape: str, loaded: int, compared: dict[int, int]
+) -> None:
+    """Those behind the boundary before the hit's end; all of it where a state is needed."""
+    writer = Bench(pool, SHAPES[shape])
+    writer.run(prompt(160)[:97])  # which keeps a state there
+    writer.run(prompt(160))
+    reader = Bench(pool, SHAPES[shape], audit=4096)
+    for recalled in (loaded, 128 if shape in ("sizes", "states") else 144):
+        request, _, found = reader.begin(prompt(160))
+        assert found == recalled
+        reader.orders.clear()
+        reader.prefill(request)
+        comparisons = [one for step in reader.orders for one in step.comparisons]
+        assert {one.copy.group: len(one.copy.block_ids) for one in comparisons} == compared
+        assert {one.starts_over for one in comparisons} <= {bool(loaded)}
+        reader.side.reported(agreement(comparisons), set(), set())
+        reader.end(request)
+        reader.forget_device()
+        compared = {}
+    writer.side._auditor._since -= 2.0
+    writer.run(prompt(160, 9))
+    assert reader.begin(prompt(160, 9))[2] == (loaded or 128), "later; states load for an hour more"
+
+
+def test_what_a_boundary_needs_is_not_proved_by_earlier_blocks_behind_it(pool: Pool) -> None:
     Bench(pool, SHAPES["gemma"]).run(prompt(160))
     reader = Bench(pool, SHAPES["gemma"], audit=4096)
-    request, _, recalled = reader.begin(prompt(160))
-    assert recalled == 0
-    reader.prefill(request)
-    (step,) = reader.orders
-    compared = {one.copy.group: len(one.copy.block_ids) for one in step.comparisons}
-    assert compared == {0: 3, 1: 3, 2: 9}
+    request = reader.request(prompt(160))
+    ticket = pool.acquire(reader.side._states[request.request_id].keys(1, 2), 1.0)
+    pool.arena.array()[pool.poll(ticket).offsets[0] + RECORD + ORIGIN_BYTES - 1] += 1
+    pool.release(ticket)
+    assert reader.admit(request) == (0, 0)
+
+
+def agreement(comparisons: Sequence[Comparison]) -> StepReport:
+    report = StepReport()
+    for one in comparisons:
+        _, known = report.compared.get(one.number, (0, Deviation()))
+        ranks = sum(each.number == one.number for each in comparisons)
+        report.compared[one.number] = ranks, known.plus(Deviation(len(one.copy.block_ids)))
+    return report
 
 
 def test_namespaces_of_one_group_are_those_of_the_engine(pool: Pool) -> None:
@@ -721,9 +765,7 @@ def test_tails_of_another_engine_are_read_once_it_is_proved(pool: Pool, shape: s
     compared = Counter[int]()
     for one in (one for each in reader.orders for one in each.comparisons):
         compared[one.copy.group] += len(one.copy.block_ids)
-        deviation = Deviation(blocks=len(one.copy.block_ids))
-        report = StepReport(compared={one.number: (1, deviation)})
-        reader.side.reported(report, set(), set())
+        reader.side.reported(agreement([one]), set(), set())
     assert compared == ({0: 1, 1: 1, 2: 1} if shape == "finer" else {0: 1})
     reader.forget_device()
     assert reader.run(prompt(110)) == (0, 96)

@@ -90,8 +90,8 @@ def test_a_tail_of_replaced_tokens_has_the_new_tokens_key(pool: Pool) -> None:
 
 
 def test_a_hit_of_several_groups_that_is_audited_is_not_tried_again(pool: Pool) -> None:
-    GroupBench(pool, SHAPES["gemma"]).run(prompt(200))
-    bench = GroupBench(pool, SHAPES["gemma"], audit=4096)
+    GroupBench(pool, SHAPES["states"]).run(prompt(200))
+    bench = GroupBench(pool, SHAPES["states"], audit=4096)
     assert bench.side.match(bench.request(prompt(200)), 0) == (0, False)
 
 
@@ -148,6 +148,14 @@ def test_the_wait_is_bounded_by_what_is_expected() -> None:
     stalled = costs(1000, ms_per_token=1)
     stalled.saw_load(DISK, 1, 0.2)
     assert stalled.plan((DISK,) * 50, 0).blocks < 50, "a stall is believed at once"
+
+
+def test_few_blocks_tell_a_latency_and_no_bandwidth() -> None:
+    it = costs(None, ms_per_token=1)
+    it.saw_load(DISK, 1, 0.5, whole=True)
+    assert it.plan((DISK,) * 179, 0).blocks == 179
+    it.saw_load(DISK, 8, 4.0, whole=True)
+    assert it.plan((DISK,) * 179, 0).blocks < 179
 
 
 def test_blocks_that_come_pay_for_the_wait() -> None:

@@ -28,10 +28,7 @@ from kvrecall.engines.vllm.compat.offloadable import OffloadableSpec
 from kvrecall.engines.vllm.compat.scheduler import block_manager
 from kvrecall.engines.vllm.connector import connector as connector_module
 from kvrecall.engines.vllm.connector.connector import RecallConnector
-from kvrecall.engines.vllm.connector.offload import (
-    PATIENCE,
-    OffloadPlanner,
-)
+from kvrecall.engines.vllm.connector.offload import PATIENCE, OffloadPlanner
 from kvrecall.engines.vllm.connector.scheduler import MakePlanner, RecallScheduler
 from kvrecall.engines.vllm.wire import (
     ORIGIN_BYTES,

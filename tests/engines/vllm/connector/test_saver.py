@@ -111,9 +111,7 @@ def test_drafts_are_saved_once_they_are_tokens(pool: Pool) -> None:
     assert stored(bench.step(request, 1)) == [1]
 
 
-def test_blocks_of_a_session_whose_tokens_are_replaced_have_the_new_tokens_keys(
-    pool: Pool,
-) -> None:
+def test_blocks_of_a_session_whose_tokens_are_replaced_have_the_new_tokens_keys(pool: Pool) -> None:
     """vLLM drops what a session has not computed when more of its prompt arrives."""
     bench = Bench(pool, ONE)
     request = bench.request("r", 40)

@@ -699,10 +699,7 @@ def test_orders_and_reports_are_the_same_to_the_workers() -> None:
         [Comparison(9, "d", copies[0], True)],
         (4088, 1 << 33),
         OffloadOrders(
-            [Departure("e", 1, (2,), (3,), (4,))],
-            {5: "e"},
-            ["f"],
-            [Arrival("g", 1, (2,), (3,))],
+            [Departure("e", 1, (2,), (3,), (4,))], {5: "e"}, ["f"], [Arrival("g", 1, (2,), (3,))]
         ),
         11,
         False,

@@ -27,6 +27,7 @@ from kvrecall.engines.vllm.device.base import Batch, Copy, Event
 from kvrecall.engines.vllm.device.inline import Moment
 from kvrecall.engines.vllm.wire import (
     ORIGIN_BYTES,
+    Comparison,
     EngineFacts,
     LoadOrder,
     StepOrders,
@@ -173,9 +174,7 @@ def test_nothing_is_found_before_its_copy_is_made(machine: Machine) -> None:
     assert machine.matched(again) == (0 if machine.late else 3 * BLOCK)
 
 
-def test_a_preempted_requests_blocks_are_read_before_they_are_overwritten(
-    machine: Machine,
-) -> None:
+def test_a_preempted_requests_blocks_are_read_before_they_are_overwritten(machine: Machine) -> None:
     first = machine.request("first", 2 * BLOCK + 4)
     machine.run(machine.step(first, first.num_tokens), {1: 21, 2: 22})
     first.status = RequestStatus.PREEMPTED
@@ -512,6 +511,18 @@ def test_the_probe_measures_the_device_and_not_the_launch(monkeypatch: pytest.Mo
     devices.device_of.cache_clear()
     assert found == pytest.approx(1e10 / a_second, rel=0.02)
     assert len(rows) < 30
+
+
+def test_who_has_loaded_what_cannot_be_compared_starts_over(machine: Machine) -> None:
+    nothing, equal = Copy((), ()), Copy((1,), (0,))
+    told = {"nothing": (nothing, True), "equal": (equal, True), "not loaded": (nothing, False)}
+    comparisons = [Comparison(7, name, *order) for name, order in told.items()]
+    orders = StepOrders(machine.pool.arena_handle(), comparisons=comparisons)
+    machine.worker.before_overwrite(orders)
+    machine.worker.start_stores(orders)
+    report = machine.worker.report()
+    assert report is not None
+    assert report.refuted == {"nothing"}
 
 
 def test_a_prefill_is_timed_by_the_device(machine: Machine) -> None:

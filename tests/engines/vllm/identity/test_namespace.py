@@ -28,12 +28,7 @@ from kvrecall.engines.fingerprint import Memory
 from kvrecall.engines.vllm.compat import scheduler
 from kvrecall.engines.vllm.compat.config import head_replicas, sharing_of
 from kvrecall.engines.vllm.identity import weights
-from kvrecall.engines.vllm.identity.changes import (
-    Look,
-    RankWeights,
-    adapters_of,
-    digest_of,
-)
+from kvrecall.engines.vllm.identity.changes import Look, RankWeights, adapters_of, digest_of
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.engines.vllm.identity.namespace import Adapters, namespace_of
 from kvrecall.engines.vllm.identity.weights import RunningWeights, Weights
@@ -644,9 +639,7 @@ def test_a_namespace_can_be_read(model: Path) -> None:
     assert "switches" in parts["loaded"]
 
 
-def test_it_does_not_matter_whether_a_start_compiled_or_found_what_it_compiled(
-    model: Path,
-) -> None:
+def test_it_does_not_matter_whether_a_start_compiled_or_found_what_it_compiled(model: Path) -> None:
     """vLLM notes it in the model; on a GPU, where it compiles by default, a restart had another
     namespace, and found nothing on disk."""
     vllm = config_of(model, compilation_config={"mode": 3})

@@ -27,10 +27,7 @@ from kvrecall.engines.vllm.connector.pages import GroupPages, pages_of
 from kvrecall.engines.vllm.device.base import Copy
 
 BLOCKS, TOKENS, HEADS, SIZE = 6, 16, 2, 64
-MODES = {
-    KVQuantMode.INT8_PER_TOKEN_HEAD: torch.int8,
-    KVQuantMode.FP8_PER_TOKEN_HEAD: torch.uint8,
-}
+MODES = {KVQuantMode.INT8_PER_TOKEN_HEAD: torch.int8, KVQuantMode.FP8_PER_TOKEN_HEAD: torch.uint8}
 NAME = "model.layers.0.self_attn.attn"
 
 

@@ -62,10 +62,7 @@ value of KV, and blocks that the host holds."""
 @pytest.mark.long
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant(
-    name: str,
-    start: Callable[..., Engine],
-    model_folder: Callable[..., Path],
-    tmp_path: Path,
+    name: str, start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     architecture, options, kv_bytes, blocks = VARIANTS[name]
     if options.get("kv_cache_dtype") == "fp8" and not torch.cpu._is_avx512_supported():
@@ -114,7 +111,7 @@ def test_adapters_of_one_name(
     other = engine.ask(prompt, lora=["style", 1, str(path)])
     assert hits(other) == (0, 0, 0)
     assert other["logprobs"] != first["logprobs"]
-    assert hits(engine.ask(prompt)) == (0, 0, 0)  # the first hit is audited
+    assert sum(hits(engine.ask(prompt))) == 2 * BLOCK  # the first hit is audited by its last block
     assert engine.forget_device()
     again = engine.ask(prompt)
     assert sum(hits(again)) == 3 * BLOCK
@@ -173,7 +170,7 @@ def test_any_number_of_ranks_reads_what_another_wrote(
         )
         for place, number in enumerate(old):
             recalled = engine.ask(prompts[number])
-            assert hits(recalled) == ((0, 0, 3 * BLOCK) if place else (0, 0, 0)), (ranks, number)
+            assert hits(recalled) == (0, 0, (2 + place) * BLOCK), (ranks, number)
             again = engine.ask(prompts[number])
             assert hits(again) == (3 * BLOCK, 0, 0)
             if place:

@@ -11,12 +11,10 @@ from itertools import zip_longest
 from kvrecall.block import BlockKey
 
 MOST_BYTES = 32 << 20
-"""What a memory of chains may take: five million tokens in blocks of 128, 1.5 million in blocks of
-16."""
+"""What a memory of chains may take: five million tokens in blocks of 128, 1.5 in those of 16."""
 
 LEAST_COMMON = 8
-"""Tokens that a prompt has to share with another one, if no block of it is known, to be said to
-leave it: fewer are those of a chat template."""
+"""Tokens that a prompt shares with one it is said to leave: fewer are a chat template's."""
 
 _BLOCK_BYTES = 300  # of a block's key, the entry that finds it, and their objects
 _SEGMENT_BYTES = 1400  # most of it is the list of what leaves a block

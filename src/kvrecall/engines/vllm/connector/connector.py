@@ -258,8 +258,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             scheduler.on_workers(self._vllm_config, functools.partial(_map_arena, handle=handle))
 
     def _pool_events(self, side: RecallScheduler) -> events.EngineEvents | None:
-        """What publishes the pool's tiers; None if the engine publishes no events, or if the pool
-        is not its own."""
+        """What publishes the pool's tiers; None if none are, or the pool is not its own."""
         if not events.are_published(self._vllm_config):
             return None
         if not isinstance(self._pool, Pool):
@@ -342,6 +341,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             exact_blocks=exact_blocks,
             match_unit=unit,
             recovers=bool(self._vllm_config.parallel_config.enable_fault_tolerance),
+            has_experts=bool(self._vllm_config.parallel_config.is_moe_model),
         )
 
     @nicety("the naming of this engine's blocks, so that none are pooled,")
@@ -490,8 +490,7 @@ def _settings_of(vllm_config: Any) -> RecallSettings:
 
 
 def _check_room(host: int, facts: wire.EngineFacts, max_model_len: int) -> None:
-    """Raises ConfigError if the host tier cannot hold one block; warns if it cannot hold a whole
-    sequence."""
+    """Raises ConfigError if the host tier cannot hold a block; warns if it holds no sequence."""
     needed = sum(slot_bytes_of(group.block_bytes) for group in facts.groups)
     if host < needed:
         raise ConfigError(

@@ -35,8 +35,7 @@ _ITEMS = 2048
 """Of a larger order the first are copied while the others' addresses are computed."""
 
 LONGEST_S = 30.0
-"""Without progress, after which copies of a direction are stuck. They take milliseconds, behind a
-step of the engine."""
+"""Without progress, after which copies of a direction are stuck. They take milliseconds."""
 
 _POLL_S = 0.001
 _ERRORS = RuntimeError, MemoryError, IndexError, KvrecallError
@@ -69,8 +68,7 @@ class _Order:
 
 
 class CopyQueue:
-    """Batches in one direction, completed in their order, on a stream of their own. Owned by its
-    worker; not thread-safe.
+    """Batches in one direction, completed in order, on a stream of their own. Not thread-safe.
 
     A thread of the queue's own computes addresses and calls the driver, which takes half a
     microsecond of its time for each item and may wait for room in the stream.
@@ -92,8 +90,7 @@ class CopyQueue:
         return bool(self._under_way)
 
     def submit(self, nbytes: int, batches: Iterator[Batch]) -> None:
-        """Copies ``batches``, of so many bytes together, after all work that the engine has queued
-        on the device so far."""
+        """Copies ``batches``, of so many bytes, after all work queued on the device so far."""
         before = self._device.current().record()
         if not self._under_way:
             self._progress_at = self._clock()
@@ -153,8 +150,7 @@ class CopyQueue:
         )
 
     def drain(self) -> list[Moved]:
-        """Waits until every submitted batch is complete, or until they are stuck; returns those
-        since the last call."""
+        """Waits until every submitted batch is complete, or stuck; those since the last call."""
         moved = self.completed()
         while self._under_way and not self.is_stuck:
             time.sleep(_POLL_S)
@@ -198,8 +194,7 @@ class _Places:
 
     def rows(self, copy: Copy, arena_bytes: int, is_store: bool) -> tuple[Addresses, Addresses]:
         """The blocks, and the offsets of their records. The null block (0) holds no tokens: a load
-        leaves it out. Raises IndexError for others than there are, and for two copies to one
-        place."""
+        leaves it out. Raises IndexError for others than there are, and two copies to one place."""
         if len(copy.block_ids) != len(copy.offsets):
             raise IndexError(f"{copy} has not an offset for each block")
         blocks, offsets = np.array([copy.block_ids, copy.offsets], dtype=np.int64)
@@ -298,8 +293,7 @@ class Copier:
         return self.loads.completed(), self.stores.completed()
 
     def drain(self) -> tuple[list[Moved], list[Moved]]:
-        """Waits until every submitted copy is complete, or until they are stuck; loads and stores
-        since the last call."""
+        """Waits until every copy is complete, or stuck; loads and stores since the last call."""
         return self.loads.drain(), self.stores.drain()
 
     def close(self) -> tuple[list[Moved], list[Moved]]:

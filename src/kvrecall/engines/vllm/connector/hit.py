@@ -28,8 +28,7 @@ _MOST_PROBED = 256  # boundaries inside blocks, from the end of the chain back
 _MOST_INSIDE = 65536  # ends inside whole blocks that are known
 
 FirstNeeded = Callable[[int, int], int]
-"""``(group, tokens)``: index of the first block of the group that a prefix of so many tokens needs
-on the device."""
+"""``(group, tokens)``: the group's first block that so long a prefix needs on the device."""
 
 _Tiers = tuple[TierName | None, ...]
 _Located = tuple[BlockKey, TierName]
@@ -107,8 +106,7 @@ class Lookup:
     """What a search found: the longest ``hit``. ``is_pending``: a tier beyond this host has not
     answered yet. ``missing``: a block of another group, without which the hit is shorter than the
     chain. Once all is answered, ``boundary``: where such blocks should be kept from now on, because
-    other requests share the prefix so far; ``used``: those that the request uses, or would have
-    used had they been there."""
+    other requests share the prefix so far; ``used``: those that the request uses, or would."""
 
     hit: Hit | None
     is_pending: bool
@@ -255,8 +253,7 @@ class HitFinder:
     def _last_state(
         self, ask: _Queries, state: RequestState, ends: Sequence[int]
     ) -> tuple[int, dict[int, _Located]]:
-        """The first of ``ends`` at which every recurrent group has its state (0: none), and these
-        by group."""
+        """The first of ``ends`` with the states of all recurrent groups (0: none); by group."""
         found: dict[int, dict[int, _Located]] = {end: {} for end in ends}
         for group in self._sparse:
             keys = {end: key for end in found if (key := state.key_at(end, group)) is not None}
@@ -267,8 +264,7 @@ class HitFinder:
     def _tails(
         self, ask: _Queries, state: RequestState, group: int, start: int, limit: int
     ) -> dict[int, _Located]:
-        """The tails of the block of a group that begins at ``start``, by the tokens at their ends,
-        up to ``limit``."""
+        """The tails of a group's block that begins at ``start``, by their ends, up to ``limit``."""
         size, unit = self._sizes[group], self._facts.unit
         ends = range(start + unit, min(start + size - 1, limit) + 1, unit)
         known = [(end, key) for end in ends if (key := state.key_at(end, group)) is not None]
@@ -300,8 +296,7 @@ class HitFinder:
         return tokens // self._facts.alignment * self._facts.alignment
 
     def _needed(self, group: int, start: int, end: int) -> tuple[int, int]:
-        """The blocks of a group that must come from the pool for a hit at ``end``: the first, and
-        the one behind the last."""
+        """The blocks of a group that the pool must give for a hit at ``end``: first and stop."""
         size = self._sizes[group]
         needed = 0 if group in self._full else self._first_needed(group, end)
         return max(start // size, needed), -(-end // size)
@@ -315,8 +310,7 @@ class HitFinder:
         end: int,
         last: _Located | None,
     ) -> BlockRun:
-        """The blocks of a group that a hit at ``end`` needs. ``tiers``: from ``start`` on.
-        ``last``: the last one, if it is not a whole block."""
+        """The blocks of a group that a hit at ``end`` needs. ``last``: if that is not whole."""
         size, facts = self._sizes[group], self._facts
         first, stop = self._needed(group, start, end)
         whole = stop if last is None else stop - 1
@@ -338,13 +332,11 @@ class HitFinder:
         return BlockRun(group, first, keys, found_at, None, parents, weight, tail)
 
     def needed(self, group: int, tokens: int) -> range:
-        """The blocks of a group that a hit needs which ends at the last boundary of all groups'
-        blocks within the first ``tokens`` tokens."""
+        """The blocks of a group that a hit needs at the last boundary in ``tokens`` tokens."""
         return range(*self._needed(group, 0, self._aligned(tokens)))
 
     def ending(self, state: RequestState, tokens: int) -> list[BlockKey]:
-        """The blocks beside the chain at the end of ``tokens`` tokens, which a request that goes on
-        from there will need."""
+        """The blocks beside the chain that a request which goes on from there will need."""
         end = tokens // self._facts.unit * self._facts.unit
         return [key for group in self._beside for key in self._keys_needed(state, group, 0, end)]
 

@@ -35,6 +35,7 @@ _MOST_TIMED = 64  # steps whose time is still to be reported
 _PROBE_SHARE = 0.05  # share of the computing time that a probe of a slow tier may cost
 _PROBE_EVERY = 4  # a tier that is passed over is tried again so often
 _PROBE_AFTER_S = 5.0  # and when nothing was loaded from it for so long
+_FEW = 8  # blocks: fewer tell no bandwidth
 _RISK_SHARE = 0.08  # share of the computing time at stake that may be waited in vain
 
 
@@ -89,8 +90,7 @@ class LoadCostModel:
 
     @nicety("the estimate of costs")
     def step_begins(self, works: bool, prompt_tokens: int = 0, depth: int = 0) -> int | None:
-        """A step, of so many prompt tokens at which mean position. Returns a number if the workers
-        are to time it."""
+        """A step, of so many prompt tokens at which mean position. A number if workers time it."""
         self._steps += works
         if prompt_tokens < _MIN_STEP_TOKENS:
             return None
@@ -125,29 +125,25 @@ class LoadCostModel:
             self._prefill.saw(tokens, depth, seconds)
 
     @nicety("the estimate of costs")
-    def saw_load(self, tier: TierName, blocks: float, seconds: float) -> None:
+    def saw_load(self, tier: TierName, blocks: float, seconds: float, whole: bool = False) -> None:
         """``blocks`` blocks arrived from ``tier`` within ``seconds`` of the request, queues
-        included. Blocks that did not arrive in time lower the bandwidth."""
+        included. Those that did not arrive in time lower the bandwidth; few that did do not."""
         self._seen_at[tier] = self._clock()
         rate = max(blocks, 0.1) * self._block_bytes / max(seconds, 1e-6)
         known = self._bandwidth.get(tier)
+        if whole and blocks < _FEW and rate < (known or float("inf")):
+            return
         if known is None or not known / 2 <= rate <= 2 * known:
             self._bandwidth[tier] = rate  # a tier that stalls, or has recovered: believed at once
         else:
             self._bandwidth[tier] = _MEMORY * known + (1 - _MEMORY) * rate
-
-    # ---- what follows -------------------------------------------------------------------
 
     @nicety(
         "the estimate of costs",
         lambda self, tiers, *_, **__: LoadPlan(len(tiers), self._deadline_s),
     )
     def plan(
-        self,
-        tiers: Sequence[TierName],
-        start_block: int,
-        weight: float = 1.0,
-        last: float = 1.0,
+        self, tiers: Sequence[TierName], start_block: int, weight: float = 1.0, last: float = 1.0
     ) -> LoadPlan:
         """The plan for a found prefix, ``tiers[i]`` holding block ``start_block + i``. ``weight``:
         bytes to load for a block, as a share of its bytes. ``last``: the share of the last block's
@@ -200,8 +196,7 @@ class LoadCostModel:
 
 
 class _PrefillModel:
-    """Seconds per prompt token as ``base + slope * depth``, by running least squares; ``least``
-    until the first measurement (0: unknown)."""
+    """Seconds per prompt token: ``base + slope * depth``, by least squares; ``least`` at first."""
 
     def __init__(self, least: float) -> None:
         self._least = least
@@ -294,9 +289,8 @@ class PrefixLoad:
         for (number, _), recall in zip(self.portions, self.whole, strict=False):
             self.offsets[number] += recall.offsets
         self.was_late = self.given_up or self.costs.elapsed(self.mark) >= self.deadline_s
-        # After a step of other work it is only known that the blocks took longer than until they
-        # were last seen pending. Blocks that did not arrive although they were awaited were lost (a
-        # damaged file, a dead service), which says nothing about speed.
+        # After other work it is only known that the blocks took longer than until they were last
+        # seen pending. Lost ones (a damaged file, a dead service) say nothing about speed.
         elapsed = self.costs.elapsed(self.mark) if self.costs.idle_since(self.mark) else 0.0
         seconds = elapsed or self.pending_s
         for tier in {tier for run in self.hit.runs for tier in run.tiers} - {TierName.HOST}:
@@ -305,13 +299,12 @@ class PrefixLoad:
                 for (number, _), recall in zip(self.portions, self.whole, strict=False)
             )
             if seconds > 0 and (came or self.given_up):
-                self.costs.saw_load(tier, came, seconds)
+                self.costs.saw_load(tier, came, seconds, not self.was_late)
         return True
 
     @property
     def tokens(self) -> int:
-        """Tokens behind the hit's start that the arrived blocks give; of several KV groups all that
-        the hit promised, or none."""
+        """Tokens behind the start that arrived blocks give; of several KV groups all or none."""
         assert self.offsets is not None
         came = [len(offsets) for offsets in self.offsets]
         whole = [len(run.keys) for run in self.hit.runs]
@@ -360,8 +353,7 @@ class PrefixLoad:
     # ---- within --------------------------------------------------------------------------
 
     def _is_pending(self) -> bool:
-        """Records the portions that are READY. False after the last of them, and after an
-        incomplete one."""
+        """Records the portions that are READY. False after the last, or an incomplete one."""
         while (place := len(self.whole)) < len(self.tickets):
             recall = self.pool.poll(self.tickets[place])
             if recall.state is RecallState.PENDING:

@@ -27,10 +27,7 @@ from kvrecall.engines.vllm.connector.hit import Hit, Lookup
 from kvrecall.engines.vllm.connector.load import LoadPlan, PrefixLoad
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.device.base import Copy
-from kvrecall.engines.vllm.wire import (
-    EngineFacts,
-    StepReport,
-)
+from kvrecall.engines.vllm.wire import EngineFacts, StepReport
 from kvrecall.nicety import niceties, nicety
 from kvrecall.pool.base import PoolStats
 
@@ -112,8 +109,7 @@ _SECTIONS = ("counts", "gauges", "splits", "misses", "heat", "loads")
 
 
 class SchedulerEvents:
-    """Observes the scheduler side, in its thread, and changes nothing of it; this one ignores all.
-    Does not wait, and does not raise."""
+    """Observes the scheduler side, in its thread, changes nothing, and does not wait or raise."""
 
     def admitted(self, state: RequestState) -> None:
         """A request entered the engine."""
@@ -177,8 +173,7 @@ class SchedulerEvents:
 
 
 class Observers(SchedulerEvents):
-    """Several observers as one, in this order. An event that none of them observes costs a call of
-    nothing."""
+    """Several observers as one, in this order. One that none observes costs a call of nothing."""
 
     def __init__(self, observers: Sequence[SchedulerEvents]) -> None:
         for event in [name for name in vars(SchedulerEvents) if not name.startswith("_")]:
@@ -201,8 +196,7 @@ def _each(heard: Sequence[Callable[..., None]]) -> Callable[..., None]:
 @niceties("the counting for metrics")
 class Counters(SchedulerEvents):
     """Counters of the scheduler side since the last report (names as in ``COUNTERS``), the loads
-    that ended since then, and of the requests that began prompt tokens by source and the reasons
-    of misses."""
+    that ended since then, and of requests that began prompt tokens by source and misses."""
 
     def __init__(self, facts: EngineFacts, clock: Callable[[], float] = time.monotonic) -> None:
         self._facts = facts
@@ -252,8 +246,7 @@ class Counters(SchedulerEvents):
 
     def is_due(self, busy: bool) -> bool:
         """Whether a report is to be made after this step: at once if a request began, loaded or
-        ended, or the engine is not ``busy``; otherwise now and then, because reading the pool's
-        totals costs a step more than the rest of this side."""
+        ended, or the engine is not ``busy``; else now and then: it costs a step."""
         news = self.splits or self.misses or self.loads or self.counts["requests"]
         return bool(news) or not busy or self._clock() - self._taken_at >= _REPORT_EVERY_S
 
@@ -274,8 +267,7 @@ class Counters(SchedulerEvents):
         return gauges
 
     def take(self) -> RecallStats:
-        """The counts that moved, the splits, the misses and the loads, without gauges; starts
-        anew."""
+        """The counts that moved, the splits, misses and loads, without gauges; starts anew."""
         self._taken_at = self._clock()
         moved = {name: amount for name, amount in self.counts.items() if amount}
         stats = RecallStats.of(moved, splits=self.splits, loads=self.loads, misses=self.misses)

@@ -58,8 +58,7 @@ class MissExplainer(SchedulerEvents):
         tells_tokens: bool,
         live: Collection[str],
     ) -> None:
-        """``tells_tokens``: reasons say at which token a prompt leaves a known one. ``live``:
-        requests in the engine."""
+        """``tells_tokens``: reasons say where a prompt leaves a known one. ``live``: requests."""
         self._pool = pool
         self._facts = facts
         self._unit = facts.unit
@@ -102,8 +101,7 @@ class MissExplainer(SchedulerEvents):
     # ---- when reasons are found ----------------------------------------------------------
 
     def sources_known(self, state: RequestState) -> None:
-        """Asks the pool why the rest of the prompt is computed, if some of that could have been
-        recalled."""
+        """Asks the pool why the rest of the prompt is computed, if some could be recalled."""
         began = perf_counter()
         start = state.loading.device_tokens + sum(state.loading.recalled.values())
         limit = (state.request.num_prompt_tokens - 1) // self._unit * self._unit
@@ -142,8 +140,7 @@ class MissExplainer(SchedulerEvents):
         self._spent(began, "explain_aside_seconds" if is_aside else "explain_seconds")
 
     def _resume(self, request_id: str = "") -> None:
-        """Takes the answers that have arrived since. ``request_id``: of a request that ends, for
-        which there is no later call."""
+        """Takes the answers that have arrived since. ``request_id``: of one that ends now."""
         for one, (state, key, start, otherwise) in list(self._open.items()):
             absence = self._pool.why(key)
             if absence is None and one != request_id:

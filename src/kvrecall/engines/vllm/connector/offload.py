@@ -58,8 +58,7 @@ Trusted = Callable[[RequestState, Sequence[int]], int]
 
 
 class OffloadPlanner(BlockPlanner):
-    """Plans which blocks of one engine's long sequences leave the device. Called from the engine's
-    thread only."""
+    """Plans which blocks of one engine's long sequences leave the device, in its thread."""
 
     def __init__(
         self,
@@ -213,8 +212,7 @@ class OffloadPlanner(BlockPlanner):
         block_ids: Callable[[str], Sequence[int]],
         arena: ArenaHandle,
     ) -> OffloadOrders | None:
-        """The orders for the workers before the step, whose requests are ``scheduled``, and whose
-        orders name that arena."""
+        """The orders for the workers before a step of ``scheduled`` requests, on that arena."""
         self._arena = arena
         self._release_done()
         rows: dict[int, str] = {}
@@ -256,8 +254,7 @@ class OffloadPlanner(BlockPlanner):
 
     def _holds(self, sequence: _Offloaded) -> bool:
         """Whether all leased blocks still are, so that their offsets belong to the step's arena. If
-        not, the pool that had them is gone: blocks that have not left are then leased again, if
-        none has left."""
+        not, the pool that had them is gone: its blocks are leased again, if none has left."""
         if all(self._pool.poll(ticket).offsets for ticket in sequence.tickets):
             return True
         if sequence.gone:

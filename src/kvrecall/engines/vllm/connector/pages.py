@@ -148,8 +148,7 @@ def _inner(tensor: torch.Tensor, place: LayerPlacement) -> list[tuple[int, int]]
 
 
 def _heads(tensor: torch.Tensor, place: LayerPlacement, num_blocks: int) -> int:
-    """KV heads of ``[blocks, heads, tokens, bytes]`` if a block is a run of bytes for each of them,
-    one after the other; else 0."""
+    """KV heads of ``[blocks, heads, tokens, bytes]`` if each has one run of bytes; else 0."""
     if place.parts or place.scaled or tensor.dim() != 4 or tensor.shape[0] != num_blocks:
         return 0
     heads = int(tensor.shape[1])

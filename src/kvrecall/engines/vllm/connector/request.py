@@ -26,8 +26,7 @@ _NO_TAIL = None, b""
 
 
 class Missing(NamedTuple):
-    """A block beside the chain without which a hit is shorter than the chain, and the kind of its
-    KV group."""
+    """A block beside the chain without which a hit is shorter than the chain; its group's kind."""
 
     key: BlockKey
     kind: str
@@ -141,8 +140,7 @@ class RequestState:
         return bool(getattr(self.request, "mm_features", None))
 
     def keys(self, count: int, group: int | None = None, first: int = 0) -> list[BlockKey]:
-        """Keys of the first ``count`` blocks of a KV group (the chain), or of as many as are hashed
-        by now, from block ``first`` on."""
+        """Keys of a group's (the chain's) first ``count`` blocks hashed by now, from ``first``."""
         if self.namespace is None:
             return []
         group = self.hashes.chain if group is None else group

@@ -46,8 +46,7 @@ class _OpenStore:
 
 Tables = Sequence[Sequence[int] | dict[int, int]]
 """By KV group, the device blocks of a request in order, 0 for one that is no longer on the device;
-of a recurrent group the blocks that hold a state to be saved in this step, by the tokens up to
-it."""
+of a recurrent group the blocks that hold a state to be saved in this step, by its tokens."""
 
 
 BoundaryState = tuple[int, int, int]
@@ -76,8 +75,7 @@ class _Wanted(msgspec.Struct, frozen=True, eq=False):
 
 
 def block_at(table: Sequence[int] | dict[int, int], index: int, end: int) -> int:
-    """A device block of a table by its index, or that of a state by the ``end`` of its tokens; 0:
-    none."""
+    """A device block of a table by its index, or that of a state by its ``end``; 0: none."""
     if isinstance(table, dict):
         return table.get(end, 0)
     return table[index] if index < len(table) else 0
@@ -149,8 +147,7 @@ class Saver:
 
     def _tails(self, one: Computed) -> list[int]:
         """Tokens inside a block up to which a request is saved, because a hit may end there. With
-        recurrent layers where vLLM offers their states, as on the device; else where its prompt
-        ends, and where it ends itself."""
+        recurrent layers where vLLM offers their states, else at its ends."""
         size, unit = self._facts.block_size, self._facts.unit
         ends = {tokens for _, _, tokens in one.states}
         if not self._facts.has_states:
@@ -304,8 +301,7 @@ class Saver:
     def _is_kept(
         self, state: RequestState, group: int, key: BlockKey, answer: Reservation, end: int
     ) -> bool:
-        """Records a block that is not of a whole chain, and ends at ``end``; False if the pool has
-        no room for it."""
+        """Records a block that is not of a whole chain, and ends at ``end``; False: no room."""
         if answer.verdict is _REFUSED:
             self._events.counted("blocks_refused")
             return False
@@ -349,8 +345,7 @@ class Saver:
         self._events.store_ordered(state, group, len(rows))
 
     def is_reading(self, state: RequestState) -> bool:
-        """Whether stores that are open, or that the next step orders, read a request's device
-        blocks."""
+        """Whether open stores, or those of the next step, read a request's device blocks."""
         ordered = state.saving.open.intersection(self._ordered.values())
         return bool(ordered) or (bool(state.saving.open) and not self._facts.copies_in_step)
 
@@ -398,8 +393,7 @@ class Saver:
         )
 
     def made(self, ranks: Mapping[int, int], failed: Collection[int]) -> None:
-        """By store, how many more ranks have finished it, and which failed: the last rank settles
-        it."""
+        """By store, how many more ranks have finished it, and which failed: the last settles it."""
         copied: list[BlockKey] = []
         for store_id, count in ranks.items():
             store = self._open.get(store_id)
@@ -441,13 +435,11 @@ class Saver:
             self._unflushed.append(saved)
 
     def saved(self, state: RequestState) -> tuple[BlockKey, ...]:
-        """Blocks of a request that are in the pool or on their way: the leading ones of its chain,
-        and those beside it."""
+        """Blocks of a request in the pool or on their way: leading ones, and those beside."""
         return (*state.keys(state.saving.blocks), *state.saving.dependents)
 
     def flush(self) -> None:
-        """Waits (bounded) until the blocks of ``flush_later`` are durable. Those that the
-        workers still copy are left to the next call."""
+        """Waits (bounded) until blocks of ``flush_later`` are durable, not those still copied."""
         if not self._unflushed:
             return
         chains, self._unflushed = self._unflushed, []

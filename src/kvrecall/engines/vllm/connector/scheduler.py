@@ -121,7 +121,7 @@ class RecallScheduler:
         self.costs = LoadCostModel(size, nbytes, deadline_s, least_s, clock)
         self._finder = HitFinder(pool, facts, first_needed)
         every, refuted = settings.audit_every, self._refuted
-        self._auditor = Auditor(pool, facts, every, self.counters, refuted, clock)
+        self._auditor = Auditor(pool, facts, every, self.counters, refuted, self._finder, clock)
         origin = self._auditor.origin
         self._saver = Saver(pool, facts, self._finder, reachable, origin, self._events)
         self.offload: OffloadPlanner | None = None
@@ -140,17 +140,13 @@ class RecallScheduler:
         self._events.considered(state)
         if request.num_preemptions == 0:
             state.loading.device_tokens = computed_tokens
-        if not self._may_load(state):
-            return _NOTHING
         start = computed_tokens // self._facts.alignment * self._facts.alignment
         load = self._load_from(state, start)
         if not isinstance(load, PrefixLoad):
             return load
         is_new = load.offsets is None
-        if not load.poll():
+        if not (load.poll() and self._arrived(state, load, is_new)):
             return _ASK_AGAIN
-        if is_new:
-            self._arrived(state, load)
         if not load.tokens:
             return self._without(state, load)
         if self._blocks_others(request, load):
@@ -170,8 +166,11 @@ class RecallScheduler:
 
     def _load_from(self, state: RequestState, start: int) -> PrefixLoad | _Answer:
         """The load of the request's hit behind ``start``, which may begin here; or what ``match``
-        answers, as there is no hit, or a tier beyond this host, or a prefill instance, has not
-        delivered yet."""
+        answers, as there is no hit, or a remote tier or prefill instance has not delivered."""
+        if start and self._auditor.doubts(state):
+            return _ASK_AGAIN
+        if not self._may_load(state):
+            return _NOTHING
         load = self._matched.get(state.id)
         if load is not None and load.hit.start == start:
             return load
@@ -183,7 +182,7 @@ class RecallScheduler:
             return _ASK_AGAIN
         if search.hit is None:
             return _NOTHING
-        deadline_s = patience_s = self._settings.pool.load_deadline_s
+        patience_s = self._settings.pool.load_deadline_s
         hit: Hit | None = search.hit
         if self._settings.appraise_loads and state.loading.promise is None:
             hit, patience_s = self._appraise(state, search.hit)
@@ -191,6 +190,10 @@ class RecallScheduler:
             return _NOTHING
         if hit.chain.tail is not None:  # no other request that uses the chain is bound to use it
             self._pool.touch((), hanging=hit.chain.keys[-1:])
+        return self._acquire(state, hit, patience_s)
+
+    def _acquire(self, state: RequestState, hit: Hit, patience_s: float) -> PrefixLoad:
+        deadline_s = self._settings.pool.load_deadline_s
         load = PrefixLoad(self._pool, self.costs, hit, self.costs.mark(), patience_s, deadline_s)
         self._matched[state.id] = load
         load.acquire(state)
@@ -198,8 +201,7 @@ class RecallScheduler:
 
     def _search(self, state: RequestState, start: int, limit: int) -> Lookup | None:
         """Looks for the longest hit between ``start`` and ``limit``, once all of it that is to be
-        waited for is there, or late; None until then. Tells the pool and vLLM, once, what the
-        request uses."""
+        waited for is there, or late; None until then. Tells pool and vLLM, once, of the use."""
         now, loading = self._clock(), state.loading
         promise = loading.promise if loading.promise and not loading.promise.is_over else None
         if (promise.wait if promise else loading.lookup).is_early(now):
@@ -275,27 +277,31 @@ class RecallScheduler:
             end = hit.start + hit.tokens(plan.blocks)
             shorter = self._finder.find(state, hit.start, end).hit
         self._events.declined(state, hit, shorter, plan)
-        if shorter is None:
-            self._auditor.declined(state, hit)
         return shorter, plan.patience_s
 
-    def _arrived(self, state: RequestState, load: PrefixLoad) -> None:
-        """Nothing more of a load is waited for: decides which of its blocks are believed."""
-        self._events.load_over(state, load)
-        if not load.tokens:
-            return
+    def _arrived(self, state: RequestState, load: PrefixLoad, is_new: bool) -> bool:
+        """A load is over: decides, once, what is believed. False: a shorter one is loaded."""
+        if is_new:
+            self._events.load_over(state, load)
+        if not (is_new and load.tokens):
+            return True
         assert load.offsets is not None
         alone = len(self._states) == 1
         admitted = self._auditor.admit(state, load.hit, load.offsets, alone)
+        if isinstance(admitted, Hit):
+            self._events.audited(state, admitted.end)
+            load.release()
+            self._acquire(state, admitted, self._settings.pool.load_deadline_s)
+            return False
         if admitted < load.tokens:
             self._events.audited(state, load.hit.start + admitted)
             state.loading.computes = not admitted
         load.cut(admitted)
+        return True
 
     def _without(self, state: RequestState, load: PrefixLoad) -> _Answer:
         """A load gives nothing: the request is computed, or a shorter hit is looked for, because a
-        block of one that needs all of them did not arrive. The pool knows by now that it is
-        lost."""
+        block of one that needs all of them did not arrive: it is lost."""
         self._drop_load(state)
         is_lost = not (load.hit.is_chain or load.given_up or state.loading.computes)
         state.loading.retries += is_lost
@@ -417,8 +423,7 @@ class RecallScheduler:
         )
 
     def _comparisons(self, computed: Sequence[Computed]) -> list[Comparison]:
-        """The comparisons of audited requests. Of the others those that decode rest: they have no
-        work within their block."""
+        """The comparisons of audited requests. Others rest while they decode in a block."""
         comparisons: list[Comparison] = []
         audited = self._auditor.audited()
         for one in computed:
@@ -456,7 +461,7 @@ class RecallScheduler:
                 if state.id not in self._loading:  # nothing of their prompts was recalled
                     state.loading.device_tokens = 0
                     state.loading.recalled.clear()
-        if report.reloaded or report.swapped:  # by themselves: what is on its way may be of before
+        if report.starts_over:  # what is on its way may be of before, or of wrong KV
             self._saver.discard(None)
         if report.reloaded:
             self._reloaded()
@@ -529,10 +534,7 @@ class RecallScheduler:
         self._state(request)
 
     def finished(
-        self,
-        request: Any,
-        block_ids: Sequence[Sequence[int]],
-        states: Sequence[BoundaryState] = (),
+        self, request: Any, block_ids: Sequence[Sequence[int]], states: Sequence[BoundaryState] = ()
     ) -> tuple[bool, dict[str, Any]]:
         """A request ended. True if its device blocks must be kept until a release is reported.
         ``block_ids``: by KV group. ``states``: of recurrent layers that are still at the end of
@@ -552,11 +554,7 @@ class RecallScheduler:
             # may be under way, and states of recurrent layers have moved on.
             final = min(request.num_computed_tokens, request.num_tokens - 1)
             self._saver.save([Computed(state, final, lambda: block_ids, states, True)])
-        self._auditor.ended(state.id)
-        if self._facts.recovers and request.status.name == _ABORTED:
-            # A step that failed aborts all requests, and its blocks are in vLLM's prefix cache.
-            self._saver.invalidate(state)
-            self._uncache(set().union(*block_ids))
+        self._distrust(state, block_ids)
         if whole and not self._settings.async_write:
             self._saver.flush_later(state)
         # vLLM keeps the blocks of one that loads until that is reported, and takes one report only.
@@ -566,6 +564,14 @@ class RecallScheduler:
             self._releases.append(state.id)
         self._events.finished(state, min(request.num_computed_tokens + 1, request.num_tokens))
         return hold, self._reply(state, whole)
+
+    def _distrust(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
+        """Uncaches blocks of a step that failed, which aborts all, or loaded and not proved."""
+        is_broken = self._facts.recovers and state.request.status.name == _ABORTED
+        if is_broken:
+            self._saver.invalidate(state)
+        if self._auditor.ended(state.id) or is_broken:
+            self._uncache(set().union(*block_ids))
 
     def _reply(self, state: RequestState, whole: bool) -> dict[str, Any]:
         """What the reply to a request carries for others."""
@@ -581,8 +587,7 @@ class RecallScheduler:
 
     def reset(self) -> bool:
         """Forgets all pooled blocks permanently, those beyond this host, too: from here on this
-        engine's blocks have a namespace private to this process. False (and no effect) while
-        blocks are being loaded."""
+        engine's blocks have a namespace private to this process. False while it loads."""
         if self._loading:
             return False
         self._events.changes()
@@ -605,8 +610,7 @@ class RecallScheduler:
         return state
 
     def _settle(self, state: RequestState) -> None:
-        """Determines a request's namespace, once that is possible, and the promise of a prefill
-        instance for it."""
+        """Determines a request's namespace, once possible, and a prefill instance's promise."""
         if state.settled or not self.namespaces.is_settled(state.request):
             return
         state.settled = True

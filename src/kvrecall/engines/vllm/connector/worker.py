@@ -1,7 +1,6 @@
 """The worker side: copies bytes between this rank's device KV cache and the arena. Decides nothing.
 
-A copy that cannot be made is reported as failed and the engine recomputes; it never raises into
-the engine's step.
+A copy that cannot be made is reported as failed and the engine recomputes; nothing raises.
 """
 
 from __future__ import annotations
@@ -107,8 +106,7 @@ class RecallWorker:
             self._mapping.resume()
 
     def shard(self) -> wire.Shard:
-        """This rank's part of a block. Must be called on all ranks at once: they communicate. The
-        same each time: 0.33 asks again after sleep."""
+        """This rank's part of a block. Must be called on all ranks at once: they communicate."""
         if self._shard is None:
             self._shard = self._settle_shard()
         self._model = None
@@ -231,8 +229,7 @@ class RecallWorker:
         self._report.compared[comparison.number] = ranks + 1, known.plus(found)
 
     def _has_room(self, orders: wire.StepOrders, store: wire.StoreOrder) -> bool:
-        """Whether records of the size that this rank knows, and the origins behind them, lie in the
-        arena."""
+        """Whether records of this rank's size, with origins behind them, lie in the arena."""
         number, sizes = store.copy.group, orders.record_bytes
         if not 0 <= number < len(sizes) == len(self._groups):
             return False
@@ -256,8 +253,8 @@ class RecallWorker:
         """Compares device blocks with the pool's, this rank's part of them."""
         memory = self._arena.memory(arena)
         found = wire.Deviation()
-        if memory is not None:
-            copy = comparison.copy
+        copy = comparison.copy
+        if memory is not None and copy.block_ids:
             group = self._groups[copy.group]
             found = deviation(
                 replace(group, pages=group.pages[: self._layers[copy.group]]),
@@ -268,7 +265,7 @@ class RecallWorker:
                 config.is_deterministic(),
             )
         self._note_compared(comparison, found)
-        if comparison.repeated and not found.within:
+        if comparison.starts_over and not (found.blocks and found.within):
             self._report.refuted.add(comparison.request_id)
 
     def before_overwrite(self, orders: wire.StepOrders) -> None:
@@ -289,8 +286,7 @@ class RecallWorker:
             self._offload(orders)
 
     def finished(self) -> tuple[set[str], set[str], set[str]]:
-        """Requests whose device blocks may be freed, whose load has ended, and whose load
-        failed."""
+        """Requests whose device blocks may be freed, whose load ended, and whose load failed."""
         if self._mapping is None:
             return set(), set(), set()
         self._take_times()
