@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from kvrecall_lab.reference import commands, declared, metrics, settings
+from kvrecall_lab.reference import commands, declared, markdown, metrics, settings
 
 COMMAND = "python -m kvrecall_lab.reference"
 _BEGIN, _END = f"<!-- begin: written by {COMMAND} -->", "<!-- end -->"
@@ -56,7 +58,30 @@ def _identity() -> str:
     return as_markdown()
 
 
+STATUS = Path(__file__).parents[2] / "results" / "status.toml"
+_STATES = {
+    "tested": ("tested", "已测试"),
+    "smoke": ("smoke-tested", "冒烟测试"),
+    "partly": ("tested in part", "部分测试"),
+    "interface": ("interface only", "仅接口"),
+    "never": ("never run", "从未运行"),
+    "refused": ("refused", "拒绝启动"),
+}
+
+
+def _status(language: int) -> str:
+    """The table of what has run where. ``language``: the place of its text in ``STATUS``."""
+    rows = tomllib.loads(STATUS.read_text())["row"]
+    titles = (("", "state", "what was seen"), ("", "状态", "实际运行情况"))[language]
+    texts = [
+        (r["what"][language], _STATES[r["state"]][language], r["seen"][language]) for r in rows
+    ]
+    return markdown.table(titles, texts)
+
+
 PAGES = (
+    Page("status.md", partial(_status, 0), is_part=True),
+    Page("status.zh-CN.md", partial(_status, 1), is_part=True),
     Page("reference/commands.md", commands.page),
     Page("reference/settings.md", settings.page),
     Page("reference/config-json.md", settings.mindie_page),
