@@ -113,7 +113,8 @@ def _objects() -> str:
     ]
     return (
         "## Of `remote`, kind `objects`\n\nBeside `kind` in the object `remote`. See "
-        f"[Object stores](../object-store.md).\n\n{table(_TITLES, [(*row, '') for row in rows])}"
+        f"[Object stores](../remote.md#object-stores).\n\n"
+        f"{table(_TITLES, [(*row, '') for row in rows])}"
     )
 
 
@@ -122,7 +123,7 @@ def _mooncake() -> str:
     return (
         "## Of `remote`, kind `mooncake`\n\nBeside `kind` in the object `remote`. The keys of "
         "Mooncake's mooncake.json may be there or in the file that `config` names; other keys "
-        "pass through to Mooncake's client. See [Remote tier and Mooncake](../remote.md).\n\n"
+        "pass through to Mooncake's client. See [Remote tier](../remote.md).\n\n"
         f"{table(('setting', 'meaning', 'default'), rows)}"
     )
 
