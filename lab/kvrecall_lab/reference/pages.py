@@ -59,24 +59,16 @@ def _identity() -> str:
 
 
 STATUS = Path(__file__).parents[2] / "results" / "status.toml"
-_STATES = {
-    "tested": ("tested", "已测试"),
-    "smoke": ("smoke-tested", "冒烟测试"),
-    "partly": ("tested in part", "部分测试"),
-    "interface": ("interface only", "仅接口"),
-    "never": ("never run", "从未运行"),
-    "refused": ("refused", "拒绝启动"),
-}
 
 
 def _status(language: int) -> str:
     """The table of what has run where. ``language``: the place of its text in ``STATUS``."""
-    rows = tomllib.loads(STATUS.read_text())["row"]
-    titles = (("", "state", "what was seen"), ("", "状态", "实际运行情况"))[language]
-    texts = [
-        (r["what"][language], _STATES[r["state"]][language], r["seen"][language]) for r in rows
-    ]
-    return markdown.table(titles, texts)
+    source = tomllib.loads(STATUS.read_text())
+    texts = (
+        (row["what"][language], source["states"][row["state"]][language], row["seen"][language])
+        for row in source["row"]
+    )
+    return markdown.table(source["titles"][language], texts)
 
 
 PAGES = (
