@@ -173,7 +173,7 @@ _BENCH: Mapping[str, Kind] = {
 }
 _SIZING: Mapping[str, Kind] = {
     "kvrecall plan": Runs(swaps=(("/models/", "models/"),), before=scenes.llama),
-    "kvrecall simulate": Runs(swaps=_TRACE, before=scenes.trace, says="hit_rate"),
+    "kvrecall simulate": Runs(swaps=_TRACE, before=scenes.trace, says="rate"),
 }
 _STORES: Mapping[str, Kind] = {
     "aws s3 rm": Needs("an account there", ("need an account",)),
