@@ -61,7 +61,7 @@ def test_a_rule_reads_what_is_exported(rule: dict[str, Any]) -> None:
     assert used <= known
 
 
-@pytest.mark.parametrize("page", ["operations.md", "troubleshooting.md", "faq.md"])
+@pytest.mark.parametrize("page", ["operations.md", "troubleshooting.md"])
 def test_a_metric_in_the_pages_is_exported(page: str) -> None:
     """Except those of retrieval, which the reference's test covers."""
     named = set(re.findall(r"\bkvrecall_\w*[a-z]\b(?!_)", (ROOT / "docs" / page).read_text()))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from kvrecall_lab.reference import commands, declared, metrics, settings
+from kvrecall_lab.reference import commands, declared, markdown, metrics, settings
 
 COMMAND = "python -m kvrecall_lab.reference"
 _BEGIN, _END = f"<!-- begin: written by {COMMAND} -->", "<!-- end -->"
@@ -65,7 +67,22 @@ def _identity() -> str:
     return _IDENTITY + as_markdown()
 
 
+STATUS = Path(__file__).parents[2] / "results" / "status.toml"
+
+
+def _status(language: int) -> str:
+    """The table of what has run where. ``language``: the place of its text in ``STATUS``."""
+    source = tomllib.loads(STATUS.read_text())
+    texts = (
+        (row["what"][language], source["states"][row["state"]][language], row["seen"][language])
+        for row in source["row"]
+    )
+    return markdown.table(source["titles"][language], texts)
+
+
 PAGES = (
+    Page("status.md", partial(_status, 0), is_part=True),
+    Page("status.zh-CN.md", partial(_status, 1), is_part=True),
     Page("reference/commands.md", commands.page),
     Page("reference/settings.md", settings.page),
     Page("reference/config-json.md", settings.mindie_page),

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from kvrecall.attention.settings import PREFIX, RetrievalSettings
 from kvrecall.config import (
@@ -25,7 +23,7 @@ from kvrecall.config import (
 )
 from kvrecall.pool.remote.mooncake import settings as mooncake
 from kvrecall.pool.remote.objects import ObjectOptions
-from kvrecall.server.mindie.schema import Effect, MindieConfig, Plugins, effect_of
+from kvrecall.server.mindie.schema import Effect, MindieConfig, Plugins, Section, effect_of
 from kvrecall_lab.reference.markdown import code, plain, sentence, table
 
 _HEAD = """# Settings
@@ -149,7 +147,7 @@ def _shown(value: object) -> str:
 _MINDIE_HEAD = """# MindIE's config.json
 
 The fields of MindIE's configuration file that `kvrecall serve --config` and `kvrecall config check`
-know. "Partly": some values have no effect or are refused.
+know; any other gets a warning. "Partly": some values have no effect or are refused.
 How to move a deployment: [For MindIE users](../mindie.md).
 """
 _MINDIE_TITLES = ("field", "what it does", "allowed", "default")
@@ -157,27 +155,28 @@ _MINDIE_TITLES = ("field", "what it does", "allowed", "default")
 
 def mindie_page() -> str:
     parts = [_MINDIE_HEAD]
-    idle: dict[str, list[str]] = {}
+    idle: dict[str, dict[str, None]] = {}
     for name, section in _sections("", MindieConfig):
+        for field, reason in section.idle.items():
+            idle.setdefault(reason, {})[code(field)] = None
         rows: dict[tuple[str, ...], list[str]] = {}
         for field, declared in section.model_fields.items():
-            effect = effect_of(declared)
-            text = re.sub(r"^(\w+ plane's) tls\w+", r"\1", declared.description or "")
-            if effect is Effect.NONE:
-                idle.setdefault(text, []).append(code(field))
-            elif not _inner(declared):
-                prefix = "" if effect is Effect.ACTS else f"{effect.value}: "
-                row = prefix + text, _allowed(declared), _default_of(declared)
+            if not _inner(declared):
+                text = re.sub(r"^(\w+ plane's) tls\w+", r"\1", declared.description or "")
+                partly = "partly: " if effect_of(declared) is Effect.PARTLY else ""
+                row = partly + text, _allowed(declared), _default_of(declared)
                 rows.setdefault(row, []).append(code(field))
         if rows:
             cells = [(", ".join(names), *row) for row, names in rows.items()]
             parts.append(f"## {name or 'The file'}\n\n{table(_MINDIE_TITLES, cells)}")
     reasons = [(reason, ", ".join(names)) for reason, names in idle.items()]
-    parts.append(f"## Without effect\n\n{table(('reason', 'fields'), reasons)}")
+    parts.append(
+        f"## Without effect\n\nWhatever their value is.\n\n{table(('reason', 'fields'), reasons)}"
+    )
     return "\n".join(parts)
 
 
-def _sections(name: str, section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+def _sections(name: str, section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
     """Each section with its path, outermost first."""
     yield name, section
     for field, declared in section.model_fields.items():
@@ -185,11 +184,11 @@ def _sections(name: str, section: type[BaseModel]) -> Iterator[tuple[str, type[B
             yield from _sections(f"{name}.{field}".lstrip("."), inner)
 
 
-def _inner(declared: FieldInfo) -> type[BaseModel] | None:
+def _inner(declared: FieldInfo) -> type[Section] | None:
     """The section in a field or its list items; plugin_params is one text."""
     kinds = [declared.annotation, *get_args(declared.annotation)]
     kinds += [inner for kind in kinds for inner in get_args(kind)]
-    found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
     return found[0] if found and found[0] is not Plugins else None
 
 
@@ -205,9 +204,7 @@ def _allowed(declared: FieldInfo) -> str:
 
 
 def _default_of(declared: FieldInfo) -> str:
-    if declared.default is PydanticUndefined:
-        return "required"
-    return code(_json(declared.default))
+    return "required" if declared.is_required() else code(_json(declared.default))
 
 
 def _json(value: Any) -> str:
@@ -215,4 +212,4 @@ def _json(value: Any) -> str:
         return {True: "true", False: "false", None: ""}[value]
     if isinstance(value, str):
         return f'"{value}"'
-    return "" if isinstance(value, BaseModel) else f"{value}"
+    return "" if isinstance(value, Section) else f"{value}"

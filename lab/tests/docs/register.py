@@ -97,9 +97,7 @@ _SERVING: Mapping[str, Kind] = {
         before=scenes.pool_settings,
         says="machine",
     ),
-    "vllm serve": Elsewhere(
-        "tests/engines/vllm/serving/test_vllm_serve.py", 'documented("README.md", '
-    ),
+    "vllm serve": Elsewhere("tests/engines/vllm/serving/test_vllm_serve.py", "documented(PAGE, "),
     "export": Runs(silent=True),
     "curl": Runs(swaps=(("curl ", "curl --fail "),), before=scenes.a_server),
     "python -m sglang.launch_server": Needs("an SGLang server, which needs a GPU", ("GPU",)),
@@ -176,7 +174,7 @@ _BENCH: Mapping[str, Kind] = {
 }
 _SIZING: Mapping[str, Kind] = {
     "kvrecall plan": Runs(swaps=(("/models/", "models/"),), before=scenes.llama),
-    "kvrecall simulate": Runs(swaps=_TRACE, before=scenes.trace, says="hit_rate"),
+    "kvrecall simulate": Runs(swaps=_TRACE, before=scenes.trace, says="rate"),
 }
 _STORES: Mapping[str, Kind] = {
     "aws s3 rm": Needs("an account there", ("need an account",)),

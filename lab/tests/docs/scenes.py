@@ -66,7 +66,7 @@ def repository(stage: Stage) -> None:
     ``scripts/setup`` finds nothing to do."""
     if (stage.folder / "Makefile").exists():
         return
-    names = ("Makefile", "scripts/bench")
+    names = ("Makefile", "scripts/bench", "scripts/chart")
     for name in (*names, "lab/results/latest.json"):
         (stage.folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, stage.folder / name)

@@ -81,7 +81,7 @@ def plan(
             min=0.1,
             max=1.0,
             help="Share of their bytes that blocks take on disk and in the remote store with "
-            "compression; docs/compression.md has measured ones.",
+            "compression; docs/data.md has measured ones.",
         ),
     ] = 1.0,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 128,

@@ -60,7 +60,7 @@ class ObjectOptions(BaseModel):
     retries: int = Field(2, ge=0, le=20)
     """Maximum retries of a failed request."""
     options: dict[str, SecretStr] = {}
-    """Further options by obstore's names (docs/object-store.md). Keys and tokens come from the
+    """Further options by obstore's names (docs/remote.md). Keys and tokens come from the
     environment, from the machine's role, or from a file: `{"file": "/path"}`."""
 
 

@@ -1,4 +1,4 @@
-"""`vllm serve` with the connector, by the command lines that README gives."""
+"""`vllm serve` with the connector, by the command lines that the pages give."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from kvrecall.server.launch import default_model
 pytestmark = pytest.mark.engine
 
 VLLM = Path(sys.executable).parent / "vllm"
+PAGE = "docs/getting-started.md"
 TEXT = "The owner of the amber falcon keeps a garden behind the old mill. " * 40
 
 
@@ -58,7 +59,7 @@ def split_of_a_reply(page: str, port: int) -> dict[str, int]:
 )
 def test_the_documented_lines_serve_and_recall(tmp_path: Path, warm: bool) -> None:
     port = free_port()
-    words = documented("README.md", tmp_path, port)
+    words = documented(PAGE, tmp_path, port)
     url = f"http://127.0.0.1:{port}"
     server = LiveServer(tmp_path, words, url, program=(VLLM, "serve"), warm=warm)
     asked = {"model": "tiny", "prompt": TEXT, "max_tokens": 8, "temperature": 0}
@@ -73,7 +74,7 @@ def test_the_documented_lines_serve_and_recall(tmp_path: Path, warm: bool) -> No
             server.client.post("/reset_prefix_cache")
         assert len(texts) == 1
         assert "disk tier: 0 blocks in" in server.log, "the pool's own lines are in vLLM's log"
-        first, again = (split_of_a_reply("README.md", port) for _ in range(2))
+        first, again = (split_of_a_reply(PAGE, port) for _ in range(2))
         assert first["computed"] == sum(first.values()), "a text that was not asked before"
         assert again["device"] > again["computed"]
         assert sum(again.values()) == sum(first.values())
