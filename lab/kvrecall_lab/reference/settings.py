@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from kvrecall.attention.settings import PREFIX, RetrievalSettings
 from kvrecall.config import (
@@ -24,7 +22,7 @@ from kvrecall.config import (
 )
 from kvrecall.pool.remote.mooncake import settings as mooncake
 from kvrecall.pool.remote.objects import ObjectOptions
-from kvrecall.server.mindie.schema import MindieConfig, Plugins, effect_of
+from kvrecall.server.mindie.schema import Effect, MindieConfig, Plugins, Section, effect_of
 from kvrecall_lab.reference.commands import commands
 from kvrecall_lab.reference.markdown import code, plain, sentence, table
 
@@ -160,8 +158,9 @@ def _shown(value: object) -> str:
 
 _MINDIE_HEAD = """# MindIE's config.json
 
-Every field that `kvrecall serve --config` and `kvrecall config check` know. A field that is not
-listed is an error; one "without effect" is accepted. See [For MindIE users](../mindie.md).
+Every field that `kvrecall serve --config` and `kvrecall config check` know. A field "without
+effect" may have any value; one that is not listed gets a warning. See
+[For MindIE users](../mindie.md).
 """
 _MINDIE_TITLES = ("field", "here", "what it does", "allowed", "default")
 
@@ -180,12 +179,13 @@ def mindie_page() -> str:
             for field, declared in section.model_fields.items()
             if not _inner(declared)
         ]
+        rows += [(code(name), Effect.NONE.value, why, "", "") for name, why in section.idle.items()]
         if rows:
             parts.append(f"## {name or 'The file'}\n\n{table(_MINDIE_TITLES, rows)}")
     return "\n".join(parts)
 
 
-def _sections(name: str, section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+def _sections(name: str, section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
     """Each section with its path, outermost first."""
     yield name, section
     for field, declared in section.model_fields.items():
@@ -193,11 +193,11 @@ def _sections(name: str, section: type[BaseModel]) -> Iterator[tuple[str, type[B
             yield from _sections(f"{name}.{field}".lstrip("."), inner)
 
 
-def _inner(declared: FieldInfo) -> type[BaseModel] | None:
+def _inner(declared: FieldInfo) -> type[Section] | None:
     """The section in a field or its list items; plugin_params is one text."""
     kinds = [declared.annotation, *get_args(declared.annotation)]
     kinds += [inner for kind in kinds for inner in get_args(kind)]
-    found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
     return found[0] if found and found[0] is not Plugins else None
 
 
@@ -213,9 +213,7 @@ def _allowed(declared: FieldInfo) -> str:
 
 
 def _default_of(declared: FieldInfo) -> str:
-    if declared.default is PydanticUndefined:
-        return "required"
-    return code(_json(declared.default))
+    return "required" if declared.is_required() else code(_json(declared.default))
 
 
 def _json(value: Any) -> str:
@@ -223,4 +221,4 @@ def _json(value: Any) -> str:
         return {True: "true", False: "false", None: ""}[value]
     if isinstance(value, str):
         return f'"{value}"'
-    return "" if isinstance(value, BaseModel) else f"{value}"
+    return "" if isinstance(value, Section) else f"{value}"
