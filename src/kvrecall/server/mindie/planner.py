@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from kvrecall.addresses import is_loopback
 from kvrecall.config import RecallSettings
@@ -32,8 +32,6 @@ from kvrecall.server.plan import (
     vllm_options,
 )
 from kvrecall.server.servable import fields_of
-
-_T = TypeVar("_T")
 
 NOTHING = ServeSpec("", "", 0, {}, recall={}, limits=Limits(max_n=0))
 """A command line without options."""
@@ -128,7 +126,7 @@ class _Planner:
             warnings=tuple(self._warnings),
         )
 
-    def _tried(self, attempt: Callable[[], _T]) -> _T | None:
+    def _tried(self, attempt: Callable[[], Any]) -> Any:
         """What ``attempt`` returns; None, and a problem, if it raises ConfigError."""
         try:
             return attempt()

@@ -28,8 +28,7 @@ class Problems(ConfigError):
         super().__init__(lines[0] + (more if len(self.lines) > 1 else ""))
 
 
-Read = tuple[Section, Document, tuple[str, ...]]
-"""A configuration, its document with nested JSON opened, and warnings."""
+Read = tuple[Section, Document, tuple[str, ...]]  # a configuration, its document, warnings
 
 
 def read_config(path: Path) -> Read:
