@@ -15,6 +15,7 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.base import Limits, Role
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import parse_json
+from kvrecall.server import servable
 from kvrecall.server.checks import check_pool
 from kvrecall.server.mindie.planner import NOTHING, plan_config
 from kvrecall.server.mindie.reader import validate
@@ -25,6 +26,11 @@ from server.configs import Json, backend, deploy, kv_pool, model, right, schedul
 SAMPLES = Path(__file__).parent / "samples"
 MODEL = "BackendConfig.ModelDeployConfig.ModelConfig[0]"
 Spoil = Callable[[Json], object]
+
+
+@pytest.fixture(autouse=True)
+def _with_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servable, "most_ranks", lambda: 99)
 
 
 def plan_of(folder: Path, spoil: Spoil = lambda c: None, pool: Json | None = None) -> Plan:
@@ -586,6 +592,14 @@ def test_variables_of_mindie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for wrong in ("88", "0", "1.2", ".", "x"):
         monkeypatch.setenv("NPU_MEMORY_FRACTION", wrong)
         assert f"NPU_MEMORY_FRACTION is '{wrong}'" in error_of(tmp_path, lambda c: None)
+
+
+def test_a_cpu_runs_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servable, "most_ranks", lambda: 2)
+    plan = plan_of(tmp_path, given(model, worldSize=8, dp=2))
+    assert plan.warnings == ("worldSize 8: no accelerators, so the model is not spread over 8",)
+    assert plan.spec.options["tensor-parallel-size"] is None
+    assert plan_of(tmp_path, given(model, worldSize=2)).spec.options["tensor-parallel-size"] == 2
 
 
 def test_disaggregation_is_the_command_lines(tmp_path: Path) -> None:

@@ -93,10 +93,8 @@ class TlsFiles:
         return []
 
     def context(self) -> ssl.SSLContext:
-        """A server context that admits only clients with a certificate of ``authorities``.
-
-        Raises ConfigError naming the file that cannot be used.
-        """
+        """A server context that admits only clients with a certificate of ``authorities``. Raises
+        ConfigError naming the file that cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         try:

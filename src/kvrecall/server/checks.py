@@ -75,10 +75,7 @@ def check_model(model: str) -> None:
         raise ConfigError(f"model: there is no folder {model}")
 
 
-JOIN_HOSTS = (
-    "to join several, pass vLLM's own options on each, for example -- --data-parallel-rank 0 "
-    "--data-parallel-address HOST --data-parallel-rpc-port 13345"
-)
+JOIN_HOSTS = "to join several, give each -- --data-parallel-rank 0 --data-parallel-address HOST"
 
 
 def joins_hosts(told: Iterable[tuple[str, object]]) -> bool:

@@ -180,10 +180,7 @@ def default_model() -> str:
 
 def check(plan: Plan) -> tuple[str, ...]:
     """Makes all checks that are possible before the engine is loaded. Changes nothing. Returns a
-    warning for each part that will not work while the rest does.
-
-    Raises ConfigError or TierError.
-    """
+    warning for each part that will not work while the rest does. Raises ConfigError, TierError."""
     warnings, errors = checked(plan)
     if errors:
         raise errors[0]

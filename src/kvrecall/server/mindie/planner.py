@@ -19,6 +19,7 @@ from kvrecall.engines.base import DEFAULT_MAX_N, Limits, Listener, Role, ServeSp
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import JsonPath, read_object
 from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
+from kvrecall.server import servable
 from kvrecall.server.access import TlsFiles
 from kvrecall.server.checks import JOIN_HOSTS, joins_hosts
 from kvrecall.server.mindie import schema
@@ -31,7 +32,6 @@ from kvrecall.server.plan import (
     shared_listeners,
     vllm_options,
 )
-from kvrecall.server.servable import fields_of
 
 NOTHING = ServeSpec("", "", 0, {}, recall={}, limits=Limits(max_n=0))
 """A command line without options."""
@@ -150,10 +150,9 @@ class _Planner:
                 f"multiNodesInferEnabled: this server uses this host's devices only; {JOIN_HOSTS}"
             )
         if self._server.inferMode == "dmi" and self._over.role is Role.BOTH:
-            self._warnings.append(
-                "inferMode is 'dmi', but this server will prefill and decode; start one with "
-                "--role prefill and one with --role decode over one pool, behind kvrecall router"
-            )
+            cure = "--role prefill and one with --role decode over one pool, behind kvrecall router"
+            why = "inferMode is 'dmi', but this server will prefill and decode"
+            self._warnings.append(f"{why}; start one with {cure}")
         if "templateType" in self._schedule.model_fields_set and not self._is_mixed:
             why = "vLLM prefills in chunks, too, unless -- --no-enable-chunked-prefill"
             self._notes.append(f"templateType Standard: {why}")
@@ -217,6 +216,10 @@ class _Planner:
             if not self._backend.multiNodesInferEnabled:
                 raise self._wrong((*_MODEL, "worldSize"), f"is {model.worldSize}, but {product}")
             self._notes.append(f"worldSize is {model.worldSize} on this host; in all {product}")
+        if devices > servable.most_ranks() and not joins_hosts(self._told):
+            tp = pp = dp = 1
+            why = "no accelerators, so the model is not spread over"
+            self._warnings.append(f"worldSize {model.worldSize}: {why} {devices}")
         if spreads := (model.moe_ep or 0) > 1:
             all_of = f"vLLM spreads the experts over all tp x dp = {tp * dp} devices"
             self._notes.append(f"moe_ep {model.moe_ep}: expert parallelism is on; {all_of}")
@@ -275,9 +278,8 @@ class _Planner:
         return options
 
     def _lacks_mtp(self) -> bool:
-        """Whether the model has no prediction layers; False if its config.json cannot be read,
-        which the check of the model folder reports."""
-        model = fields_of(self._weights)
+        """Whether the model has no prediction layers; False if that is not known."""
+        model = servable.fields_of(self._weights)
         return model is not None and not model.number(*_MTP_LAYERS, default=0)
 
     def _parser_options(self) -> dict[str, object]:
@@ -375,8 +377,7 @@ class _Planner:
             raise self._wrong((*_MODEL, "plugin_params"), message)
 
     def _recall_of_file(self, plaintext: bool) -> dict[str, object] | None:
-        """Of ``kvPoolConfig``, and for Mooncake of a pool in the engine above the store that its
-        own file describes."""
+        """Of ``kvPoolConfig``: a pool's, or those of a pool in the engine above a store."""
         pool = self._backend.kvPoolConfig
         self._tried(self._check_backend)
         if not pool.backend:
