@@ -18,7 +18,8 @@ from kvrecall.environment import VLLM_KEY
 from kvrecall.errors import ConfigError, EngineError, KvrecallError
 from kvrecall.jsonfile import read_under
 from kvrecall.server.access import read_keys
-from kvrecall.server.checks import check_devices, check_model, check_pool, check_port
+from kvrecall.server.checks import check_devices, check_pool, check_port
+from kvrecall.server.mindie.schema import CONFIG_PATH
 from kvrecall.server.plan import (
     ENGINE_DEFAULTS,
     Plan,
@@ -49,7 +50,7 @@ def plan_of(given: Mapping[str, Any]) -> Plan:
     """The plan for ``kvrecall serve`` with the options ``given``, by name; None: not given.
     Raises ConfigError."""
     spec = _spec_of(given)
-    if not (spec.model or given["config"]) and (path := os.environ.get("MIES_CONFIG_JSON_PATH")):
+    if not (spec.model or given["config"]) and (path := os.environ.get(CONFIG_PATH)):
         given = {**given, "config": Path(path)}
     pool_config, plaintext = given["pool_config"], given["allow_plaintext"]
     if pool_config is not None or given["config"] is None:
@@ -218,7 +219,6 @@ def _checks(plan: Plan, here: bool) -> Iterator[Callable[[], object]]:
         from kvrecall.attention.settings import RetrievalSettings  # imports torch
 
         yield partial(RetrievalSettings.from_environ, os.environ)
-    yield partial(check_model, spec.model)
     yield partial(check_served, spec)
     yield partial(check_devices, spec)
     yield partial(_check_recall, spec, here)

@@ -18,6 +18,7 @@ from kvrecall.modelconfig import CacheKind, Fields, find_config, hub_cache, read
 from kvrecall.nicety import nicety
 from kvrecall.plan.layers import LayerCache, read_layers
 from kvrecall.plan.model import chain_of, groups_of
+from kvrecall.server.checks import check_model
 from kvrecall.server.plan import BLOCK_SIZE, vllm_options
 
 _CPU_KV = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -162,11 +163,10 @@ def _caches(fields: Fields) -> list[LayerCache]:
 
 
 def check_served(spec: ServeSpec) -> None:
-    """Raises ConfigError if vLLM, or the pool if there is to be one, cannot serve the model here.
-    Of a model whose ``config.json`` is not on this machine only the options are judged."""
-    pooled = spec.recall is not None
-    refusal = _refusal(spec, pooled)
-    if refusal is not None:
+    """Raises ConfigError if there is no such model, or vLLM or the pool cannot serve it here. Of one
+    whose ``config.json`` is not on this machine only the options are judged."""
+    check_model(spec.model)
+    if refusal := _refusal(spec, spec.recall is not None):
         raise ConfigError(f"model {spec.model}: {refusal}")
 
 
