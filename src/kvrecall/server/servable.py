@@ -163,7 +163,7 @@ def _caches(fields: Fields) -> list[LayerCache]:
 
 
 def check_served(spec: ServeSpec) -> None:
-    """Raises ConfigError if there is no such model, or vLLM or the pool cannot serve it here. Of one
+    """Raises ConfigError if there is no such model, or vLLM or the pool cannot serve it. Of one
     whose ``config.json`` is not on this machine only the options are judged."""
     check_model(spec.model)
     if refusal := _refusal(spec, spec.recall is not None):
