@@ -47,16 +47,16 @@ def paths(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def told(folder: Path, text: str | bytes) -> str | None:
-    """The reported problem of the text; None if there is none."""
+    """The reported problem of the text, or what it was read as; None if there is none."""
     path = write(folder, right(), {"host_size": "1GiB"})
     path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
     try:
-        plan_config(path)
+        read = [line for line in plan_config(path).warnings if "config.json:" in line]
+        return "\n".join(read) or None
     except Problems as error:
         return "\n".join(error.lines)
     except ConfigError as error:
         return str(error)
-    return None
 
 
 @pytest.fixture(scope="module")
