@@ -97,7 +97,8 @@ class _Planner:
         options = dict(ENGINE_DEFAULTS)
         parts = self._model_options, self._plugin_options, self._parser_options
         for part in (*parts, self._lora_options, self._environment_options):
-            options |= self._tried(part) or {}
+            found = self._tried(part) or {}
+            options |= {name: value for name, value in found.items() if value is not None}
         self._tried(self._check_folder)
         recall = self._tried(partial(self._recall, whole_pool, plaintext))
         if plaintext and not self.problems:
@@ -231,12 +232,11 @@ class _Planner:
         if chunk and not self._is_mixed:
             chunk = 0
             self._notes.append("prefillChunkSize, longPrefillTokenThreshold: splitfuse is off")
-        automatic = model.npuMemSize == -1
         return {
             "served-model-name": model.modelName,
             "max-model-len": self._deploy.maxSeqLen,
             "trust-remote-code": model.trustRemoteCode or None,
-            "kv-cache-memory-bytes": None if automatic else int(model.npuMemSize * _GIB),
+            "kv-cache-memory-bytes": max(0, int(model.npuMemSize * _GIB)) or None,
             "tensor-parallel-size": tp if tp > 1 else None,
             "pipeline-parallel-size": pp if pp > 1 else None,
             "data-parallel-size": dp if dp > 1 else None,
