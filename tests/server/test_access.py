@@ -92,7 +92,7 @@ def test_unusable_files(tmp_path: Path, authority: Authority, files: TlsFiles) -
         with pytest.raises(ConfigError, match=said):
             wrong.check()
     word = tmp_path / "word"
-    word.write_text("secret\n")
+    word.write_text("open-sesame\n")
     with pytest.raises(ConfigError, match=r"tlsPkPwd: .*word has mode"):
         TlsFiles(locked, locked_key, files.authorities, (), word).check()
     word.chmod(0o600)
