@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "eight.json": b'{"host_size": 8}',
         "store.json": b'{"remote": {"kind": "mooncacke"}}',
         "secret.json": b"{}",
-        "broken.json": '{"a"："b"}'.encode(),
+        "broken.json": b'{"a" 1}',
         "file": b"text",
     }.items():
         (folder / name).write_bytes(content)
@@ -103,7 +103,7 @@ ONE_LINE: list[tuple[str, int, str]] = [
     ("serve /none", 2, "there is no folder /none"),
     ("serve --config none.json", 2, "no such file"),
     ("serve --config model", 2, "is a folder"),
-    ("serve --config broken.json", 2, "broken.json:1:5: expected ':'"),
+    ("serve --config broken.json", 2, "broken.json:1:6: expected ':'"),
     ("pool serve --config binary.json", 2, "binary.json:1:3: byte 0xff is not UTF-8"),
     ("pool serve --config empty.json", 2, "empty.json: is empty"),
     ("pool serve --config list.json", 2, "must hold a JSON object"),
@@ -267,7 +267,7 @@ def test_config_check(commands: Commands, folder: Path) -> None:
     done = commands.run(["config", "check", "broken.json"])
     assert (done.status, done.out) == (2, "")
     assert done.err.startswith(
-        "kvrecall config check: broken.json:1:5: expected ':' after the key \"a\""
+        "kvrecall config check: broken.json:1:6: expected ':' after the key \"a\""
     )
     assert done.err.count("\n") == 1
     done = commands.run(["config", "check", "broken.json", "--json"])

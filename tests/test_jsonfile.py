@@ -33,8 +33,6 @@ BROKEN = [
     ('{"a" 1}', "1:6", ["expected ':'"]),
     ('{"a" {}}', "1:6", ["expected ':'"]),
     ('"a" : 1', "1:1", ["outer braces are missing"]),
-    ('\n  "a" : {"b"："c"}', "2:3", ["outer braces are missing", "2:13", "FULLWIDTH COLON"]),
-    ('"a" : 1,\n', "1:1", ["outer braces are missing", "1:8", "comma with nothing after it"]),
     ('{"a":1,}', "1:7", ["comma with nothing after it", "remove it"]),
     ('{"a":[1,]}', "1:8", ["comma with nothing after it"]),
     ('{"a":1 "b":2}', "1:8", ["comma is missing"]),
@@ -143,21 +141,16 @@ def test_empty(text: str) -> None:
 
 
 SEEDS = [
-    # The seeds' samples as they are printed: file, in braces or not, place, words
-    ("kv_pool.txt", False, "1:5", ["outer braces", "18:40", "FULLWIDTH COLON", "U+FF1A"]),
-    ("kv_pool.txt", True, "18:40", ["FULLWIDTH COLON", "U+FF1A", "write the ASCII ':'"]),
-    ("kv_pool_page.txt", False, "1:5", ["outer braces", "18:40", "expected ':'", '"backend"']),
-    ("kv_pool_page.txt", True, "18:40", ["expected ':'"]),
-    ("pool_field.txt", False, "1:1", ["outer braces are missing"]),
-    ("prefix_cache.txt", False, "1:5", ["outer braces", "24:6: a comma with nothing after it"]),
-    ("prefix_cache.txt", True, "24:6", ["comma with nothing after it"]),
+    # The seeds' samples as they are printed, in braces: file, place, words
+    ("kv_pool.txt", "18:40", ["FULLWIDTH COLON", "U+FF1A", "write the ASCII ':'"]),
+    ("kv_pool_page.txt", "18:40", ["expected ':'"]),
+    ("prefix_cache.txt", "24:6", ["comma with nothing after it"]),
 ]
 
 
-@pytest.mark.parametrize(("name", "braces", "spot", "words"), SEEDS)
-def test_samples_as_printed(name: str, braces: bool, spot: str, words: list[str]) -> None:
-    text = (SAMPLES / name).read_text(encoding="utf-8")
-    message = error_of("{" + text + "}" if braces else text)
+@pytest.mark.parametrize(("name", "spot", "words"), SEEDS)
+def test_samples_as_printed(name: str, spot: str, words: list[str]) -> None:
+    message = error_of("{" + (SAMPLES / name).read_text(encoding="utf-8") + "}")
     assert message.startswith(f"c.json:{spot}: ")
     for word in words:
         assert word in message

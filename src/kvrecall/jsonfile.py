@@ -2,7 +2,7 @@
 
 The standard library says whether a text is JSON; ``_offsets_of`` then notes where each value
 stands, so that a wrong *value* can be pointed at too, and refuses what a configuration must not
-have (NaN, repeated keys, unlimited nesting). ``_explained`` recognises common mistakes in pasted
+have (NaN, repeated keys, unlimited nesting). ``explained`` recognises common mistakes in pasted
 configuration: full-width punctuation, missing colons and braces, comments, trailing commas.
 """
 
@@ -14,7 +14,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,19 @@ JsonPath = tuple[str | int, ...]
 MAX_BYTES = 4 << 20
 MAX_DEPTH = 64
 _MAX_DIGITS = 20
-_SPACE = " \t\r\n"
+SPACE = " \t\r\n"
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{},:]|[^\s"\[\]{},:]+')
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|([\[{])|([\]}])')
-_FRAGMENT = re.compile(r'"(?:[^"\\]|\\.)*"\s*[:：]')
+FRAGMENT = re.compile(r'"(?:[^"\\]|\\.)*"\s*[:：]')
 _CHARACTER = re.compile(r"\\u[dD][89abAB]..\\u....|\\u....|\\.|.", re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_WORD = re.compile(r"[A-Za-z_][\w.-]{0,79}")
-_MISTAKEN_WORDS = {"True": "true", "False": "false", "None": "null", "TRUE": "true"}
-_MISTAKEN_WORDS |= {"FALSE": "false", "NULL": "null", "undefined": "null"}
-_FULL_WIDTH = {"：": ":", "，": ",", "｛": "{", "｝": "}", "［": "[", "］": "]", "、": ","}
-_QUOTES = "“”„‟〝〞＂'"
+WORD = re.compile(r"[A-Za-z_][\w.-]{0,79}")
+MISTAKEN_WORDS = {"True": "true", "False": "false", "None": "null", "TRUE": "true"}
+MISTAKEN_WORDS |= {"FALSE": "false", "NULL": "null", "undefined": "null"}
+FULL_WIDTH = {"：": ":", "，": ",", "｛": "{", "｝": "}", "［": "[", "］": "]", "、": ","}
+QUOTES = "“”„‟〝〞＂'"
 _BOMS = (
     (codecs.BOM_UTF8, "a UTF-8 byte-order mark"),
     (codecs.BOM_UTF16_LE, "a UTF-16 byte-order mark"),
@@ -54,12 +54,18 @@ class Document:
     value: object
     _text: str
     _offsets: dict[JsonPath, int]
+    _origin: Origin
 
     def where(self, path: JsonPath) -> str:
         """``file:line:column`` of the key or list item at ``path``, or of its nearest parent."""
         while path and path not in self._offsets:
             path = path[:-1]
-        return f"{self.source}:{_place(self._text, self._offsets.get(path, 0))}"
+        return f"{self.source}:{self._origin.place(self._offsets.get(path, 0))}"
+
+    def moved(self, key: str, home: JsonPath) -> Document:
+        """The places in a document whose part at the top-level ``key`` is now below ``home``."""
+        places = {(*home, *p) if p[:1] == (key,) else p: at for p, at in self._offsets.items()}
+        return replace(self, _offsets=places)
 
     @property
     def paths(self) -> tuple[JsonPath, ...]:
@@ -76,25 +82,26 @@ class Document:
         text = parent[path[-1]]
         if not isinstance(text, str) or not text:
             return self
-        key_end = _STRING.match(self._text, self._offsets[path]).end()  # type: ignore[union-attr]
-        gap = re.compile(rf"[{_SPACE}]*:[{_SPACE}]*").match(self._text, key_end)
+        key_end = STRING.match(self._text, self._offsets[path]).end()  # type: ignore[union-attr]
+        gap = re.compile(rf"[{SPACE}]*:[{SPACE}]*").match(self._text, key_end)
         begin = gap.end() if gap else self._offsets[path]  # of a list's item it has no key
-        end = _STRING.match(self._text, begin).end() - 1  # type: ignore[union-attr]
+        end = STRING.match(self._text, begin).end() - 1  # type: ignore[union-attr]
         characters = [c.start() for c in _CHARACTER.finditer(self._text, begin + 1, end)]
-        origin = _Origin("string", self._text, [*characters, end])
+        spots = [*characters, end]
+        origin = Origin("string", self._origin.file, [self._origin.offsets[at] for at in spots])
         try:
             parent[path[-1]], offsets = _parsed(text, origin)
         except json.JSONDecodeError as error:
-            place, message = _explained(error, origin)
+            place, message = explained(error, origin)
             where = f"{self.source}:{place}"
             raise ConfigError(f"{where}: {name} is JSON in a string: {message}") from error
         for part, at in offsets.items():
-            self._offsets.setdefault((*path, *part), origin.offsets[at])
+            self._offsets.setdefault((*path, *part), spots[at])
         return self
 
 
 @dataclass(frozen=True, slots=True)
-class _Origin:
+class Origin:
     """Where the characters of a text stand in a file: ``offsets``, and one more for its end.
     ``whole``: what the text is, in words."""
 
@@ -109,6 +116,11 @@ class _Origin:
 
 def read_json(path: Path) -> Document:
     """Reads a JSON file. Raises ConfigError with file, line, column, cause and cure."""
+    return parse_json(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that should hold JSON. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -125,58 +137,47 @@ def read_json(path: Path) -> Document:
         if raw.startswith(mark):
             raise ConfigError(f"{path}:1:1: starts with {name}; save it as UTF-8 without one")
     try:
-        text = raw.decode()
+        return raw.decode()
     except UnicodeDecodeError as error:
         before = raw[: error.start].decode()
         raise ConfigError(
             f"{path}:{_place(before, len(before))}: byte 0x{raw[error.start]:02x} is not UTF-8; "
             "save the file as UTF-8"
         ) from error
-    return parse_json(text, str(path))
 
 
-def parse_json(text: str, source: str) -> Document:
-    """Parses JSON text; ``source`` names it in errors. Raises ConfigError."""
-    if not text.strip(_SPACE):
+def parse_json(text: str, source: str, origin: Origin | None = None) -> Document:
+    """Parses JSON text; ``source`` names it in errors. ``origin``: where its characters stand, if
+    it is not the whole file. Raises ConfigError."""
+    if not text.strip(SPACE):
         raise ConfigError(f"{source}: is empty; it must hold a JSON object {{ ... }}")
-    origin = _Origin("file", text, range(len(text) + 1))
+    origin = origin or Origin("file", text, range(len(text) + 1))
     try:
         value, offsets = _parsed(text, origin)
     except json.JSONDecodeError as error:
-        place, message = _explained(error, origin)
+        place, message = explained(error, origin)
         raise ConfigError(f"{source}:{place}: {message}") from error
-    return Document(source, value, text, offsets)
+    return Document(source, value, text, offsets, origin)
 
 
-def _parsed(text: str, origin: _Origin) -> tuple[object, dict[JsonPath, int]]:
+def _parsed(text: str, origin: Origin) -> tuple[object, dict[JsonPath, int]]:
     """The value of a JSON text, and where its parts begin in it. Raises JSONDecodeError."""
-    start = len(text) - len(text.lstrip(_SPACE))
-    if _FRAGMENT.match(text, start):
-        raise json.JSONDecodeError(_without_braces(text, origin), text, start)
-    _check_grammar(text)
+    start = len(text) - len(text.lstrip(SPACE))
+    if FRAGMENT.match(text, start):
+        missing = "the outer braces are missing: put the whole text between { and }"
+        raise json.JSONDecodeError(missing, text, start)
+    check_grammar(text)
     offsets = _offsets_of(text, origin)
     return json.loads(text), offsets
 
 
-def _check_grammar(text: str) -> None:
+def check_grammar(text: str) -> None:
     """Raises JSONDecodeError unless the standard library takes the text for JSON."""
-    _open_at(text, len(text))
+    open_at(text, len(text))
     _GRAMMAR.decode(text)
 
 
-def _without_braces(text: str, origin: _Origin) -> str:
-    """What is wrong with a text that is the inside of an object, with the first error that is left
-    between braces."""
-    missing = "the outer braces are missing: put the whole text between { and }"
-    try:
-        _check_grammar("{" + text + "}")
-    except json.JSONDecodeError as error:
-        left = json.JSONDecodeError(error.msg, text + "}", error.pos - 1)
-        missing += "; and at (line:column) {}: {}".format(*_explained(left, origin))
-    return missing
-
-
-def _open_at(text: str, end: int) -> list[int]:
+def open_at(text: str, end: int) -> list[int]:
     """Where the objects and lists begin that are open at ``end``. Raises JSONDecodeError if they
     are nested too deep."""
     still_open: list[int] = []
@@ -208,10 +209,8 @@ def read_under(
     if file is None:
         return dict(options), option_of
     settings, document = read_object(file, "pool settings")
-    return {
-        **settings,
-        **options,
-    }, lambda key: option_of(key) if key in options else document.where((key,))
+    given = {**settings, **options}
+    return given, lambda key: option_of(key) if key in options else document.where((key,))
 
 
 def _place(text: str, offset: int) -> str:
@@ -219,7 +218,7 @@ def _place(text: str, offset: int) -> str:
     return f"{text.count(chr(10), 0, offset) + 1}:{offset - text.rfind(chr(10), 0, offset)}"
 
 
-def _offsets_of(text: str, origin: _Origin) -> dict[JsonPath, int]:
+def _offsets_of(text: str, origin: Origin) -> dict[JsonPath, int]:
     """Where the values of a text begin that is JSON, those with a key at the key. Raises
     JSONDecodeError for what is refused."""
     offsets: dict[JsonPath, int] = {}
@@ -266,12 +265,12 @@ def _refusal(word: str) -> str:
 _GRAMMAR = json.JSONDecoder(parse_int=len, parse_float=len)  # numbers are ``_refusal``'s
 
 
-def _explained(error: json.JSONDecodeError, origin: _Origin) -> tuple[str, str]:
+def explained(error: json.JSONDecodeError, origin: Origin) -> tuple[str, str]:
     """An error of the standard library: ``line:column``, the cause and the cure."""
     text, at, expected = error.doc, error.pos, _EXPECTED.get(error.msg)
     found, rest = text[at : at + 1], text[at:]
-    before = text[:at].rstrip(_SPACE)
-    word = _WORD.match(rest)
+    before = text[:at].rstrip(SPACE)
+    word = WORD.match(rest)
     key = re.search(r'"[^"\n]{0,80}"$', before)
     if error.msg == "Extra data":
         expected = f"the end of the {origin.whole}"
@@ -286,7 +285,7 @@ def _explained(error: json.JSONDecodeError, origin: _Origin) -> tuple[str, str]:
         at, message = len(before) - 1, "a comma with nothing after it; remove it"
     elif not found:
         message = f"the {origin.whole} ends here; expected {expected}"
-        if still_open := _open_at(text, at):
+        if still_open := open_at(text, at):
             opened = still_open[-1]
             message += f": the {text[opened]!r} of {origin.place(opened)} is not closed"
     elif error.msg == "Extra data" and found in ("}", "]"):
@@ -295,17 +294,17 @@ def _explained(error: json.JSONDecodeError, origin: _Origin) -> tuple[str, str]:
         message = "not a JSON number (decimal, no leading zeros, no units)"
     elif word and error.msg.startswith("Expecting property"):
         message = f'the key {word[0]} must be in double quotes: "{word[0]}"'
-    elif word and word[0] in _MISTAKEN_WORDS:
-        message = f"{word[0]} is not JSON; write {_MISTAKEN_WORDS[word[0]]}"
+    elif word and word[0] in MISTAKEN_WORDS:
+        message = f"{word[0]} is not JSON; write {MISTAKEN_WORDS[word[0]]}"
     elif word and error.msg == "Expecting value":
         label = re.search(r'"([^"\n]*)"\s*:$', before)
         shown = "***" if label and is_secret(label[1]) else word[0]
         message = f'{shown} is not a JSON value; a text must be in double quotes: "{shown}"'
     else:
         cure = ""
-        if found in _FULL_WIDTH:
-            cure = f"; write the ASCII {_FULL_WIDTH[found]!r}"
-        elif found in _QUOTES:
+        if found in FULL_WIDTH:
+            cure = f"; write the ASCII {FULL_WIDTH[found]!r}"
+        elif found in QUOTES:
             cure = "; write '\"'"
         elif rest.startswith(("#", "//", "/*")):
             cure = "; JSON has no comments, remove it"

@@ -136,7 +136,7 @@ def _announce(config: PoolConfig, path: Path) -> None:
     typer.echo(text + (f", remote {config.remote.kind}" if config.remote else ""))
 
 
-@app.command()
+@app.command(context_settings={"token_normalize_func": lambda name: name.replace("_", "-")})
 def master(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port for RPC.", min=1, max=65535)] = 50051,

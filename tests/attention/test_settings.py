@@ -24,8 +24,8 @@ def test_every_variable_is_read() -> None:
         "INIT_TOKENS_NUM": "1",
         "LOCAL_TOKENS_NUM": "2",
         "TOPK_PERCENT": "0.5",
-        "DENSE_BOUNDARY": "4",
-        "OFFLOAD_BOUNDARY": "5",
+        "DENSE_BOUNDARY": "32K",  # as the seed writes it
+        "OFFLOAD_BOUNDARY": "64k",  # as vLLM reads it
         "DIGEST": "mean",
         "DIGEST_TOKENS": "32",
         "DENSE_LAYERS": "0",
@@ -37,7 +37,7 @@ def test_every_variable_is_read() -> None:
     }
     environ = {f"VLLM_RETRIEVAL_{name}": text for name, text in given.items()}
     assert RetrievalSettings.from_environ(environ) == RetrievalSettings(
-        1, 2, 0.5, 4, 5, "mean", 32, 0, False, 0.1, 3, "faiss-flat", "default"
+        1, 2, 0.5, 32768, 64000, "mean", 32, 0, False, 0.1, 3, "faiss-flat", "default"
     )
 
 
@@ -65,7 +65,7 @@ def test_what_the_reference_mode_fixes_is_refused_beside_it(name: str) -> None:
     ("name", "text"),
     [
         ("INIT_TOKENS_NUM", "-1"),
-        ("INIT_TOKENS_NUM", "1k"),
+        ("INIT_TOKENS_NUM", "1x"),
         ("LOCAL_TOKENS_NUM", "0"),
         ("TOPK_PERCENT", "20"),
         ("TOPK_PERCENT", "0"),

@@ -33,7 +33,7 @@ class Authority:
         cert_path, key_path = self._folder / f"{name}.pem", self._folder / f"{name}.key.pem"
         cert_path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
         protection = (
-            serialization.BestAvailableEncryption(b"secret")
+            serialization.BestAvailableEncryption(b"open-sesame")
             if encrypted
             else serialization.NoEncryption()
         )

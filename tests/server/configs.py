@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,34 +45,19 @@ def right() -> Json:
     return copy.deepcopy(_RIGHT)
 
 
-def server(config: Json) -> Json:
-    part: Json = config["ServerConfig"]
+def _at(*path: Any) -> Callable[[Json], Json]:
+    def part(config: Json) -> Json:
+        for key in path:
+            config = config[key]
+        return config
+
     return part
 
 
-def backend(config: Json) -> Json:
-    part: Json = config["BackendConfig"]
-    return part
-
-
-def kv_pool(config: Json) -> Json:
-    part: Json = backend(config)["kvPoolConfig"]
-    return part
-
-
-def deploy(config: Json) -> Json:
-    part: Json = backend(config)["ModelDeployConfig"]
-    return part
-
-
-def model(config: Json) -> Json:
-    part: Json = deploy(config)["ModelConfig"][0]
-    return part
-
-
-def schedule(config: Json) -> Json:
-    part: Json = backend(config)["ScheduleConfig"]
-    return part
+_DEPLOY = ("BackendConfig", "ModelDeployConfig")
+server, backend, deploy = _at("ServerConfig"), _at("BackendConfig"), _at(*_DEPLOY)
+kv_pool, schedule = _at("BackendConfig", "kvPoolConfig"), _at("BackendConfig", "ScheduleConfig")
+model = _at(*_DEPLOY, "ModelConfig", 0)
 
 
 def write(folder: Path, config: Json, pool: Json | None = None) -> Path:

@@ -80,16 +80,23 @@ def test_unusable_files(tmp_path: Path, authority: Authority, files: TlsFiles) -
     _, other_key, _ = authority.issue("other")
     locked, locked_key, _ = authority.issue("locked", encrypted=True)
     empty = tmp_path / "empty.pem"
-    empty.write_text("")
+    empty.touch(0o600)
     cases = [
         (TlsFiles(tmp_path / "none", files.key, files.authorities), "there is no file"),
         (TlsFiles(files.certificate, other_key, files.authorities), "not a PEM certificate and"),
-        (TlsFiles(locked, locked_key, files.authorities), "encrypted"),
+        (TlsFiles(locked, locked_key, files.authorities), "encrypted; decrypt it .*tlsPkPwd"),
+        (TlsFiles(locked, locked_key, files.authorities, (), empty), "lacks its password in text"),
         (TlsFiles(files.certificate, files.key, (empty,)), "is not a PEM file"),
     ]
     for wrong, said in cases:
         with pytest.raises(ConfigError, match=said):
             wrong.check()
+    word = tmp_path / "word"
+    word.write_text("open-sesame\n")
+    with pytest.raises(ConfigError, match=r"tlsPkPwd: .*word has mode"):
+        TlsFiles(locked, locked_key, files.authorities, (), word).check()
+    word.chmod(0o600)
+    assert TlsFiles(locked, locked_key, files.authorities, (), word).check() == []
     files.key.chmod(0o644)
     assert ["chmod 600" in line for line in files.check()] == [True]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,12 +83,23 @@ def test_a_store_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
     pool = PoolConfig(
         1 << 20, remote=RemoteConfig("mooncake", {**MOONCAKE, "allow_plaintext": True})
     )
-    assert "mooncake is not installed; pip install 'kvrecall[mooncake]'" in checks.check_pool(pool)
-    assert not any("not installed" in each for each in checks.check_pool(pool, here=False))
+    for here in (True, False):
+        (said,) = checks.check_pool(pool, here)
+        assert said == "mooncake is not installed; pip install 'kvrecall[mooncake]'"
     monkeypatch.setitem(sys.modules, "obstore", None)
     url = {"url": "s3://bucket", "allow_plaintext": True}
     with pytest.raises(ConfigError, match=r"pip install 'kvrecall\[objects\]'"):
         checks.check_pool(PoolConfig(1 << 20, remote=RemoteConfig("objects", url)))
+
+
+def test_more_devices_than_there_are(tmp_path: Path) -> None:
+    spec = ServeSpec("m", "", 0, {"tensor-parallel-size": 4, "data-parallel-size": 2})
+    checks.check_devices(spec, tmp_path)  # of a CPU
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match="over 8 devices, and this host has 2; to join several"):
+        checks.check_devices(spec, tmp_path)
+    checks.check_devices(replace(spec, extra_args=("--data-parallel-rank", "0")), tmp_path)
 
 
 def test_folder_in_use(tmp_path: Path) -> None:

@@ -246,10 +246,8 @@ HOSTILE: list[tuple[str, Json]] = [
     ("/v1/completions", {"prompt": "x", "structured_outputs": {"json": "{"}}),
     ("/v1/completions", {"prompt": "x", "structured_outputs": {"grammar": "root ::= root"}}),
     # What vLLM validates and its engine, or the server itself, then fails on (guard.py).
-    (
-        "/v1/completions",
-        {"prompt": "x", "structured_outputs": {"json": {"type": "array", "minItems": 10**9}}},
-    ),
+    ("/v1/completions",
+     {"prompt": "x", "structured_outputs": {"json": {"type": "array", "minItems": 10**9}}}),
     ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "a++"}}),
     ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": r"\p{Greek}+"}}),
     ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": r"[^\s\S]"}}),
@@ -275,7 +273,7 @@ HOSTILE: list[tuple[str, Json]] = [
     ("/infer_token", {"input_id": [0, 2**31 - 1]}),
     ("/infer_token", {"input_id": [1] * 5000}),
     ("/v1/tokenizer", {"inputs": "x" * 100_000}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "body"), HOSTILE, ids=lambda v: str(v)[:50])

@@ -95,14 +95,11 @@ BAD_INFER: list[tuple[str, object, str]] = [
     (f"{V2}/infer", {"inputs": [TENSOR | {"shape": [2, 3]}]}, "shape is [2, 3]"),
     (f"{V2}/infer", {"inputs": [TENSOR | {"datatype": "FP32"}]}, "datatype"),
     (f"{V2}/infer", {"inputs": [TENSOR | {"data": [[1, 2, 3], [4, 5, 6]]}]}, "data"),
-    (
-        f"{V2}/infer",
-        {"inputs": [TENSOR | {"parameters": {"seed": 1}}], "parameters": {"seed": 1}},
-        "not both",
-    ),
+    (f"{V2}/infer", {"inputs": [TENSOR | {"parameters": {"seed": 1}}], "parameters": {"seed": 1}},
+     "not both"),
     (f"{V2}/infer", {"inputs": [TENSOR | {"parameters": {"seeds": 1}}]}, "seeds: unknown field"),
     (f"{V2}/stopInfer", {}, "id: required"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "body", "said"), BAD_INFER, ids=lambda v: str(v)[:40])

@@ -49,17 +49,13 @@ PLACES: list[tuple[dict[str, Any], tuple[Address, Address, Address], int]] = [
         ((ONE, 1025), (ONE, 1025), (ONE, 1025)),
         0,
     ),
-    (
-        {"managementIpAddress": ONE, "metricsPort": 1025},
-        ((ONE, 1025), (ONE, 1026), (ONE, 1025)),
-        1,
-    ),
+    ({"managementIpAddress": ONE, "metricsPort": 1025}, ((ONE, 1025), (ONE, 1026), (ONE, 1025)), 1),
     (  # one port on two addresses is two listeners
         {"managementPort": 1025, "metricsPort": 1025},
         ((ONE, 1025), ("127.0.0.2", 1025), ("127.0.0.2", 1025)),
         1,
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fields", "addresses", "listeners"), PLACES)
@@ -78,11 +74,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"managementIpAddress": "0.0.0.0", "allowAllZeroIpListening": True, "managementPort": 1025},
         "managementPort is 1025 on 0.0.0.0, which 127.0.0.1:1025 already takes",
     ),
-    (
-        {"ipAddress": "0.0.0.0", "allowAllZeroIpListening": True, "metricsPort": 1025},
-        "metricsPort is 1025",
-    ),
-]
+    ({"ipAddress": "0.0.0.0", "allowAllZeroIpListening": True, "metricsPort": 1025},
+     "metricsPort is 1025"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fields", "said"), BAD)

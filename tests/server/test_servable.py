@@ -37,6 +37,15 @@ def test_decoders_are_served_whatever_their_layers_cache(name: str, machine: Mac
     assert reasons(SERVED[name], machine, asked=Asked(step_tokens=128)) == []
 
 
+def test_weights_of_modelslim_are_recognised(tmp_path: Path) -> None:
+    config = SERVED["QWEN3_8B"]
+    (said,) = reasons(config | {"quantize": "w8a8"}, GPU)
+    assert all(word in said for word in ("msModelSlim", "compressed-tensors"))
+    (tmp_path / "quant_model_description_w8a8.json").touch()
+    (said,) = map(str, refusals(Fields(config, str(tmp_path / "config.json")), GPU))
+    assert "quant_model_description_w8a8.json" in said
+
+
 MAMBA2 = ("BAMBA_9B", "GRANITE_4_SMALL", "NEMOTRON_H_8B")
 
 

@@ -347,11 +347,9 @@ LEFT: list[tuple[str, Json]] = [
     ("/infer", {"inputs": "x", "stream": True, "parameters": LONG}),
     ("/v2/models/tiny/generate", {"text_input": "x", "parameters": LONG}),
     ("/v1/completions", {"prompt": "x", "max_tokens": LONGEST, "ignore_eos": True}),
-    (
-        "/v1/chat/completions",
-        {"messages": MESSAGES, "max_tokens": LONGEST, "ignore_eos": True, "stream": True},
-    ),
-]
+    ("/v1/chat/completions",
+     {"messages": MESSAGES, "max_tokens": LONGEST, "ignore_eos": True, "stream": True}),
+]  # fmt: skip
 
 
 def test_the_engine_waits_asleep(server: LiveServer) -> None:

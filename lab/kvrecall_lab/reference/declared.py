@@ -15,6 +15,7 @@ from kvrecall.environment import VARIABLES
 from kvrecall.errors import ConfigError, ExitStatus, KvrecallError
 from kvrecall.pool.remote.mooncake.store import ENVIRONMENT
 from kvrecall.router.application import PASSED_ON
+from kvrecall.server.mindie import schema
 from kvrecall.server.replies import ERROR_TYPES, STATUS
 from kvrecall_lab.reference.markdown import code, plain, sentence, table
 
@@ -92,7 +93,8 @@ def _where(module: str) -> str:
 
 
 def variables() -> str:
-    rows = [(code(one), sentence(one.text), one.values, one.unset) for one in VARIABLES]
+    ours = (*VARIABLES, *schema.VARIABLES)
+    rows = [(code(one), sentence(one.text), one.values, one.unset) for one in ours]
     theirs = [(code(name), code(value)) for name, value in ENVIRONMENT.items()]
     return "\n".join(
         [

@@ -21,7 +21,6 @@ COARSE_TOKENS = 64
 """Up to NARROW_SHARE of the blocks a search narrows by coarse digests of COARSE_TOKENS keys.
 For larger shares that saves no time (docs/retrieval-internals.md)."""
 
-
 RETRIEVALKV = "retrievalkv"
 MODES: Mapping[str, Mapping[str, object]] = {
     "default": {},
@@ -33,8 +32,7 @@ MODES: Mapping[str, Mapping[str, object]] = {
         "least_blocks": 1,
     },
 }
-"""Settings that a mode fixes. ``retrievalkv`` is what openGauss's document describes: one mean key
-for a block of 128 tokens, every layer, no fewest blocks, and boundaries for the prompt's length."""
+"""Settings that a mode fixes; ``retrievalkv`` is as openGauss's document describes it."""
 
 
 class Regime(Enum):
@@ -258,9 +256,11 @@ def _parsed(name: str, text: str) -> int | float | str | bool:
         _require(text.lower() in _FLAGS, name, text, "1 or 0")
         return _FLAGS[text.lower()]
     try:
+        if kind is int and text[-1:] in ("k", "K"):  # as in vLLM's --max-model-len
+            return int(text[:-1]) * (1024 if text[-1] == "K" else 1000)
         return kind(text)  # type: ignore[no-any-return]
     except ValueError:
-        what = "a whole number of tokens" if kind is int else "a number"
+        what = "a whole number of tokens, as 32768 or 32K" if kind is int else "a number"
         raise ConfigError(f"{PREFIX}{name} is {text!r}; it must be {what}") from None
 
 

@@ -73,12 +73,14 @@ def check_reach(setting: str, host: str, protected: bool, allowed: bool) -> None
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """The PEM files of an HTTPS listener. ``authorities`` sign the clients' certificates."""
+    """The PEM files of an HTTPS listener. ``authorities`` sign the clients' certificates;
+    ``password``: the file with that of an encrypted key."""
 
     certificate: Path
     key: Path
     authorities: tuple[Path, ...]
     revoked: tuple[Path, ...] = ()
+    password: Path | None = None
 
     def check(self) -> list[str]:
         """Warnings about the files. Raises ConfigError if one is missing or unusable."""
@@ -91,18 +93,16 @@ class TlsFiles:
         return []
 
     def context(self) -> ssl.SSLContext:
-        """A server context that admits only clients with a certificate of ``authorities``.
-
-        Raises ConfigError naming the file that cannot be used.
-        """
+        """A server context that admits only clients with a certificate of ``authorities``. Raises
+        ConfigError naming the file that cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         try:
-            context.load_cert_chain(self.certificate, self.key, password=_refuse_password)
+            context.load_cert_chain(self.certificate, self.key, password=self._password)
         except (ssl.SSLError, OSError) as error:
-            raise ConfigError(
-                f"{self.certificate} and {self.key} are not a PEM certificate and its key: {error}"
-            ) from error
+            word = f", or {self.password} lacks its password in text" if self.password else ""
+            files = f"{self.certificate} and {self.key} are not a PEM certificate and its key"
+            raise ConfigError(f"{files}{word}: {error}") from error
         for path in (*self.authorities, *self.revoked):
             try:
                 context.load_verify_locations(path)
@@ -113,6 +113,10 @@ class TlsFiles:
             context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
         return context
 
-
-def _refuse_password() -> str:
-    raise ConfigError("the private key is encrypted; decrypt it (openssl pkey -in KEY -out PLAIN)")
+    def _password(self) -> bytes:
+        if self.password is None:
+            cure = "decrypt it (openssl pkey -in KEY -out PLAIN), or name its password's file"
+            raise ConfigError(f"the private key is encrypted; {cure} (tlsPkPwd)")
+        word = read_private(self.password, "tlsPkPwd", "write the password to it").rstrip(b"\r\n")
+        hide(word.decode(errors="replace"))
+        return word

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.config import DiskConfig, PoolConfig, RemoteConfig, format_size
+from kvrecall.engines.base import ServeSpec
 from kvrecall.errors import ConfigError, KvrecallError, TierError
 from kvrecall.modelconfig import HUB_ID
 from kvrecall.pool.arena import available_memory, check_memory
@@ -25,6 +27,7 @@ from kvrecall.pool.compression import check_compression
 from kvrecall.pool.disk.folder import LOCK_NAME, MediumFails, check_room, own_bytes, standing_part
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.remote.backends import check_store, doubt_of
+from kvrecall.server.plan import vllm_options
 
 
 class Health(StrEnum):
@@ -72,6 +75,25 @@ def check_model(model: str) -> None:
         raise ConfigError(f"model: there is no folder {model}")
 
 
+JOIN_HOSTS = "to join several, give each -- --data-parallel-rank 0 --data-parallel-address HOST"
+
+
+def joins_hosts(told: Iterable[tuple[str, object]]) -> bool:
+    """Whether options of vLLM make this engine a part of one on several hosts."""
+    return not {"nnodes", "data-parallel-rank", "data-parallel-address"}.isdisjoint(dict(told))
+
+
+def check_devices(spec: ServeSpec, there: Path = Path("/dev")) -> None:
+    """Raises ConfigError if the model is spread over more accelerators than this host has."""
+    told = dict([*spec.options.items(), *vllm_options(spec.extra_args)])
+    sizes = [str(told.get(f"{kind}-parallel-size")) for kind in ("tensor", "pipeline", "data")]
+    wanted = math.prod(int(size) for size in sizes if size.isdecimal())
+    found = max(len(list(there.glob(f"{kind}[0-9]*"))) for kind in ("nvidia", "davinci"))
+    if 0 < found < wanted and not joins_hosts(told.items()):
+        why = f"the model is spread over {wanted} devices, and this host has {found}"
+        raise ConfigError(f"{why}; {JOIN_HOSTS}")
+
+
 def check_port(host: str, port: int) -> None:
     """Raises ConfigError if nothing can listen on ``host``:``port``."""
     try:
@@ -79,9 +101,8 @@ def check_port(host: str, port: int) -> None:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise ConfigError(
-            f"{host or repr(host)} is not an address of this machine: {error}"
-        ) from error
+        shown = host or repr(host)
+        raise ConfigError(f"{shown} is not an address of this machine: {error}") from error
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -112,8 +133,8 @@ def check_pool(pool: PoolConfig, here: bool = True) -> tuple[str, ...]:
 
 
 def pool_findings(pool: PoolConfig, here: bool = True) -> Iterator[Finding]:
-    """What each setting of a pool amounts to. ``here``: also whether this machine has the memory,
-    the disk and the packages. Connects to nothing."""
+    """What each setting of a pool amounts to. ``here``: also whether this machine has the memory
+    and the disk. Connects to nothing."""
     if here:
         yield _host(pool.host_bytes)
     yield _tried("policy", pool.policy, lambda: make_policy(pool.policy, 1))
@@ -125,7 +146,7 @@ def pool_findings(pool: PoolConfig, here: bool = True) -> Iterator[Finding]:
             yield _disk(pool.disk)
         yield from _compression(pool.disk.compression)
     if pool.remote is not None:
-        yield from _remote(pool.remote, key_file is not None, here)
+        yield from _remote(pool.remote, key_file is not None)
         yield from _compression(pool.remote.compression)
 
 
@@ -181,10 +202,10 @@ def _disk(disk: DiskConfig) -> Finding:
     return Finding("pool", "disk", Health.OK, found, "", figures)
 
 
-def _remote(remote: RemoteConfig, sealed: bool, here: bool) -> Iterator[Finding]:
+def _remote(remote: RemoteConfig, sealed: bool) -> Iterator[Finding]:
     found = _tried("remote", remote.kind, lambda: check_store(remote, sealed))
     is_mooncake = found.error is None and remote.kind == "mooncake"
-    if here and is_mooncake and not find_spec("mooncake"):
+    if is_mooncake and not find_spec("mooncake"):
         why, cure = "mooncake is not installed", "pip install 'kvrecall[mooncake]'"
         found = Finding("pool", "remote", Health.BROKEN, why, cure)
     yield found

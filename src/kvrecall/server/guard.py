@@ -93,9 +93,8 @@ class Guard:
                 receive = _repeating(body, receive)
                 del body  # the application may be done with it long before its reply ends
             if self.running >= self._max_requests:
-                raise ReplyError(
-                    503, f"{self._max_requests} requests are in progress ({self._limit_name})"
-                )
+                full = f"{self._max_requests} requests are in progress ({self._limit_name})"
+                raise ReplyError(503, full)
         except ReplyError as error:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008, "reason": error.detail[:120]})
@@ -133,17 +132,13 @@ class Guard:
         elif (
             (public := self._access.public) and not public.fullmatch(path) and not _is_local(scope)
         ):
-            raise ReplyError(
-                403, f"{path} needs an API key from other hosts, and this server has none"
-            )
+            why = f"{path} needs an API key from other hosts, and this server has none"
+            raise ReplyError(403, why)
         if method == "POST" and not (
             OWN_HEADER in headers or _is_json(headers.get("content-type", ""))
         ):
-            raise ReplyError(
-                415,
-                "any page in a browser could send this; add the header Content-Type: "
-                "application/json or X-Kvrecall: 1",
-            )
+            cure = "add the header Content-Type: application/json or X-Kvrecall: 1"
+            raise ReplyError(415, f"any page in a browser could send this; {cure}")
 
     def _check_page(self, headers: Headers, origin: str | None, method: str) -> None:
         """Raises ReplyError if a page of another origin sent the request, or one that reached
@@ -151,15 +146,13 @@ class Guard:
         hosts = headers.getlist("host")
         host = hosts[0].lower() if len(hosts) == 1 else ""
         if not self._is_ours(host):
-            raise ReplyError(
-                403, f"Host {host[:80]!r} is no name of this server; allow it with --allowed-host"
-            )
+            why = f"Host {host[:80]!r} is no name of this server"
+            raise ReplyError(403, f"{why}; allow it with --allowed-host")
         if origin is not None and origin in self._access.origins:
             return
         if origin is not None and _authority(origin) != host:
-            raise ReplyError(
-                403, f"pages of {origin[:80]!r} may not use this server (--allowed-origins)"
-            )
+            why = f"pages of {origin[:80]!r} may not use this server (--allowed-origins)"
+            raise ReplyError(403, why)
         opened = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
         if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not opened:
             raise ReplyError(403, "pages of other origins may not use this server")
@@ -292,11 +285,8 @@ class _Values:
 
     @staticmethod
     def _too_many() -> ReplyError:
-        return ReplyError(
-            413,
-            f"the body has more than {_MOST_VALUES} values (members, items) besides token ids, or "
-            f"more than {_LARGEST_IDS} of these",
-        )
+        values = f"{_MOST_VALUES} values (members, items) besides token ids"
+        return ReplyError(413, f"the body has more than {values}, or {_LARGEST_IDS} of these")
 
 
 def _route_path(scope: Scope) -> str:

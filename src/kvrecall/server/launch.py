@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,11 @@ from urllib.parse import urlsplit
 from kvrecall.config import RecallSettings, option_of, parse_size
 from kvrecall.engines.base import DEFAULT_MAX_N, Limits, Role, ServeSpec
 from kvrecall.environment import VLLM_KEY
-from kvrecall.errors import ConfigError, EngineError
+from kvrecall.errors import ConfigError, EngineError, KvrecallError
 from kvrecall.jsonfile import read_under
 from kvrecall.server.access import read_keys
-from kvrecall.server.checks import check_model, check_pool, check_port
+from kvrecall.server.checks import check_devices, check_pool, check_port
+from kvrecall.server.mindie.schema import CONFIG_PATH
 from kvrecall.server.plan import (
     ENGINE_DEFAULTS,
     Plan,
@@ -49,6 +50,8 @@ def plan_of(given: Mapping[str, Any]) -> Plan:
     """The plan for ``kvrecall serve`` with the options ``given``, by name; None: not given.
     Raises ConfigError."""
     spec = _spec_of(given)
+    if not (spec.model or given["config"]) and (path := os.environ.get(CONFIG_PATH)):
+        given = {**given, "config": Path(path)}
     pool_config, plaintext = given["pool_config"], given["allow_plaintext"]
     if pool_config is not None or given["config"] is None:
         spec = replace(spec, recall=_recall(spec.recall, pool_config))
@@ -178,20 +181,61 @@ def default_model() -> str:
 
 def check(plan: Plan) -> tuple[str, ...]:
     """Makes all checks that are possible before the engine is loaded. Changes nothing. Returns a
-    warning for each part that will not work while the rest does.
+    warning for each part that will not work while the rest does. Raises ConfigError, TierError."""
+    warnings, errors = checked(plan)
+    if errors:
+        raise errors[0]
+    return warnings
 
-    Raises ConfigError or TierError.
-    """
+
+def checked(plan: Plan, here: bool = True) -> tuple[tuple[str, ...], list[KvrecallError]]:
+    """The warnings and the errors of ``check``. ``here``: also of what only the machine that is to
+    serve knows: its version of vLLM, its memory and disk, its ports."""
+    warnings: tuple[str, ...] = ()
+    errors: list[KvrecallError] = []
+    for attempt in _checks(plan, here):
+        try:
+            found = attempt()
+            warnings += found if isinstance(found, tuple) else ()
+        except KvrecallError as error:
+            errors.append(error)
+    return warnings, errors
+
+
+def _checks(plan: Plan, here: bool) -> Iterator[Callable[[], object]]:
     from kvrecall.engines.vllm.compat.options import check_options, installed_options
     from kvrecall.engines.vllm.compat.versions import require_installed_version
 
-    require_installed_version()
     spec = plan.spec
-    check_options(spec.options, spec.extra_args, installed_options())
+    if here:
+        yield require_installed_version
+    yield lambda: check_options(spec.options, spec.extra_args, installed_options())
     collector = OPTION.removeprefix("--")
     endpoint = {**spec.options, **dict(vllm_options(spec.extra_args))}.get(collector)
     if endpoint is not None:
-        check_endpoint(str(endpoint))
+        yield partial(check_endpoint, str(endpoint))
+    yield partial(_check_role, spec)
+    if spec.retrieval:
+        from kvrecall.attention.settings import RetrievalSettings  # imports torch
+
+        yield partial(RetrievalSettings.from_environ, os.environ)
+    yield partial(check_served, spec)
+    yield partial(check_devices, spec)
+    yield partial(_check_recall, spec, here)
+    if here:
+        for host, port in ((spec.host, spec.port), *((x.host, x.port) for x in spec.listeners)):
+            yield partial(check_port, host, port)
+        yield lambda: plan.check_reach(_has_key(spec))
+
+
+def _check_recall(spec: ServeSpec, here: bool) -> tuple[str, ...]:
+    settings = None if spec.recall is None else RecallSettings.from_mapping(spec.recall)
+    if settings is None or settings.service is not None:  # it may start later, with its own pool
+        return ()
+    return check_pool(settings.pool, here)
+
+
+def _check_role(spec: ServeSpec) -> None:
     recall = spec.recall
     alone = recall is None or (
         recall.get("backend", "embedded") == "embedded" and "remote" not in recall
@@ -201,28 +245,6 @@ def check(plan: Plan) -> tuple[str, ...]:
             f"--role {spec.role}: prefill and decode instances meet in a pool that both use; give "
             "them one with --pool-service (kvrecall pool serve), or a remote tier"
         )
-    if spec.retrieval:
-        from kvrecall.attention.settings import RetrievalSettings  # imports torch
-
-        RetrievalSettings.from_environ(os.environ)
-    found = check_settings(plan)
-    for host, port in ((spec.host, spec.port), *((x.host, x.port) for x in spec.listeners)):
-        check_port(host, port)
-    plan.check_reach(_has_key(spec))
-    return found
-
-
-def check_settings(plan: Plan, here: bool = True) -> tuple[str, ...]:
-    """Checks the model and the pool of a plan, as ``check`` does. ``here``: as in
-    ``pool_findings``."""
-    check_model(plan.spec.model)
-    check_served(plan.spec)
-    if plan.spec.recall is None:
-        return ()
-    settings = RecallSettings.from_mapping(plan.spec.recall)
-    if settings.service is not None:  # it owns memory and disk, and may start later
-        return ()
-    return check_pool(settings.pool, here)
 
 
 def _has_key(spec: ServeSpec) -> bool:

@@ -138,11 +138,8 @@ def _why(engine: ServingEngine, request_id: str) -> list[dict[str, object]]:
         since = insight.forgotten_until
         ended = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(since))
         kept = f"those that ended by {ended} are forgotten" if since else "none was forgotten yet"
-        raise ReplyError(
-            404,
-            f"no request {request_id!r} here: it never reached this server, or it is too old "
-            f"({kept})",
-        )
+        why = f"it never reached this server, or it is too old ({kept})"
+        raise ReplyError(404, f"no request {request_id!r} here: {why}")
     return [{**asdict(view), "why": _words(engine, view)} for view in found]
 
 
@@ -172,11 +169,8 @@ def _add_health(router: APIRouter, engine: ServingEngine, metrics: MindieMetrics
             raise ReplyError(503, "the server is stopping")
         load = engine.load()
         if load.busy:
-            raise ReplyError(
-                503,
-                f"busy: {load.running} requests run and {load.waiting} wait; "
-                f"{load.max_running} can run at once",
-            )
+            now = f"{load.running} requests run and {load.waiting} wait"
+            raise ReplyError(503, f"busy: {now}; {load.max_running} can run at once")
         return Response()
 
     @router.get("/v2/models/{model:path}/ready")

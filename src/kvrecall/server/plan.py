@@ -151,11 +151,9 @@ def allowing_plaintext(recall: Mapping[str, object] | None) -> Mapping[str, obje
     is none."""
     remote = None if recall is None else recall.get("remote")
     if recall is None or not isinstance(remote, Mapping):
-        raise ConfigError(
-            "--allow-plaintext: this server's pool has no remote store; leave the option out. (The "
-            "store of a pool service is allowed where it is set: allow_plaintext true in its "
-            "remote settings.)"
-        )
+        of_service = "set allow_plaintext true in the remote settings of a pool service"
+        why = "--allow-plaintext: this server's pool has no remote store; leave the option out"
+        raise ConfigError(f"{why}, or {of_service}")
     return {**recall, "remote": {**remote, "allow_plaintext": True}}
 
 

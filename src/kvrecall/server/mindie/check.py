@@ -13,44 +13,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvrecall.errors import ExitStatus, KvrecallError, errors_shown
-from kvrecall.server.launch import check_settings
+from kvrecall.server.launch import checked
 from kvrecall.server.mindie.planner import plan_config
 from kvrecall.server.mindie.reader import Problems, dotted, read_config
-from kvrecall.server.mindie.schema import Effect, effect_of, fields_of
+from kvrecall.server.mindie.schema import Effect, fields_of
 
-EXAMPLE = r"""{
-  "Version": "1.0.0",
-  "ServerConfig": {
-    "ipAddress": "127.0.0.1",
-    "port": 1025,
-    "allowAllZeroIpListening": false,
-    "maxLinkNum": 1000,
-    "httpsEnabled": false
-  },
-  "BackendConfig": {
-    "kvPoolConfig": {"backend": "embedded", "configPath": "pool.json", "asyncWrite": true},
-    "ModelDeployConfig": {
-      "maxSeqLen": 8192,
-      "maxInputTokenLen": 8000,
-      "truncation": false,
-      "ModelConfig": [
-        {
-          "modelName": "my-model",
-          "modelWeightPath": "/path/to/the/model",
-          "worldSize": 1,
-          "cpuMemSize": 4,
-          "npuMemSize": -1,
-          "plugin_params": "{\"plugin_type\":\"prefix_cache,splitfuse\"}"
-        }
-      ]
-    },
-    "ScheduleConfig": {"cacheBlockSize": 128, "maxBatchSize": 64, "maxIterTimes": 2048}
-  }
-}
-"""
+EXAMPLE = Path(__file__).with_name("example.json").read_text("utf-8")
 """A minimal config.json. The pool.json beside it: ``{"disk_path": ..., "disk_size": "20GiB"}``."""
 
-_STYLES = {Effect.ACTS: "green", Effect.PARTLY: "yellow", Effect.NONE: "dim", Effect.RETIRED: "red"}
+_STYLES = {Effect.ACTS: "green", Effect.PARTLY: "yellow", Effect.NONE: "dim", Effect.UNKNOWN: "red"}
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -97,9 +68,9 @@ def _show(found: dict[str, Any]) -> None:
         console.print(_fields_table(found["fields"]))
     if found["ok"]:
         console.print(_effective_table(found["effective"]))
-        for kind, style in (("warning", "yellow"), ("note", "dim")):
-            for text in found[f"{kind}s"]:
-                console.print(f"[{style}]{kind}:[/] {escape(text)}")
+    for kind, style in (("warning", "yellow"), ("note", "dim")):
+        for text in found[f"{kind}s"]:
+            console.print(f"[{style}]{kind}:[/] {escape(text)}")
     errors = Console(stderr=True, soft_wrap=True)
     for line in found["problems"]:
         errors.print(escape(f"kvrecall config check: {line}"), highlight=False)
@@ -108,43 +79,34 @@ def _show(found: dict[str, Any]) -> None:
 def report(file: Path, every: bool, allow_plaintext: bool = False) -> dict[str, Any]:
     """``ok``, ``problems`` (a line each), ``fields`` and the ``effective`` settings, as far as the
     file can be read. ``every``: fields that are not given, too."""
-    found: dict[str, Any] = {"file": str(file), "ok": False, "problems": [], "fields": []}
+    found: dict[str, Any] = {"file": str(file), "ok": False}
+    found |= {key: [] for key in ("problems", "fields", "warnings", "notes")}
     try:
-        config, _ = read_config(file)
         found["fields"] = [
-            {
-                "field": dotted(path),
-                "value": value,
-                "given": given,
-                "effect": effect_of(field).value,
-                "text": field.description or "",
-            }
-            for path, value, given, field in fields_of(config)
-            if given or every
+            each._asdict() | {"field": dotted(each.path)}
+            for each in fields_of(read_config(file)[0])
+            if each.given or every
         ]
         plan = plan_config(file, plaintext=allow_plaintext)
-        warnings = [*plan.warnings, *check_settings(plan, here=False)]
-    except Problems as error:
-        return found | {"problems": list(error.lines)}
     except KvrecallError as error:
-        return found | {"problems": [str(error)]}
+        lines = error.lines if isinstance(error, Problems) else (str(error),)
+        return found | {"problems": lines, "warnings": getattr(error, "warnings", ())}
+    doubts, errors = checked(plan, here=False)
+    found |= {"warnings": [*plan.warnings, *doubts], "notes": list(plan.notes)}
+    if errors:
+        return found | {"problems": [str(error) for error in errors]}
     spec = plan.spec
     scheme = "https" if spec.tls else "http"
     planes = {"business": f"{scheme}://{spec.host}:{spec.port}"}
     planes |= {each.name: f"{scheme}://{each.host}:{each.port}" for each in spec.listeners}
-    effective = {
+    found["effective"] = {
         "model": spec.model,
         "planes": planes,
         "options": {k: v for k, v in spec.options.items() if v is not None},
         "pool": None if spec.recall is None else dict(spec.recall),
         "bounds": plan.bounds(),
     }
-    return found | {
-        "ok": True,
-        "effective": effective,
-        "warnings": warnings,
-        "notes": list(plan.notes),
-    }
+    return found | {"ok": True}
 
 
 def _fields_table(fields: list[dict[str, Any]]) -> Table:

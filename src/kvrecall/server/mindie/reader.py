@@ -3,69 +3,88 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import get_args, get_origin
+from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kvrecall.config import allowed_by
 from kvrecall.errors import ConfigError
-from kvrecall.jsonfile import Document, JsonPath, read_json
-from kvrecall.server.mindie.schema import JSON_STRINGS, MindieConfig
+from kvrecall.jsonfile import Document, JsonPath
+from kvrecall.server.mindie.pasted import read_pasted
+from kvrecall.server.mindie.schema import JSON_STRINGS, MindieConfig, Section
 
 
 class Problems(ConfigError):
-    """The problems of a config.json, a line each; the error's message is the first of them."""
+    """The problems of a config.json, a line each, and its warnings; the error's message is the
+    first of the problems."""
 
-    def __init__(self, lines: list[str]) -> None:
-        more = f" (and {len(lines) - 1} more: kvrecall config check)" if len(lines) > 1 else ""
-        super().__init__(lines[0] + more)
-        self.lines = tuple(lines)
-
-
-def read_config(path: Path) -> tuple[MindieConfig, Document]:
-    """The checked configuration of the file, and its document with nested JSON opened.
-
-    Raises ConfigError if the text is not JSON, Problems if its content is wrong.
-    """
-    return validate(read_json(path))
+    def __init__(self, lines: Sequence[str], warnings: Sequence[str] = ()) -> None:
+        self.lines, self.warnings = tuple(dict.fromkeys(lines)), tuple(warnings)
+        more = f" (and {len(self.lines) - 1} more: kvrecall config check)"
+        super().__init__(lines[0] + (more if len(self.lines) > 1 else ""))
 
 
-def validate(document: Document) -> tuple[MindieConfig, Document]:
-    """The configuration in ``document``, and the document with objects in place of strings that
-    contain them. Raises Problems."""
-    document = _opened(document)
+Read = tuple[Section, Document, tuple[str, ...]]  # a configuration, its document, warnings
+
+
+def read_config(path: Path) -> Read:
+    """The checked configuration of the file. Raises ConfigError, for what it holds Problems."""
+    pasted = read_pasted(path)
+    if pasted.document is None:
+        raise Problems(pasted.wrong, pasted.corrected)
+    return validate(pasted.document, pasted.corrected, pasted.wrong)
+
+
+def validate(document: Document, corrected: Sequence[str] = (), wrong: Sequence[str] = ()) -> Read:
+    """The configuration in ``document``, with warnings: ``corrected`` and its own. Raises Problems:
+    what is ``wrong`` already, and what is wrong with it."""
+    problems, warnings = list(wrong), list(corrected)
+    document = _opened(_at_home(document, warnings), problems)
     value = document.value
     if not isinstance(value, dict):
         raise Problems([f"{document.where(())}: the file must hold a JSON object {{ ... }}"])
-    missing = [name for name in ("ServerConfig", "BackendConfig") if name not in value]
-    nested = next((key for key in value if key in ("kvPoolConfig", "ModelDeployConfig")), None)
-    if missing and nested is not None:
-        raise Problems(
-            [
-                f"{document.where((nested,))}: {nested} belongs in BackendConfig; this is a "
-                f"fragment of a config.json ({', '.join(missing)} missing)"
-            ]
-        )
+    warnings += _unknown(document, value)
+    if value and "ServerConfig" not in value:
+        values = "127.0.0.1, ports 1025 to 1027, httpsEnabled true"
+        warnings.append(f"{document.where(())}: no ServerConfig; MindIE's own holds: {values}")
     try:
-        return MindieConfig.model_validate(value), document
+        config = MindieConfig.model_validate(value)
     except ValidationError as error:
-        details = error.errors(include_url=False)
-        raise Problems(
-            [str(problem(document, each["loc"], _explained(each))) for each in details]
-        ) from error
+        for each in error.errors(include_url=False):
+            problems.append(str(problem(document, each["loc"], _explained(each, document))))
+    if problems:
+        raise Problems(problems, warnings)
+    return config, document, tuple(warnings)
 
 
-def _opened(document: Document) -> Document:
+def _at_home(document: Document, warnings: list[str]) -> Document:
+    """The document with the sections of a part of a file where a whole file has them."""
+    value: Any = document.value
+    for key in list(value) if isinstance(value, dict) else ():
+        homes = (path[:-1] if path[-1:] == (0,) else path for path in _SECTIONS)
+        home = next((path for path in homes if path[-1:] == (key,) and 0 not in path), ())
+        parent = value
+        for name in home[:-1]:
+            parent = parent.setdefault(name, {}) if isinstance(parent, dict) else None
+        if len(home) > 1 and isinstance(parent, dict) and key not in parent:
+            where = f"{document.where((key,))}: {key} belongs in {dotted(home[:-1])}"
+            warnings.append(f"{where}; kvrecall reads it there")
+            parent[key] = value.pop(key)
+            document = document.moved(key, home[:-1])
+    return document
+
+
+def _opened(document: Document, problems: list[str]) -> Document:
     for path in document.paths:
         if _of_any_item(path) in JSON_STRINGS:
             try:
                 document = document.opened(path, dotted(path))
             except ConfigError as error:
-                raise Problems([str(error)]) from error
+                problems.append(str(error))
     return document
 
 
@@ -87,34 +106,56 @@ def dotted(path: JsonPath) -> str:
     return text
 
 
-def _explained(detail: ErrorDetails) -> str:
+def _unknown(document: Document, value: object, path: JsonPath = ()) -> Iterator[str]:
+    """A warning for each field that its section does not have."""
+    section = _SECTIONS[_of_any_item(path)]
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        here = (*path, name)
+        if name not in section.model_fields and name not in section.idle:
+            known = [*section.model_fields, *section.idle]
+            close = difflib.get_close_matches(name, known, 1, 0.75)
+            has = (p for p, s in _SECTIONS.items() if name in s.model_fields or name in s.idle)
+            home = dotted(next(has, ()))
+            hint = (
+                f"; did you mean {close[0]}?"
+                if close
+                else f"; it belongs in {home}"
+                if home
+                else ""
+            )
+            yield str(problem(document, here, f"is unknown and has no effect{hint}"))
+        elif _of_any_item(here) in _SECTIONS:
+            yield from _unknown(document, inner, here)
+        elif isinstance(inner, list) and (*_of_any_item(here), 0) in _SECTIONS:
+            for index, item in enumerate(inner):
+                yield from _unknown(document, item, (*here, index))
+
+
+def _explained(detail: ErrorDetails, document: Document) -> str:
     """The problem of a field, and its allowed values."""
     *above, last = detail["loc"]
     section = _SECTIONS.get(_of_any_item(tuple(above)))
-    fields = section.model_fields if section else {}
     if detail["type"] == "missing":
-        return "is required"
-    if detail["type"] != "extra_forbidden":
-        text = repr(detail["input"])
-        shown = text if len(text) <= 60 else text[:57] + "..."
-        return f"is {shown}; {allowed_by(detail, fields.get(str(last)))}"
-    close = difflib.get_close_matches(str(last), list(fields), 1, 0.75)
-    home = next((path for path, model in _SECTIONS.items() if last in model.model_fields), ())
-    hint = f"; did you mean {close[0]}?" if close else ""
-    hint = hint or (f"; it belongs in {dotted(home)}" if home else "")
-    return f"is not a field of {dotted(tuple(above)) or 'config.json'}{hint}"
+        given = detail["input"] if isinstance(detail["input"], dict) else {}
+        close = difflib.get_close_matches(str(last), given, 1, 0.75)
+        at = document.where((*above, *close)).removeprefix(f"{document.source}:")
+        return f"is required{f'; did you mean it by {close[0]} ({at})?' if close else ''}"
+    text = repr(detail["input"])
+    shown = text if len(text) <= 60 else text[:57] + "..."
+    fields = section.model_fields if section else {}
+    return f"is {shown}; {allowed_by(detail, fields.get(str(last)))}"
 
 
 def _sections(
-    model: type[BaseModel], path: JsonPath = ()
-) -> Iterator[tuple[JsonPath, type[BaseModel]]]:
-    yield path, model
-    for name, field in model.model_fields.items():
+    section: type[Section], path: JsonPath = ()
+) -> Iterator[tuple[JsonPath, type[Section]]]:
+    yield path, section
+    for name, field in section.model_fields.items():
         kind = field.annotation
         for each in get_args(kind) if isinstance(kind, UnionType) else (kind,):
             listed = get_origin(each) is list
             below = get_args(each)[0] if listed else each
-            if isinstance(below, type) and issubclass(below, BaseModel):
+            if isinstance(below, type) and issubclass(below, Section):
                 yield from _sections(below, (*path, name, 0) if listed else (*path, name))
 
 
