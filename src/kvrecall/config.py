@@ -232,7 +232,6 @@ class RecallSettings:
     handover_deadline_s: float = 2.0
     admin_socket: Path | None = None
     service: ServiceConfig | None = None  # with backend "service", which then owns ``pool``
-    retrieval: Mapping[str, object] | None = None  # RetrievalSettings', as given
     audit_every: int | None = DEFAULT_AUDIT_EVERY  # hits; 0: only first ones; None: no audits
     match_unit: MatchUnit = "auto"  # tokens
     explain_misses: ExplainMisses = "tokens"
@@ -445,11 +444,6 @@ class Settings(BaseModel):
         "memory; `selective`: on its second use",
         "through",
     )
-    unwritten_watermarks: Marks = _of_pool(
-        "[high, low], shares of the host tier: with write_policy back, writing starts when more "
-        "than high is unwritten and stops at low",
-        Watermarks(0.5, 0.4),
-    )
     encryption_key_file: File | None = _of_pool(
         "file with the key that encrypts blocks below the host (AES-256-GCM), created by "
         "`kvrecall pool key`; without it blocks are not encrypted",
@@ -547,11 +541,6 @@ class Settings(BaseModel):
         "device would; `off`: what vLLM's `--prefix-match-unit` says",
         "auto",
         kind='whole number, "auto" or "off"',
-    )
-    retrieval: dict[str, object] | None = _of_engine(
-        "settings of retrieval attention, {} for its defaults; instead of VLLM_RETRIEVAL_*",
-        None,
-        "off",
     )
     socket: File | None = _of_client(
         "socket of the pool service, at which `kvrecall pool serve` listens",
@@ -651,7 +640,6 @@ def _settings(given: Settings) -> RecallSettings:
                 tenants=TenantRules(every, given.tenants),
                 pin_limit=given.pin_limit,
                 host_marks=given.host_watermarks,
-                unwritten_marks=given.unwritten_watermarks,
             ),
             encryption_key_file=given.encryption_key_file,
             remote=remote,
@@ -663,7 +651,6 @@ def _settings(given: Settings) -> RecallSettings:
         handover_deadline_s=given.handover_deadline,
         admin_socket=given.admin_socket,
         service=service,
-        retrieval=given.retrieval,
         audit_every=given.audit,
         match_unit=given.match_unit,
         explain_misses=given.explain_misses,

@@ -325,9 +325,7 @@ def test_what_workers_attend_to_densely_stays_on_the_device(
     """The scheduler side's gate decides by the workers' greatest measurement."""
     monkeypatch.setattr(connector_module, "is_requested", lambda environ: True)
     monkeypatch.setattr(connector_module, "offload_hindrance", lambda config: None)
-    monkeypatch.setattr(
-        connector_module, "active_settings", lambda config: replace(SETTINGS, gate=True)
-    )
+    monkeypatch.setattr(connector_module, "active_settings", lambda: replace(SETTINGS, gate=True))
     monkeypatch.setattr(connector_module.config, "layer_token_bytes", lambda config: 512)
     connector = RecallConnector.__new__(RecallConnector)
     connector._pool = pool

@@ -26,7 +26,7 @@ from kvrecall.block import Namespace
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm import wire
 from kvrecall.engines.vllm.attention.checks import offload_hindrance, reads_in_place
-from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested, require_on
+from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested
 from kvrecall.engines.vllm.compat import config, events, runner, scheduler, shims, waits, weights
 from kvrecall.engines.vllm.compat.processes import show_pool_lines
 from kvrecall.engines.vllm.compat.serving import end_with_parent
@@ -71,7 +71,6 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         show_pool_lines()
         self._last_states: tuple[str, list[tuple[int, int, int]]] = "", []
         config.require_supported(vllm_config, kv_cache_config)
-        require_on(vllm_config, os.environ)
         waits.install()
         if role is KVConnectorRole.WORKER:
             runner.mend_seeds()
@@ -287,7 +286,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         if not is_requested(os.environ) or offload_hindrance(self._vllm_config) is not None:
             return None
         assert self._pool is not None
-        settings = active_settings(self._vllm_config)
+        settings = active_settings()
         token_bytes = config.layer_token_bytes(self._kv_cache_config)
         overhead_bytes = max(shard.overhead_bytes for shard in shards)
         return functools.partial(
@@ -317,7 +316,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         exact_blocks = wire.ALL_BLOCKS
         if is_requested(os.environ):
             size = config.kv_groups(self._kv_cache_config)[0].block_size
-            exact_blocks = active_settings(self._vllm_config).exact_blocks(size)
+            exact_blocks = active_settings().exact_blocks(size)
         unit = config.match_unit(self._kv_cache_config, self._settings.match_unit)
         if unit is not None and is_requested(os.environ):
             raise ConfigError(
