@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from kvrecall.config import RecallSettings, option_of, parse_size
 from kvrecall.engines.base import DEFAULT_MAX_N, Limits, Role, ServeSpec
+from kvrecall.engines.vllm.attention.plugin import is_requested
 from kvrecall.environment import VLLM_KEY
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.jsonfile import read_under
@@ -148,7 +149,7 @@ def _spec_of(given: Mapping[str, Any]) -> ServeSpec:
         recall=recall if given["pool"] else None,
         limits=Limits(max_n=given["max_n"] or 0),
         role=given["role"],
-        retrieval=given["retrieval"],
+        retrieval=given["retrieval"] or is_requested(os.environ),
         keys=() if key_file is None else read_keys(key_file, "--api-key-file"),
     )
 

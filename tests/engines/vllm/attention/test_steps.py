@@ -220,8 +220,8 @@ REFUSED = [
     (latent(), "latent attention"),
     # Llama 4's chunks would be attended to by retrieval: their layers have no window of their own
     # that would tell them from full attention.
-    (engine(("chunked_attention", FULL)), f"work with layers of chunked_attention; {OTHERS}"),
-    (engine(("linear_attention", FULL)), f"work with layers of linear_attention; {OTHERS}"),
+    (engine(("chunked_attention", FULL)), f"work with layers of kind chunked_attention; {OTHERS}"),
+    (engine(("linear_attention", FULL)), f"work with layers of kind linear_attention; {OTHERS}"),
     (engine((WINDOW, WINDOW)), "windows in every layer"),
     (engine((WINDOW, FULL, WINDOW)), "leaves none of this model's 2 layers"),
     (
