@@ -19,7 +19,7 @@ import typer
 
 from kvrecall import __version__
 from kvrecall.commands import add_lazily
-from kvrecall.errors import ExitStatus, errors_shown
+from kvrecall.errors import ExitStatus, errors_shown, show_error
 
 app = typer.Typer(
     name="kvrecall",
@@ -111,11 +111,17 @@ def usage_line(error: Any) -> str:
     from pydantic import ValidationError
 
     message = " ".join(error.format_message().split()).rstrip(".").replace(": Value error, ", ": ")
-    if isinstance(error.__cause__, ValidationError):
-        given = repr(error.__cause__.errors()[0]["input"])
-        message += "" if given in message else f", not {given}"
-    message += "" if message.endswith("?") else "."
     command = error.ctx.command_path if error.ctx else _called(sys.argv[1:])
+    if isinstance(error.__cause__, ValidationError):
+        from kvrecall.config import allowed_by
+
+        name, detail = message.partition("'")[2].partition("'")[0], error.__cause__.errors()[0]
+        message = f"{name} is {detail['input']!r}; {allowed_by(detail, None)}"
+    elif command == "kvrecall serve" and message.lower().startswith("no such option: "):
+        message += (
+            f"; an option of vLLM's goes after --: kvrecall serve MODEL -- {error.option_name} ..."
+        )
+    message += "" if message.endswith(("?", "...")) else "."
     return f"{command}: {message[:1].lower()}{message[1:]} Try '{command} --help'"
 
 
@@ -138,11 +144,11 @@ def main() -> None:
     except _UsageError as error:
         status = ExitStatus.WRONG_SETTINGS
         if line := usage_line(error):
-            typer.echo(line, err=True)
+            show_error(line, status)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     if status == ExitStatus.INTERRUPTED:
-        typer.echo("kvrecall: interrupted", err=True)
+        show_error("kvrecall: interrupted", status)
     if "vllm" not in sys.modules:
         sys.exit(status)
     # Libraries of the engine print pages of leak reports when the interpreter is taken down.

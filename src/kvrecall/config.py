@@ -719,8 +719,8 @@ def allowed_by(detail: Mapping[str, Any], declared: FieldInfo | None) -> str:
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "value_error":
         return str(context["error"]).replace("\n", " ")
-    if kind in _TYPES:
-        return _TYPES[kind]
+    if kind.replace("_parsing", "_type") in _TYPES:  # of an option's text
+        return _TYPES[kind.replace("_parsing", "_type")]
     if kind == "literal_error":
         choices = context["expected"].replace("'", "").replace(" or ", ", ")
         choices = choices.replace("False, True", "false, true")  # as JSON has them

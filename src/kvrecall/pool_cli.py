@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +26,7 @@ from rich.text import Text
 
 from kvrecall.addresses import split_address
 from kvrecall.block import NAMESPACE_BYTES
-from kvrecall.commands import progress_bar
+from kvrecall.commands import Json, progress_bar
 from kvrecall.config import (
     PoolConfig,
     default_socket,
@@ -38,7 +39,7 @@ from kvrecall.config import (
     parse_tenant,
     service_settings,
 )
-from kvrecall.errors import ConfigError, errors_shown
+from kvrecall.errors import ConfigError, ExitStatus, errors_shown
 from kvrecall.events.publisher import EventPublisher, endpoint_of
 from kvrecall.jsonfile import read_under
 from kvrecall.pool.base import TierStats
@@ -224,7 +225,6 @@ def key(
 # -- commands on blocks ---
 
 Socket = Annotated[Path, typer.Option(help="The service's socket.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Size = Annotated[str | None, typer.Option(help="A size such as 50GiB.")]
 
 
@@ -261,6 +261,21 @@ _QUERY = {
 }
 """Options that select blocks."""
 _WHOSE = ("namespace", "model", "tenant")
+_DELETING = {
+    "dry_run": (Annotated[bool, typer.Option("--dry-run", help="Count; delete nothing.")], False),
+    "yes": (Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")], False),
+}
+
+
+def _ask(counted: Mapping[str, int] | None) -> None:
+    """Asks on the terminal before blocks are deleted: as many as ``counted``, or damaged ones.
+    Raises ConfigError without a terminal; ends the command unless the answer is yes."""
+    if not sys.stdin.isatty():
+        raise ConfigError("this deletes blocks; add --yes, or --dry-run to count them first")
+    what = f"{counted['dropped']:,} blocks" if counted else "blocks that turn out damaged"
+    print(f"Delete {what}? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise SystemExit(ExitStatus.FAILED)
 
 
 def command(*which: str) -> Callable[[Callable[..., Command[Any]]], None]:
@@ -277,17 +292,26 @@ def command(*which: str) -> Callable[[Callable[..., Command[Any]]], None]:
             for one in own.parameters.values()
             if one.name != "query"
         }
+        deletes = own.return_annotation in (Drop, Verify)
+        taken |= _DELETING if deletes else {}
         taken["json"] = Json, False
 
         def run(socket: Path, json: bool, **options: Any) -> None:
             with errors_shown():
                 folder, key_file = (options.pop(name, None) for name in _FOLDER)
+                dry_run, yes = (options.pop(name, False) for name in _DELETING)
                 query = {name: options.pop(name) for name in which}
                 order = make(*([_query(**query)] if which else []), **options)
                 with progress_bar(f"opening {folder or socket}"):
                     opened = FolderAdmin(folder, key_file) if folder else ServiceAdmin(socket)
-                with opened as admin, progress_bar(order.progress) as progress:
-                    result = admin.do(order, progress)
+                with opened as admin:
+                    if deletes:
+                        trial = msgspec.structs.replace(order, dry_run=True)
+                        order = trial if dry_run else order
+                        if not (dry_run or yes):
+                            _ask(admin.do(trial) if isinstance(trial, Drop) else None)
+                    with progress_bar(order.progress) as progress:
+                        result = admin.do(order, progress)
                 if json:
                     typer.echo(msgspec.json.encode(result).decode())
                 elif isinstance(result, Listing):
@@ -324,7 +348,7 @@ def ls(
 
 @command(*_WHOSE)
 def verify(query: Query) -> Verify:
-    """Read and check every block on disk; drop damaged ones. Exits with 1 if there were any."""
+    """Read and check every block on disk; delete damaged ones. Exits with 1 if there were any."""
     return Verify(query)
 
 
@@ -416,11 +440,12 @@ def shown_as(result: Any, order: Command[Any]) -> str:
     """The result of a command, for people."""
     match order:
         case Verify():
-            return f"{result['checked']} blocks checked, {result['damaged']} damaged (and dropped)"
+            deleted = "kept" if order.dry_run else "deleted"
+            return f"{result['checked']} blocks checked, {result['damaged']} damaged ({deleted})"
         case Drop():
             pinned = result["pinned"]
             kept = f"; {pinned} pinned ones stay (--with-pinned)" if pinned else ""
-            return f"{result['dropped']} blocks dropped{kept}"
+            return f"{result['dropped']} blocks {'would be ' * order.dry_run}dropped{kept}"
         case Pin():
             word = "pinned" if order.on else "unpinned"
             return f"{result['blocks']} blocks ({format_size(result['bytes'])}) {word}"

@@ -45,9 +45,9 @@ def on_devices(shape: ModelShape, ranks: int) -> int:
 
 
 def planned(*arguments: str | Path) -> dict[str, Any]:
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    done = CliRunner().invoke(app, [*map(str, arguments), "--json"])
     assert done.exit_code == 0, done.output
-    result: dict[str, Any] = json.loads(done.output.splitlines()[-1])
+    result: dict[str, Any] = json.loads(done.output)
     return result
 
 
@@ -225,7 +225,7 @@ def test_wrong_arguments_are_named(tmp_path: Path, arguments: list[str], words: 
 def test_sizes_are_printed_in_binary_units_as_they_were_given(tmp_path: Path) -> None:
     arguments = [model(tmp_path, LLAMA_8B), "--host-size", "256GiB", "--disk-size", "4TB"]
     done = CliRunner().invoke(app, [str(each) for each in arguments])
-    *shown, _ = done.stdout.splitlines()
+    shown = done.stdout.splitlines()
     assert [line for line in shown if "host" in line and " 256 GiB " in line]
     assert [line for line in shown if "disk" in line and " 3.64 TiB " in line]
     assert '{"host_size": "256GiB", "disk_path": "/var/lib/kvrecall", "disk_size": "4TB"}' in (

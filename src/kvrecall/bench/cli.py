@@ -1,4 +1,4 @@
-"""``kvrecall bench``: each command prints a table and ends with one line of JSON."""
+"""``kvrecall bench``: each command prints a table, or with ``--json`` one line of JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_origin
 import typer
 
 from kvrecall.bench.report import progress
-from kvrecall.commands import add_lazily
+from kvrecall.commands import Json, add_lazily
 from kvrecall.errors import errors_shown
 
 Commands = Mapping[str, tuple[str, str, str]]
@@ -70,12 +70,7 @@ def benchmark(name: str, commands: Commands = COMMANDS) -> typer.Typer:
     options = [
         one for one in signature.parameters.values() if get_origin(one.annotation) is Annotated
     ]
-    json = inspect.Parameter(
-        "json",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=False,
-        annotation=Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")],
-    )
+    json = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
     run.__signature__ = inspect.Signature([*options, json])  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in (*options, json)}
     run.__doc__ = measure.__doc__

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvrecall.commands import steps
+from kvrecall.commands import Json, steps
 from kvrecall.config import DEFAULT_POLICY, format_size, parse_size
 from kvrecall.environment import CPU_KV_SPACE
 from kvrecall.errors import ConfigError, errors_shown
@@ -112,12 +112,12 @@ def plan(
         int, typer.Option(min=0, help="Ascend: total cards (dies) that pool over direct links.")
     ] = 0,
     will_grow: Annotated[bool, typer.Option(help="Ascend: cards may join later.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Size a pool: bytes per token, blocks by tier, break-even bandwidth, settings.
 
     Sizes are given in binary (256GiB) or decimal (4TB) units and printed in binary ones. Tiers
-    without a size are omitted. The last line is JSON, in bytes.
+    without a size are omitted. JSON is in bytes.
     """
     with errors_shown():
         config = find_config(model, hub_cache())
@@ -146,9 +146,10 @@ def plan(
         }
     even = break_even(shape, use, prefill_rate or 1000.0)
     report = _summary(shape, site, use, links, tiers, even, bandwidths)
-    if not as_json:
-        _print(report, Console(), bool(prefill_rate))
-    typer.echo(json.dumps(report))
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        _print(report, Console())
 
 
 def _tokens(text: str) -> int:
