@@ -44,23 +44,14 @@ _ROOMS = {
         "kvrecall.pool_cli",
         "Run and administer a pool: serve, stat, ls, verify, drop, pin, resize, key.",
     ),
-    "why": (
-        "kvrecall.server.why_cli",
-        "Say why a request's prompt was computed and not recalled.",
-    ),
+    "why": ("kvrecall.server.why_cli", "Say why a prompt was computed and not recalled."),
     "router": ("kvrecall.router.cli", "Send prompts to prefill and decode instances."),
     "config": ("kvrecall.server.mindie.check", "Check MindIE's config.json, or print an example."),
     "plan": ("kvrecall.plan.cli", "Size a pool."),
-    "simulate": (
-        "kvrecall.simulate.cli",
-        "Replay a trace against pool sizes and policies.",
-    ),
+    "simulate": ("kvrecall.simulate.cli", "Replay a trace against pool sizes and policies."),
     "bench": ("kvrecall.bench.cli", "Measure recall on this machine."),
     "demo": ("kvrecall.demo.cli", "Show what recall gains on this machine."),
-    "gpu-check": (
-        "kvrecall.gpu_check.cli",
-        "Check kvrecall on this machine's GPU, and measure it.",
-    ),
+    "gpu-check": ("kvrecall.gpu_check.cli", "Check kvrecall on a GPU, and measure it."),
 }
 """Commands by the module whose ``app`` they are, with the help that `kvrecall --help` shows."""
 

@@ -233,26 +233,19 @@ def _option(kind: Any, text: str, *names: str) -> Any:
     return Annotated[kind, typer.Option(*names, help=text)], None
 
 
+def _names(name: str, text: str) -> Any:
+    """A repeatable option with a short form."""
+    return _option(list[str] | None, text, f"--{name}", f"-{name[0]}")
+
+
 _FOLDER = {
     "disk_path": _option(Path | None, "A disk folder that no pool uses, instead of a service."),
     "encryption_key_file": _option(Path | None, "Key file of a folder with encrypted blocks."),
 }
 _QUERY = {
-    "namespace": _option(
-        list[str] | None,
-        "Only this namespace: its digest, or a prefix of it.",
-        *("--namespace", "-n"),
-    ),
-    "model": _option(
-        list[str] | None,
-        "Only models whose description contains this text.",
-        *("--model", "-m"),
-    ),
-    "tenant": _option(
-        list[str] | None,
-        "Only this tenant: as `ls --by tenant` prints it, or salt:SALT.",
-        *("--tenant", "-t"),
-    ),
+    "namespace": _names("namespace", "Only this namespace: its digest, or a prefix of it."),
+    "model": _names("model", "Only models whose description contains this text."),
+    "tenant": _names("tenant", "Only this tenant: as `ls --by tenant` prints it, or salt:SALT."),
     "block": _option(str | None, "Only the prefix that ends with this block (ls --by chain)."),
     "tier": _option(str | None, "Only blocks in this tier: host or disk."),
     "older_than": _option(str | None, "Only blocks not used for this long, e.g. 90m, 12h, 7d."),

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal, Protocol, Self
 
-from kvrecall.modelconfig import CacheKind
 from kvrecall.pool.hints import Hint
 
 REPORT = "kvrecall"
@@ -57,18 +56,6 @@ CONTEXT_PARALLEL = (
     "recalled such blocks from a pool yet"
 )
 """Why engines with a pool, and MindIE's ``cp`` and ``sp``, are refused."""
-
-
-def layers_refusal(kinds: Collection[str]) -> tuple[str, str] | None:
-    """Why retrieval attention cannot serve a model whose layers are of these ``kinds`` (those of
-    ``CacheKind``, and others by their names), and the cure; None if it can. Empty: not known."""
-    others = sorted(set(kinds) - {CacheKind.FULL, CacheKind.WINDOW})
-    if others:
-        cure = "serve a model with full attention or sliding windows in every layer"
-        return f"layers of kind {' and '.join(others)}", cure
-    if kinds and CacheKind.FULL not in kinds:
-        return "sliding windows in every layer", "serve a model with full attention"
-    return None
 
 
 class Reason(StrEnum):

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrecall.engines.base import CONTEXT_PARALLEL, ServeSpec, layers_refusal
+from kvrecall.attention import layers_refusal
+from kvrecall.engines.base import CONTEXT_PARALLEL, ServeSpec
 from kvrecall.engines.vllm.compat.versions import DISTRIBUTIONS, installed_version
 from kvrecall.errors import ConfigError
 from kvrecall.modelconfig import Fields, find_config, hub_cache, read_fields

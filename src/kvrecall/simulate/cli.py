@@ -26,8 +26,7 @@ from kvrecall.simulate.trace import Trace, read_trace
 
 app = typer.Typer(add_completion=False)
 
-Row = dict[str, Any]
-"""A line of JSON, or a part of it."""
+Row = dict[str, Any]  # a line of JSON, or a part of it
 _LITTLE = 0.005  # of all blocks
 _COUNTS = ("capacity", "read", "written", "evicted", "bypassed")
 _UNITS = {"bytes": "bytes", "blocks": "blocks; --block-bytes SIZE gives bytes"}
@@ -172,9 +171,7 @@ def _amount(text: str, name: str, block_bytes: int) -> int:
 def _blocks(text: str, name: str) -> int:
     digits = text.strip()
     if not digits.isdecimal() or len(digits) > 15 or int(digits) == 0:
-        raise ConfigError(
-            f"{name}: {text!r} is not a whole number of blocks from 1 on; write digits, as in 1000"
-        )
+        raise ConfigError(f"{name}: {text!r} is not a whole number of blocks, 1 or more")
     return int(digits)
 
 

@@ -259,6 +259,19 @@ def test_middle_blocks_leave_with_the_first_decoded_token(bench: Bench, pool: Po
     assert bench.orders.ended == ["r"]
 
 
+def test_a_sequence_that_stays_for_want_of_room_says_so_once(
+    small_pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(small_pool, 100)
+    request = bench.begun("r", 400)
+    for tokens, said in ((9, 0), (PATIENCE, 1), (2 * PATIENCE, 1)):
+        assert bench.decode(request, tokens)
+        told = [one.getMessage() for one in caplog.records if "stay on the device" in one.msg]
+        assert len(told) == said
+    assert "raise host_size (kvrecall plan MODEL --context" in told[0]
+    bench.end_all()
+
+
 @pytest.mark.parametrize("is_own", [True, False])
 def test_blocks_of_a_writer_that_is_not_proved_do_not_stand_in_for_the_devices(
     pool: Pool, is_own: bool

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from kvrecall.attention import layers_refusal
 from kvrecall.attention.index.base import EXACT
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.engines.base import layers_refusal
 from kvrecall.engines.vllm.compat.config import fp8_type, is_on_cpu
 from kvrecall.engines.vllm.identity.weights import DRAFTLESS
 from kvrecall.errors import EngineError

@@ -8,8 +8,12 @@ docs/compat.md has the table, generated from here.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from importlib.abc import MetaPathFinder
 from typing import Any
 
 
@@ -306,6 +310,34 @@ def install(
     setattr(made, _PLAIN, plain)
     is_static = isinstance(getattr(owner, "__dict__", {}).get(attribute), staticmethod)
     setattr(owner, attribute, staticmethod(made) if is_static else made)
+
+
+def install_at_import(name: str, make: Callable[[Any], Any]) -> None:
+    """As ``install``, but once vLLM imports the target's module: that takes a second, which a
+    process without an engine need not spend. Idempotent."""
+    module = PATCHES[name].target.partition(":")[0]
+    if module in sys.modules:
+        install(name, make)
+    elif not any(isinstance(one, _AtImport) and one.module == module for one in sys.meta_path):
+        sys.meta_path.insert(0, _AtImport(module, partial(install, name, make)))
+
+
+class _AtImport(MetaPathFinder):
+    """Finds one module as the others do, and acts when it is imported."""
+
+    def __init__(self, module: str, act: Callable[[], None]) -> None:
+        self.module, self._act = module, act
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            plain = loader.exec_module
+            loader.exec_module = lambda module: (plain(module), self._act())
+        return spec
 
 
 def as_markdown() -> str:

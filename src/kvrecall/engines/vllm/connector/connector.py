@@ -286,17 +286,13 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         if not is_requested(os.environ) or offload_hindrance(self._vllm_config) is not None:
             return None
         assert self._pool is not None
-        settings = active_settings()
+        settings, in_place = active_settings(), reads_in_place()
         token_bytes = config.layer_token_bytes(self._kv_cache_config)
         overhead_bytes = max(shard.overhead_bytes for shard in shards)
+        gate = Gate(settings, token_bytes, overhead_bytes, config.is_on_cpu())
+        wait_s = self._settings.pool.load_deadline_s
         return functools.partial(
-            OffloadPlanner,
-            self._pool,
-            settings,
-            facts.block_size,
-            Gate(settings, token_bytes, overhead_bytes, config.is_on_cpu()),
-            self._settings.pool.load_deadline_s,
-            in_place=reads_in_place(),
+            OffloadPlanner, self._pool, settings, facts.block_size, gate, wait_s, in_place=in_place
         )
 
     def _facts(self, shards: list[wire.Shard]) -> wire.EngineFacts:

@@ -19,6 +19,7 @@ so that all its offloaded blocks are in one arena.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,12 @@ from kvrecall.pool.base import ArenaHandle, PoolClient, RecallState
 
 PATIENCE = 64
 """Decoded tokens between two attempts to lease blocks that the pool lacked."""
+_NO_ROOM = (
+    "kvrecall: retrieval: %d of %d middle blocks of a sequence of %d tokens stay on the device, "
+    "because the pool's host memory does not hold them; raise host_size (kvrecall plan MODEL "
+    "--context %d --sessions N gives it)"
+)
+logger = logging.getLogger("vllm.kvrecall")
 
 
 @dataclass(slots=True)
@@ -39,7 +46,7 @@ class _Offloaded:
     """A sequence past the offload boundary. Its middle blocks are counted from ``init``.
     ``offsets``: arena offsets of the leading middle blocks that are leased; ``gone``: how many of
     them have left the device. ``retry_at``: the length from which to lease more. ``over``: no more
-    blocks leave, because the pool that has the others is gone."""
+    blocks leave, because the pool that has the others is gone. ``told``: _NO_ROOM is logged."""
 
     init: int
     tickets: list[int] = field(default_factory=list)
@@ -48,6 +55,7 @@ class _Offloaded:
     gone: int = 0
     retry_at: int = 0
     over: bool = False
+    told: bool = False
     left: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     arrives: bool = False
@@ -289,7 +297,12 @@ class OffloadPlanner(BlockPlanner):
             self._pool.release(sequence.pending)
         sequence.pending = None
         sequence.offsets.extend(offsets)
-        if split.init + len(sequence.offsets) < split.local:
+        if (missing := split.local - split.init - len(sequence.offsets)) > 0:
+            if (
+                sequence.retry_at and not sequence.told
+            ):  # the first time, blocks may be on their way
+                logger.warning(_NO_ROOM, missing, split.middle, tokens, tokens)
+                sequence.told = True
             sequence.retry_at = tokens + PATIENCE
 
 
