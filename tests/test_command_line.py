@@ -399,6 +399,9 @@ def test_every_command_has_short_help(commands: Commands, line: str) -> None:
     assert done.status == ExitStatus.OK
     assert f"Usage: {f'kvrecall {line}'.strip()}" in done.out
     assert "-h" in done.out
+    assert not [text for text in done.out.splitlines() if len(text) > 80 or "…" in text]
+    commands_shown = done.out.partition("\nCommands:\n")[2].splitlines()
+    assert not [text for text in commands_shown if text.endswith("...")], "cut"
 
 
 def test_version(commands: Commands) -> None:

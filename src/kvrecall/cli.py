@@ -16,10 +16,13 @@ from functools import partial
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from kvrecall import __version__
 from kvrecall.commands import add_lazily
 from kvrecall.errors import ExitStatus, errors_shown, show_error
+
+typer.core.HAS_RICH = False  # whose help cuts long names, metavars and paths at 80 columns
 
 app = typer.Typer(
     name="kvrecall",
@@ -32,18 +35,9 @@ _UsageError: Any = typer.BadParameter.__base__
 """typer's error for a wrong command line. Its module depends on typer's version."""
 
 _ROOMS = {
-    "serve": (
-        "kvrecall.server.cli",
-        "Serve a model: OpenAI and MindIE/TGI routes, with recall from the pool.",
-    ),
-    "doctor": (
-        "kvrecall.doctor.cli",
-        "Check this machine: what is installed, what fits, what is missing, what would hit.",
-    ),
-    "pool": (
-        "kvrecall.pool_cli",
-        "Run and administer a pool: serve, stat, ls, verify, drop, pin, resize, key.",
-    ),
+    "serve": ("kvrecall.server.cli", "Serve a model over OpenAI and MindIE/TGI routes."),
+    "doctor": ("kvrecall.doctor.cli", "Check what is installed, what fits and what would hit."),
+    "pool": ("kvrecall.pool_cli", "Run a pool service, and administer pools."),
     "why": ("kvrecall.server.why_cli", "Say why a prompt was computed and not recalled."),
     "router": ("kvrecall.router.cli", "Send prompts to prefill and decode instances."),
     "config": ("kvrecall.server.mindie.check", "Check MindIE's config.json, or print an example."),

@@ -755,7 +755,7 @@ def words_of(key: str) -> SettingWords:
 
 
 def help_of(key: str) -> str:
-    """The text of a setting for ``--help`` (rich markup), with its default."""
-    text = (Settings.model_fields[key].description or "").replace("`", "").replace("[", r"\[")
+    """The text of a setting for ``--help``, with its default."""
+    text = (Settings.model_fields[key].description or "").replace("`", "")
     default = words_of(key).shown
     return text[0].upper() + text[1:] + "." + (f" Default: {default}." if default else "")

@@ -157,7 +157,7 @@ def master(
         str | None, typer.Option(help="Only test that the master at HOST:PORT answers.")
     ] = None,
 ) -> None:
-    """Run Mooncake's master in the foreground, until SIGTERM; or test one that is running."""
+    """Run Mooncake's master until SIGTERM, or test one that is running."""
     with errors_shown():
         if check is not None:
             address = split_address(check)
@@ -352,7 +352,7 @@ def drop(
         bool, typer.Option("--with-pinned", help="Also drop pinned blocks.")
     ] = False,
 ) -> Drop:
-    """Drop blocks by namespace, model, tenant and age: those that match all conditions."""
+    """Drop the blocks that match all of these conditions."""
     if query == Query():
         raise ConfigError(
             "select what to drop: --namespace, --model, --tenant, --older-than; or use: pool clear"
@@ -368,7 +368,7 @@ def clear() -> Drop:
 
 @command(*_WHOSE, "block")
 def pin(query: Query) -> Pin:
-    """Protect the present blocks from eviction and expiry, also after a restart."""
+    """Protect blocks from eviction and expiry, also after restarts."""
     return Pin(_some(query), True)
 
 
@@ -385,7 +385,7 @@ def unpin(
 
 @command()
 def resize(host: _Size = None, disk: _Size = None) -> Resize:
-    """Change how much memory and disk a running service uses, until its next restart.
+    """Change the memory and disk of a service until its next restart.
 
     Shrinking drops the least valuable blocks and waits until they are gone; if interrupted, it
     continues in the service. The host can grow up to the service's host_max_size.

@@ -110,7 +110,7 @@ def tiers(
     _end(TierVerdict(demo.rows, subject.model.name, subject.trained), as_json)
 
 
-@app.command("mooncake")
+@app.command("mooncake", short_help="Show two servers that share blocks over Mooncake Store.")
 def mooncake(model: _Model = None, characters: _Characters = None, as_json: Json = False) -> None:
     """Show a server that recalls from Mooncake Store what another one stored, and that the loss of
     the store's master fails no request and changes no token."""
