@@ -2,7 +2,7 @@
 
 No other package of kvrecall assigns an attribute of vLLM's (test_compat.py), and this package
 does it only in ``install``, for a patch that the table below names.
-docs/compat.md has the table, generated from here.
+docs/compat.md shows the table.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from importlib.abc import MetaPathFinder
 from typing import Any
 
 
@@ -260,16 +258,6 @@ TABLE = (
 
 PATCHES = {patch.name: patch for patch in TABLE}
 
-REGISTRATIONS = {
-    "`register_backend` of `AttentionBackendEnum`": "retrieval attention in place of `CPU_ATTN`, "
-    "`FLASH_ATTN` and `TRITON_ATTN`",
-    "`KVCacheSpecRegistry.register`": "the block manager of layers whose blocks may leave the "
-    "device",
-    "`vllm.general_plugins` entry points": "`retrieval`, `weights`, `seeds`, `waits`",
-    "`--kv-transfer-config`": "`RecallConnector`",
-}
-"""Uses of vLLM's own extension points, for the docs."""
-
 _NAME, _PLAIN = "kvrecall_patch", "__wrapped__"
 """Attributes of a replacement. By the second its signature is that of vLLM's own, by which vLLM
 converts arguments that come from another process."""
@@ -314,39 +302,31 @@ def install(
 
 def install_at_import(name: str, make: Callable[[Any], Any]) -> None:
     """As ``install``, but once vLLM imports the target's module: that takes a second, which a
-    process without an engine need not spend. Idempotent."""
+    process without an engine need not spend."""
     module = PATCHES[name].target.partition(":")[0]
     if module in sys.modules:
         install(name, make)
-    elif not any(isinstance(one, _AtImport) and one.module == module for one in sys.meta_path):
-        sys.meta_path.insert(0, _AtImport(module, partial(install, name, make)))
+    else:
+        sys.meta_path.insert(0, _AtImport(module, lambda: install(name, make)))
 
 
-class _AtImport(MetaPathFinder):
-    """Finds one module as the others do, and acts when it is imported."""
+@dataclass(frozen=True)
+class _AtImport:
+    """A finder of modules that acts when one is imported."""
 
-    def __init__(self, module: str, act: Callable[[], None]) -> None:
-        self.module, self._act = module, act
+    module: str
+    act: Callable[[], None]
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(self, fullname: str, *_: Any) -> Any:
         if fullname != self.module:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        loader: Any = spec and spec.loader
-        if loader is not None:
-            plain = loader.exec_module
-            loader.exec_module = lambda module: (plain(module), self._act())
+        spec: Any = importlib.util.find_spec(fullname)
+        plain = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            plain(module)
+            self.act()
+
+        spec.loader.exec_module = exec_module
         return spec
-
-
-def as_markdown() -> str:
-    """The table for docs/compat.md."""
-    lines = ["| Patch | Target in vLLM | What it does | Why | Obsolete when |"]
-    lines.append("|---|---|---|---|---|")
-    for patch in TABLE:
-        where = patch.target.replace(":", ".") + (" (single objects)" if patch.on_objects else "")
-        lines.append(f"| `{patch.name}` | `{where}` | {patch.does} | {patch.why} | {patch.until} |")
-    lines += ["", "| Extension point of vLLM | Use |", "|---|---|"]
-    lines += [f"| {door} | {what} |" for door, what in REGISTRATIONS.items()]
-    return "\n".join(lines) + "\n"

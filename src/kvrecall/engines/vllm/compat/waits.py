@@ -46,7 +46,7 @@ def _choice(environ: Mapping[str, str]) -> str:
 
 
 def _sleep_on_cpus() -> None:
-    from kvrecall.engines.vllm.compat.config import is_on_cpu
+    from kvrecall.engines.vllm.compat.config import is_on_cpu  # pulls the pool in
 
     if is_on_cpu():
         patches.install("sleep", lambda plain: _sleep)

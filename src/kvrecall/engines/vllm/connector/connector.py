@@ -235,14 +235,11 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         disk, remote = self._settings.pool.disk, self._settings.pool.remote
         below = f"disk {disk.capacity_bytes / 2**30:.2f} GiB in {disk.path}" if disk else "no disk"
         below += f", remote {remote.kind}" if remote else ""
-        is_service = self._settings.backend == "service"
+        below = "by the node's pool service" if self._settings.backend == "service" else below
         logger.info(
-            "kvrecall: pool open as %s: host %.2f GiB, %s, %s, hits in units of %d tokens",
-            self._vllm_config.kv_transfer_config.kv_role,
-            arena_bytes / 2**30,
-            "by the node's pool service" if is_service else below,
-            _groups_text(facts),
-            facts.unit,
+            f"kvrecall: pool open as {self._vllm_config.kv_transfer_config.kv_role}: host "
+            f"{arena_bytes / 2**30:.2f} GiB, {below}, {_groups_text(facts)}, hits in units of "
+            f"{facts.unit} tokens"
         )
 
     def _ready_arena(self, facts: wire.EngineFacts, near: Collection[int]) -> None:
@@ -486,8 +483,7 @@ def _settings_of(vllm_config: Any) -> RecallSettings:
 
 
 def _check_room(host: int, facts: wire.EngineFacts, max_model_len: int) -> None:
-    """Raises ConfigError if the host tier cannot hold one block; warns if it cannot hold a whole
-    sequence."""
+    """Raises ConfigError if the host tier cannot hold a block; warns if it holds no sequence."""
     needed = sum(slot_bytes_of(group.block_bytes) for group in facts.groups)
     if host < needed:
         raise ConfigError(
@@ -495,13 +491,11 @@ def _check_room(host: int, facts: wire.EngineFacts, max_model_len: int) -> None:
             f"this model ({_groups_text(facts)}) takes {needed}; set host_size to at least a few "
             "hundred times that"
         )
-    blocks = int(host / facts.block_bytes)
-    if blocks * facts.block_size < max_model_len:
+    tokens = int(host / facts.block_bytes) * facts.block_size
+    if tokens < max_model_len:
         logger.warning(
-            "kvrecall: host_size holds %d tokens, less than one sequence of max_model_len=%d: "
-            "longer prefixes are recalled in part",
-            blocks * facts.block_size,
-            max_model_len,
+            f"kvrecall: host_size holds {tokens} tokens, less than one sequence of max_model_len="
+            f"{max_model_len}: longer prefixes are recalled in part"
         )
 
 
@@ -521,8 +515,7 @@ def _warn_if_hopeless(vllm_config: Any) -> None:
     algo = vllm_config.cache_config.prefix_caching_hash_algo
     if config.root_seed_is_random(algo):
         logger.warning(
-            "kvrecall: NOTHING CAN HIT AFTER A RESTART: block hashes of %s start from a random "
+            f"kvrecall: NOTHING CAN HIT AFTER A RESTART: block hashes of {algo} start from a random "
             "seed in every process. Pass --prefix-caching-hash-algo sha256_cbor, or set "
-            "PYTHONHASHSEED to a fixed number",
-            algo,
+            "PYTHONHASHSEED to a fixed number"
         )
