@@ -1,8 +1,7 @@
 """Every place in which kvrecall replaces an attribute of vLLM, and how.
 
-No other package of kvrecall assigns an attribute of vLLM's (test_compat.py), and this package
-does it only in ``install``, for a patch that the table below names.
-docs/compat.md shows the table.
+No other package of kvrecall assigns an attribute of vLLM's (test_compat.py), and this one only in
+``install``, for a patch of the table below, which docs/compat.md shows.
 """
 
 from __future__ import annotations

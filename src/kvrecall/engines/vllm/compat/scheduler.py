@@ -66,8 +66,7 @@ def match_inside_blocks() -> None:
 
 
 def _match_unit(kv_cache_config: Any, vllm_config: Any) -> int | None:
-    """Tokens after which hits shall end inside blocks; None if that is not asked for, or not
-    possible."""
+    """Tokens after which hits end inside blocks; None: not asked for, or not possible."""
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
     from kvrecall.config import DEFAULT_MATCH_UNIT, RecallSettings  # too much for every process

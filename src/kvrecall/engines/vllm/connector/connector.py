@@ -515,7 +515,7 @@ def _warn_if_hopeless(vllm_config: Any) -> None:
     algo = vllm_config.cache_config.prefix_caching_hash_algo
     if config.root_seed_is_random(algo):
         logger.warning(
-            f"kvrecall: NOTHING CAN HIT AFTER A RESTART: block hashes of {algo} start from a random "
-            "seed in every process. Pass --prefix-caching-hash-algo sha256_cbor, or set "
+            f"kvrecall: NOTHING CAN HIT AFTER A RESTART: block hashes of {algo} start from a "
+            "random seed in every process. Pass --prefix-caching-hash-algo sha256_cbor, or set "
             "PYTHONHASHSEED to a fixed number"
         )
