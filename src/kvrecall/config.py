@@ -423,8 +423,8 @@ class Settings(BaseModel):
         "hard limit of the disk tier, index included; required with disk_path", None
     )
     disk_compression: Compression = _of_pool(
-        "lossless compression of blocks on disk: `none`, `lz4`, `zstd`, or `auto`: `zstd` where "
-        "the disk, as measured, is so slow that blocks come back sooner by it",
+        "lossless compression of blocks on disk: `none`, `lz4`, `zstd`, or `auto`: `zstd` if "
+        "measured reads from this disk are faster with it",
         "none",
     )
     direct_io: bool = _of_pool(
@@ -482,7 +482,7 @@ class Settings(BaseModel):
     )
     remote_compression: Compression = _of_pool(
         "lossless compression of blocks in the remote store: `none`, `lz4`, `zstd`, or `auto`: "
-        "`zstd` where the store, as measured, is so slow that blocks come back sooner by it",
+        "`zstd` if measured reads from this store are faster with it",
         "none",
     )
     admin_socket: File | None = _of_pool(
@@ -529,16 +529,16 @@ class Settings(BaseModel):
         kind='whole number or "off"',
     )
     explain_misses: ExplainMisses = _of_engine(
-        "each miss is reported with its reason; `tokens`: with the token at which a prompt leaves "
-        "the nearest known one of its tenant; `blocks`: without, for clients that have no salts "
-        "and shall not find out each other's prompts token by token; `off`: not at all",
+        "detail in the reported reason of a miss. `tokens`: includes the token at which the prompt "
+        "leaves the nearest known one of its tenant; `blocks`: omits it, so that clients without "
+        "salts cannot guess each other's prompts token by token; `off`: reports no reasons",
         "tokens",
     )
     match_unit: Annotated[MatchUnit, _parsed(_match_unit)] = _of_engine(
-        "tokens of which a hit is a multiple, inside blocks, too. `auto`: 16 for models with "
-        "recurrent layers beside full attention, as on the device, and whole blocks for others; a "
-        "number also for models of one group of full attention, which then recall more than the "
-        "device would; `off`: what vLLM's `--prefix-match-unit` says",
+        "hits are multiples of this many tokens, and may end inside a block. `auto`: 16 for models "
+        "with recurrent layers and full attention, as on the device; whole blocks for others. A "
+        "number: also for models with one group of full attention, which then recall more than the "
+        "device does. `off`: vLLM's `--prefix-match-unit` applies",
         "auto",
         kind='whole number, "auto" or "off"',
     )

@@ -109,8 +109,8 @@ def test_the_command_compares_both_ways(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--hosts", "2", "--policy", "all"), "--policy all does not go together with --hosts"),
-        (("--store", "10", "--groups", "full:1MiB"), "--groups does not go together with"),
+        (("--hosts", "2", "--policy", "all"), "--policy all cannot be combined with --hosts"),
+        (("--store", "10", "--groups", "full:1MiB"), "--groups cannot be combined with"),
         (("--store", "0"), "--store: '0' is not a whole number of blocks"),
         (("--store", "1GiB"), "--store: '1GiB' is a size"),
         (("--hosts", "0"), "greater than or equal to 1"),

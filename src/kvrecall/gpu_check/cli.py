@@ -48,7 +48,9 @@ def gpu_check(
     as_json: Json = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Append to this file, as it goes, what each part finds: lines of JSON."),
+        typer.Option(
+            help="Append the results of each part to this file as lines of JSON, while it runs."
+        ),
     ] = None,
 ) -> None:
     """Check kvrecall on this machine's GPU, and measure it.

@@ -99,7 +99,7 @@ def simulate(
         is_fleet = hosts > 1 or bool(store)
         if is_fleet and (groups or len(names) > 1):
             other = "--groups" if groups else f"--policy {policy}"
-            raise ConfigError(f"{other} does not go together with --hosts and --store")
+            raise ConfigError(f"{other} cannot be combined with --hosts and --store")
         if groups and (capacity_blocks or block_bytes):
             raise ConfigError(
                 "--groups has sizes of its own: without --capacity-blocks, --block-bytes"

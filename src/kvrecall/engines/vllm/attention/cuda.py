@@ -407,7 +407,7 @@ class DeviceBuilder(RetrievalBuilder):
             speed = kernel.measure(settings)
             kernel.overhead_bytes = most_of_ranks(kernel.overhead_bytes, stages=False)
             logger.info(
-                "kvrecall: retrieval: a kernel takes %.1f microseconds beside what it reads, and "
+                "kvrecall: retrieval: launching a kernel takes %.1f microseconds, and it "
                 "reads %.2f TB/s",
                 speed.launch_s * 1e6,
                 speed.bandwidth / 1e12,

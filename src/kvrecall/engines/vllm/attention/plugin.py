@@ -50,7 +50,7 @@ def _tell_unused(environ: Mapping[str, str]) -> None:
     if unused and multiprocessing.parent_process() is None:
         logger.warning(
             "kvrecall: retrieval attention is off, so settings have no effect: %s; name `%s` in "
-            "VLLM_PLUGINS (beside any others), or unset them",
+            "VLLM_PLUGINS (with any others), or unset them",
             ", ".join(unused),
             NAME,
         )
