@@ -21,22 +21,12 @@ def test_defaults_are_the_seeds() -> None:
 
 
 def test_every_variable_is_read() -> None:
-    given = {
-        "INIT_TOKENS_NUM": "1",
-        "LOCAL_TOKENS_NUM": "2",
-        "TOPK_PERCENT": "0.5",
-        "DENSE_BOUNDARY": "4",
-        "OFFLOAD_BOUNDARY": "5",
-        "DIGEST": "mean",
-        "DIGEST_TOKENS": "32",
-        "DENSE_LAYERS": "0",
-        "GATE": "off",
-        "CACHE_PERCENT": "0.1",
-        "LEAST_BLOCKS": "3",
-        "INDEX": "faiss-flat",
-        "MODE": "default",
-    }
-    environ = {f"VLLM_RETRIEVAL_{name}": text for name, text in given.items()}
+    given = (
+        "INIT_TOKENS_NUM=1 LOCAL_TOKENS_NUM=2 TOPK_PERCENT=0.5 DENSE_BOUNDARY=4 OFFLOAD_BOUNDARY=5 "
+        "DIGEST=mean DIGEST_TOKENS=32 DENSE_LAYERS=0 GATE=off CACHE_PERCENT=0.1 LEAST_BLOCKS=3 "
+        "INDEX=faiss-flat MODE=default"
+    )
+    environ = dict(f"VLLM_RETRIEVAL_{each}".split("=") for each in given.split())
     assert RetrievalSettings.from_environ(environ) == RetrievalSettings(
         1, 2, 0.5, 4, 5, "mean", 32, 0, False, 0.1, 3, "faiss-flat", "default"
     )
@@ -97,30 +87,17 @@ def test_asking_leaves_other_plugins_alone(plugins: str | None, then: str | None
     assert environ.get("VLLM_PLUGINS") == then
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("INIT_TOKENS_NUM", "-1"),
-        ("INIT_TOKENS_NUM", "1k"),
-        ("LOCAL_TOKENS_NUM", "0"),
-        ("TOPK_PERCENT", "20"),
-        ("TOPK_PERCENT", "0"),
-        ("TOPK_PERCENT", "nan"),
-        ("OFFLOAD_BOUNDARY", "100"),
-        ("DIGEST", "median"),
-        ("GATE", "maybe"),
-        ("CACHE_PERCENT", "2"),
-        ("LEAST_BLOCKS", "-1"),
-        ("TOP_K", "1"),
-        ("DIGEST_TOKENS", "1e9"),
-        ("TOPK_PERCENT", "20%"),
-        ("TOPK_PERCENT", "inf"),
-        ("GATE", ""),
-        ("INDEX", ""),
-        ("MODE", "RetrievalKV"),
-    ],
+WRONG = (
+    "INIT_TOKENS_NUM=-1 INIT_TOKENS_NUM=1k LOCAL_TOKENS_NUM=0 TOPK_PERCENT=20 TOPK_PERCENT=0 "
+    "TOPK_PERCENT=nan OFFLOAD_BOUNDARY=100 DIGEST=median GATE=maybe CACHE_PERCENT=2 "
+    "LEAST_BLOCKS=-1 TOP_K=1 DIGEST_TOKENS=1e9 TOPK_PERCENT=20% TOPK_PERCENT=inf GATE= INDEX= "
+    "MODE=RetrievalKV"
 )
-def test_what_is_wrong_is_named(name: str, text: str) -> None:
+
+
+@pytest.mark.parametrize("given", WRONG.split())
+def test_what_is_wrong_is_named(given: str) -> None:
+    name, text = given.split("=")
     with pytest.raises(ConfigError, match=f"VLLM_RETRIEVAL_{name}"):
         RetrievalSettings.from_environ({f"VLLM_RETRIEVAL_{name}": text})
 
@@ -146,17 +123,9 @@ def test_exact_blocks_are_those_that_no_step_decodes_sparsely(mode: str, boundar
     assert exact == max(1, min(decoded_sparsely))
 
 
-@pytest.mark.parametrize(
-    ("plugins", "on"),
-    [
-        (None, False),
-        ("", False),
-        ("ascend,retrieval", True),
-        (" retrieval ", True),
-        ("retrievals", False),
-    ],
-)
-def test_the_plugin_acts_only_if_named(plugins: str | None, on: bool) -> None:
+@pytest.mark.parametrize("plugins", [None, "", "retrievals", "ascend,retrieval", " retrieval "])
+def test_the_plugin_acts_only_if_named(plugins: str | None) -> None:
+    on = plugins in ("ascend,retrieval", " retrieval ")
     assert is_requested({} if plugins is None else {"VLLM_PLUGINS": plugins}) is on
 
 
