@@ -83,7 +83,7 @@ ONE_LINE: list[tuple[str, int, str]] = [
     ("pool serve --socket {folder}/closed/x/p.sock", 2, DENIED),
     ("pool serve --socket {folder}/file/p.sock", 2, "/file: File exists; give another"),
     ("pool ls --disk-path closed/d", 1, f"closed/d: {DENIED}; give this user access"),
-    ("pool ls --disk-path file/d", 1, "holds no blocks"),
+    ("pool ls --disk-path file/d", 1, "there is no folder file/d; check the path"),
     ("pool ls --disk-path file", 1, "file is a file; name the folder of a disk tier"),
     ("pool ls --disk-path closed", 2, "path 'closed' is not readable"),
     ("serve model --pool-config secret.json", 2, "path 'secret.json' is not readable"),
@@ -110,7 +110,7 @@ ONE_LINE: list[tuple[str, int, str]] = [
     ("pool serve --config model", 2, "model: is a folder"),
     ("serve model --pool-config binary.json", 2, "binary.json:1:3"),
     ("simulate binary.json --capacity-blocks 3", 2, "binary.json: is not text"),
-    ("simulate empty.json --capacity-blocks 3", 2, "holds no blocks"),
+    ("simulate empty.json --capacity-blocks 3", 2, "no request has hash_ids"),
     ("plan binary.json", 2, "binary.json:1:3"),
     # errors found before an engine is loaded
     ("serve model --pool-config policy.json", 2, "'lur' is unknown; known: lru"),
@@ -120,7 +120,7 @@ ONE_LINE: list[tuple[str, int, str]] = [
     ("serve model --no-pool --host-size 8GiB", 2, "--host-size and --no-pool contradict"),
     ("serve model --pool-service --host-size 8GiB", 2, "--host-size is '8GiB'; it has no effect"),
     ("serve ''", 2, "MODEL is ''"),
-    ("serve model --block-size 0", 2, "'--block-size': Input should be greater than or equal to 1"),
+    ("serve model --block-size 0", 2, "--block-size is '0'; allowed: at least 1."),
     ("serve model other", 2, "'other' is unexpected; give one MODEL"),
     ("serve model --host ''", 2, "'' is not an address of this machine"),
     ("serve model --port 80", 2, "port 80 requires more privileges"),
@@ -221,7 +221,7 @@ def test_one_line_says_what_is_wrong(
         ("text", "index.sqlite: it is damaged (file is not a database); nothing is changed"),
         ("other", "index.sqlite: it belongs to another program; nothing is changed"),
         ("unreadable", f"index.sqlite: {DENIED}; give this user access"),
-        ("empty", "holds no blocks (its index.sqlite is empty)"),
+        ("empty", "yet (its index.sqlite is empty)"),
         ("folder", "index.sqlite is not a file"),
         ("pipe", "index.sqlite is not a file"),
     ],
@@ -252,15 +252,29 @@ def test_pool_commands_leave_the_files_of_others_alone(
     assert after == before
 
 
-def test_a_server_without_a_model_says_first_what_it_serves(commands: Commands) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        done = commands.run(["serve", "--port", str(taken.getsockname()[1])])
-    first, last = done.err.splitlines()
-    assert first.startswith("kvrecall: no MODEL given: serving the example /")
-    assert "recall-tiny, whose answers mean nothing" in first
-    assert "is in use" in last
+def test_no_model_is_served_by_accident(commands: Commands) -> None:
+    done = commands.run(["serve"])
+    assert (done.status, done.out) == (ExitStatus.WRONG_SETTINGS, "")
+    assert done.err.startswith("kvrecall: no MODEL given; name a model folder or")
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "said"),
+    [
+        ("pool stat --socket none.sock --json", 1, "set its admin_socket and give that as"),
+        ("plan none --json", 2, "none"),
+        ("pool ls --limit 1e3 --json", 2, "--limit is '1e3'; must be a whole number."),
+        ("why none --url http://127.0.0.1:9 --json", 1, "no kvrecall server answers"),
+        ("simulate trace.jsonl --capacity-blocks 1e3 --json", 2, "is not a whole number of blocks"),
+    ],
+)
+def test_under_json_errors_are_json_of_one_form(
+    commands: Commands, line: str, status: int, said: str
+) -> None:
+    done = commands.run(line.split())
+    told = json.loads(done.out)
+    assert (done.status, done.err, told["status"]) == (status, "", status)
+    assert said in told["error"]
 
 
 def test_config_check(commands: Commands, folder: Path) -> None:
@@ -322,10 +336,15 @@ def test_config_check_knows_what_the_installed_mooncake_cannot_do(
 
 
 USAGE: list[tuple[str, str, str]] = [
-    ("serve --port 99999", "serve", "'--port': Input should be less than or equal to 65535, not"),
-    ("serve --port x", "serve", "'--port': Input should be a valid integer"),
+    ("serve --port 99999", "serve", "--port is '99999'; allowed: at most 65535."),
+    ("serve --port x", "serve", "--port is 'x'; must be a whole number."),
     ("serve --port", "serve", "option '--port' requires an argument."),
-    ("serve --nonsense", "serve", "no such option: --nonsense."),
+    (
+        "serve m --gpu-memory-utilization 0.5",
+        "serve",
+        "no such option: --gpu-memory-utilization; an option of vLLM's goes after --: "
+        "kvrecall serve MODEL -- --gpu-memory-utilization ...",
+    ),
     ("serve model --role nurse", "serve", "'nurse' is not one of 'both', 'prefill', 'decode'."),
     ("nonsense", "", "no such command 'nonsense'."),
     ("pool nonsense", "pool", "no such command 'nonsense'."),
@@ -338,7 +357,7 @@ USAGE: list[tuple[str, str, str]] = [
         "router",
         "no instance is given; give --engine, --prefill and --decode, or --instances",
     ),
-    ("router --decode a:1 --timeout soon", "router", "valid number, unable to parse string as a"),
+    ("router --decode a:1 --timeout soon", "router", "--timeout is 'soon'; must be a number."),
     ("simulate", "simulate", "missing argument 'TRACE'."),
     ("config check", "config check", "missing argument 'file'."),
     ("plan a b c", "plan", "got unexpected extra argument(s) (b c)."),
@@ -380,6 +399,9 @@ def test_every_command_has_short_help(commands: Commands, line: str) -> None:
     assert done.status == ExitStatus.OK
     assert f"Usage: {f'kvrecall {line}'.strip()}" in done.out
     assert "-h" in done.out
+    assert not [text for text in done.out.splitlines() if len(text) > 80 or "…" in text]
+    commands_shown = done.out.partition("\nCommands:\n")[2].splitlines()
+    assert not [text for text in commands_shown if text.endswith("...")], "cut"
 
 
 def test_version(commands: Commands) -> None:

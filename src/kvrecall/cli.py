@@ -16,10 +16,13 @@ from functools import partial
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from kvrecall import __version__
 from kvrecall.commands import add_lazily
-from kvrecall.errors import ExitStatus, errors_shown
+from kvrecall.errors import ExitStatus, errors_shown, show_error
+
+typer.core.HAS_RICH = False  # whose help cuts long names, metavars and paths at 80 columns
 
 app = typer.Typer(
     name="kvrecall",
@@ -32,35 +35,17 @@ _UsageError: Any = typer.BadParameter.__base__
 """typer's error for a wrong command line. Its module depends on typer's version."""
 
 _ROOMS = {
-    "serve": (
-        "kvrecall.server.cli",
-        "Serve a model: OpenAI and MindIE/TGI routes, with recall from the pool.",
-    ),
-    "doctor": (
-        "kvrecall.doctor.cli",
-        "Check this machine: what is installed, what fits, what is missing, what would hit.",
-    ),
-    "pool": (
-        "kvrecall.pool_cli",
-        "Run and administer a pool: serve, stat, ls, verify, drop, pin, resize, key.",
-    ),
-    "why": (
-        "kvrecall.server.why_cli",
-        "Say why a request's prompt was computed and not recalled.",
-    ),
+    "serve": ("kvrecall.server.cli", "Serve a model over OpenAI and MindIE/TGI routes."),
+    "doctor": ("kvrecall.doctor.cli", "Check what is installed, what fits and what would hit."),
+    "pool": ("kvrecall.pool_cli", "Run a pool service, and administer pools."),
+    "why": ("kvrecall.server.why_cli", "Say why a prompt was computed and not recalled."),
     "router": ("kvrecall.router.cli", "Send each prompt to the engine that answers first."),
     "config": ("kvrecall.server.mindie.check", "Check MindIE's config.json, or print an example."),
     "plan": ("kvrecall.plan.cli", "Size a pool."),
-    "simulate": (
-        "kvrecall.simulate.cli",
-        "Replay a trace against pool sizes and policies.",
-    ),
+    "simulate": ("kvrecall.simulate.cli", "Replay a trace against pool sizes and policies."),
     "bench": ("kvrecall.bench.cli", "Measure recall on this machine."),
     "demo": ("kvrecall.demo.cli", "Show what recall gains on this machine."),
-    "gpu-check": (
-        "kvrecall.gpu_check.cli",
-        "Check kvrecall on this machine's GPU, and measure it.",
-    ),
+    "gpu-check": ("kvrecall.gpu_check.cli", "Check kvrecall on a GPU, and measure it."),
 }
 """Commands by the module whose ``app`` they are, with the help that `kvrecall --help` shows."""
 
@@ -111,11 +96,17 @@ def usage_line(error: Any) -> str:
     from pydantic import ValidationError
 
     message = " ".join(error.format_message().split()).rstrip(".").replace(": Value error, ", ": ")
-    if isinstance(error.__cause__, ValidationError):
-        given = repr(error.__cause__.errors()[0]["input"])
-        message += "" if given in message else f", not {given}"
-    message += "" if message.endswith("?") else "."
     command = error.ctx.command_path if error.ctx else _called(sys.argv[1:])
+    if isinstance(error.__cause__, ValidationError):
+        from kvrecall.config import allowed_by
+
+        name, detail = message.partition("'")[2].partition("'")[0], error.__cause__.errors()[0]
+        message = f"{name} is {detail['input']!r}; {allowed_by(detail, None)}"
+    elif command == "kvrecall serve" and message.lower().startswith("no such option: "):
+        message += (
+            f"; an option of vLLM's goes after --: kvrecall serve MODEL -- {error.option_name} ..."
+        )
+    message += "" if message.endswith(("?", "...")) else "."
     return f"{command}: {message[:1].lower()}{message[1:]} Try '{command} --help'"
 
 
@@ -138,11 +129,11 @@ def main() -> None:
     except _UsageError as error:
         status = ExitStatus.WRONG_SETTINGS
         if line := usage_line(error):
-            typer.echo(line, err=True)
+            show_error(line, status)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     if status == ExitStatus.INTERRUPTED:
-        typer.echo("kvrecall: interrupted", err=True)
+        show_error("kvrecall: interrupted", status)
     if "vllm" not in sys.modules:
         sys.exit(status)
     # Libraries of the engine print pages of leak reports when the interpreter is taken down.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+Json = Annotated[bool, typer.Option("--json", help="Print only JSON, of an error, too.")]
 _LONG_S = 1.0
 
 OnProgress = Callable[[int, int], None]

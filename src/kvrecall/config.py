@@ -234,7 +234,6 @@ class RecallSettings:
     handover_deadline_s: float = 2.0
     admin_socket: Path | None = None
     service: ServiceConfig | None = None  # with backend "service", which then owns ``pool``
-    retrieval: Mapping[str, object] | None = None  # RetrievalSettings', as given
     audit_every: int | None = DEFAULT_AUDIT_EVERY  # hits; 0: only first ones; None: no audits
     match_unit: MatchUnit = "auto"  # tokens
     explain_misses: ExplainMisses = "tokens"
@@ -426,8 +425,8 @@ class Settings(BaseModel):
         "hard limit of the disk tier, index included; required with disk_path", None
     )
     disk_compression: Compression = _of_pool(
-        "lossless compression of blocks on disk: `none`, `lz4`, `zstd`, or `auto`: `zstd` where "
-        "the disk, as measured, is so slow that blocks come back sooner by it",
+        "lossless compression of blocks on disk: `none`, `lz4`, `zstd`, or `auto`: `zstd` if "
+        "measured reads from this disk are faster with it",
         "none",
     )
     direct_io: bool = _of_pool(
@@ -446,11 +445,6 @@ class Settings(BaseModel):
         "when a block is written to disk. `through`: at once; `back`: before it leaves host "
         "memory; `selective`: on its second use",
         "through",
-    )
-    unwritten_watermarks: Marks = _of_pool(
-        "[high, low], shares of the host tier: with write_policy back, writing starts when more "
-        "than high is unwritten and stops at low",
-        Watermarks(0.5, 0.4),
     )
     encryption_key_file: File | None = _of_pool(
         "file with the key that encrypts blocks below the host (AES-256-GCM), created by "
@@ -490,7 +484,7 @@ class Settings(BaseModel):
     )
     remote_compression: Compression = _of_pool(
         "lossless compression of blocks in the remote store: `none`, `lz4`, `zstd`, or `auto`: "
-        "`zstd` where the store, as measured, is so slow that blocks come back sooner by it",
+        "`zstd` if measured reads from this store are faster with it",
         "none",
     )
     admin_socket: File | None = _of_pool(
@@ -537,23 +531,18 @@ class Settings(BaseModel):
         kind='integer or "off"',
     )
     explain_misses: ExplainMisses = _of_engine(
-        "each miss is reported with its reason; `tokens`: with the token at which a prompt leaves "
-        "the nearest known one of its tenant; `blocks`: without, for clients that have no salts "
-        "and shall not find out each other's prompts token by token; `off`: not at all",
+        "detail in the reported reason of a miss. `tokens`: includes the token at which the prompt "
+        "leaves the nearest known one of its tenant; `blocks`: omits it, so that clients without "
+        "salts cannot guess each other's prompts token by token; `off`: reports no reasons",
         "tokens",
     )
     match_unit: Annotated[MatchUnit, _parsed(_match_unit)] = _of_engine(
-        "tokens of which a hit is a multiple, inside blocks, too. `auto`: 16 for models with "
-        "recurrent layers beside full attention, as on the device, and whole blocks for others; a "
-        "number also for models of one group of full attention, which then recall more than the "
-        "device would; `off`: what vLLM's `--prefix-match-unit` says",
+        "hits are multiples of this many tokens, and may end inside a block. `auto`: 16 for models "
+        "with recurrent layers and full attention, as on the device; whole blocks for others. A "
+        "number: also for models with one group of full attention, which then recall more than the "
+        "device does. `off`: vLLM's `--prefix-match-unit` applies",
         "auto",
         kind='integer, "auto" or "off"',
-    )
-    retrieval: dict[str, object] | None = _of_engine(
-        "settings of retrieval attention, {} for its defaults; instead of VLLM_RETRIEVAL_*",
-        None,
-        "off",
     )
     socket: File | None = _of_client(
         "socket of the pool service, at which `kvrecall pool serve` listens",
@@ -653,7 +642,6 @@ def _settings(given: Settings) -> RecallSettings:
                 tenants=TenantRules(every, given.tenants),
                 pin_limit=given.pin_limit,
                 host_marks=given.host_watermarks,
-                unwritten_marks=given.unwritten_watermarks,
             ),
             encryption_key_file=given.encryption_key_file,
             remote=remote,
@@ -665,7 +653,6 @@ def _settings(given: Settings) -> RecallSettings:
         handover_deadline_s=given.handover_deadline,
         admin_socket=given.admin_socket,
         service=service,
-        retrieval=given.retrieval,
         audit_every=given.audit,
         match_unit=given.match_unit,
         explain_misses=given.explain_misses,
@@ -734,8 +721,8 @@ def allowed_by(detail: Mapping[str, Any], declared: FieldInfo | None) -> str:
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "value_error":
         return str(context["error"]).replace("\n", " ")
-    if kind in _TYPES:
-        return _TYPES[kind]
+    if kind.replace("_parsing", "_type") in _TYPES:  # of an option's text
+        return _TYPES[kind.replace("_parsing", "_type")]
     if kind == "literal_error":
         choices = context["expected"].replace("'", "").replace(" or ", ", ")
         choices = choices.replace("False, True", "false, true")  # as JSON has them
@@ -770,8 +757,8 @@ def words_of(key: str) -> SettingWords:
 
 
 def help_of(key: str) -> str:
-    """The text of a setting for ``--help`` (rich markup), with its default."""
-    text = (Settings.model_fields[key].description or "").replace("`", "").replace("[", r"\[")
+    """The text of a setting for ``--help``, with its default."""
+    text = (Settings.model_fields[key].description or "").replace("`", "")
     default = words_of(key).shown
     return text[0].upper() + text[1:] + "." + (f" Default: {default}." if default else "")
 

@@ -122,25 +122,6 @@ TUNED_CONFIGS = Variable(
     "path",
     "none",
 )
-SETUP_EXTRA = Variable(
-    "KVRECALL_EXTRA",
-    "which vLLM `scripts/setup` installs",
-    "`cpu`, `cuda`",
-    "what the machine has",
-)
-SETUP_PYTHON = Variable(
-    "PYTHON",
-    "interpreter for `scripts/setup`",
-    "path",
-    "the first of `python3`, `python3.11` to 3.14",
-)
-TEST_PACKAGES = Variable(
-    "KVRECALL_PACKAGES",
-    "`required`: tests that lack a package fail instead of being skipped, as in CI",
-    "`required`",
-    "they are skipped",
-)
-
 VARIABLES: tuple[Variable, ...] = tuple(
     value for value in list(globals().values()) if isinstance(value, Variable)
 )

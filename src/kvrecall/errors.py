@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -90,10 +91,20 @@ def status_of(error: Exception) -> ExitStatus:
     return ExitStatus.WRONG_SETTINGS if wrong else ExitStatus.FAILED
 
 
+def show_error(line: str, status: int) -> None:
+    """Prints the one line of an error to stderr; under ``--json`` as an object to stdout, where a
+    program looks for the result."""
+    words = sys.argv[1:]
+    if "--json" in (words[: words.index("--")] if "--" in words else words):
+        print(json.dumps({"error": line.partition(": ")[2], "status": int(status)}), flush=True)
+    else:
+        print(line, file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def errors_shown() -> Iterator[None]:
-    """Ends a command that raises a KvrecallError, or an OSError about a path, with one line on
-    stderr and the status of the error."""
+    """Ends a command that raises a KvrecallError, or an OSError about a path, by ``show_error``
+    with the status of the error."""
     try:
         yield
     except (KvrecallError, OSError) as error:
@@ -103,7 +114,7 @@ def errors_shown() -> Iterator[None]:
         if isinstance(error, OSError):
             cure = _CURES.get(error.errno or 0)
             message = f"{error.filename}: {error.strerror}" + (f"; {cure}" if cure else "")
-        print(f"kvrecall: {message}", file=sys.stderr, flush=True)
+        show_error(f"kvrecall: {message}", status_of(error))
         raise SystemExit(status_of(error)) from error
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrecall.block import NAMESPACE_BYTES
-from kvrecall.commands import progress_bar
+from kvrecall.commands import Json, progress_bar
 from kvrecall.config import (
     PoolConfig,
     default_socket,
@@ -38,7 +39,7 @@ from kvrecall.config import (
     service_settings,
     split_address,
 )
-from kvrecall.errors import ConfigError, errors_shown
+from kvrecall.errors import ConfigError, ExitStatus, errors_shown
 from kvrecall.events.publisher import EventPublisher, endpoint_of
 from kvrecall.jsonfile import read_under
 from kvrecall.pool.base import TierStats
@@ -156,7 +157,7 @@ def master(
         str | None, typer.Option(help="Only test that the master at HOST:PORT answers.")
     ] = None,
 ) -> None:
-    """Run Mooncake's master in the foreground, until SIGTERM; or test one that is running."""
+    """Run Mooncake's master until SIGTERM, or test one that is running."""
     with errors_shown():
         if check is not None:
             address = split_address(check)
@@ -224,7 +225,6 @@ def key(
 # -- commands on blocks ---
 
 Socket = Annotated[Path, typer.Option(help="The service's socket.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Size = Annotated[str | None, typer.Option(help="A size such as 50GiB.")]
 
 
@@ -233,26 +233,19 @@ def _option(kind: Any, text: str, *names: str) -> Any:
     return Annotated[kind, typer.Option(*names, help=text)], None
 
 
+def _names(name: str, text: str) -> Any:
+    """A repeatable option with a short form."""
+    return _option(list[str] | None, text, f"--{name}", f"-{name[0]}")
+
+
 _FOLDER = {
     "disk_path": _option(Path | None, "A disk folder that no pool uses, instead of a service."),
     "encryption_key_file": _option(Path | None, "Key file of a folder with encrypted blocks."),
 }
 _QUERY = {
-    "namespace": _option(
-        list[str] | None,
-        "Only this namespace: its digest, or a prefix of it.",
-        *("--namespace", "-n"),
-    ),
-    "model": _option(
-        list[str] | None,
-        "Only models whose description contains this text.",
-        *("--model", "-m"),
-    ),
-    "tenant": _option(
-        list[str] | None,
-        "Only this tenant: as `ls --by tenant` prints it, or salt:SALT.",
-        *("--tenant", "-t"),
-    ),
+    "namespace": _names("namespace", "Only this namespace: its digest, or a prefix of it."),
+    "model": _names("model", "Only models whose description contains this text."),
+    "tenant": _names("tenant", "Only this tenant: as `ls --by tenant` prints it, or salt:SALT."),
     "block": _option(str | None, "Only the prefix that ends with this block (ls --by chain)."),
     "tier": _option(str | None, "Only blocks in this tier: host or disk."),
     "older_than": _option(str | None, "Only blocks not used for this long, e.g. 90m, 12h, 7d."),
@@ -261,6 +254,21 @@ _QUERY = {
 }
 """Options that select blocks."""
 _WHOSE = ("namespace", "model", "tenant")
+_DELETING = {
+    "dry_run": (Annotated[bool, typer.Option("--dry-run", help="Count; delete nothing.")], False),
+    "yes": (Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")], False),
+}
+
+
+def _ask(counted: Mapping[str, int] | None) -> None:
+    """Asks on the terminal before blocks are deleted: as many as ``counted``, or damaged ones.
+    Raises ConfigError without a terminal; ends the command unless the answer is yes."""
+    if not sys.stdin.isatty():
+        raise ConfigError("this deletes blocks; add --yes, or --dry-run to count them first")
+    what = f"{counted['dropped']:,} blocks" if counted else "blocks that turn out damaged"
+    print(f"Delete {what}? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise SystemExit(ExitStatus.FAILED)
 
 
 def command(*which: str) -> Callable[[Callable[..., Command[Any]]], None]:
@@ -277,17 +285,26 @@ def command(*which: str) -> Callable[[Callable[..., Command[Any]]], None]:
             for one in own.parameters.values()
             if one.name != "query"
         }
+        deletes = own.return_annotation in (Drop, Verify)
+        taken |= _DELETING if deletes else {}
         taken["json"] = Json, False
 
         def run(socket: Path, json: bool, **options: Any) -> None:
             with errors_shown():
                 folder, key_file = (options.pop(name, None) for name in _FOLDER)
+                dry_run, yes = (options.pop(name, False) for name in _DELETING)
                 query = {name: options.pop(name) for name in which}
                 order = make(*([_query(**query)] if which else []), **options)
                 with progress_bar(f"opening {folder or socket}"):
                     opened = FolderAdmin(folder, key_file) if folder else ServiceAdmin(socket)
-                with opened as admin, progress_bar(order.progress) as progress:
-                    result = admin.do(order, progress)
+                with opened as admin:
+                    if deletes:
+                        trial = msgspec.structs.replace(order, dry_run=True)
+                        order = trial if dry_run else order
+                        if not (dry_run or yes):
+                            _ask(admin.do(trial) if isinstance(trial, Drop) else None)
+                    with progress_bar(order.progress) as progress:
+                        result = admin.do(order, progress)
                 if json:
                     typer.echo(msgspec.json.encode(result).decode())
                 elif isinstance(result, Listing):
@@ -324,7 +341,7 @@ def ls(
 
 @command(*_WHOSE)
 def verify(query: Query) -> Verify:
-    """Read and check every block on disk; drop damaged ones. Exits with 1 if there were any."""
+    """Read and check every block on disk; delete damaged ones. Exits with 1 if there were any."""
     return Verify(query)
 
 
@@ -335,7 +352,7 @@ def drop(
         bool, typer.Option("--with-pinned", help="Also drop pinned blocks.")
     ] = False,
 ) -> Drop:
-    """Drop blocks by namespace, model, tenant and age: those that match all conditions."""
+    """Drop the blocks that match all of these conditions."""
     if query == Query():
         raise ConfigError(
             "select what to drop: --namespace, --model, --tenant, --older-than; or use: pool clear"
@@ -351,7 +368,7 @@ def clear() -> Drop:
 
 @command(*_WHOSE, "block")
 def pin(query: Query) -> Pin:
-    """Protect the present blocks from eviction and expiry, also after a restart."""
+    """Protect blocks from eviction and expiry, also after restarts."""
     return Pin(_some(query), True)
 
 
@@ -368,7 +385,7 @@ def unpin(
 
 @command()
 def resize(host: _Size = None, disk: _Size = None) -> Resize:
-    """Change how much memory and disk a running service uses, until its next restart.
+    """Change the memory and disk of a service until its next restart.
 
     Shrinking drops the least valuable blocks and waits until they are gone; if interrupted, it
     continues in the service. The host can grow up to the service's host_max_size.
@@ -416,11 +433,12 @@ def shown_as(result: Any, order: Command[Any]) -> str:
     """The result of a command, for people."""
     match order:
         case Verify():
-            return f"{result['checked']} blocks checked, {result['damaged']} damaged (and dropped)"
+            deleted = "kept" if order.dry_run else "deleted"
+            return f"{result['checked']} blocks checked, {result['damaged']} damaged ({deleted})"
         case Drop():
             pinned = result["pinned"]
             kept = f"; {pinned} pinned ones stay (--with-pinned)" if pinned else ""
-            return f"{result['dropped']} blocks dropped{kept}"
+            return f"{result['dropped']} blocks {'would be ' * order.dry_run}dropped{kept}"
         case Pin():
             word = "pinned" if order.on else "unpinned"
             return f"{result['blocks']} blocks ({format_size(result['bytes'])}) {word}"

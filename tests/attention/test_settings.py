@@ -20,22 +20,12 @@ def test_defaults_are_the_seeds() -> None:
 
 
 def test_every_variable_is_read() -> None:
-    given = {
-        "INIT_TOKENS_NUM": "1",
-        "LOCAL_TOKENS_NUM": "2",
-        "TOPK_PERCENT": "0.5",
-        "DENSE_BOUNDARY": "32K",  # as the seed writes it
-        "OFFLOAD_BOUNDARY": "64k",  # as vLLM reads it
-        "DIGEST": "mean",
-        "DIGEST_TOKENS": "32",
-        "DENSE_LAYERS": "0",
-        "GATE": "off",
-        "CACHE_PERCENT": "0.1",
-        "LEAST_BLOCKS": "3",
-        "INDEX": "faiss-flat",
-        "MODE": "default",
-    }
-    environ = {f"VLLM_RETRIEVAL_{name}": text for name, text in given.items()}
+    given = (
+        "INIT_TOKENS_NUM=1 LOCAL_TOKENS_NUM=2 TOPK_PERCENT=0.5 DENSE_BOUNDARY=32K "
+        "OFFLOAD_BOUNDARY=64k DIGEST=mean DIGEST_TOKENS=32 DENSE_LAYERS=0 GATE=off "
+        "CACHE_PERCENT=0.1 LEAST_BLOCKS=3 INDEX=faiss-flat MODE=default"
+    )  # 32K as the seed writes it, 64k as vLLM reads it
+    environ = dict(f"VLLM_RETRIEVAL_{each}".split("=") for each in given.split())
     assert RetrievalSettings.from_environ(environ) == RetrievalSettings(
         1, 2, 0.5, 32768, 64000, "mean", 32, 0, False, 0.1, 3, "faiss-flat", "default"
     )
@@ -62,29 +52,16 @@ def test_what_the_reference_mode_fixes_is_refused_beside_it(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("INIT_TOKENS_NUM", "-1"),
-        ("INIT_TOKENS_NUM", "1x"),
-        ("LOCAL_TOKENS_NUM", "0"),
-        ("TOPK_PERCENT", "20"),
-        ("TOPK_PERCENT", "0"),
-        ("TOPK_PERCENT", "nan"),
-        ("OFFLOAD_BOUNDARY", "100"),
-        ("DIGEST", "median"),
-        ("GATE", "maybe"),
-        ("CACHE_PERCENT", "2"),
-        ("LEAST_BLOCKS", "-1"),
-        ("TOP_K", "1"),
-        ("DIGEST_TOKENS", "1e9"),
-        ("TOPK_PERCENT", "20%"),
-        ("TOPK_PERCENT", "inf"),
-        ("GATE", ""),
-        ("INDEX", ""),
-        ("MODE", "RetrievalKV"),
-    ],
+    "given",
+    (
+        "INIT_TOKENS_NUM=-1 INIT_TOKENS_NUM=1x LOCAL_TOKENS_NUM=0 TOPK_PERCENT=20 TOPK_PERCENT=0 "
+        "TOPK_PERCENT=nan OFFLOAD_BOUNDARY=100 DIGEST=median GATE=maybe CACHE_PERCENT=2 "
+        "LEAST_BLOCKS=-1 TOP_K=1 DIGEST_TOKENS=1e9 TOPK_PERCENT=20% TOPK_PERCENT=inf GATE= INDEX= "
+        "MODE=RetrievalKV"
+    ).split(),
 )
-def test_what_is_wrong_is_named(name: str, text: str) -> None:
+def test_what_is_wrong_is_named(given: str) -> None:
+    name, text = given.split("=")
     with pytest.raises(ConfigError, match=f"VLLM_RETRIEVAL_{name}"):
         RetrievalSettings.from_environ({f"VLLM_RETRIEVAL_{name}": text})
 

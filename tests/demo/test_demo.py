@@ -26,9 +26,9 @@ pytestmark = [
 
 
 def played(target: str) -> dict[str, Any]:
-    """The demo's last line."""
+    """The demo's result."""
     done = subprocess.run(
-        ["make", "-C", str(ROOT), target, "DEMO=--characters 9000"],
+        ["make", "-C", str(ROOT), target, "DEMO=--characters 9000 --json"],
         capture_output=True,
         text=True,
         timeout=900,

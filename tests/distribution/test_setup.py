@@ -112,7 +112,7 @@ def test_a_step_is_done_once_and_brings_what_it_needs_alone(machine: Machine) ->
     assert machine.set_up("engine") == ENGINE
     assert machine.set_up("engine") == []
     assert machine.set_up("mooncake") == ["mooncake"]
-    assert machine.set_up("bench") == ["peers", "-- bench"]
+    assert machine.set_up("bench") == ["kvrecall", "-- bench"]
     assert machine.set_up() == ["dev", "-- sglang"]
     for words in ((), ("engine",), ("mooncake",), ("bench",)):
         assert machine.set_up(*words) == []
@@ -120,7 +120,7 @@ def test_a_step_is_done_once_and_brings_what_it_needs_alone(machine: Machine) ->
 
 def test_everything_is_one_call_of_pip(machine: Machine) -> None:
     found = machine.set_up()
-    assert found[:2] == ["upgrade pip", "engine mooncake peers dev"]
+    assert found[:2] == ["upgrade pip", "engine mooncake dev"]
     assert sorted(found[2:]) == ["-- bench", "-- sglang"]
 
 
@@ -130,7 +130,7 @@ def test_after_a_change_of_the_project_each_step_is_done_again(machine: Machine)
     with (machine.root / "pyproject.toml").open("a") as file:
         file.write("# another dependency\n")
     assert machine.set_up("engine") == ["upgrade pip", "kvrecall"], "the engine is left alone"
-    assert machine.set_up()[0] == "mooncake peers dev"
+    assert machine.set_up()[0] == "mooncake dev"
 
 
 def test_an_environment_of_before_there_were_steps(machine: Machine) -> None:
@@ -140,7 +140,7 @@ def test_an_environment_of_before_there_were_steps(machine: Machine) -> None:
     (venv / ".kvrecall-ready").write_text("key\n")
     assert machine.set_up("engine") == ["upgrade pip", "kvrecall"]
     assert not (venv / ".kvrecall-ready").exists(), "an older set-up would take it for its own"
-    assert machine.set_up()[0] == "mooncake peers dev"
+    assert machine.set_up()[0] == "mooncake dev"
 
 
 @pytest.mark.long
@@ -150,7 +150,7 @@ def test_a_failed_step_leaves_the_engine_that_was_ready(machine: Machine) -> Non
     machine.set_up(status=1)
     assert machine.set_up("engine") == []
     machine.failing.unlink()
-    assert machine.set_up()[0] == "mooncake peers dev"
+    assert machine.set_up()[0] == "mooncake dev"
     machine.failing.touch()
     (machine.root / "pyproject.toml").write_text("")
     machine.set_up("engine", status=1)
@@ -163,7 +163,7 @@ def test_after_an_interruption_it_begins_afresh(machine: Machine) -> None:
     machine.set_up()
     (machine.root / ".venv" / ".kvrecall-unfinished").touch()
     assert machine.set_up("engine") == ENGINE
-    assert machine.set_up()[0] == "mooncake peers dev"
+    assert machine.set_up()[0] == "mooncake dev"
 
 
 def test_two_at_once_wait_for_each_other(machine: Machine) -> None:

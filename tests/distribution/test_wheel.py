@@ -206,6 +206,36 @@ def test_what_needs_vllm_says_so_in_a_line(installed: Path) -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.longest
+def test_it_builds_as_the_index_takes_it_and_installs_into_empty_environments(
+    sdist: Path, tmp_path: Path
+) -> None:
+    """With the network. Extras that bring an engine are resolved and not installed."""
+
+    def made(name: str, *packages: str) -> Path:
+        subprocess.run([sys.executable, "-m", "venv", tmp_path / name], check=True)
+        python = tmp_path / name / "bin" / "python"
+        if packages:
+            subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
+        return python
+
+    shutil.unpack_archive(sdist, tmp_path / "unpacked")
+    (source,) = (tmp_path / "unpacked").iterdir()
+    tools = made("tools", "build", "twine")
+    subprocess.run([tools, "-m", "build", "-o", tmp_path / "dist", source], check=True)
+    files = sorted((tmp_path / "dist").iterdir())
+    subprocess.run([tools, "-m", "twine", "check", "--strict", *files], check=True)
+    (wheel,) = (file for file in files if file.suffix == ".whl")
+    empty = made("empty")
+    for extra in ("cpu", "cuda", "mooncake", "mooncake-cuda"):
+        words = ["install", "-q", "--dry-run", f"{wheel}[{extra}]"]
+        subprocess.run([empty, "-m", "pip", *words], check=True)
+    for extra in ("", "encryption", "compression", "objects", "router", "traces", "index"):
+        python = made(f"with-{extra}", f"{wheel}[{extra}]" if extra else str(wheel))
+        subprocess.run([python, "-m", "pip", "check"], check=True)
+        subprocess.run([python.with_name("kvrecall"), "--version"], check=True)
+
+
 @pytest.mark.engine
 @pytest.mark.longest
 def test_the_demo_of_the_wheel(installed: Path, tmp_path: Path) -> None:

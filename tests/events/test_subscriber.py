@@ -255,5 +255,5 @@ def test_events_are_published_where_the_server_listens(ports: Publisher) -> None
             made.shutdown()
     for own in ("tcp://[::ffff:10.0.0.5]:1", "tcp://collector:5557", "ipc:///tmp/x"):
         assert published("127.0.0.1", {"endpoint": own}).endpoint == own
-    with pytest.raises(ConfigError, match="::1 is none of IPv4; give the address"):
+    with pytest.raises(ConfigError, match="::1 is not an IPv4 address; give the address"):
         published("::1", {})

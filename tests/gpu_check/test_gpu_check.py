@@ -150,11 +150,16 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "plain", "required"),
-    [([GOOD], 0, 0), ([NONE], 0, 1), ([GOOD, BAD], 1, 1)],
+    ("outcomes", "status", "headline"),
+    [
+        ([GOOD], 0, "failed: none; not run: none"),
+        ([NONE], 1, f"nothing was checked: {NONE.note}; "),
+        ([GOOD, BAD], 1, f"failed: {BAD.check}; "),
+    ],
 )
-def test_the_exit_status(outcomes: list[CheckOutcome], plain: int, required: int) -> None:
-    assert (cli.status(outcomes, False), cli.status(outcomes, True)) == (plain, required)
+def test_the_exit_status(outcomes: list[CheckOutcome], status: int, headline: str) -> None:
+    assert cli.status(outcomes) == status
+    assert cli.headline(outcomes).startswith(headline)
     assert [CheckOutcome.read(each.line()) for each in outcomes] == outcomes
     told = cli.summary(outcomes)
     assert told["ran"] == (outcomes[0] is GOOD)

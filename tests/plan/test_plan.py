@@ -38,9 +38,9 @@ def on_devices(shape: ModelShape, ranks: int) -> int:
 
 
 def planned(*arguments: str | Path) -> dict[str, Any]:
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    done = CliRunner().invoke(app, [*map(str, arguments), "--json"])
     assert done.exit_code == 0, done.output
-    result: dict[str, Any] = json.loads(done.output.splitlines()[-1])
+    result: dict[str, Any] = json.loads(done.output)
     return result
 
 
@@ -165,14 +165,28 @@ def test_the_memory_factor_names_the_option_that_applies_it(tmp_path: Path) -> N
 
 
 def test_break_even(tmp_path: Path) -> None:
-    plan = planned(
-        model(tmp_path, LLAMA_8B), "--prefill-rate", 10_000, "--context", "128k",
-        "--host-bandwidth", "20GB", "--disk-bandwidth", "1GB",
-    )  # fmt: skip
+    plan = planned(model(tmp_path, LLAMA_8B), "--prefill-rate", 10_000, "--context", "128k")
     even = plan["break_even"]
     assert even["bytes_per_s_at_start"] == 131072 * 10_000
     assert even["bytes_per_s_at_end"] < even["bytes_per_s_at_start"] / 2, "deep tokens cost more"
-    assert even["worth_it"] == {"host": True, "disk": False}
+
+
+def test_no_rate_of_prefill_is_assumed(tmp_path: Path) -> None:
+    assert planned(model(tmp_path, LLAMA_8B))["break_even"] is None
+
+
+@pytest.mark.parametrize(("hosts", "gib"), [(1, 34), (3, 12)])
+def test_the_host_tier_that_holds_all_sessions_is_the_settings(
+    tmp_path: Path, hosts: int, gib: int
+) -> None:
+    """Four sessions of 64k tokens, 8 GiB each, and room for digests of retrieval attention."""
+    words = ("--context", "64k", "--sessions", "4", "--hosts", hosts)
+    plan = planned(model(tmp_path, LLAMA_8B), *words)
+    assert plan["needed_bytes"] == 32 << 30
+    assert plan["host_bytes_for_all"] == gib << 30
+    assert plan["settings"] == {"host_size": f"{gib}GiB"}
+    sized = planned(model(tmp_path, LLAMA_8B), *words, "--host-size", f"{gib}GiB")
+    assert sized["sessions_fit"]
 
 
 def test_hit_rates_are_those_of_the_simulation(tmp_path: Path) -> None:
@@ -218,7 +232,7 @@ def test_wrong_arguments_are_named(tmp_path: Path, arguments: list[str], words: 
 def test_sizes_are_printed_in_binary_units_as_they_were_given(tmp_path: Path) -> None:
     arguments = [model(tmp_path, LLAMA_8B), "--host-size", "256GiB", "--disk-size", "4TB"]
     done = CliRunner().invoke(app, [str(each) for each in arguments])
-    *shown, _ = done.stdout.splitlines()
+    shown = done.stdout.splitlines()
     assert [line for line in shown if "host" in line and " 256 GiB " in line]
     assert [line for line in shown if "disk" in line and " 3.64 TiB " in line]
     assert '{"host_size": "256GiB", "disk_path": "/var/lib/kvrecall", "disk_size": "4TB"}' in (

@@ -149,3 +149,15 @@ def test_retrieval_is_asked_for_and_its_settings_checked(
     monkeypatch.setenv("VLLM_RETRIEVAL_TOPK_PERCENT", "20")
     with pytest.raises(ConfigError, match="VLLM_RETRIEVAL_TOPK_PERCENT is 20"):
         launch.check(plan)
+
+
+def test_retrieval_asked_for_by_vllms_variable_is_checked_before_the_engine_loads(
+    model: Path,
+) -> None:
+    words = ("serve", str(model), "--port", str(free_port()), "--no-pool")
+    environ = {"VLLM_PLUGINS": "retrieval", "VLLM_RETRIEVAL_TOPK_PERCENT": "20"}
+    command = [sys.executable, "-m", "kvrecall", *words]
+    done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "VLLM_RETRIEVAL_TOPK_PERCENT is 20" in done.stderr
+    assert "loading the engine" not in done.stderr

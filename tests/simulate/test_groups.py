@@ -117,11 +117,10 @@ def test_the_command(tmp_path: Path) -> None:
         "\n".join(json.dumps({"timestamp": 1000 * t, "hash_ids": [*ids]}) for t, ids in rows)
     )
     arguments = [str(path), "--groups", "full:12MiB,window:128:12MiB"]
-    result = CliRunner().invoke(
-        app, [*arguments, "--tiers", "host:2GiB,disk:9GiB", "--policy", "lru"]
-    )
+    words = [*arguments, "--tiers", "host:2GiB,disk:9GiB", "--policy", "lru"]
+    result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
-    row = json.loads(result.output.splitlines()[-1])
+    row = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)
     assert 0.2 < row["hit_rate"] <= row["unlimited"] < 1
     assert [tier["name"] for tier in row["tiers"]] == ["host", "disk"]
     assert sum(row["read_bytes"].values()) == sum(tier["read_bytes"] for tier in row["tiers"])

@@ -55,10 +55,27 @@ class Page:
         return made != before
 
 
-def _patches() -> str:
-    from kvrecall.engines.vllm.compat.patches import as_markdown
+_REGISTRATIONS = {
+    "`register_backend` of `AttentionBackendEnum`": "retrieval attention in place of `CPU_ATTN`, "
+    "`FLASH_ATTN` and `TRITON_ATTN`",
+    "`KVCacheSpecRegistry.register`": "the block manager of layers whose blocks may leave the "
+    "device",
+    "`vllm.general_plugins` entry points": "`retrieval`, `weights`, `seeds`, `waits`",
+    "`--kv-transfer-config`": "`RecallConnector`",
+}
+"""Uses of vLLM's own extension points, for the docs."""
 
-    return as_markdown()
+
+def _patches() -> str:
+    from kvrecall.engines.vllm.compat.patches import TABLE
+
+    lines = ["| Replaced in vLLM | What the patch does |", "|---|---|"]
+    for patch in TABLE:
+        where = patch.target.split(".", 1)[1].replace(":", ".")
+        lines.append(f"| `{where}` (`{patch.name}`) | {patch.does} |")
+    lines += ["", "| Extension point of vLLM | Use |", "|---|---|"]
+    lines += [f"| {door} | {what} |" for door, what in _REGISTRATIONS.items()]
+    return "\n".join(lines) + "\n"
 
 
 def _identity() -> str:

@@ -91,8 +91,8 @@ def retrieving(machine: Machine, settings: RetrievalSettings, patience: int) -> 
         return pages(records, offsets, layer, nbytes)
 
     with (
-        patch.object(backend, "active_settings", lambda _: settings),
-        patch.object(cuda, "active_settings", lambda _: settings),
+        patch.object(backend, "active_settings", lambda: settings),
+        patch.object(cuda, "active_settings", lambda: settings),
         patch.object(runner, "follow_blocks", lambda _: None),
         patch.object(offload, "PATIENCE", patience),
         patch.object(base, "_SEEN_EVERY", EveryStep(16)),

@@ -126,11 +126,13 @@ _POOL: Mapping[str, Kind] = {
     "kvrecall pool pin": Runs(more=_SOCKET, says="pinned"),
     "kvrecall pool unpin": Runs(more=_SOCKET),
     "kvrecall pool stat": Runs(more=_SOCKET, says="write policy through"),
-    "kvrecall pool verify": Runs(more=_SOCKET, says="9 blocks checked, 0 damaged"),
+    "kvrecall pool verify": Runs(more=f"{_SOCKET} --yes", says="9 blocks checked, 0 damaged"),
     "kvrecall pool drop": Runs(
-        swaps=(("4e5c4225", scenes.QWEN.digest.hex()[:8]),), more=_SOCKET, says="blocks dropped"
+        swaps=(("4e5c4225", scenes.QWEN.digest.hex()[:8]),),
+        more=f"{_SOCKET} --yes",
+        says="blocks dropped",
     ),
-    "kvrecall pool clear": Runs(more=_SOCKET, says="blocks dropped"),
+    "kvrecall pool clear": Runs(more=f"{_SOCKET} --yes", says="blocks dropped"),
     "kvrecall pool resize": Runs(swaps=(("50GiB", "32MiB"), ("4GiB", "4MiB")), more=_SOCKET),
     "kvrecall pool master": Runs(
         more=" --port 50051 --metrics-port 9003",

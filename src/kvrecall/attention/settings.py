@@ -110,7 +110,7 @@ class RetrievalSettings:
         "GATE",
         "attend densely where sparse attention is expected to be slower; 0 by default where "
         "DENSE_BOUNDARY is set",
-        "1 or 0 (in JSON: true or false)",
+        "1 or 0",
     )
     cache_share: float = _setting(
         0.05,
@@ -189,26 +189,11 @@ class RetrievalSettings:
             for name, text in environ.items()
             if name.startswith(PREFIX)
         }
-        _require_known(given, PREFIX, str)
+        if unknown := sorted(given.keys() - _VARIABLES):
+            known = ", ".join(PREFIX + name for name in _VARIABLES)
+            raise ConfigError(f"{PREFIX}{unknown[0]} is not a setting; known: {known}")
         values = {_VARIABLES[name][0]: _parsed(name, text) for name, text in given.items()}
         return cls._in_mode(values)
-
-    @classmethod
-    def from_mapping(cls, raw: Mapping[str, object], source: str) -> RetrievalSettings:
-        """Reads the same settings from a mapping: names like those of the variables, in lower case
-        and without the prefix (``topk_percent``), values of their types. ``source``: for errors."""
-        _require_known(raw, f"{source}.", str.lower)
-        values: dict[str, object] = {}
-        for name, value in raw.items():
-            own, kind = _VARIABLES[name.upper()]
-            fits = isinstance(value, int | float) if kind is float else isinstance(value, kind)
-            if not fits or (kind is not bool and isinstance(value, bool)):
-                raise ConfigError(f"{source}.{name} is {value!r}; it must be {_KINDS[kind]}")
-            values[own] = kind(value)
-        try:
-            return cls._in_mode(values)
-        except ConfigError as error:
-            raise ConfigError(f"{source}: {error}") from None
 
     @classmethod
     def _in_mode(cls, given: Mapping[str, object]) -> RetrievalSettings:
@@ -234,20 +219,12 @@ class RetrievalSettings:
 _VARIABLES: Mapping[str, tuple[str, type[Any]]] = {
     one.metadata["variable"]: (one.name, type(one.default)) for one in fields(RetrievalSettings)
 }
-_KINDS = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
 _FLAGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 
 
 def _ungated(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """A boundary that is set wins over the gate, unless the gate is set too."""
     return {"gate": False, **values} if "dense_boundary" in values else values
-
-
-def _require_known(given: Mapping[str, object], prefix: str, spelt: Callable[[str], str]) -> None:
-    unknown = sorted(given.keys() - {spelt(name) for name in _VARIABLES})
-    if unknown:
-        known = ", ".join(prefix + spelt(name) for name in _VARIABLES)
-        raise ConfigError(f"{prefix}{unknown[0]} is not a setting; known: {known}")
 
 
 def _parsed(name: str, text: str) -> int | float | str | bool:

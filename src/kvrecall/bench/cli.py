@@ -1,4 +1,4 @@
-"""``kvrecall bench``: each command prints a table and ends with one line of JSON."""
+"""``kvrecall bench``: each command prints a table, or with ``--json`` one line of JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_origin
 import typer
 
 from kvrecall.bench.report import progress
-from kvrecall.commands import add_lazily
+from kvrecall.commands import Json, add_lazily
 from kvrecall.errors import errors_shown
 
 Commands = Mapping[str, tuple[str, str, str]]
@@ -22,18 +22,18 @@ the others are for tests and for the laboratory."""
 COMMANDS: Commands = {
     "restore": (
         "kvrecall.bench.restore",
-        "Time to first token on a prefix: computed, from device, host and disk.",
+        "Time to first token: computed, from device, host and disk.",
         "for recall: one request at a time, one long prefix that is hit as a whole; against it: a "
         "small model, so computing is cheap",
     ),
     "overhead": (
         "kvrecall.bench.restore",
-        "Prefill throughput with the pool saving everything, against no pool.",
+        "Prefill throughput while the pool saves everything.",
         "against the pool: nothing is ever asked again, so saving can only cost",
     ),
     "service": (
         "kvrecall.bench.service",
-        "The pool service: look-ups, two clients restoring at once, start-up with a full disk.",
+        "The pool service: look-ups, two clients, start with a full disk.",
         "for the service: clients that do nothing else, few at once or at a steady rate",
     ),
     "lookup": (
@@ -43,12 +43,12 @@ COMMANDS: Commands = {
     ),
     "disk": (
         "kvrecall.bench.pool",
-        "Disk tier -> arena against a raw sequential read of the same file system.",
+        "Disk tier to arena, against a raw sequential read.",
         "for the tier: large blocks in deep queues; against it: checksums, and durable writes",
     ),
     "chat": (
         "kvrecall.bench.serving",
-        "Conversations and questions over long texts against servers with each kind of pool.",
+        "Conversations and long texts, on servers with each kind of pool.",
         "for caches: every session asks again what it asked before, and the device holds a quarter "
         "of it; against them: a small model computes its prompts quickly, and clients, engines and "
         "stores share the cores",
@@ -70,12 +70,7 @@ def benchmark(name: str, commands: Commands = COMMANDS) -> typer.Typer:
     options = [
         one for one in signature.parameters.values() if get_origin(one.annotation) is Annotated
     ]
-    json = inspect.Parameter(
-        "json",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=False,
-        annotation=Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")],
-    )
+    json = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
     run.__signature__ = inspect.Signature([*options, json])  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in (*options, json)}
     run.__doc__ = measure.__doc__

@@ -40,8 +40,8 @@ are."""
 class Report:
     """Result of one benchmark.
 
-    ``columns`` and ``rows`` are the table, ``notes`` are printed below it; all go into the line
-    of JSON, beside the ``figures`` and the facts of the machine.
+    ``columns`` and ``rows`` are the table, ``notes`` are printed below it; the line of JSON has
+    all of them, the ``figures`` and the facts of the machine.
     """
 
     name: str
@@ -51,20 +51,21 @@ class Report:
     notes: tuple[str, ...] = field(default=())
 
     def print(self, as_json: bool, bias: str = "") -> None:
-        """Prints to standard output; only the line of JSON if ``as_json``."""
-        if not as_json:
-            table = Table(title=f"kvrecall bench {self.name}")
-            for index, column in enumerate(self.columns):
-                table.add_column(column, justify="right" if index else "left")
-            for row in self.rows:
-                table.add_row(*row)
-            console = Console()
-            console.print(table)
-            for note in [*self.notes, *([f"biased {bias}"] if bias else [])]:
-                console.print(note, highlight=False, markup=False)
-        shown = {"columns": self.columns, "rows": self.rows, "notes": self.notes}
-        line = {"bench": self.name, "bias": bias, **shown, **self.figures, **machine()}
-        print(json.dumps(line, separators=(",", ":")))
+        """Prints to standard output: the table and the notes, or the line of JSON."""
+        if as_json:
+            shown = {"columns": self.columns, "rows": self.rows, "notes": self.notes}
+            line = {"bench": self.name, "bias": bias, **shown, **self.figures, **machine()}
+            print(json.dumps(line, separators=(",", ":")))
+            return
+        table = Table(title=f"kvrecall bench {self.name}")
+        for index, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if index else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        console = Console()
+        console.print(table)
+        for note in [*self.notes, *([f"biased {bias}"] if bias else [])]:
+            console.print(note, highlight=False, markup=False)
 
 
 NO_ENGINE = "not installed"

@@ -16,6 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from kvrecall.commands import Json
 from kvrecall.demo.mooncake import MooncakeDemo, MooncakeVerdict
 from kvrecall.demo.tiers import TURN_1, DemoVerdict, Subject, TierDemo, TierVerdict
 from kvrecall.errors import ConfigError, EngineError
@@ -40,7 +41,6 @@ _Characters = Annotated[
         min=2_000, max=72_000, help="Length of the long text; a shorter one takes less time."
     ),
 ]
-_Json = Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")]
 
 
 def _subject(model: Path | None, folder: Path, characters: int | None) -> Subject:
@@ -79,7 +79,7 @@ def tiers(
     context: typer.Context,
     model: _Model = None,
     characters: _Characters = None,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Show what recall gains on this machine, and that it changes no token.
 
@@ -110,8 +110,8 @@ def tiers(
     _end(TierVerdict(demo.rows, subject.model.name, subject.trained), as_json)
 
 
-@app.command("mooncake")
-def mooncake(model: _Model = None, characters: _Characters = None, as_json: _Json = False) -> None:
+@app.command("mooncake", short_help="Show two servers that share blocks over Mooncake Store.")
+def mooncake(model: _Model = None, characters: _Characters = None, as_json: Json = False) -> None:
     """Show a server that recalls from Mooncake Store what another one stored, and that the loss of
     the store's master fails no request and changes no token."""
     with command_folder("demo", keep_failed=False) as folder, _progress.alive():

@@ -216,17 +216,14 @@ class DemoVerdict:
         return next((round(seconds, 4) for seconds in times), None)
 
     def print(self, console: Console, as_json: bool = False) -> None:
-        """Prints the table, remarks, the line of JSON and the last line; or only the line of
-        JSON."""
+        """Prints the table, remarks and the headline; or the line of JSON."""
+        text, style = json.dumps(self.summary(), separators=(",", ":")), ""
         if not as_json:
             console.print(self._table())
             for line in self.remarks():
                 console.print(line, markup=False)
-        line = json.dumps(self.summary(), separators=(",", ":"))
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
-        if not as_json:
-            text = f"\n{self.headline()}"
-            console.print(text, style="bold", soft_wrap=True, markup=False, highlight=False)
+            text, style = f"\n{self.headline()}", "bold"
+        console.print(text, style=style, soft_wrap=True, markup=False, highlight=False)
 
     def _table(self) -> Table:
         """A row for each answer: its labels, tokens by tier, and whether its tokens are equal."""

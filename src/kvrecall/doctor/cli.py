@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvrecall import __version__
+from kvrecall.commands import Json
 from kvrecall.config import help_of
 from kvrecall.doctor.machine import check_engine, check_machine, check_packages
 from kvrecall.doctor.model import check_layout
@@ -44,7 +45,7 @@ def doctor(
     quick: Annotated[
         bool, typer.Option("--quick", help="Skip importing vLLM, which takes about ten seconds.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Check this machine: what is installed, what fits, what is missing, what would hit.
 

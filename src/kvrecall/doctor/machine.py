@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,10 @@ def _vllm(version: str | None, serves: bool) -> Finding:
         return Finding(_INSTALLED, "vllm", state, found, _GET_VLLM, figures)
     match fit_of(version):
         case Fit.TESTED:
-            return Finding(_INSTALLED, "vllm", Health.OK, version, figures=figures)
+            ours = entry_points(group="vllm.general_plugins")
+            names = ", ".join(one.name for one in ours if one.value.startswith("kvrecall."))
+            found = f"{version}, whose processes all load kvrecall's plug-ins {names}"
+            return Finding(_INSTALLED, "vllm", Health.OK, found, figures=figures)
         case Fit.UNNUMBERED:
             found = f"{version} does not say which version it is"
             return Finding(_INSTALLED, "vllm", Health.WARNING, found, _GET_SUPPORTED, figures)

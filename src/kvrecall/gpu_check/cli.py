@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from kvrecall.bench.report import NO_ENGINE, engine_version, machine
+from kvrecall.commands import Json
 from kvrecall.engines.vllm.compat.versions import SUPPORTED, Fit, fit_of
 from kvrecall.errors import ConfigError
 from kvrecall.gpu_check import CheckOutcome, State
@@ -26,8 +27,6 @@ QUICK_S = 480.0
 """``--quick`` ends within so many seconds."""
 
 _RESERVE_S = 10.0  # to end what runs, and to say so
-
-Json = Annotated[bool, typer.Option("--json", help="Print only lines of JSON.")]
 
 
 @app.command()
@@ -49,16 +48,15 @@ def gpu_check(
     as_json: Json = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Append to this file, as it goes, what each part finds: lines of JSON."),
+        typer.Option(
+            help="Append the results of each part to this file as lines of JSON, while it runs."
+        ),
     ] = None,
-    require: Annotated[
-        bool, typer.Option("--require", help="Exit with 1 if there is nothing to check.")
-    ] = False,
 ) -> None:
     """Check kvrecall on this machine's GPU, and measure it.
 
-    Parts that need an engine are skipped without a supported vLLM. Exits with 1 if a check failed.
-    Without a GPU, reports that and exits with 0.
+    Parts that need an engine are skipped without a supported vLLM. Exits with 1 if a check failed,
+    or if there is no GPU to check.
     """
     names = wanted(only or (), quick)
     progress = ProgressLines("gpu-check")
@@ -66,7 +64,7 @@ def gpu_check(
     opened: Any = contextlib.nullcontext() if out is None else out.open("a")
     with progress.alive(), opened as file:
 
-        def write(facts: Mapping[str, object], shown: bool = as_json) -> None:
+        def write(facts: Mapping[str, object], shown: bool) -> None:
             """To standard output, and to the file, which ``kill -9`` leaves whole up to its last
             line."""
             line = json.dumps(facts, separators=(",", ":"))
@@ -86,12 +84,14 @@ def gpu_check(
                 typer.echo(f"{outcome.check:17} {outcome.state.value:4}  {outcome.note}")
             write(asdict(outcome), as_json and not is_running)
 
-        write({"check": "start", "parts": names, "quick": quick, **machine()})
+        write({"check": "start", "parts": names, "quick": quick, **machine()}, as_json)
         for outcome in _outcomes(names, device, quick, add):
             outcomes.append(outcome)
             add(outcome)
-        write(summary(outcomes), shown=True)
-    raise typer.Exit(status(outcomes, require))
+        write(summary(outcomes), as_json)
+    if not as_json:
+        typer.echo(headline(outcomes))
+    raise typer.Exit(status(outcomes))
 
 
 def wanted(only: Sequence[str], quick: bool) -> list[str]:
@@ -103,14 +103,22 @@ def wanted(only: Sequence[str], quick: bool) -> list[str]:
     return [name for name in PARTS if name in chosen]
 
 
-def status(outcomes: Sequence[CheckOutcome], require: bool) -> int:
-    """0 if nothing failed and, with ``require``, something was checked."""
-    if any(each.state is State.FAIL for each in outcomes):
-        return 1
-    return int(require and outcomes[0].state is not State.PASS)
+def status(outcomes: Sequence[CheckOutcome]) -> int:
+    """0 if there was a device to check and nothing failed."""
+    failed = any(each.state is State.FAIL for each in outcomes)
+    return int(failed or outcomes[0].state is not State.PASS)
 
 
-def summary(outcomes: Sequence[CheckOutcome]) -> dict[str, object]:
+def headline(outcomes: Sequence[CheckOutcome]) -> str:
+    """The last line for people."""
+    told = summary(outcomes)
+    if not told["ran"]:
+        return f"nothing was checked: {told['why_not']}; run it where PyTorch sees a GPU"
+    failed, not_run = (", ".join(map(str, told[name])) for name in ("failed", "not_run"))
+    return f"failed: {failed or 'none'}; not run: {not_run or 'none'}"
+
+
+def summary(outcomes: Sequence[CheckOutcome]) -> dict[str, Any]:
     """The last line. ``ran``: whether there was a device to check."""
     return {
         "check": "gpu",

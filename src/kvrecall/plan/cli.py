@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvrecall.commands import steps
+from kvrecall.commands import Json, steps
 from kvrecall.config import DEFAULT_POLICY, format_size, parse_size
 from kvrecall.environment import CPU_KV_SPACE
 from kvrecall.errors import ConfigError, errors_shown
@@ -27,6 +27,7 @@ from kvrecall.plan.sizing import (
     break_even,
     groups_of_trace,
     hit_bytes,
+    host_bytes_for,
     links_of,
     sequence_of,
     settings_of,
@@ -38,7 +39,6 @@ from kvrecall.simulate.cli import load_trace, print_records
 from kvrecall.simulate.trace import BLOCK_TOKENS
 
 app = typer.Typer(add_completion=False)
-_BANDWIDTHS = ("host", "disk", "remote")
 _GROUPS = {
     "groups": "groups", "kind": "keeps", "layers": "layers", "block_tokens": "block tokens",
     "record_bytes": "record", "device_blocks": "device blocks", "pool_records": "pool records",
@@ -95,15 +95,6 @@ def plan(
     prefill_rate: Annotated[
         float, typer.Option(min=0, help="Prefill rate of an engine on short prompts, tokens/s.")
     ] = 0,
-    host_bandwidth: Annotated[
-        str, typer.Option(help="Bytes per second from the host tier to an engine: 20GB.")
-    ] = "0",
-    disk_bandwidth: Annotated[
-        str, typer.Option(help="Bytes per second from the disk tier to an engine: 3GB.")
-    ] = "0",
-    remote_bandwidth: Annotated[
-        str, typer.Option(help="Bytes per second from the remote store to an engine: 1GB.")
-    ] = "0",
     trace: Annotated[
         Path | None, typer.Option(help="Trace in Mooncake's format, for hit rates.")
     ] = None,
@@ -112,12 +103,12 @@ def plan(
         int, typer.Option(min=0, help="Ascend: total cards (dies) that pool over direct links.")
     ] = 0,
     will_grow: Annotated[bool, typer.Option(help="Ascend: cards may join later.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Size a pool: bytes per token, blocks by tier, break-even bandwidth, settings.
 
     Sizes are given in binary (256GiB) or decimal (4TB) units and printed in binary ones. Tiers
-    without a size are omitted. The last line is JSON, in bytes.
+    without a size are omitted. JSON is in bytes.
     """
     with errors_shown():
         config = find_config(model, hub_cache())
@@ -139,16 +130,12 @@ def plan(
             with steps("replaying", len(requests.requests)) as advance:
                 groups = groups_of_trace(shape.groups(block_size, tensor_parallel), step_tokens)
                 tiers = with_trace(tiers, requests, policy, groups, advance)
-        speeds = (host_bandwidth, disk_bandwidth, remote_bandwidth)
-        bandwidths = {
-            name: parse_size(text, f"--{name}-bandwidth")
-            for name, text in zip(_BANDWIDTHS, speeds, strict=True)
-        }
-    even = break_even(shape, use, prefill_rate or 1000.0)
-    report = summary_of(shape, site, use, links, tiers, even, bandwidths)
-    if not as_json:
-        _print(report, Console(), bool(prefill_rate))
-    typer.echo(json.dumps(report))
+    even = break_even(shape, use, prefill_rate) if prefill_rate else None
+    report = summary_of(shape, site, use, links, tiers, even)
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        _print(report, Console())
 
 
 def _tokens(text: str) -> int:
@@ -166,13 +153,13 @@ def summary_of(
     use: Use,
     links: CardLinks,
     tiers: list[TierPlan],
-    even: BreakEven,
-    bandwidths: dict[str, int],
+    even: BreakEven | None,
 ) -> dict[str, Any]:
     groups = shape.groups(use.block_tokens, site.tensor_parallel)
     one = sequence_of(groups, use, site.tensor_parallel)
     below = sum(tier.sessions for tier in tiers if tier.tier != "device")
     several = site.devices // site.tensor_parallel > 1
+    host_bytes = host_bytes_for(use.sessions * one.slot_bytes, site.hosts)
     chain = chain_of(groups)
     unit = hit_unit(groups)
     return {
@@ -188,17 +175,18 @@ def summary_of(
         "device_session_bytes": one.device_bytes,
         "session_bytes": one.pool_bytes,
         "needed_bytes": use.sessions * one.pool_bytes,
+        "host_bytes_for_all": host_bytes,
         "tiers": [asdict(tier) for tier in tiers],
         "sessions_fit": below >= use.sessions,
-        "break_even": {
+        "break_even": even
+        and {
             "prefill_tokens_per_s": even.prefill_rate,
             "bytes_per_s_at_start": round(even.at_start),
             "bytes_per_s_at_end": round(even.at_end),
-            "worth_it": {n: even.wins(b) for n, b in bandwidths.items() if b},
         },
         "links": asdict(links)
         | {"memory_factor": round(site.memory_factor - links.lower_memory_factor_by, 4)},
-        "settings": settings_of(site, use, several),
+        "settings": settings_of(site, host_bytes, several),
         "warnings": _warnings(shape, use, links, below >= use.sessions, bool(tiers)),
     }
 
@@ -243,7 +231,7 @@ def _warnings(
     return warnings
 
 
-def _print(report: dict[str, Any], console: Console, rate_given: bool) -> None:
+def _print(report: dict[str, Any], console: Console) -> None:
     facts = Table(title=Text(report["plan"]), show_header=False)
     sizes = {
         "KV of a token": "bytes_per_token",
@@ -253,18 +241,15 @@ def _print(report: dict[str, Any], console: Console, rate_given: bool) -> None:
         "on the devices while it runs": "device_session_bytes",
         "loaded by a hit of all of it": "hit_bytes",
         "of all sessions": "needed_bytes",
+        "host_size of each host to hold them": "host_bytes_for_all",
     }
     for title, name in sizes.items():
         facts.add_row(title, format_size(report[name]))
-    even = report["break_even"]
-    rate = "" if rate_given else " (assumed; --prefill-rate)"
-    facts.add_row("prefill of an engine", f"{even['prefill_tokens_per_s']:,.0f} tokens/s{rate}")
-    facts.add_row("loading wins above", f"{format_size(even['bytes_per_s_at_start'])}/s")
-    facts.add_row("... at the context's end", f"{format_size(even['bytes_per_s_at_end'])}/s")
-    for name, wins in even["worth_it"].items():
-        facts.add_row(
-            f"loading from {name}", "faster than computing" if wins else "slower than computing"
-        )
+    if even := report["break_even"]:
+        facts.add_row("loading wins above", f"{format_size(even['bytes_per_s_at_start'])}/s")
+        facts.add_row("... at the context's end", f"{format_size(even['bytes_per_s_at_end'])}/s")
+    else:
+        facts.add_row("loading wins above", "not known without --prefill-rate")
     links = report["links"]
     if links["cards"]:
         facts.add_row("links of a card", f"{links['links']}, {format_size(links['bytes'])}")

@@ -100,10 +100,6 @@ class BreakEven:
     at_start: float
     at_end: float
 
-    def wins(self, bandwidth: float) -> bool:
-        """Whether a tier of that bandwidth to one engine is always faster than computing."""
-        return bandwidth > self.at_start
-
 
 def device_tier_bytes(shape: ModelShape, site: Site, links: CardLinks) -> int:
     """Device memory left for KV on all hosts. ConfigError if the weights do not fit."""
@@ -236,9 +232,15 @@ def break_even(shape: ModelShape, use: Use, prefill_rate: float) -> BreakEven:
     return BreakEven(prefill_rate, at_start, shape.full_bytes_per_token * prefill_rate * slower)
 
 
-def settings_of(site: Site, use: Use, several_engines: bool) -> dict[str, object]:
-    """A pool.json for each host."""
-    settings: dict[str, object] = {"host_size": setting_of(site.host_bytes or (4 << 30))}
+def host_bytes_for(needed_bytes: int, hosts: int) -> int:
+    """The host tier of each of ``hosts`` that holds ``needed_bytes`` together, in whole GiB, with a
+    sixteenth more for the digests of retrieval attention: two int8 vectors for 8 tokens of bf16."""
+    return math.ceil(needed_bytes * 17 / 16 / hosts / (1 << 30)) << 30
+
+
+def settings_of(site: Site, host_bytes: int, several_engines: bool) -> dict[str, object]:
+    """A pool.json for each host; ``host_bytes``: of its host tier if ``site`` gives none."""
+    settings: dict[str, object] = {"host_size": setting_of(site.host_bytes or host_bytes)}
     if site.disk_bytes:
         settings |= {"disk_path": "/var/lib/kvrecall", "disk_size": setting_of(site.disk_bytes)}
         if site.compressed_to < 1:

@@ -169,7 +169,8 @@ def _host(nbytes: int) -> Finding:
     try:
         check_memory(nbytes, cure)
     except ConfigError as error:
-        return Finding("pool", "host", Health.BROKEN, str(error), cure, figures, error)
+        found = str(error).removesuffix(f"; {cure}")
+        return Finding("pool", "host", Health.BROKEN, found, cure, figures, error)
     return Finding("pool", "host", Health.OK, f"{format_size(nbytes)} of memory fit", "", figures)
 
 

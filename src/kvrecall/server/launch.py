@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from kvrecall.config import RecallSettings, option_of, parse_size
 from kvrecall.engines.base import DEFAULT_MAX_N, Limits, Role, ServeSpec
+from kvrecall.engines.vllm.attention.plugin import is_requested
 from kvrecall.environment import VLLM_KEY
 from kvrecall.errors import ConfigError, EngineError, KvrecallError
 from kvrecall.jsonfile import read_under
@@ -33,7 +34,6 @@ from kvrecall.traces import OPTION, check_endpoint
 
 log = logging.getLogger("kvrecall.server")
 
-DEFAULT_MODEL = Path("models/recall-tiny")
 _CONNECTOR = "--kv-transfer-config"
 """With --no-pool another project's connector may be given."""
 _OWN_OPTIONS = ("--host", "--port", _CONNECTOR, "--uds", "--config", "--headless")
@@ -60,12 +60,6 @@ def plan_of(given: Mapping[str, Any]) -> Plan:
         if plaintext:
             spec = replace(spec, recall=allowing_plaintext(spec.recall))
         plan = plan_model(spec, planes)
-        if not spec.model:
-            print(
-                f"kvrecall: no MODEL given: serving the example {plan.spec.model}, whose answers "
-                "mean nothing. For your own: kvrecall serve MODEL",
-                file=sys.stderr,
-            )
     elif planes:
         raise ConfigError(
             f"--{min(planes)} and --config: the file says where the planes are "
@@ -84,15 +78,18 @@ def plan_of(given: Mapping[str, Any]) -> Plan:
 
 
 def plan_model(spec: ServeSpec, planes: Mapping[Plane, str] | None = None) -> Plan:
-    """The plan for ``kvrecall serve MODEL``: what ``spec`` has, and the defaults. The default model
-    is the repository's example. ``planes``: ``HOST:PORT`` of those with an address of their own.
-    Raises ConfigError."""
+    """The plan for ``kvrecall serve MODEL``: what ``spec`` has, and the defaults. ``planes``:
+    ``HOST:PORT`` of those with an address of their own. Raises ConfigError."""
+    if not spec.model:
+        raise ConfigError(
+            "no MODEL given; name a model folder or the id of a hub model (kvrecall serve MODEL), "
+            "or a file with --config; kvrecall demo serve starts an example"
+        )
     listeners, homes = shared_listeners(
         {plane: _address(plane, text) for plane, text in (planes or {}).items()}, lambda _: spec.tls
     )
     spec = replace(
         spec,
-        model=spec.model or default_model(),
         host=spec.host or "127.0.0.1",
         port=spec.port or 8000,
         options={**ENGINE_DEFAULTS, **spec.options},
@@ -151,7 +148,7 @@ def _spec_of(given: Mapping[str, Any]) -> ServeSpec:
         recall=recall if given["pool"] else None,
         limits=Limits(max_n=given["max_n"] or 0),
         role=given["role"],
-        retrieval=given["retrieval"],
+        retrieval=given["retrieval"] or is_requested(os.environ),
         keys=() if key_file is None else read_keys(key_file, "--api-key-file"),
     )
 
@@ -167,16 +164,6 @@ def _recall(options: Mapping[str, object] | None, file: Path | None) -> Mapping[
     )
     RecallSettings.from_mapping(given, place)
     return given
-
-
-def default_model() -> str:
-    """The example model, if this runs from the repository. Raises ConfigError."""
-    here = Path.cwd() / DEFAULT_MODEL
-    repository = Path(__file__).resolve().parents[3] / DEFAULT_MODEL
-    for folder in (here, repository):
-        if (folder / "config.json").is_file():
-            return str(folder)
-    raise ConfigError("no MODEL given; name a model folder or a model id of the Hugging Face hub")
 
 
 def check(plan: Plan) -> tuple[str, ...]:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from kvrecall.attention import layers_refusal
 from kvrecall.engines.base import CONTEXT_PARALLEL, ServeSpec
 from kvrecall.engines.vllm.compat.versions import DISTRIBUTIONS, installed_version
 from kvrecall.errors import ConfigError
-from kvrecall.modelconfig import CacheKind, Fields, find_config, hub_cache, read_fields
+from kvrecall.modelconfig import Fields, find_config, hub_cache, read_fields
 from kvrecall.nicety import nicety
 from kvrecall.plan.layers import LayerCache, read_layers
 from kvrecall.plan.model import chain_of, groups_of
@@ -126,14 +127,12 @@ def _refusals(fields: Fields, machine: Machine, asked: Asked) -> Iterator[ModelR
             "serve one that reads images as tokens, such as Qwen2.5-VL or Gemma 3",
             needs_pool=False,
         )
-    others = (
-        {cache.kind for cache in _caches(fields)} - {CacheKind.FULL} if asked.retrieval else set()
-    )
-    if others:
+    refused = layers_refusal({cache.kind for cache in _caches(fields)}) if asked.retrieval else None
+    if refused:
+        what, cure = refused
         yield ModelRefusal(
-            f"{name} has layers that keep a {' and a '.join(sorted(others))}, and retrieval "
-            "attention is for models with full attention in every layer",
-            "remove --retrieval",
+            f"retrieval attention does not work with {what}, as {name} has",
+            f"{cure}, or turn retrieval off (--retrieval, VLLM_PLUGINS)",
             needs_pool=False,
         )
     if not machine.is_cpu:

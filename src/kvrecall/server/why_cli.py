@@ -10,8 +10,9 @@ from urllib.parse import quote
 
 import typer
 
+from kvrecall.commands import Json
 from kvrecall.environment import VLLM_KEY
-from kvrecall.errors import ExitStatus, KvrecallError, errors_shown
+from kvrecall.errors import KvrecallError, errors_shown
 
 app = typer.Typer(add_completion=False)
 
@@ -36,7 +37,7 @@ def why(
     api_key_file: Annotated[
         Path | None, typer.Option(help="File with the server's API key; or VLLM_API_KEY.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Say why a request's prompt, or the rest of it, was computed and not recalled.
 
@@ -65,8 +66,7 @@ def why(
             f"no kvrecall server answers at {url}: {error}; name its address with --url"
         ) from error
     if reply.status_code != 200:
-        typer.echo(content, err=True)
-        raise typer.Exit(ExitStatus.FAILED)
+        raise KvrecallError(content)
     if as_json:
         typer.echo(json.dumps(answer))
         return

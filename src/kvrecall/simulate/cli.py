@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvrecall.commands import steps
+from kvrecall.commands import Json, steps
 from kvrecall.config import DEFAULT_POLICY, format_count, format_size, parse_size
 from kvrecall.errors import ConfigError, errors_shown
 from kvrecall.pool.eviction import POLICY_NAMES, make_policy
@@ -33,8 +33,7 @@ from kvrecall.simulate.trace import Trace, read_trace
 
 app = typer.Typer(add_completion=False)
 
-Row = dict[str, Any]
-"""A line of JSON, or a part of it."""
+Row = dict[str, Any]  # a line of JSON, or a part of it
 _LITTLE = 0.005  # of all blocks
 _COUNTS = ("capacity", "read", "written", "evicted", "bypassed")
 _UNITS = {"bytes": "bytes", "blocks": "blocks; --block-bytes SIZE gives bytes"}
@@ -92,7 +91,7 @@ def simulate(
         str,
         typer.Option(metavar="SIZE", help="Size of a store that all hosts share, e.g. 10TiB."),
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Replay TRACE against a pool and report strict-prefix hit rates.
 
@@ -100,14 +99,14 @@ def simulate(
     last block at which every group has what it needs. "best" is the exact upper bound of any
     policy, which knows the future (with --groups: of a pool without limit). With --hosts or --store
     requests are spread over hosts in two ways: all of a session to one host, or each to any; what
-    crosses the network to and from the store is reported. The last line is JSON.
+    crosses the network to and from the store is reported.
     """
     with errors_shown():
         names = POLICY_NAMES if policy == "all" else tuple(dict.fromkeys(policy.split(",")))
         is_fleet = hosts > 1 or bool(store)
         if is_fleet and (groups or len(names) > 1):
             other = "--groups" if groups else f"--policy {policy}"
-            raise ConfigError(f"{other} does not go together with --hosts and --store")
+            raise ConfigError(f"{other} cannot be combined with --hosts and --store")
         if groups and (capacity_blocks or block_bytes):
             raise ConfigError(
                 "--groups has sizes of its own: without --capacity-blocks, --block-bytes"
@@ -132,7 +131,8 @@ def simulate(
         line = _simulate_fleet(loaded, hosts, specs, shared, policy, size, not as_json)
     else:
         line = _simulate_pool(loaded, specs, names, kinds, size, not as_json)
-    typer.echo(json.dumps(line))
+    if as_json:
+        typer.echo(json.dumps(line))
 
 
 def load_trace(path: Path) -> Trace:
@@ -178,7 +178,7 @@ def _amount(text: str, name: str, block_bytes: int) -> int:
 def _blocks(text: str, name: str) -> int:
     digits = text.strip()
     if not digits.isdecimal() or len(digits) > 15 or int(digits) == 0:
-        raise ConfigError(f"{name}: {text!r} is not a number of blocks; it must be 1 or more")
+        raise ConfigError(f"{name}: {text!r} is not a whole number of blocks, 1 or more")
     return int(digits)
 
 

@@ -97,7 +97,7 @@ def read_trace(path: Path, advance: Callable[[int], None] = lambda _: None) -> T
         if line.strip():
             rows.append(_row(f"{path}:{number}", line))
     if not any(ids for _, ids, _ in rows):
-        raise TraceError(f"{path}: holds no blocks; a trace needs at least one request with some")
+        raise TraceError(f"{path}: no request has hash_ids; a trace needs one that has")
     return trace_of(path.name, rows)
 
 

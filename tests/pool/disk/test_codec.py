@@ -200,12 +200,20 @@ def test_administration_needs_the_key_only_to_verify(tmp_path: Path) -> None:
     run = CliRunner()
     listed = run.invoke(app, ["ls", "--disk-path", str(folder), "--json"])
     assert '"disk_blocks":24' in listed.output
-    blind = run.invoke(app, ["verify", "--disk-path", str(folder)])
+    blind = run.invoke(app, ["verify", "--disk-path", str(folder), "--yes"])
     assert blind.exit_code == 1
     assert "pass their key file with --encryption-key-file" in blind.output
-    seeing = ["verify", "--disk-path", str(folder), "--encryption-key-file", str(path), "--json"]
+    seeing = [
+        "verify",
+        "--disk-path",
+        str(folder),
+        "--encryption-key-file",
+        str(path),
+        "--json",
+        "--yes",
+    ]
     assert run.invoke(app, seeing).output.strip() == '{"checked":24,"damaged":0}'
-    cleared = run.invoke(app, ["clear", "--disk-path", str(folder), "--json"])
+    cleared = run.invoke(app, ["clear", "--disk-path", str(folder), "--json", "--yes"])
     assert cleared.output.strip() == '{"dropped":24,"pinned":0}'
 
 

@@ -143,9 +143,9 @@ def test_a_model_with_several_groups(at: tuple[object, ...], service: ServiceThr
 def test_drop_by_tenant_leaves_pinned_blocks(at: tuple[object, ...]) -> None:
     leaf = chain(TWO, 5, "b")[-1].hex()
     assert as_json("pin", *at, "--block", leaf[32:48]) == {"blocks": 5, "bytes": 5 * SLOT}
-    assert as_json("drop", *at, "-t", EVE) == {"dropped": 5, "pinned": 5}
-    assert "5 pinned ones stay" in pool("drop", *at, "-t", EVE).stdout
-    assert as_json("drop", *at, "-t", EVE, "--with-pinned") == {"dropped": 5, "pinned": 0}
+    assert as_json("drop", *at, "-t", EVE, "--yes") == {"dropped": 5, "pinned": 5}
+    assert "5 pinned ones stay" in pool("drop", *at, "-t", EVE, "--yes").stdout
+    assert as_json("drop", *at, "-t", EVE, "--with-pinned", "--yes") == {"dropped": 5, "pinned": 0}
     assert set(rows(*at, "--by", "tenant")) == {ANN, SHARED}
 
 
@@ -183,7 +183,7 @@ def test_resize(at: tuple[object, ...], service: ServiceThread) -> None:
     assert "done" in pool("resize", *at, "--disk", "16MiB", "--host", "32MiB").stdout
     tiers = as_json("stat", *at)["stats"]["tiers"]
     assert [tier["capacity_bytes"] for tier in tiers] == [32 * MIB, 16 * MIB]
-    assert as_json("verify", *at) == {"checked": 25, "damaged": 0}
+    assert as_json("verify", *at, "--yes") == {"checked": 25, "damaged": 0}
     for wrong, text in (
         (("--host", "1TiB"), "this pool can grow to"),
         (("--disk", "1000000TiB"), "of the file system of"),
@@ -249,7 +249,7 @@ def test_a_folder_is_administered_alike(at: tuple[object, ...], service: Service
     service.close()
     assert as_json("pin", *here, "-t", ANN)["blocks"] == 10
     assert rows(*here, "--by", "tenant", "--pinned")[ANN]["pinned_blocks"] == 10
-    assert as_json("drop", *here, "-t", EVE) == {"dropped": 10, "pinned": 0}
+    assert as_json("drop", *here, "-t", EVE, "--yes") == {"dropped": 10, "pinned": 0}
     assert as_json("unpin", *here, "--all")["blocks"] == 10
 
 

@@ -124,13 +124,20 @@ def test_drop_and_clear(service: Service) -> None:
     at = ("--socket", service.socket)
     rows = {row["parts"]["model"]: row for row in as_json("ls", *at)["rows"]}
     assert rows["one"]["block_bytes"] == 60_000
-    assert as_json("drop", "--older-than", "1h", *at)["dropped"] == 0
-    assert as_json("drop", "-n", rows["one"]["name"][:8], *at) == {"dropped": 20, "pinned": 0}
+    assert as_json("drop", "--older-than", "1h", *at, "--yes")["dropped"] == 0
+    one = ("drop", "-n", rows["one"]["name"][:8], *at)
+    assert as_json(*one, "--dry-run") == {"dropped": 20, "pinned": 0}
+    refused = pool(*one)
+    assert refused.exit_code == 2
+    assert "add --yes, or --dry-run" in refused.stderr
+    assert as_json(*one, "--yes") == {"dropped": 20, "pinned": 0}
     client = service.client()
     assert [client.find(chain(name, 20)).blocks for name in (ONE, TWO)] == [0, 20]
     assert pool("drop", *at).exit_code == 2
     assert pool("drop", "-n", "zz", *at).exit_code == 2
-    assert as_json("clear", *at)["dropped"] == 20
+    assert pool("clear", *at).exit_code == 2
+    assert as_json("clear", *at, "--dry-run")["dropped"] == 20
+    assert as_json("clear", *at, "-y")["dropped"] == 20
     assert client.find(chain(TWO, 20)).blocks == 0
     client.close()
 
@@ -149,9 +156,13 @@ def test_verify_finds_and_drops_damage(service: Service, offline: bool) -> None:
         os.fsync(file.fileno())
     disk = service.folder / "disk"
     at = ("--disk-path", disk) if offline else ("--socket", service.socket)
-    first, second = pool("verify", *at), pool("verify", "--json", *at)
+    assert pool("verify", *at).exit_code == 2, "it asks, and there is no terminal"
+    trial = pool("verify", *at, "--dry-run")
+    assert trial.exit_code == 1
+    assert "40 blocks checked, 1 damaged (kept)" in trial.stdout
+    first, second = pool("verify", *at, "--yes"), pool("verify", "--json", *at, "--yes")
     assert first.exit_code == 1
-    assert "40 blocks checked, 1 damaged" in first.stdout
+    assert "40 blocks checked, 1 damaged (deleted)" in first.stdout
     assert second.exit_code == 0
     assert json.loads(second.stdout) == {"checked": 39, "damaged": 0}
     assert sum(row["disk_blocks"] for row in as_json("ls", *at)["rows"]) == 39

@@ -23,12 +23,12 @@ from kvrecall.attention.selection import split_of
 from kvrecall.attention.settings import MODES, PREFIX, RETRIEVALKV, RetrievalSettings
 from kvrecall.bench.model import BLOCK
 from kvrecall.bench.report import Report, names_in, progress
+from kvrecall.demo.cli import TRAINED
 from kvrecall.environment import PLUGINS
 from kvrecall.errors import ConfigError, EngineError, KvrecallError
 from kvrecall.plan.model import read_shape
 from kvrecall.processes.child import server_environment
 from kvrecall.processes.server import ServerProcess
-from kvrecall.server.launch import default_model
 from kvrecall_lab.bench.decode import lengths_in, shares_in
 from kvrecall_lab.bench.needle.tasks import (
     SEED,
@@ -138,7 +138,7 @@ def measure_needle(
             for share in shares_in(shares)
         ]
     dataset = Dataset(lengths_in(lengths), names_in(tasks), samples, seed)
-    model = model or default_model()
+    model = model or str(TRAINED)
     recall = Path(model).name.startswith("recall-tiny")  # the model knows one form of question
     style = PromptStyle.RECALL if recall else PromptStyle.INSTRUCT
     arguments = _server_arguments(model, max(dataset.lengths), settings[0])

@@ -215,7 +215,7 @@ class _Native:
 
         library = importlib.import_module("numkong")
         if not library.__version__.startswith("7."):
-            raise ImportError(f"NumKong {library.__version__}'s C functions are not known, 7's are")
+            raise ImportError(f"NumKong {library.__version__} has other C functions than 7")
         products = ctypes.CDLL(importlib.import_module("numkong._numkong").__file__)
         self.search, self.sought = search_loops.SEARCH, search_loops.SOUGHT
         self.start = search_loops.start
@@ -240,7 +240,11 @@ def _native() -> _Native | None:
     try:
         return _Native()
     except (ImportError, AttributeError, OSError) as error:
-        _LOG.warning("kvrecall: the search for blocks is not compiled, so it is slower: %s", error)
+        _LOG.warning(
+            "kvrecall: retrieval searches without compiled kernels, which is slower, because %s; "
+            "pip install 'numkong>=7.8,<8' numba",
+            error,
+        )
         return None
 
 

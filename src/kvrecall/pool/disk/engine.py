@@ -176,8 +176,8 @@ class DiskEngine:
                 except (sqlite3.Error, OSError) as failure:
                     self._is_broken = True
                     _LOG.error(
-                        "disk tier: the index of %s cannot be read to its end (%s), nor can a new "
-                        "one be begun (%s); no more blocks are stored until a restart",
+                        "disk tier: cannot read the index of %s (%s) or start a new one (%s); "
+                        "stores no more blocks until a restart",
                         self.config.path,
                         error,
                         failure,

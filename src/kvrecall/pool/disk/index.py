@@ -441,8 +441,13 @@ def check_index(folder: Path) -> bool:
     if folder.is_file():
         raise TierError(f"disk_path: {folder} is a file; name the folder of a disk tier")
     if not path.exists() or (path.is_file() and path.stat().st_size == 0):
-        why = f"its {INDEX_NAME} is empty" if path.exists() else f"there is no {INDEX_NAME} in it"
-        raise TierError(f"disk_path: {folder} holds no blocks ({why})")
+        if not folder.exists():
+            raise TierError(f"disk_path: there is no folder {folder}; check the path")
+        why = f"its {INDEX_NAME} is empty" if path.exists() else f"it has no {INDEX_NAME}"
+        raise TierError(
+            f"disk_path: no pool has written blocks to {folder} yet ({why}); name the disk_path of "
+            "a pool"
+        )
     try:
         if why := _unfit(path):
             raise TierError(

@@ -268,10 +268,12 @@ class DiskTier(Tier):
                 self._codec.packer.moved(got, read_s, got=True)
         return ended
 
-    def check(self, keys: Sequence[BlockKey]) -> Iterator[tuple[BlockKey, Outcome]]:
+    def check(
+        self, keys: Sequence[BlockKey], keep: bool = False
+    ) -> Iterator[tuple[BlockKey, Outcome]]:
         """Reads blocks in the caller's thread, beside the loads, which have priority: LOADED if a
-        block is right, MISS if it is gone. Drops damaged blocks. Blocks; one pass over a medium in
-        use."""
+        block is right, MISS if it is gone. Drops damaged blocks unless ``keep``. Blocks; one pass
+        over a medium in use."""
         buffers: dict[int, memoryview] = {}
         for key in self.catalog.in_order(keys):
             entry = self.catalog.acquire(key)
@@ -291,7 +293,8 @@ class DiskTier(Tier):
                 (done,) = self._read(_Read((get,), (entry,), began, is_check=True))
                 outcome = done.outcome
                 if outcome is not Outcome.LOADED:
-                    self.catalog.forget([key], Cause.CORRUPT)
+                    if not keep:
+                        self.catalog.forget([key], Cause.CORRUPT)
                     self._counters.reads_began(1)
                     self._counters.read_done(outcome, time.monotonic() - began)
             finally:

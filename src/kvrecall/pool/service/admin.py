@@ -518,11 +518,12 @@ class List(Command[Listing], frozen=True):
 
 
 class Verify(Command[Counts], frozen=True):
-    """Reads and checks the selected blocks on disk; drops damaged ones."""
+    """Reads and checks the selected blocks on disk; drops damaged ones unless ``dry_run``."""
 
     result = Counts
     progress = "verifying"
     query: Query = Query()
+    dry_run: bool = False
 
     def run(self, pool: Pool, progress: OnProgress) -> Counts:
         disk = pool.admin.disk
@@ -531,11 +532,12 @@ class Verify(Command[Counts], frozen=True):
         keys = [b.key for b in select(pool, self.query) if b.tier is TierName.DISK]
         checked = damaged = 0
         told = 0.0
-        for key, outcome in disk.check(keys):
+        for key, outcome in disk.check(keys, self.dry_run):
             checked += outcome is not Outcome.MISS
             if outcome in (Outcome.CORRUPT, Outcome.ERROR):
                 damaged += 1
-                pool.lost_below([key])
+                if not self.dry_run:
+                    pool.lost_below([key])
             if time.monotonic() - told > _PROGRESS_S:
                 told = time.monotonic()
                 progress(checked, len(keys))
@@ -545,11 +547,12 @@ class Verify(Command[Counts], frozen=True):
 
 class Drop(Command[Counts], frozen=True):
     """Drops the selected blocks, pinned ones only with ``pinned``: those that stay are counted.
-    Leased blocks stay in the host."""
+    Leased blocks stay in the host. ``dry_run``: only counts."""
 
     result = Counts
     query: Query
     pinned: bool
+    dry_run: bool = False
 
     def run(self, pool: Pool, progress: OnProgress) -> Counts:
         keys: set[BlockKey] = set()
@@ -557,7 +560,8 @@ class Drop(Command[Counts], frozen=True):
         for block in select(pool, self.query):
             (kept if block.pinned and not self.pinned else keys).add(block.key)
         keys -= kept
-        pool.admin.drop(keys)
+        if not self.dry_run:
+            pool.admin.drop(keys)
         return {"dropped": len(keys), "pinned": len(kept)}
 
 
@@ -627,7 +631,8 @@ class ServiceAdmin(AbstractContextManager["ServiceAdmin"]):
         try:
             self._link = Link.open(path, timeout_s)
         except LinkLost as error:
-            raise TierError(str(error)) from error
+            hint = "; for the pool in an engine, set its admin_socket and give that as --socket"
+            raise TierError(f"{error}{hint}") from error
 
     def __exit__(self, *_: object) -> None:
         self._link.close()

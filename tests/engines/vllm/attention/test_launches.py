@@ -178,7 +178,6 @@ def test_a_boundary_that_is_set_wins_over_the_gate() -> None:
         environ = {f"VLLM_RETRIEVAL_{name}": value for name, value in raw.items()}
         settings = RetrievalSettings.from_environ(environ)
         assert gate(8, settings).passes(tokens, split_of(tokens, 128, settings)) is not gated
-    assert not RetrievalSettings.from_mapping({"dense_boundary": 9}, "here").gate
 
 
 def test_only_launches_of_one_compiled_kernel_are_alike() -> None:

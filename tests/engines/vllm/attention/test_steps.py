@@ -220,8 +220,8 @@ REFUSED = [
     (latent(), "latent attention"),
     # Llama 4's chunks would be attended to by retrieval: their layers have no window of their own
     # that would tell them from full attention.
-    (engine(("chunked_attention", FULL)), f"work with layers of chunked_attention; {OTHERS}"),
-    (engine(("linear_attention", FULL)), f"work with layers of linear_attention; {OTHERS}"),
+    (engine(("chunked_attention", FULL)), f"work with layers of kind chunked_attention; {OTHERS}"),
+    (engine(("linear_attention", FULL)), f"work with layers of kind linear_attention; {OTHERS}"),
     (engine((WINDOW, WINDOW)), "windows in every layer"),
     (engine((WINDOW, FULL, WINDOW)), "leaves none of this model's 2 layers"),
     (
@@ -335,7 +335,7 @@ def test_device_memory_is_left_for_digests_and_copies(
     """As much as they take, below what vLLM found; unless the user has set a size. Where sequences
     leave the device, copies of dense layers have as many pages as there are blocks."""
     settings = RetrievalSettings(topk_share=0.01)
-    monkeypatch.setattr(cuda, "active_settings", lambda _: settings)
+    monkeypatch.setattr(cuda, "active_settings", lambda: settings)
     spec = FullAttentionSpec(128, num_kv_heads=4, head_size=128, dtype=torch.bfloat16)
     specs = {f"model.layers.{at}.self_attn.attn": spec for at in range(8)}
     blocks, kv = 10, 8 * spec.page_size_bytes

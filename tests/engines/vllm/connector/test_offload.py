@@ -256,6 +256,19 @@ def test_middle_blocks_leave_with_the_first_decoded_token(bench: Bench, pool: Po
     assert bench.orders.ended == ["r"]
 
 
+def test_a_sequence_that_stays_for_want_of_room_says_so_once(
+    small_pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(small_pool, 100)
+    request = bench.begun("r", 400)
+    for tokens, said in ((9, 0), (PATIENCE, 1), (2 * PATIENCE, 1)):
+        assert bench.decode(request, tokens)
+        told = [one.getMessage() for one in caplog.records if "stay on the device" in one.msg]
+        assert len(told) == said
+    assert "raise host_size (kvrecall plan MODEL --context" in told[0]
+    bench.end_all()
+
+
 @pytest.mark.parametrize("is_own", [True, False])
 def test_blocks_of_a_writer_that_is_not_proved_do_not_stand_in_for_the_devices(
     pool: Pool, is_own: bool
@@ -322,9 +335,7 @@ def test_what_workers_attend_to_densely_stays_on_the_device(
     """The scheduler side's gate decides by the workers' greatest measurement."""
     monkeypatch.setattr(connector_module, "is_requested", lambda environ: True)
     monkeypatch.setattr(connector_module, "offload_hindrance", lambda config: None)
-    monkeypatch.setattr(
-        connector_module, "active_settings", lambda config: replace(SETTINGS, gate=True)
-    )
+    monkeypatch.setattr(connector_module, "active_settings", lambda: replace(SETTINGS, gate=True))
     monkeypatch.setattr(connector_module.config, "layer_token_bytes", lambda config: 512)
     connector = RecallConnector.__new__(RecallConnector)
     connector._pool = pool

@@ -86,7 +86,7 @@ def plan(folder: Path) -> None:
         site, use = Site(9, 8, ranks, 80 << 30, 0.9, 1 << 40, 1 << 42, 1 << 44), Use(8192, 9, 128)
         links = links_of(4, True)
         tiers = tiers_of(shape, site, use, links)
-        summary_of(shape, site, use, links, tiers, break_even(shape, use, 1000.0), {"host": 1})
+        summary_of(shape, site, use, links, tiers, break_even(shape, use, 1000.0))
 
 
 def judged(folder: Path) -> None:

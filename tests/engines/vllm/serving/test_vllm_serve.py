@@ -13,8 +13,8 @@ import pytest
 from docs.pages import ROOT, commands
 from server.live import LiveServer
 
+from kvrecall.demo.cli import TRAINED
 from kvrecall.processes.ports import free_port
-from kvrecall.server.launch import default_model
 
 pytestmark = pytest.mark.engine
 
@@ -34,7 +34,7 @@ def documented(page: str, folder: Path, port: int) -> list[str]:
     small = f"--port {port} --served-model-name tiny --dtype float32 --max-model-len 8192"
     more = "--enforce-eager --max-num-seqs 8 --kv-cache-memory-bytes 67108864"
     assert model == "MODEL"
-    return [default_model(), *words, *small.split(), *more.split()]
+    return [str(TRAINED), *words, *small.split(), *more.split()]
 
 
 def from_host(server: LiveServer) -> float:

@@ -64,7 +64,7 @@ class RetrievalAttention:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         vllm_config = get_current_vllm_config()
-        self._settings = active_settings(vllm_config)
+        self._settings = active_settings()
         checks.require_engine(vllm_config, self._settings)
         checks.require_layer(self, vllm_config)
         # The builder sets these; ``sparse_layer`` is None if the layer stays dense.
@@ -172,7 +172,7 @@ class RetrievalBuilder(ABC):
         self._hindrance = offload_hindrance(vllm_config)
         self._decoded = config.most_decoded_at_once(vllm_config)
         runner.follow_blocks(vllm_config)
-        self.bind(active_settings(vllm_config))
+        self.bind(active_settings())
 
     @abstractmethod
     def make_kernel(self, kv_cache_spec: Any) -> AttentionKernel:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from kvrecall.attention import layers_refusal
 from kvrecall.attention.index import EXACT
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.compat.config import fp8_type, is_on_cpu
 from kvrecall.engines.vllm.identity.weights import DRAFTLESS
 from kvrecall.errors import EngineError
+from kvrecall.modelconfig import CacheKind
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -28,6 +30,7 @@ CUDA_BACKENDS = {
 """The retrieval backends, by the names of the vLLM backends that they replace."""
 
 _WINDOW = "sliding_attention"
+_KINDS = {"full_attention": CacheKind.FULL, _WINDOW: CacheKind.WINDOW}
 _WAY_OUT = "or remove `retrieval` from VLLM_PLUGINS"
 
 
@@ -54,10 +57,8 @@ def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
     if getattr(model, "is_encoder_decoder", False) or getattr(model, "is_hybrid", False):
         raise _refusal("encoder-decoder and hybrid models", "serve a decoder with full attention")
     named = _layer_types(vllm_config)
-    others = sorted(set(named) - {"full_attention", _WINDOW})
-    if others:
-        what = f"layers of {' and '.join(others)}"
-        raise _refusal(what, "serve a model with full attention or sliding windows in every layer")
+    if refused := layers_refusal({_KINDS.get(name, name) for name in named}):
+        raise _refusal(*refused)
     if _WINDOW in named and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         what = "sliding windows and full attention in one KV group"
         raise _refusal(what, "remove --disable-hybrid-kv-cache-manager")
@@ -73,9 +74,7 @@ def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
     if settings.index != EXACT and not is_on_cpu():
         raise _refusal(f"VLLM_RETRIEVAL_INDEX={settings.index} on a GPU", f"leave it at {EXACT}")
     full = [at for at, name in enumerate(named) if name != _WINDOW]
-    layers = full[-1] + 1 if full else 0 if named else model.get_total_num_hidden_layers()
-    if not layers:
-        raise _refusal("sliding windows in every layer", "serve a model with full attention")
+    layers = full[-1] + 1 if full else model.get_total_num_hidden_layers()
     if settings.dense_layers >= layers:
         raise EngineError(
             f"VLLM_RETRIEVAL_DENSE_LAYERS={settings.dense_layers} leaves none of this model's "

@@ -402,12 +402,12 @@ class DeviceBuilder(RetrievalBuilder):
         heads, spec = next(iter(self._impls().values())).num_heads, kv_cache_spec
         shape = (heads, spec.num_kv_heads, spec.head_size, self.block_size, spec.dtype, "")
         kernel = TritonKernel(KernelShape(*shape), self.device)
-        settings = active_settings(self.vllm_config)
+        settings = active_settings()
         if settings.gate and self.device.type != "cpu":  # one that interprets is no measure
             speed = kernel.measure(settings)
             kernel.overhead_bytes = most_of_ranks(kernel.overhead_bytes, stages=False)
             logger.info(
-                "kvrecall: retrieval: a kernel takes %.1f microseconds beside what it reads, and "
+                "kvrecall: retrieval: launching a kernel takes %.1f microseconds, and it "
                 "reads %.2f TB/s",
                 speed.launch_s * 1e6,
                 speed.bandwidth / 1e12,
@@ -446,7 +446,7 @@ def share_beside(vllm_config: Any, specs: Mapping[str, Any]) -> float:
     """The share of a GPU's memory for the KV cache that must be left for the digests of all blocks
     and, where sequences are to leave the device, for as many pages of dense layers as there are
     blocks. ``specs``: the layers' KV cache specs of vLLM's, by name."""
-    settings = active_settings(vllm_config)
+    settings = active_settings()
     long = settings.offload_boundary < vllm_config.model_config.max_model_len
     copies = long and offload_hindrance(vllm_config) is None
     kv = beside = 0

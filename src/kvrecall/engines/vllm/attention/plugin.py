@@ -10,14 +10,17 @@ import logging
 import multiprocessing
 import os
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING
 
-from kvrecall.attention.settings import PREFIX, RetrievalSettings
 from kvrecall.engines.vllm.compat.processes import name_plugins
 from kvrecall.environment import PLUGINS, RETRIEVAL
-from kvrecall.errors import ConfigError, EngineError
+from kvrecall.errors import EngineError
+
+if TYPE_CHECKING:
+    from kvrecall.attention.settings import RetrievalSettings
 
 NAME = "retrieval"
+_PREFIX = "VLLM_RETRIEVAL_"  # the settings' own, whose module is too much for every process
 logger = logging.getLogger("vllm.kvrecall")
 
 
@@ -29,6 +32,7 @@ def register() -> None:
     if not is_requested(os.environ):
         _tell_unused(os.environ)
         return
+    from kvrecall.attention.settings import RetrievalSettings
     from kvrecall.engines.vllm.attention import checks
     from kvrecall.engines.vllm.compat import attention, scheduler
     from kvrecall.engines.vllm.wire import StepReport
@@ -42,11 +46,11 @@ def register() -> None:
 
 def _tell_unused(environ: Mapping[str, str]) -> None:
     """Logs in an engine's first process that settings of retrieval are without effect."""
-    unused = sorted(name for name in environ if name.startswith(PREFIX))
+    unused = sorted(name for name in environ if name.startswith(_PREFIX))
     if unused and multiprocessing.parent_process() is None:
         logger.warning(
             "kvrecall: retrieval attention is off, so settings have no effect: %s; name `%s` in "
-            "VLLM_PLUGINS (beside any others), or unset them",
+            "VLLM_PLUGINS (with any others), or unset them",
             ", ".join(unused),
             NAME,
         )
@@ -64,11 +68,10 @@ def ask(environ: MutableMapping[str, str]) -> None:
     name_plugins(environ, [NAME])
 
 
-def active_settings(vllm_config: Any) -> RetrievalSettings:
-    """This engine's settings: of the connector's extra config, else of the environment.
-
-    Raises EngineError if retrieval is not on in this process, ConfigError for wrong settings.
-    """
+def active_settings() -> RetrievalSettings:
+    """This engine's settings. Raises EngineError if retrieval is not on in this process,
+    ConfigError for wrong settings."""
+    from kvrecall.attention.settings import RetrievalSettings
     from kvrecall.engines.vllm.attention import checks
     from kvrecall.engines.vllm.compat.attention import overrides_attention
 
@@ -77,32 +80,4 @@ def active_settings(vllm_config: Any) -> RetrievalSettings:
             f"retrieval attention is not on in this process; name {NAME!r} in "
             "VLLM_PLUGINS before vLLM starts"
         )
-    return settings_of(vllm_config, os.environ)
-
-
-def settings_of(vllm_config: Any, environ: Mapping[str, str]) -> RetrievalSettings:
-    """As ``active_settings``, whether it is on or not."""
-    transfer = vllm_config.kv_transfer_config
-    extra = (transfer.kv_connector_extra_config or {}) if transfer is not None else {}
-    raw = extra.get("retrieval")
-    if raw is not None and not isinstance(raw, Mapping):
-        raise ConfigError(f"kv_connector_extra_config.retrieval is {raw!r}; it must be a mapping")
-    if not raw:
-        return RetrievalSettings.from_environ(environ)
-    both = sorted(name for name in environ if name.startswith(PREFIX))
-    if both:
-        raise ConfigError(
-            f"retrieval is set both in kv_connector_extra_config and by {', '.join(both)}; "
-            "use one of the two"
-        )
-    return RetrievalSettings.from_mapping(raw, "kv_connector_extra_config.retrieval")
-
-
-def require_on(vllm_config: Any, environ: Mapping[str, str]) -> None:
-    """Raises ConfigError if the extra config has retrieval's settings, and it is not on."""
-    extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-    if extra.get("retrieval") is not None and not is_requested(environ):
-        raise ConfigError(
-            "kv_connector_extra_config.retrieval has settings of retrieval attention, but it is "
-            f"not on: set VLLM_PLUGINS={NAME} (beside any others), or remove them"
-        )
+    return RetrievalSettings.from_environ(os.environ)

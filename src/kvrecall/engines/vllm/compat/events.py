@@ -44,7 +44,7 @@ def listen_at(vllm_settings: Any, host: str) -> None:
         except OSError:
             raise ConfigError(
                 f"--kv-events-config: {name} {given!r} listens at --host, and {host} "
-                f"is none of IPv4; give the address: 'tcp://[::ffff:10.0.0.5]:PORT'"
+                f"is not an IPv4 address; give the address: 'tcp://[::ffff:10.0.0.5]:PORT'"
             ) from None
         listens = f"tcp://[::ffff:{address}]:{given.removeprefix(_ANYWHERE)}"
         setattr(vllm_settings, name, listens)

@@ -1,13 +1,14 @@
 """Every place in which kvrecall replaces an attribute of vLLM, and how.
 
-No other package of kvrecall assigns an attribute of vLLM's (test_compat.py), and this package
-does it only in ``install``, for a patch that the table below names.
-docs/compat.md has the table, generated from here.
+No other package of kvrecall assigns an attribute of vLLM's (test_compat.py), and this one only in
+``install``, for a patch of the table below, which docs/compat.md shows.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -251,16 +252,6 @@ TABLE = (
 
 PATCHES = {patch.name: patch for patch in TABLE}
 
-REGISTRATIONS = {
-    "`register_backend` of `AttentionBackendEnum`": "retrieval attention in place of `CPU_ATTN`, "
-    "`FLASH_ATTN` and `TRITON_ATTN`",
-    "`KVCacheSpecRegistry.register`": "the block manager of layers whose blocks may leave the "
-    "device",
-    "`vllm.general_plugins` entry points": "`retrieval`, `weights`, `seeds`, `waits`",
-    "`--kv-transfer-config`": "`RecallConnector`",
-}
-"""Uses of vLLM's own extension points, for the docs."""
-
 _NAME, _PLAIN = "kvrecall_patch", "__wrapped__"
 """Attributes of a replacement. By the second its signature is that of vLLM's own, by which vLLM
 converts arguments that come from another process."""
@@ -303,13 +294,33 @@ def install(
     setattr(owner, attribute, staticmethod(made) if is_static else made)
 
 
-def as_markdown() -> str:
-    """The table for docs/compat.md: what is replaced. Why, and until when, is for readers of
-    ``TABLE``."""
-    lines = ["| Replaced in vLLM | What the patch does |", "|---|---|"]
-    for patch in TABLE:
-        where = patch.target.split(".", 1)[1].replace(":", ".")
-        lines.append(f"| `{where}` (`{patch.name}`) | {patch.does} |")
-    lines += ["", "| Extension point of vLLM | Use |", "|---|---|"]
-    lines += [f"| {door} | {what} |" for door, what in REGISTRATIONS.items()]
-    return "\n".join(lines) + "\n"
+def install_at_import(name: str, make: Callable[[Any], Any]) -> None:
+    """As ``install``, but once vLLM imports the target's module: that takes a second, which a
+    process without an engine need not spend."""
+    module = PATCHES[name].target.partition(":")[0]
+    if module in sys.modules:
+        install(name, make)
+    else:
+        sys.meta_path.insert(0, _AtImport(module, lambda: install(name, make)))
+
+
+@dataclass(frozen=True)
+class _AtImport:
+    """A finder of modules that acts when one is imported."""
+
+    module: str
+    act: Callable[[], None]
+
+    def find_spec(self, fullname: str, *_: Any) -> Any:
+        if fullname != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(fullname)
+        plain = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            plain(module)
+            self.act()
+
+        spec.loader.exec_module = exec_module
+        return spec

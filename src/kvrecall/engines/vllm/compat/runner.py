@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from kvrecall.engines.vllm.compat.config import is_on_cpu
 from kvrecall.engines.vllm.compat.patches import install
 from kvrecall.engines.vllm.compat.versions import is_refused
 from kvrecall.environment import SEEDS
@@ -189,6 +188,8 @@ def mend_seeds() -> None:
     offset of the request's random generator. CPU generators have no offset: the first such request
     ends the engine, and with it all others.
     """
+    from kvrecall.engines.vllm.compat.config import is_on_cpu
+
     if is_on_cpu():
         install("seeds", _without_offsets)
 

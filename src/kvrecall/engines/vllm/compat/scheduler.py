@@ -11,8 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from kvrecall.config import DEFAULT_MATCH_UNIT, RecallSettings
-from kvrecall.engines.vllm.compat.patches import install
+from kvrecall.engines.vllm.compat.patches import install, install_at_import
 from kvrecall.engines.vllm.compat.versions import BESIDE_OTHERS, hits_inside_blocks
 from kvrecall.errors import ConfigError
 
@@ -34,7 +33,7 @@ def before_loading(begin: Callable[[Any], None]) -> None:
 
         return init
 
-    install("fingerprint-early", make)
+    install_at_import("fingerprint-early", make)
 
 
 _EXECUTORS: WeakValueDictionary[str, Any] = WeakValueDictionary()
@@ -66,9 +65,10 @@ def match_inside_blocks() -> None:
 
 
 def _match_unit(kv_cache_config: Any, vllm_config: Any) -> int | None:
-    """Tokens after which hits shall end inside blocks; None if that is not asked for, or not
-    possible."""
+    """Tokens after which hits end inside blocks; None: not asked for, or not possible."""
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    from kvrecall.config import DEFAULT_MATCH_UNIT, RecallSettings  # too much for every process
 
     raw = vllm_config.kv_transfer_config.kv_connector_extra_config
     unit = RecallSettings.from_mapping(raw, "kv_connector_extra_config").match_unit

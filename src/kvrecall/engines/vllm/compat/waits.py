@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping, MutableMapping
 
 from kvrecall.engines.vllm.compat import patches
-from kvrecall.engines.vllm.compat.config import is_on_cpu
 from kvrecall.engines.vllm.compat.versions import is_refused
 from kvrecall.environment import WAITS
 from kvrecall.errors import ConfigError
@@ -47,6 +46,8 @@ def _choice(environ: Mapping[str, str]) -> str:
 
 
 def _sleep_on_cpus() -> None:
+    from kvrecall.engines.vllm.compat.config import is_on_cpu  # pulls the pool in
+
     if is_on_cpu():
         patches.install("sleep", lambda plain: _sleep)
 

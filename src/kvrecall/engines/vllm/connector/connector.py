@@ -26,7 +26,7 @@ from kvrecall.block import Namespace
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm import wire
 from kvrecall.engines.vllm.attention.checks import offload_hindrance, reads_in_place
-from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested, require_on
+from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested
 from kvrecall.engines.vllm.compat import config, events, runner, scheduler, versions, waits, weights
 from kvrecall.engines.vllm.compat.processes import show_pool_lines
 from kvrecall.engines.vllm.compat.serving import end_with_parent
@@ -70,7 +70,6 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         show_pool_lines()
         self._last_states: tuple[str, list[tuple[int, int, int]]] = "", []
         config.require_supported(vllm_config, kv_cache_config)
-        require_on(vllm_config, os.environ)
         waits.install()
         if role is KVConnectorRole.WORKER:
             runner.mend_seeds()
@@ -235,14 +234,11 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         disk, remote = self._settings.pool.disk, self._settings.pool.remote
         below = f"disk {disk.capacity_bytes / 2**30:.2f} GiB in {disk.path}" if disk else "no disk"
         below += f", remote {remote.kind}" if remote else ""
-        is_service = self._settings.backend == "service"
+        below = "by the node's pool service" if self._settings.backend == "service" else below
         logger.info(
-            "kvrecall: pool open as %s: host %.2f GiB, %s, %s, hits in units of %d tokens",
-            self._vllm_config.kv_transfer_config.kv_role,
-            arena_bytes / 2**30,
-            "by the node's pool service" if is_service else below,
-            _groups_text(facts),
-            facts.unit,
+            f"kvrecall: pool open as {self._vllm_config.kv_transfer_config.kv_role}: host "
+            f"{arena_bytes / 2**30:.2f} GiB, {below}, {_groups_text(facts)}, hits in units of "
+            f"{facts.unit} tokens"
         )
 
     def _ready_arena(self, facts: wire.EngineFacts, near: Collection[int]) -> None:
@@ -285,17 +281,13 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         if not is_requested(os.environ) or offload_hindrance(self._vllm_config) is not None:
             return None
         assert self._pool is not None
-        settings = active_settings(self._vllm_config)
+        settings, in_place = active_settings(), reads_in_place()
         token_bytes = config.layer_token_bytes(self._kv_cache_config)
         overhead_bytes = max(shard.overhead_bytes for shard in shards)
+        gate = Gate(settings, token_bytes, overhead_bytes, config.is_on_cpu())
+        wait_s = self._settings.pool.load_deadline_s
         return functools.partial(
-            OffloadPlanner,
-            self._pool,
-            settings,
-            facts.block_size,
-            Gate(settings, token_bytes, overhead_bytes, config.is_on_cpu()),
-            self._settings.pool.load_deadline_s,
-            in_place=reads_in_place(),
+            OffloadPlanner, self._pool, settings, facts.block_size, gate, wait_s, in_place=in_place
         )
 
     def _facts(self, shards: list[wire.Shard]) -> wire.EngineFacts:
@@ -315,7 +307,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         exact_blocks = wire.ALL_BLOCKS
         if is_requested(os.environ):
             size = config.kv_groups(self._kv_cache_config)[0].block_size
-            exact_blocks = active_settings(self._vllm_config).exact_blocks(size)
+            exact_blocks = active_settings().exact_blocks(size)
         unit = config.match_unit(self._kv_cache_config, self._settings.match_unit)
         if unit is not None and is_requested(os.environ):
             raise ConfigError(
@@ -498,13 +490,11 @@ def _check_room(host: int, facts: wire.EngineFacts, max_model_len: int) -> None:
             f"this model ({_groups_text(facts)}) takes {needed}; set host_size to at least a few "
             "hundred times that"
         )
-    blocks = int(host / facts.block_bytes)
-    if blocks * facts.block_size < max_model_len:
+    tokens = int(host / facts.block_bytes) * facts.block_size
+    if tokens < max_model_len:
         logger.warning(
-            "kvrecall: host_size holds %d tokens, less than one sequence of max_model_len=%d: "
-            "longer prefixes are recalled in part",
-            blocks * facts.block_size,
-            max_model_len,
+            f"kvrecall: host_size holds {tokens} tokens, less than one sequence of max_model_len="
+            f"{max_model_len}: longer prefixes are recalled in part"
         )
 
 
@@ -524,8 +514,7 @@ def _warn_if_hopeless(vllm_config: Any) -> None:
     algo = vllm_config.cache_config.prefix_caching_hash_algo
     if config.root_seed_is_random(algo):
         logger.warning(
-            "kvrecall: NOTHING CAN HIT AFTER A RESTART: block hashes of %s start from a random "
-            "seed in every process. Pass --prefix-caching-hash-algo sha256_cbor, or set "
-            "PYTHONHASHSEED to a fixed number",
-            algo,
+            f"kvrecall: NOTHING CAN HIT AFTER A RESTART: block hashes of {algo} start from a "
+            "random seed in every process. Pass --prefix-caching-hash-algo sha256_cbor, or set "
+            "PYTHONHASHSEED to a fixed number"
         )

@@ -47,7 +47,7 @@ COUNTERS = {
     "sequences_lost": "Sequences recomputed because their offloaded blocks were unreachable.",
     "audits": "Hits that were computed and compared with the pool's blocks.",
     "audits_failed": "Audits that found a difference: the engine's blocks became private.",
-    "weights_changed": "Times that a running engine was given other weights, or an adapter's.",
+    "weights_changed": "Times that the weights of a running engine, or of an adapter, changed.",
     "handovers": "Requests with blocks promised by a prefill instance.",
     "handovers_late": "Handovers whose blocks did not arrive in time and were computed.",
     "handovers_foreign": "Handovers whose blocks do not fit this engine.",

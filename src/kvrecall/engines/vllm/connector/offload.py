@@ -7,18 +7,17 @@ each layer and KV head needs. Lease and slots end with the sequence's stay in th
 sequence comes back like any other, from the device's prefix cache and the pool. Middle blocks of a
 prefix that is found in the pool are not loaded to the device at all.
 
-With asynchronous scheduling the scheduler is a step ahead of the workers. Blocks are chosen by the
-tokens whose step is done (vLLM's ``processed_computed_tokens``), so they are middle blocks of the
-steps under way, too; workers carry orders out in the order of steps, so those steps still find them
+With asynchronous scheduling the scheduler is a step ahead of the workers. It chooses blocks by the
+tokens whose step is done (vLLM's ``processed_computed_tokens``), which steps under way still find
 on the device. Leases of a preempted sequence last until the results of its steps under way are in.
 
-A pool service may die and be replaced. Blocks that have left the device by then stay in the old
-arena: workers keep it mapped while sequences read it. Such a sequence offloads no further blocks,
-so that all its offloaded blocks are in one arena.
+If a pool service dies, blocks that have left the device stay in its arena, which workers keep
+mapped while sequences read it. Such a sequence offloads no further blocks: all are in one arena.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,14 +31,19 @@ from kvrecall.pool.base import ArenaHandle, PoolClient, RecallState
 
 PATIENCE = 64
 """Decoded tokens between two attempts to lease blocks that the pool lacked."""
+_NO_ROOM = (
+    "kvrecall: retrieval: %d of %d middle blocks of a sequence of %d tokens stay on the device: "
+    "the pool's host memory lacks them; raise host_size (kvrecall plan MODEL --context %d gives it)"
+)
+logger = logging.getLogger("vllm.kvrecall")
 
 
 @dataclass(slots=True)
 class _Offloaded:
     """A sequence past the offload boundary. Its middle blocks are counted from ``init``.
-    ``offsets``: arena offsets of the leading middle blocks that are leased; ``gone``: how many of
-    them have left the device. ``retry_at``: the length from which to lease more. ``over``: no more
-    blocks leave, because the pool that has the others is gone."""
+    ``offsets``: in the arena, of the leading middle blocks that are leased, of which ``gone`` have
+    left the device. ``retry_at``: the length from which to lease more. ``over``: no more blocks
+    leave, as the pool that has the others is gone. ``told``: _NO_ROOM is logged."""
 
     init: int
     tickets: list[int] = field(default_factory=list)
@@ -48,6 +52,7 @@ class _Offloaded:
     gone: int = 0
     retry_at: int = 0
     over: bool = False
+    told: bool = False
     left: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     arrives: bool = False
@@ -286,7 +291,12 @@ class OffloadPlanner(BlockPlanner):
             self._pool.release(sequence.pending)
         sequence.pending = None
         sequence.offsets.extend(offsets)
-        if split.init + len(sequence.offsets) < split.local:
+        if (missing := split.local - split.init - len(sequence.offsets)) > 0:
+            if (
+                sequence.retry_at and not sequence.told
+            ):  # the first time, blocks may be on their way
+                logger.warning(_NO_ROOM, missing, split.middle, tokens, tokens)
+                sequence.told = True
             sequence.retry_at = tokens + PATIENCE
 
 

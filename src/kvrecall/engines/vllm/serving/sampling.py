@@ -83,7 +83,7 @@ def _invalid(message: str, value: int) -> VLLMValidationError:
 
 def long_id(request_id: str) -> str:
     """An error: a request's id is too long."""
-    allowed = f"allowed: {LONGEST_ID}, and no more in X-Request-Id"
+    allowed = f"allowed: {LONGEST_ID}, also in X-Request-Id"
     return f"request_id: {len(request_id)} characters; {allowed}"
 
 

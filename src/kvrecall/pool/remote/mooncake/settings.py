@@ -27,7 +27,7 @@ _REQUIRED = ("local_hostname", "metadata_server", "master_server_address")
 _SIZES = {"global_segment_size": 3355443200, "local_buffer_size": 64 << 20}
 _TEXTS = ("protocol", "device_name")
 OPTIONS = {
-    "config": Option("path of a mooncake.json; the settings beside it take precedence"),
+    "config": Option("path of a mooncake.json; settings given with it take precedence"),
     "local_hostname": Option("address at which Mooncake reaches this host", "required"),
     "metadata_server": Option("Mooncake's metadata service, `P2PHANDSHAKE` for none", "required"),
     "master_server_address": Option("HOST:PORT of Mooncake's master", "required"),
