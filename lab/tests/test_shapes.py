@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvrecall.processes.command import as_child
+from kvrecall_lab.bench.misses import differing
 from kvrecall_lab.engines.engine import Answer, Question
 from kvrecall_lab.engines.kv import joined
 from kvrecall_lab.shapes.cases import cases_of
@@ -85,6 +88,22 @@ def test_prompts_end_on_a_boundary_and_beside_it_and_fit() -> None:
         assert len(tail.prompt) - len(base.prompt) > 2 * shape.chunk
         longest = max(len(q.prompt) + q.max_tokens for case in cases.values() for q in case.asked)
         assert longest <= 1280
+
+
+@pytest.mark.parametrize(
+    ("has_amx", "dtype", "kernel"), [(False, "float32", []), (True, "bfloat16", ["kernel"])]
+)
+def test_what_the_processor_has_is_asked_for(
+    has_amx: bool, dtype: str, kernel: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The dtype of latent attention, and whether engines of two dtypes differ in the kernel."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: has_amx)
+    (latent,) = (shape for shape in SHAPES if shape.name == "deepseek")
+    assert latent.arguments(latent.write(tmp_path), tmp_path)["dtype"] == dtype
+    assert json.loads((tmp_path / "deepseek" / "config.json").read_text())["torch_dtype"] == dtype
+    assert [part for part in differing("dtype") if part == "kernel"] == kernel
+    assert "kernel" not in differing("weights") + differing("settings")
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
+import torch
 import typer
 
 from kvrecall.bench.report import Report, progress
@@ -37,6 +38,7 @@ from kvrecall.errors import EngineError
 from kvrecall.pool.service.admin import By, Drop, List, Query, ServiceAdmin
 from kvrecall.processes.server import ServerProcess
 from kvrecall.server.access import OWN_HEADER
+from kvrecall_lab.engines.decode import isa_of
 from kvrecall_lab.models import write_model
 
 GOAL_OVERHEAD = 0.01
@@ -44,7 +46,8 @@ GOAL_OVERHEAD = 0.01
 _BLOCK = 32
 _BLOCKS = 3
 _LENGTH = _BLOCKS * _BLOCK + 5
-_BLOCK_BYTES = 2 * 2 * 2 * 64 * _BLOCK * 2  # layers, K and V, KV heads, head size, bfloat16
+_HEAD = 64
+_BLOCK_BYTES = 2 * 2 * 2 * _HEAD * _BLOCK * 2  # layers, K and V, KV heads, head size, bfloat16
 _CAUSES = 15  # with what is changed at several places counted as often
 _PAD, _LAST = 3, 255  # tokens of prompts
 _LIMIT_BYTES = 13 * _BLOCKS * _BLOCK_BYTES  # of a tenant
@@ -69,7 +72,7 @@ _FOREIGN: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     ),
 }
 """Engines of other namespaces: kvrecall's options, vLLM's, and the parts of a namespace that differ
-then. "weights": of another seed."""
+then on any processor. "weights": of another seed."""
 
 
 _Prompt = list[int]
@@ -241,6 +244,13 @@ def measure_misses(
     return _report(outcomes, seconds)
 
 
+def differing(part: str) -> list[str]:
+    """The parts of a namespace that differ on this processor: with AMX, vLLM attends in bfloat16 by
+    a kernel that packs KV in its own way."""
+    isas = {isa_of(dtype, _HEAD, _BLOCK) for dtype in (torch.bfloat16, torch.float32)}
+    return sorted([*_FOREIGN[part][2], *(["kernel"] if part == "dtype" and len(isas) > 1 else [])])
+
+
 # ---- servers -----------------------------------------------------------------------------------
 
 
@@ -313,9 +323,9 @@ def _known_by_itself(client: _Client, share: int, foreign: Mapping[str, Sequence
             client.ask("short", client.prompt(length), {"reason": "short", "tokens": length})
         for part, prompts in foreign.items():
             for prompt in prompts:
-                expected: _Expected = {"reason": "namespace", "tier": "disk", "from": 0}
-                differs = {"fields": [*_FOREIGN[part][2]]}
-                client.ask(f"other {part}", prompt, {**expected, **differs})
+                place: _Expected = {"reason": "namespace", "tier": "disk", "from": 0}
+                expected = {**place, "fields": differing(part)}
+                client.ask(f"other {part}", prompt, expected)
     known = client.prompts(3 * share)
     client.seed(known)
     changed = [_changed(client, prompt) for prompt in known]

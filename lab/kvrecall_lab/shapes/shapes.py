@@ -10,7 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from kvrecall.processes.child import server_environment
 from kvrecall_lab.engines.engine import ONE_THREAD
@@ -30,10 +33,11 @@ class Shape:
     """A model and its engine. ``like``: what is published in this shape. ``architecture``,
     ``model``: arguments of ``write_model``. ``options``: of ``vllm.LLM``. ``pool``: further
     settings of the pool. ``alone``: further options of the engine without a pool, where it can have
-    the same hits only in another way. ``chunk``: tokens that a step computes at most. ``boundary``:
-    tokens after which hits end. ``unit``: those inside blocks, if hits may end there.
-    ``cache_bytes``: of the device cache. ``shared``: whether to try a pool service and Mooncake
-    unasked. ``ranks``: whether to try other numbers of tensor-parallel ranks."""
+    the same hits only in another way. ``dtype``: empty for that of vLLM's kernel. ``chunk``: tokens
+    that a step computes at most. ``boundary``: tokens after which hits end. ``unit``: those inside
+    blocks, if hits may end there. ``cache_bytes``: of the device cache. ``shared``: whether to try
+    a pool service and Mooncake unasked. ``ranks``: whether to try other numbers of tensor-parallel
+    ranks."""
 
     name: str
     like: str
@@ -63,13 +67,14 @@ class Shape:
 
     def write(self, folder: Path) -> Path:
         """Writes the model."""
-        return write_model(folder / self.name, self.architecture, dtype=self.dtype, **self.model)
+        dtype = self.dtype or latent_dtype()
+        return write_model(folder / self.name, self.architecture, dtype=dtype, **self.model)
 
     def arguments(self, model: Path, cache: Path) -> dict[str, Any]:
         """Set-up of an engine process without a pool. ``cache``: a folder for what it remembers."""
         return {
             "model": str(model),
-            "dtype": self.dtype,
+            "dtype": self.dtype or latent_dtype(),
             "block_size": 32,
             "max_num_batched_tokens": self.chunk,
             "kv_cache_memory_bytes": self.cache_bytes,
@@ -77,6 +82,18 @@ class Shape:
             **self.options,
             "env": {"XDG_CACHE_HOME": str(cache)},
         }
+
+
+def latent_dtype() -> str:
+    """float32 where vLLM's kernel for latent attention on this processor has it; the one for AMX,
+    which alone can attend to a prefix that was cached, has bfloat16 only."""
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    selector: Any = SimpleNamespace(use_mla=True, use_sparse=False)
+    path = current_platform.get_attn_backend_cls(None, selector)
+    dtypes = resolve_obj_by_qualname(path).supported_dtypes
+    return "float32" if torch.float32 in dtypes else "bfloat16"
 
 
 def environment() -> dict[str, str]:
@@ -135,5 +152,11 @@ SHAPES = (
         boundary=160,
         cache_bytes=26 * 163840,
     ),
-    Shape("deepseek", "DeepSeek V3: latent attention", "deepseek_v3", cache_bytes=64 << 20),
+    Shape(
+        "deepseek",
+        "DeepSeek V3: latent attention",
+        "deepseek_v3",
+        dtype="",
+        cache_bytes=48 * 147456,
+    ),
 )
