@@ -245,10 +245,9 @@ def measure_misses(
 
 
 def differing(part: str) -> list[str]:
-    """The parts of a namespace that differ on this processor: with AMX, vLLM attends in bfloat16 by
-    a kernel that packs KV in its own way."""
+    """Those parts on this processor: with AMX, vLLM has a kernel of its own for bfloat16."""
     isas = {isa_of(dtype, _HEAD, _BLOCK) for dtype in (torch.bfloat16, torch.float32)}
-    return sorted([*_FOREIGN[part][2], *(["kernel"] if part == "dtype" and len(isas) > 1 else [])])
+    return sorted([*_FOREIGN[part][2], *["kernel"] * (part == "dtype" and len(isas) > 1)])
 
 
 # ---- servers -----------------------------------------------------------------------------------
@@ -323,9 +322,9 @@ def _known_by_itself(client: _Client, share: int, foreign: Mapping[str, Sequence
             client.ask("short", client.prompt(length), {"reason": "short", "tokens": length})
         for part, prompts in foreign.items():
             for prompt in prompts:
-                place: _Expected = {"reason": "namespace", "tier": "disk", "from": 0}
-                expected = {**place, "fields": differing(part)}
-                client.ask(f"other {part}", prompt, expected)
+                expected: _Expected = {"reason": "namespace", "tier": "disk", "from": 0}
+                differs = {"fields": differing(part)}
+                client.ask(f"other {part}", prompt, {**expected, **differs})
     known = client.prompts(3 * share)
     client.seed(known)
     changed = [_changed(client, prompt) for prompt in known]

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -85,15 +84,9 @@ class Shape:
 
 
 def latent_dtype() -> str:
-    """float32 where vLLM's kernel for latent attention on this processor has it; the one for AMX,
-    which alone can attend to a prefix that was cached, has bfloat16 only."""
-    from vllm.platforms import current_platform
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
-    selector: Any = SimpleNamespace(use_mla=True, use_sparse=False)
-    path = current_platform.get_attn_backend_cls(None, selector)
-    dtypes = resolve_obj_by_qualname(path).supported_dtypes
-    return "float32" if torch.float32 in dtypes else "bfloat16"
+    """What vLLM's kernel for latent attention on this processor computes in: the one for AMX, which
+    alone attends to prefixes that were cached, has bfloat16 only."""
+    return "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"
 
 
 def environment() -> dict[str, str]:
@@ -107,56 +100,32 @@ def environment() -> dict[str, str]:
 SHAPES = (
     Shape("qwen3", "Qwen3, Llama: full attention", "qwen3", shared=True, ranks=True),
     Shape(
-        "qwen3-finer",
-        "the same in blocks of 128 tokens, with hits in units of 32; on the device blocks of 32",
-        "qwen3",
-        options={"block_size": 128},
-        pool={"match_unit": 32},
-        alone={"block_size": 32},
-        unit=32,
+        "qwen3-finer", "the same in blocks of 128 tokens, with hits in units of 32; on the device "
+        "blocks of 32", "qwen3", options={"block_size": 128}, pool={"match_unit": 32},
+        alone={"block_size": 32}, unit=32,
     ),
     Shape("mistral", "Mistral: a window in every layer", "mistral", cache_bytes=4 << 20),
     Shape(
-        "gemma3",
-        "Gemma-3: windows and full",
-        "gemma3_text",
-        {"layers": 6},
-        shared=True,
-        ranks=True,
+        "gemma3", "Gemma-3: windows and full", "gemma3_text", {"layers": 6}, shared=True, ranks=True
     ),
     Shape(
-        "gpt-oss",
-        "gpt-oss: windows with sinks and full, mixture of experts",
-        "gpt_oss",
-        {"window": 128},
-        cache_bytes=4 << 20,
-        shared=True,
+        "gpt-oss", "gpt-oss: windows with sinks and full, mixture of experts", "gpt_oss",
+        {"window": 128}, cache_bytes=4 << 20, shared=True,
     ),
     Shape("llama4", "Llama 4: local chunks and full", "llama4_text", cache_bytes=4 << 20),
     Shape(
-        "qwen3-next",
-        "Qwen3-Next: gated delta net and full",
-        "qwen3_next",
-        options={"prefix_match_unit": 16},
-        dtype="bfloat16",
-        unit=16,
-        cache_bytes=26 * 147456,
+        "qwen3-next", "Qwen3-Next: gated delta net and full", "qwen3_next",
+        options={"prefix_match_unit": 16}, dtype="bfloat16", unit=16, cache_bytes=26 * 147456,
         shared=True,
     ),
+    # Three samples with tails of their own do not fit this device; and vLLM's CPU kernel keeps no
+    # state from within a step, so it computes one block a step.
     Shape(
-        "granite-hybrid",
-        "Granite 4, Bamba: Mamba-2 and full",
-        "granitemoehybrid",
-        pool={"match_unit": "off"},  # three samples with tails of their own do not fit this device
-        chunk=160,  # vLLM's CPU kernel keeps no state from within a step: one block a step
-        boundary=160,
-        cache_bytes=26 * 163840,
+        "granite-hybrid", "Granite 4, Bamba: Mamba-2 and full", "granitemoehybrid",
+        pool={"match_unit": "off"}, chunk=160, boundary=160, cache_bytes=26 * 163840,
     ),
+    # 48 blocks in bfloat16, so that requests are preempted.
     Shape(
-        "deepseek",
-        "DeepSeek V3: latent attention",
-        "deepseek_v3",
-        dtype="",
-        cache_bytes=48 * 147456,
+        "deepseek", "DeepSeek V3: latent attention", "deepseek_v3", dtype="", cache_bytes=7 << 20
     ),
-)
+)  # fmt: skip
