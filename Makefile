@@ -8,6 +8,7 @@
 #                        TESTS='-k disk' some of them; WORKERS= one file after the other
 #   make test-lab        the laboratory's and the documents' tests
 #   make test-all        all tests, those too that start many engines: most of an hour
+#   make coverage        which branches of pool and connector no test takes: COVERAGE=--report the table alone
 #   make check           lint, format, strict types, import directions, then make test's tests
 #   make chaos           a server under faults: SECONDS=120 SEED=n
 #   make identity        pairs of engines that differ in one thing, on one pool: 45 minutes
@@ -18,7 +19,7 @@
 #   make bench           all benchmarks with their peers, and the pages that show them; QUICK=1 small, unpublished
 #   make docs            the generated pages, and the site in build/site
 #   make gpu-check       retrieval and copies on this machine's GPU
-.PHONY: demo demo-mooncake serve test test-lab test-all check chaos hostile identity models compat streams bench docs gpu-check \
+.PHONY: demo demo-mooncake serve test test-lab test-all coverage check chaos hostile identity models compat streams bench docs gpu-check \
   setup setup-engine setup-mooncake setup-bench
 
 demo: setup-engine
@@ -40,6 +41,9 @@ test-lab: setup
 
 test-all: setup
 	@.venv/bin/python -m pytest $(WORKERS) -m '' $(or $(TESTS),tests lab/tests)
+
+coverage: setup
+	@scripts/coverage $(COVERAGE)
 
 check: setup
 	@scripts/check

@@ -427,7 +427,8 @@ def test_a_device_is_reached_through_one_room() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["kvrecall", "kvrecall.pool", "kvrecall.cli", "kvrecall.engines.sglang"]
+    "module",
+    "kvrecall kvrecall.pool.pool kvrecall.pool_cli kvrecall.cli kvrecall.engines.sglang".split(),
 )
 def test_importing_does_not_load_the_engine(module: str) -> None:
     program = (

@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvrecall.processes.command import as_child
+from kvrecall_lab.bench.misses import differing
 from kvrecall_lab.engines.engine import Answer, Question
 from kvrecall_lab.engines.kv import joined
 from kvrecall_lab.shapes.cases import cases_of
@@ -85,6 +88,21 @@ def test_prompts_end_on_a_boundary_and_beside_it_and_fit() -> None:
         assert len(tail.prompt) - len(base.prompt) > 2 * shape.chunk
         longest = max(len(q.prompt) + q.max_tokens for case in cases.values() for q in case.asked)
         assert longest <= 1280
+
+
+@pytest.mark.parametrize(("has_amx", "dtype"), [(False, "float32"), (True, "bfloat16")])
+def test_the_processor_is_asked(
+    has_amx: bool, dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """For latent attention's dtype, and whether engines of two dtypes differ in the kernel."""
+    for name in ("_is_amx_tile_supported", "_init_amx"):
+        monkeypatch.setattr(torch.cpu, name, lambda: has_amx)
+    (latent,) = (shape for shape in SHAPES if shape.name == "deepseek")
+    model = latent.write(tmp_path)
+    assert latent.arguments(model, tmp_path)["dtype"] == dtype
+    assert json.loads((model / "config.json").read_text())["torch_dtype"] == dtype
+    assert ("kernel" in differing("dtype")) is has_amx
+    assert "kernel" not in differing("weights") + differing("settings")
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:

@@ -13,60 +13,58 @@ from kvrecall.bench.report import names_in, progress
 from kvrecall.errors import errors_shown
 from kvrecall_lab.bench import suite
 
-COMMANDS: product.Commands = {
-    **product.COMMANDS,
-    "chat": ("kvrecall_lab.bench.serving", *product.COMMANDS["chat"][1:]),
-    "step": (
-        "kvrecall_lab.bench.step",
-        "What the connector adds to a step of vLLM's scheduler while sequences decode.",
-        "",
-    ),
+_OURS = {
+    "step": ("What the connector adds to a step of vLLM's scheduler while sequences decode.", ""),
     "misses": (
-        "kvrecall_lab.bench.misses",
         "Causes of misses brought about on live servers: is it the one that is reported?",
         "for explanations: one request at a time, each cause alone; against them: a small model, "
         "whose first token takes milliseconds",
     ),
     "launches": (
-        "kvrecall_lab.bench.launches",
         "Calls, operations and waits that kvrecall asks of a device, counted without one.",
         "",
     ),
     "index": (
-        "kvrecall_lab.bench.index",
         "The disk tier's index at a size: memory a block, opening, look-ups, pauses.",
         "for the index: blocks of one size and one namespace, in chains of 50",
     ),
     "tiers": (
-        "kvrecall_lab.bench.tiers",
         "Host and disk tier against other projects' libraries: same blocks, same bytes.",
         "for libraries of few, large calls (as ours is): requests of 16 blocks of 1 MiB, by one "
         "thread; against ours: of the libraries only it waits until a write is durable and "
         "verifies what it reads",
     ),
     "remote": (
-        "kvrecall_lab.bench.remote",
         "Remote tier over Mooncake against its bare client; a remote hit against computing.",
         "for both alike: loopback instead of a network, one request at a time",
     ),
     "decode": (
-        "kvrecall_lab.bench.decode",
         "Attention of a decoded token: dense, and by retrieval with RetrievalKV's defaults.",
         "for retrieval: long contexts, attention alone and not the rest of the model; against it: "
         "random keys, among which no block stands out",
     ),
+    "replay": (
+        "The middle of a recorded trace on engines whose pools hold what they would hold then.",
+        "for the pool: one request at a time; against it: a small model, which computes quickly",
+    ),
     "router": (
-        "kvrecall_lab.bench.router",
         "Agents' sessions before two engines: which of them a router chooses, and what it knows.",
         "for prefix maps: sessions that come back, over system prompts that they share; against "
         "them: two engines on the same cores, so that a wrong choice makes no queue longer",
     ),
     "needle": (
-        "kvrecall_lab.bench.needle.evaluate",
         "Does the model still answer? Facts in long texts, dense and by retrieval.",
         "for retrieval: few facts in much filler; against it: questions whose answer one block "
         "holds, so that a block not chosen is an answer lost",
     ),
+}
+"""What each does, and how it is biased."""
+
+COMMANDS: product.Commands = {
+    **product.COMMANDS,
+    "chat": ("kvrecall_lab.bench.serving", *product.COMMANDS["chat"][1:]),
+    **{name: (f"kvrecall_lab.bench.{name}", *about) for name, about in _OURS.items()},
+    "needle": ("kvrecall_lab.bench.needle.evaluate", *_OURS["needle"]),
 }
 
 app = product.benchmarks(COMMANDS)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
+import torch
 import typer
 
 from kvrecall.bench.report import Report, progress
@@ -37,6 +38,7 @@ from kvrecall.errors import EngineError
 from kvrecall.pool.service.admin import By, Drop, List, Query, ServiceAdmin
 from kvrecall.processes.server import ServerProcess
 from kvrecall.server.access import OWN_HEADER
+from kvrecall_lab.engines.decode import isa_of
 from kvrecall_lab.models import write_model
 
 GOAL_OVERHEAD = 0.01
@@ -44,7 +46,8 @@ GOAL_OVERHEAD = 0.01
 _BLOCK = 32
 _BLOCKS = 3
 _LENGTH = _BLOCKS * _BLOCK + 5
-_BLOCK_BYTES = 2 * 2 * 2 * 64 * _BLOCK * 2  # layers, K and V, KV heads, head size, bfloat16
+_HEAD = 64
+_BLOCK_BYTES = 2 * 2 * 2 * _HEAD * _BLOCK * 2  # layers, K and V, KV heads, head size, bfloat16
 _CAUSES = 15  # with what is changed at several places counted as often
 _PAD, _LAST = 3, 255  # tokens of prompts
 _LIMIT_BYTES = 13 * _BLOCKS * _BLOCK_BYTES  # of a tenant
@@ -69,7 +72,7 @@ _FOREIGN: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     ),
 }
 """Engines of other namespaces: kvrecall's options, vLLM's, and the parts of a namespace that differ
-then. "weights": of another seed."""
+then on any processor. "weights": of another seed."""
 
 
 _Prompt = list[int]
@@ -241,6 +244,12 @@ def measure_misses(
     return _report(outcomes, seconds)
 
 
+def differing(part: str) -> list[str]:
+    """Those parts on this processor: with AMX, vLLM has a kernel of its own for bfloat16."""
+    isas = {isa_of(dtype, _HEAD, _BLOCK) for dtype in (torch.bfloat16, torch.float32)}
+    return sorted([*_FOREIGN[part][2], *["kernel"] * (part == "dtype" and len(isas) > 1)])
+
+
 # ---- servers -----------------------------------------------------------------------------------
 
 
@@ -314,7 +323,7 @@ def _known_by_itself(client: _Client, share: int, foreign: Mapping[str, Sequence
         for part, prompts in foreign.items():
             for prompt in prompts:
                 expected: _Expected = {"reason": "namespace", "tier": "disk", "from": 0}
-                differs = {"fields": [*_FOREIGN[part][2]]}
+                differs = {"fields": differing(part)}
                 client.ask(f"other {part}", prompt, {**expected, **differs})
     known = client.prompts(3 * share)
     client.seed(known)

@@ -23,17 +23,9 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 from kvrecall.bench.model import BLOCK, TAIL, BenchModel, Texts
-from kvrecall.bench.pool import (
-    NAMESPACE,
-    checked_compression,
-    get_all,
-    keys_of,
-    kv_like,
-    put_all,
-    slots_of,
-)
+from kvrecall.bench.pool import NAMESPACE, get_all, keys_of, put_all, slots_of
 from kvrecall.bench.report import Report, Times, Tokens, percentiles, progress
-from kvrecall.config import Compression, RemoteConfig
+from kvrecall.config import RemoteConfig
 from kvrecall.errors import EngineError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
@@ -59,9 +51,6 @@ _REASONS = ("blocks_declined", "loads_given_up", "loads_failed")
 def measure_remote(
     tokens: Tokens = 8192,
     repetitions: Times = 5,
-    compression: Annotated[
-        str, typer.Option(help="Compress the tier's blocks, like KV: lz4, zstd or auto.")
-    ] = "none",
     engines: Annotated[
         bool,
         typer.Option("--engines/--no-engines", help="Also compare a remote hit with computing."),
@@ -71,8 +60,7 @@ def measure_remote(
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name:
         folder = Path(name)
         progress("through the tier, and Mooncake's client alone")
-        way = checked_compression(compression)
-        figures = _compare_clients(folder, max(ROUNDS, repetitions), way)
+        figures = _compare_clients(folder, max(ROUNDS, repetitions))
         if any(isinstance(value, float) and math.isnan(value) for value in figures.values()):
             raise EngineError("a call of Mooncake's bare client failed")
         if engines:
@@ -83,7 +71,7 @@ def measure_remote(
 # -- the tier against the bare client -------------------------------------------------------
 
 
-def _compare_clients(folder: Path, repeats: int, compression: Compression) -> dict[str, Any]:
+def _compare_clients(folder: Path, repeats: int) -> dict[str, Any]:
     """Bandwidths (bytes per second, medians) of put and get through the tier and with the bare
     client, which moves all blocks in one call, and the ratios, medians of those of each round, with
     their quartiles."""
@@ -96,7 +84,7 @@ def _compare_clients(folder: Path, repeats: int, compression: Compression) -> di
         with (
             one_process(BareClient.begin, lent, 0) as lender,
             one_process(BareClient.begin, own, nbytes) as bare,
-            _tier(master.options(0), nbytes, compression) as (tier, slots),
+            _tier(master.options(0), nbytes) as (tier, slots),
         ):
 
             def of_bare(way: str, name: str) -> float:
@@ -119,11 +107,9 @@ def _compare_clients(folder: Path, repeats: int, compression: Compression) -> di
                 of_bare("remove", f"bare.{number}")
                 tier.drop(keys)
                 time.sleep(0.2)  # for the store to remove them
-            stats = tier.stats()
     finally:
         master.kill()
     figures: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "blocks": BLOCKS, "repeats": repeats}
-    figures["compression"] = compression
     for party, values in seconds.items():
         who, way = party.rsplit("_", 1)
         figures[f"{way}_{who}_bytes_per_s"] = nbytes / statistics.median(values)
@@ -132,20 +118,17 @@ def _compare_clients(folder: Path, repeats: int, compression: Compression) -> di
         low, middle, high = statistics.quantiles((bare / tier for bare, tier in pairs), n=4)
         figures[f"{way}_ratio"] = round(middle, 3)
         figures[f"{way}_ratio_quartiles"] = [round(low, 3), round(high, 3)]
-    if stats.given_bytes:
-        figures["compressed_to"] = round(stats.compressed_bytes / stats.given_bytes, 3)
     return figures
 
 
 @contextmanager
 def _tier(
-    options: Mapping[str, object], nbytes: int, compression: Compression
+    options: Mapping[str, object], nbytes: int
 ) -> Iterator[tuple[RemoteTier, list[memoryview]]]:
     arena = Arena.create(nbytes)
     arena.wait_ready()
-    filling = os.urandom(1 << 20) if compression == "none" else kv_like(1 << 20)
-    arena.memory[:] = filling * (nbytes >> 20)
-    store = StagedStore(MooncakeStore(MooncakeSettings.of(options)), compression=compression)
+    arena.memory[:] = os.urandom(1 << 20) * (nbytes >> 20)
+    store = StagedStore(MooncakeStore(MooncakeSettings.of(options)))
     store.exists(["ready"])
     config = RemoteConfig("mooncake", max_queued_bytes=2 * nbytes, call_deadline_s=60.0)
     tier = RemoteTier(store, config)
@@ -273,14 +256,8 @@ def _report(figures: Mapping[str, Any]) -> Report:
     notes = [
         f"{figures['blocks']} blocks of {figures['block_bytes'] >> 10} KiB, checksums verified; "
         "both ways over loopback TCP, the memory lent by a third process",
+        f"goal: through the tier at least {TIER_GOAL} of the bare client",
     ]
-    if "compressed_to" in figures:
-        share, codec = figures["compressed_to"], figures["compression"]
-        notes.append(
-            f"the tier's blocks compressed to {share:.0%} ({codec}), the bare client's not"
-        )
-    else:
-        notes.append(f"goal: through the tier at least {TIER_GOAL} of the bare client")
     if "tokens" in figures:
         notes.append(
             f"{figures['tokens']} tokens: computed {figures['ttft_computed_s']['p50']:.3f} s, "

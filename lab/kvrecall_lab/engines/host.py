@@ -9,6 +9,7 @@
 {"do": "forget", "running": ..}  empties the device's prefix cache, the pool keeps its blocks; if
                            ``running``, requests start over, otherwise only an idle engine does it
 {"do": "change", ..}       changes the weights, as of ``kvrecall_lab.engines.changing``
+{"do": "fill", "prompts": [[..], ..]}  has the pool hold made-up KV as if it had served these
 {"do": "cancel", "id": ..} aborts a request, which is not answered
 {"do": "metrics"}          asks for the counters that Prometheus would scrape
 {"do": "memory"}           asks for the engine's device cache: blocks and KV groups
@@ -18,7 +19,7 @@
 
 On stdout: ``{"ready": pid}``, ``{"id": .., "tokens": [..], "finish": .., "from": .., "keys": [..],
 "gaps": [..], "scores": [..], "cached": ..}`` for every answer, ``{"metrics": {name: value}}``,
-``{"memory": {..}}``, ``{"kv": {layer: {token: [digest, ..]}}}``,
+``{"memory": {..}}``, ``{"kv": {layer: {token: [digest, ..]}}}``, ``{"fill": {tier: blocks}}``,
 ``{"admissions": [[id, start, end, tokens], ..]}``, ``{"joined": bool}`` when a pool service is
 found or lost, and ``{"error": ..}`` before it ends because the engine failed. Requests that arrive
 while others run are batched with them, as in a server. The laboratory uses such processes because
@@ -40,6 +41,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from kvrecall.block import BlockKey
+from kvrecall.errors import EngineError
+from kvrecall.pool.base import RecallState
 from kvrecall_lab.engines.kv import device_kv, joined
 
 _SEED = 7  # of a request for several samples
@@ -47,6 +50,7 @@ Admission = tuple[str, int, int, int]
 """Of a request: tokens that the device has, end of the prefix recalled, tokens it has so far."""
 
 _SETTLING_STEPS = 100
+_FILL_S = 60.0
 _EMBEDDED = 500.0  # tokens by their number over this
 _SECOND = 2  # log-probabilities requested for the gap to the second choice
 
@@ -157,6 +161,8 @@ class Host:
                     _say(self._replies, {"change": True})
                 elif name == "cancel":
                     self._cancel(order["id"])
+                elif name == "fill":
+                    _say(self._replies, {name: self._fill(order["prompts"])})
                 elif name == "metrics":
                     _say(self._replies, {"metrics": _metrics()})
                 elif name == "memory":
@@ -242,6 +248,28 @@ class Host:
     def _cancel(self, id: str) -> None:
         if self._started.pop(id, None) is not None:
             self._engine.abort_request([id])
+
+    def _fill(self, prompts: Sequence[list[int]]) -> dict[str, int]:
+        """Uses every chain as a request does, and saves what is missing: zeros."""
+        from vllm import SamplingParams
+
+        side = self._core.scheduler.connector._s
+        pool, size = side._pool, side._facts.block_size
+        for prompt in prompts:
+            once = SamplingParams(max_tokens=1)
+            name = self._engine.add_request("fill", {"prompt_token_ids": prompt}, once)
+            keys = side._state(self._core.scheduler.requests[name]).keys(len(prompt) // size)
+            pool.touch(keys)
+            ticket = pool.acquire(keys, _FILL_S)
+            while pool.poll(ticket).state is RecallState.PENDING:
+                time.sleep(0.001)
+            pool.release(ticket)
+            pool.reserve(keys)
+            pool.commit(keys)
+            if not pool.flush(keys, _FILL_S):
+                raise EngineError("the pool is full: not all of a prompt is saved")
+            self._engine.abort_request(["fill"])
+        return {tier.name: tier.blocks for tier in pool.stats().tiers if tier.evictions}
 
     def _step(self) -> None:
         outputs = self._engine.step()

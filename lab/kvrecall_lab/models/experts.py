@@ -12,32 +12,18 @@ from torch import Tensor
 from kvrecall.bench.model import ATTENTION_GAIN, SHARPNESS, DenseWeights, Family
 
 _DEEPSEEK: dict[str, Any] = {
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_routed_experts": 4,
+    "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
-}
+}  # fmt: skip
 """Latent attention of the published head sizes, and a mixture of few experts."""
 
 _QWEN3_MOE: dict[str, Any] = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
+    "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [],
     "norm_topk_prob": True,
-}
+}  # fmt: skip
 
 
 class ExpertWeights(DenseWeights):

@@ -112,56 +112,15 @@ def write_lora(path: Path, base: Path, *, rank: int = 8, seed: int = 0) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     save(weights, path / ADAPTER)
     settings = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
-        "r": rank,
-        "lora_alpha": rank,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": targets,
-        "inference_mode": True,
-    }
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base),
+        "r": rank, "lora_alpha": rank, "lora_dropout": 0.0, "bias": "none",
+        "target_modules": targets, "inference_mode": True,
+    }  # fmt: skip
     write(path / "adapter_config.json", settings)
     return path
 
 
-_CODE = '''"""Qwen3 whose embeddings are turned by some places."""
-
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
-
-PLACES = {places}
-
-
-class TurnedConfig(Qwen3Config):
-    model_type = "{model_type}"
-
-
-class TurnedModel(Qwen3Model):
-    config_class = TurnedConfig
-
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        **kwargs,
-    ):
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        return super().forward(
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds.roll(PLACES, dims=-1),
-            **kwargs,
-        )
-
-
-class TurnedForCausalLM(Qwen3ForCausalLM):
-    config_class = TurnedConfig
-'''
+_CODE = Path(__file__).with_name("turned.txt").read_text()
 
 
 def write_code(path: Path, source: Path, places: int, *, needed: bool = True) -> Path:

@@ -78,7 +78,8 @@ def ask(engine: EngineProcess, *questions: Question) -> list[Answer]:
 
 def trust(engine: EngineProcess, shape: Shape, question: Question) -> None:
     """Asks until a hit is loaded: an engine compares the first hit on another's blocks with what it
-    computes."""
+    computes. ``question``: the one that was saved last, as that proves what was written before; it
+    would also compare, and so compute, the newest block of a hit written a second later."""
     for _ in range(4):
         ask(engine, question)
         engine.forget_device()

@@ -41,7 +41,7 @@ def recalled(
     """Recalls every prompt. ``ranks``: of the writers and of the readers. The device must then have
     the bytes that the writer had, and a reply must be that after a hit on the reader's own device:
     with the KV that another number of ranks computed, as its sums round otherwise."""
-    trust(engine, shape, written[0].question)  # a prefix of it may have blocks of other writers
+    trust(engine, shape, written[-1].question)  # a prefix of it may have blocks of other writers
     memory = engine.memory()
     before = engine.metrics()
     loads: list[tuple[int, int]] = []

@@ -134,7 +134,7 @@ class Laboratory:
             for tier in lower:
                 found = {**POOL, **shape.pool, **below[tier]}
                 with self._engine(shape, {**arguments, "pool": found}) as engine:
-                    trust(engine, shape, cases[tier][0].saved[0])
+                    trust(engine, shape, cases[tier][-1].saved[-1])
                     yield from _tier(shape, engine, tier, cases[tier], alone, restarted=True)
             if shared := [tier for tier in tiers if tier not in own]:
                 yield from self._shared_rows(shape, arguments, shared, cases, alone)
@@ -158,7 +158,7 @@ class Laboratory:
             for tier in tiers:
                 pool = joined if tier == "service" else apart
                 with self._engine(shape, {**arguments, "pool": pool}) as other:
-                    trust(other, shape, cases[tier][0].saved[0])
+                    trust(other, shape, cases[tier][-1].saved[-1])
                     yield from _tier(shape, other, tier, cases[tier], alone, restarted=True)
 
     def ranks_rows(self, shape: Shape, tiers: Sequence[str]) -> Iterator[Row]:

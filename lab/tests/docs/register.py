@@ -145,7 +145,7 @@ _POOL: Mapping[str, Kind] = {
 _BENCH: Mapping[str, Kind] = {
     "kvrecall bench chat": Elsewhere("tests/bench/test_serving.py", 'figures_of("chat", '),
     "python -m kvrecall_lab.bench router": Elsewhere(
-        "lab/tests/benchmarks/test_router.py", 'figures_of("router", '
+        "lab/tests/benchmarks/test_servers.py", 'figures_of("router", '
     ),
     "python -m kvrecall_lab.bench tiers": Runs(more=" --rounds 2 --requests 1"),
     "kvrecall bench restore": Elsewhere("lab/tests/benchmarks/test_servers.py", '"restore", '),
@@ -154,7 +154,7 @@ _BENCH: Mapping[str, Kind] = {
     "python -m kvrecall_lab.bench index": Runs(more=" --blocks 5000 --repeats 2 --passes 1"),
     "python -m kvrecall_lab.bench step": Runs(more=" --sequences 4 --steps 40 --block-size 16"),
     "python -m kvrecall_lab.bench misses": Elsewhere(
-        "lab/tests/benchmarks/test_misses.py", '"misses", '
+        "lab/tests/benchmarks/test_servers.py", '"misses", '
     ),
     "python -m kvrecall_lab.bench launches": Runs(),
     "python -m kvrecall_lab.bench replay": Needs("a recorded trace", ("recorded trace",)),

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.disks import DiskBench, FaultyIo, open_disk
@@ -384,6 +385,22 @@ def test_slots_of_dropped_blocks_stay_until_their_read_ends(start: Start, io: Fa
         assert bench.put(chain(NAMESPACE, 100, str(name))) == [Outcome.STORED] * 100
     for name in range(4):
         assert bench.get(chain(NAMESPACE, 100, str(name))) == [Outcome.LOADED] * 100
+
+
+def test_a_slot_that_two_read_is_free_when_both_end_and_moves_no_other_block(start: Start) -> None:
+    bench = start(12 * MIB)
+    bench.put(KEYS)
+    catalog: Any = bench.tier.catalog
+    first, second, other = map(catalog.acquire, [KEYS[0], *KEYS[:2]])
+    bench.tier.drop(KEYS[:1])
+    catalog.release(first)
+    assert catalog.is_read(second.address)
+    assert bench.put(KEYS[:1]) == [Outcome.STORED]
+    assert not catalog.relocate(second, other.address), "it is elsewhere by now"
+    catalog.release(second)
+    assert not catalog.is_read(second.address)
+    catalog.release(other)
+    assert bench.get(KEYS) == [Outcome.LOADED] * len(KEYS)
 
 
 @pytest.mark.parametrize("way", ["clear", "drop"])

@@ -87,6 +87,17 @@ def test_what_failed_or_was_aborted_is_not_saved_at_its_end(pool: Pool) -> None:
         assert ended(bench, request, status) == []
 
 
+def test_what_a_step_that_failed_was_to_save_is_never_seen(pool: Pool) -> None:
+    """Where the engine goes on after it: vLLM aborts all requests."""
+    bench = Bench(pool, replace(FACTS, recovers=True))
+    request = bench.request("r", 40)
+    orders = bench.step(request, 40)
+    bench.end(request, RequestStatus.FINISHED_ABORTED)
+    bench.report(orders)
+    assert bench.matched(bench.request("again", 40)) == 0
+    assert pool.stats().reserved == 0
+
+
 def test_a_preempted_request_saves_what_it_computes_again(pool: Pool) -> None:
     """And no block that it had before, whose device block is another's now."""
     bench = Bench(pool, ONE)
