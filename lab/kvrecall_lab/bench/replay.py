@@ -20,8 +20,7 @@ import typer
 from kvrecall.bench.model import BenchModel
 from kvrecall.bench.report import Report, latencies, progress
 from kvrecall.pool.slots import slot_bytes_of
-from kvrecall.simulate.groups import BLOCKS
-from kvrecall.simulate.replay import SimulatedPool, TierSpec, tiers_of
+from kvrecall.simulate.replay import BLOCKS, SimulatedPool, TierSpec, tiers_of
 from kvrecall.simulate.trace import TraceRequest, read_trace
 from kvrecall_lab.engines.engine import Answer, EngineProcess, Engines, Question
 from kvrecall_lab.shapes.shapes import environment
