@@ -19,7 +19,7 @@ from kvrecall.pool.disk.folder import own_bytes
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.processes.command import as_child
 from kvrecall.processes.service import ServiceProcess
-from kvrecall.testing.blocks import chain, namespace, wait_until
+from kvrecall.testing import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import Engine
 from kvrecall_lab.chaos import run
 from kvrecall_lab.chaos.faults import DiskFaults, stored_blocks

@@ -13,7 +13,7 @@ from pool.remote.mooncake import needs_mooncake
 from server.live import LiveServer
 
 from kvrecall.processes.ports import free_port
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [

@@ -22,7 +22,7 @@ from kvrecall.engines.vllm.compat.versions import BUILT_ON, SUPPORTED
 from kvrecall.pool import Pool
 from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.server.checks import Finding, Health
-from kvrecall.testing.blocks import chain
+from kvrecall.testing import chain
 from kvrecall.testing.pool_contract import Engine
 from kvrecall.testing.tier_contract import NAMESPACE
 

@@ -31,7 +31,7 @@ from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.processes.command import kvrecall
 from kvrecall.processes.ports import two_ports
-from kvrecall.testing.blocks import chain, wait_until
+from kvrecall.testing import chain, wait_until
 from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine
 
 MIB = 1 << 20

@@ -22,7 +22,7 @@ from kvrecall.events.holdings import HashRule
 from kvrecall.events.subscriber import Publisher, Subscription
 from kvrecall.processes.ports import free_port
 from kvrecall.server.checks import check_port
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
 of_vllm = pytest.importorskip("kvrecall.engines.vllm.compat.events")

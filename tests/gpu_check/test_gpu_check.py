@@ -25,7 +25,7 @@ from kvrecall.errors import ConfigError
 from kvrecall.gpu_check import CheckError, CheckOutcome, State, cli, copies, servers, tried
 from kvrecall.gpu_check.copies import LAYOUTS, Size
 from kvrecall.gpu_check.part import PARTS, overdue, run_part
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 
 CPU = torch.device("cpu")
 GOOD = CheckOutcome("device", State.PASS, "a GPU")

@@ -16,7 +16,7 @@ from kvrecall.pool.base import PoolClient, TierStats, Verdict
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.hints import Hint
 from kvrecall.pool.pool import Pool
-from kvrecall.testing.blocks import chain, wait_until
+from kvrecall.testing import chain, wait_until
 from kvrecall.testing.pool_contract import NAMESPACE, SLOT_BYTES, Engine, engines
 
 ANN, BOB, EVE = map(tenant_of, ("ann", "bob", "eve"))

@@ -13,7 +13,7 @@ from kvrecall.block import BlockKey, Namespace, TierName, tenant_of
 from kvrecall.config import Amount, DiskConfig, PoolConfig, PoolTerms, TenantRules, TenantTerms
 from kvrecall.pool import Pool
 from kvrecall.pool.changes import Cause, ChangeLog, Removed, Restart, Stored
-from kvrecall.testing.blocks import chain, wait_until
+from kvrecall.testing import chain, wait_until
 from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine
 
 MIB = 1 << 20

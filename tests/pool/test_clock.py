@@ -18,7 +18,7 @@ from kvrecall.pool.cascade import Cascade
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.tier import RemoteTier
-from kvrecall.testing.blocks import chain, wait_until
+from kvrecall.testing import chain, wait_until
 from kvrecall.testing.pool_contract import Engine
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE
 from pool.disk.indexes import forging

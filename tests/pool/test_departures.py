@@ -25,7 +25,7 @@ from kvrecall.pool.changes import Cause
 from kvrecall.pool.departures import Departures, Refusal
 from kvrecall.pool.names import CompactNames, DictNames, Names
 from kvrecall.pool.remote.tier import RemoteTier
-from kvrecall.testing.blocks import chain, wait_until
+from kvrecall.testing import chain, wait_until
 from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine
 
 MIB = 1 << 20

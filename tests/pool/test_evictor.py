@@ -17,7 +17,7 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import Verdict
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.eviction import POLICY_NAMES, make_policy
-from kvrecall.testing.blocks import chain, namespace, wait_until
+from kvrecall.testing import chain, namespace, wait_until
 
 SPACE, OTHER = namespace(), namespace("other")
 BLOCK = 4096

@@ -12,7 +12,7 @@ from kvrecall.pool.base import PoolClient, RecallState, Verdict
 from kvrecall.pool.changes import Cause
 from kvrecall.pool.clock import Clock
 from kvrecall.pool.disk import DiskTier
-from kvrecall.testing.blocks import chain, namespace, wait_until
+from kvrecall.testing import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import (
     BLOCK_BYTES,
     NAMESPACE,

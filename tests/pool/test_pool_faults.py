@@ -24,7 +24,7 @@ from kvrecall.pool.cascade import Cascade
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.tier import Done, Outcome, Tier
-from kvrecall.testing.blocks import chain, wait_until
+from kvrecall.testing import chain, wait_until
 from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine, engines
 from kvrecall_lab.memory_tier import MemoryTier
 

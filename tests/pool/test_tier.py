@@ -14,7 +14,7 @@ from kvrecall.block import BlockKey, TierName
 from kvrecall.config import DiskConfig
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.tier import Done, Get, NullTier, Outcome, Put, PutVerdict, Tier, ended
-from kvrecall.testing.blocks import chain, namespace, wait_until
+from kvrecall.testing import chain, namespace, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench, TierContract
 from kvrecall_lab.memory_tier import MemoryTier
 

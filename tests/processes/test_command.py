@@ -11,7 +11,7 @@ import typer
 from kvrecall.errors import EngineError
 from kvrecall.processes import command as processes
 from kvrecall.processes.command import ProgressLines, command_folder
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from kvrecall.processes.ports import free_port
 from kvrecall.server.application import attach_all
 from kvrecall.server.connections import PromptProtocol
 from kvrecall.server.plan import Plan
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 from server.browser import browsing
 from server.fake import FakeEngine
 

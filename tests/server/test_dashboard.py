@@ -22,7 +22,7 @@ from support.clocks import ManualClock
 from kvrecall.processes.ports import free_port
 from kvrecall.server.dashboard import history, routes
 from kvrecall.server.dashboard.routes import dashboard_router
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 from server.browser import browsing
 from server.fake import INFO, FakeEngine
 from server.live import LiveServer, serving

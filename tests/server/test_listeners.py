@@ -23,7 +23,7 @@ from kvrecall.processes.ports import free_port, two_ports
 from kvrecall.processes.service import Master
 from kvrecall.server.application import _PUBLIC, attach_all
 from kvrecall.server.plan import Plan
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 from kvrecall_lab.models import write_model
 from server.fake import FakeEngine
 from server.live import KVRECALL, LiveServer

@@ -24,7 +24,7 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.slabs import FileIo
 from kvrecall.pool.pool import Pool
-from kvrecall.testing.blocks import chain, namespace
+from kvrecall.testing import chain, namespace
 from kvrecall.testing.pool_contract import Engine
 
 BLOCK_BYTES = 20_000

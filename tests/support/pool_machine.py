@@ -24,7 +24,7 @@ from kvrecall.errors import ConfigError
 from kvrecall.pool.admin import PoolAdmin
 from kvrecall.pool.base import PoolClient, Recall, RecallState, Verdict
 from kvrecall.pool.pool import Pool
-from kvrecall.testing.blocks import chain, namespace, wait_until
+from kvrecall.testing import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import Engine
 
 _SIZES = {"small": 5_000, "large": 70_000}

@@ -20,7 +20,7 @@ from kvrecall.pool.compression import CODECS, FRAME_BYTES, Compressor, unpack
 from kvrecall.pool.disk.codec import BlockCodec
 from kvrecall.pool.tier import checksum_of
 from kvrecall.simulate.trace import read_trace
-from kvrecall.testing.blocks import chain, namespace
+from kvrecall.testing import chain, namespace
 from kvrecall_lab.hostile.attack import Crashed, GotIn, attack
 
 _PLAIN = 65_536

@@ -21,7 +21,7 @@ from kvrecall.errors import TierError
 from kvrecall.pool.disk import DiskTier, index
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.tier import Get, Outcome, Put
-from kvrecall.testing.blocks import chain, content, namespace
+from kvrecall.testing import chain, content, namespace
 from kvrecall.testing.pool_contract import Engine
 from kvrecall_lab.hostile.attack import Breach, Crashed, GotIn, NotHere, Stalled, attack
 from kvrecall_lab.hostile.listeners import said_by

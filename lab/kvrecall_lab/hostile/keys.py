@@ -141,7 +141,7 @@ def settings_that_hold_a_secret(folder: Path) -> str:
 def a_store_that_repeats_what_it_is_sent(folder: Path) -> str:
     """A store whose errors hold the credentials, one that is away, one that takes no key."""
     from kvrecall.pool import Pool
-    from kvrecall.testing.blocks import chain, namespace
+    from kvrecall.testing import chain, namespace
     from kvrecall.testing.pool_contract import Engine
 
     marks = Marks("access_key_id", "secret_access_key", "session_token")

@@ -34,7 +34,7 @@ from kvrecall.pool.remote.staged import SECTION_BYTES
 from kvrecall.pool.remote.store import Object
 from kvrecall.pool.remote.tier import name_of
 from kvrecall.processes.service import Master
-from kvrecall.testing.blocks import chain, content, namespace, wait_until
+from kvrecall.testing import chain, content, namespace, wait_until
 from kvrecall_lab.hostile.attack import Crashed, GotIn, NotHere, attack
 from kvrecall_lab.hostile.listeners import http_server
 

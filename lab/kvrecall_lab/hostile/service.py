@@ -32,7 +32,7 @@ from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread, listener_at
 from kvrecall.processes.command import as_child, kvrecall
 from kvrecall.processes.ports import two_ports
-from kvrecall.testing.blocks import chain, namespace
+from kvrecall.testing import chain, namespace
 from kvrecall_lab.hostile.attack import Crashed, GotIn, NotHere, Stalled, attack
 from kvrecall_lab.hostile.listeners import frame, said_by, shake_hands, until
 
@@ -48,7 +48,7 @@ import subprocess, sys, time
 from pathlib import Path
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread, listener_at
-from kvrecall.testing.blocks import chain, namespace
+from kvrecall.testing import chain, namespace
 
 client = ServiceClient(Path(sys.argv[1]), call_timeout_s=20.0)
 client.register(namespace("hostile service"), 1 << 20)
@@ -323,7 +323,7 @@ _STRANGER = """
 import os, socket, struct, sys, time
 from kvrecall import __version__
 from kvrecall.pool.service import protocol as p
-from kvrecall.testing.blocks import chain, namespace
+from kvrecall.testing import chain, namespace
 
 def connect():
     sock = socket.socket(socket.AF_UNIX)

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from kvrecall.block import BlockKey, Namespace, tenant_of
 from kvrecall.pool.service.client import ServiceClient
-from kvrecall.testing.blocks import chain, wait_until
+from kvrecall.testing import chain, wait_until
 from kvrecall.testing.pool_contract import Engine
 
 from .pages import ROOT

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvrecall.processes.ports import free_port
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 
 from .pages import ROOT
 

@@ -31,7 +31,7 @@ from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.processes.child import one_process
 from kvrecall.processes.service import ServiceProcess
-from kvrecall.testing.blocks import chain
+from kvrecall.testing import chain
 
 NAMESPACE = Namespace.of({"purpose": "bench service"})
 LOOKUP_BLOCKS = 1000

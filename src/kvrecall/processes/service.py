@@ -18,7 +18,7 @@ from kvrecall.pool.service.admin import Overview, ServiceAdmin, Stat
 from kvrecall.processes.child import ChildProcess
 from kvrecall.processes.command import as_child, kvrecall
 from kvrecall.processes.ports import free_port
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 
 _READY_S = 120.0
 

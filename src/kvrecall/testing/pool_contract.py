@@ -18,7 +18,7 @@ from kvrecall.pool.base import Absence, PoolClient, Presence, Recall, RecallStat
 from kvrecall.pool.changes import Cause
 from kvrecall.pool.departures import Refusal
 from kvrecall.pool.hints import Hint
-from kvrecall.testing.blocks import chain, content, namespace, wait_until
+from kvrecall.testing import chain, content, namespace, wait_until
 
 BLOCK_BYTES = 60_000
 SLOT_BYTES = 61_440

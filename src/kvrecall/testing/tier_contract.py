@@ -11,7 +11,7 @@ import pytest
 from kvrecall.block import BlockKey
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Done, Get, Outcome, Put, PutVerdict, Tier
-from kvrecall.testing.blocks import chain, content, namespace, wait_until
+from kvrecall.testing import chain, content, namespace, wait_until
 
 BLOCK_BYTES = 10_000
 NAMESPACE = namespace()

@@ -32,7 +32,7 @@ from kvrecall.block import Namespace
 from kvrecall.engines.sglang import RecallStorage, identity
 from kvrecall.engines.sglang import storage as room
 from kvrecall.errors import ConfigError
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 
 LAYERS, TOKENS, HEADS, DIM, PAGES = 3, 16, 2, 8, 12
 HASHES = [f"{n:064x}" for n in range(PAGES)]

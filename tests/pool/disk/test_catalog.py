@@ -19,7 +19,7 @@ from kvrecall.pool.disk.catalog import Catalog
 from kvrecall.pool.disk.index import IndexRow
 from kvrecall.pool.eviction import POLICY_NAMES
 from kvrecall.pool.hints import RETURNS, Advice
-from kvrecall.testing.blocks import chain, namespace
+from kvrecall.testing import chain, namespace
 from pool.counts import count_catalog, count_orders
 
 MIB = 1 << 20

@@ -27,7 +27,7 @@ from kvrecall.pool.disk.codec import BlockCodec, make_codec
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Get, Outcome, Put, Tier
 from kvrecall.pool_cli import app
-from kvrecall.testing.blocks import chain, content, wait_until
+from kvrecall.testing import chain, content, wait_until
 from kvrecall.testing.pool_contract import Engine
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, TierContract
 from pool.test_compression import kv, noise

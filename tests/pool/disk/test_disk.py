@@ -25,7 +25,7 @@ from kvrecall.pool.disk.codec import BlockCodec
 from kvrecall.pool.disk.flusher import Flusher
 from kvrecall.pool.disk.index import Index
 from kvrecall.pool.tier import Outcome, PutVerdict
-from kvrecall.testing.blocks import chain, wait_until
+from kvrecall.testing import chain, wait_until
 from kvrecall.testing.tier_contract import NAMESPACE
 from pool.disk.indexes import forging
 

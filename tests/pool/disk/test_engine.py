@@ -16,7 +16,7 @@ from kvrecall.pool.clock import Clock
 from kvrecall.pool.disk import DiskTier, catalog, flusher, index, tier
 from kvrecall.pool.disk.index import Index, IndexRow
 from kvrecall.pool.tier import Outcome
-from kvrecall.testing.blocks import chain, wait_until
+from kvrecall.testing import chain, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
 from kvrecall_lab.bench.index import key_of, write_folder
 

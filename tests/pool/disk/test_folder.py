@@ -21,7 +21,7 @@ from kvrecall.pool.disk import index as index_module
 from kvrecall.pool.disk.codec import BlockCodec
 from kvrecall.pool.disk.folder import FolderLock
 from kvrecall.pool.tier import Outcome
-from kvrecall.testing.blocks import chain, namespace, wait_until
+from kvrecall.testing import chain, namespace, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
 from pool.disk.indexes import forging
 

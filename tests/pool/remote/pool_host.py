@@ -12,7 +12,7 @@ from kvrecall.block import BlockKey
 from kvrecall.config import RecallSettings
 from kvrecall.pool.base import RecallState
 from kvrecall.pool.pool import Pool
-from kvrecall.testing.blocks import chain, content, namespace
+from kvrecall.testing import chain, content, namespace
 from pool.inside import retry_writes
 
 NAMESPACE = namespace()

@@ -9,7 +9,7 @@ from kvrecall.block import BlockKey, TierName
 from kvrecall.config import PoolConfig, RecallSettings
 from kvrecall.pool.base import Found, RecallState
 from kvrecall.pool.pool import Pool
-from kvrecall.testing.blocks import content, namespace, wait_until
+from kvrecall.testing import content, namespace, wait_until
 
 NAMESPACE = namespace()
 NBYTES = 10_000

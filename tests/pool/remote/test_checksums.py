@@ -20,7 +20,7 @@ from kvrecall.pool.disk.codec import Packer, make_codec
 from kvrecall.pool.remote.tier import RemoteTier, name_of
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Checksum, Done, Get, Outcome, Put, Tier, checksum_of
-from kvrecall.testing.blocks import chain, content, wait_until
+from kvrecall.testing import chain, content, wait_until
 from pool.inside import blocks_of
 from pool.remote.pools import NAMESPACE, NBYTES, OpenPool, recall, save
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from kvrecall.pool.remote.mooncake.client_process import CallTimes, SpinPriority, can_raise
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 
 MIB = 1 << 20
 

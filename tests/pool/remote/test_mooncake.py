@@ -32,7 +32,7 @@ from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.tier import Outcome, Tier
 from kvrecall.processes.ports import free_port
 from kvrecall.processes.service import Master
-from kvrecall.testing.blocks import chain, wait_until
+from kvrecall.testing import chain, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
 from pool.inside import below, retry_writes
 from pool.remote.mooncake import needs_mooncake

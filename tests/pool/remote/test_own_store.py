@@ -18,7 +18,7 @@ from kvrecall.pool import Pool
 from kvrecall.pool.remote.backends import make_store
 from kvrecall.pool.remote.store import Store
 from kvrecall.processes.ports import free_port
-from kvrecall.testing.blocks import chain, wait_until
+from kvrecall.testing import chain, wait_until
 from kvrecall.testing.pool_contract import Engine
 from kvrecall.testing.store_contract import Counter, StoreContract, names
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE

@@ -17,7 +17,7 @@ from kvrecall.pool.remote.backends import store_name
 from kvrecall.pool.remote.tier import name_of
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread
-from kvrecall.testing.blocks import chain, wait_until
+from kvrecall.testing import chain, wait_until
 from pool.inside import forget
 from pool.remote.pools import NAMESPACE, NBYTES, OpenPool, find, recall, save, settings
 

@@ -18,7 +18,7 @@ from kvrecall.pool.cipher import TAG_BYTES, Cipher, make_key_file
 from kvrecall.pool.remote.objects import make_store
 from kvrecall.pool.remote.staged import StagedStore
 from kvrecall.pool.remote.store import Object, Store
-from kvrecall.testing.blocks import chain, content, wait_until
+from kvrecall.testing import chain, content, wait_until
 from kvrecall.testing.pool_contract import Engine
 from kvrecall.testing.store_contract import Counter, StoreContract, names, value
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE

@@ -19,7 +19,7 @@ from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.remote.backends import make_store
 from kvrecall.pool.remote.tier import HEADER_BYTES, RemoteTier, name_of
 from kvrecall.pool.tier import Outcome, PutVerdict, Tier
-from kvrecall.testing.blocks import chain, wait_until
+from kvrecall.testing import chain, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench, TierContract
 
 MIB = 1 << 20

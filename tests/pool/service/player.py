@@ -21,7 +21,7 @@ from kvrecall.errors import TierError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import ArenaHandle, RecallState, Verdict
 from kvrecall.pool.service.client import ServiceClient
-from kvrecall.testing.blocks import chain, content, namespace
+from kvrecall.testing import chain, content, namespace
 
 SIZES = {"small": 9_000, "large": 70_000}
 HOT, COLD = 20, 2000  # chains

@@ -24,7 +24,7 @@ from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.admin import PrefixTrees
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread
-from kvrecall.testing.blocks import chain, namespace, wait_until
+from kvrecall.testing import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import Engine
 from pool.service.command import as_json, pool
 

@@ -11,7 +11,7 @@ import pytest
 from kvrecall.block import TierName
 from kvrecall.pool.service.child import ChildService
 from kvrecall.pool.service.client import ServiceClient
-from kvrecall.testing.blocks import chain, namespace, wait_until
+from kvrecall.testing import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import Engine
 
 NAMESPACE = namespace("child")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from engines.vllm.engine import Engine, prompt_of
 
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 from kvrecall_lab.engines.engine import EngineProcess
 from kvrecall_lab.models import write_model
 from kvrecall_lab.shapes.cases import on_and_off

@@ -23,7 +23,7 @@ from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.link import Link
 from kvrecall.processes.command import as_child
-from kvrecall.testing.blocks import chain, namespace, wait_until
+from kvrecall.testing import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import Engine
 from pool.service.service import Service
 

@@ -17,7 +17,7 @@ from kvrecall.engines.vllm.connector.pages import GroupPages, LayerPages
 from kvrecall.engines.vllm.device.base import Copy
 from kvrecall.pool.base import NO_ARENA, ArenaHandle
 from kvrecall.pool.service.link import mappers_of
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 from kvrecall_lab.streams.late import LateDevice, late_device
 from pool.service.service import Service
 

@@ -37,7 +37,7 @@ from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread, SocketLock, wait_for_memory
 from kvrecall.pool.service.link import Link, LinkLost
 from kvrecall.pool.service.server import Patience
-from kvrecall.testing.blocks import chain, namespace, wait_until
+from kvrecall.testing import chain, namespace, wait_until
 from pool.service.service import Service
 
 NAMESPACE = namespace("hostile")

@@ -28,7 +28,7 @@ from kvrecall.pool.base import Verdict
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.client import ServiceClient, open_pool
 from kvrecall.pool.service.endpoint import ServiceThread
-from kvrecall.testing.blocks import chain, namespace, wait_until
+from kvrecall.testing import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import Engine
 from pool.service.command import as_json, pool
 from pool.service.service import Service

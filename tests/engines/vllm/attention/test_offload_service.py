@@ -16,7 +16,7 @@ from engines.vllm.attention.test_offload import settings
 from engines.vllm.attention.test_offload_faults import PREFILL, same
 from engines.vllm.engine import Engine, prompt_of
 from kvrecall.pool.service.link import mappers_of
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

@@ -50,7 +50,7 @@ from kvrecall.engines.vllm.device.accelerator import AcceleratorDevice, split
 from kvrecall.engines.vllm.device.base import Batch, Copy
 from kvrecall.errors import EngineError
 from kvrecall.pool.arena import Arena
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 from kvrecall_lab.engines.counting import Counts, counted
 
 BLOCKS, HEADS, TOKENS, WIDTH = 10, 2, 16, 8

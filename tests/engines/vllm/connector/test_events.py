@@ -12,7 +12,7 @@ from engines.vllm.engine import Engine, prompt_of
 from engines.vllm.exactness import BLOCK, hits, push_out_of_host
 from kvrecall.engines.vllm.compat.patches import PATCHES
 from kvrecall.processes.ports import free_port
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 
 pytestmark = pytest.mark.engine
 

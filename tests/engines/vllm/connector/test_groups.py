@@ -51,7 +51,7 @@ from kvrecall.engines.vllm.wire import (
 from kvrecall.modelconfig import CacheKind
 from kvrecall.plan.model import Group
 from kvrecall.pool import Pool
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 
 MARK = 8
 PLAIN: Any = {"num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}

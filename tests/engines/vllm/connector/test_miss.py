@@ -43,7 +43,7 @@ from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.pool.tier import Tier
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 
 NAMES = itertools.count()
 PROMPT = list(range(1000, 1000 + 8 * BLOCK + 4))

@@ -42,7 +42,7 @@ from kvrecall.engines.vllm.wire import (
 )
 from kvrecall.pool import Pool
 from kvrecall.pool.base import PoolClient
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 
 BLOCK = 16
 FACTS = EngineFacts.of_one(BLOCK, 4096)

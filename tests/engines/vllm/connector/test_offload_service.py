@@ -13,7 +13,7 @@ from engines.vllm.connector.test_offload import BLOCK, Bench
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 
 MIB = 1 << 20
 

@@ -46,7 +46,7 @@ from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import NO_ARENA, ArenaHandle, Recall, RecallState
 from kvrecall.pool.disk import DiskTier
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 
 __all__ = ["pool"]  # for tests that import it from here
 

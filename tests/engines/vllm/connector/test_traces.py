@@ -25,7 +25,7 @@ from kvrecall.engines.vllm.connector.request import BlockHashes, LoadRecord, Req
 from kvrecall.engines.vllm.connector.traces import Traces
 from kvrecall.engines.vllm.wire import EngineFacts
 from kvrecall.processes.ports import free_port
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 
 BLOCK_BYTES = 4 * 2 * 2 * 64 * BLOCK * 4  # layers, K and V, KV heads, head size, float32
 BLOCKS = 7

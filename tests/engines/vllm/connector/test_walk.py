@@ -20,7 +20,7 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.connector.hit import HitFinder
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.pool import Pool
-from kvrecall.testing.blocks import wait_until
+from kvrecall.testing import wait_until
 
 SOURCE = Path(kvrecall.__file__).parent
 TOKENS = 32 * BLOCK
