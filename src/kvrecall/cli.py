@@ -90,9 +90,7 @@ def root(
 
 
 def usage_line(error: Any) -> str:
-    """The error of a command line in one line; "" if typer has printed the help instead."""
-    if type(error).__name__ == "NoArgsIsHelpError":
-        return ""
+    """The error of a command line in one line."""
     from pydantic import ValidationError
 
     message = " ".join(error.format_message().split()).rstrip(".").replace(": Value error, ", ": ")
@@ -128,8 +126,10 @@ def main() -> None:
         status = done if isinstance(done, int) else ExitStatus.OK
     except _UsageError as error:
         status = ExitStatus.WRONG_SETTINGS
-        if line := usage_line(error):
-            show_error(line, status)
+        if type(error).__name__ == "NoArgsIsHelpError":
+            typer.echo(error.format_message())
+        else:
+            show_error(usage_line(error), status)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     if status == ExitStatus.INTERRUPTED:

@@ -168,7 +168,9 @@ def test_a_client_that_does_not_sample_is_not_traced(
         ("127.0.0.1:4318/v1/traces", "http/protobuf", "write the URL of an OTLP collector"),
     ],
 )
-@pytest.mark.parametrize("command", ["router --decode http://127.0.0.1:1", "serve"])
+@pytest.mark.parametrize(
+    "command", ["router --decode http://127.0.0.1:1", "serve models/recall-tiny"]
+)
 def test_a_wrong_endpoint_is_refused(
     endpoint: str, protocol: str, why: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,7 +97,7 @@ def test_what_has_no_effect_is_logged_once(live: LiveServer) -> None:
     (idle,) = (line for line in lines if "accepted without effect" in line)
     assert "BackendConfig.npuDeviceIds" in idle
     assert "BackendConfig.interNodeTLSEnabled" in idle
-    assert sum("enablePrefixCache is retired" in line for line in lines) == 1
+    assert "enablePrefixCache (retired: plugin_params" in idle
     assert sum("serving management+metrics on https://" in line for line in lines) == 1
 
 

@@ -134,7 +134,8 @@ def test_within_it_only_by_the_table() -> None:
         if path.name not in ("patches.py", "serving.py"):
             assert offences(path.read_text()) == [], path.name
     installed = re.findall(
-        r'install\("([\w-]+)"', "".join(p.read_text() for p in (ROOM / "compat").glob("*.py"))
+        r'install(?:_at_import)?\("([\w-]+)"',
+        "".join(p.read_text() for p in (ROOM / "compat").glob("*.py")),
     )
     assert sorted([*installed, "recall-in-usage"]) == sorted(PATCHES)
 
