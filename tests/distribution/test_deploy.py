@@ -83,6 +83,7 @@ def test_engines_find_the_service(name: str) -> None:
     folder = str(Path(settings["socket"]).parent)
     mounts = [f"run:{folder}" in each["volumes"] for each in (engine, pool)]
     assert mounts == [True, True]
+    assert engine["shm_size"] == "2gb"  # vLLM needs more than a container's 64 MiB
     owner = engine["pid"].removeprefix("service:")
     assert engine["pid"] == pool["pid"]
     assert owner not in (name, "pool")  # whose end would be that of all processes in it
