@@ -97,8 +97,8 @@ class Machine:
             return "upgrade pip"
         engine = ["engine"] if any(word.startswith("torch==") for word in words) else []
         extras = words[words.index("-e") + 1].removeprefix("ROOT").strip("[]")
-        extras = extras.replace("objects,encryption,compression,index,traces", "").strip(",")
-        found = [*engine, *(extras.split(",") if extras else [])]
+        extras = extras.replace("objects,encryption,compression,index,traces", "")
+        found = [*engine, *(each for each in extras.split(",") if each not in ("", "retrieval"))]
         found += [after for word, after in itertools.pairwise(words) if word == "--group"]
         return " ".join(found) or "kvrecall"
 

@@ -242,7 +242,7 @@ def _native() -> _Native | None:
     except (ImportError, AttributeError, OSError) as error:
         _LOG.warning(
             "kvrecall: retrieval searches without compiled kernels, which is slower, because %s; "
-            "pip install 'numkong>=7.8,<8' numba",
+            "pip install 'kvrecall[retrieval]'",
             error,
         )
         return None
