@@ -1,7 +1,6 @@
 """``deploy/kubernetes`` under podman: a pool service and two engines in one pod.
 
-Needs root, podman and the image, which takes ten minutes to build:
-``podman build -f deploy/Containerfile -t kvrecall .``
+Needs root, podman and its image: ``podman build -f deploy/Containerfile -t kvrecall .``
 """
 
 from __future__ import annotations
@@ -43,11 +42,8 @@ def manifest(shm: Path) -> str:
     /dev/shm is root's in the image, so the engines get a folder of the host there.
     """
     text = (DEPLOY / "kubernetes" / "one-pod.yaml").read_text()
-    text = (
-        text.replace("32GiB", "256MiB")
-        .replace("200GiB", "1GiB")
-        .replace("Qwen/Qwen3-0.6B", "/model")
-    )
+    for word, small in (("32GiB", "256MiB"), ("200GiB", "1GiB"), ("Qwen/Qwen3-0.6B", "/model")):
+        text = text.replace(word, small)
     settings, deployment = [
         one for one in yaml.safe_load_all(text) if one["kind"] != "NetworkPolicy"
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -356,3 +357,17 @@ def test_a_seed_goes_on_behind_its_last_token_however_a_prefill_is_cut(
     plain = torch.Generator().manual_seed(5)
     assert drawn == [torch.rand(3, generator=plain).tolist() for _ in range(3)]
     assert runner.input_batch.generators == {0: generator}
+
+
+def test_a_module_that_is_looked_for_first_is_patched_at_its_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "probed_first.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    acted: list[str] = []
+    hook = patches._AtImport("probed_first", lambda: acted.append("patched"))
+    monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
+    assert importlib.util.find_spec("probed_first")
+    assert acted == []
+    importlib.import_module("probed_first")
+    assert (acted, hook in sys.meta_path) == (["patched"], False)

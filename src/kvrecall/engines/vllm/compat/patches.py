@@ -314,12 +314,14 @@ class _AtImport:
     def find_spec(self, fullname: str, *_: Any) -> Any:
         if fullname != self.module:
             return None
-        sys.meta_path.remove(self)
+        sys.meta_path.remove(self)  # while the others look
         spec: Any = importlib.util.find_spec(fullname)
+        sys.meta_path.insert(0, self)  # who looks may not import it
         plain = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
             plain(module)
+            sys.meta_path.remove(self)
             self.act()
 
         spec.loader.exec_module = exec_module
