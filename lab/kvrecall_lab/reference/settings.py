@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from kvrecall.attention.settings import PREFIX, RetrievalSettings
+from kvrecall.attention import PREFIX
+from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.config import (
     File,
     Marks,

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+PREFIX = "VLLM_RETRIEVAL_"
+"""Of the variables that set it."""
+
 
 def layers_refusal(kinds: Collection[str]) -> tuple[str, str] | None:
     """Why retrieval attention cannot serve a model whose layers are of these ``kinds`` (those of

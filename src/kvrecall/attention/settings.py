@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
+from kvrecall.attention import PREFIX
 from kvrecall.attention.digest import DIGESTS, Layout
 from kvrecall.attention.index import EXACT, INDEXES, index_factory
 from kvrecall.errors import ConfigError
-
-PREFIX = "VLLM_RETRIEVAL_"
 
 SMALL_SHARE = 0.05
 """Up to this share of the blocks a digest represents fewer tokens."""

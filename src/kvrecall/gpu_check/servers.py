@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrecall.attention.settings import PREFIX
+from kvrecall.attention import PREFIX
 from kvrecall.bench.model import BLOCK, BenchModel, Texts
 from kvrecall.bench.report import percentiles
 from kvrecall.environment import PLUGINS, RETRIEVAL

@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
+from kvrecall.attention import PREFIX
 from kvrecall.engines.vllm.compat.processes import name_plugins
 from kvrecall.environment import PLUGINS, RETRIEVAL
 from kvrecall.errors import EngineError
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from kvrecall.attention.settings import RetrievalSettings
 
 NAME = "retrieval"
-_PREFIX = "VLLM_RETRIEVAL_"  # the settings' own, whose module is too much for every process
 logger = logging.getLogger("vllm.kvrecall")
 
 
@@ -46,7 +46,7 @@ def register() -> None:
 
 def _tell_unused(environ: Mapping[str, str]) -> None:
     """Logs in an engine's first process that settings of retrieval are without effect."""
-    unused = sorted(name for name in environ if name.startswith(_PREFIX))
+    unused = sorted(name for name in environ if name.startswith(PREFIX))
     if unused and multiprocessing.parent_process() is None:
         logger.warning(
             "kvrecall: retrieval attention is off, so settings have no effect: %s; name `%s` in "
