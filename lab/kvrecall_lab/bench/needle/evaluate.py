@@ -19,8 +19,9 @@ from typing import Annotated, Any
 import httpx
 import typer
 
+from kvrecall.attention import PREFIX
 from kvrecall.attention.selection import split_of
-from kvrecall.attention.settings import MODES, PREFIX, RETRIEVALKV, RetrievalSettings
+from kvrecall.attention.settings import MODES, RETRIEVALKV, RetrievalSettings
 from kvrecall.bench.model import BLOCK
 from kvrecall.bench.report import Report, names_in, progress
 from kvrecall.demo.cli import TRAINED
