@@ -236,9 +236,12 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         below += f", remote {remote.kind}" if remote else ""
         below = "by the node's pool service" if self._settings.backend == "service" else below
         logger.info(
-            f"kvrecall: pool open as {self._vllm_config.kv_transfer_config.kv_role}: host "
-            f"{arena_bytes / 2**30:.2f} GiB, {below}, {_groups_text(facts)}, hits in units of "
-            f"{facts.unit} tokens"
+            "kvrecall: pool open as %s: host %.2f GiB, %s, %s, hits in units of %d tokens",
+            self._vllm_config.kv_transfer_config.kv_role,
+            arena_bytes / 2**30,
+            below,
+            _groups_text(facts),
+            facts.unit,
         )
 
     def _ready_arena(self, facts: wire.EngineFacts, near: Collection[int]) -> None:
@@ -493,8 +496,10 @@ def _check_room(host: int, facts: wire.EngineFacts, max_model_len: int) -> None:
     tokens = int(host / facts.block_bytes) * facts.block_size
     if tokens < max_model_len:
         logger.warning(
-            f"kvrecall: host_size holds {tokens} tokens, less than one sequence of max_model_len="
-            f"{max_model_len}: longer prefixes are recalled in part"
+            "kvrecall: host_size holds %d tokens, less than one sequence of max_model_len=%d: "
+            "longer prefixes are recalled in part",
+            tokens,
+            max_model_len,
         )
 
 
@@ -514,7 +519,8 @@ def _warn_if_hopeless(vllm_config: Any) -> None:
     algo = vllm_config.cache_config.prefix_caching_hash_algo
     if config.root_seed_is_random(algo):
         logger.warning(
-            f"kvrecall: NOTHING CAN HIT AFTER A RESTART: block hashes of {algo} start from a "
-            "random seed in every process. Pass --prefix-caching-hash-algo sha256_cbor, or set "
-            "PYTHONHASHSEED to a fixed number"
+            "kvrecall: NOTHING CAN HIT AFTER A RESTART: block hashes of %s start from a random "
+            "seed in every process. Pass --prefix-caching-hash-algo sha256_cbor, or set "
+            "PYTHONHASHSEED to a fixed number",
+            algo,
         )
