@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrecall.block import NAMESPACE_BYTES
-from kvrecall.commands import Json, progress_bar
+from kvrecall.commands import Json, progress_bar, take_options
 from kvrecall.config import (
     PoolConfig,
     default_socket,
@@ -314,15 +314,7 @@ def command(*which: str) -> Callable[[Callable[..., Command[Any]]], None]:
             if isinstance(order, Verify) and result["damaged"]:
                 raise typer.Exit(1)
 
-        run.__signature__ = own.replace(  # type: ignore[attr-defined]
-            parameters=[
-                inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
-                )
-                for name, (kind, default) in taken.items()
-            ]
-        )
-        run.__annotations__ = {name: kind for name, (kind, _) in taken.items()}
+        take_options(run, taken)
         app.command(make.__name__, help=inspect.getdoc(make))(run)
 
     return add
