@@ -130,10 +130,9 @@ def serve(
 
 
 def _announce(config: PoolConfig, path: Path) -> None:
-    text = f"kvrecall: pool service on {path}: host {format_size(config.host_bytes)}, disk none"
-    if config.disk:
-        size = format_size(config.disk.capacity_bytes)
-        text = text.removesuffix("none") + f"{size} in {config.disk.path}"
+    disk = config.disk
+    shown = f"{format_size(disk.capacity_bytes)} in {disk.path}" if disk else "none"
+    text = f"kvrecall: pool service on {path}: host {format_size(config.host_bytes)}, disk {shown}"
     typer.echo(text + (f", remote {config.remote.kind}" if config.remote else ""))
 
 
@@ -370,9 +369,7 @@ def unpin(
     everything: Annotated[bool, typer.Option("--all", help="Unpin all blocks.")] = False,
 ) -> Pin:
     """Allow eviction of pinned blocks again."""
-    if everything:
-        query = replace(query, pinned=True)
-    return Pin(_some(query), False)
+    return Pin(replace(query, pinned=True) if everything else _some(query), False)
 
 
 @command()
@@ -565,10 +562,8 @@ def listing_of(found: Listing) -> Table:
         cells.append("\n".join(about))
         if is_named:
             cells.append(format_count(row.depth))
-        for blocks, nbytes in (
-            (row.host_blocks, row.host_bytes),
-            (row.disk_blocks, row.disk_bytes),
-        ):
+        tiers = (row.host_blocks, row.host_bytes), (row.disk_blocks, row.disk_bytes)
+        for blocks, nbytes in tiers:
             cells.append(f"{format_count(blocks)}\n{format_size(nbytes)}" if blocks else "-")
         cells.append(format_count(row.pinned_blocks))
         oldest = "" if by is By.BLOCK else f"\n{_duration(row.oldest_s)}"

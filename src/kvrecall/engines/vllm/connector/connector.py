@@ -124,14 +124,11 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         return self._w.shard()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, wire.StepOrders)
         self._handled = sys.exc_info()[1]
         self._w.before_overwrite(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        orders = self._get_connector_metadata()
-        assert isinstance(orders, wire.StepOrders)
-        self._w.start_loads(orders)
+        self._w.start_loads(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: all loads are asynchronous, and a request runs when they are done."""
@@ -143,7 +140,6 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         orders = self._get_connector_metadata()
-        assert isinstance(orders, wire.StepOrders)
         if self._is_failing():
             self._w.step_failed(orders)
         else:
@@ -151,7 +147,6 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         orders = self._get_connector_metadata()
-        assert isinstance(orders, wire.StepOrders)
         if self._is_failing():
             return KVConnectorTransferResults()
         if not orders.computes and not versions.saves_without_computing():
@@ -167,8 +162,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
     def _is_failing(self) -> bool:
         """Whether the step's forward pass has raised: Model Runner V1 ends the step all the same,
         and drops what it is told. What is not told now is told after the next step."""
-        raised = sys.exc_info()[1]
-        return raised is not None and raised is not self._handled
+        return sys.exc_info()[1] not in (None, self._handled)
 
     # ---- scheduler side -----------------------------------------------------------------
 
