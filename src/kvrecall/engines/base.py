@@ -64,7 +64,7 @@ class Reason(StrEnum):
 
     text: str
 
-    def __new__(cls, value: str, text: str) -> Self:
+    def __new__(cls, value: str, text: str = "") -> Self:  # a value alone is a look-up
         made = str.__new__(cls, value)
         made._value_, made.text = value, text
         return made
