@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.changes import Cause
-from kvrecall.pool.hints import Advice
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier
 
 
@@ -75,15 +74,6 @@ class MemoryTier(Tier):
                     get.into[: len(block[0])] = block[0]
                 done.append(Done(get.key, Outcome.MISS if block is None else Outcome.LOADED))
         return done
-
-    def touch(
-        self,
-        chain: Sequence[BlockKey],
-        hanging: Sequence[BlockKey] = (),
-        ending: Sequence[BlockKey] = (),
-        advice: Advice | None = None,
-    ) -> None:
-        pass
 
     def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
         with self._lock:

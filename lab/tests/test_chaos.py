@@ -23,7 +23,7 @@ from kvrecall.testing import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import Engine
 from kvrecall_lab.chaos import run
 from kvrecall_lab.chaos.faults import DiskFaults, stored_blocks
-from kvrecall_lab.chaos.oracle import FAULTS, Conversations, DurabilityOracle, Turn, sure_part
+from kvrecall_lab.chaos.oracle import FAULTS, Conversations, DurabilityOracle, Turn
 from kvrecall_lab.engines.engine import Answer, Question
 
 NAMESPACE = namespace("chaos")
@@ -56,8 +56,8 @@ def answer(tokens: tuple[int, ...], gaps: tuple[float, ...] = ()) -> Answer:
 
 
 def test_an_answer_is_sure_up_to_its_first_ambiguous_token() -> None:
-    assert sure_part(answer((1, 2, 3), (0.5, 0.001, 0.5))) == (1,)
-    assert sure_part(answer((1, 2), (0.5, 0.2))) == (1, 2)
+    assert answer((1, 2, 3), (0.5, 0.001, 0.5)).sure(0.01) == 1
+    assert answer((1, 2), (0.5, 0.2)).sure(0.01) == 2
 
 
 def test_a_conversation_goes_on_with_its_answers() -> None:

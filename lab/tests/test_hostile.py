@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall_lab.hostile.__main__ import _figures, _trial
+from kvrecall_lab.hostile.__main__ import _trial, figures_of
 from kvrecall_lab.hostile.attack import Attack, attacks
 
 PROGRAM = """
@@ -43,7 +43,7 @@ def test_each_end_is_told(tmp_path: Path, body: str, how: str, seen: str) -> Non
     one = Attack("a.b", "", lambda _: "", False, 2 if "sleep" in body else 60)
     verdict = _trial(one, tmp_path, [sys.executable, "-c", PROGRAM.format(body=body)])
     assert (verdict.how, verdict.seen) == (how, seen)
-    line = _figures([verdict], 1.0)
+    line = figures_of([verdict], 1.0)
     assert line["attacks"] == (0 if how == "skipped" else 1)
     assert line["skipped"] == (["a.b"] if how == "skipped" else [])
     if how not in ("held", "skipped"):

@@ -4,7 +4,9 @@ device, and each wait that they need."""
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch
 from kvrecall.block import TierName
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.compat.scheduler import reschedule_lost
-from kvrecall.engines.vllm.connector.copier import LONGEST_S
+from kvrecall.engines.vllm.connector import copier
 from kvrecall.engines.vllm.wire import StepReport
 from kvrecall.pool import Pool
 from kvrecall_lab.models import write_model
@@ -77,11 +79,17 @@ def test_the_engine_learns_the_rates_of_its_device(tmp_path: Path, overlapping: 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("aborted", [False, True], ids=["finishes", "aborted"])
 def test_a_load_that_never_ends_costs_a_wait_and_a_recomputation(
-    tmp_path: Path, overlapping: bool, ranks: int, aborted: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overlapping: bool,
+    ranks: int,
+    aborted: bool,
 ) -> None:
     """And when it ends after all, it writes blocks that no request has."""
     reschedule_lost(StepReport)
     machine = Machine(random.Random(0), Style(0.0, 3, True, (1.0,)))
+    clock = SimpleNamespace(monotonic=lambda: machine.now, sleep=time.sleep)
+    monkeypatch.setattr(copier, "time", clock)
     settings = RecallSettings.from_mapping({"host_size": "400KiB"})
     model = config(write_model(tmp_path / "model", weights=False), overlapping, False)
     chance = random.Random(1)
@@ -98,18 +106,15 @@ def test_a_load_that_never_ends_costs_a_wait_and_a_recomputation(
             engine.add(f"first-{number}", prompt, 2, 0)
         steps()
         assert engine.preempt_all()
-        queues = [rank.worker._arena._mapped.copier.loads for rank in engine.ranks]  # type: ignore[union-attr]
-        late = queues[-1]  # of one rank
-        for queue in queues:
-            queue._clock = lambda: machine.now
-        late._stream.is_stuck = True  # type: ignore[attr-defined]
+        late = [stream for stream in machine.streams if stream.name == "loads"][-1]  # of one rank
+        late.is_stuck = True
         engine.add("again", prompts[0], 20, 0)
         steps(5)
         assert "again" in engine.names
         assert engine.scheduler.requests["again"].num_computed_tokens == 80
         if aborted:
             engine.abort("again")
-        machine.now += LONGEST_S + 1
+        machine.now += copier.LONGEST_S + 1
         engine.add("other", prompts[1], 20, 0)
         requests = dict(engine.scheduler.requests)
         steps(60)
@@ -120,7 +125,7 @@ def test_a_load_that_never_ends_costs_a_wait_and_a_recomputation(
         assert engine.wrong == []
         free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks
         assert free() == 29 - 2 * 5, "what both loads may write"
-        late._stream.is_stuck = False  # type: ignore[attr-defined]
+        late.is_stuck = False
         engine.add("third", prompts[2], 20, 0)
         steps()
         assert engine.wrong == machine.faults == []

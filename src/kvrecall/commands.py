@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -30,6 +31,19 @@ def add_lazily(group: typer.Typer, name: str, text: str, load: Callable[[], type
     @group.command(name, cls=Lazy, help=text)
     def command() -> None:
         """Never called: ``make_context`` gives the context of the loaded command."""
+
+
+def take_options(command: Callable[..., None], options: Mapping[str, tuple[Any, Any]]) -> None:
+    """Has typer give ``command``, a function of any keyword arguments, these: by name, the
+    annotation of each and its default."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, keyword, default=default, annotation=kind)
+            for name, (kind, default) in options.items()
+        ]
+    )
+    command.__annotations__ = {name: kind for name, (kind, _) in options.items()}
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrecall.block import NAMESPACE_BYTES
-from kvrecall.commands import Json, progress_bar
+from kvrecall.commands import Json, progress_bar, take_options
 from kvrecall.config import (
     PoolConfig,
     default_socket,
@@ -130,10 +130,9 @@ def serve(
 
 
 def _announce(config: PoolConfig, path: Path) -> None:
-    text = f"kvrecall: pool service on {path}: host {format_size(config.host_bytes)}, disk none"
-    if config.disk:
-        size = format_size(config.disk.capacity_bytes)
-        text = text.removesuffix("none") + f"{size} in {config.disk.path}"
+    disk = config.disk
+    shown = f"{format_size(disk.capacity_bytes)} in {disk.path}" if disk else "none"
+    text = f"kvrecall: pool service on {path}: host {format_size(config.host_bytes)}, disk {shown}"
     typer.echo(text + (f", remote {config.remote.kind}" if config.remote else ""))
 
 
@@ -314,15 +313,7 @@ def command(*which: str) -> Callable[[Callable[..., Command[Any]]], None]:
             if isinstance(order, Verify) and result["damaged"]:
                 raise typer.Exit(1)
 
-        run.__signature__ = own.replace(  # type: ignore[attr-defined]
-            parameters=[
-                inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
-                )
-                for name, (kind, default) in taken.items()
-            ]
-        )
-        run.__annotations__ = {name: kind for name, (kind, _) in taken.items()}
+        take_options(run, taken)
         app.command(make.__name__, help=inspect.getdoc(make))(run)
 
     return add
@@ -378,9 +369,7 @@ def unpin(
     everything: Annotated[bool, typer.Option("--all", help="Unpin all blocks.")] = False,
 ) -> Pin:
     """Allow eviction of pinned blocks again."""
-    if everything:
-        query = replace(query, pinned=True)
-    return Pin(_some(query), False)
+    return Pin(replace(query, pinned=True) if everything else _some(query), False)
 
 
 @command()
@@ -573,10 +562,8 @@ def listing_of(found: Listing) -> Table:
         cells.append("\n".join(about))
         if is_named:
             cells.append(format_count(row.depth))
-        for blocks, nbytes in (
-            (row.host_blocks, row.host_bytes),
-            (row.disk_blocks, row.disk_bytes),
-        ):
+        tiers = (row.host_blocks, row.host_bytes), (row.disk_blocks, row.disk_bytes)
+        for blocks, nbytes in tiers:
             cells.append(f"{format_count(blocks)}\n{format_size(nbytes)}" if blocks else "-")
         cells.append(format_count(row.pinned_blocks))
         oldest = "" if by is By.BLOCK else f"\n{_duration(row.oldest_s)}"

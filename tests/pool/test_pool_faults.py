@@ -57,12 +57,18 @@ def push_out(engine: Engine, blocks: int = 32) -> None:
         assert engine.pool.flush(keys, 60.0)
 
 
-def test_late_blocks_cut_the_recall_and_come_later(start: Start, clock: ManualClock) -> None:
+def with_blocks_below(start: Start) -> tuple[Engine, FaultyTier]:
+    """An engine whose KEYS are in the tier below alone."""
     tier = FaultyTier(MemoryTier())
     engine = start(tier)
     engine.save(KEYS)
     assert engine.pool.flush(KEYS, 60.0)
     push_out(engine)
+    return engine, tier
+
+
+def test_late_blocks_cut_the_recall_and_come_later(start: Start, clock: ManualClock) -> None:
+    engine, tier = with_blocks_below(start)
     tier.faults.hung = set(KEYS[6:8])
     ticket = engine.pool.acquire(KEYS, 3.0)
     wait_until(lambda: engine.pool.find(KEYS[:6]).tiers == (TierName.HOST,) * 6)
@@ -108,11 +114,7 @@ def test_a_hung_tier_costs_one_deadline_not_many(start: Start, clock: ManualCloc
 
 
 def test_a_dropped_block_that_comes_when_nobody_waits_for_it_takes_no_room(start: Start) -> None:
-    tier = FaultyTier(MemoryTier())
-    engine = start(tier)
-    engine.save(KEYS)
-    assert engine.pool.flush(KEYS, 60.0)
-    push_out(engine)
+    engine, tier = with_blocks_below(start)
     tier.faults.hung = set(KEYS)
     engine.pool.release(engine.pool.acquire(KEYS, 5.0))
     engine.pool.drop(KEYS)
@@ -126,11 +128,7 @@ def test_a_dropped_block_that_comes_when_nobody_waits_for_it_takes_no_room(start
 def test_a_block_that_is_computed_while_it_comes_from_a_store_is_there_once(
     start: Start, commits_first: bool
 ) -> None:
-    tier = FaultyTier(MemoryTier())
-    engine = start(tier)
-    engine.save(KEYS)
-    assert engine.pool.flush(KEYS, 60.0)
-    push_out(engine)
+    engine, tier = with_blocks_below(start)
     answers = engine.pool.reserve(KEYS)
     assert {answer.verdict for answer in answers} == {Verdict.RESERVED}
     for key, answer in zip(KEYS, answers, strict=True):
@@ -154,11 +152,7 @@ def test_a_block_that_is_computed_while_it_comes_from_a_store_is_there_once(
 
 @pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.ERROR, Outcome.MISS])
 def test_a_block_that_does_not_come_cuts_the_recall(start: Start, outcome: Outcome) -> None:
-    tier = FaultyTier(MemoryTier())
-    engine = start(tier)
-    engine.save(KEYS)
-    assert engine.pool.flush(KEYS, 60.0)
-    push_out(engine)
+    engine, tier = with_blocks_below(start)
     tier.faults.gets = {KEYS[4]: outcome}
     assert engine.recall(KEYS) == (REMOTE,) * 4
     assert engine.pool.stats().leases == 0

@@ -25,7 +25,7 @@ _OURS = {
         "",
     ),
     "index": (
-        "The disk tier's index at a size: memory a block, opening, look-ups, pauses.",
+        "The disk tier's index at a size: memory a block, opening, look-ups, also beside eviction.",
         "for the index: blocks of one size and one namespace, in chains of 50",
     ),
     "tiers": (

@@ -85,7 +85,7 @@ class Conversations:
                 for place, some in enumerate(tokens)
             ]
             for some, done, answer in zip(tokens, played, ask(questions), strict=True):
-                known = sure_part(answer, ambiguous)
+                known = answer.tokens[: answer.sure(ambiguous)]
                 if known:
                     done.append(Turn(tuple(some), known))
                 some += known
@@ -96,14 +96,6 @@ class Conversations:
         """A random turn; the first conversations are more frequent, which mixes hits and misses."""
         place = int(len(self.turns) * dice.random() ** 2)
         return dice.choice(self.turns[place])
-
-
-def sure_part(answer: Answer, ambiguous: float = AMBIGUOUS["float32"]) -> tuple[int, ...]:
-    """The answer up to its first ambiguous token."""
-    for place, gap in enumerate(answer.gaps):
-        if gap < ambiguous:
-            return answer.tokens[:place]
-    return answer.tokens
 
 
 class DurabilityOracle:

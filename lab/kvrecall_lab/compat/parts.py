@@ -17,10 +17,10 @@ _OF_SERVE = (
     "the_start_is_told",
     "recall_from_every_tier",
     "metrics_endpoint",
-    "stream_equals_reply",
-    "sampling",
+    "the_split_survives_a_stop_string",
     "openai_usage",
-    "openai_client",
+    "openai_several",
+    "a_client_that_leaves",
     "sigterm_lets_running_requests_end",
 )
 

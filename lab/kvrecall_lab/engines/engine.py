@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 from kvrecall.errors import EngineError
@@ -76,17 +77,12 @@ class Answer:
 
     @classmethod
     def read(cls, line: Mapping[str, Any]) -> Answer:
-        return cls(
-            line["id"],
-            tuple(line["tokens"]),
-            line["finish"] or "",
-            line["from"] or {},
-            tuple(line["keys"]),
-            tuple(line["gaps"]),
-            line["ttft_s"],
-            tuple(line["scores"]),
-            line["cached"],
-        )
+        return msgspec.convert(line, cls)
+
+    def sure(self, deviation: float) -> int:
+        """How many leading tokens lead by more than ``deviation``: no smaller change of the lead
+        changes them."""
+        return next((at for at, gap in enumerate(self.gaps) if gap <= deviation), len(self.gaps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +150,7 @@ class EngineProcess(ChildProcess):
 
     def ask(self, question: Question, logprobs: bool = False) -> None:
         """Sends a request."""
-        order = {"do": "ask", "id": question.id, "prompt": question.prompt, "logprobs": logprobs}
-        order |= {"max_tokens": question.max_tokens, "salt": question.salt}
-        order |= {"adapter": question.adapter, "images": question.images}
-        self.send({**order, "samples": question.samples, "embeds": question.embeds})
+        self.send({"do": "ask", **asdict(question), "logprobs": logprobs})
 
     def change(self, **how: Any) -> None:
         """Changes its weights, as of ``kvrecall_lab.engines.changing``."""

@@ -17,8 +17,7 @@
 {"do": "admissions"}       asks for the requests admitted since the last such order
 {"do": "close"}            ends the process, as the end of stdin does
 
-On stdout: ``{"ready": pid}``, ``{"id": .., "tokens": [..], "finish": .., "from": .., "keys": [..],
-"gaps": [..], "scores": [..], "cached": ..}`` for every answer, ``{"metrics": {name: value}}``,
+On stdout: ``{"ready": pid}``, the fields of an ``Answer`` for each, ``{"metrics": {name: value}}``,
 ``{"memory": {..}}``, ``{"kv": {layer: {token: [digest, ..]}}}``, ``{"fill": {tier: blocks}}``,
 ``{"admissions": [[id, start, end, tokens], ..]}``, ``{"joined": bool}`` when a pool service is
 found or lost, and ``{"error": ..}`` before it ends because the engine failed. Requests that arrive
@@ -298,8 +297,8 @@ class Host:
         return {
             "id": output.request_id,
             "tokens": [token for one in samples for token in one.token_ids],
-            "finish": samples[0].finish_reason,
-            "from": (output.kv_transfer_params or {}).get("kvrecall"),
+            "finish": samples[0].finish_reason or "",
+            "sources": (output.kv_transfer_params or {}).get("kvrecall") or {},
             "keys": [key.hex() for key in keys],
             "gaps": [_gap(step) for one in samples for step in one.logprobs or ()],
             "scores": [

@@ -85,11 +85,11 @@ def hostile(
         trials = {one.name: partial(_trial, one, folder) for one in chosen}
         progress = ProgressLines("hostile")
         verdicts = list(run_trials(progress, trials, jobs, lambda verdict: verdict.text).values())
-        figures = _figures(verdicts, time.monotonic() - began)
+        figures = figures_of(verdicts, time.monotonic() - began)
         finish(figures, all(verdict.is_good for verdict in verdicts))
 
 
-def _figures(verdicts: Sequence[Verdict], seconds: float) -> dict[str, object]:
+def figures_of(verdicts: Sequence[Verdict], seconds: float) -> dict[str, object]:
     counts = Counter(verdict.how for verdict in verdicts)
     skipped = [verdict.attack.name for verdict in verdicts if verdict.how == "skipped"]
     return {

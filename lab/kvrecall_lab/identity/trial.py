@@ -75,18 +75,10 @@ class Reference:
 
     def _off(self, truth: Answer, answer: Answer) -> float:
         """Maximum difference of log-probabilities; infinite if a token differs."""
-        sure = sure_tokens(truth, self.tolerance)
+        sure = truth.sure(2 * self.tolerance)
         if answer.tokens[:sure] != truth.tokens[:sure]:
             return math.inf
         return distance(truth, answer, sure)
-
-
-def sure_tokens(answer: Answer, tolerance: float) -> int:
-    """Number of leading tokens that no deviation within the tolerance can change."""
-    sure = 0
-    while sure < len(answer.gaps) and answer.gaps[sure] > 2 * tolerance:
-        sure += 1
-    return sure
 
 
 def distance(one: Answer, other: Answer, count: int | None = None) -> float:

@@ -89,7 +89,7 @@ class Machine:
         self.ranks: list[Any] = []  # of retrieval
         self.known: Clock = [0]  # what the running thread knows to be complete
         self._ignored = ignored
-        self._streams: list[LateStream] = []
+        self.streams: list[LateStream] = []
         self._threads: list[LateThread] = []
         self._is_over = False
         self._cells: dict[int, Access] = {}
@@ -99,8 +99,8 @@ class Machine:
         self.computing = self.stream("compute")
 
     def stream(self, name: str) -> LateStream:
-        stream = LateStream(self, name, len(self._streams) + 1)
-        self._streams.append(stream)
+        stream = LateStream(self, name, len(self.streams) + 1)
+        self.streams.append(stream)
         self.known = [*self.known, 0]
         return stream
 
@@ -213,7 +213,7 @@ class Machine:
             self.faults.append(text)
 
     def _name(self, place: int) -> str:
-        return "the host" if place == HOST else self._streams[place - 1].name
+        return "the host" if place == HOST else self.streams[place - 1].name
 
     # ---- work ----------------------------------------------------------------------------
 
@@ -231,9 +231,9 @@ class Machine:
 
     def synchronize(self) -> None:
         """Does all work of the streams. What a thread has not sent is none of it."""
-        while self._one(self._streams):
+        while self._one(self.streams):
             pass
-        for stream in self._streams:
+        for stream in self.streams:
             self.joined(stream.clock)
 
     def end(self) -> None:
@@ -277,7 +277,7 @@ class Machine:
     def _one(self, of: Sequence[LateStream | LateThread] = ()) -> bool:
         """A piece of work of some stream or thread (``of`` these) that need not wait. False if
         there is none."""
-        ready = [one for one in of or [*self._streams, *self._threads] if one.is_ready]
+        ready = [one for one in of or [*self.streams, *self._threads] if one.is_ready]
         if not ready:
             return False
         (late,) = self.chance.choices(ready, [one.speed for one in ready])

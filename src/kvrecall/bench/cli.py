@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_origin
 import typer
 
 from kvrecall.bench.report import progress
-from kvrecall.commands import Json, add_lazily
+from kvrecall.commands import Json, add_lazily, take_options
 from kvrecall.errors import errors_shown
 
 Commands = Mapping[str, tuple[str, str, str]]
@@ -66,13 +66,13 @@ def benchmark(name: str, commands: Commands = COMMANDS) -> typer.Typer:
             report = measure(**options)
         report.print(json, bias)
 
-    signature = inspect.signature(measure, eval_str=True)
-    options = [
-        one for one in signature.parameters.values() if get_origin(one.annotation) is Annotated
-    ]
-    json = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
-    run.__signature__ = inspect.Signature([*options, json])  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in (*options, json)}
+    own = inspect.signature(measure, eval_str=True).parameters.values()
+    options = {
+        one.name: (one.annotation, one.default)
+        for one in own
+        if get_origin(one.annotation) is Annotated
+    }
+    take_options(run, {**options, "json": (Json, False)})
     run.__doc__ = measure.__doc__
     one = typer.Typer(add_completion=False)
     one.command()(run)

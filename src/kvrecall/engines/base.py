@@ -64,7 +64,7 @@ class Reason(StrEnum):
 
     text: str
 
-    def __new__(cls, value: str, text: str) -> Self:
+    def __new__(cls, value: str, text: str = "") -> Self:  # a value alone is a look-up
         made = str.__new__(cls, value)
         made._value_, made.text = value, text
         return made
@@ -89,8 +89,6 @@ class Reason(StrEnum):
     UNKNOWN = "unknown", "the pool service did not say why before the request ended"
 
 
-REASONS: Mapping[str, str] = {reason: reason.text for reason in Reason}
-
 Miss = Mapping[str, object]
 """Why the rest of a prompt was computed: ``reason``; ``from``, the first token that was;
 ``tokens``, how many were; and what belongs to the reason (``docs/misses.md``)."""
@@ -98,7 +96,7 @@ Miss = Mapping[str, object]
 
 def miss_text(miss: Miss) -> str:
     """A miss as a sentence."""
-    words = REASONS[str(miss["reason"])]
+    words = Reason(str(miss["reason"])).text
     told = [f"{miss['tokens']} tokens from token {miss['from']} on: {words}"]
     if "token" in miss:
         told.append(f"at token {miss['token']}")

@@ -172,8 +172,7 @@ class Tier(ABC):
     def poll(self, timeout_s: float = 0.0) -> list[Done]:
         """Operations completed since the last call; waits up to ``timeout_s`` for the first."""
 
-    @abstractmethod
-    def touch(
+    def touch(  # noqa: B027
         self,
         chain: Sequence[BlockKey],
         hanging: Sequence[BlockKey] = (),
@@ -182,7 +181,7 @@ class Tier(ABC):
     ) -> None:
         """A request used ``chain`` (prefix first), and ``hanging`` blocks beside it; keys not here
         are allowed. ``advice``: what is believed of the client's hint about the chain's return,
-        for the policy."""
+        for the policy. For a tier that evicts by use; others need not know."""
 
     @abstractmethod
     def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
@@ -262,15 +261,6 @@ class NullTier(Tier):
     def poll(self, timeout_s: float = 0.0) -> list[Done]:
         done, self._done = self._done, []
         return done
-
-    def touch(
-        self,
-        chain: Sequence[BlockKey],
-        hanging: Sequence[BlockKey] = (),
-        ending: Sequence[BlockKey] = (),
-        advice: Advice | None = None,
-    ) -> None:
-        pass
 
     def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
         pass

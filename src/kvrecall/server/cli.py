@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kvrecall.commands import take_options
 from kvrecall.config import default_socket, help_of
 from kvrecall.engines.base import MAX_N_LIMIT, Role
 from kvrecall.errors import errors_shown
@@ -122,15 +122,7 @@ def serve(**given: Any) -> None:
         raise typer.Exit(launch.run(launch.plan_of(given)))
 
 
-serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS.get(name), annotation=kind
-        )
-        for name, kind in _PARAMETERS.items()
-    ]
-)
-serve.__annotations__ = dict(_PARAMETERS)
+take_options(serve, {name: (kind, _DEFAULTS.get(name)) for name, kind in _PARAMETERS.items()})
 
 app = typer.Typer(add_completion=False)
 app.command(context_settings={"allow_interspersed_args": True})(serve)

@@ -47,7 +47,7 @@ class ModelRefusal:
 
     reason: str
     cure: str
-    needs_pool: bool = True
+    needs_pool: bool
 
     def __str__(self) -> str:
         return f"{self.reason}; {self.cure}"
@@ -83,7 +83,7 @@ class Asked:
 _TEXTS = tomllib.loads(Path(__file__).with_name("refusals.toml").read_text("utf-8"))
 
 
-def _refused(why: str, **values: object) -> ModelRefusal:
+def _refused(why: str, /, **values: object) -> ModelRefusal:
     """The refusal of this name, with ``values`` in its texts."""
     texts = _TEXTS[why]
     reason, cure = (texts[part].format_map(values) for part in ("reason", "cure"))
@@ -103,13 +103,10 @@ def refusals(
 
 def _of_ranks(machine: Machine, asked: Asked) -> Iterator[ModelRefusal]:
     if asked.context and machine.is_cpu:
-        why = "its model runner does not support it"
-        if asked.context.startswith("--decode"):
-            why = "its attention does not return the softmax sums by which ranks merge their parts"
-        reason = f"{asked.context}: vLLM 0.32 has no context parallelism on a CPU, where {why}"
-        yield ModelRefusal(reason, "leave it out", needs_pool=False)
+        kind = asked.context.removeprefix("--").partition("-")[0]
+        yield _refused(f"{kind}_context", option=asked.context)
     elif asked.context:
-        yield ModelRefusal(f"{asked.context}: {CONTEXT_PARALLEL}", "leave it out, or add --no-pool")
+        yield _refused("pooled_context", option=asked.context, why=CONTEXT_PARALLEL)
 
 
 def _refusals(fields: Fields, machine: Machine, asked: Asked) -> Iterator[ModelRefusal]:
@@ -121,20 +118,11 @@ def _refusals(fields: Fields, machine: Machine, asked: Asked) -> Iterator[ModelR
     if fields.is_encoder_decoder:
         yield _refused("encoder_decoder", name=name)
     if fields.has("cross_attention_layers"):
-        yield ModelRefusal(
-            f"{name} attends to images in layers of their own (cross-attention), and vLLM has no "
-            "such model since 0.11",
-            "serve one that reads images as tokens, such as Qwen2.5-VL or Gemma 3",
-            needs_pool=False,
-        )
+        yield _refused("cross_attention", name=name)
     refused = layers_refusal({cache.kind for cache in _caches(fields)}) if asked.retrieval else None
     if refused:
         what, cure = refused
-        yield ModelRefusal(
-            f"retrieval attention does not work with {what}, as {name} has",
-            f"{cure}, or turn retrieval off (--retrieval, VLLM_PLUGINS)",
-            needs_pool=False,
-        )
+        yield _refused("retrieval", name=name, what=what, cure=cure)
     if not machine.is_cpu:
         return
     if fields.has("index_topk"):

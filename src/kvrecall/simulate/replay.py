@@ -134,7 +134,6 @@ class GroupRecord(NamedTuple):
 
     key: BlockKey
     parent: BlockKey | None
-    depth: int
     nbytes: int
     hangs: bool
 
@@ -160,7 +159,7 @@ class SimulatedTier:
         leased = frozenset(record.key for record in records)
         refused: set[BlockKey | None] = set()
         for record in records:
-            key, parent, _, nbytes, hangs = record
+            key, parent, nbytes, hangs = record
             if key in resident:
                 continue
             if parent in refused or not self._make_room(record, leased, now):
@@ -173,7 +172,7 @@ class SimulatedTier:
             self.policy.insert(key, parent, now, hangs)
 
     def _make_room(self, record: GroupRecord, leased: frozenset[BlockKey], now: float) -> bool:
-        key, parent, _, nbytes, hangs = record
+        key, parent, nbytes, hangs = record
         capacity, policy = self.count.capacity, self.policy
         if self._used + nbytes <= capacity:
             return True
@@ -270,10 +269,10 @@ class SimulatedPool:
         first = self._chain.needed(hit).start
         for depth, key in enumerate(chain):
             if depth >= first:
-                yield GroupRecord(key, parent, depth, self._chain.nbytes, False)
+                yield GroupRecord(key, parent, self._chain.nbytes, False)
             for number in places.get(depth, ()):
                 nbytes = self._others[number][0].nbytes
-                yield GroupRecord(self._key(number, key), key, depth + 1, nbytes, True)
+                yield GroupRecord(self._key(number, key), key, nbytes, True)
             parent = key
 
     def _key(self, number: int, key: BlockKey) -> BlockKey:

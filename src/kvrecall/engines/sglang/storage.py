@@ -7,7 +7,7 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,10 +166,7 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        if not keys or self._is_logical_only():
-            return [True] * len(keys)
-        namespace, pages = self._by_pieces(keys, host_indices)
-        return self._get(pages, _parent(namespace, extra_info))
+        return self._by_pieces(self._get, keys, host_indices, extra_info)
 
     def batch_set_v1(
         self,
@@ -177,18 +174,17 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        if not keys or self._is_logical_only():
-            return [True] * len(keys)
-        namespace, pages = self._by_pieces(keys, host_indices)
-        return self._put(pages, _parent(namespace, extra_info))
-
-    def _is_logical_only(self) -> bool:
-        """Whether the KV pool has no memory: side pools carry its data, through v2."""
-        return getattr(self.mem_pool_host, "kv_buffer", 0) is None
+        return self._by_pieces(self._put, keys, host_indices, extra_info)
 
     def _by_pieces(
-        self, keys: Sequence[str], host_indices: torch.Tensor
-    ) -> tuple[Namespace, list[HiCachePage]]:
+        self,
+        move: Callable[[Sequence[HiCachePage], BlockKey | None], list[bool]],
+        keys: Sequence[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None,
+    ) -> list[bool]:
+        if not keys or getattr(self.mem_pool_host, "kv_buffer", 0) is None:
+            return [True] * len(keys)  # without memory, side pools carry the data, through v2
         pointers, sizes = self.mem_pool_host.get_page_buffer_meta(host_indices)
         each, rest = divmod(len(pointers), len(keys))
         if rest or not each:
@@ -196,10 +192,12 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
         pieces = [_memory(at, size) for at, size in zip(pointers, sizes, strict=True)]
         nbytes = self._sizes["kv"] = sum(sizes[:each])
         namespace = self._namespace("kv", nbytes, _PIECES)
-        return namespace, [
+        pages = [
             HiCachePage(key_of(namespace, key), tuple(pieces[n * each : (n + 1) * each]))
             for n, key in enumerate(keys)
         ]
+        prefix = extra_info.prefix_keys if extra_info is not None else None
+        return move(pages, key_of(namespace, prefix[-1]) if prefix else None)
 
     # -- what is there ---------------------------------------------------------------------
 
@@ -426,11 +424,6 @@ class RecallStorage(HiCacheStorage):  # type: ignore[misc]
                 self._pool.register(namespace, nbytes)
             self._namespaces[kind] = namespace
         return self._namespaces[kind]
-
-
-def _parent(namespace: Namespace, extra_info: HiCacheStorageExtraInfo | None) -> BlockKey | None:
-    prefix = extra_info.prefix_keys if extra_info is not None else None
-    return key_of(namespace, prefix[-1]) if prefix else None
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -21,7 +21,6 @@ from kvrecall.config import RemoteConfig
 from kvrecall.errors import hidden
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.changes import Cause, Watcher, Watchers
-from kvrecall.pool.hints import Advice
 from kvrecall.pool.remote.calls import (
     BatchSize,
     CallQueue,
@@ -246,15 +245,6 @@ class RemoteTier(Tier):
             self._end_puts(self._puts.clear())
             self._end_gets(self._gets.clear())
         return ended(self._done, timeout_s)
-
-    def touch(
-        self,
-        chain: Sequence[BlockKey],
-        hanging: Sequence[BlockKey] = (),
-        ending: Sequence[BlockKey] = (),
-        advice: Advice | None = None,
-    ) -> None:
-        """Does nothing: stores track uses themselves."""
 
     def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
         """As in ``Tier``, but only what an operator drops, or what is corrupt, is removed from the

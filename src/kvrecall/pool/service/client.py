@@ -72,10 +72,7 @@ _WATCH_S = 1.0
 _MOST_ASKED = 256  # questions why a block is missing that are under way
 _NO_SERVICE = Absence(Presence.AWAY, "service")
 _BARRED = Absence(Presence.BARRED)
-_POOL_COUNTERS = (
-    *("lookups", "hits", "refused"),
-    *("hints", "hints_believed", "hints_true", "hints_false"),
-)
+_POOL_COUNTERS = tuple("lookups hits refused hints hints_believed hints_true hints_false".split())
 _TIER_GAUGES = ("name", "capacity_bytes", "used_bytes", "blocks", "pinned_bytes", "full")
 _TIER_COUNTERS = tuple(
     field.name for field in dataclasses.fields(TierStats) if field.name not in _TIER_GAUGES

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from kvrecall import __version__
 from kvrecall.block import SHARED
-from kvrecall.engines.base import REASONS, EngineInfo, Heat, ServingEngine
+from kvrecall.engines.base import EngineInfo, Heat, Reason, ServingEngine
 from kvrecall.errors import KvrecallError
 from kvrecall.pool.service.admin import PrefixNode, PrefixTree, PrefixTrees, ServiceAdmin
 from kvrecall.server.dashboard.history import EVERY_S, KEPT, History
@@ -84,7 +84,7 @@ def dashboard_router(engine: ServingEngine) -> APIRouter:
             "kept_samples": KEPT,
             "kept_requests": insight.remembered,
             "bounds": history.bounds,
-            "reasons": REASONS,
+            "reasons": {reason: reason.text for reason in Reason},
             "sample": sample,
             "samples": history.since(since),
             "day": {"since": day_since, "missed": day_missed},

@@ -36,6 +36,7 @@ from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.compat import config, scheduler
 from kvrecall.engines.vllm.compat.config import GroupKind
+from kvrecall.engines.vllm.compat.versions import engine_version, minor
 from kvrecall.engines.vllm.connector.connector import RecallConnector
 from kvrecall.engines.vllm.connector.handover import Promise, receipt
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
@@ -367,7 +368,9 @@ def test_the_pool_recalls_what_the_device_would_have(
     bench = Bench(pool, specs, retention=None if len(specs) == 1 else retention)
     bench.run(prompt(tokens))
     on_device, _ = bench.run(prompt(tokens))
-    assert on_device > 0
+    # Before 0.32 vLLM keeps no state inside the last block of a prompt that fills it.
+    fills = tokens == 64 and specs is SHAPES["finer"] and minor(engine_version()) < "0.32"
+    assert (on_device > 0) is not fills
     bench.forget_device()
     assert bench.run(prompt(tokens)) == (0, on_device)
     assert pool.stats().leases == pool.stats().reserved == 0
@@ -541,7 +544,7 @@ def test_the_pool_learns_where_requests_end(
     those of the answer when it is complete."""
     touches = touches_of(pool, monkeypatch)
     bench = Bench(pool, specs)
-    bench.run(prompt(320), answer=40)
+    bench.run(prompt(345 if specs is SHAPES["finer"] else 320), answer=40)
     prompts_end, answers_end = (touches[at].get("ending", ()) for at in (0, -1))
     if len(specs) == 1:  # the windows are the chain
         assert not prompts_end

@@ -456,9 +456,14 @@ class Auditor:
             "The namespace lacks something that KV depends on; please report both engines' "
             "settings. From now on this engine neither reads nor writes that namespace: "
             "its blocks are private to this process",
-            *(audit.namespace.digest.hex(), total.unequal, total.blocks, audit.request_id),
+            audit.namespace.digest.hex(),
+            total.unequal,
+            total.blocks,
+            audit.request_id,
             ", ".join(sorted(one.hex() for one in audit.origins)),
-            *(total.layer, total.relative, total.times),
+            total.layer,
+            total.relative,
+            total.times,
         )
         self._refuted(audit.namespace)
 
@@ -473,8 +478,11 @@ class Auditor:
                 "kvrecall: audit passed: this engine computes the same KV as the pool "
                 "contains under %s: %d blocks compared, %d of them bit-identical, the "
                 "others within rounding (%.2f of the bound, in layer %s)",
-                *(audit.namespace.digest.hex(), total.blocks, total.blocks - total.unequal),
-                *(total.times, total.layer or "none"),
+                audit.namespace.digest.hex(),
+                total.blocks,
+                total.blocks - total.unequal,
+                total.times,
+                total.layer or "none",
             )
 
 

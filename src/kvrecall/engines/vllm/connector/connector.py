@@ -124,14 +124,11 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         return self._w.shard()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, wire.StepOrders)
         self._handled = sys.exc_info()[1]
         self._w.before_overwrite(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        orders = self._get_connector_metadata()
-        assert isinstance(orders, wire.StepOrders)
-        self._w.start_loads(orders)
+        self._w.start_loads(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: all loads are asynchronous, and a request runs when they are done."""
@@ -143,7 +140,6 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         orders = self._get_connector_metadata()
-        assert isinstance(orders, wire.StepOrders)
         if self._is_failing():
             self._w.step_failed(orders)
         else:
@@ -151,7 +147,6 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         orders = self._get_connector_metadata()
-        assert isinstance(orders, wire.StepOrders)
         if self._is_failing():
             return KVConnectorTransferResults()
         if not orders.computes and not versions.saves_without_computing():
@@ -167,8 +162,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
     def _is_failing(self) -> bool:
         """Whether the step's forward pass has raised: Model Runner V1 ends the step all the same,
         and drops what it is told. What is not told now is told after the next step."""
-        raised = sys.exc_info()[1]
-        return raised is not None and raised is not self._handled
+        return sys.exc_info()[1] not in (None, self._handled)
 
     # ---- scheduler side -----------------------------------------------------------------
 
@@ -236,9 +230,12 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         below += f", remote {remote.kind}" if remote else ""
         below = "by the node's pool service" if self._settings.backend == "service" else below
         logger.info(
-            f"kvrecall: pool open as {self._vllm_config.kv_transfer_config.kv_role}: host "
-            f"{arena_bytes / 2**30:.2f} GiB, {below}, {_groups_text(facts)}, hits in units of "
-            f"{facts.unit} tokens"
+            "kvrecall: pool open as %s: host %.2f GiB, %s, %s, hits in units of %d tokens",
+            self._vllm_config.kv_transfer_config.kv_role,
+            arena_bytes / 2**30,
+            below,
+            _groups_text(facts),
+            facts.unit,
         )
 
     def _ready_arena(self, facts: wire.EngineFacts, near: Collection[int]) -> None:
@@ -493,8 +490,10 @@ def _check_room(host: int, facts: wire.EngineFacts, max_model_len: int) -> None:
     tokens = int(host / facts.block_bytes) * facts.block_size
     if tokens < max_model_len:
         logger.warning(
-            f"kvrecall: host_size holds {tokens} tokens, less than one sequence of max_model_len="
-            f"{max_model_len}: longer prefixes are recalled in part"
+            "kvrecall: host_size holds %d tokens, less than one sequence of max_model_len=%d: "
+            "longer prefixes are recalled in part",
+            tokens,
+            max_model_len,
         )
 
 
@@ -514,7 +513,8 @@ def _warn_if_hopeless(vllm_config: Any) -> None:
     algo = vllm_config.cache_config.prefix_caching_hash_algo
     if config.root_seed_is_random(algo):
         logger.warning(
-            f"kvrecall: NOTHING CAN HIT AFTER A RESTART: block hashes of {algo} start from a "
-            "random seed in every process. Pass --prefix-caching-hash-algo sha256_cbor, or set "
-            "PYTHONHASHSEED to a fixed number"
+            "kvrecall: NOTHING CAN HIT AFTER A RESTART: block hashes of %s start from a random "
+            "seed in every process. Pass --prefix-caching-hash-algo sha256_cbor, or set "
+            "PYTHONHASHSEED to a fixed number",
+            algo,
         )

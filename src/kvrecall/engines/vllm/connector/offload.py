@@ -292,9 +292,7 @@ class OffloadPlanner(BlockPlanner):
         sequence.pending = None
         sequence.offsets.extend(offsets)
         if (missing := split.local - split.init - len(sequence.offsets)) > 0:
-            if (
-                sequence.retry_at and not sequence.told
-            ):  # the first time, blocks may be on their way
+            if sequence.retry_at and not sequence.told:  # at first they may be on their way
                 logger.warning(_NO_ROOM, missing, split.middle, tokens, tokens)
                 sequence.told = True
             sequence.retry_at = tokens + PATIENCE

@@ -127,8 +127,7 @@ class Saver:
             self._save_dependents(computed, group)
         for one in computed:
             if one.ended:
-                tokens = self._reach(one)
-                aligned = tokens - tokens % self._facts.alignment
+                aligned = self._reach(one) // self._facts.alignment * self._facts.alignment
                 if ending := self._finder.ending(one.state, aligned):
                     self._pool.touch((), ending=ending)
 

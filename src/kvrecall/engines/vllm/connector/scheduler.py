@@ -461,8 +461,7 @@ class RecallScheduler:
                 if state.id not in self._loading:  # nothing of their prompts was recalled
                     state.loading.device_tokens = 0
                     state.loading.recalled.clear()
-        if report.starts_over:  # what is on its way may be of before, or of wrong KV
-            self._saver.discard(None)
+            self._saver.discard(None)  # what is on its way may be of before, or of wrong KV
         if report.reloaded:
             self._reloaded()
         self.adapters_loaded(report.adapters, report.swapped)
@@ -601,8 +600,7 @@ class RecallScheduler:
         state = self._states.get(request.request_id)
         if state is None:
             loading = LoadRecord(Wait(self._settings.pool.lookup_deadline_s))
-            tenant = tenant_of(request.cache_salt)
-            state = RequestState(request, self._hashes, loading, tenant)
+            state = RequestState(request, self._hashes, loading, tenant_of(request.cache_salt))
             self._states[request.request_id] = state
             self._awake.wake(request.request_id)
             self._events.admitted(state)
