@@ -105,7 +105,8 @@ def route(
         )
     with errors_shown():
         try:
-            import uvicorn  # noqa: F401 - named if it is missing
+            import httptools  # noqa: F401 - named if it is missing
+            import uvicorn  # noqa: F401 - the same
 
             from kvrecall.router.addresses import Roster
             from kvrecall.router.router import RouterSettings
