@@ -171,11 +171,12 @@ def _forge(path: Path, script: str) -> None:
     loosen = "".join(_SCHEMA.format(f"'{a}'", f"'{b}'") + ";" for a, b in _TYPED)
     restore = "".join(_SCHEMA.format(f"'{b}'", f"'{a}'") + ";" for a, b in _TYPED)
     for one in (loosen, script, restore):
-        with (
-            contextlib.suppress(sqlite3.DatabaseError if one is restore else ()),
-            contextlib.closing(sqlite3.connect(path)) as database,
-        ):
-            database.executescript(one)
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            try:
+                database.executescript(one)
+            except sqlite3.DatabaseError:
+                if one is not restore:
+                    raise
 
 
 @attack()
