@@ -8,7 +8,9 @@ repeats them when it dies. So a secret in a setting is refused at the edge (``re
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 import re
 import stat
@@ -25,18 +27,21 @@ ACCESS = 0o077
 _MAX_BYTES = 64 << 10
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _WORDS = frozenset(
-    "apikey auth authorization bearer cookie credential credentials dsn key keys pass passphrase "
-    "passwd password passwords pw pwd sas secret secrets sig signature token".split()
+    "auth authorization bearer cookie credential credentials dsn jwt key keys pass passphrase "
+    "passwords pw pwd sas signature sig".split()
 )
+_ENDINGS = tuple("apikey accesskey secretkey privatekey password passwd secret secrets token".split())
+"""What the words of a secret's name are, or end with, as PGPASSWORD does."""
 _HARMLESS = frozenset(
     "algorithm count dir enabled endpoint file id length len md5 name path prefix size timeout ttl "
     "type uri url".split()
 )
 """A name that ends with one of these says something about a secret, and is none."""
 _EXCEPTIONS = {"access_key_id": True, "application_credentials": False}  # the latter is a path
-_USER = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]*@", re.IGNORECASE)
-_QUERY = re.compile(r"[?&;]([\w.-]+)=")
-_MEMBER = re.compile(r"""(["'])([\w.-]+)\1\s*:\s*(["']).*?\3""")  # of JSON, or of a mapping's repr
+_USER = re.compile(r"(?:^|:)//[^/?#\s]*@|:(?!//|\d+/)[^\s@]*@")  # also of what is no right URL
+_ASSIGNED = re.compile(r"(?:^|[?&;,#\s])([\w.-]+)\s*=\s*[^\s&;]")  # in a query, or for a driver
+_HEADER = re.compile(r"(?:bearer|basic)\s+\S", re.IGNORECASE)
+_MEMBER = re.compile(r"""(["'])([\w.-]+)\1\s*:\s*(["'])(?:\\.|(?!\3).)*\3""")  # a mapping's repr
 
 
 def is_secret(name: str) -> bool:
@@ -45,7 +50,8 @@ def is_secret(name: str) -> bool:
     for ending, answer in _EXCEPTIONS.items():
         if "_".join(words).endswith(ending):
             return answer
-    return bool(_WORDS & set(words)) and words[-1] not in _HARMLESS
+    named = any(word in _WORDS or word.endswith(_ENDINGS) for word in words)
+    return named and words[-1] not in _HARMLESS
 
 
 TO_A_FILE = 'write it to a file of this user (mode 0600) and here {"file": "/path"}'
@@ -73,11 +79,13 @@ def refuse_open(value: object, name: str, cure: str = TO_A_FILE) -> None:
         for inner in value:
             refuse_open(inner, name, cure)
     elif isinstance(value, str) and (
-        _USER.match(value) or ("://" in value and any(map(is_secret, _QUERY.findall(value))))
+        _USER.search(value)
+        or _HEADER.match(value)
+        or any(map(is_secret, _ASSIGNED.findall(value)))
     ):
         raise ConfigError(
-            f"{name} is a URL with a user, a password or a token in it, and settings are printed; "
-            f"{cure}"
+            f"{name} is a URL or a text with a user, a password or a token in it, and settings are "
+            f"printed; {cure}"
         )
 
 
@@ -105,21 +113,35 @@ def _opened(value: object, name: str) -> object:
 def words_shown(words: Iterable[str]) -> list[str]:
     """The words of a command line, for a log: without the values of secret options."""
     shown: list[str] = []
-    follows = False
+    follows = False  # a secret, or several: --api-key takes any number
     for word in words:
-        name, equals, _ = word.partition("=")
+        name, equals, value = word.partition("=")
         is_option = word.startswith("-")
+        if is_option:
+            follows = not equals and is_secret(name)
         if follows and not is_option:
             shown.append("***")
+        elif equals and is_secret(name):
+            shown.append(f"{name}=***")
         else:
-            text = f"{name}=***" if equals and is_secret(name) else hidden(word)
-            shown.append(_MEMBER.sub(_member_shown, text))
-        follows = is_option and not equals and is_secret(name)
+            shown.append(name + equals + _shown(value) if is_option else _shown(word))
     return shown
 
 
-def _member_shown(found: re.Match[str]) -> str:
-    return f'"{found[2]}": "***"' if is_secret(found[2]) else found[0]
+def _shown(text: str) -> str:
+    """The value of an option. Of JSON, members that are secrets are left out."""
+    if text[:1] in ("{", "["):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.dumps(_masked(json.loads(text)))
+    return _MEMBER.sub(lambda m: f'"{m[2]}": "***"' if is_secret(m[2]) else m[0], hidden(text))
+
+
+def _masked(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: "***" if is_secret(key) else _masked(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_masked(inner) for inner in value]
+    return hidden(value) if isinstance(value, str) else value
 
 
 def read_private(path: Path, name: str, cure: str) -> bytes:
