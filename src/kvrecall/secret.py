@@ -30,7 +30,10 @@ _WORDS = frozenset(
     "auth authorization bearer cookie credential credentials dsn jwt key keys pass passphrase "
     "passwords pw pwd sas signature sig".split()
 )
-_ENDINGS = tuple("apikey accesskey secretkey privatekey password passwd secret secrets token".split())
+_ENDINGS = (
+    "apikey", "accesskey", "secretkey", "privatekey", "password", "passwd", "secret", "secrets",
+    "token",
+)  # fmt: skip
 """What the words of a secret's name are, or end with, as PGPASSWORD does."""
 _HARMLESS = frozenset(
     "algorithm count dir enabled endpoint file id length len md5 name path prefix size timeout ttl "

@@ -446,6 +446,42 @@ def lists_without_end(folder: Path) -> str:
 
 
 @attack()
+def bytes_that_are_no_text(folder: Path) -> str:
+    """Instances list models and cut prompts, a publisher names a medium, and clients write messages
+    and prompts, in bytes that are no UTF-8."""
+    good = _sends(_batch(1, _packed(_stored([10, 11, 12], medium="GPU"))))
+    bad = _batch(0, _packed(_stored([1], medium="CPU")).replace(b"CPU", b"\xff\xff\xff"))
+
+    def publish(link: socket.socket) -> None:
+        link.sendall(bad)
+        good(link)
+
+    with (
+        _publisher(publish) as events,
+        _instance(_sends(_reply(b'{"data": [{"id": "\xff"}]}')), path=b"/v1/models") as lists,
+        _instance(_sends(_reply(b'{"tokens": [1], "count": "\xff"}')), path=b"/tokenize") as cuts,
+        routing(folder, [cuts + events, lists]) as router,
+    ):
+        for body in (
+            b'{"messages":[{"role":"user","content":"\xff"}]}',
+            b'{"messages":[{"role":"user","content":[{"type":"\xff"}]}]}',
+            b'{"prompt":"\xff"}',
+            b'{"prompt":["\xff"],"model":"\xff"}',
+            b'{"\xff":1}',
+        ):
+            for path in ("/v1/chat/completions", "/v1/completions"):
+                if (status := router.client.post(path, content=body).status_code) >= 500:
+                    raise Crashed(f"{body!r}: {status}")
+        until(
+            lambda: 'tier="device"} 3.0' in router.client.get("/metrics").text,
+            15,
+            "a publisher is not followed any more",
+        )
+        router.check("bytes that are no text came from all sides")
+    return "requests were refused or served, models are unknown, and a batch was left out"
+
+
+@attack()
 def redirects_and_bombs(folder: Path) -> str:
     """An instance sends clients, the key or the router elsewhere, or a gigabyte in a megabyte."""
     elsewhere: list[bytes] = []

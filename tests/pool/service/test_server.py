@@ -232,7 +232,10 @@ def fake_service(
     return listener
 
 
-@pytest.mark.parametrize("reply", [b"\xff" * 100, struct.pack("<I", 5) + b"hello"])
+NO_TEXT = struct.pack("<I", 5) + b"\x95\x40\x01\xa1\xff"  # a welcome of no version
+
+
+@pytest.mark.parametrize("reply", [b"\xff" * 100, struct.pack("<I", 5) + b"hello", NO_TEXT])
 def test_a_service_that_talks_nonsense_is_no_service(tmp_path: Path, reply: bytes) -> None:
     path = tmp_path / "pool.sock"
     with fake_service(path, lambda _: (), reply):

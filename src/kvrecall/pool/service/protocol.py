@@ -324,7 +324,7 @@ def frame_of(message: Message) -> bytes:
 def _decoded(decoder: msgspec.msgpack.Decoder[M], body: bytes, what: str) -> M:
     try:
         return decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"no {what}: {error}") from error
 
 
