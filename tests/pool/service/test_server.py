@@ -154,6 +154,7 @@ REFUSED = {
     "a pickle": HELLO + struct.pack("<I", len(BOMB)) + BOMB,
     "greeting twice": HELLO + HELLO,
     "too few parents": HELLO + p.frame_of(p.Reserve(1, KEYS, None, SHARED, KEYS[:2])),
+    "a hint without a number": HELLO + p.frame_of(p.Touch(KEYS, hint=(True, float("nan"), 1.0))),
     "parent and parents": HELLO + p.frame_of(p.Reserve(1, KEYS, KEYS[0], SHARED, KEYS)),
 }
 

@@ -74,7 +74,8 @@ Parents = Annotated[tuple[Key | None, ...], Meta(max_length=MAX_KEYS)]
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Digest = Annotated[bytes, Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
-Text = Annotated[str, Meta(max_length=4096)]
+MAX_TEXT = 4096
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Part = Annotated[str, Meta(max_length=1 << 20)]
 Parts = Annotated[tuple[tuple[Part, Part], ...], Meta(max_length=256)]
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
@@ -338,6 +339,8 @@ def read_request(body: bytes) -> Request:
     request = _decoded(_REQUEST, body, "request")
     if isinstance(request, Acquire | Flush) and math.isnan(request.deadline_s):
         raise ProtocolError("no request: the deadline is not a number")
+    if isinstance(request, Touch) and any(map(math.isnan, filter(None, request.hint or ()))):
+        raise ProtocolError("no request: a hint's time is not a number")
     if isinstance(request, Acquire | Reserve):
         try:
             check_parents(request.keys, request.parent, request.parents)
