@@ -358,6 +358,17 @@ def test_an_index_without_types_is_replaced_by_one_with_them(
     assert {name for name, strict in tables.items() if strict} == {"meta", "namespaces", "blocks"}
 
 
+@pytest.mark.parametrize("parts", ["5", "[" * 100_000, "[[1, 2, 3]]", "{"])
+def test_a_description_that_cannot_be(tmp_path: Path, parts: str) -> None:
+    """With a right sum, as whoever can write the folder can give it."""
+    filled(tmp_path)
+    with contextlib.closing(index_module._plain(tmp_path / "index.sqlite")) as db:
+        [(number, digest, nbytes)] = db.execute("SELECT id, digest, block_bytes FROM namespaces")
+        total = index_module._sum(number, digest, parts.encode(), nbytes)
+        db.execute("UPDATE namespaces SET parts = ?, sum = ?", (parts, total))
+    assert open_tier(tmp_path).put(KEYS) == [Outcome.STORED] * 32
+
+
 def test_rows_that_cannot_be_are_dropped(tmp_path: Path) -> None:
     filled(tmp_path)
     with forging(tmp_path) as db:
