@@ -215,6 +215,8 @@ def test_other_hosts_need_a_key_for_prompts_and_settings(path: str) -> None:
     assert ask("GET", path, {}, plan=plan, client="192.0.2.9").status_code == 403
     assert ask("GET", path, KEY, ("one",), plan, client="192.0.2.9").status_code != 403
     assert ask("GET", path, {}, plan=plan, client="::1").status_code != 403
+    for header in ("X-Forwarded-For", "Forwarded", "Via"):  # uvicorn may believe a stranger's
+        assert ask("GET", path, {header: "127.0.0.1"}, plan=plan, client="::1").status_code == 403
     stop = ask("POST", "/stopService", JSON, plan=plan, client="192.0.2.9")
     assert stop.status_code == 403
     assert ask("POST", "/generate", JSON, plan=plan, client="192.0.2.9", content=BODY).is_success

@@ -34,6 +34,7 @@ _LARGEST_IDS = 1 << 20
 _MOST_VALUES = 10_000
 _IDS = re.compile(rb"\s*:\s*\[(?:[\d\s,]*|(?:[\s,]*\[[\d\s,]*\])*\s*)\]")
 _ID_NAMES = "prompt prompt_token_ids token_ids tokens input input_id data allowed_token_ids"
+_BY_PROXY = frozenset("forwarded via x-forwarded-for x-forwarded-host x-real-ip".split())
 _ID_KEYS = tuple(f'"{name}"'.encode() for name in _ID_NAMES.split())
 
 
@@ -130,9 +131,11 @@ class Guard:
             if not (shown and self._is_key(_password(value))):
                 raise ReplyError(401, "no API key, or a wrong one; send Authorization: Bearer KEY")
         elif (
-            (public := self._access.public) and not public.fullmatch(path) and not _is_local(scope)
+            (public := self._access.public)
+            and not public.fullmatch(path)
+            and not _is_local(scope, headers)
         ):
-            why = f"{path} needs an API key from other hosts, and this server has none"
+            why = f"{path} needs an API key from other hosts, by a proxy too; this server has none"
             raise ReplyError(403, why)
         if method == "POST" and not (
             OWN_HEADER in headers or _is_json(headers.get("content-type", ""))
@@ -328,9 +331,13 @@ def _is_json(content_type: str) -> bool:
     )
 
 
-def _is_local(scope: Scope) -> bool:
+def _is_local(scope: Scope, headers: Headers) -> bool:
+    """Whether a process of this host sent it, and not a proxy for another one, or another one that
+    has uvicorn believe what a proxy would say (FORWARDED_ALLOW_IPS)."""
     client = scope.get("client")
+    if client is None or not _BY_PROXY.isdisjoint(headers):
+        return False
     try:
-        return client is not None and ipaddress.ip_address(client[0]).is_loopback
+        return ipaddress.ip_address(client[0]).is_loopback
     except ValueError:
         return False
