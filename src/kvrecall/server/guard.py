@@ -185,8 +185,8 @@ class Guard:
         too_large = ReplyError(413, f"the body is larger than {self._max_body / 2**20:g} MB")
         if length.isdecimal() and int(length) > self._max_body:
             raise too_large
-        uncounted = not self._counts_values or "multipart/" in headers.get("content-type", "")
-        counted = None if uncounted else _Values()
+        counted = _Values() if self._counts_values else None
+        is_parts = headers.get("content-type", "").lower().startswith("multipart/")
         chunks: list[bytes] = []
         size = 0
         clock = asyncio.get_running_loop().time
@@ -208,6 +208,8 @@ class Guard:
                     raise too_large
                 if self._arriving > _BODIES * self._max_body:
                     raise ReplyError(503, "too many large bodies are on their way")
+                if is_parts and size == len(chunk) and chunk.lstrip()[:1] == b"-":
+                    counted = None  # a boundary, which begins no list or object
                 if counted is not None:
                     counted.add(chunk)
             body = b"".join(chunks)
