@@ -8,9 +8,7 @@ repeats them when it dies. So a secret in a setting is refused at the edge (``re
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
 import os
 import re
 import stat
@@ -44,7 +42,7 @@ _EXCEPTIONS = {"access_key_id": True, "application_credentials": False}  # the l
 _USER = re.compile(r"(?:^|:)//[^/?#\s]*@|:(?!//|\d+/)[^\s@]*@")  # also of what is no right URL
 _ASSIGNED = re.compile(r"(?:^|[?&;,#\s])([\w.-]+)\s*=\s*[^\s&;]")  # in a query, or for a driver
 _HEADER = re.compile(r"(?:bearer|basic)\s+\S", re.IGNORECASE)
-_MEMBER = re.compile(r"""(["'])([\w.-]+)\1\s*:\s*(["'])(?:\\.|(?!\3).)*\3""")  # a mapping's repr
+_MEMBER = re.compile(r"""["']([\w.-]+)["']\s*:""")  # of JSON, or of a mapping's repr
 
 
 def is_secret(name: str) -> bool:
@@ -81,11 +79,7 @@ def refuse_open(value: object, name: str, cure: str = TO_A_FILE) -> None:
     elif isinstance(value, list | tuple):
         for inner in value:
             refuse_open(inner, name, cure)
-    elif isinstance(value, str) and (
-        _USER.search(value)
-        or _HEADER.match(value)
-        or any(map(is_secret, _ASSIGNED.findall(value)))
-    ):
+    elif isinstance(value, str) and _holds_secret(value):
         raise ConfigError(
             f"{name} is a URL or a text with a user, a password or a token in it, and settings are "
             f"printed; {cure}"
@@ -114,7 +108,8 @@ def _opened(value: object, name: str) -> object:
 
 
 def words_shown(words: Iterable[str]) -> list[str]:
-    """The words of a command line, for a log: without the values of secret options."""
+    """The words of a command line, for a log: without the values of secret options, nor any that
+    hold a secret."""
     shown: list[str] = []
     follows = False  # a secret, or several: --api-key takes any number
     for word in words:
@@ -122,29 +117,22 @@ def words_shown(words: Iterable[str]) -> list[str]:
         is_option = word.startswith("-")
         if is_option:
             follows = not equals and is_secret(name)
-        if follows and not is_option:
-            shown.append("***")
-        elif equals and is_secret(name):
+        if equals and (is_secret(name) or _shows_secret(value)):
             shown.append(f"{name}=***")
         else:
-            shown.append(name + equals + _shown(value) if is_option else _shown(word))
+            hides = (follows and not is_option) or _shows_secret(word)
+            shown.append("***" if hides else hidden(word))
     return shown
 
 
-def _shown(text: str) -> str:
-    """The value of an option. Of JSON, members that are secrets are left out."""
-    if text[:1] in ("{", "["):
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.dumps(_masked(json.loads(text)))
-    return _MEMBER.sub(lambda m: f'"{m[2]}": "***"' if is_secret(m[2]) else m[0], hidden(text))
+def _shows_secret(word: str) -> bool:
+    return _holds_secret(word) or any(map(is_secret, _MEMBER.findall(word)))
 
 
-def _masked(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: "***" if is_secret(key) else _masked(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_masked(inner) for inner in value]
-    return hidden(value) if isinstance(value, str) else value
+def _holds_secret(text: str) -> bool:
+    """Whether a text is a URL or header with a secret in it, or assigns one."""
+    assigned = any(map(is_secret, _ASSIGNED.findall(text)))
+    return assigned or bool(_USER.search(text) or _HEADER.match(text))
 
 
 def read_private(path: Path, name: str, cure: str) -> bytes:

@@ -379,6 +379,9 @@ def endless_replies(folder: Path) -> str:
         "chunks": _sends(_OK + chunked, chunk),
         "an event": _sends(stream, chunk),
         "nested JSON": _sends(_reply(b'{"usage":' + b"[" * (4 << 20))),
+        "trailers": _sends(_OK + chunked + b"0\r\n", b"a: b\r\n" * 1000),
+        "a trailer": _sends(_OK + chunked + b"0\r\na: ", b"a" * 60_000),
+        "a chunk's extension": _sends(_OK + chunked + b"1;", b"a" * 60_000),
         "a bad chunk": _sends(_OK + chunked + b"zz\r\n"),
     }
     way = [ways["chunks"]]

@@ -41,7 +41,7 @@ class PromptProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._header_bytes = 0
+        self._header_bytes = self._untold = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -59,10 +59,6 @@ class PromptProtocol(HttpToolsProtocol):
         super().on_body(body)
         if self._has_request():
             self._untold = 0
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._untold = 0
 
     def _refuse(self) -> None:
         """Ends the connection; the parser reads no further."""

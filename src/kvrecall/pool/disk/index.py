@@ -51,7 +51,7 @@ MAX_ROWS = 512
 ROW_BYTES = 288
 """Upper estimate of a row's bytes in the file, half-filled pages included."""
 
-_SCHEMA = (
+_SCHEMA: tuple[str, ...] = (
     "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT, sum INTEGER) STRICT, WITHOUT ROWID",
     "CREATE TABLE namespaces (id INTEGER PRIMARY KEY, digest BLOB, parts TEXT,"
     " block_bytes INTEGER, sum INTEGER) STRICT",
