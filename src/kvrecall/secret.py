@@ -26,12 +26,9 @@ _MAX_BYTES = 64 << 10
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _WORDS = frozenset(
     "auth authorization bearer cookie credential credentials dsn jwt key keys pass passphrase "
-    "passwords pw pwd sas signature sig".split()
+    "passwords pw pwd sas secrets signature sig".split()
 )
-_ENDINGS = (
-    "apikey", "accesskey", "secretkey", "privatekey", "password", "passwd", "secret", "secrets",
-    "token",
-)  # fmt: skip
+_ENDINGS = tuple("apikey accesskey secretkey privatekey password passwd secret token".split())
 """What the words of a secret's name are, or end with, as PGPASSWORD does."""
 _HARMLESS = frozenset(
     "algorithm count dir enabled endpoint file id length len md5 name path prefix size timeout ttl "
@@ -39,9 +36,9 @@ _HARMLESS = frozenset(
 )
 """A name that ends with one of these says something about a secret, and is none."""
 _EXCEPTIONS = {"access_key_id": True, "application_credentials": False}  # the latter is a path
-_USER = re.compile(r"(?:^|:)//[^/?#\s]*@|:(?!//|\d+/)[^\s@]*@")  # also of what is no right URL
+_USER = r"(?:^|:)//[^/?#\s]*@|:(?!//|\d+/)[^\s@]*@"  # also of what is no right URL
+_OPEN = re.compile(rf"{_USER}|^(?i:bearer|basic)\s+\S")
 _ASSIGNED = re.compile(r"(?:^|[?&;,#\s])([\w.-]+)\s*=\s*[^\s&;]")  # in a query, or for a driver
-_HEADER = re.compile(r"(?:bearer|basic)\s+\S", re.IGNORECASE)
 _MEMBER = re.compile(r"""["']([\w.-]+)["']\s*:""")  # of JSON, or of a mapping's repr
 
 
@@ -131,8 +128,7 @@ def _shows_secret(word: str) -> bool:
 
 def _holds_secret(text: str) -> bool:
     """Whether a text is a URL or header with a secret in it, or assigns one."""
-    assigned = any(map(is_secret, _ASSIGNED.findall(text)))
-    return assigned or bool(_USER.search(text) or _HEADER.match(text))
+    return bool(_OPEN.search(text)) or any(map(is_secret, _ASSIGNED.findall(text)))
 
 
 def read_private(path: Path, name: str, cure: str) -> bytes:

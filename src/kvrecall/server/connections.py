@@ -42,17 +42,14 @@ class PromptProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._header_bytes = self._untold = 0
+        if len(self.pipeline) >= _MOST_QUEUED:
+            self._refuse()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
         self._untold = 0
         self._header_bytes += len(name) + len(value) + _HEADER_BYTES
         if self._header_bytes > _LONGEST_HEADERS:
-            self._refuse()
-
-    def on_headers_complete(self) -> None:
-        super().on_headers_complete()
-        if len(self.pipeline) > _MOST_QUEUED:
             self._refuse()
 
     def on_body(self, body: bytes) -> None:

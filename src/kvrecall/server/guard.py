@@ -165,12 +165,8 @@ class Guard:
         his page for one of an address that is not his."""
         try:
             name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
-        except ValueError:
-            return False
-        if name == "localhost" or name in self._access.hosts:
-            return True
-        try:
-            return bool(ipaddress.ip_address(name))
+            known = name == "localhost" or name in self._access.hosts
+            return known or bool(ipaddress.ip_address(name))
         except ValueError:
             return False
 
@@ -336,10 +332,8 @@ def _is_json(content_type: str) -> bool:
 def _is_local(scope: Scope, headers: Headers) -> bool:
     """Whether a process of this host sent it, and not a proxy for another one, or another one that
     has uvicorn believe what a proxy would say (FORWARDED_ALLOW_IPS)."""
-    client = scope.get("client")
-    if client is None or not _BY_PROXY.isdisjoint(headers):
-        return False
     try:
-        return ipaddress.ip_address(client[0]).is_loopback
+        address = ipaddress.ip_address((scope.get("client") or ("",))[0])
     except ValueError:
         return False
+    return address.is_loopback and _BY_PROXY.isdisjoint(headers)
