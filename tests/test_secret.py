@@ -25,7 +25,8 @@ MARK = "zq9'\\secret-of-mine"
 @pytest.mark.parametrize(
     "name",
     "secret_access_key access_key_id accessKeyId aws_session_token sasKey service_account_key "
-    "password redis-password PGPASSWORD accesskey jwt --api-key X-Api-Key Authorization sse_customer_key_base64".split(),
+    "password redis-password PGPASSWORD accesskey jwt --api-key X-Api-Key Authorization "
+    "sse_customer_key_base64".split(),
 )
 def test_names_of_secrets(name: str) -> None:
     assert is_secret(name)
