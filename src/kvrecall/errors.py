@@ -17,8 +17,9 @@ from urllib.parse import quote
 
 _HIDDEN = "***"
 _SHORTEST = 4  # characters of a secret; hiding a shorter one would garble texts
-_USER = re.compile(r"(?<=://)(?:[^/?#\s'\"]+|[^/?#\s'\"@:]*:(?!\d+/)[^\s'\"]+)@")
-_URL_QUERY = re.compile(r"(://[^\s?#'\"]+)(?:(\?)[^\s'\"]+|(#)[^\s='\"]*=[^\s'\"]+)")
+_USER = re.compile(r"(?<=://)(?:[^/?#\s'\"]{1,2000}|[^/?#\s'\"@:]{,99}:(?!\d+/)[^\s'\"]{1,2000})@")
+_QUERY = r"(?:(\?)[^\s'\"]+|(#)[^\s='\"]{,999}=[^\s'\"]+)"
+_URL_QUERY = re.compile(rf"(://[^\s?#'\"]{{1,2000}}+){_QUERY}")
 _secrets: set[str] = set()
 
 

@@ -36,7 +36,7 @@ _HARMLESS = frozenset(
 )
 """A name that ends with one of these says something about a secret, and is none."""
 _EXCEPTIONS = {"access_key_id": True, "application_credentials": False}  # the latter is a path
-_USER = r"(?:^|:)//[^/?#\s]*@|:(?!//|\d+/)[^\s@]*@"  # also of what is no right URL
+_USER = r"(?:^|:)//[^/?#\s]*@|:(?!//|\d+/)[^\s@]{,999}@"  # also of what is no right URL
 _OPEN = re.compile(rf"{_USER}|^(?i:bearer|basic)\s+\S")
 _ASSIGNED = re.compile(r"(?:^|[?&;,#\s])([\w.-]+)\s*=\s*[^\s&;]")  # in a query, or for a driver
 _MEMBER = re.compile(r"""["']([\w.-]+)["']\s*:""")  # of JSON, or of a mapping's repr

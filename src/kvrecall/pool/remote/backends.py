@@ -77,8 +77,7 @@ def make_store(kind: str, options: Mapping[str, object], sealed: bool = False) -
         raise
     except Exception as error:  # noqa: BLE001 - a traceback would show the library's own text
         raise ConfigError(
-            f"remote: kind is {kind!r}: it does not take these options: "
-            f"{str(error) or type(error).__name__}"
+            f"remote: kind is {kind!r}: it does not take these options: {error}"
         ) from None
     if not isinstance(store, Store):
         raise ConfigError(

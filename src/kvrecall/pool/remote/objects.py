@@ -253,11 +253,9 @@ class ObjectStore:
         found: set[str] = set()
 
         async def is_whole() -> bool:
-            left = pages
             async for page in _obstore().list(self._backend, folder, chunk_size=_PAGE):
                 found.update(meta["path"] for meta in page)
-                left -= 1
-                if left < 0:
+                if len(found) > pages * _PAGE:
                     return False
             return True
 

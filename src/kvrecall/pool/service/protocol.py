@@ -74,8 +74,7 @@ Parents = Annotated[tuple[Key | None, ...], Meta(max_length=MAX_KEYS)]
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Digest = Annotated[bytes, Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
-MAX_TEXT = 4096
-Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Text = Annotated[str, Meta(max_length=4096)]
 Part = Annotated[str, Meta(max_length=1 << 20)]
 Parts = Annotated[tuple[tuple[Part, Part], ...], Meta(max_length=256)]
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
@@ -246,7 +245,7 @@ class Trouble(Message, frozen=True, tag=67):
     """The request asks for what cannot be. ``text`` is for people."""
 
     number: Number
-    text: Text
+    text: Part
 
 
 class PlacesReply(Message, frozen=True, tag=68):

@@ -438,7 +438,7 @@ class Connection(asyncio.Protocol):
         try:
             return p.Administered(request.number, await self._command(run))
         except ConfigError as error:
-            return p.Trouble(request.number, str(error)[: p.MAX_TEXT])
+            return p.Trouble(request.number, str(error))
 
     async def _command(self, work: Callable[[], T]) -> T:
         async with self._turns.commands:
