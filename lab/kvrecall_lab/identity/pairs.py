@@ -47,9 +47,10 @@ class Pair:
     """``make``: writes the two engines' files. ``blocks``: whole blocks of a prompt.
 
     ``tells``: whether replies differ where KV does; a block of another size holds the same keys and
-    values in another order, and two half precisions differ by no more than a split prompt does. ``audited``: the pair exists as a blind pair, too. ``saves_first``: the
-    second engine saves prompts of its own before it requests those of the first. ``pools``: the
-    second engine's own prompts are pooled.
+    values in another order, and two half precisions differ by no more than a split prompt does.
+    ``audited``: the pair exists as a blind pair, too. ``saves_first``: the second engine saves
+    prompts of its own before it requests those of the first. ``pools``: the second engine's own
+    prompts are pooled.
     """
 
     name: str
