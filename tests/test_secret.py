@@ -3,8 +3,10 @@ what a file of one says. End to end: kvrecall_lab.hostile.keys."""
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+import traceback
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,8 @@ MARK = "zq9'\\secret-of-mine"
 @pytest.mark.parametrize(
     "name",
     "secret_access_key access_key_id accessKeyId aws_session_token sasKey service_account_key "
-    "password redis-password --api-key X-Api-Key Authorization sse_customer_key_base64".split(),
+    "password redis-password PGPASSWORD accesskey jwt --api-key X-Api-Key Authorization "
+    "sse_customer_key_base64".split(),
 )
 def test_names_of_secrets(name: str) -> None:
     assert is_secret(name)
@@ -47,6 +50,11 @@ def test_other_names(name: str) -> None:
         {"each": [{"token": MARK}]},
         {"url": f"redis://me:{MARK}@host"},
         {"urls": ["redis://me@host"]},
+        {"url": f"redis://:pass#/{MARK}@host"},
+        {"address": f"me:{MARK}@host"},
+        {"database": f"host=h password={MARK}"},
+        {"storage": f"AccountName=a;AccountKey={MARK};"},
+        {"header": f"Bearer {MARK}"},
         {"endpoint": f"https://host/x?a=b&X-Amz-Signature={MARK}"},
     ],
 )
@@ -77,7 +85,8 @@ def test_a_file_of_a_secret(tmp_path: Path) -> None:
         opened(options, "remote")
     file.chmod(0o600)
     assert opened(options, "remote") == {"inner": {"password": MARK}, "port": 1}
-    for said in (f"no {MARK} here", f"got {[MARK]!r}", "at redis://me:pw@host/0?sig=5"):
+    urls = "redis://me:pw@host/0?sig=5", "redis://me:a@pw@h/", "redis://:#/pw@h", "s3://h/#sig=5"
+    for said in (f"no {MARK} here", f"got {[MARK]!r}", f"got {json.dumps(MARK)}", *urls):
         for error in (TierError(said), ConfigError(said)):
             assert not any(part in repr(error) for part in ("secret-of-mine", "pw", "sig=5"))
     file.write_text("\n")
@@ -85,15 +94,20 @@ def test_a_file_of_a_secret(tmp_path: Path) -> None:
         opened(options, "remote")
 
 
-def test_a_factory_gets_what_the_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["ValueError", "RuntimeError"])
+def test_a_factory_gets_what_the_file_says(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "it"
     file.touch(0o600)
     file.write_text("hunter22")
-    module = "def make(options):\n    raise ValueError(f'cannot log in with {options}')\n"
-    (tmp_path / "picky_store.py").write_text(module)
+    module = f"def make(options):\n    raise {kind}(f'cannot log in with {{options}}')\n"
+    (tmp_path / f"picky_{kind}.py").write_text(module)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"cannot log in with \{'pw': '\*\*\*'\}"):
-        make_store("picky_store:make", {"pw": {"file": str(file)}})
+    told = r"cannot log in with \{'pw': '\*\*\*'\}"
+    with pytest.raises(ConfigError, match=told) as error:
+        make_store(f"picky_{kind}:make", {"pw": {"file": str(file)}})
+    assert "hunter22" not in "".join(traceback.format_exception(error.value))
 
 
 def test_a_secret_without_quotes_is_not_shown() -> None:
@@ -106,7 +120,8 @@ def test_a_secret_without_quotes_is_not_shown() -> None:
 def test_the_start_log_shows_no_option_that_is_a_secret() -> None:
     hide("in-a-file")
     words = ("--api-key", MARK, "--hf-token=abcd", "--x", f'{{"s3_secret_key": "{MARK[6:]}"}}')
-    words += ("--kv", "{'token': 'abcd'}", "in-a-file", "http://me:abcd@h")
+    words += ("--kv", "{'token': 'abcd'}", "in-a-file", "http://me:abcd@h", "--api-key", "x", MARK)
+    words += ("--x", '{"pw": "a\\"abcd"}', '--y={"headers": {"cookie": ["abcd"]}}')
     options = {"hf-token": "abcd", "max-model-len": 64}
     told = Plan(ServeSpec("m", "h", 1, options=options, extra_args=words)).summary()
     assert not any(part in told for part in ("of-mine", "abcd", "in-a-file"))

@@ -17,15 +17,17 @@ from urllib.parse import quote
 
 _HIDDEN = "***"
 _SHORTEST = 4  # characters of a secret; hiding a shorter one would garble texts
-_USER = re.compile(r"(?<=://)[^/?#\s'\"@]+@")
-_URL_QUERY = re.compile(r"(://[^\s?'\"]+)\?[^\s'\"]+")
+_USER = re.compile(r"(?<=://)(?:[^/?#\s'\"]{1,2000}|[^/?#\s'\"@:]{,99}:(?!\d+/)[^\s'\"]{1,2000})@")
+_QUERY = r"(?:(\?)[^\s'\"]+|(#)[^\s='\"]{,999}=[^\s'\"]+)"
+_URL_QUERY = re.compile(rf"(://[^\s?#'\"]{{1,2000}}+){_QUERY}")
 _secrets: set[str] = set()
 
 
 def hide(secret: str) -> None:
     """No error shows ``secret`` from now on, and no text that ``hidden`` gives."""
     if len(secret) >= _SHORTEST:
-        _secrets.update((secret, repr(secret)[1:-1], quote(secret, safe="")))
+        forms = repr(secret)[1:-1], json.dumps(secret)[1:-1], quote(secret, safe="")
+        _secrets.update((secret, *forms))
 
 
 def hidden(text: str) -> str:
@@ -33,7 +35,7 @@ def hidden(text: str) -> str:
     passwords and queries of URLs."""
     for secret in sorted(_secrets, key=len, reverse=True):
         text = text.replace(secret, _HIDDEN)
-    return _URL_QUERY.sub(rf"\1?{_HIDDEN}", _USER.sub(f"{_HIDDEN}@", text))
+    return _URL_QUERY.sub(rf"\1\2\3{_HIDDEN}", _USER.sub(f"{_HIDDEN}@", text))
 
 
 class KvrecallError(Exception):

@@ -25,18 +25,21 @@ ACCESS = 0o077
 _MAX_BYTES = 64 << 10
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _WORDS = frozenset(
-    "apikey auth authorization bearer cookie credential credentials dsn key keys pass passphrase "
-    "passwd password passwords pw pwd sas secret secrets sig signature token".split()
+    "auth authorization bearer cookie credential credentials dsn jwt key keys pass passphrase "
+    "passwords pw pwd sas secrets signature sig".split()
 )
+_ENDINGS = tuple("apikey accesskey secretkey privatekey password passwd secret token".split())
+"""What the words of a secret's name are, or end with, as PGPASSWORD does."""
 _HARMLESS = frozenset(
     "algorithm count dir enabled endpoint file id length len md5 name path prefix size timeout ttl "
     "type uri url".split()
 )
 """A name that ends with one of these says something about a secret, and is none."""
 _EXCEPTIONS = {"access_key_id": True, "application_credentials": False}  # the latter is a path
-_USER = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]*@", re.IGNORECASE)
-_QUERY = re.compile(r"[?&;]([\w.-]+)=")
-_MEMBER = re.compile(r"""(["'])([\w.-]+)\1\s*:\s*(["']).*?\3""")  # of JSON, or of a mapping's repr
+_USER = r"(?:^|:)//[^/?#\s]*@|:(?!//|\d+/)[^\s@]{,999}@"  # also of what is no right URL
+_OPEN = re.compile(rf"{_USER}|^(?i:bearer|basic)\s+\S")
+_ASSIGNED = re.compile(r"(?:^|[?&;,#\s])([\w.-]+)\s*=\s*[^\s&;]")  # in a query, or for a driver
+_MEMBER = re.compile(r"""["']([\w.-]+)["']\s*:""")  # of JSON, or of a mapping's repr
 
 
 def is_secret(name: str) -> bool:
@@ -45,7 +48,8 @@ def is_secret(name: str) -> bool:
     for ending, answer in _EXCEPTIONS.items():
         if "_".join(words).endswith(ending):
             return answer
-    return bool(_WORDS & set(words)) and words[-1] not in _HARMLESS
+    named = any(word in _WORDS or word.endswith(_ENDINGS) for word in words)
+    return named and words[-1] not in _HARMLESS
 
 
 TO_A_FILE = 'write it to a file of this user (mode 0600) and here {"file": "/path"}'
@@ -72,12 +76,10 @@ def refuse_open(value: object, name: str, cure: str = TO_A_FILE) -> None:
     elif isinstance(value, list | tuple):
         for inner in value:
             refuse_open(inner, name, cure)
-    elif isinstance(value, str) and (
-        _USER.match(value) or ("://" in value and any(map(is_secret, _QUERY.findall(value))))
-    ):
+    elif isinstance(value, str) and _holds_secret(value):
         raise ConfigError(
-            f"{name} is a URL with a user, a password or a token in it, and settings are printed; "
-            f"{cure}"
+            f"{name} is a URL or a text with a user, a password or a token in it, and settings are "
+            f"printed; {cure}"
         )
 
 
@@ -103,23 +105,30 @@ def _opened(value: object, name: str) -> object:
 
 
 def words_shown(words: Iterable[str]) -> list[str]:
-    """The words of a command line, for a log: without the values of secret options."""
+    """The words of a command line, for a log: without the values of secret options, nor any that
+    hold a secret."""
     shown: list[str] = []
-    follows = False
+    follows = False  # a secret, or several: --api-key takes any number
     for word in words:
-        name, equals, _ = word.partition("=")
+        name, equals, value = word.partition("=")
         is_option = word.startswith("-")
-        if follows and not is_option:
-            shown.append("***")
+        if is_option:
+            follows = not equals and is_secret(name)
+        if equals and (is_secret(name) or _shows_secret(value)):
+            shown.append(f"{name}=***")
         else:
-            text = f"{name}=***" if equals and is_secret(name) else hidden(word)
-            shown.append(_MEMBER.sub(_member_shown, text))
-        follows = is_option and not equals and is_secret(name)
+            hides = (follows and not is_option) or _shows_secret(word)
+            shown.append("***" if hides else hidden(word))
     return shown
 
 
-def _member_shown(found: re.Match[str]) -> str:
-    return f'"{found[2]}": "***"' if is_secret(found[2]) else found[0]
+def _shows_secret(word: str) -> bool:
+    return _holds_secret(word) or any(map(is_secret, _MEMBER.findall(word)))
+
+
+def _holds_secret(text: str) -> bool:
+    """Whether a text is a URL or header with a secret in it, or assigns one."""
+    return bool(_OPEN.search(text)) or any(map(is_secret, _ASSIGNED.findall(text)))
 
 
 def read_private(path: Path, name: str, cure: str) -> bytes:

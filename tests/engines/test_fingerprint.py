@@ -130,7 +130,9 @@ def test_a_file_that_changed_a_moment_ago_is_not_remembered(
     assert not [path for path in memory.digests() if path.endswith("config.json")]
 
 
-@pytest.mark.parametrize("content", ["", "not json", "[]", '{"x": 3}', '{"x": [1, 2]}', "\0"])
+@pytest.mark.parametrize(
+    "content", ["", "not json", "[" * 100_000, "[]", '{"x": 3}', '{"x": [1, 2]}', "\0"]
+)
 def test_a_damaged_memory_costs_only_time(model: Path, tmp_path: Path, content: str) -> None:
     path = tmp_path / "fingerprints.json"
     before = fingerprint_of(model)

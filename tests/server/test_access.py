@@ -103,13 +103,13 @@ def test_unusable_files(tmp_path: Path, authority: Authority, files: TlsFiles) -
 
 def test_the_file_of_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("one\n\n two \n")
+    file.write_text("# of June\none\n\n two \n # old: three\n")
     file.chmod(0o600)
     assert read_keys(file, "--api-key-file") == ("one", "two")
     file.chmod(0o640)
     with pytest.raises(ConfigError, match="has mode 0640"):
         read_keys(file, "--api-key-file")
     file.chmod(0o600)
-    file.write_text(" \n")
+    file.write_text(" \n#\n")
     with pytest.raises(ConfigError, match="is empty"):
         read_keys(file, "--api-key-file")

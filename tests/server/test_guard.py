@@ -215,6 +215,8 @@ def test_other_hosts_need_a_key_for_prompts_and_settings(path: str) -> None:
     assert ask("GET", path, {}, plan=plan, client="192.0.2.9").status_code == 403
     assert ask("GET", path, KEY, ("one",), plan, client="192.0.2.9").status_code != 403
     assert ask("GET", path, {}, plan=plan, client="::1").status_code != 403
+    for header in ("X-Forwarded-For", "Forwarded", "Via"):  # uvicorn may believe a stranger's
+        assert ask("GET", path, {header: "127.0.0.1"}, plan=plan, client="::1").status_code == 403
     stop = ask("POST", "/stopService", JSON, plan=plan, client="192.0.2.9")
     assert stop.status_code == 403
     assert ask("POST", "/generate", JSON, plan=plan, client="192.0.2.9", content=BODY).is_success
@@ -272,8 +274,10 @@ def test_many_values_are_not_parsed(body: Any, status: int, size: int) -> None:
         for start in range(0, len(content), size):
             yield content[start : start + size]
 
-    reply = ask("POST", "/generate", JSON, content=pieces())
-    assert reply.status_code == status, reply.text[:200]
+    parts = {"content-type": "multipart/form-data", "x-kvrecall": "1"}
+    for headers in (JSON, {"content-type": "application/json; a=multipart/"}, parts):
+        reply = ask("POST", "/generate", headers, content=pieces())
+        assert reply.status_code == status, reply.text[:200]
 
 
 def test_health_comes_between_large_bodies() -> None:
@@ -302,6 +306,8 @@ def test_texts_that_are_not_utf_8_are_not_parsed() -> None:
     """Python's parser reads UTF-16 and UTF-32, too, whose quotes are not found by counting."""
     for codec in ("utf-16", "utf-32"):
         assert ask("POST", "/generate", JSON, content=BODY.encode(codec)).status_code == 415
+    sound = {"content-type": "multipart/form-data; boundary=b", "x-kvrecall": "1"}
+    assert ask("POST", "/generate", sound, content=b"--b\r\n\r\n\0").status_code == 422
 
 
 def test_a_body_that_stops_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,7 @@ _WRONG = (  # what single bits did, which chance may not find in time
     _SCHEMA.format("'parent BLOB'", "'parenu BLOB'"),
     _SCHEMA.format("'TABLE meta'", "'TABLE mtea'"),
 )
+_TYPED = (("STRICT,", "/*type,*/"), ("STRICT", "/*type*/"))
 _LARGE = index._LARGE
 
 
@@ -139,8 +140,7 @@ def _damage(
         shutil.copytree(folder / Path(name).parent, trial)
         path = trial / Path(name).name
         if times <= len(_WRONG):
-            with contextlib.closing(sqlite3.connect(trial / "index.sqlite")) as database:
-                database.executescript(_WRONG[times - 1])
+            _forge(trial / "index.sqlite", _WRONG[times - 1])
         else:
             data = bytearray(path.read_bytes())
             change(data, rng)
@@ -164,6 +164,19 @@ def _damage(
             raise Crashed(f"change {times} of {name}: {error!r}") from error
         shutil.rmtree(trial)
     return f"{times} damaged folders cost {lost / times:.1f} of {len(_OLD)} blocks each, no more"
+
+
+def _forge(path: Path, script: str) -> None:
+    """Executes the script, meanwhile with columns that take values of any type."""
+    loosen = "".join(_SCHEMA.format(f"'{a}'", f"'{b}'") + ";" for a, b in _TYPED)
+    restore = "".join(_SCHEMA.format(f"'{b}'", f"'{a}'") + ";" for a, b in _TYPED)
+    for one in (loosen, script, restore):
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            try:
+                database.executescript(one)
+            except sqlite3.DatabaseError:
+                if one is not restore:
+                    raise
 
 
 @attack()

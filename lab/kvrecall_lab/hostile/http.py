@@ -237,11 +237,11 @@ def _send(url: str, path: str, body: bytes) -> None:
 
 
 @contextmanager
-def _application(plan: Plan) -> Iterator[int]:
+def _application(plan: Plan, *keys: str) -> Iterator[int]:
     """kvrecall's routes and its listener around an engine that does nothing; the port."""
     port = free_port()
     app = FastAPI()
-    attach_all(app, _engine(), plan=plan)
+    attach_all(app, _engine(), keys, plan=plan)
     config = uvicorn.Config(app, port=port, log_level="critical", http=PromptProtocol)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -334,16 +334,39 @@ def more_sockets_than_are_kept(folder: Path) -> str:
     return f"{left} of {_FLOOD} silent connections are kept, the youngest"
 
 
+_LINE = b"X-A: " + b"a" * 60_000
+_CHUNKED = _HALF_A_HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"
+_ENDLESS = {
+    "header lines": (_HALF_A_HEAD, _LINE + b"\r\n"),
+    "a header line": (_HALF_A_HEAD, _LINE[5:]),
+    "small header lines": (_HALF_A_HEAD, b"a:\r\n" * 10_000),
+    "trailers": (_CHUNKED + b"0\r\n", _LINE + b"\r\n"),
+    "a trailer": (_CHUNKED + b"0\r\n", _LINE[5:]),
+    "a chunk's extension": (_CHUNKED + b"1;", _LINE[5:]),
+    "requests": (b"", b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n" * 10_000),
+}
+
+
 @attack(limit_s=90)
-def a_head_without_end(_: Path) -> str:
-    """Sends header lines for ever, as fast as the server takes them."""
-    with _application(Plan(ServeSpec("m", "127.0.0.1", 1, {}))) as port:
-        with _connection(port) as link:
-            link.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
-            sent = 0
-            try:
-                while sent < 64 << 20:
-                    sent += link.send(b"X-A: " + b"a" * 60_000 + b"\r\n")
-            except OSError:
-                return f"closed after {sent >> 10} KiB"
-        raise GotIn(f"the server keeps {sent >> 20} MiB of headers")
+def more_than_a_request(_: Path) -> str:
+    """Sends without end, over eight connections, what is no body: lines of a head, trailers, a
+    chunk's extension, and requests of a client that waits for no reply."""
+    worst = 0
+    for keys in ((), (_KEY,)):
+        with _application(Plan(ServeSpec("m", "127.0.0.1", 1, {})), *keys) as port:
+            for what, (first, then) in _ENDLESS.items():
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                with ExitStack() as kept:
+                    for link in [kept.enter_context(_connection(port)) for _ in range(8)]:
+                        link.settimeout(0.5)
+                        with contextlib.suppress(OSError):
+                            link.sendall(first + then * ((8 << 20) // len(then)))
+                    began = time.monotonic()
+                    httpx.get(f"http://127.0.0.1:{port}/health", timeout=30).raise_for_status()
+                    if (took := time.monotonic() - began) > _SLOW_S:
+                        raise Stalled(f"/health took {took:.1f} s after {what} without end")
+                grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
+                if grown > 32:
+                    raise GotIn(f"the server keeps {grown} MiB of {what} without end")
+                worst = max(worst, grown)
+    return f"each connection was ended; {worst} MiB kept at most"

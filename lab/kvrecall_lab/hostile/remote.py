@@ -426,6 +426,36 @@ def _bomb(handler: BaseHTTPRequestHandler) -> None:
 
 
 @attack()
+def listing_without_end(folder: Path) -> str:
+    """A server of an object store lists empty pages, each of which has a next one."""
+    del folder
+    pages = itertools.count()
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        body = f"<NextContinuationToken>{next(pages)}</NextContinuationToken>"
+        body = f"<ListBucketResult><IsTruncated>true</IsTruncated>{body}</ListBucketResult>"
+        handler.send_response(404 if handler.command == "HEAD" else 200)
+        handler.send_header("connection", "close")
+        handler.send_header("content-length", str(len(body)))
+        handler.end_headers()
+        if handler.command != "HEAD":
+            handler.wfile.write(body.encode())
+
+    with http_server(answer) as endpoint:
+        keys = {"access_key_id": "a", "secret_access_key": "b"}
+        options = {"url": "s3://b/kv", "region": "eu", "endpoint": endpoint, "options": keys}
+        store = make_store("objects", options)
+        began = time.monotonic()
+        if any(store.exists([name_of(key) for key in chain(_NAMESPACE, 600)])):
+            raise GotIn("blocks that no page lists are there")
+        took = time.monotonic() - began
+        store.close()
+    if not next(pages):
+        raise AssertionError("the store was not listed")
+    return f"given up after {took:.0f} s and {next(pages)} pages; then asked for each"
+
+
+@attack()
 def shared_store_after_a_ttl(folder: Path) -> str:
     """One host expires its blocks by a short TTL; the store holds them for all the others."""
     remote = {"kind": "objects", "url": f"file://{folder}/store"}

@@ -379,6 +379,9 @@ def endless_replies(folder: Path) -> str:
         "chunks": _sends(_OK + chunked, chunk),
         "an event": _sends(stream, chunk),
         "nested JSON": _sends(_reply(b'{"usage":' + b"[" * (4 << 20))),
+        "trailers": _sends(_OK + chunked + b"0\r\n", b"a: b\r\n" * 1000),
+        "a trailer": _sends(_OK + chunked + b"0\r\na: ", b"a" * 60_000),
+        "a chunk's extension": _sends(_OK + chunked + b"1;", b"a" * 60_000),
         "a bad chunk": _sends(_OK + chunked + b"zz\r\n"),
     }
     way = [ways["chunks"]]
@@ -443,6 +446,42 @@ def lists_without_end(folder: Path) -> str:
 
             until(is_seen, 20, "a new instance is not seen, as another one's probe has no end")
     return "a probe has an end, and the others go on"
+
+
+@attack()
+def bytes_that_are_no_text(folder: Path) -> str:
+    """Instances list models and cut prompts, a publisher names a medium, and clients write messages
+    and prompts, in bytes that are no UTF-8."""
+    good = _sends(_batch(1, _packed(_stored([10, 11, 12], medium="GPU"))))
+    bad = _batch(0, _packed(_stored([1], medium="CPU")).replace(b"CPU", b"\xff\xff\xff"))
+
+    def publish(link: socket.socket) -> None:
+        link.sendall(bad)
+        good(link)
+
+    with (
+        _publisher(publish) as events,
+        _instance(_sends(_reply(b'{"data": [{"id": "\xff"}]}')), path=b"/v1/models") as lists,
+        _instance(_sends(_reply(b'{"tokens": [1], "count": "\xff"}')), path=b"/tokenize") as cuts,
+        routing(folder, [cuts + events, lists]) as router,
+    ):
+        for body in (
+            b'{"messages":[{"role":"user","content":"\xff"}]}',
+            b'{"messages":[{"role":"user","content":[{"type":"\xff"}]}]}',
+            b'{"prompt":"\xff"}',
+            b'{"prompt":["\xff"],"model":"\xff"}',
+            b'{"\xff":1}',
+        ):
+            for path in ("/v1/chat/completions", "/v1/completions"):
+                if (status := router.client.post(path, content=body).status_code) >= 500:
+                    raise Crashed(f"{body!r}: {status}")
+        until(
+            lambda: 'tier="device"} 3.0' in router.client.get("/metrics").text,
+            15,
+            "a publisher is not followed any more",
+        )
+        router.check("bytes that are no text came from all sides")
+    return "requests were refused or served, models are unknown, and a batch was left out"
 
 
 @attack()

@@ -47,9 +47,10 @@ class Pair:
     """``make``: writes the two engines' files. ``blocks``: whole blocks of a prompt.
 
     ``tells``: whether replies differ where KV does; a block of another size holds the same keys and
-    values in another order. ``audited``: the pair exists as a blind pair, too. ``saves_first``: the
-    second engine saves prompts of its own before it requests those of the first. ``pools``: the
-    second engine's own prompts are pooled.
+    values in another order, and two half precisions differ by no more than a split prompt does.
+    ``audited``: the pair exists as a blind pair, too. ``saves_first``: the second engine saves
+    prompts of its own before it requests those of the first. ``pools``: the second engine's own
+    prompts are pooled.
     """
 
     name: str
@@ -364,7 +365,7 @@ _OPTIONS: tuple[tuple[str, Kv, str, dict[str, Any], dict[str, Any], dict[str, An
      {}, _rope(rope_type="linear", factor=4.0), {}),
     ("dtype", Kv.OTHER, "float32 and bfloat16", {"dtype": "float32"}, {"dtype": "bfloat16"}, {}),
     ("dtype-half", Kv.OTHER, "float16 and bfloat16, equally large",
-     {"dtype": "float16"}, {"dtype": "bfloat16"}, _AUDITED),
+     {"dtype": "float16"}, {"dtype": "bfloat16"}, {"audited": True, "tells": False}),
     ("kv-dtype", Kv.OTHER, "KV in the model's dtype and in fp8", {}, {"kv_cache_dtype": "fp8"}, {}),
     ("kv-dtype-fp8", Kv.OTHER, "KV in fp8_e4m3 and fp8_e5m2, equally large",
      {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8_e5m2"}, _AUDITED),

@@ -47,7 +47,7 @@ EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "objects": (("obstore",), "remote tier on S3, Google Cloud, Azure or a shared folder"),
     "encryption": (("cryptography",), "encryption_key_file"),
     "compression": (("numcodecs",), "disk_compression, remote_compression"),
-    "router": (("fastapi", "uvicorn"), "kvrecall router without vLLM"),
+    "router": (("fastapi", "uvicorn", "httptools"), "kvrecall router without vLLM"),
 }
 """Optional extras: their packages (of Mooncake's any one) and their purpose."""
 _PATIENCE_S = 180.0

@@ -105,7 +105,7 @@ class Memory:
         """Entries by path: ``[inode, size, mtime_ns, ctime_ns, digest]``."""
         try:
             entries = json.loads(self._path.read_bytes()) if self._path else {}
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return entries if isinstance(entries, dict) else {}
 

@@ -171,8 +171,8 @@ def decode(payload: bytes) -> EventBatch:
     """Raises msgspec.DecodeError if it is no batch."""
     try:
         batch = _batches.decode(payload)
-    except RecursionError:
-        raise msgspec.DecodeError("nested too deep") from None
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise msgspec.DecodeError(f"nested too deep, or no text: {error}") from None
     if not math.isfinite(batch.ts):
         raise msgspec.ValidationError("no time")
     return batch

@@ -134,12 +134,12 @@ def address(text: str, option: str) -> Address:
     host = parts.hostname or ""
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         if name == "events":
-            events.append(_publisher(host, value, f"{option}: {text!r}: events"))
+            events.append(_publisher(host, value, f"{option}: {url!r}: events"))
         elif name == "pool" and pool is None:
             pool = _publisher(host, value, f"{option}: {text!r}: pool")
         else:
             raise ConfigError(
-                f"{option}: {text!r}: {name!r} is unknown or given twice; known are events=PORT "
+                f"{option}: {url!r}: {name!r} is unknown or given twice; known are events=PORT "
                 "(of the engine's KV events) and pool=PORT (of its pool service's)"
             )
     return Address(f"{parts.scheme}://{parts.netloc.lower()}", tuple(events), pool)

@@ -105,8 +105,7 @@ def route(
         )
     with errors_shown():
         try:
-            import uvicorn  # noqa: F401 - named if it is missing
-
+            import kvrecall.server.connections  # noqa: F401 - what is missing is named
             from kvrecall.router.addresses import Roster
             from kvrecall.router.router import RouterSettings
             from kvrecall.server.access import Access, check_reach, known_hosts, read_keys

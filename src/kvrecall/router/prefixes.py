@@ -96,7 +96,7 @@ def prompt_of(body: Body) -> Prompt | None:
     if len(prompt) <= MOST_PROMPT:
         try:
             ids = _ids.decode(prompt)
-        except (msgspec.DecodeError, RecursionError):
+        except (ValueError, RecursionError):
             return None
     return _prompt(body, prompt[1:], ids, salt)
 
@@ -106,7 +106,7 @@ def only_prompt(body: Body) -> memoryview:
     prompt = body.raw("prompt")
     try:
         only = memoryview(*_list_of_one.decode(prompt))
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return prompt
     return only if begin_of(only) in (b"[", b'"') else prompt
 
@@ -152,7 +152,7 @@ def is_text(body: Body) -> bool:
         return False
     try:
         contents = [message.content for message in _messages.decode(messages)]
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return False
     return all(
         part.type == "text" for content in contents if isinstance(content, list) for part in content

@@ -135,7 +135,7 @@ class Upstream:
         try:
             answer = await self.get(instance, "/v1/models", headers, _PROBE_S)
             listed = _models.decode(answer.content).data
-        except (InstanceFailedError, msgspec.DecodeError, RecursionError):
+        except (InstanceFailedError, ValueError, RecursionError):
             return frozenset(), frozenset()
         return (
             frozenset(one.id for one in listed),
@@ -173,7 +173,7 @@ class Upstream:
             if answer.status != 200:
                 return None
             return (await aside(len(answer.content), _tokens.decode, answer.content)).tokens
-        except (InstanceFailedError, msgspec.DecodeError, RecursionError):
+        except (InstanceFailedError, ValueError, RecursionError):
             return None
 
     async def ask(

@@ -41,12 +41,13 @@ class Access:
 
 
 def read_keys(path: Path, name: str) -> tuple[str, ...]:
-    """The API keys in a file, one a line. Raises ConfigError."""
+    """The API keys in a file, one a line; what begins with ``#`` is a comment and opens nothing.
+    Raises ConfigError."""
     try:
         lines = read_private(path, name, "write the key to it").decode().split("\n")
     except UnicodeDecodeError:
         raise ConfigError(f"{name}: {path} holds bytes that are not text") from None
-    keys = tuple(line.strip() for line in lines if line.strip())
+    keys = tuple(key for line in lines if (key := line.strip()) and key[0] != "#")
     if not keys:
         raise ConfigError(f"{name}: {path} is empty; write the key to it")
     for key in keys:

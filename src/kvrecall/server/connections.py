@@ -1,40 +1,66 @@
-"""uvicorn's HTTP protocol with an end to silence: a connection without a request is closed after
-seconds, and so is one whose client does not read."""
+"""uvicorn's HTTP protocol with an end to silence and to noise: a connection without a request is
+closed after seconds, and so is one whose client does not read, or sends more than is kept of it."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any, ClassVar
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _SILENCE_S = 10.0  # until the headers of a request are complete
 _UNREAD_S = 60.0  # while the client takes nothing of a reply
-_LONGEST_HEADERS = 64 << 10
+_LONGEST_HEADERS = 64 << 10  # of a request, trailers included
+_HEADER_BYTES = 32  # that a header takes besides its text
+_MOST_QUEUED = 16  # requests of a client that does not wait for replies
 _MOST_WAITING = 1024
 
 
-class PromptProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """Ends a connection whose request does not begin in time, whose headers are too long or whose
-    client does not read, and the one that has waited longest if too many have no request."""
+class PromptProtocol(HttpToolsProtocol):
+    """Ends a connection whose request does not begin in time, whose headers are too long, whose
+    client does not read or sends too many requests at once, and the one that has waited longest if
+    too many have no request."""
 
     _waiting: ClassVar[dict[PromptProtocol, asyncio.TimerHandle]] = {}
     """Connections without a request, of all listeners, the longest waiting first."""
     _unread: asyncio.TimerHandle | None = None
     _header_bytes = 0
+    _untold = 0  # bytes that the parser has taken and may keep, because it told of nothing since
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._wait()
 
     def data_received(self, data: bytes) -> None:
+        self._untold += len(data)
         super().data_received(data)
         if self._has_request():
             self._wait_no_more()
-        elif self in self._waiting:
-            self._header_bytes += len(data)
-            if self._header_bytes > _LONGEST_HEADERS:
-                self.transport.abort()
+        if self._header_bytes + self._untold > _LONGEST_HEADERS:
+            self.transport.abort()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._header_bytes = self._untold = 0
+        if len(self.pipeline) >= _MOST_QUEUED:
+            self._refuse()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._untold = 0
+        self._header_bytes += len(name) + len(value) + _HEADER_BYTES
+        if self._header_bytes > _LONGEST_HEADERS:
+            self._refuse()
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        if self._has_request():
+            self._untold = 0
+
+    def _refuse(self) -> None:
+        """Ends the connection; the parser reads no further."""
+        self.transport.abort()
+        raise ValueError("more than is kept of a request")
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -62,7 +88,6 @@ class PromptProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def _wait(self) -> None:
         self._wait_no_more()
-        self._header_bytes = 0
         self._waiting[self] = self.loop.call_later(_SILENCE_S, self.transport.abort)
         if len(self._waiting) > _MOST_WAITING:
             longest = next(iter(self._waiting))

@@ -34,6 +34,7 @@ _LARGEST_IDS = 1 << 20
 _MOST_VALUES = 10_000
 _IDS = re.compile(rb"\s*:\s*\[(?:[\d\s,]*|(?:[\s,]*\[[\d\s,]*\])*\s*)\]")
 _ID_NAMES = "prompt prompt_token_ids token_ids tokens input input_id data allowed_token_ids"
+_BY_PROXY = frozenset("forwarded via x-forwarded-for x-forwarded-host x-real-ip".split())
 _ID_KEYS = tuple(f'"{name}"'.encode() for name in _ID_NAMES.split())
 
 
@@ -130,9 +131,11 @@ class Guard:
             if not (shown and self._is_key(_password(value))):
                 raise ReplyError(401, "no API key, or a wrong one; send Authorization: Bearer KEY")
         elif (
-            (public := self._access.public) and not public.fullmatch(path) and not _is_local(scope)
+            (public := self._access.public)
+            and not public.fullmatch(path)
+            and not _is_local(scope, headers)
         ):
-            why = f"{path} needs an API key from other hosts, and this server has none"
+            why = f"{path} needs an API key from other hosts, by a proxy too; this server has none"
             raise ReplyError(403, why)
         if method == "POST" and not (
             OWN_HEADER in headers or _is_json(headers.get("content-type", ""))
@@ -162,12 +165,8 @@ class Guard:
         his page for one of an address that is not his."""
         try:
             name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
-        except ValueError:
-            return False
-        if name == "localhost" or name in self._access.hosts:
-            return True
-        try:
-            return bool(ipaddress.ip_address(name))
+            known = name == "localhost" or name in self._access.hosts
+            return known or bool(ipaddress.ip_address(name))
         except ValueError:
             return False
 
@@ -182,8 +181,8 @@ class Guard:
         too_large = ReplyError(413, f"the body is larger than {self._max_body / 2**20:g} MB")
         if length.isdecimal() and int(length) > self._max_body:
             raise too_large
-        uncounted = not self._counts_values or "multipart/" in headers.get("content-type", "")
-        counted = None if uncounted else _Values()
+        counted = _Values() if self._counts_values else None
+        is_parts = headers.get("content-type", "").lower().startswith("multipart/")
         chunks: list[bytes] = []
         size = 0
         clock = asyncio.get_running_loop().time
@@ -205,6 +204,8 @@ class Guard:
                     raise too_large
                 if self._arriving > _BODIES * self._max_body:
                     raise ReplyError(503, "too many large bodies are on their way")
+                if is_parts and size == len(chunk) and chunk.lstrip()[:1] == b"-":
+                    counted = None  # a boundary, which begins no list or object
                 if counted is not None:
                     counted.add(chunk)
             body = b"".join(chunks)
@@ -328,9 +329,11 @@ def _is_json(content_type: str) -> bool:
     )
 
 
-def _is_local(scope: Scope) -> bool:
-    client = scope.get("client")
+def _is_local(scope: Scope, headers: Headers) -> bool:
+    """Whether a process of this host sent it, and not a proxy for another one, or another one that
+    has uvicorn believe what a proxy would say (FORWARDED_ALLOW_IPS)."""
     try:
-        return client is not None and ipaddress.ip_address(client[0]).is_loopback
+        address = ipaddress.ip_address((scope.get("client") or ("",))[0])
     except ValueError:
         return False
+    return address.is_loopback and _BY_PROXY.isdisjoint(headers)

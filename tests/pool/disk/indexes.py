@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvrecall.pool.disk.index import INDEX_NAME, _plain, _sum
+
+
+@contextlib.contextmanager
+def without_types(folder: Path) -> Iterator[sqlite3.Connection]:
+    """The index of a folder that no tier uses. Meanwhile its columns take values of any type, as a
+    damaged file has them."""
+    path = folder / INDEX_NAME
+    with contextlib.closing(_plain(path)) as db:
+        made = db.execute("SELECT sql, name FROM sqlite_schema").fetchall()
+    loose = [(re.sub(rb" STRICT,?", b"", sql), name) for sql, name in made]
+    for schema in loose, made:
+        with contextlib.closing(_plain(path)) as db:
+            db.execute("PRAGMA writable_schema = ON")
+            values = [(sql.decode(), name.decode()) for sql, name in schema]
+            db.executemany("UPDATE sqlite_schema SET sql = ? WHERE name = ?", values)
+        if schema is loose:
+            with contextlib.closing(_plain(path)) as db:
+                yield db
 
 
 @contextlib.contextmanager

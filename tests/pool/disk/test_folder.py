@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import sqlite3
 import stat
@@ -23,7 +24,7 @@ from kvrecall.pool.disk.folder import FolderLock
 from kvrecall.pool.tier import Outcome
 from kvrecall.testing import chain, namespace, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
-from pool.disk.indexes import forging
+from pool.disk.indexes import forging, without_types
 
 MIB = 1 << 20
 KEYS = chain(NAMESPACE, 32)
@@ -257,14 +258,16 @@ def test_a_large_index_that_was_closed_well_is_not_checked_page_by_page(
     assert bench.put(KEYS) == [Outcome.STORED] * 32
 
 
+@pytest.mark.parametrize("large", [0, 1 << 30])
 def test_a_damaged_row_costs_its_block_only(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, large: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Set aside is the file where it is checked; a large one is not."""
+    monkeypatch.setattr(index_module, "_LARGE", large)
     filled(tmp_path)
-    with sqlite3.connect(tmp_path / "index.sqlite") as db:
+    with without_types(tmp_path) as db:
         db.execute("UPDATE blocks SET tenant = CAST('text' AS TEXT) WHERE depth = 3")
         db.execute("UPDATE blocks SET used = used + 1 WHERE depth = 30")
-    db.close()
     bench = open_tier(tmp_path)
     outcomes = bench.get(KEYS)
     lost = [key for key, outcome in zip(KEYS, outcomes, strict=True) if outcome is Outcome.MISS]
@@ -272,6 +275,7 @@ def test_a_damaged_row_costs_its_block_only(
     assert outcomes.count(Outcome.LOADED) == 30
     assert bench.tier.stats().corrupt == 2
     assert caplog.text.count("2 rows in the index of") == 1
+    assert ("non-BLOB value in blocks.tenant" in caplog.text) == bool(large)
     bench.submit_put(lost)
     assert bench.collect(lost) == [Outcome.STORED] * 2
 
@@ -331,6 +335,38 @@ def test_damaged_slab_loses_its_blocks_only(tmp_path: Path, damage: str) -> None
     assert set(outcomes) == {Outcome.LOADED, Outcome.MISS}
     lost = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.MISS]
     assert bench.put(lost) == [Outcome.STORED] * len(lost)
+
+
+@pytest.mark.parametrize("made_by", ["format 103", "an old SQLite"])
+def test_an_index_without_types_is_replaced_by_one_with_them(
+    tmp_path: Path, made_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        loose = tuple(re.sub(" STRICT,?", "", sql) for sql in index_module._SCHEMA)
+        patch.setattr(index_module, "_SCHEMA", loose)
+        if made_by == "format 103":
+            patch.setattr(index_module, "SCHEMA_VERSION", 103)
+        filled(tmp_path)
+    bench = open_tier(tmp_path)
+    assert bench.get(KEYS) == [Outcome.LOADED] * 32
+    assert "a new one is begun" in caplog.text
+    with sqlite3.connect(tmp_path / "index.sqlite") as db:
+        with pytest.raises(sqlite3.IntegrityError, match="cannot store TEXT"):
+            db.execute("UPDATE blocks SET tenant = 'text'")
+        tables = dict(db.execute("SELECT name, strict FROM pragma_table_list"))
+    db.close()
+    assert {name for name, strict in tables.items() if strict} == {"meta", "namespaces", "blocks"}
+
+
+@pytest.mark.parametrize("parts", ["5", "[" * 100_000, "[[1, 2, 3]]", "{"])
+def test_a_description_that_cannot_be(tmp_path: Path, parts: str) -> None:
+    """With a right sum, as whoever can write the folder can give it."""
+    filled(tmp_path)
+    with contextlib.closing(index_module._plain(tmp_path / "index.sqlite")) as db:
+        [(number, digest, nbytes)] = db.execute("SELECT id, digest, block_bytes FROM namespaces")
+        total = index_module._sum(number, digest, parts.encode(), nbytes)
+        db.execute("UPDATE namespaces SET parts = ?, sum = ?", (parts, total))
+    assert open_tier(tmp_path).put(KEYS) == [Outcome.STORED] * 32
 
 
 def test_rows_that_cannot_be_are_dropped(tmp_path: Path) -> None:

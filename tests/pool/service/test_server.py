@@ -154,6 +154,7 @@ REFUSED = {
     "a pickle": HELLO + struct.pack("<I", len(BOMB)) + BOMB,
     "greeting twice": HELLO + HELLO,
     "too few parents": HELLO + p.frame_of(p.Reserve(1, KEYS, None, SHARED, KEYS[:2])),
+    "a hint without a number": HELLO + p.frame_of(p.Touch(KEYS, hint=(True, float("nan"), 1.0))),
     "parent and parents": HELLO + p.frame_of(p.Reserve(1, KEYS, KEYS[0], SHARED, KEYS)),
 }
 
@@ -232,7 +233,10 @@ def fake_service(
     return listener
 
 
-@pytest.mark.parametrize("reply", [b"\xff" * 100, struct.pack("<I", 5) + b"hello"])
+NO_TEXT = struct.pack("<I", 5) + b"\x95\x40\x01\xa1\xff"  # a welcome of no version
+
+
+@pytest.mark.parametrize("reply", [b"\xff" * 100, struct.pack("<I", 5) + b"hello", NO_TEXT])
 def test_a_service_that_talks_nonsense_is_no_service(tmp_path: Path, reply: bytes) -> None:
     path = tmp_path / "pool.sock"
     with fake_service(path, lambda _: (), reply):

@@ -4,8 +4,8 @@ A row exists only for a block whose bytes are durable; a slot is reused only aft
 its old row is durable. Used by one thread at a time.
 
 What is read may be damaged. Each row has a sum: one that does not match is dropped. Where SQLite
-cannot read on, the file is set aside and a new one begun (``begin_anew``). Columns have no
-constraints, because SQLite would refuse the whole file for a row that violates one.
+cannot read on, or a value has a type that its column cannot have, the file is set aside and a new
+one begun with what can be read of it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import errno
 import json
 import logging
 import os
+import re
 import sqlite3
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +35,7 @@ Mark = Literal["sealed", "compressed"]
 INDEX_NAME = "index.sqlite"
 _ASIDE_NAME = INDEX_NAME + ".aside"
 _APPLICATION_ID = 0x6B767263  # "kvrc"
-SCHEMA_VERSION = FORMAT_VERSION * 100 + 3
+SCHEMA_VERSION = FORMAT_VERSION * 100 + 4
 _PAGE = 4096
 _LARGE = 128 << 20  # of a file that takes seconds to check: only if it was not closed well
 _WAL_PAGES = 256
@@ -50,16 +51,18 @@ MAX_ROWS = 512
 ROW_BYTES = 288
 """Upper estimate of a row's bytes in the file, half-filled pages included."""
 
-_SCHEMA = (
-    "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT, sum INTEGER) WITHOUT ROWID",
+_SCHEMA: tuple[str, ...] = (
+    "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT, sum INTEGER) STRICT, WITHOUT ROWID",
     "CREATE TABLE namespaces (id INTEGER PRIMARY KEY, digest BLOB, parts TEXT,"
-    " block_bytes INTEGER, sum INTEGER)",
+    " block_bytes INTEGER, sum INTEGER) STRICT",
     "CREATE TABLE blocks (address INTEGER PRIMARY KEY, namespace INTEGER, hash BLOB, parent BLOB,"
     " depth INTEGER, nbytes INTEGER, checksum BLOB, used INTEGER, tenant BLOB, pinned INTEGER,"
-    f" sum INTEGER /* format {SCHEMA_VERSION} */)",
+    f" sum INTEGER /* format {SCHEMA_VERSION} */) STRICT",
 )
 """``sum`` of a block's row: ``_sum`` of what never changes, plus address, last use and pin, so that
 an update of these needs no other column."""
+if sqlite3.sqlite_version_info < (3, 37):  # such as RHEL 9's: it has no STRICT
+    _SCHEMA = tuple(re.sub(r" STRICT,?", "", statement) for statement in _SCHEMA)
 _MARKS = ",".join("?" * 11)  # for a row of blocks
 _SUM_BITS = 60
 _NOT_DAMAGE = {
@@ -137,10 +140,13 @@ class Index:
         bad: list[int] = []
         query = "SELECT id, digest, parts, block_bytes, sum FROM namespaces"
         for number, digest, parts, block_bytes, total in connection.execute(query):
-            if _sum(number, digest, parts, block_bytes) != total:
+            try:
+                pairs = tuple((name, text) for name, text in json.loads(parts))
+            except (ValueError, TypeError, RecursionError):  # a forger gives it a right sum
+                pairs = None
+            if pairs is None or _sum(number, digest, parts, block_bytes) != total:
                 bad.append(number)
                 continue
-            pairs = tuple((name, text) for name, text in json.loads(parts))
             self._spaces[number] = (Namespace(digest, pairs), block_bytes)
         self._ids = {space.digest: number for number, (space, _) in self._spaces.items()}
         self.damaged = len(bad)
@@ -164,10 +170,10 @@ class Index:
 
     @classmethod
     def open(cls, folder: Path, clock: Clock, why: str = "") -> Index:
-        """Opens or creates the index of a folder. A foreign or older file is moved aside and
-        replaced by an empty one; a damaged one by what can be read of it; one of a newer kvrecall
-        raises TierError. ``why``: what is known to be damaged in it. Raises sqlite3.Error if the
-        medium does not allow that now."""
+        """Opens or creates the index of a folder. A foreign file is moved aside and replaced by an
+        empty one; an older or damaged one by what can be read of it; one of a newer kvrecall raises
+        TierError. ``why``: what is known to be damaged in it. Raises sqlite3.Error if the medium
+        does not allow that now."""
         path = folder / INDEX_NAME
         if not why and path.exists():
             why = _unfit(path, trusting=path.stat().st_size > _LARGE)
@@ -190,9 +196,11 @@ class Index:
         return cls(path, clock)
 
     def _take_over(self, old: sqlite3.Connection) -> None:
-        """Copies what can be read of a damaged file, as it is: its sums are checked later, here as
-        there. Takes some 15 s for a million rows."""
-        for table, name, marks in ("namespaces", "id", "?,?,?,?,?"), ("blocks", "address", _MARKS):
+        """Copies what can be read of an older or damaged file, as it is but for values of a wrong
+        type: its sums are checked later, here as there. Takes some 15 s for a million rows."""
+        for table, name in ("namespaces", "id"), ("blocks", "address"):
+            kinds = self._connection.execute(f"SELECT type FROM pragma_table_info('{table}')")
+            marks = ",".join(f"CAST(? AS {kind.decode()})" for (kind,) in kinds)
             query = f"SELECT * FROM {table} WHERE {name} > ? ORDER BY {name} LIMIT ?"
             last, at_once, gap = -1, MAX_ROWS, _PAGE
             while last < 1 << 62:

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from kvrecall.config import RemoteConfig, factory_of, is_loopback
-from kvrecall.errors import ConfigError
+from kvrecall.errors import ConfigError, KvrecallError
 from kvrecall.pool.cascade import Cascade
 from kvrecall.pool.cipher import Cipher
 from kvrecall.pool.remote.staged import StagedStore
@@ -73,10 +73,12 @@ def make_store(kind: str, options: Mapping[str, object], sealed: bool = False) -
         raise ConfigError(f"remote: allow_plaintext is {allowed!r}; allowed: true, false")
     try:
         store = _factory(kind)(own)
-    except (TypeError, ValueError) as error:
+    except KvrecallError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a traceback would show the library's own text
         raise ConfigError(
             f"remote: kind is {kind!r}: it does not take these options: {error}"
-        ) from None  # a traceback would show the library's own text
+        ) from None
     if not isinstance(store, Store):
         raise ConfigError(
             f"remote: kind is {kind!r}: what it makes lacks a method of a store; see "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import difflib
 import errno
@@ -38,6 +39,7 @@ _CODE = re.compile("<Code>([A-Za-z]{1,40})</Code>")
 _PAGE = 1000  # objects a listing gives in one round trip
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)  # or a link, or no file
+_LISTING_S = 10.0
 _LARGE_FOR_S = 300.0  # how long a folder that was too large to list is taken for large
 
 
@@ -249,14 +251,20 @@ class ObjectStore:
         if not self._lists or not pages or is_large:
             return set(), False
         found: set[str] = set()
-        for page in _obstore().list(self._backend, folder, chunk_size=_PAGE):
-            found.update(meta["path"] for meta in page)
-            pages -= 1
-            if pages < 0:
-                with self._lock:
-                    self._large[folder] = time.monotonic() + _LARGE_FOR_S
-                return found, False
-        return found, True
+
+        async def is_whole() -> bool:
+            async for page in _obstore().list(self._backend, folder, chunk_size=_PAGE):
+                found.update(meta["path"] for meta in page)
+                if len(found) > pages * _PAGE:
+                    return False
+            return True
+
+        with contextlib.suppress(TimeoutError):  # a server may send empty pages for ever
+            if asyncio.run(asyncio.wait_for(is_whole(), _LISTING_S)):
+                return found, True
+        with self._lock:
+            self._large[folder] = time.monotonic() + _LARGE_FOR_S
+        return found, False
 
 
 class FolderStore(ObjectStore):

@@ -616,7 +616,7 @@ def command_of(request: p.Administer) -> Command[Any]:
         raise p.ProtocolError(f"unknown command: {name!r}")
     try:
         return msgspec.msgpack.decode(request.fields, type=_COMMANDS[name])
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise p.ProtocolError(f"invalid command {name}: {error}") from error
 
 

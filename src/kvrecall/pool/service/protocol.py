@@ -245,7 +245,7 @@ class Trouble(Message, frozen=True, tag=67):
     """The request asks for what cannot be. ``text`` is for people."""
 
     number: Number
-    text: Text
+    text: Part
 
 
 class PlacesReply(Message, frozen=True, tag=68):
@@ -324,7 +324,7 @@ def frame_of(message: Message) -> bytes:
 def _decoded(decoder: msgspec.msgpack.Decoder[M], body: bytes, what: str) -> M:
     try:
         return decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"no {what}: {error}") from error
 
 
@@ -338,6 +338,8 @@ def read_request(body: bytes) -> Request:
     request = _decoded(_REQUEST, body, "request")
     if isinstance(request, Acquire | Flush) and math.isnan(request.deadline_s):
         raise ProtocolError("no request: the deadline is not a number")
+    if isinstance(request, Touch) and any(map(math.isnan, filter(None, request.hint or ()))):
+        raise ProtocolError("no request: a hint's time is not a number")
     if isinstance(request, Acquire | Reserve):
         try:
             check_parents(request.keys, request.parent, request.parents)
