@@ -40,7 +40,7 @@ _BROKEN = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationErro
 class Mutant:
     """``text`` of ``file``, below ``src/kvrecall``, becomes ``becomes``: its occurrence ``at``,
     which must be told where there are several. ``why``: what goes wrong then. ``tests``: files or
-    node ids below tests/, one of which must fail. ``equivalent``: why no test can; it is not run."""
+    node ids below tests/, one of which must fail. ``equivalent``: why none can; it is not run."""
 
     name: str
     file: str
@@ -57,9 +57,7 @@ class Mutant:
         count, at = len(parts) - 1, self.at or 0
         if not at < count or (count > 1 and self.at is None):
             raise ValueError(f"{self.file} has {count} times {self.text!r}")
-        return self.becomes.join(
-            (self.text.join(parts[: at + 1]), self.text.join(parts[at + 1 :]))
-        )
+        return self.becomes.join((self.text.join(parts[: at + 1]), self.text.join(parts[at + 1 :])))
 
 
 def mutants() -> list[Mutant]:
@@ -141,10 +139,12 @@ def _trial(one: Mutant, plain: Path, folder: Path, failing: Sequence[str]) -> Ve
     if fail := [test for test in one.tests if test.partition("::")[0] in failing]:
         return Verdict(one.name, "broken", f"{fail[0]} fails without it", 0.0)
     tree = folder / one.name
-    shutil.copytree(plain, tree)  # with bytecode, and times that it is valid for
+    shutil.copytree(plain, tree, copy_function=os.link)  # with bytecode that stays valid
     file = tree / "kvrecall" / one.file
     try:
-        file.write_text(one.applied(file.read_text()))
+        planted = one.applied(file.read_text())
+        file.unlink()
+        file.write_text(planted)
     except (ValueError, OSError) as error:
         return Verdict(one.name, "broken", str(error), 0.0)
     for stale in file.parent.glob(f"__pycache__/{file.stem}.*"):

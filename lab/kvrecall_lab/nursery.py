@@ -1,5 +1,5 @@
-"""``python -m kvrecall_lab.nursery``: runs tests in children of a process that has imported what they
-need besides kvrecall, which takes most of their time.
+"""``python -m kvrecall_lab.nursery``: runs tests in children of a process that has imported what
+they need besides kvrecall, which takes most of their time.
 
 Each line of its input is JSON: ``source``, which comes first on the path, ``arguments`` of pytest,
 and ``log``. Each line of its output is JSON, too: ``status`` and processor seconds ``cpu_s``. It

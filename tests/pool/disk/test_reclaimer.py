@@ -151,3 +151,18 @@ def test_a_tenant_at_its_limit_stores_the_beginning_of_a_chain(tmp_path: Path) -
     tier.submit_put(puts)
     assert bench.collect(keys) == [Outcome.STORED] * 8 + [Outcome.SHED] * 4
     tier.close()
+
+
+def test_a_slot_is_free_when_its_last_read_ends(tmp_path: Path) -> None:
+    bench = open_disk(tmp_path)
+    bench.put(MOVED)
+    catalog = bench.tier.catalog
+    first, second = catalog.acquire(MOVED[0]), catalog.acquire(MOVED[0])
+    assert first
+    assert second
+    bench.tier.drop(MOVED[:1])
+    assert lost_slots(bench) == 1
+    catalog.release(first)
+    assert lost_slots(bench) == 1
+    catalog.release(second)
+    assert lost_slots(bench) == 0
