@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sqlite3
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.disks import open_disk
 
 from kvrecall.block import BlockKey
 from kvrecall.pool.clock import Clock
 from kvrecall.pool.disk.index import INDEX_NAME, DamagedIndex, Index, IndexRow, is_damage
-from kvrecall.testing import chain, namespace
+from kvrecall.pool.tier import Outcome
+from kvrecall.testing import chain
+from kvrecall.testing.tier_contract import NAMESPACE
+from pool.disk.indexes import forging
 
-SPACE = namespace()
-KEYS = chain(SPACE, 8)
+KEYS = chain(NAMESPACE, 8)
 
 
 def row(address: int, key: BlockKey) -> IndexRow:
@@ -24,7 +30,7 @@ def row(address: int, key: BlockKey) -> IndexRow:
 
 def filled(folder: Path) -> Index:
     index = Index.open(folder, Clock())
-    index.register(SPACE, 4096)
+    index.register(NAMESPACE, 4096)
     index.insert([row(4096 * at, key) for at, key in enumerate(KEYS, 1)])
     return index
 
@@ -134,3 +140,67 @@ def test_a_file_in_its_place_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "copy").replace(tmp_path / INDEX_NAME)
     assert not index.is_in_place()
     index.close()
+
+
+# -- right sums around anything -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stored")
+    bench = open_disk(folder, 16 << 20)
+    bench.put(KEYS)
+    bench.tier.close()
+    return folder
+
+
+ANYTHING = st.one_of(
+    st.none(),
+    st.integers(-(1 << 63), (1 << 63) - 1),
+    st.floats(allow_nan=False),
+    st.binary(max_size=99),
+    st.sampled_from(
+        [b'[["a", 5]]', b"[1]", b"5 [1, 2]", b"5 [[], 1, 2]", b"9" * 20 + b' ["x", 1, 2]']
+    ),
+)
+COLUMNS = {
+    "blocks": "namespace hash parent depth nbytes checksum tenant".split(),
+    "namespaces": "digest parts block_bytes".split(),
+    "meta": ["time", "pool_id"],
+}
+PLACES = [(table, column) for table, columns in COLUMNS.items() for column in columns]
+
+
+@given(st.sampled_from(PLACES), ANYTHING)
+@example(("blocks", "depth"), 1 << 40)
+@example(("blocks", "nbytes"), None)
+@example(("blocks", "hash"), 7)
+@example(("blocks", "checksum"), 1.5)
+@example(("namespaces", "parts"), b"[1]")
+@example(("meta", "time"), b"5 [[], 1, 2]")
+@example(("meta", "time"), b"9" * 20 + b' ["x", 1, 2]')
+@example(("meta", "pool_id"), b"zz")
+@settings(max_examples=60)
+def test_what_is_forged_costs_its_blocks_and_never_the_tier(
+    stored: Path, place: tuple[str, str], value: object
+) -> None:
+    table, column = place
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(shutil.copytree(stored, Path(made) / "tier"))
+        with forging(folder) as db:
+            if table == "meta":
+                text = value if isinstance(value, bytes) else str(value).encode()
+                change = "INSERT OR REPLACE INTO meta VALUES (?, CAST(? AS TEXT), 0)"
+                db.execute(change, (column, text))
+            else:
+                row = "WHERE address = (SELECT min(address) FROM blocks)" * (table == "blocks")
+                db.execute(f"UPDATE {table} SET {column} = ? {row}", (value,))
+        bench = open_disk(folder, 16 << 20)
+        found = bench.get(KEYS)
+        assert table != "blocks" or found.count(Outcome.LOADED) >= len(KEYS) - 1
+        more = chain(NAMESPACE, 8, "more")
+        assert set(bench.put(more)) == {Outcome.STORED}
+        bench.tier.close()
+        bench = open_disk(folder, 16 << 20)
+        assert set(bench.get(more)) == {Outcome.LOADED}
+        bench.tier.close()

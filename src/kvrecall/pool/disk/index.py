@@ -16,6 +16,7 @@ import errno
 import json
 import logging
 import os
+import re
 import sqlite3
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -62,6 +63,9 @@ _SCHEMA = (
 an update of these needs no other column."""
 _MARKS = ",".join("?" * 11)  # for a row of blocks
 _SUM_BITS = 60
+_MOST_AHEAD_S = 1 << 40
+_PARTS = msgspec.json.Decoder(tuple[tuple[str, str], ...])
+_POOL_ID = re.compile("[0-9a-f]{32}")
 _NOT_DAMAGE = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_CANTOPEN,
@@ -90,6 +94,19 @@ def _sum(*fields: object) -> int:
     """Of the fields of a row."""
     whole: int = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(fields))
     return whole >> 64 - _SUM_BITS
+
+
+def _pairs(parts: bytes) -> tuple[tuple[str, str], ...] | None:
+    """The parts of a namespace; None if the bytes are none."""
+    try:
+        return _PARTS.decode(parts)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+
+
+def _are(kind: type, *fields: object) -> bool:
+    """Whether fields are of that type: whoever can write to the file can also make a right sum."""
+    return all(isinstance(field, kind) for field in fields)
 
 
 class IndexRow(NamedTuple):
@@ -137,25 +154,32 @@ class Index:
         bad: list[int] = []
         query = "SELECT id, digest, parts, block_bytes, sum FROM namespaces"
         for number, digest, parts, block_bytes, total in connection.execute(query):
-            if _sum(number, digest, parts, block_bytes) != total:
+            is_row = _are(bytes, digest, parts) and _are(int, block_bytes)
+            pairs = _pairs(parts) if is_row else None
+            if _sum(number, digest, parts, block_bytes) != total or pairs is None:
                 bad.append(number)
                 continue
-            pairs = tuple((name, text) for name, text in json.loads(parts))
             self._spaces[number] = (Namespace(digest, pairs), block_bytes)
         self._ids = {space.digest: number for number, (space, _) in self._spaces.items()}
         self.damaged = len(bad)
         """Rows found damaged, of namespaces; those of blocks are reported by ``rows``."""
-        # By how much this process's clock is ahead of the seconds in the file. Those go on from
-        # where they were when the file was last noted in, see ``Clock``.
-        seconds, _, note = self._meta.get("time", "").partition(" ")
-        ahead_s = self._clock() - int(seconds) - self._clock.since(note) if note else 0
-        self._ahead_s = round(ahead_s)
+        self._ahead_s = self._ahead_of(self._meta.get("time", ""))
         for number in bad:
             connection.execute("DELETE FROM namespaces WHERE id = ?", (number,))
         connection.execute("DELETE FROM meta WHERE name = 'ended'")
         self._meta.pop("ended", None)
         self.note_time()  # now the log exists
         self._inodes = [os.stat(file).st_ino for file in (self._path, self._log_path)]
+
+    def _ahead_of(self, noted: str) -> int:
+        """By how many seconds this process's clock is ahead of those in the file, which go on from
+        where they were when it was last noted in, see ``Clock``; 0 if what is noted is no time."""
+        seconds, _, note = noted.partition(" ")
+        with contextlib.suppress(ValueError):
+            ahead_s = self._clock() - int(seconds) - self._clock.since(note)
+            if abs(ahead_s) < _MOST_AHEAD_S:
+                return round(ahead_s)
+        return 0
 
     def note_time(self) -> None:
         """Notes what time it is. Durable on return; raises sqlite3.Error if the medium accepts no
@@ -250,7 +274,8 @@ class Index:
             before = address
             digest = digests.get(number)
             right = _sum(digest, name, parent, depth, nbytes, tag, tenant)
-            if digest is None or total != right:
+            is_row = _are(bytes, name, parent or b"", tag, tenant) and _are(int, depth, nbytes)
+            if digest is None or total != right or not is_row or depth >> 31:
                 bad.append(address)
                 continue
             above = None if parent is None else BlockKey(digest + parent)
@@ -426,11 +451,8 @@ def counts_in(folder: Path) -> list[tuple[tuple[tuple[str, str], ...], int]]:
     uri = f"{path.absolute().as_uri()}?{'mode=ro' if is_open else 'immutable=1'}"
     try:
         with contextlib.closing(sqlite3.connect(uri, uri=True)) as index:
-            return [
-                (tuple((name, text) for name, text in json.loads(parts)), count)
-                for parts, count in index.execute(query)
-            ]
-    except (sqlite3.Error, ValueError, TypeError) as error:
+            return [(_PARTS.decode(parts), count) for parts, count in index.execute(query)]
+    except (sqlite3.Error, msgspec.DecodeError, RecursionError, TypeError) as error:
         raise TierError(f"disk_path: {path} cannot be read: {error}") from error
 
 
@@ -467,7 +489,7 @@ def _meta(connection: sqlite3.Connection) -> dict[str, str]:
         if not (isinstance(name, bytes) and isinstance(value, bytes)) or _sum(name, value) != total:
             raise DamagedIndex("a row of meta")
         noted[name.decode()] = value.decode()
-    if "pool_id" not in noted:
+    if not _POOL_ID.fullmatch(noted.get("pool_id", "")):
         raise DamagedIndex("no pool_id")
     return noted
 
