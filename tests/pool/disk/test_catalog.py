@@ -342,3 +342,13 @@ def test_a_tenant_at_its_limit_keeps_what_new_blocks_hang_on() -> None:
     bench.publish(keys)
     assert bench.catalog.make_way(ANN, 2 * SIZE, keys[2]) == SIZE
     assert bench.here == set(keys)
+
+
+def test_pins_take_no_more_than_their_share() -> None:
+    bench, keys = Bench("lru", PoolTerms(pin_limit=2.5 * SIZE / (64 * MIB))), chain(NAMESPACE, 4)
+    bench.publish(keys[:3])
+    bench.catalog.pin(keys)
+    bench.publish(keys[3:])
+    assert bench.catalog.pinned_bytes == 2 * SIZE
+    assert [block.pinned for block in bench.catalog.infos()].count(True) == 2
+    bench.check()

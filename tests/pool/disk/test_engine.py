@@ -12,6 +12,7 @@ from support.clocks import ManualClock
 from support.disks import DiskBench, open_disk
 
 from kvrecall.config import DiskConfig
+from kvrecall.errors import TierError
 from kvrecall.pool.clock import Clock
 from kvrecall.pool.disk import DiskTier, catalog, flusher, index, tier
 from kvrecall.pool.disk.index import Index, IndexRow
@@ -270,3 +271,21 @@ def test_closing_waits_no_longer_for_rows_than_it_may(
     opened.close(1.0)
     assert "dropped blocks were deleted; they will be found again" in caplog.text
     assert 1 < found_again(config) < MANY
+
+
+def test_a_folder_that_is_exchanged_while_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its index and its slabs would be of two folders."""
+    path, real = tmp_path / "tier", Index.open
+
+    def exchanged(*args: object) -> Index:
+        opened = real(*args)  # type: ignore[arg-type]
+        path.rename(tmp_path / "other")
+        path.mkdir(mode=0o700)
+        return opened
+
+    monkeypatch.setattr(Index, "open", exchanged)
+    with pytest.raises(TierError, match="was replaced by another folder just now"):
+        open_disk(path)
+    assert list(path.iterdir()) == []

@@ -755,6 +755,17 @@ def test_a_tail_is_promised_and_awaited(pool: Pool, shape: str) -> None:
     assert decode.run(prompt(110)) == (0, 96)
 
 
+def test_what_is_promised_ends_where_every_group_can(pool: Pool) -> None:
+    specs = Shape([full(16), window(32, 64)])
+    bench = Bench(pool, specs)
+    request, _, _ = bench.begin(prompt(60))
+    bench.prefill(request)
+    promised = Promise.of(bench.end(request), bench.facts.unit, 1.0)
+    assert promised is not None
+    assert promised.tokens == 32
+    assert Bench(pool, specs).run(prompt(60)) == (0, 32)
+
+
 @pytest.mark.parametrize("shape", ["one", "finer"])
 def test_tails_of_another_engine_are_read_once_it_is_proved(pool: Pool, shape: str) -> None:
     """Whole blocks and states are compared; behind the KV of a tail there may be any bytes."""

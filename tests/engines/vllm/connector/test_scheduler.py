@@ -171,6 +171,13 @@ def test_blocks_are_seen_when_every_rank_has_copied_them(pool: Pool) -> None:
     assert bench.matched(again, 16) == 16
 
 
+def test_a_token_is_left_to_compute(pool: Pool) -> None:
+    bench = Bench(pool)
+    bench.report(bench.step(bench.request("first", 2 * BLOCK), 2 * BLOCK))
+    assert bench.matched(bench.request("again", 2 * BLOCK)) == BLOCK
+    assert bench.matched(bench.request("more", 2 * BLOCK + 1)) == 2 * BLOCK
+
+
 def test_asynchronous_scheduling_saves_what_is_known_late(pool: Pool) -> None:
     """The engine runs a step ahead of its tokens; the tail is saved when the request ends, and
     its device blocks are held until then."""
@@ -315,6 +322,18 @@ def test_what_runs_when_weights_change_is_not_pooled(pool: Pool) -> None:
     assert stored(bench.step(waiting, 40)) == []
     assert bench.matched(bench.request("next", 60, first=500)) == 32
     assert bench.side.counters.counts["weights_changed"] == 1
+
+
+def test_new_weights_have_another_name(pool: Pool) -> None:
+    bench = Bench(pool)
+    bench.report(bench.step(bench.request("first", 40), 40))
+    assert bench.matched(bench.request("before", 40)) == 2 * BLOCK
+    bench.base = Namespace.of({"test": "2"})
+    bench.side.weights_changed()
+    assert bench.matched(bench.request("after", 40)) == 0
+    bench.base = Namespace.of({"test": "1"})
+    bench.side.weights_changed()
+    assert bench.matched(bench.request("back", 40)) == 2 * BLOCK
 
 
 def test_what_is_on_its_way_when_a_model_loads_by_itself_is_not_saved(pool: Pool) -> None:
