@@ -118,7 +118,7 @@ def test_bytes_are_bounded_too() -> None:
             (number, encoded([stored("CPU", list(range(number, number + 50)), 1, False)]))
         )
     told = [payload for _, payload in history.since(0)]
-    assert sum(map(len, told)) < 30_000, "of 64 kB"
+    assert sum(map(len, told)) < 30_000, "of 41 kB"
     assert len(known_after(told)) == 249
 
 

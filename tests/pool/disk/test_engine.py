@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ from kvrecall.pool.tier import Outcome
 from kvrecall.testing import chain, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
 from kvrecall_lab.bench.index import key_of, write_folder
+from pool.disk.test_disk import full
 
 MIB = 1 << 20
 KEYS = chain(NAMESPACE, 32)
@@ -289,3 +292,19 @@ def test_a_folder_that_is_exchanged_while_it_is_opened(
     with pytest.raises(TierError, match="was replaced by another folder just now"):
         open_disk(path)
     assert list(path.iterdir()) == []
+
+
+def test_an_index_that_could_not_be_written_is_checked_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed_well(name: str, fails: bool) -> int:
+        bench = open_disk(tmp_path)
+        with monkeypatch.context() as patch:
+            if fails:
+                patch.setattr(Index, "insert", full)
+            bench.put(chain(NAMESPACE, 2, name))
+            bench.tier.close()
+        with contextlib.closing(sqlite3.connect(tmp_path / "index.sqlite")) as db:
+            return int(db.execute("SELECT count(*) FROM meta WHERE name = 'ended'").fetchone()[0])
+
+    assert [closed_well(name, name == "b") for name in "abc"] == [1, 0, 1]
