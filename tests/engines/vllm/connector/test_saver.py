@@ -92,10 +92,12 @@ def test_what_failed_or_was_aborted_is_not_saved_at_its_end(pool: Pool) -> None:
 
 def test_what_a_step_that_failed_was_to_save_is_never_seen(pool: Pool) -> None:
     """Where the engine goes on after it: vLLM aborts all requests."""
-    bench = Bench(pool, replace(FACTS, recovers=True))
+    bench, uncached = Bench(pool, replace(FACTS, recovers=True)), set[int]()
+    bench.side._uncache = uncached.update
     request = bench.request("r", 40)
     orders = bench.step(request, 40)
     bench.end(request, RequestStatus.FINISHED_ABORTED)
+    assert uncached >= {1, 2}, "nor on the device"
     bench.report(orders)
     assert bench.matched(bench.request("again", 40)) == 0
     assert pool.stats().reserved == 0

@@ -602,6 +602,26 @@ def test_a_load_that_stalls_is_given_up_for_a_tenth_of_computing(slow: SlowPool)
         pytest.fail("the tier was never tried again")
 
 
+def test_a_load_ends_before_a_block_that_was_lost(
+    slow: SlowPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it was found: of the third portion the second block is gone."""
+    slow.fill(16 * 50)
+    bench, acquire, portions = slow.bench(), slow.pool.acquire, list[int]()
+
+    def losing(keys: Sequence[BlockKey], *more: Any) -> int:
+        portions.append(len(keys))
+        if len(portions) == 3:
+            slow.pool.drop(keys[1:2])
+        return acquire(keys, *more)
+
+    monkeypatch.setattr(slow.pool, "acquire", losing)
+    request = bench.request("again", 16 * 50)
+    wait_until(lambda: bench.matched(request) is not None)
+    assert bench.matched(request) == (sum(portions[:2]) + 1) * BLOCK
+    assert len(portions) > 10
+
+
 def test_a_service_that_dies_is_not_a_slow_disk(slow: SlowPool) -> None:
     """A recall that ended early without its blocks says nothing of bandwidth."""
     slow.fill(16 * 50)
