@@ -92,6 +92,7 @@ def basic(key: str) -> dict[str, str]:
         ("GET", "/dashboard/data.json", basic("three"), 401),
         ("GET", "/dashboard/data.json", basic("one"), 200),
         ("GET", "/v1/config", basic("one"), 401),
+        ("POST", "/dashboard/data.json", JSON | basic("one"), 401),
         # With a key, names and origins do not matter.
         ("POST", "/generate", JSON | KEY | {"host": "any.example", "origin": "http://x"}, 200),
     ],
@@ -103,6 +104,14 @@ def test_keys(method: str, path: str, headers: dict[str, str], status: int) -> N
     if status == 401:
         scheme = "Basic" if path.startswith("/dashboard") else "Bearer"
         assert reply.headers["www-authenticate"].startswith(scheme)
+
+
+def test_two_hosts_are_none() -> None:
+    """Another part of the server might believe the second."""
+    hosts: Any = [("host", "localhost"), ("host", "evil.example")]
+    assert ask("GET", "/metrics", hosts[:1]).status_code == 200
+    for headers in (hosts, hosts[::-1], [*hosts[:1], *hosts[:1]]):
+        assert ask("GET", "/metrics", headers).status_code == 403
 
 
 @pytest.mark.parametrize(

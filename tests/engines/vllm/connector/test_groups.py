@@ -755,6 +755,20 @@ def test_a_tail_is_promised_and_awaited(pool: Pool, shape: str) -> None:
     assert decode.run(prompt(110)) == (0, 96)
 
 
+def test_a_hit_inside_a_block_needs_the_tail_of_every_group(pool: Pool) -> None:
+    specs = Shape([state(64), full(64), full(64)], 16)
+    assert Bench(pool, specs).run(prompt(110)) == (0, 0)
+    assert Bench(pool, specs).run(prompt(110)) == (0, 96)
+    bench = Bench(pool, specs)
+    request = bench.request(prompt(110))
+    of_request = bench.side.state_of(request.request_id)
+    assert of_request is not None
+    tail = of_request.key_at(96, 2)
+    assert tail is not None
+    pool.drop([tail])
+    assert bench.admit(request) == (0, 64)
+
+
 def test_what_is_promised_ends_where_every_group_can(pool: Pool) -> None:
     specs = Shape([full(16), window(32, 64)])
     bench = Bench(pool, specs)

@@ -592,6 +592,8 @@ def test_a_load_that_stalls_is_given_up_for_a_tenth_of_computing(slow: SlowPool)
     assert slow.pool.stats().leases == 0
     assert bench.matched(bench.request("next", 16 * 50)) == 0, "it is believed"
     slow.io.read_gate.set()
+    wait_until(lambda: slow.pool.stats().queued_reads == 0)
+    assert slow.pool.stats().leases == 0, "nor when they have come after all"
     for number in range(8):  # and its recovery is noticed
         late = bench.request(f"late {number}", 16 * 50)
         wait_until(lambda late=late: bench.matched(late) is not None)
