@@ -324,6 +324,21 @@ def test_a_body_that_stops_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (reply.status_code, reply.headers["connection"]) == (408, "close")
 
 
+@pytest.mark.parametrize("says", [False, True])
+def test_a_body_is_bounded_by_its_bytes_and_by_what_it_says(says: bool) -> None:
+    """The rest is not waited for."""
+    plan = dataclasses.replace(PLAN, max_body_bytes=1000)
+
+    async def pieces() -> Any:
+        yield b" " * (10 if says else 1001)
+        await asyncio.sleep(3600)
+
+    length = {"content-length": "1001"} if says else {}
+    headers = JSON | {"expect": "100-continue"} | length
+    reply = ask("POST", "/generate", headers, plan=plan, content=pieces())
+    assert (reply.status_code, reply.headers["connection"]) == (413, "close")
+
+
 def test_large_bodies_on_their_way_are_bounded() -> None:
     """Together: the ninth of the largest size is refused before it has arrived."""
     plan = dataclasses.replace(PLAN, max_body_bytes=1000)

@@ -38,6 +38,7 @@ from kvrecall.engines.vllm.compat import config, scheduler
 from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.connector.connector import RecallConnector
 from kvrecall.engines.vllm.connector.handover import Promise, receipt
+from kvrecall.engines.vllm.connector.hit import BlockRun
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.engines.vllm.wire import (
     ORIGIN_BYTES,
@@ -753,6 +754,19 @@ def test_a_tail_is_promised_and_awaited(pool: Pool, shape: str) -> None:
     assert promised is not None
     assert promised.tokens == 96 if shape == "finer" else 110 // 16 * 16
     assert decode.run(prompt(110)) == (0, 96)
+
+
+def test_a_part_of_a_run_hangs_on_the_block_before_it() -> None:
+    above, *keys = (BlockKey(bytes([number]) * 40) for number in range(5))
+    run = BlockRun(0, 4, tuple(keys), (TierName.HOST,) * 4, above, tail=9)
+    parts = [run.part(0, 2), run.part(2, 4)]
+    assert [part.parent for part in parts] == [above, keys[1]]
+    assert [(part.first, part.keys, part.tail) for part in parts] == [
+        (4, (keys[0], keys[1]), None),
+        (6, (keys[2], keys[3]), 9),
+    ]
+    beside = BlockRun(0, 4, tuple(keys), (TierName.HOST,) * 4, None, (above, None, above, None))
+    assert (beside.part(1, 3).parent, beside.part(1, 3).parents) == (None, (None, above))
 
 
 def test_a_hit_inside_a_block_needs_the_tail_of_every_group(pool: Pool) -> None:
