@@ -383,6 +383,13 @@ def test_requests_are_counted_and_not_connections() -> None:
 
     assert asyncio.run(run()) == [200, 503]
 
+    async def one_after_the_other() -> set[int]:
+        async with client_of(FakeEngine(), plan) as client:
+            asked = [await client.post("/generate", content=BODY, headers=JSON) for _ in range(5)]
+            return {each.status_code for each in asked}
+
+    assert asyncio.run(one_after_the_other()) == {200}
+
 
 def test_websockets_are_guarded() -> None:
     app = FastAPI()
