@@ -96,16 +96,8 @@ def _sum(*fields: object) -> int:
     return whole >> 64 - _SUM_BITS
 
 
-def _pairs(parts: bytes) -> tuple[tuple[str, str], ...] | None:
-    """The parts of a namespace; None if the bytes are none."""
-    try:
-        return _PARTS.decode(parts)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return None
-
-
 def _are(kind: type, *fields: object) -> bool:
-    """Whether fields are of that type: whoever can write to the file can also make a right sum."""
+    """Whether fields are of that type: a right sum does not say so, as anyone can compute one."""
     return all(isinstance(field, kind) for field in fields)
 
 
@@ -155,11 +147,11 @@ class Index:
         query = "SELECT id, digest, parts, block_bytes, sum FROM namespaces"
         for number, digest, parts, block_bytes, total in connection.execute(query):
             is_row = _are(bytes, digest, parts) and _are(int, block_bytes)
-            pairs = _pairs(parts) if is_row else None
-            if _sum(number, digest, parts, block_bytes) != total or pairs is None:
-                bad.append(number)
-                continue
-            self._spaces[number] = (Namespace(digest, pairs), block_bytes)
+            if is_row and _sum(number, digest, parts, block_bytes) == total:
+                with contextlib.suppress(msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+                    self._spaces[number] = (Namespace(digest, _PARTS.decode(parts)), block_bytes)
+                    continue
+            bad.append(number)
         self._ids = {space.digest: number for number, (space, _) in self._spaces.items()}
         self.damaged = len(bad)
         """Rows found damaged, of namespaces; those of blocks are reported by ``rows``."""

@@ -757,6 +757,25 @@ def test_a_tail_is_promised_and_awaited(pool: Pool, shape: str) -> None:
     assert decode.run(prompt(110)) == (0, 96)
 
 
+@pytest.mark.parametrize("shape", ["gemma", "windows"])
+def test_drafts_hide_no_block_of_a_window(
+    pool: Pool, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that drafts seemed to complete is saved when tokens do."""
+    bench = Bench(pool, SHAPES[shape])
+    request, *_ = bench.begin(prompt(29))
+    bench.prefill(request)
+    step = bench._step
+    monkeypatch.setattr(bench, "_step", lambda tokens: step(dict.fromkeys(tokens, 4)))
+    bench.compute(request, 1)  # and three drafts, which are rejected
+    monkeypatch.undo()
+    bench.compute(request, 1)
+    assert bench.orders[-1].stores == []
+    bench.compute(request, 1)
+    groups = {store.copy.group for store in bench.orders[-1].stores}
+    assert groups == {*range(len(bench.kinds))}
+
+
 def test_a_part_of_a_run_hangs_on_the_block_before_it() -> None:
     above, *keys = (BlockKey(bytes([number]) * 40) for number in range(5))
     run = BlockRun(0, 4, tuple(keys), (TierName.HOST,) * 4, above, tail=9)

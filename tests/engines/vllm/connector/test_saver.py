@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request, RequestStatus
 
-from engines.vllm.connector.test_groups import SHAPES, prompt
-from engines.vllm.connector.test_groups import Bench as GroupBench
 from engines.vllm.connector.test_scheduler import BLOCK, FACTS, Bench, stored
 from kvrecall.block import BlockKey
 from kvrecall.engines.vllm.wire import EngineFacts
@@ -125,25 +123,6 @@ def test_drafts_are_saved_once_they_are_tokens(pool: Pool) -> None:
     request.num_computed_tokens -= 2  # one was accepted
     request.append_output_token_ids([1, 8])
     assert stored(bench.step(request, 1)) == [1]
-
-
-@pytest.mark.parametrize("shape", ["gemma", "windows"])
-def test_drafts_hide_no_block_of_a_window(
-    pool: Pool, shape: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A block that drafts seemed to complete is saved when tokens do."""
-    bench = GroupBench(pool, SHAPES[shape])
-    request, *_ = bench.begin(prompt(29))
-    bench.prefill(request)
-    step = bench._step
-    monkeypatch.setattr(bench, "_step", lambda tokens: step(dict.fromkeys(tokens, 4)))
-    bench.compute(request, 1)  # and three drafts, which are rejected
-    monkeypatch.undo()
-    bench.compute(request, 1)
-    assert bench.orders[-1].stores == []
-    bench.compute(request, 1)
-    groups = {store.copy.group for store in bench.orders[-1].stores}
-    assert groups == {*range(len(bench.kinds))}
 
 
 @pytest.mark.parametrize("frees", [False, True])
