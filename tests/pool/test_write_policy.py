@@ -16,7 +16,7 @@ def test_written_back_is_what_exceeds_the_high_mark_down_to_the_low_one() -> Non
     blocks = {key: Block(key, None, 0, at * SLOT, SLOT) for at, key in enumerate(keys)}
     policy.committed(list(blocks.values()))
     policy.touched(keys[4:])
-    assert policy.due(blocks, 12 * SLOT) == []
+    assert not policy.due(blocks, 12 * SLOT)
     due = policy.due(blocks, 10 * SLOT)
     assert [block.key for block in due] == [keys[3], keys[2]]
     for block in due:

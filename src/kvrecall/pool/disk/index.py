@@ -62,10 +62,7 @@ _SCHEMA = (
 """``sum`` of a block's row: ``_sum`` of what never changes, plus address, last use and pin, so that
 an update of these needs no other column."""
 _MARKS = ",".join("?" * 11)  # for a row of blocks
-_SUM_BITS = 60
-_MOST_AHEAD_S = 1 << 40
 _PARTS = msgspec.json.Decoder(tuple[tuple[str, str], ...])
-_POOL_ID = re.compile("[0-9a-f]{32}")
 _NOT_DAMAGE = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_CANTOPEN,
@@ -93,7 +90,7 @@ def is_damage(error: Exception) -> bool:
 def _sum(*fields: object) -> int:
     """Of the fields of a row."""
     whole: int = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(fields))
-    return whole >> 64 - _SUM_BITS
+    return whole >> 4  # with what updates add to it, it fits SQLite's integers
 
 
 def _are(kind: type, *fields: object) -> bool:
@@ -155,23 +152,18 @@ class Index:
         self._ids = {space.digest: number for number, (space, _) in self._spaces.items()}
         self.damaged = len(bad)
         """Rows found damaged, of namespaces; those of blocks are reported by ``rows``."""
-        self._ahead_s = self._ahead_of(self._meta.get("time", ""))
-        for number in bad:
-            connection.execute("DELETE FROM namespaces WHERE id = ?", (number,))
+        # By how much this process's clock is ahead of the seconds in the file, which go on from
+        # where they were when it was last noted in, see ``Clock``; 0 if what is noted is no time.
+        self._ahead_s = 0
+        seconds, _, note = self._meta.get("time", "").partition(" ")
+        with contextlib.suppress(ValueError):
+            ahead_s = self._clock() - int(seconds) - self._clock.since(note)
+            self._ahead_s = round(ahead_s) if abs(ahead_s) < 1 << 40 else 0
+        connection.executemany("DELETE FROM namespaces WHERE id = ?", [(one,) for one in bad])
         connection.execute("DELETE FROM meta WHERE name = 'ended'")
         self._meta.pop("ended", None)
         self.note_time()  # now the log exists
         self._inodes = [os.stat(file).st_ino for file in (self._path, self._log_path)]
-
-    def _ahead_of(self, noted: str) -> int:
-        """By how many seconds this process's clock is ahead of those in the file, which go on from
-        where they were when it was last noted in, see ``Clock``; 0 if what is noted is no time."""
-        seconds, _, note = noted.partition(" ")
-        with contextlib.suppress(ValueError):
-            ahead_s = self._clock() - int(seconds) - self._clock.since(note)
-            if abs(ahead_s) < _MOST_AHEAD_S:
-                return round(ahead_s)
-        return 0
 
     def note_time(self) -> None:
         """Notes what time it is. Durable on return; raises sqlite3.Error if the medium accepts no
@@ -481,7 +473,7 @@ def _meta(connection: sqlite3.Connection) -> dict[str, str]:
         if not (isinstance(name, bytes) and isinstance(value, bytes)) or _sum(name, value) != total:
             raise DamagedIndex("a row of meta")
         noted[name.decode()] = value.decode()
-    if not _POOL_ID.fullmatch(noted.get("pool_id", "")):
+    if not re.fullmatch("[0-9a-f]{32}", noted.get("pool_id", "")):
         raise DamagedIndex("no pool_id")
     return noted
 
@@ -506,7 +498,6 @@ def _set_up(connection: sqlite3.Connection, meta: dict[str, str]) -> None:
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
-    connection.execute("PRAGMA locking_mode = NORMAL")
     if _schema(connection):
         return
     connection.execute("BEGIN IMMEDIATE")
