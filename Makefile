@@ -16,10 +16,11 @@
 #   make models          models of every shape, recalled from every tier: twenty minutes
 #   make compat          connector, servers and retrieval with each supported version of vLLM
 #   make streams         copies in random orders of a simulated device: SCHEDULES=5000
+#   make mutants         planted faults that tests must find: MUTANTS="--only slab-no-fdatasync" one
 #   make bench           all benchmarks with their peers, and the pages that show them; QUICK=1 small, unpublished
 #   make docs            the generated pages, and the site in build/site
 #   make gpu-check       retrieval and copies on this machine's GPU
-.PHONY: demo demo-mooncake serve test test-lab test-all coverage check chaos hostile identity models compat streams bench docs gpu-check \
+.PHONY: demo demo-mooncake serve test test-lab test-all coverage check chaos hostile identity models compat streams mutants bench docs gpu-check \
   setup setup-engine setup-mooncake setup-bench
 
 demo: setup-engine
@@ -68,6 +69,9 @@ compat: setup
 
 streams: setup
 	@.venv/bin/python -m kvrecall_lab.streams.run --schedules $(or $(SCHEDULES),1000) $(STREAMS)
+
+mutants: setup
+	@.venv/bin/python -m kvrecall_lab.mutants $(MUTANTS)
 
 bench: setup-bench
 	@scripts/bench $(if $(QUICK),--quick) $(BENCH)

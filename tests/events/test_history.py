@@ -117,9 +117,22 @@ def test_bytes_are_bounded_too() -> None:
         history.append(
             (number, encoded([stored("CPU", list(range(number, number + 50)), 1, False)]))
         )
-    kept = list(history.since(199 - 10))
-    assert sum(len(payload) for _, payload in kept) < 20_000
-    assert len(known_after([payload for _, payload in history.since(0)])) == 249
+    told = [payload for _, payload in history.since(0)]
+    assert sum(map(len, told)) < 30_000, "of 41 kB"
+    assert len(known_after(told)) == 249
+
+
+def test_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are known already stay, and can be told anew."""
+    monkeypatch.setattr(room, "_MOST_BLOCKS", 5)
+    history = EventHistory(1)
+    for number in (*range(8), 2):
+        history.append((number, encoded([stored("GPU", [number], None, number != 2)])))
+    history.append((9, encoded([removed("GPU", [0])])))
+    history.append((10, encoded([stored("GPU", [9], None, True)])))
+    history.append((11, encoded([])))
+    known = known_after([payload for _, payload in history.since(0)])
+    assert {block for _, block in known} == {1, 2, 3, 4, 9}
 
 
 # -- sockets --------------------------------------------------------------------------------

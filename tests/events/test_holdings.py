@@ -249,3 +249,11 @@ def test_a_rule_is_found_from_one_block() -> None:
         assert rule_of(first, tokens, 16, "s") == HashRule(algorithm, 16)
         assert rule_of(first, tokens, 16, "t") is None
         assert rule_of(first + 1, tokens, 16, "s") is None
+
+
+def test_what_was_sent_is_believed_for_a_while() -> None:
+    known = Holdings()
+    known.sent([1], 100.0)
+    assert [known.mask(1, now) for now in (100.0, 129.0, 131.0)] == [1, 1, 0]
+    known.forget_sent()
+    assert known.mask(1, 100.0) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -374,3 +375,54 @@ def test_a_topic_and_a_gap_that_is_no_longer_kept(
     assert type(cleared).__name__ == "AllBlocksCleared"
     on_disk = {block for one in first if one.medium == "STORAGE" for block in one.block_hashes}
     assert on_disk >= hashes(keys)
+
+
+# -- the gate -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gate() -> Iterator[int]:
+    """The port of a gate before a socket that publishes nothing."""
+    context, port = zmq.Context(), two_ports()
+    gate = room.EventGate([("127.0.0.1", port)])
+    inner = context.socket(zmq.PUB)
+    inner.bind(gate.inner[0])
+    yield port
+    context.destroy(linger=0)
+    gate.close()
+
+
+def greeted(port: int) -> socket.socket:
+    """A connection that was answered, or ended."""
+    reader = socket.create_connection(("127.0.0.1", port), 30)
+    reader.recv(1)
+    return reader
+
+
+def test_who_sends_more_than_a_reader_is_cut_off(gate: int) -> None:
+    async def sends_on() -> None:
+        async with wire.zmtp_connection("127.0.0.1", gate, b"SUB") as reader:
+            for _ in range(1000):
+                await reader.send(b"\1" + bytes(200))
+            async with asyncio.timeout(20):
+                await reader.receive()
+
+    with pytest.raises(ConnectionError):
+        asyncio.run(sends_on())
+
+
+def test_readers_are_bounded(gate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place is free again when a reader goes."""
+    monkeypatch.setattr(room, "MOST_READERS", 2)
+    first, second = greeted(gate), greeted(gate)
+    with pytest.raises(ConnectionError):
+        greeted(gate).sendall(bytes(1 << 20))
+    first.close()
+
+    def is_let_in() -> bool:
+        with contextlib.suppress(ConnectionError), greeted(gate) as reader:
+            return bool(reader.recv(1))
+        return False
+
+    wait_until(is_let_in)
+    second.close()

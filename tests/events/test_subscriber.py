@@ -12,14 +12,17 @@ from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
+import zmq
+import zmq.asyncio
 
 from kvrecall.block import TierName
 from kvrecall.engines.base import ServeSpec
 from kvrecall.errors import ConfigError
 from kvrecall.events import subscriber
 from kvrecall.events.history import EventHistory
-from kvrecall.events.holdings import HashRule
-from kvrecall.events.subscriber import Publisher, Subscription
+from kvrecall.events.holdings import HashRule, Holdings
+from kvrecall.events.subscriber import BatchOutcome, EventReader, Publisher, Subscription
+from kvrecall.events.wire import REMOVED, STORED, encode
 from kvrecall.processes.ports import free_port
 from kvrecall.server.checks import check_port
 from kvrecall.testing import wait_until
@@ -116,6 +119,47 @@ async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         await asyncio.sleep(0.02)
+
+
+def of_host(kind: str, *blocks: int) -> bytes:
+    more = {"parent_block_hash": None, "token_ids": [], "block_size": 0, "lora_id": None}
+    event = {"type": kind, "block_hashes": list(blocks), "medium": "CPU"}
+    return encode([event | more if kind == STORED else event])
+
+
+def test_batches_count_in_order_and_once() -> None:
+    """What is known is never more than what the publisher held."""
+    reader, here = EventReader(Holdings()), of_host(STORED, 1)
+    assert reader.take(0, here) is BatchOutcome.APPLIED
+    assert reader.take(1, of_host(REMOVED, 1)) is BatchOutcome.APPLIED
+    assert reader.take(0, here) is reader.take(1, here) is BatchOutcome.KNOWN
+    assert reader.take(3, here) is BatchOutcome.GAP
+    assert reader.take(2, b"nonsense") is BatchOutcome.UNREADABLE
+    assert len(reader.holdings) == 0
+    assert reader.take(2, here) is BatchOutcome.APPLIED
+    reader.skip_to(3)
+    assert (len(reader.holdings), reader.lost) == (1, 0), "none is missing"
+    reader.skip_to(9)
+    assert (len(reader.holdings), reader.lost) == (0, 1)
+    assert reader.take(9, here) is BatchOutcome.APPLIED
+
+
+@in_a_loop
+async def test_a_replay_that_does_not_go_on_is_none(ports: Publisher) -> None:
+    context = zmq.asyncio.Context()
+    live, replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+    live.bind(f"tcp://127.0.0.1:{ports.port}")
+    replay.bind(f"tcp://127.0.0.1:{ports.replay_port}")
+    try:
+        async with following(ports) as known:
+            name = (await replay.recv_multipart())[0]
+            told = [(0, of_host(STORED, 1)), (0, of_host(STORED, 2)), ((1 << 64) - 1, b"")]
+            for number, payload in told:
+                await replay.send_multipart((name, b"", b"", number.to_bytes(8, "big"), payload))
+            await until(lambda: known.reader.lost == 1)
+            assert len(known.holdings) == 0
+    finally:
+        context.destroy(linger=0)
 
 
 @in_a_loop

@@ -151,3 +151,14 @@ def test_what_expires_on_a_host_stays_in_the_store_of_all(host: Host) -> None:
         assert len(host.store.values) == 5
         pool.drop(KEYS)
         wait_until(lambda: not host.store.values)
+
+
+def test_a_note_that_is_none_or_of_later_is_no_time() -> None:
+    clocks = HostClocks()
+    clocks.advance(500)
+    note = clocks.clock().note()
+    clocks.advance(-50)
+    assert clocks.clock().since(note) == 0.0
+    for wrong in ("", "5", "[1, 2]", '["boot 0", null, null]', '["x", [], 1]', "[" * 100_000):
+        with pytest.raises(ValueError):  # noqa: PT011 - as the contract says
+            clocks.clock().since(wrong)

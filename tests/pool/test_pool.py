@@ -6,6 +6,7 @@ import pytest
 
 from kvrecall.block import TierName
 from kvrecall.config import DiskConfig, PoolConfig, PoolTerms, TenantRules, TenantTerms
+from kvrecall.errors import ConfigError
 from kvrecall.pool import Pool, admin
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import PoolClient, RecallState, Verdict
@@ -137,3 +138,16 @@ def test_blocks_expire_that_are_old_and_not_pinned_in_every_tier(
         assert [sum(some) for some in on_disk[1:]] == [0, 4, 4, 0]
         assert not any(map(pool.is_in_host, both))
         engine.close()
+
+
+def test_the_host_does_not_shrink_below_twice_its_pins() -> None:
+    with Pool.open(PoolConfig(64 * SLOT_BYTES)) as pool:
+        pool.register(NAMESPACE, BLOCK_BYTES)
+        keys = chain(NAMESPACE, 8)
+        pool.reserve(keys)
+        pool.commit(keys)
+        pool.pin(keys)
+        with pytest.raises(ConfigError, match="are pinned, more than pin_limit"):
+            pool.resize_host(15 * SLOT_BYTES)
+        pool.resize_host(16 * SLOT_BYTES)
+        assert pool.stats().tiers[0].capacity_bytes == 16 * SLOT_BYTES

@@ -113,15 +113,26 @@ def test_a_hung_tier_costs_one_deadline_not_many(start: Start, clock: ManualCloc
     assert engine.recall(other) == (TierName.DISK,) * 5
 
 
-def test_a_dropped_block_that_comes_when_nobody_waits_for_it_takes_no_room(start: Start) -> None:
+@pytest.mark.parametrize("ends", ["released", "late"])
+def test_a_dropped_block_that_comes_when_nobody_waits_for_it_takes_no_room(
+    start: Start, clock: ManualClock, ends: str
+) -> None:
     engine, tier = with_blocks_below(start)
     tier.faults.hung = set(KEYS)
-    engine.pool.release(engine.pool.acquire(KEYS, 5.0))
+    ticket = engine.pool.acquire(KEYS, 5.0)
+    if ends == "late":
+        clock.advance(6.0)
+        assert engine.pool.poll(ticket).offsets == ()
+    else:
+        engine.pool.release(ticket)
     engine.pool.drop(KEYS)
+    wait_until(lambda: len(tier._hung) == len(KEYS))
     tier.faults.hung = set()
+    wait_until(lambda: not tier._hung)
+    assert engine.pool.stats().leases == 0
+    assert engine.pool.find(KEYS).blocks == 0
     engine.pool.clear()
     wait_until(lambda: engine.pool.stats().tiers[0].used_bytes == 0)
-    assert engine.pool.find(KEYS).blocks == 0
 
 
 @pytest.mark.parametrize("commits_first", [True, False])

@@ -10,7 +10,13 @@ from events.test_holdings import MEDIA, Json, removed, stored
 
 from kvrecall.block import TierName
 from kvrecall.events.holdings import HashRule
-from kvrecall.events.subscriber import BatchOutcome, EventReader, Publisher, Subscriptions
+from kvrecall.events.subscriber import (
+    BatchOutcome,
+    EventReader,
+    Publisher,
+    Subscription,
+    Subscriptions,
+)
 from kvrecall.router.fleet import COST, Address, Fleet
 from kvrecall.router.prefixes import Prompt
 
@@ -129,3 +135,19 @@ def test_what_was_just_sent_is_expected_until_events_speak() -> None:
     all_.sent(instance, prompt)
     now[0] = 31.0
     assert all_.expected(instance, prompt) == {}
+
+
+def test_the_last_token_is_computed_whatever_is_held() -> None:
+    assert [len(ask(tokens).chain(RULE) or ()) for tokens in (16, 17, 160, 161)] == [0, 1, 9, 10]
+
+
+def test_an_engine_that_comes_back_is_asked_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be another process."""
+    doubted: list[Subscription] = []
+    monkeypatch.setattr(Subscription, "doubt", lambda self: doubted.append(self))
+    all_, _ = fleet()
+    all_.probed(all_.all[0], True)
+    assert doubted == [], "it was up"
+    all_.lost(all_.all[0], "it is gone")
+    all_.probed(all_.all[0], True)
+    assert doubted == list(all_.all[0].engine)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.errors import ConfigError
+from kvrecall.errors import ConfigError, hidden
 from kvrecall.server.access import TlsFiles, read_keys
 
 pytest.importorskip("cryptography")
@@ -59,6 +59,16 @@ def files(authority: Authority) -> TlsFiles:
     return TlsFiles(certificate, key, (authority.path,))
 
 
+def test_only_clients_of_an_authority_get_in(
+    tmp_path: Path, authority: Authority, files: TlsFiles
+) -> None:
+    own, other = authority.issue("client"), Authority(tmp_path, "other").issue("stranger")
+    assert answer(files, client_of(authority, *own[:2])) == "hello"
+    for client in (client_of(authority), client_of(authority, *other[:2])):
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            answer(files, client)
+
+
 def test_older_tls_does_not(authority: Authority, files: TlsFiles) -> None:
     certificate, key, _ = authority.issue("client")
     client = client_of(authority, certificate, key)
@@ -103,9 +113,10 @@ def test_unusable_files(tmp_path: Path, authority: Authority, files: TlsFiles) -
 
 def test_the_file_of_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("# of June\none\n\n two \n # old: three\n")
+    file.write_text("# of June\na-first-key\n\n a-second-key \n # old: three\n")
     file.chmod(0o600)
-    assert read_keys(file, "--api-key-file") == ("one", "two")
+    assert read_keys(file, "--api-key-file") == ("a-first-key", "a-second-key")
+    assert "key" not in hidden("no error shows a-first-key or a-second-key from now on")
     file.chmod(0o640)
     with pytest.raises(ConfigError, match="has mode 0640"):
         read_keys(file, "--api-key-file")

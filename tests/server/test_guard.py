@@ -92,6 +92,7 @@ def basic(key: str) -> dict[str, str]:
         ("GET", "/dashboard/data.json", basic("three"), 401),
         ("GET", "/dashboard/data.json", basic("one"), 200),
         ("GET", "/v1/config", basic("one"), 401),
+        ("POST", "/dashboard/data.json", JSON | basic("one"), 401),
         # With a key, names and origins do not matter.
         ("POST", "/generate", JSON | KEY | {"host": "any.example", "origin": "http://x"}, 200),
     ],
@@ -103,6 +104,14 @@ def test_keys(method: str, path: str, headers: dict[str, str], status: int) -> N
     if status == 401:
         scheme = "Basic" if path.startswith("/dashboard") else "Bearer"
         assert reply.headers["www-authenticate"].startswith(scheme)
+
+
+def test_two_hosts_are_none() -> None:
+    """Another part of the server might believe the second."""
+    hosts: Any = [("host", "localhost"), ("host", "evil.example")]
+    assert ask("GET", "/metrics", hosts[:1]).status_code == 200
+    for headers in (hosts, hosts[::-1], [*hosts[:1], *hosts[:1]]):
+        assert ask("GET", "/metrics", headers).status_code == 403
 
 
 @pytest.mark.parametrize(
@@ -321,6 +330,21 @@ def test_a_body_that_stops_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (reply.status_code, reply.headers["connection"]) == (408, "close")
 
 
+@pytest.mark.parametrize("says", [False, True])
+def test_a_body_is_bounded_by_its_bytes_and_by_what_it_says(says: bool) -> None:
+    """The rest is not waited for."""
+    plan = dataclasses.replace(PLAN, max_body_bytes=1000)
+
+    async def pieces() -> Any:
+        yield b" " * (10 if says else 1001)
+        await asyncio.sleep(3600)
+
+    length = {"content-length": "1001"} if says else {}
+    headers = JSON | {"expect": "100-continue"} | length
+    reply = ask("POST", "/generate", headers, plan=plan, content=pieces())
+    assert (reply.status_code, reply.headers["connection"]) == (413, "close")
+
+
 def test_large_bodies_on_their_way_are_bounded() -> None:
     """Together: the ninth of the largest size is refused before it has arrived."""
     plan = dataclasses.replace(PLAN, max_body_bytes=1000)
@@ -364,6 +388,13 @@ def test_requests_are_counted_and_not_connections() -> None:
             return [health.status_code, *(each.result().status_code for each in done)]
 
     assert asyncio.run(run()) == [200, 503]
+
+    async def one_after_the_other() -> set[int]:
+        async with client_of(FakeEngine(), plan) as client:
+            asked = [await client.post("/generate", content=BODY, headers=JSON) for _ in range(5)]
+            return {each.status_code for each in asked}
+
+    assert asyncio.run(one_after_the_other()) == {200}
 
 
 def test_websockets_are_guarded() -> None:

@@ -42,8 +42,12 @@ class Clock:
 
     def since(self, note: str) -> float:
         """Seconds since a note was made. Raises ValueError if it is none."""
-        boot, since_boot, wall = json.loads(note)
+        try:
+            boot, *seconds = json.loads(note)
+            since_boot, wall = map(float, seconds)
+        except (TypeError, RecursionError, OverflowError) as error:
+            raise ValueError(f"{note[:80]!r} is no note of a time") from error
         if boot == self._boot:
-            return max(0.0, self._since_boot() - float(since_boot))
-        passed = self._wall() - float(wall)
+            return max(0.0, self._since_boot() - since_boot)
+        passed = self._wall() - wall
         return passed if 0.0 <= passed <= _MOST_S else 0.0

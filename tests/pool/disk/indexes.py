@@ -43,4 +43,9 @@ def forging(folder: Path) -> Iterator[sqlite3.Connection]:
         for address, number, *columns, added in rows:
             total = _sum(digests.get(number), *columns) + added
             db.execute("UPDATE blocks SET sum = ? WHERE address = ?", (total, address))
+        for number, *columns in db.execute("SELECT id, digest, parts, block_bytes FROM namespaces"):
+            total = _sum(number, *columns)
+            db.execute("UPDATE namespaces SET sum = ? WHERE id = ?", (total, number))
+        for name, value in db.execute("SELECT name, value FROM meta"):
+            db.execute("UPDATE meta SET sum = ? WHERE name = ?", (_sum(name, value), name.decode()))
         db.execute("COMMIT")

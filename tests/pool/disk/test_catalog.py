@@ -274,3 +274,81 @@ def test_what_is_said_of_rows_while_they_are_read_is_heeded(
     assert len(bench.here) == {"drop": 10, "pin": 12, "clear": 0, "twice": 12}[kind]
     pinned = {block.key for block in catalog.infos() if block.pinned}
     assert pinned == (set(keys[7:9]) if kind == "pin" else set())
+
+
+@pytest.mark.parametrize("meanwhile", ["pinned", "read"])
+def test_a_block_that_is_taken_after_victims_were_found_stays(
+    meanwhile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, keys = Bench("lru"), chain(NAMESPACE, 4)
+    bench.publish(keys)
+    catalog, search = bench.catalog, bench.catalog._search
+
+    def taken(*args: int | None) -> list[int]:
+        found = search(*args)  # type: ignore[arg-type]
+        catalog.pin(keys[3:]) if meanwhile == "pinned" else catalog.acquire(keys[3])
+        return found
+
+    monkeypatch.setattr(catalog, "_search", taken)
+    assert catalog.evict(SIZE) == SIZE
+    assert bench.here == {keys[0], keys[1], keys[3]}
+
+
+def test_rows_that_cannot_be_taken_over_together() -> None:
+    """Of one key, or of a size that its namespace has no more."""
+    bench, keys = Bench(), chain(NAMESPACE, 6)
+    bench.catalog.begin_recovery(())
+    rows = rows_of(keys)
+    rows[4] = rows[4]._replace(key=keys[1])
+    assert bench.catalog.recover(rows) == [4 * SIZE]
+    assert bench.catalog.rank_rest(lambda: False)
+    bench.check()
+    bench = Bench()
+    bench.catalog.begin_recovery(())
+    bench.catalog.forget_namespace(NAMESPACE.digest, but_of=2 * SIZE)
+    assert bench.catalog.recover(rows_of(keys)) == [place * SIZE for place in range(6)]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_use_after_the_present_counts_as_one_now(pinned: bool) -> None:
+    bench, keys = Bench(), chain(NAMESPACE, 4)
+    bench.catalog.begin_recovery(keys if pinned else ())
+    rows = [row._replace(used=2_000_000, pinned=pinned) for row in rows_of(keys)]
+    assert bench.catalog.recover(rows) == []
+    assert {block.used for block in bench.catalog.infos()} == {bench.clock.now}
+
+
+def test_only_the_block_that_was_copied_moves_and_its_pin_with_it() -> None:
+    bench, (key, other) = Bench(), chain(NAMESPACE, 2)
+    bench.publish([key, other])
+    catalog = bench.catalog
+    old, kept = (catalog.coldest(2)[::-1])[:2]
+    assert (old.key, kept.key) == (key, other)
+    catalog.pin([other])
+    assert catalog.relocate(kept, 90 * SIZE)
+    assert catalog.take_unnoted_pins(9) == [(1, 90 * SIZE)]
+    catalog.forget([key], Cause.DROPPED)
+    catalog.settle()
+    bench.publish([key])  # anew, into another slot
+    assert not catalog.relocate(old, 91 * SIZE)
+    bench.check()
+
+
+def test_a_tenant_at_its_limit_keeps_what_new_blocks_hang_on() -> None:
+    terms = PoolTerms(tenants=TenantRules(TenantTerms(disk=Amount(4 * SIZE))))
+    bench, keys = Bench("lru", terms), chain(NAMESPACE, 3)
+    old = chain(NAMESPACE, 1, "old")
+    bench.publish(old)
+    bench.publish(keys)
+    assert bench.catalog.make_way(ANN, 2 * SIZE, keys[2]) == SIZE
+    assert bench.here == set(keys)
+
+
+def test_pins_take_no_more_than_their_share() -> None:
+    bench, keys = Bench("lru", PoolTerms(pin_limit=2.5 * SIZE / (64 * MIB))), chain(NAMESPACE, 4)
+    bench.publish(keys[:3])
+    bench.catalog.pin(keys)
+    bench.publish(keys[3:])
+    assert bench.catalog.pinned_bytes == 2 * SIZE
+    assert [block.pinned for block in bench.catalog.infos()].count(True) == 2
+    bench.check()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +14,7 @@ from support.clocks import ManualClock
 from support.disks import DiskBench, open_disk
 
 from kvrecall.config import DiskConfig
+from kvrecall.errors import TierError
 from kvrecall.pool.clock import Clock
 from kvrecall.pool.disk import DiskTier, catalog, flusher, index, tier
 from kvrecall.pool.disk.index import Index, IndexRow
@@ -19,6 +22,7 @@ from kvrecall.pool.tier import Outcome
 from kvrecall.testing import chain, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
 from kvrecall_lab.bench.index import key_of, write_folder
+from pool.disk.test_disk import full
 
 MIB = 1 << 20
 KEYS = chain(NAMESPACE, 32)
@@ -270,3 +274,37 @@ def test_closing_waits_no_longer_for_rows_than_it_may(
     opened.close(1.0)
     assert "dropped blocks were deleted; they will be found again" in caplog.text
     assert 1 < found_again(config) < MANY
+
+
+def test_a_folder_that_is_exchanged_while_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its index and its slabs would be of two folders."""
+    path, real = tmp_path / "tier", Index.open
+
+    def exchanged(*args: object) -> Index:
+        opened = real(*args)  # type: ignore[arg-type]
+        path.rename(tmp_path / "other")
+        path.mkdir(mode=0o700)
+        return opened
+
+    monkeypatch.setattr(Index, "open", exchanged)
+    with pytest.raises(TierError, match="was replaced by another folder just now"):
+        open_disk(path)
+    assert list(path.iterdir()) == []
+
+
+def test_an_index_that_could_not_be_written_is_checked_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed_well(name: str, fails: bool) -> int:
+        bench = open_disk(tmp_path)
+        with monkeypatch.context() as patch:
+            if fails:
+                patch.setattr(Index, "insert", full)
+            bench.put(chain(NAMESPACE, 2, name))
+            bench.tier.close()
+        with contextlib.closing(sqlite3.connect(tmp_path / "index.sqlite")) as db:
+            return int(db.execute("SELECT count(*) FROM meta WHERE name = 'ended'").fetchone()[0])
+
+    assert [closed_well(name, name == "b") for name in "abc"] == [1, 0, 1]

@@ -408,6 +408,15 @@ def test_never_more_than_the_limit(tmp_path: Path, block_bytes: int) -> None:
     assert most > limit * 0.6
 
 
+def test_an_index_that_was_moved_aside_counts(tmp_path: Path) -> None:
+    filled(tmp_path, 16 * MIB)
+    (tmp_path / "index.sqlite.aside").write_bytes(bytes(4 * MIB))
+    bench = open_tier(tmp_path, 16 * MIB)
+    for name in range(40):
+        bench.put(chain(NAMESPACE, 40, str(name)))
+    assert 12 * MIB < bytes_in(tmp_path) <= 16 * MIB
+
+
 def test_watermarks(tmp_path: Path) -> None:
     bench = open_tier(tmp_path, 16 * MIB)
     for name in range(60):

@@ -8,8 +8,17 @@ import threading
 import time
 
 import pytest
+from support.clocks import ManualClock
 
-from kvrecall.pool.remote.calls import BatchSize, CallQueue
+from kvrecall.block import BlockKey
+from kvrecall.pool.remote import calls
+from kvrecall.pool.remote.calls import (
+    BatchSize,
+    CallQueue,
+    CircuitBreaker,
+    Existence,
+    ExistenceCache,
+)
 
 TURN_S, LIMIT_S = 0.04, 0.5
 MIB = 1 << 20
@@ -196,3 +205,54 @@ def test_what_was_not_begun_is_cleared_and_counts_no_more() -> None:
     recorder.queue.add(range(LIMIT, LIMIT + 8))
     assert recorder.queue.close(10.0)
     assert [len(batch) for batch in recorder.batches] == [LIMIT, 8]
+
+
+# -- what is known of a store ---------------------------------------------------------------
+
+KEYS = [BlockKey(bytes([number]) * 40) for number in range(6)]
+
+
+def test_a_pause_grows_up_to_a_bound() -> None:
+    clock = ManualClock()
+    breaker, pauses = CircuitBreaker(clock), []
+    for _ in range(9):
+        assert breaker.failed() == (not pauses), "only the first begins an outage"
+        began = clock.now
+        while breaker.is_open:
+            clock.advance(0.5)
+        pauses.append(clock.now - began)
+    assert pauses == [0.5, 1, 2, 4, 8, 15, 15, 15, 15]
+    assert breaker.worked()
+    assert not breaker.worked()
+    assert breaker.failed(), "an outage of its own"
+
+
+def test_answers_are_good_for_a_while() -> None:
+    clock = ManualClock()
+    cache = ExistenceCache(clock)
+    cache.stored(KEYS[0], 10, 3)
+    cache.answered(KEYS[1], True, 10)
+    cache.answered(KEYS[2], False, 0)
+    cache.dropped(KEYS[3])
+    cache.answered(KEYS[3], True, 10)
+    there, absent, unknown = Existence.THERE, Existence.ABSENT, Existence.UNKNOWN
+    seen = []
+    for seconds in (0.0, 1.0, 15.0, 50.0, 60.0):
+        clock.advance(seconds)
+        seen.append([cache.of(key) for key in KEYS[:4]])
+    assert seen == [
+        [there, there, absent, Existence.DROPPED],
+        [there, there, unknown, Existence.DROPPED],
+        [there, unknown, unknown, Existence.DROPPED],
+        [there, unknown, unknown, unknown],
+        [unknown] * 4,
+    ]
+
+
+def test_the_memory_of_answers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_MAX_ENTRIES", 3)
+    cache = ExistenceCache(ManualClock())
+    for key in KEYS:
+        cache.answered(key, True, 10)
+    assert (cache.blocks, cache.nbytes) == (3, 30)
+    assert [cache.of(key) is Existence.THERE for key in KEYS] == [False] * 3 + [True] * 3

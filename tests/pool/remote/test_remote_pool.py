@@ -38,6 +38,19 @@ def test_another_pool_recalls_what_one_saved(open_pool: OpenPool, store: MemoryS
     assert (host.name, remote.name, remote.reads) == ("host", "remote", 20)
 
 
+def test_what_came_from_the_store_is_written_to_the_disk_when_it_is_used_again(
+    open_pool: OpenPool, tmp_path: Path
+) -> None:
+    """It is not durable here before."""
+    keys = chain(NAMESPACE, 5)
+    save(open_pool(), keys)
+    pool = open_pool(tmp_path / "disk")
+    assert recall(pool, keys) == (TierName.REMOTE,) * 5
+    assert recall(pool, keys) == (TierName.HOST,) * 5
+    wait_until(lambda: pool.stats().tiers[1].blocks == 5)
+    assert pool.stats().tiers[1].name == "disk"
+
+
 def remote_events(log: ChangeLog) -> tuple[list[BlockKey], list[BlockKey]]:
     """Remote blocks stored and removed since the last call."""
     changes = [one for one in log.take() if not isinstance(one, Restart)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +17,10 @@ from kvrecall.errors import ConfigError
 from kvrecall.pool.cascade import Cascade
 from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.remote import tier as tier_module
 from kvrecall.pool.remote.backends import make_store
 from kvrecall.pool.remote.tier import HEADER_BYTES, RemoteTier, name_of
-from kvrecall.pool.tier import Outcome, PutVerdict, Tier
+from kvrecall.pool.tier import Get, Outcome, PutVerdict, Tier
 from kvrecall.testing import chain, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench, TierContract
 
@@ -264,6 +266,65 @@ def test_the_queue_of_puts_is_bounded(store: MemoryStore) -> None:
     bench.collect(chain(NAMESPACE, 10))
     assert tier.stats().dropped == 20
     tier.close()
+
+
+def test_a_slot_of_another_size_is_not_written(host: Host) -> None:
+    key = chain(NAMESPACE, 1)
+    host.bench.put(key)
+    slot = host.bench.slot(1)
+    for into in (slot[:4096], slot[: len(slot) - 4096]):
+        host.tier.submit_get([Get(key[0], into)])
+        assert host.bench.collect(key) == [Outcome.MISS]
+
+
+def test_what_is_dropped_while_it_is_stored_goes(host: Host, store: MemoryStore) -> None:
+    keys = chain(NAMESPACE, 3)
+    store.gate.clear()
+    host.bench.submit_put(keys)
+    wait_until(lambda: sum(count for _, count in store.calls) == 3)
+    host.tier.drop(keys[:1])
+    store.gate.set()
+    assert host.bench.collect(keys) == [Outcome.SHED, Outcome.STORED, Outcome.STORED]
+    assert not host.tier.contains(keys[0])
+    wait_until(lambda: set(store.values) == {name_of(key) for key in keys[1:]})
+
+
+def test_a_put_that_returns_after_the_tier_was_closed_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, failures = MemoryStore(), []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    host, keys = Host(store), chain(NAMESPACE, 5)
+    store.gate.clear()
+    host.bench.submit_put(keys)
+    host.tier.close(deadline_s=0.1)
+    assert host.bench.collect(keys) == [Outcome.SHED] * 5
+    store.gate.set()
+    name = "kvrecall-remote-put"
+    wait_until(lambda: not any(one.name.startswith(name) for one in threading.enumerate()))
+    assert (failures, host.tier.poll()) == ([], [])
+
+
+def test_answers_to_other_questions_are_none(host: Host, store: MemoryStore) -> None:
+    keys = chain(NAMESPACE, 3)
+    host.bench.put(keys)
+    store.exists = lambda names: [True]  # type: ignore[method-assign]
+    other = chain(NAMESPACE, 3, "other")
+    assert host.ask(other) == [False] * 3
+    assert host.tier.stats().errors == 1
+
+
+def test_lookups_that_wait_are_bounded(
+    host: Host, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond that blocks count as absent."""
+    monkeypatch.setattr(tier_module, "_ASKS_WAITING", 4)
+    store.gate.clear()
+    keys = chain(NAMESPACE, 6)
+    assert [host.tier.ask([key]) for key in keys] == [False] * 4 + [True] * 2
+    store.gate.set()
+    wait_until(lambda: all(host.tier.ask([key]) for key in keys[:4]))
+    assert not host.tier.ask(keys[4:])
 
 
 def test_a_reading_tier_stores_nothing(host: Host, store: MemoryStore) -> None:

@@ -472,6 +472,58 @@ def test_a_service_that_names_bytes_outside_of_its_arena(tmp_path: Path, offset:
     arena.close()
 
 
+def test_one_client_begins_a_bounded_number_of_requests(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_MAX_SLOW", 2)
+    framer, replies = p.Framer(), list[p.Reply]()
+    with connect(path) as sock:
+        sock.sendall(conversation(*(p.Clear(number) for number in range(5))))
+        while len(replies) < 6:
+            framer.feed(sock.recv(1 << 16))
+            replies += map(p.read_reply, framer.take())
+    refused = [reply for reply in replies if isinstance(reply, p.Rejection)]
+    assert [one.reason for one in refused] == ["more than 2 requests at once"] * 3
+
+
+def as_nobody(act: Callable[[], object]) -> int:
+    """Begins ``act`` in a process of another user; its number."""
+    pid = os.fork()
+    if not pid:
+        with contextlib.suppress(BaseException):
+            os.setuid(65534)
+            os._exit(act() is not True)
+        os._exit(2)
+    return pid
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_other_users_are_refused_whatever_the_socket_lets_in() -> None:
+    """And so is a service of another user."""
+    folder = Path(tempfile.mkdtemp(prefix="kvrecall-test-"))
+    path = folder / "pool.sock"
+    service = ServiceThread(PoolConfig(1 * MIB), path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    folder.chmod(0o777)
+    path.chmod(0o666)
+    refused = lambda: b"user 65534 may not use the pool" in connect(path).recv(1 << 16)  # noqa: E731
+    assert os.waitstatus_to_exitcode(os.waitpid(as_nobody(refused), 0)[1]) == 0
+    service.close()
+
+    def serve() -> bool:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(folder / "nobody.sock"))
+        listener.listen()
+        return listener.accept()[0].recv(1) == b""  # no greeting
+
+    pid = as_nobody(serve)
+    wait_until((folder / "nobody.sock").exists)
+    with pytest.raises(LinkLost, match="runs as user 65534, not as 0"):
+        Link.open(folder / "nobody.sock", 30.0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    shutil.rmtree(folder)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
 def test_files_of_another_user_are_not_used(tmp_path: Path) -> None:
     disk = DiskConfig(tmp_path / "disk", 16 * MIB)

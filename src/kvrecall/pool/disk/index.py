@@ -64,7 +64,7 @@ an update of these needs no other column."""
 if sqlite3.sqlite_version_info < (3, 37):  # such as RHEL 9's: it has no STRICT
     _SCHEMA = tuple(re.sub(r" STRICT,?", "", statement) for statement in _SCHEMA)
 _MARKS = ",".join("?" * 11)  # for a row of blocks
-_SUM_BITS = 60
+_PARTS = msgspec.json.Decoder(tuple[tuple[str, str], ...])
 _NOT_DAMAGE = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_CANTOPEN,
@@ -92,7 +92,12 @@ def is_damage(error: Exception) -> bool:
 def _sum(*fields: object) -> int:
     """Of the fields of a row."""
     whole: int = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(fields))
-    return whole >> 64 - _SUM_BITS
+    return whole >> 4  # with what updates add to it, it fits SQLite's integers
+
+
+def _are(kind: type, *fields: object) -> bool:
+    """Whether fields are of that type: a right sum does not say so, as anyone can compute one."""
+    return all(isinstance(field, kind) for field in fields)
 
 
 class IndexRow(NamedTuple):
@@ -140,24 +145,23 @@ class Index:
         bad: list[int] = []
         query = "SELECT id, digest, parts, block_bytes, sum FROM namespaces"
         for number, digest, parts, block_bytes, total in connection.execute(query):
-            try:
-                pairs = tuple((name, text) for name, text in json.loads(parts))
-            except (ValueError, TypeError, RecursionError):  # a forger gives it a right sum
-                pairs = None
-            if pairs is None or _sum(number, digest, parts, block_bytes) != total:
-                bad.append(number)
-                continue
-            self._spaces[number] = (Namespace(digest, pairs), block_bytes)
+            is_row = _are(bytes, digest, parts) and _are(int, block_bytes)
+            if is_row and _sum(number, digest, parts, block_bytes) == total:
+                with contextlib.suppress(msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+                    self._spaces[number] = (Namespace(digest, _PARTS.decode(parts)), block_bytes)
+                    continue
+            bad.append(number)
         self._ids = {space.digest: number for number, (space, _) in self._spaces.items()}
         self.damaged = len(bad)
         """Rows found damaged, of namespaces; those of blocks are reported by ``rows``."""
-        # By how much this process's clock is ahead of the seconds in the file. Those go on from
-        # where they were when the file was last noted in, see ``Clock``.
+        # By how much this process's clock is ahead of the seconds in the file, which go on from
+        # where they were when it was last noted in, see ``Clock``; 0 if what is noted is no time.
+        self._ahead_s = 0
         seconds, _, note = self._meta.get("time", "").partition(" ")
-        ahead_s = self._clock() - int(seconds) - self._clock.since(note) if note else 0
-        self._ahead_s = round(ahead_s)
-        for number in bad:
-            connection.execute("DELETE FROM namespaces WHERE id = ?", (number,))
+        with contextlib.suppress(ValueError):
+            ahead_s = self._clock() - int(seconds) - self._clock.since(note)
+            self._ahead_s = round(ahead_s) if abs(ahead_s) < 1 << 40 else 0
+        connection.executemany("DELETE FROM namespaces WHERE id = ?", [(one,) for one in bad])
         connection.execute("DELETE FROM meta WHERE name = 'ended'")
         self._meta.pop("ended", None)
         self.note_time()  # now the log exists
@@ -258,7 +262,8 @@ class Index:
             before = address
             digest = digests.get(number)
             right = _sum(digest, name, parent, depth, nbytes, tag, tenant)
-            if digest is None or total != right:
+            is_row = _are(bytes, name, parent or b"", tag, tenant) and _are(int, depth, nbytes)
+            if digest is None or total != right or not is_row or depth >> 31:
                 bad.append(address)
                 continue
             above = None if parent is None else BlockKey(digest + parent)
@@ -434,11 +439,8 @@ def counts_in(folder: Path) -> list[tuple[tuple[tuple[str, str], ...], int]]:
     uri = f"{path.absolute().as_uri()}?{'mode=ro' if is_open else 'immutable=1'}"
     try:
         with contextlib.closing(sqlite3.connect(uri, uri=True)) as index:
-            return [
-                (tuple((name, text) for name, text in json.loads(parts)), count)
-                for parts, count in index.execute(query)
-            ]
-    except (sqlite3.Error, ValueError, TypeError) as error:
+            return [(_PARTS.decode(parts), count) for parts, count in index.execute(query)]
+    except (sqlite3.Error, msgspec.DecodeError, RecursionError, TypeError) as error:
         raise TierError(f"disk_path: {path} cannot be read: {error}") from error
 
 
@@ -475,7 +477,7 @@ def _meta(connection: sqlite3.Connection) -> dict[str, str]:
         if not (isinstance(name, bytes) and isinstance(value, bytes)) or _sum(name, value) != total:
             raise DamagedIndex("a row of meta")
         noted[name.decode()] = value.decode()
-    if "pool_id" not in noted:
+    if not re.fullmatch("[0-9a-f]{32}", noted.get("pool_id", "")):
         raise DamagedIndex("no pool_id")
     return noted
 
@@ -500,7 +502,6 @@ def _set_up(connection: sqlite3.Connection, meta: dict[str, str]) -> None:
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
-    connection.execute("PRAGMA locking_mode = NORMAL")
     if _schema(connection):
         return
     connection.execute("BEGIN IMMEDIATE")

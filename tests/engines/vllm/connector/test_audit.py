@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from engines.vllm.connector.test_scheduler import BLOCK, FACTS, Bench, pool
 from engines.vllm.engine import Engine, prompt_of
+from kvrecall.block import BlockKey
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.connector.audit import GENERATION_S, Belief, _parts, _vouching
 from kvrecall.engines.vllm.connector.compare import deviation
@@ -562,6 +563,35 @@ def test_prompts_with_images_or_an_adapter_are_computed_whole(pool: Pool, what: 
         bench.report(bench.step(request, 40))
         bench.side.finished(request, ([],))
     assert counts(two) == (1, 0)
+
+
+def test_what_text_proved_says_nothing_of_images(pool: Pool) -> None:
+    one, two = (Audited(pool, clock=lambda: 0.0) for _ in range(2))
+    assert [one.run("a", 40), two.run("b", 40), two.run("c", 40)] == [0, 16, 32]
+    for bench in (one, two):
+        request = bench.request("image", 40, 500)
+        request.mm_features = [SimpleNamespace()]
+        assert bench.side.match(request, 0) == (0, False)
+        bench.report(bench.step(request, 40))
+        bench.side.finished(request, ([],))
+
+
+def test_all_blocks_that_are_to_vouch_must_be_there(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Audited(pool, EXPERTS).run("a", 20 * BLOCK + 5)
+    bench, acquire, asked = Audited(pool, EXPERTS), pool.acquire, list[int]()
+
+    def fewer(keys: Sequence[BlockKey], *more: Any) -> int:
+        asked.append(len(keys))
+        return acquire(keys if len(asked) == 1 else keys[:-1], *more)
+
+    monkeypatch.setattr(pool, "acquire", fewer)
+    request = bench.request("b", 20 * BLOCK + 5)
+    assert bench.side.match(request, 0) == (0, False), "nothing is loaded unproved"
+    assert len(asked) > 1
+    bench.end(request, RequestStatus.FINISHED_ABORTED)
+    assert pool.stats().leases == 0
 
 
 def test_only_blocks_that_decoding_does_not_change_are_compared(pool: Pool) -> None:

@@ -34,11 +34,13 @@ from vllm.v1.request import Request, RequestStatus
 from engines.vllm.connector.test_scheduler import ByName
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import RecallSettings
+from kvrecall.engines.base import HANDOVER
 from kvrecall.engines.vllm.compat import config, scheduler
 from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.compat.versions import engine_version, minor
 from kvrecall.engines.vllm.connector.connector import RecallConnector
 from kvrecall.engines.vllm.connector.handover import Promise, receipt
+from kvrecall.engines.vllm.connector.hit import BlockRun
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.engines.vllm.wire import (
     ORIGIN_BYTES,
@@ -756,6 +758,61 @@ def test_a_tail_is_promised_and_awaited(pool: Pool, shape: str) -> None:
     assert promised is not None
     assert promised.tokens == 96 if shape == "finer" else 110 // 16 * 16
     assert decode.run(prompt(110)) == (0, 96)
+
+
+@pytest.mark.parametrize("shape", ["gemma", "windows"])
+def test_drafts_hide_no_block_of_a_window(
+    pool: Pool, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that drafts seemed to complete is saved when tokens do."""
+    bench = Bench(pool, SHAPES[shape])
+    request, *_ = bench.begin(prompt(29))
+    bench.prefill(request)
+    step = bench._step
+    monkeypatch.setattr(bench, "_step", lambda tokens: step(dict.fromkeys(tokens, 4)))
+    bench.compute(request, 1)  # and three drafts, which are rejected
+    monkeypatch.undo()
+    bench.compute(request, 1)
+    assert bench.orders[-1].stores == []
+    bench.compute(request, 1)
+    groups = {store.copy.group for store in bench.orders[-1].stores}
+    assert groups == {*range(len(bench.kinds))}
+
+
+def test_a_part_of_a_run_hangs_on_the_block_before_it() -> None:
+    above, *keys = (BlockKey(bytes([number]) * 40) for number in range(5))
+    run = BlockRun(0, 4, tuple(keys), (TierName.HOST,) * 4, above, tail=9)
+    parts = [run.part(0, 2), run.part(2, 4)]
+    assert [part.parent for part in parts] == [above, keys[1]]
+    assert [(part.first, part.keys, part.tail) for part in parts] == [
+        (4, (keys[0], keys[1]), None),
+        (6, (keys[2], keys[3]), 9),
+    ]
+    beside = BlockRun(0, 4, tuple(keys), (TierName.HOST,) * 4, None, (above, None, above, None))
+    assert (beside.part(1, 3).parent, beside.part(1, 3).parents) == (None, (None, above))
+
+
+def test_a_hit_inside_a_block_needs_the_tail_of_every_group(pool: Pool) -> None:
+    specs = Shape([state(64), full(64), full(64)], 16)
+    assert Bench(pool, specs).run(prompt(110)) == (0, 0)
+    assert Bench(pool, specs).run(prompt(110)) == (0, 96)
+    bench = Bench(pool, specs)
+    request = bench.request(prompt(110))
+    of_request = bench.side.state_of(request.request_id)
+    assert of_request is not None
+    tail = of_request.key_at(96, 2)
+    assert tail is not None
+    pool.drop([tail])
+    assert bench.admit(request) == (0, 64)
+
+
+def test_what_is_promised_ends_where_every_group_can(pool: Pool) -> None:
+    specs = Shape([full(16), window(32, 64)])
+    bench = Bench(pool, specs)
+    request, _, _ = bench.begin(prompt(60))
+    bench.prefill(request)
+    assert bench.end(request)[HANDOVER]["tokens"] == 32
+    assert Bench(pool, specs).run(prompt(60)) == (0, 32)
 
 
 @pytest.mark.parametrize("shape", ["one", "finer"])

@@ -11,6 +11,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from engines.vllm.connector.test_scheduler import BLOCK, FACTS, Bench, stored
 from kvrecall.block import BlockKey
+from kvrecall.engines.vllm.wire import EngineFacts
 from kvrecall.pool import Pool
 from kvrecall.pool.base import Reservation, Verdict
 
@@ -89,10 +90,12 @@ def test_what_failed_or_was_aborted_is_not_saved_at_its_end(pool: Pool) -> None:
 
 def test_what_a_step_that_failed_was_to_save_is_never_seen(pool: Pool) -> None:
     """Where the engine goes on after it: vLLM aborts all requests."""
-    bench = Bench(pool, replace(FACTS, recovers=True))
+    bench, uncached = Bench(pool, replace(FACTS, recovers=True)), set[int]()
+    bench.side._uncache = uncached.update
     request = bench.request("r", 40)
     orders = bench.step(request, 40)
     bench.end(request, RequestStatus.FINISHED_ABORTED)
+    assert uncached >= {1, 2}, "nor on the device"
     bench.report(orders)
     assert bench.matched(bench.request("again", 40)) == 0
     assert pool.stats().reserved == 0
@@ -120,6 +123,31 @@ def test_drafts_are_saved_once_they_are_tokens(pool: Pool) -> None:
     request.num_computed_tokens -= 2  # one was accepted
     request.append_output_token_ids([1, 8])
     assert stored(bench.step(request, 1)) == [1]
+
+
+@pytest.mark.parametrize("frees", [False, True])
+def test_what_a_window_leaves_is_copied_before_it_is_overwritten(pool: Pool, frees: bool) -> None:
+    """Where copies are late: vLLM may give a running request's blocks to another."""
+    facts = EngineFacts.of_one(BLOCK, 4096, frees=frees, copies_in_step=False)
+    bench = Bench(pool, facts)
+    bench.step(bench.request("r", 40), 40)
+    assert bench.idle().stores_first is frees
+
+
+def test_nothing_is_saved_of_a_request_that_ends_while_it_loads(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its device blocks hold other KV until then, whatever the pool has lost meanwhile."""
+    bench = Bench(pool, ONE)
+    bench.report(bench.step(bench.request("first", 40), 40), ranks=1)
+    request = bench.request("again", 40)
+    assert bench.matched(request) == 2 * BLOCK
+    bench.side.allocated(request, ([1, 2],), 2 * BLOCK)
+    bench.idle()
+    request.num_computed_tokens = 2 * BLOCK
+    room = lambda keys, *_: (Reservation(Verdict.RESERVED, 0),) * len(keys)  # noqa: E731
+    monkeypatch.setattr(pool, "reserve", room)
+    assert ended(bench, request, RequestStatus.FINISHED_STOPPED) == []
 
 
 def test_blocks_of_a_session_whose_tokens_are_replaced_have_the_new_tokens_keys(pool: Pool) -> None:

@@ -171,6 +171,13 @@ def test_blocks_are_seen_when_every_rank_has_copied_them(pool: Pool) -> None:
     assert bench.matched(again, 16) == 16
 
 
+def test_a_token_is_left_to_compute(pool: Pool) -> None:
+    bench = Bench(pool)
+    bench.report(bench.step(bench.request("first", 2 * BLOCK), 2 * BLOCK))
+    assert bench.matched(bench.request("again", 2 * BLOCK)) == BLOCK
+    assert bench.matched(bench.request("more", 2 * BLOCK + 1)) == 2 * BLOCK
+
+
 def test_asynchronous_scheduling_saves_what_is_known_late(pool: Pool) -> None:
     """The engine runs a step ahead of its tokens; the tail is saved when the request ends, and
     its device blocks are held until then."""
@@ -315,6 +322,18 @@ def test_what_runs_when_weights_change_is_not_pooled(pool: Pool) -> None:
     assert stored(bench.step(waiting, 40)) == []
     assert bench.matched(bench.request("next", 60, first=500)) == 32
     assert bench.side.counters.counts["weights_changed"] == 1
+
+
+def test_new_weights_have_another_name(pool: Pool) -> None:
+    bench = Bench(pool)
+    bench.report(bench.step(bench.request("first", 40), 40))
+    assert bench.matched(bench.request("before", 40)) == 2 * BLOCK
+    bench.base = Namespace.of({"test": "2"})
+    bench.side.weights_changed()
+    assert bench.matched(bench.request("after", 40)) == 0
+    bench.base = Namespace.of({"test": "1"})
+    bench.side.weights_changed()
+    assert bench.matched(bench.request("back", 40)) == 2 * BLOCK
 
 
 def test_what_is_on_its_way_when_a_model_loads_by_itself_is_not_saved(pool: Pool) -> None:
@@ -573,6 +592,8 @@ def test_a_load_that_stalls_is_given_up_for_a_tenth_of_computing(slow: SlowPool)
     assert slow.pool.stats().leases == 0
     assert bench.matched(bench.request("next", 16 * 50)) == 0, "it is believed"
     slow.io.read_gate.set()
+    wait_until(lambda: slow.pool.stats().queued_reads == 0)
+    assert slow.pool.stats().leases == 0, "nor when they have come after all"
     for number in range(8):  # and its recovery is noticed
         late = bench.request(f"late {number}", 16 * 50)
         wait_until(lambda late=late: bench.matched(late) is not None)
@@ -581,6 +602,26 @@ def test_a_load_that_stalls_is_given_up_for_a_tenth_of_computing(slow: SlowPool)
             break
     else:
         pytest.fail("the tier was never tried again")
+
+
+def test_a_load_ends_before_a_block_that_was_lost(
+    slow: SlowPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it was found: of the third portion the second block is gone."""
+    slow.fill(16 * 50)
+    bench, acquire, portions = slow.bench(), slow.pool.acquire, list[int]()
+
+    def losing(keys: Sequence[BlockKey], *more: Any) -> int:
+        portions.append(len(keys))
+        if len(portions) == 3:
+            slow.pool.drop(keys[1:2])
+        return acquire(keys, *more)
+
+    monkeypatch.setattr(slow.pool, "acquire", losing)
+    request = bench.request("again", 16 * 50)
+    wait_until(lambda: bench.matched(request) is not None)
+    assert bench.matched(request) == (sum(portions[:2]) + 1) * BLOCK
+    assert len(portions) > 10
 
 
 def test_a_service_that_dies_is_not_a_slow_disk(slow: SlowPool) -> None:

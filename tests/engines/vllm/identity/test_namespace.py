@@ -24,15 +24,18 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from kvrecall.block import Namespace
+from kvrecall.config import PoolConfig
 from kvrecall.engines.fingerprint import Memory
 from kvrecall.engines.vllm.compat import scheduler
 from kvrecall.engines.vllm.compat.config import head_replicas, sharing_of
 from kvrecall.engines.vllm.identity import weights
 from kvrecall.engines.vllm.identity.changes import Look, RankWeights, adapters_of, digest_of
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
-from kvrecall.engines.vllm.identity.namespace import Adapters, namespace_of
+from kvrecall.engines.vllm.identity.namespace import Adapters, NamespaceRegistry, namespace_of
 from kvrecall.engines.vllm.identity.weights import RunningWeights, Weights
 from kvrecall.engines.vllm.wire import Shard, ShardLayer
+from kvrecall.pool import Pool
 from kvrecall_lab.models import write_model
 
 NOTHING = Memory(None)
@@ -667,3 +670,38 @@ def test_it_does_not_matter_whether_a_start_compiled_or_found_what_it_compiled(m
     assert LoadedModel.of(backbone) == before
     backbone.heads = 4
     assert LoadedModel.of(backbone) != before
+
+
+def test_adapters_and_what_is_distrusted_have_names_of_their_own() -> None:
+    base = Namespace.of({"test": "1"})
+    adapters = Adapters({})
+    adapters.loaded({1: (1, "one")})
+    plain = SimpleNamespace(lora_request=None)
+    styled = SimpleNamespace(lora_request=SimpleNamespace(lora_int_id=1))
+    with Pool.open(PoolConfig(1 << 20)) as pool:
+        registry = NamespaceRegistry(pool, [("full", 4096)], lambda: base, adapters)
+
+        def names() -> tuple[Namespace | None, Namespace | None]:
+            assert registry.is_settled(plain)
+            return registry.of(plain), registry.of(styled)
+
+        seen = [names()]
+        assert seen[0][0] == base
+        adapters.loaded({1: (2, "other")})
+        seen.append(names())
+        assert seen[1][0] == base
+        assert seen[1][1] is not None
+        registry.distrust(seen[1][1])
+        seen.append(names())
+        assert seen[2][0] == base, "an adapter's blocks alone are private"
+        for _ in range(2):
+            registry.turn_private()
+            seen.append(names())
+        styles = {style for _, style in seen}
+        assert len(styles) == len(seen)
+        assert None not in styles
+        assert len({name for name, _ in seen}) == 3, "a reset is a name of its own each time"
+        base = Namespace.of({"test": "2"})
+        before = registry.of(plain)
+        registry.renew()
+        assert names()[0] != before

@@ -1,0 +1,64 @@
+"""The list of planted faults fits the sources and the tests; a test that fails finds one."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from kvrecall_lab import mutants
+from kvrecall_lab.mutants import ROOT, Mutant, _trial
+
+MUTANTS = mutants.mutants()
+
+
+def test_each_fault_can_be_planted() -> None:
+    """Its text is in its file, once or as often as it says, and the file compiles with it."""
+    assert len(MUTANTS) >= 80
+    assert len({one.name for one in MUTANTS}) == len(MUTANTS)
+    for one in MUTANTS:
+        source = (ROOT / "src" / "kvrecall" / one.file).read_text()
+        planted = one.applied(source)
+        assert planted != source, one.name
+        ast.parse(planted)
+        assert one.why.endswith((".", ")")), one.name
+
+
+def test_each_fault_has_tests() -> None:
+    for one in MUTANTS:
+        assert bool(one.tests) != bool(one.equivalent), one.name
+        for test in one.tests:
+            file, _, name = test.partition("::")
+            text = (ROOT / file).read_text()
+            assert not name or f"def {name.partition('[')[0].split('::')[-1]}(" in text, test
+
+
+TESTS = {
+    "passes": "assert product.value() == product.value()",
+    "fails": "assert product.value() == 1",
+    "imports": "import kvrecall.no_such",
+    "misses": "assert product.no_such_name() == 1",
+    "waits": "import time; time.sleep(60)",
+}
+
+
+@pytest.mark.parametrize(
+    ("test", "how"),
+    [("fails", "killed"), ("passes", "survived"), ("imports", "broken"), ("waits", "killed")],
+)
+def test_only_a_test_that_fails_finds_a_fault(
+    tmp_path: Path, test: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one that cannot be imported, say."""
+    monkeypatch.setattr(mutants, "_TEST_S", 2)
+    plain = tmp_path / "plain"
+    (plain / "kvrecall").mkdir(parents=True)
+    (plain / "kvrecall" / "__init__.py").touch()
+    (plain / "kvrecall" / "product.py").write_text("def value():\n    return 1\n")
+    check = tmp_path / "test_it.py"
+    check.write_text(f"from kvrecall import product\ndef test():\n    {TESTS[test]}\n")
+    one = Mutant("one", "product.py", "return 1", "return 2", "", (str(check),))
+    assert _trial(one, plain, tmp_path, []).how == how
+    gone = Mutant("gone", "product.py", "return 3", "return 2", "", (str(check),))
+    assert _trial(gone, plain, tmp_path, []).how == "broken"
