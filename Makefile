@@ -15,12 +15,14 @@
 #   make hostile         attacks on all that listens, reads or prints: HOSTILE=--no-engines a part
 #   make models          models of every shape, recalled from every tier: twenty minutes
 #   make compat          connector, servers and retrieval with each supported version of vLLM
+#   make faults          the pool on a simulated machine whose power, disk and clock fail: SEEDS=10000 SEED=n
 #   make streams         copies in random orders of a simulated device: SCHEDULES=5000
 #   make mutants         planted faults that tests must find: MUTANTS="--only slab-no-fdatasync" one
 #   make bench           all benchmarks with their peers, and the pages that show them; QUICK=1 small, unpublished
 #   make docs            the generated pages, and the site in build/site
 #   make gpu-check       retrieval and copies on this machine's GPU
-.PHONY: demo demo-mooncake serve test test-lab test-all coverage check chaos hostile identity models compat streams mutants bench docs gpu-check \
+.PHONY: demo demo-mooncake serve test test-lab test-all coverage check chaos faults hostile identity models compat streams \
+  mutants bench docs gpu-check \
   setup setup-engine setup-mooncake setup-bench
 
 demo: setup-engine
@@ -51,6 +53,10 @@ check: setup
 
 chaos: setup-engine
 	@.venv/bin/python -m kvrecall_lab.chaos --seconds $(or $(SECONDS),120) $(if $(SEED),--seed $(SEED)) $(CHAOS)
+
+# FAULTS=--mutants: what is planted in the pool, and must be found.
+faults: setup
+	@.venv/bin/python -m kvrecall_lab.faults --seeds $(or $(SEEDS),1000) $(if $(SEED),--seed $(SEED)) $(FAULTS)
 
 hostile: setup
 	@.venv/bin/python -m kvrecall_lab.hostile $(HOSTILE)

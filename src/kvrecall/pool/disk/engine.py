@@ -57,7 +57,11 @@ class DiskEngine:
         self.is_index_failing = False
         """Whether the index could not be written when last tried."""
         self._is_broken = False  # the medium allows no index; blocks are served, and none is stored
-        if doubt := check_room(config.path, config.capacity_bytes):
+        try:
+            doubt = check_room(config.path, config.capacity_bytes)
+        except OSError as error:
+            raise refusal(config.path, error) from error
+        if doubt:
             _LOG.warning("disk tier: %s; the tier grows as far as there is room", doubt)
         with contextlib.ExitStack() as undo:
             self._lock = FolderLock(config.path)
@@ -267,7 +271,7 @@ class DiskEngine:
         try:
             change(*args)
             return True
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             self.is_index_failing = True
             self.counters.fault("index failed, blocks are not stored", error)
             if is_damage(error):

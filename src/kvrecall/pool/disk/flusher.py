@@ -226,9 +226,14 @@ class Flusher:
     def _remove_lost(self, slab: int) -> None:
         if self._store.slab(slab) is not None:
             self._catalog.forget_slab(slab, Cause.LOST)
-            self._store.remove(slab)
-            error = SlabLost(errno.EIO, str(slab))
-            self._counters.fault("a slab was deleted or truncated", error)
+            try:
+                self._store.remove(slab)
+            except OSError as error:
+                self._later.append(partial(self._remove_lost, slab))
+                self._counters.fault("a slab could not be deleted", error)
+                return
+            lost = SlabLost(errno.EIO, str(slab))
+            self._counters.fault("a slab was deleted or truncated", lost)
 
     def _note_uses(self, limit: int) -> None:
         """Writes last uses to the index; and the time, of which those since then are counted."""
@@ -274,10 +279,15 @@ class Flusher:
         self._finish(batch, here.union(put.key for put in stored))
 
     def _pack(self, packer: Packer, puts: list[Put]) -> list[Put]:
-        """Compresses them, half in each thread, whose memory they are in until its next call."""
+        """Compresses them, half in each thread, whose memory they are in until its next call.
+        Without that memory they stay as they are."""
         middle = len(puts) // 2
         halves = puts[:middle], puts[middle:]
-        first, second = self._second.beside(*(partial(packer.pack, half) for half in halves))
+        try:
+            first, second = self._second.beside(*(partial(packer.pack, half) for half in halves))
+        except (OSError, MemoryError) as error:
+            self._counters.fault("no memory to compress blocks in", error)
+            return puts
         return first + second
 
     def _place(self, puts: Sequence[Put]) -> Placed:

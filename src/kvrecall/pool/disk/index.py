@@ -391,7 +391,7 @@ class Index:
     def reserve(self, nbytes: int) -> bool:
         """Ensures that the medium has space for ``nbytes`` of index and for its log, so that blocks
         that have a slot can also get a row. False if not; True also if the file system cannot
-        tell."""
+        tell. Raises OSError if the medium fails."""
         return _reserve(self._path, nbytes) and _reserve(self._log_path, WAL_BYTES - _SHM_BYTES)
 
     def has(self, mark: Mark) -> bool:
@@ -412,8 +412,8 @@ class Index:
         """Whether the files are still in place (neither deleted nor replaced)."""
         try:
             inodes = [os.stat(file).st_ino for file in (self._path, self._log_path)]
-        except FileNotFoundError:
-            return False
+        except OSError as error:
+            return error.errno != errno.ENOENT  # a medium that cannot tell took the rows
         return inodes == self._inodes
 
     def close(self, is_well: bool = True) -> None:

@@ -24,7 +24,7 @@ from kvrecall.pool.tier import Put
 _EVICTED_BYTES = 1 << 20  # the least, each time no slab can be emptied without a loss
 _JUDGED = 1024  # blocks that show which sizes are cold
 _MOVED_AT_ONCE = 64  # blocks of a transaction
-_GROW_RETRY_S = 10.0  # after the medium refused to grow
+_RETRY_S = 10.0  # after the medium refused to grow, or to delete a slab
 _UNUSED = Extent()
 
 
@@ -44,7 +44,7 @@ class Reclaimer:
         self._counters = engine.counters
         self._watermarks = Watermarks(engine.config.high_watermark, engine.config.low_watermark)
         self._emptied: dict[int, list[DiskEntry]] = {}  # by slab: entries that may still be read
-        self._grow_at = 0.0
+        self._grow_at = self._remove_at = 0.0
 
     def make_room(self, slot_bytes: int, count: int) -> None:
         """Grows, then evicts down to the low watermark, so that ``count`` slots are free if
@@ -72,11 +72,14 @@ class Reclaimer:
         """Adds a slab, with space in the index for all its rows."""
         more = min(self._store.target_slots(slot_bytes), self._store.room_for(slot_bytes))
         rows = self._store.index_bytes - WAL_BYTES + more * ROW_BYTES
-        if not self._index.reserve(rows):
-            self._store.cannot_grow(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-        elif self._store.grow(slot_bytes):
-            return
-        self._grow_at = time.monotonic() + _GROW_RETRY_S
+        try:
+            if not self._index.reserve(rows):
+                self._store.cannot_grow(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+            elif self._store.grow(slot_bytes):
+                return
+        except OSError as error:
+            self._store.cannot_grow(error)
+        self._grow_at = time.monotonic() + _RETRY_S
 
     def _room_to_grow(self, slot_bytes: int) -> int:
         if self._store.full and time.monotonic() < self._grow_at:
@@ -107,8 +110,9 @@ class Reclaimer:
                 return
             self._catalog.forget_slab(slab.number, Cause.CAPACITY)
             self.reap()
-            if slab.base in self._store.slot_class(slab.slot_bytes).empty_extents():
-                self._store.remove(slab.number)
+            is_empty = slab.base in self._store.slot_class(slab.slot_bytes).empty_extents()
+            if is_empty and not self._removed(slab.number):
+                return
 
     def reap(self, is_late: Callable[[], bool] = lambda: False) -> None:
         """Deletes the rows of dropped blocks, then frees their slots. Stops once ``is_late``: what
@@ -238,9 +242,21 @@ class Reclaimer:
         """Deletes emptied slabs whose reads have ended."""
         for number, entries in list(self._emptied.items()):
             if not any(self._catalog.is_read(entry.address) for entry in entries):
+                if self._store.slab(number) is not None and not self._removed(number):
+                    return
                 del self._emptied[number]
-                if self._store.slab(number) is not None:
-                    self._store.remove(number)
+
+    def _removed(self, number: int) -> bool:
+        """Deletes a slab. False, and it is tried again later, if the medium fails."""
+        if time.monotonic() < self._remove_at:
+            return False
+        try:
+            self._store.remove(number)
+            return True
+        except OSError as error:
+            self._remove_at = time.monotonic() + _RETRY_S
+            self._counters.fault("a slab could not be deleted", error)
+            return False
 
     def _end_shrinking(self) -> None:
         """Evicts to the low watermark if the remaining blocks are above the high one; returns space

@@ -6,6 +6,7 @@ slots. Slabs are added on demand, up to a hard limit.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import logging
@@ -276,13 +277,14 @@ class SlabStore:
             return False
         number = next(self._numbers)
         path = self._path(number)
-        path.unlink(missing_ok=True)
         try:
+            path.unlink(missing_ok=True)
             slab = Slab(number, path, *self._open_file(path), slot_bytes, slots)
             self._io.allocate(slab.fd, slab.nbytes)
             self._write_header(slab)
         except OSError as error:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what is left is deleted at the next start
+                path.unlink(missing_ok=True)
             return self.cannot_grow(error)
         self._slabs[number] = slab
         self.slot_class(slot_bytes).add_extent(slab.base, slots)
@@ -317,13 +319,14 @@ class SlabStore:
             os.close(folder)
 
     def remove(self, number: int) -> None:
-        """Deletes a slab. Its slots must be free (or the slab is lost)."""
+        """Deletes a slab. Its slots must be free (or the slab is lost). Raises OSError if the
+        medium fails; the slab stays then."""
         slab = self._slabs[number]
+        if leads_to(slab.path, slab.fd):
+            slab.path.unlink(missing_ok=True)
         slots = self.slot_class(slab.slot_bytes)
         if slab.base in slots.extents():
             slots.discard_extent(slab.base)
-        if leads_to(slab.path, slab.fd):
-            slab.path.unlink(missing_ok=True)
         self.full = False
         del self._slabs[number]
 

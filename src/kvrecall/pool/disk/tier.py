@@ -219,7 +219,11 @@ class DiskTier(Tier):
 
     def _run_reader(self) -> None:
         while (read := self._reads.get()) is not None:
-            ended = _all(read, Outcome.MISS) if self._reads_end else self._read(read)
+            try:
+                ended = _all(read, Outcome.MISS) if self._reads_end else self._read(read)
+            except (OSError, MemoryError) as error:  # for blocks in another form
+                self._counters.fault("no memory to read into", error)
+                ended = _all(read, Outcome.MISS)
             waited = time.monotonic() - read.queued_at
             for entry, done in zip(read.entries, ended, strict=True):
                 if done.outcome is Outcome.CORRUPT:
@@ -231,7 +235,8 @@ class DiskTier(Tier):
                 self._done.put(done)
 
     def _read(self, read: _Read) -> list[Done]:
-        """Reads and checks; blocks that cannot be read together are tried one by one."""
+        """Reads and checks; blocks that cannot be read together are tried one by one. Raises
+        OSError or MemoryError without the memory for that."""
         began = time.monotonic()
         sizes = [entry.slot_bytes for entry in read.entries]
         places = self._codec.buffers([get.into for get in read.gets], sizes)
@@ -273,22 +278,23 @@ class DiskTier(Tier):
     ) -> Iterator[tuple[BlockKey, Outcome]]:
         """Reads blocks in the caller's thread, beside the loads, which have priority: LOADED if a
         block is right, MISS if it is gone. Drops damaged blocks unless ``keep``. Blocks; one pass
-        over a medium in use."""
+        over a medium in use. Raises OSError or
+        MemoryError without the memory for a block."""
         buffers: dict[int, memoryview] = {}
         for key in self.catalog.in_order(keys):
             entry = self.catalog.acquire(key)
             if entry is None:
                 yield key, Outcome.MISS
                 continue
-            plain = slot_bytes_of(self._sizes.get(key[:NAMESPACE_BYTES], 0))
-            slot_bytes = max(plain, entry.slot_bytes)
-            if slot_bytes not in buffers:
-                buffers[slot_bytes] = memoryview(mmap.mmap(-1, slot_bytes))
-            into = buffers[slot_bytes]
-            if not self._is_compressed:
-                into = into[: entry.slot_bytes]
-            get, began = Get(key, into), time.monotonic()
             try:
+                plain = slot_bytes_of(self._sizes.get(key[:NAMESPACE_BYTES], 0))
+                slot_bytes = max(plain, entry.slot_bytes)
+                if slot_bytes not in buffers:
+                    buffers[slot_bytes] = memoryview(mmap.mmap(-1, slot_bytes))
+                into = buffers[slot_bytes]
+                if not self._is_compressed:
+                    into = into[: entry.slot_bytes]
+                get, began = Get(key, into), time.monotonic()
                 self._counters.yield_to_reads(_CHECK_PATIENCE_S)
                 (done,) = self._read(_Read((get,), (entry,), began, is_check=True))
                 outcome = done.outcome

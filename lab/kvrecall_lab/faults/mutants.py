@@ -1,0 +1,146 @@
+"""Faults planted in the pool itself, which the schedules must find: the simulation's own test."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+from kvrecall.pool import Pool, clock
+from kvrecall.pool.disk import catalog, codec, engine, flusher, index, reclaimer, slabs, tier
+from kvrecall.pool.remote import tier as remote
+from kvrecall_lab.faults.medium import Fault
+from kvrecall_lab.faults.run import schedules
+from kvrecall_lab.faults.schedule import KINDS
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A line of a function of ``owner`` is another. ``kinds``: of schedules that may find it;
+    ``faults``: of their disk, if these must be others than their own."""
+
+    why: str
+    owner: Any
+    name: str
+    old: str
+    new: str
+    kinds: tuple[str, ...] = ("cut",)
+    faults: tuple[Fault, ...] = ()
+
+    @contextlib.contextmanager
+    def planted(self) -> Iterator[None]:
+        """Raises ValueError if the line is not there, once."""
+        function = getattr(self.owner, self.name)
+        source = textwrap.dedent(inspect.getsource(function))
+        if source.count(self.old) != 1:
+            times = source.count(self.old)
+            raise ValueError(f"{function.__qualname__} has {self.old!r} {times} times")
+        made: dict[str, Any] = {}
+        code = compile(source.replace(self.old, self.new), inspect.getfile(function), "exec")
+        exec(code, function.__globals__, made)
+        with patch.object(self.owner, self.name, made[self.name]):
+            yield
+
+    def caught_by(self, most: int, first: int = 0) -> int | None:
+        """The first seed of up to ``most`` schedules that finds it; None if none does."""
+        seeds = (s for s in range(first, 1 << 30) if KINDS[s % len(KINDS)] in self.kinds)
+        with self.planted():
+            outcomes = schedules(
+                (next(seeds) for _ in range(most)),
+                lambda one: not one.verdicts.is_good,
+                self.faults,
+            )
+        return None if outcomes[-1].verdicts.is_good else outcomes[-1].seed
+
+
+MUTANTS = (
+    Mutant(
+        "blocks are durable before their rows are", slabs.FileIo, "sync",
+        "os.fdatasync(fd)", "pass",
+    ),
+    Mutant(
+        "rows are durable when they are committed", index, "_set_up",
+        "PRAGMA synchronous = FULL", "PRAGMA synchronous = OFF",
+    ),
+    Mutant(
+        "a new slab is found after a cut", slabs.SlabStore, "_write_header",
+        "os.fsync(folder)", "pass",
+    ),
+    Mutant(
+        "a copy is durable before its row leads to it", reclaimer.Reclaimer, "_move",
+        "self._store.sync(address_of(number))", "pass",
+        ("squeeze",),
+    ),
+    Mutant(
+        "a slab stays while its blocks are read", reclaimer.Reclaimer, "_remove_emptied",
+        "if not any(self._catalog.is_read(entry.address) for entry in entries):", "if True:",
+        ("squeeze",),
+    ),
+    Mutant(
+        "a clock that went back, or on by years, is not believed", clock.Clock, "since",
+        "return passed if 0.0 <= passed <= _MOST_S else 0.0", "return passed",
+        ("clock",),
+    ),
+    Mutant(
+        "what a failed sync left is not durable", flusher.Flusher, "_sync",
+        "self._medium_failed(error, some)", "durable += some",
+        ("cut",), (Fault(frozenset({"sync"}), errno.EIO, 12, 1),),
+    ),
+    Mutant(
+        "a slot is not used again while it is read", catalog.Catalog, "_forget",
+        "if address in self._reading:", "if False:",
+        ("squeeze",),
+    ),
+    Mutant(
+        "the bytes of a block are verified", codec.BlockCodec, "decode",
+        "right = checksum_of(key, frame) == tag", "right = True",
+        ("rot", "flips"),
+    ),
+    Mutant(
+        "the bytes of a store are verified", remote, "verified",
+        "if header == header_of(key, data.nbytes, checksum) else None", "",
+        ("store",),
+    ),
+    Mutant(
+        "an index that failed is tried again", engine.DiskEngine, "index_works",
+        "self.is_index_failing = False", "pass",
+        ("error", "sync"),
+    ),
+    Mutant(
+        "leases end with their recall", Pool, "release",
+        "self._host.unlease(found.cut(0))", "pass",
+        ("calm",),
+    ),
+    # What the schedules found once.
+    Mutant(
+        "a folder that cannot be looked at is a medium that fails", engine.DiskEngine, "__init__",
+        "except OSError as error:", "except ZeroDivisionError as error:",
+        ("error",), (Fault(frozenset({"stat"}), errno.EIO, 3, 1),),
+    ),
+    Mutant(
+        "a slab that cannot be deleted ends no thread", reclaimer.Reclaimer, "_removed",
+        "except OSError as error:", "except ZeroDivisionError as error:",
+        ("squeeze",), (Fault(frozenset({"unlink"}), errno.EIO, 12, 1000),),
+    ),
+    Mutant(
+        "a slab that cannot be made ends no thread", reclaimer.Reclaimer, "_grow",
+        "except OSError as error:", "except ZeroDivisionError as error:",
+        ("error",), (Fault(frozenset({"open"}), errno.EIO, 5, 1000),),
+    ),
+    Mutant(
+        "a read without memory ends no thread", tier.DiskTier, "_run_reader",
+        "except (OSError, MemoryError) as error:", "except ZeroDivisionError as error:",
+        ("memory",),
+    ),
+    Mutant(
+        "blocks that cannot be compressed end no thread", flusher.Flusher, "_pack",
+        "except (OSError, MemoryError) as error:", "except ZeroDivisionError as error:",
+        ("memory",),
+    ),
+)  # fmt: skip
+"""Those of the review first: each survived its 770 tests."""
