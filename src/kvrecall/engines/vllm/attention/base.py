@@ -387,6 +387,10 @@ class AttentionKernel(ABC):
     layers: type[RetrievalLayer]
     """Its kind of layers."""
 
+    def has_room(self, count: int) -> bool:
+        """Whether so many blocks more may leave the device."""
+        return True
+
     def layer(self, *args: Any) -> RetrievalLayer:
         """A new layer, which takes these arguments."""
         return self.layers(self, *args)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,7 +29,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from kvrecall.attention.digest import Layout, coded_width
+from kvrecall.attention.digest import Layout
 from kvrecall.attention.kernels import device as kernels
 from kvrecall.attention.kernels.device import (
     BlockNumbers,
@@ -44,7 +44,6 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity, RecallCounts
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
 from kvrecall.engines.vllm.attention.base import (
-    CHECKSUM_BYTES,
     AttentionKernel,
     AttentionParameters,
     DigestStore,
@@ -53,12 +52,12 @@ from kvrecall.engines.vllm.attention.base import (
     SparseSequence,
     SparseStep,
 )
-from kvrecall.engines.vllm.attention.checks import offload_hindrance
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
 from kvrecall.engines.vllm.attention.plugin import active_settings
+from kvrecall.engines.vllm.attention.room import MostLeft, cache_bytes, most_left
 from kvrecall.engines.vllm.attention.step import BatchRow, DenseOffload, KeptCopy, OffloadedRow
 from kvrecall.engines.vllm.compat import runner
-from kvrecall.engines.vllm.compat.config import layer_index, most_of_ranks
+from kvrecall.engines.vllm.compat.config import most_of_ranks
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.device.base import Event
 from kvrecall.errors import EngineError
@@ -93,17 +92,19 @@ class DeviceSelection(RetrievalLayer):
         layout = self.settings.layout(shape.block_size, narrows=False)
         self._bounds = layout.kind.name == "bounds"
         self._cache, self._layer_at = kv_cache, 0
-        self._left: DigestStore | None = None
-        self._residency: DeviceResidency | None = None
+        blocks, heads, counts = len(kv_cache), shape.kv_heads, self._kernel.counts.totals
+        most = self._kernel.hold(blocks)
+        self._left = DigestStore(shape, layout, most, self._kernel.device, by_block=True)
+        self._residency = DeviceResidency(heads, blocks, most, counts)
         # Partially offloaded sequences, and how many of their blocks and slots the layer knows.
         self._gone: dict[str, tuple[OffloadedSequence, int, int]] = {}
         self._unseen: deque[tuple[Event, torch.Tensor, _Seen]] = deque()
-        return DigestStore(shape, layout, len(kv_cache), self._kernel.device, by_block=True)
+        return DigestStore(shape, layout, blocks, self._kernel.device, by_block=True)
 
     def select(self, query: torch.Tensor, step: SparseStep, scale: float, noted: bool) -> None:
         plan: DeviceStep = step.plan
         any_left = any(one.offloaded is not None for one in step.sequences)
-        left = self._left.rows if self._left is not None and any_left else None
+        left = self._left.rows if any_left else None
         residency = self._residency if left is not None and plan.recalls else None
         kernels.choose_by_triton(query, self.store.rows, plan, scale, self._bounds, left, residency)
         if noted:
@@ -121,34 +122,23 @@ class DeviceSelection(RetrievalLayer):
         self, sequence: OffloadedSequence, digests: torch.Tensor, kv_cache: torch.Tensor
     ) -> None:
         sequence.require_inside(self.name, kv_cache)
-        if self._left is None or self._residency is None:
-            layout, device = self.store.layout, self._kernel.device
-            self._left = DigestStore(self._shape, layout, 0, device, by_block=True)
-            counts = self._kernel.counts.totals
-            self._residency = DeviceResidency(self._shape.kv_heads, len(kv_cache), counts)
-            self._layer_at = sequence.records.layers[self.name]
+        self._layer_at = sequence.records.layers[self.name]
         _, first, held = self._gone.get(sequence.key, (sequence, 0, 0))
         end = first + digests.shape[1]
         self._gone[sequence.key] = sequence, end, len(sequence.slots)
         self._kernel.number(sequence)
         numbers, send = sequence.numbers[first:end], self._device.send
-        there, most = send(torch.from_numpy(numbers)), int(numbers.max(initial=-1)) + 1
-        self._left.reach(most)
+        there = send(torch.from_numpy(numbers))
         self._left.write(there, digests)
-        self._residency.begin(there, send(sequence.slots[held:].to(torch.int64)), most)
+        self._residency.begin(there, send(sequence.slots[held:].to(torch.int64)))
         pages = sequence.addresses(self.name)
         sequence.is_readable &= self._device.can_read(pages, kv_cache[0].nbytes)
 
     def forget(self, key: str) -> None:
-        """With the last sequence memory for its kind is given back."""
-        if not self._is_open:
-            return
-        if key in self._gone:
+        if self._is_open and key in self._gone:
             sequence = self._gone.pop(key)[0]
             self._kernel.numbers.give(sequence.numbers)
             sequence.numbers = sequence.numbers[:0]
-        if not self._gone:
-            self._left = self._residency = None
 
     def _fetch_by_host(
         self, plan: DeviceStep, at: int, offloaded: OffloadedSequence, residency: DeviceResidency
@@ -212,7 +202,10 @@ class TritonKernel(AttentionKernel):
         self.shape = shape
         self.device = device
         self.overhead_bytes = DeviceSpeed().overhead_bytes(shape.block_size)
-        self.numbers = BlockNumbers(device)
+        self.most_left = MostLeft(1 / 8, 1 << 20)
+        """The builder knows the engine's."""
+        self.numbers = BlockNumbers(device, 0)
+        self._blocks = 0
         block_bytes = shape.block_size * shape.token_bytes // shape.kv_heads
         self.counts = RecallCounts(device, block_bytes)
         self._last: DeviceStep | None = None
@@ -274,6 +267,17 @@ class TritonKernel(AttentionKernel):
     ) -> None:
         halves, of = self._halves(kv_cache), parameters
         kernels.attend_by_triton(query, *halves, step.plan, output, of.scale, of.softcap, of.sinks)
+
+    def hold(self, blocks: int) -> int:
+        """The layers' caches have so many blocks. Returns what exceeds every number of a block off
+        the device."""
+        most = self.most_left.of(blocks)
+        if blocks != self._blocks:
+            self._blocks, self.numbers = blocks, BlockNumbers(self.device, most)
+        return most
+
+    def has_room(self, count: int) -> bool:
+        return count <= self.numbers.room
 
     def number(self, sequence: OffloadedSequence) -> None:
         """Numbers the sequence's offloaded blocks that have no number yet."""
@@ -403,6 +407,7 @@ class DeviceBuilder(RetrievalBuilder):
         shape = (heads, spec.num_kv_heads, spec.head_size, self.block_size, spec.dtype, "")
         kernel = TritonKernel(KernelShape(*shape), self.device)
         settings = active_settings()
+        kernel.most_left = most_left(self.vllm_config, settings, self.specs())
         if settings.gate and self.device.type != "cpu":  # one that interprets is no measure
             speed = kernel.measure(settings)
             kernel.overhead_bytes = most_of_ranks(kernel.overhead_bytes, stages=False)
@@ -436,29 +441,10 @@ class DeviceAttention(RetrievalAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        runner.leave_room(share_beside)
+        runner.leave_room(cache_bytes)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
-
-
-def share_beside(vllm_config: Any, specs: Mapping[str, Any]) -> float:
-    """The share of a GPU's memory for the KV cache that must be left for the digests of all blocks
-    and, where sequences are to leave the device, for as many pages of dense layers as there are
-    blocks. ``specs``: the layers' KV cache specs of vLLM's, by name."""
-    settings = active_settings()
-    long = settings.offload_boundary < vllm_config.model_config.max_model_len
-    copies = long and offload_hindrance(vllm_config) is None
-    kv = beside = 0
-    for name, spec in specs.items():
-        kv += spec.page_size_bytes
-        if layer_index(name) >= settings.dense_layers:
-            layout = settings.layout(spec.block_size, narrows=False)
-            width = coded_width(layout.kind.parts * spec.head_size)
-            beside += spec.num_kv_heads * layout.rows * width + CHECKSUM_BYTES
-        elif copies:
-            beside += spec.page_size_bytes
-    return beside / (beside + kv)
 
 
 class FlashBuilder(DeviceBuilder, FlashAttentionMetadataBuilder):
