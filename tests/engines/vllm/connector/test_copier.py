@@ -224,8 +224,51 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
     monkeypatch.setattr(driver, "host_register", lambda at, n: bool(locked.append(f"+{n}")) or True)
     monkeypatch.setattr(driver, "host_unregister", lambda at: locked.append("-"))
+    monkeypatch.setattr(driver, "pinned", lambda n: torch.zeros(n, dtype=torch.uint8))
     monkeypatch.setitem(devices.FORMS, "cpu", AcceleratorDevice)
     return locked
+
+
+def test_values_go_through_memory_that_is_made_once(
+    accelerated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Locking some in a step stalls launches. A part of the ring is written when the device has
+    read it, and what is fetched stays as long as it is held."""
+    device = AcceleratorDevice(CPU)
+    monkeypatch.setattr(driver, "pinned", None)
+    late: list[tuple[torch.Tensor, torch.Tensor]] = []
+    waits: list[int] = []
+
+    def copy(there: torch.Tensor, here: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if non_blocking:
+            late.append((there, here))
+            return there
+        return plain(there, here)
+
+    def made() -> None:
+        waits.append(len(late))
+        for there, here in late:
+            plain(there, here)
+        late.clear()
+
+    plain = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    monkeypatch.setattr(Event, "synchronize", lambda _: made())
+    values = [torch.randint(0, 1 << 30, (n,)) for n in (1, 40_000, 0, 700_000, 3, 260_000, 9)]
+    sent = [device.send(one) for one in values]
+    made()
+    assert len(waits) > 1, "the ring went round"
+    assert all(torch.equal(*pair) for pair in zip(sent, values, strict=True))
+    fetched = [device.fetch(torch.tensor([at, at])) for at in range(40)]
+    made()
+    assert [here.tolist() for here, _ in fetched] == [[at, at] for at in range(40)]
+    room = device.can_fetch
+    while room(16):
+        fetched.append(device.fetch(values[0]))
+    assert not room(16)
+    del fetched[:]
+    assert room(16)
+    assert not room(1 << 20)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])

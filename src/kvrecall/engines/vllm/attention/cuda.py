@@ -59,7 +59,7 @@ from kvrecall.engines.vllm.attention.step import BatchRow, DenseOffload, KeptCop
 from kvrecall.engines.vllm.compat import runner
 from kvrecall.engines.vllm.compat.config import most_of_ranks
 from kvrecall.engines.vllm.device import device_of
-from kvrecall.engines.vllm.device.base import Event
+from kvrecall.engines.vllm.device.base import FETCHED_BYTES, Event
 from kvrecall.errors import EngineError
 
 logger = logging.getLogger("vllm.kvrecall")
@@ -158,18 +158,23 @@ class DeviceSelection(RetrievalLayer):
         rows[:, 0] = 0
 
     def _note_later(self, step: SparseStep) -> None:
-        """Notes what the device has chosen once that is here; the host does not wait for it."""
+        """Notes what the device has chosen once that is here; the host does not wait for it. Of the
+        first sequences, if there are many."""
         while self._unseen and self._unseen[0][0].is_reached():
             _, table, seen = self._unseen.popleft()
             for at, split, blocks in seen:
                 found = _places_of(self._chosen(table, at, split).numpy(), blocks)
                 self.note_selected(split, found)
-        if len(self._unseen) < _MOST_UNSEEN:
-            table, event = self._device.fetch(step.plan.table)
+        table = step.plan.table
+        some = max(1, FETCHED_BYTES // (self._shape.kv_heads * table[0].nbytes))
+        table = table[: self._rows(some).start]
+        if len(self._unseen) < _MOST_UNSEEN and self._device.can_fetch(table.nbytes):
+            here, event = self._device.fetch(table)
             seen = tuple(
-                (at, one.split, one.blocks.numpy().copy()) for at, one in enumerate(step.sequences)
+                (at, one.split, one.blocks.numpy().copy())
+                for at, one in enumerate(step.sequences[:some])
             )
-            self._unseen.append((event, table, seen))
+            self._unseen.append((event, here, seen))
 
     def _chosen(self, table: torch.Tensor, at: int, split: Split) -> torch.Tensor:
         """The part of the step's sequence ``at`` of its table in which selected blocks are."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import pairwise
@@ -18,7 +19,7 @@ import torch
 from kvrecall.attention.kernels import device as kernels
 from kvrecall.attention.kernels.device import Piece
 from kvrecall.engines.vllm.device import driver
-from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event, Stream
+from kvrecall.engines.vllm.device.base import FETCHED_BYTES, Addresses, Batch, Device, Event, Stream
 from kvrecall.nicety import nicety
 
 ITEMS_A_CALL = 256
@@ -32,6 +33,14 @@ FEWEST_ROWS = 4
 
 LEAST_ROW_BYTES = 16 << 10
 """Of those. Smaller ones are loaded by a kernel."""
+
+_PARTS, _PART_BYTES = 4, 2 << 20
+"""Of the ring of locked memory through which values are sent. A step sends some tens of KiB."""
+
+_FETCHES = 128
+"""Tensors that may be on their way to the host at one time."""
+
+_ALIGNMENT = 64
 
 
 class StreamEvent(Event):
@@ -137,6 +146,12 @@ class AcceleratorDevice(Device):
         self._device = device
         self._locks: dict[int, PageLock] = {}
         self._moves: Stream | None = None
+        # Made once: see ``driver.pinned``.
+        self._ring = driver.pinned(_PARTS * _PART_BYTES).view(_PARTS, -1)
+        self._read: list[Event | None] = [None] * _PARTS  # when the device has read each part
+        self._part = self._at = 0
+        self._fetched = driver.pinned(_FETCHES * FETCHED_BYTES).view(_FETCHES, -1)
+        self._free = list(range(_FETCHES))
 
     def stream(self, name: str) -> Stream:
         return AcceleratorStream(torch.Stream(self._device), self._locks)
@@ -174,14 +189,38 @@ class AcceleratorDevice(Device):
         return any(lock.covers(addresses, sizes) for lock in self._locks.values())
 
     def send(self, values: torch.Tensor) -> torch.Tensor:
-        """By way of locked memory, which torch keeps until the copy is done: a copy from other
-        memory waits for the stream."""
-        return values.pin_memory().to(self._device, non_blocking=True)
+        """By way of locked memory: a copy from other memory waits for the stream."""
+        sent = torch.empty(values.shape, dtype=values.dtype, device=self._device)
+        ours, theirs = (one.reshape(-1).view(torch.uint8) for one in (values, sent))
+        for here, there in zip(ours.split(_PART_BYTES), theirs.split(_PART_BYTES), strict=True):
+            there.copy_(self._staged(len(here)).copy_(here), non_blocking=True)
+        return sent
+
+    def _staged(self, nbytes: int) -> torch.Tensor:
+        """The next bytes of the ring. Of a part, the host writes the first when the device has
+        copied what was there before: the host waits only if the device is that far behind."""
+        if self._at + nbytes > _PART_BYTES:
+            self._read[self._part] = self.current().record()
+            self._part, self._at = (self._part + 1) % _PARTS, 0
+            read = self._read[self._part]
+            if read is not None:
+                read.wait()
+        at, self._at = self._at, self._at + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return self._ring[self._part, at : at + nbytes]
 
     def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        here = torch.empty_like(values, device="cpu", pin_memory=True)
+        if self._free and values.nbytes <= FETCHED_BYTES:
+            slot = self._free.pop()
+            here = self._fetched[slot, : values.nbytes].view(values.dtype).view(values.shape)
+            # Before the next copy into the slot this one is made: they are on one stream.
+            weakref.finalize(here, self._free.append, slot)
+        else:
+            here = torch.empty_like(values, device="cpu")
         here.copy_(values, non_blocking=True)
         return here, self.current().record()
+
+    def can_fetch(self, nbytes: int) -> bool:
+        return super().can_fetch(nbytes) and len(self._free) > 1  # the last is for counters
 
     @nicety("the search for the memory near a device")
     def numa_node(self) -> int | None:
