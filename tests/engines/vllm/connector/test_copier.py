@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -530,6 +532,57 @@ def test_only_what_is_populated_is_locked(
     assert accelerated == ["+4096"] * 3 + ["+100"]
     device.unlock(memory)
     assert accelerated[4:] == ["-"] * 4
+
+
+def test_locking_neither_holds_a_start_nor_stalls_the_neighbours(
+    accelerated: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    """A start waits for so long and no longer. Once the engine serves, the rest and what the owner
+    adds is locked in pieces with pauses, one process of the node at a time; how long it took is
+    told."""
+    caplog.set_level("INFO", "vllm.kvrecall")
+    monkeypatch.setattr(accelerator, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(accelerator, "DRIVER", tmp_path)
+    monkeypatch.setattr(accelerator, "_TURN_S", 1e9)
+    serves, now, pauses = threading.Event(), [0.0], []
+    acts: list[str] = []
+    neighbour = os.open(tmp_path, os.O_RDONLY)
+
+    def register(at: int, nbytes: int) -> bool:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(neighbour, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        acts.append("lock")
+        now[0] += 2.0
+        if len(acts) == 2:
+            serves.wait()
+        return True
+
+    def pause(lock: accelerator.PageLock, seconds: float) -> None:
+        fcntl.flock(neighbour, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its turn
+        fcntl.flock(neighbour, fcntl.LOCK_UN)
+        if seconds != accelerator._IDLE_S:
+            acts.append("pause")
+            pauses.append(seconds)
+        populated[0] = memory.numel()
+
+    monkeypatch.setattr(driver, "host_register", register)
+    monkeypatch.setattr(accelerator.PageLock, "_pause", pause)
+    monkeypatch.setattr(accelerator, "monotonic", lambda: now[0])
+    memory, populated = torch.zeros(5 * 4096, dtype=torch.uint8), [3 * 4096]
+    device = devices.device_of(CPU)
+    device.lock(memory, lambda: populated[0])
+    wait_until(lambda: len(acts) == 2)
+    device.wait_locked(0.01)
+    assert "page-locked. The engine serves while the rest is locked" in caplog.text
+    serves.set()
+    wait_until(lambda: "page-locked, in 10.0 s" in caplog.text)
+    assert acts == ["lock", *["lock", "pause"] * 4]
+    assert pauses == [18.0] * 4
+    device.unlock(memory)
+    os.close(neighbour)
 
 
 def test_the_numa_node_of_a_device_is_what_the_kernel_says(

@@ -3,14 +3,19 @@ for. ``kvrecall gpu-check`` runs them on a device: an H200 so far (docs/gpu-chec
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import logging
+import math
+import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
+from time import monotonic, sleep
 
 import numpy as np
 import numpy.typing as npt
@@ -237,9 +242,10 @@ class AcceleratorDevice(Device):
         if lock is not None:
             lock.close()
 
-    def wait_locked(self) -> None:
+    def wait_locked(self, seconds: float = math.inf) -> None:
+        until = monotonic() + seconds
         for lock in self._locks.values():
-            lock.settled.wait()
+            lock.settle(max(0.0, until - monotonic()))
 
 
 def swap_blocks_batch() -> Callable[..., None]:
@@ -300,20 +306,53 @@ def _crosses(ours: Addresses, sizes: Addresses, begin: int, end: int) -> bool:
 logger = logging.getLogger("vllm.kvrecall")
 
 CHUNK_BYTES = 1 << 28
-"""Locked in one call, during which the process may wait to launch anything. A driver's call takes
-less than 512 GiB."""
+"""Locked in one call, during which no process of the node may launch anything: some 25 ms. A
+driver's call takes less than 512 GiB."""
 
 _IDLE_S = 1.0
 """Between two looks at whether more is populated."""
+
+_PAUSE = 9
+"""Times as long as a call takes the thread pauses after it, once the engine serves."""
+
+_TURN_S = 1.0
+"""The longest that a process waits for its turn to lock a chunk."""
+
+DRIVER = Path("/sys/module/nvidia")
+"""Processes take turns by a lock of this folder, which all containers of a node see."""
+
+
+@contextmanager
+def turn() -> Iterator[None]:
+    """Only one process of the node is within, if all that wait are patient. The driver locks
+    memory for one process at a time, and whoever launches waits for all that are before it."""
+    try:
+        folder = os.open(DRIVER, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # another driver, or none to see
+        yield
+        return
+    try:
+        until = monotonic() + _TURN_S
+        while monotonic() < until:
+            with suppress(OSError):
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            sleep(_TURN_S / 200)
+        yield
+    finally:
+        os.close(folder)
 
 
 class PageLock:
     """Page-locks the leading bytes of a mapping, in a thread of its own, so that copies run at full
     speed and beside the host's work, and kernels may read it by its address. Owned by its device.
 
-    The thread locks chunk after chunk: all that the mapping's owner has populated before the engine
-    serves, and later what it grows by. Locking what is not populated would populate it. Where the
-    system refuses, the memory stays as it is: copies are slower, and right."""
+    The thread locks chunk after chunk, in its process's turn: what the mapping's owner has
+    populated before the engine serves, as far as that waits, and later the rest and what it grows
+    by, with pauses. Locking what is not populated would populate it. Where the system refuses, the
+    memory stays as it is: copies are slower, and right. Every process that copies has to lock its
+    own mapping, all of it: a rank's part of a record is spread over the arena in runs of some
+    10 KiB, too many to lock each."""
 
     def __init__(
         self, memory: torch.Tensor, device: torch.device, populated: Callable[[], int]
@@ -326,6 +365,7 @@ class PageLock:
         self._populated = populated
         self._locked = 0  # leading bytes; the thread raises it
         self.settled = threading.Event()  # when all that is populated is locked, or refused
+        self._seconds, self._told = 0.0, 0  # of locking, and bytes when that was told
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvrecall-page-lock", daemon=True)
         self._thread.start()
@@ -349,6 +389,19 @@ class PageLock:
                 driver.host_unregister(self.begin + start)
         self._locked = 0
 
+    def settle(self, seconds: float) -> None:
+        """Waits until all that is populated is locked, or refused; at most so long. The engine may
+        serve then."""
+        if not self.settled.wait(min(seconds, threading.TIMEOUT_MAX)):
+            logger.warning(
+                "kvrecall: after %.0f s %.1f of %.1f GiB of host memory are page-locked. The "
+                "engine serves while the rest is locked, in pieces; its copies are slower until then",
+                seconds,
+                self._locked / 2**30,
+                (self.end - self.begin) / 2**30,
+            )
+            self.settled.set()
+
     def _run(self) -> None:
         """Thread."""
         try:
@@ -364,19 +417,41 @@ class PageLock:
             while not self._stop.is_set() and self._locked < self.end - self.begin:
                 chunk = min(CHUNK_BYTES, self.end - self.begin - self._locked)
                 if self._populated() < self._locked + chunk:
+                    self._tell()
                     self.settled.set()
-                    self._stop.wait(_IDLE_S)
-                elif driver.host_register(self.begin + self._locked, chunk):
-                    self._locked += chunk
-                else:
+                    self._pause(_IDLE_S)
+                    continue
+                with turn():
+                    began = monotonic()
+                    is_locked = driver.host_register(self.begin + self._locked, chunk)
+                    took = monotonic() - began
+                if not is_locked:
                     logger.warning(
                         "kvrecall: the system page-locked %d of the host tier's %d bytes and "
                         "refuses more: copies of the rest are slower. Make host_size smaller or "
-                        "raise the limit of locked memory (ulimit -l)",
+                        "raise the limit of locked memory (ulimit -l; of a container: --ulimit "
+                        "memlock=-1)",
                         self._locked,
                         self.end - self.begin,
                     )
                     break
+                self._locked += chunk
+                self._seconds += took
+                if self.settled.is_set():
+                    self._pause(_PAUSE * took)
+        self._tell()
+
+    def _pause(self, seconds: float) -> None:
+        self._stop.wait(seconds)
+
+    def _tell(self) -> None:
+        if self._locked > self._told:
+            self._told = self._locked
+            logger.info(
+                "kvrecall: %.2f GiB of host memory page-locked, in %.1f s of the driver's",
+                self._locked / 2**30,
+                self._seconds,
+            )
 
 
 def numa_node_at(pci_address: str, root: Path = Path("/sys/bus/pci/devices")) -> int | None:

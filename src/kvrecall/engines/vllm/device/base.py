@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -234,5 +235,6 @@ class Device(ABC):
         """Undoes ``lock``, before the memory is unmapped. No work on it may be queued."""
 
     @abstractmethod
-    def wait_locked(self) -> None:
-        """Waits until all that is populated is locked, or refused. For measurements."""
+    def wait_locked(self, seconds: float = math.inf) -> None:
+        """Waits until all that is populated is locked, or refused; at most so long: the rest is
+        locked while the engine serves."""
