@@ -11,8 +11,10 @@ not captured in CUDA graphs: vLLM captures what lies between the layers' attenti
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -52,7 +54,7 @@ from kvrecall.engines.vllm.attention.base import (
     SparseSequence,
     SparseStep,
 )
-from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
+from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.plugin import active_settings
 from kvrecall.engines.vllm.attention.room import MostLeft, cache_bytes, most_left
 from kvrecall.engines.vllm.attention.step import BatchRow, DenseOffload, KeptCopy, OffloadedRow
@@ -69,6 +71,11 @@ _TRIES = 5
 
 _MOST_UNSEEN = 16
 """Steps of a layer whose selected blocks may be on their way to the host, to be recorded there."""
+
+_TOLD_EVERY_S = 10.0
+"""While kernels are compiled."""
+
+_Trial = tuple[RetrievalLayer, torch.Tensor, torch.Tensor, torch.Tensor]
 
 _Seen = tuple[tuple[int, Split, Ints], ...]
 """Sequences of a step by their places in it, with their middle blocks' ids."""
@@ -94,18 +101,18 @@ class DeviceSelection(RetrievalLayer):
         self._cache, self._layer_at = kv_cache, 0
         blocks, heads, counts = len(kv_cache), shape.kv_heads, self._kernel.counts.totals
         most = self._kernel.hold(blocks)
-        self._left = DigestStore(shape, layout, most, self._kernel.device, by_block=True)
+        store = DigestStore(shape, layout, blocks, self._kernel.device, by_block=True)
+        self._left = store.like(most)
         self._residency = DeviceResidency(heads, blocks, most, counts)
         # Partially offloaded sequences, and how many of their blocks and slots the layer knows.
         self._gone: dict[str, tuple[OffloadedSequence, int, int]] = {}
         self._unseen: deque[tuple[Event, torch.Tensor, _Seen]] = deque()
-        return DigestStore(shape, layout, blocks, self._kernel.device, by_block=True)
+        return store
 
     def select(self, query: torch.Tensor, step: SparseStep, scale: float, noted: bool) -> None:
         plan: DeviceStep = step.plan
-        any_left = any(one.offloaded is not None for one in step.sequences)
-        left = self._left.rows if any_left else None
-        residency = self._residency if left is not None and plan.recalls else None
+        # One with blocks off the device has slots.
+        left, residency = (self._left.rows, self._residency) if plan.recalls else (None, None)
         kernels.choose_by_triton(query, self.store.rows, plan, scale, self._bounds, left, residency)
         if noted:
             self._note_later(step)
@@ -216,21 +223,12 @@ class TritonKernel(AttentionKernel):
         self._last: DeviceStep | None = None
 
     def measure(self, settings: RetrievalSettings, rounds: int = 20) -> DeviceSpeed:
-        """Measures the device, and sets ``overhead_bytes`` by it: once, before serving. It also
-        compiles the kernels. Takes a quarter of a GiB while it runs."""
-        shape, device = self.shape, self.device
+        """Measures the device, and sets ``overhead_bytes`` by it: once, before serving. Takes a
+        quarter of a GiB while it runs."""
+        device, size = self.device, self.shape.block_size
         bandwidth = _bandwidth(device, rounds)
-        size, layout = shape.block_size, settings.layout(shape.block_size, narrows=False)
-        split = Split(4, 1, 3, 1, size, size)
-        ids = torch.arange(4, dtype=torch.int32)
-        sequence = SparseSequence(0, 0, split, ids)
-        step = self.schedule(ids[1:2].to(torch.int64), [sequence], layout)
-        sizes = (4, shape.kv_heads, size, 2 * shape.head_dim)
-        cache = torch.zeros(sizes, dtype=shape.dtype, device=device)
-        query = torch.zeros(1, shape.heads, shape.head_dim, dtype=shape.dtype, device=device)
-        output = torch.empty_like(query)
-        layer = self.layer("", settings, Activity())
-        layer.digest_rows(cache).zero_()
+        layer, cache, query, output = self._trial(settings)
+        step = self._trial_step(settings)
 
         def once() -> None:
             self.digest(cache, step.stale, layer.store)
@@ -242,9 +240,76 @@ class TritonKernel(AttentionKernel):
         self.overhead_bytes = speed.overhead_bytes(size)
         return speed
 
+    def warm(
+        self,
+        settings: RetrievalSettings,
+        recalls: bool,
+        terms: Sequence[AttentionParameters],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Compiles every kernel that a step may launch, before there is one: that takes seconds
+        each, unless Triton's cache has them. ``recalls``: whether blocks are to leave the device;
+        ``terms``: of the layers."""
+        layer, cache, query, output = self._trial(settings)
+        by_tokens = cache.transpose(1, 2).contiguous().transpose(1, 2)  # vLLM's other layout
+        step, device = self._trial_step(settings), device_of(self.device)
+        bounds = settings.layout(self.shape.block_size).kind.name == "bounds"
+
+        def attend(of: AttentionParameters) -> None:
+            self.attend(query, cache, step, output, of)
+
+        def recall() -> None:
+            """Of a sequence whose blocks are all there, so that nothing is read."""
+            away, rows = self._trial_step(settings, recalls=True).plan, layer.store.rows
+            held = DeviceResidency(self.shape.kv_heads, len(cache), len(cache), self.counts.totals)
+            kernels.choose_by_triton(query, rows, away, 1.0, bounds, rows, held)
+            away.missed.zero_()
+            addresses = torch.zeros(len(cache), dtype=torch.int64, device=self.device)
+            for one in (cache, by_tokens):
+                kernels.fetch_by_triton(away, held, addresses, 0, one)
+            self.counts.totals.zero_()
+            source, nbytes = np.array([cache.data_ptr()]), cache[0].nbytes
+            device.move(source, source + nbytes, kernels.Piece(1, nbytes, 0))
+
+        work: list[Callable[[], None]] = [
+            lambda: self.digest(cache, step.stale, layer.store),
+            lambda: layer.select(query, step, 1.0, False),
+            *(partial(attend, one) for one in terms),
+            *[recall] * recalls,
+        ]
+        began = told = clock()
+        for at, one in enumerate(work):
+            if clock() - told > _TOLD_EVERY_S:
+                told = clock()
+                logger.info("kvrecall: retrieval: compiling kernels, %d of %d", at, len(work))
+            one()
+        device.current().record().wait()
+        logger.info("kvrecall: retrieval: kernels ready after %.1f s", clock() - began)
+
+    def _trial(self, settings: RetrievalSettings) -> _Trial:
+        """A layer of its own over a cache of a few blocks, a token's query, and its output."""
+        shape, here = self.shape, {"dtype": self.shape.dtype, "device": self.device}
+        cache = torch.zeros(4, shape.kv_heads, shape.block_size, 2 * shape.head_dim, **here)
+        query = torch.zeros(1, shape.heads, shape.head_dim, **here)
+        layer = TritonKernel(shape, self.device).layer("", settings, Activity())
+        layer.digest_rows(cache).zero_()
+        return layer, cache, query, torch.empty_like(query)
+
+    def _trial_step(self, settings: RetrievalSettings, recalls: bool = False) -> SparseStep:
+        """Of one sequence, and a block to digest. ``recalls``: with two blocks off the device."""
+        size, ids = self.shape.block_size, torch.arange(4, dtype=torch.int32)
+        away = None
+        if recalls:
+            records, numbers = Records(np.empty(0, np.uint8), {}), np.arange(2)
+            away = OffloadedSequence("", 1, numbers, ids[1:3], records, None, numbers)
+        table = ids if away is None else away.named(ids)
+        sequence = SparseSequence(0, 0, Split(4, 1, 3, 1, size, size), table, away)
+        layout = settings.layout(size, narrows=False)
+        return self.schedule(ids[1:2].to(torch.int64), [sequence], layout)
+
     def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor, store: DigestStore) -> None:
         keys, bounds = self._halves(kv_cache)[0], store.layout.kind.name == "bounds"
-        kernels.digest_by_triton(keys, store.rows, block_ids, bounds)
+        kernels.digest_by_triton(keys, store.rows, block_ids.to(torch.int32), bounds)
 
     def schedule(
         self, stale: torch.Tensor, sequences: Sequence[SparseSequence], layout: Layout | None
@@ -413,7 +478,10 @@ class DeviceBuilder(RetrievalBuilder):
         kernel = TritonKernel(KernelShape(*shape), self.device)
         settings = active_settings()
         kernel.most_left = most_left(self.vllm_config, settings, self.specs())
-        if settings.gate and self.device.type != "cpu":  # one that interprets is no measure
+        on_host = self.device.type == "cpu"  # one that interprets is no measure
+        if not on_host:
+            kernel.warm(settings, kernel.most_left.most > 0, self._terms())
+        if settings.gate and not on_host:
             speed = kernel.measure(settings)
             kernel.overhead_bytes = most_of_ranks(kernel.overhead_bytes, stages=False)
             logger.info(
@@ -423,6 +491,16 @@ class DeviceBuilder(RetrievalBuilder):
                 speed.bandwidth / 1e12,
             )
         return kernel
+
+    def _terms(self) -> list[AttentionParameters]:
+        """Of the group's layers, one of each kind that is compiled by itself."""
+        terms = {
+            (bool(impl.logits_soft_cap), impl.sinks is not None): AttentionParameters(
+                impl.scale, impl.logits_soft_cap or 0.0, impl.sinks
+            )
+            for impl in self._impls().values()
+        }
+        return list(terms.values())
 
     def make_dense(self, name: str) -> DenseOffload:
         return CopiedDense(name, self._activity).attend

@@ -395,7 +395,7 @@ class PageLock:
         if not self.settled.wait(min(seconds, threading.TIMEOUT_MAX)):
             logger.warning(
                 "kvrecall: after %.0f s %.1f of %.1f GiB of host memory are page-locked. The "
-                "engine serves while the rest is locked, in pieces; its copies are slower until then",
+                "engine serves while the rest is locked, in pieces; until then copies are slower",
                 seconds,
                 self._locked / 2**30,
                 (self.end - self.begin) / 2**30,
