@@ -210,6 +210,7 @@ REFUSED = [
     (engine(cache_config=SimpleNamespace(cache_dtype="int8_per_token_head")), "dtype=int8_per_"),
     (engine(parallel_config=SimpleNamespace(decode_context_parallel_size=2)), "context_parallel"),
     (engine(parallel_config=SimpleNamespace(enable_dbo=True)), "remove --enable-dbo"),
+    (engine(attention_config=SimpleNamespace(hisparse_config=1)), "HiSparse; leave hisparse_conf"),
     (engine(kv_transfer_config=SimpleNamespace(kv_connector="Other")), "the connector Other"),
     (speculating("eagle"), "by eagle, whose draft has layers of its own; draft by"),
     (speculating(ahead=True), "asynchronous scheduling; pass --no-async-scheduling"),

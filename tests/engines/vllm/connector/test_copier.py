@@ -386,6 +386,8 @@ def test_a_layers_blocks_at_even_distances_are_one_call(
     monkeypatch.setattr(Stream, "device", torch.device("cuda"))
     monkeypatch.setattr(accelerator, "copy_kernel", lambda *_: None)
     monkeypatch.setattr(accelerator, "CHUNK_BYTES", chunk)
+    if seed == 3:
+        monkeypatch.setattr(accelerator, "MOST_ROW_BYTES", page)
     chance = np.random.default_rng(seed)
     memory = torch.zeros(layers * page * blocks, dtype=torch.uint8)
     pages = tuple(
@@ -409,7 +411,10 @@ def test_a_layers_blocks_at_even_distances_are_one_call(
     for n, one in enumerate(pages):
         assert torch.equal(one.rows[ids], want[:, n])
     assert torch.equal(memory.view(blocks, layers, page), want)
-    assert sum(count for count, _ in rows) >= (12 if seed else layers * blocks - layers)
+    if seed == 3:
+        assert not rows, "vLLM's call is faster for so large ones"
+    else:
+        assert sum(count for count, _ in rows) >= (12 if seed else layers * blocks - layers)
     assert all(count >= accelerator.FEWEST_ROWS and nbytes == page for count, nbytes in rows)
     assert sum(count for count, _ in rows) + sum(items) >= layers * blocks
     copier.close()
@@ -547,7 +552,7 @@ def test_locking_neither_holds_a_start_nor_stalls_the_neighbours(
     monkeypatch.setattr(accelerator, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(accelerator, "DRIVER", tmp_path)
     monkeypatch.setattr(accelerator, "_TURN_S", 1e9)
-    serves, now, pauses = threading.Event(), [0.0], []
+    serves, now = threading.Event(), [0.0]
     acts: list[str] = []
     neighbour = os.open(tmp_path, os.O_RDONLY)
 
@@ -561,12 +566,14 @@ def test_locking_neither_holds_a_start_nor_stalls_the_neighbours(
         return True
 
     def pause(lock: accelerator.PageLock, seconds: float) -> None:
-        fcntl.flock(neighbour, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its turn
-        fcntl.flock(neighbour, fcntl.LOCK_UN)
-        if seconds != accelerator._IDLE_S:
-            acts.append("pause")
-            pauses.append(seconds)
-        populated[0] = memory.numel()
+        if seconds == 1.0:  # nothing more is populated
+            fcntl.flock(neighbour, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(neighbour, fcntl.LOCK_UN)
+            populated[0] = memory.numel()
+            return
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(neighbour, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        acts.append(f"pause {seconds}")
 
     monkeypatch.setattr(driver, "host_register", register)
     monkeypatch.setattr(accelerator.PageLock, "_pause", pause)
@@ -579,8 +586,7 @@ def test_locking_neither_holds_a_start_nor_stalls_the_neighbours(
     assert "page-locked. The engine serves while the rest is locked" in caplog.text
     serves.set()
     wait_until(lambda: "page-locked, in 10.0 s" in caplog.text)
-    assert acts == ["lock", *["lock", "pause"] * 4]
-    assert pauses == [18.0] * 4
+    assert acts == ["lock", *["lock", "pause 18.0"] * 4]
     device.unlock(memory)
     os.close(neighbour)
 

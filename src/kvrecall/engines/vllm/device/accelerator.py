@@ -36,8 +36,9 @@ microsecond: an H200 copies items of 64 KiB with 34 GB/s in calls of 8,192, and 
 FEWEST_ROWS = 4
 """That are copied as rows: a call takes as long as some items."""
 
-LEAST_ROW_BYTES = 16 << 10
-"""Of those. Smaller ones are loaded by a kernel."""
+LEAST_ROW_BYTES, MOST_ROW_BYTES = 16 << 10, 512 << 10
+"""Of those, the latter excluded. Smaller ones are loaded by a kernel; of larger ones an H200 copies
+47.8 GB/s as rows, and 49.2 by vLLM's call (docs/gpu-check.md)."""
 
 _PARTS, _PART_BYTES = 4, 2 << 20
 """Of the ring of locked memory through which values are sent. A step sends some tens of KiB."""
@@ -124,7 +125,7 @@ def _copy_rows(batch: Batch, is_load: bool, places: Addresses) -> Batch:
     chunks = places // CHUNK_BYTES
     for run in batch.runs(len(left)):
         nbytes = int(batch.sizes[run.begin])
-        if not run.is_even or nbytes < LEAST_ROW_BYTES:
+        if not run.is_even or not LEAST_ROW_BYTES <= nbytes < MOST_ROW_BYTES:
             continue
         edges: list[int] = []
         if chunks[run.begin] != chunks[run.end - 1]:
@@ -313,9 +314,10 @@ _IDLE_S = 1.0
 """Between two looks at whether more is populated."""
 
 _PAUSE = 9
-"""Times as long as a call takes the thread pauses after it, once the engine serves."""
+"""Times as long as a call takes the thread pauses in its turn, once the engine serves: then nine
+tenths of the time no process of the node locks."""
 
-_TURN_S = 1.0
+_TURN_S = 10.0
 """The longest that a process waits for its turn to lock a chunk."""
 
 DRIVER = Path("/sys/module/nvidia")
@@ -337,7 +339,7 @@ def turn() -> Iterator[None]:
             with suppress(OSError):
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            sleep(_TURN_S / 200)
+            sleep(0.005)
         yield
     finally:
         os.close(folder)
@@ -425,6 +427,8 @@ class PageLock:
                     began = monotonic()
                     is_locked = driver.host_register(self.begin + self._locked, chunk)
                     took = monotonic() - began
+                    if is_locked and self.settled.is_set():
+                        self._pause(_PAUSE * took)
                 if not is_locked:
                     logger.warning(
                         "kvrecall: the system page-locked %d of the host tier's %d bytes and "
@@ -437,8 +441,6 @@ class PageLock:
                     break
                 self._locked += chunk
                 self._seconds += took
-                if self.settled.is_set():
-                    self._pause(_PAUSE * took)
         self._tell()
 
     def _pause(self, seconds: float) -> None:
