@@ -288,9 +288,10 @@ class TritonKernel(AttentionKernel):
 
     def _trial(self, settings: RetrievalSettings) -> _Trial:
         """A layer of its own over a cache of a few blocks, a token's query, and its output."""
-        shape, here = self.shape, {"dtype": self.shape.dtype, "device": self.device}
-        cache = torch.zeros(4, shape.kv_heads, shape.block_size, 2 * shape.head_dim, **here)
-        query = torch.zeros(1, shape.heads, shape.head_dim, **here)
+        shape = self.shape
+        size = 4, shape.kv_heads, shape.block_size, 2 * shape.head_dim
+        cache = torch.zeros(size, dtype=shape.dtype, device=self.device)
+        query = cache.new_zeros((1, shape.heads, shape.head_dim))
         layer = TritonKernel(shape, self.device).layer("", settings, Activity())
         layer.digest_rows(cache).zero_()
         return layer, cache, query, torch.empty_like(query)

@@ -198,7 +198,8 @@ class AcceleratorDevice(Device):
         """By way of locked memory: a copy from other memory waits for the stream."""
         sent = torch.empty(values.shape, dtype=values.dtype, device=self._device)
         ours, theirs = (one.reshape(-1).view(torch.uint8) for one in (values, sent))
-        for here, there in zip(ours.split(_PART_BYTES), theirs.split(_PART_BYTES), strict=True):
+        for at in range(0, len(ours), _PART_BYTES):
+            here, there = (one[at : at + _PART_BYTES] for one in (ours, theirs))
             there.copy_(self._staged(len(here)).copy_(here), non_blocking=True)
         return sent
 
