@@ -327,8 +327,8 @@ DRIVER = Path("/sys/module/nvidia")
 
 @contextmanager
 def turn() -> Iterator[None]:
-    """Only one process of the node is within, if all that wait are patient. The driver locks
-    memory for one process at a time, and whoever launches waits for all that are before it."""
+    """Only one process of the node is within, as long as none has waited for ``_TURN_S``. The
+    driver locks memory for one process at a time, and a launch waits for all that came before."""
     try:
         folder = os.open(DRIVER, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:  # another driver, or none to see
