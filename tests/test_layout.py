@@ -429,6 +429,14 @@ def test_a_device_is_reached_through_one_room() -> None:
     assert found == set()
 
 
+def test_host_memory_for_a_device_is_locked_in_one_place() -> None:
+    """Which no step calls: it may stall all launches of the process."""
+    found = [m.as_posix() for m in MODULES if "pin_memory" in (SOURCE / m).read_text()]
+    assert found == ["engines/vllm/device/driver.py"]
+    callers = [m.stem for m in MODULES if re.search(r"\bpinned\(", (SOURCE / m).read_text())]
+    assert sorted(callers) == ["accelerator", "driver"]
+
+
 @pytest.mark.parametrize(
     "module",
     "kvrecall kvrecall.pool.pool kvrecall.pool_cli kvrecall.cli kvrecall.engines.sglang".split(),

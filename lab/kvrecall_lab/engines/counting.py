@@ -241,13 +241,18 @@ class _Attention(RetrievalAttention):
 
 
 class SparseSteps:
-    """Decode steps of sequences that are all attended to sparsely."""
+    """Decode steps of sequences that are all attended to sparsely, over a cache of so many
+    ``blocks``, the same for all layers."""
 
-    def __init__(self, shape: KernelShape, settings: RetrievalSettings, layers: int) -> None:
+    def __init__(
+        self, shape: KernelShape, settings: RetrievalSettings, layers: int, blocks: int = 1 << 14
+    ) -> None:
+        size = blocks, shape.kv_heads, shape.block_size, 2 * shape.head_dim
+        self.cache = torch.empty(size, dtype=shape.dtype, device=META)
         self._shape = shape
         self._settings = settings
         activity = Activity()
-        self._kernel = kernel = TritonKernel(shape, META)
+        self.kernel = kernel = TritonKernel(shape, META)
         self.planner = StepPlanner(settings, kernel, Freshness(), activity)
         self._layers = [
             kernel.layer(str(at), settings, activity, lambda *_: None) for at in range(layers)
@@ -256,17 +261,15 @@ class SparseSteps:
     def run(self, *lengths: int, offloaded: bool = False) -> Operations:
         """One step, in which each sequence has so many tokens. ``offloaded``: all middle blocks
         have left the device before it."""
-        shape, count = self._shape, len(lengths)
+        shape, count, cache = self._shape, len(lengths), self.cache
         width = -(-max(lengths) // shape.block_size)
         table = torch.arange(count * width, dtype=torch.int32).view(count, width)
-        size = (count * width, shape.kv_heads, shape.block_size, 2 * shape.head_dim)
-        cache = torch.empty(size, dtype=shape.dtype, device=META)
         query = torch.empty(count, shape.heads, shape.head_dim, dtype=shape.dtype, device=META)
         output = torch.empty_like(query)
         left: dict[int, OffloadedSequence] = {}
         if offloaded:
             with counting():
-                left = {at: self._depart(at, tokens, cache) for at, tokens in enumerate(lengths)}
+                left = {at: self._depart(at, tokens) for at, tokens in enumerate(lengths)}
         rows = [BatchRow(1, tokens, False) for tokens in lengths]
         with counting() as operations:
             step = self.planner.plan(rows, table, left)
@@ -279,16 +282,16 @@ class SparseSteps:
                 layer.forget(sequence.key)
         return operations
 
-    def _depart(self, at: int, tokens: int, cache: torch.Tensor) -> OffloadedSequence:
+    def _depart(self, at: int, tokens: int) -> OffloadedSequence:
         """All middle blocks of a sequence, which have one record here, leave the device."""
         split = split_of(tokens, self._shape.block_size, self._settings)
         most = slots_of(split, split.middle, self._settings)[1]
         places = {str(number): 0 for number in range(len(self._layers))}
-        records = Records(np.zeros(cache[0].nbytes, dtype=np.uint8), places)
+        records = Records(np.zeros(self.cache[0].nbytes, dtype=np.uint8), places)
         offsets, slots = np.zeros(split.middle, dtype=np.int64), torch.arange(1, 1 + most)
         made = OffloadedSequence(str(at), split.init, offsets, slots.to(torch.int32), records)
         for layer in self._layers:
-            layer.depart(made, torch.arange(split.middle), cache)
+            layer.depart(made, torch.arange(split.middle), self.cache)
         return made
 
 

@@ -279,7 +279,7 @@ class LateDevice(Device):
         self.machine.free(memory.data_ptr(), memory.numel())
         self.locked.remove(memory.data_ptr())
 
-    def wait_locked(self) -> None:
+    def wait_locked(self, seconds: float = 0.0) -> None:
         return
 
 

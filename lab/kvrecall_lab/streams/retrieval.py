@@ -94,6 +94,7 @@ def retrieving(machine: Machine, settings: RetrievalSettings, patience: int) -> 
         patch.object(backend, "active_settings", lambda: settings),
         patch.object(cuda, "active_settings", lambda: settings),
         patch.object(runner, "follow_blocks", lambda _: None),
+        patch.object(cuda.TritonKernel, "warm", lambda *_: None),  # over a cache of no layer
         patch.object(offload, "PATIENCE", patience),
         patch.object(base, "_SEEN_EVERY", EveryStep(16)),
         patch.object(Records, "pages", read),

@@ -190,52 +190,41 @@ class DeviceResidency:
     their place, and of those that were not; layers may share it.
     """
 
-    def __init__(self, kv_heads: int, blocks: int, counts: torch.Tensor) -> None:
-        """``blocks``: of the cache."""
+    def __init__(self, kv_heads: int, blocks: int, most: int, counts: torch.Tensor) -> None:
+        """``blocks``: of the cache; ``most``: exceeds every number."""
         device = counts.device
-        self.place = torch.zeros(kv_heads, 0, dtype=torch.int32, device=device)
+        self.place = torch.zeros(kv_heads, most, dtype=torch.int32, device=device)
         self.state = torch.zeros(3, kv_heads, blocks, dtype=torch.int32, device=device)
         self.counts = counts
 
-    def begin(self, numbers: torch.Tensor, slots: torch.Tensor, most: int) -> None:
+    def begin(self, numbers: torch.Tensor, slots: torch.Tensor) -> None:
         """These numbers and slots, int64 on the device, have a new sequence; it keeps them until it
-        ends. ``most``: exceeds every number in use."""
-        known = self.place.shape[1]
-        if known < most:
-            place = self.place.new_zeros((len(self.place), 2 * most))
-            place[:, :known] = self.place
-            self.place = place
+        ends."""
         self.place.index_fill_(1, numbers, 0)
         self.state.index_fill_(2, slots, 0)
 
 
 class BlockNumbers:
-    """Numbers of the blocks of a KV group that are off the device, the same in all layers.
-    ``addresses``: int64, on the device, of each one's record in host memory."""
+    """Numbers of the blocks of a KV group that are off the device, the same in all layers, below
+    ``most``. ``addresses``: int64 ``[most]``, on the device, of each one's record in host
+    memory."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.addresses = torch.zeros(0, dtype=torch.int64, device=device)
-        self.most = 0
-        """Exceeds every number in use."""
-        self._free: list[int] = []
+    def __init__(self, device: torch.device, most: int) -> None:
+        self.addresses = torch.zeros(most, dtype=torch.int64, device=device)
+        self._free = list(range(most - 1, -1, -1))
+
+    @property
+    def room(self) -> int:
+        """How many more blocks can have a number."""
+        return len(self._free)
 
     def take(self, count: int) -> Ints:
-        """Numbers for so many blocks, whose addresses the caller writes."""
-        taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        taken += range(self.most, self.most + count - len(taken))
-        self.most = max(self.most, max(taken, default=-1) + 1)
-        known = len(self.addresses)
-        if known < self.most:
-            grown = self.addresses.new_zeros((2 * self.most,))
-            grown[:known] = self.addresses
-            self.addresses = grown
-        return np.array(taken, dtype=np.int64)
+        """Numbers for so many blocks, at most ``room``, whose addresses the caller writes."""
+        return np.array([self._free.pop() for _ in range(count)], dtype=np.int64)
 
     def give(self, numbers: Ints) -> None:
         """The blocks have no sequence any more."""
         self._free.extend(numbers.tolist())
-        if len(self._free) == self.most:
-            self.most, self._free = 0, []
 
 
 @dataclass(frozen=True, slots=True)

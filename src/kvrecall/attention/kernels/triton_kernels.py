@@ -31,10 +31,13 @@ LEAST_SCALE = tl.constexpr(1.1754943508222875e-38)
 ROUNDER = tl.constexpr(12582912.0)
 """Added and taken away, it rounds numbers of single precision to whole ones, halves to even."""
 BUCKET = ["width", "candidates", "attended", "most_slots", "numbers", "splits"]
-"""Arguments of a bucket's sizes, or that grow. A kernel is not compiled anew for their values: that
-would take seconds in the middle of serving, and another order of sums would be other bits."""
-PACKED = ["ids", "slots", "arrived"]
-"""Arguments that begin somewhere in a step's packed numbers. Their alignment does not count."""
+BUCKET += ["state_part", "state_head", "layer_at"]
+"""Arguments of a bucket's sizes or a cache's, or that differ by layer. A kernel is not compiled
+anew for their values: that would take seconds in the middle of serving, and another order of sums
+would be other bits."""
+PACKED = ["ids", "slots", "arrived", "targets"]
+"""Arguments that begin somewhere in others, as in a step's packed numbers. Their alignment does not
+count."""
 
 jit = partial(triton.jit, do_not_specialize=BUCKET, do_not_specialize_on_alignment=PACKED)
 

@@ -76,9 +76,9 @@ class Machine:
             cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
         self.cache = cache
         self.page = self.cache[0].numel()
-        self.numbers = BlockNumbers(torch.device("cpu"))
+        self.numbers = BlockNumbers(torch.device("cpu"), CACHE)
         self.records: dict[int, torch.Tensor] = {}
-        self.residency = DeviceResidency(HEADS, CACHE, torch.zeros(2, dtype=torch.int64))
+        self.residency = DeviceResidency(HEADS, CACHE, CACHE, torch.zeros(2, dtype=torch.int64))
         self._free = (torch.randperm(CACHE - 1) + 1).to(torch.int32)
 
     def take(self, count: int) -> torch.Tensor:
@@ -98,9 +98,7 @@ class Machine:
         table[init : init + gone] = torch.from_numpy(-1 - numbers)
         made = Offloaded(init, middle, chosen, gone, self.take(slots), numbers, table)
         made.kept = [{} for _ in range(HEADS)]
-        self.residency.begin(
-            torch.from_numpy(numbers), made.slots.to(torch.int64), int(numbers.max()) + 1
-        )
+        self.residency.begin(torch.from_numpy(numbers), made.slots.to(torch.int64))
         return made
 
     def end(self, one: Offloaded) -> None:
@@ -208,6 +206,6 @@ def test_nothing_is_left_of_a_sequence_that_ended() -> None:
         check(machine, [one, *others], [])
         assert (machine.residency.counts - before)[1] >= 2 * 10, "all were loaded at first"
         machine.end(one)
-    assert machine.numbers.most == 55
+    assert machine.numbers.room == CACHE - 30
     machine.end(others[0])
-    assert machine.numbers.most == 0
+    assert machine.numbers.room == CACHE

@@ -1,8 +1,18 @@
-"""The pages in which dense layers keep copies of offloaded sequences. See also device_cases.py."""
+"""The pages in which dense layers keep copies of offloaded sequences, and room for more of these.
+See also device_cases.py."""
 
 from __future__ import annotations
 
-from kvrecall.engines.vllm.attention.group import KeptCopies
+import numpy as np
+import torch
+
+from engines.vllm.attention.sequences import shape_of
+from kvrecall.engines.vllm.attention.activity import Activity, HeatTotals
+from kvrecall.engines.vllm.attention.cuda import TritonKernel
+from kvrecall.engines.vllm.attention.group import KeptCopies, RetrievalGroup
+from kvrecall.engines.vllm.attention.offloaded import Records
+from kvrecall.engines.vllm.attention.room import MostLeft
+from kvrecall.engines.vllm.wire import Departure, OffloadOrders
 
 
 def test_sequences_have_pages_of_their_own_as_long_as_there_are_enough() -> None:
@@ -31,3 +41,23 @@ def test_sequences_have_pages_of_their_own_as_long_as_there_are_enough() -> None
 
 def test_nothing_is_kept_without_pages() -> None:
     assert KeptCopies(0).of("one", 1) is None
+
+
+def test_a_sequence_for_which_the_device_has_no_room_is_lost_and_no_other() -> None:
+    """Its blocks are computed again; the engine goes on."""
+    kernel = TritonKernel(shape_of(), torch.device("cpu"))
+    kernel.most_left = MostLeft(0.5, 5)
+    kernel.hold(100)
+    group = RetrievalGroup(Activity(), HeatTotals(), kernel)
+    group.register({"layer": torch.zeros(100, 1)})
+    orders = [Departure(name, 1, (1, 2, 3), (0, 1, 2), (9,)) for name in ("one", "other")]
+    records = Records(np.zeros(9, dtype=np.uint8), {})
+
+    def go(order: Departure) -> set[str]:
+        lost = group.take(OffloadOrders([order], {7: order.request_id}, [], []), records)
+        if (sequence := group.sequence(7)) is not None:
+            kernel.number(sequence)  # as its layers do
+        return lost
+
+    assert [go(order) for order in orders] == [set(), {"other"}]
+    assert group.sequence(7) is None

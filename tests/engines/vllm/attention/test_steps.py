@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.worker.gpu_worker import Worker
 
 from engines.vllm.attention.sequences import shape_of
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.engines.vllm.attention import cuda
 from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog
 from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
 from kvrecall.engines.vllm.attention.base import KernelShape
@@ -27,7 +24,6 @@ from kvrecall.engines.vllm.attention.checks import (
 from kvrecall.engines.vllm.attention.cpu import CpuKernel, KeyReader, RetrievalBackend
 from kvrecall.engines.vllm.attention.cuda import TritonKernel
 from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, StepPlanner
-from kvrecall.engines.vllm.compat import runner
 from kvrecall.errors import EngineError
 
 LARGE = shape_of(heads=16, kv_heads=4, dim=128, dtype=torch.bfloat16)
@@ -214,6 +210,7 @@ REFUSED = [
     (engine(cache_config=SimpleNamespace(cache_dtype="int8_per_token_head")), "dtype=int8_per_"),
     (engine(parallel_config=SimpleNamespace(decode_context_parallel_size=2)), "context_parallel"),
     (engine(parallel_config=SimpleNamespace(enable_dbo=True)), "remove --enable-dbo"),
+    (engine(attention_config=SimpleNamespace(hisparse_config=1)), "HiSparse; leave hisparse_conf"),
     (engine(kv_transfer_config=SimpleNamespace(kv_connector="Other")), "the connector Other"),
     (speculating("eagle"), "by eagle, whose draft has layers of its own; draft by"),
     (speculating(ahead=True), "asynchronous scheduling; pass --no-async-scheduling"),
@@ -323,41 +320,3 @@ def test_layers_of_other_backends_are_refused() -> None:
     with pytest.raises(EngineError, match="backend FLEX; pass --attention-backend CPU_ATTN"):
         require_retrieval(layer)
     require_retrieval(SimpleNamespace(attn_backend=RetrievalBackend))
-
-
-@pytest.mark.parametrize(
-    ("longest", "connector", "copies"),
-    [(131_072, "RecallConnector", True), (65_536, "RecallConnector", False), (131_072, "", False)],
-)
-def test_device_memory_is_left_for_digests_and_copies(
-    longest: int, connector: str, copies: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As much as they take, below what vLLM found; unless the user has set a size. Where sequences
-    leave the device, copies of dense layers have as many pages as there are blocks."""
-    settings = RetrievalSettings(topk_share=0.01)
-    monkeypatch.setattr(cuda, "active_settings", lambda: settings)
-    spec = FullAttentionSpec(128, num_kv_heads=4, head_size=128, dtype=torch.bfloat16)
-    specs = {f"model.layers.{at}.self_attn.attn": spec for at in range(8)}
-    blocks, kv = 10, 8 * spec.page_size_bytes
-    kernel = TritonKernel(LARGE, torch.device("cpu"))
-    layer = kernel.layer("model.layers.2", settings, Activity())
-    cache = torch.zeros(blocks, 4, 128, 2 * 128, dtype=torch.bfloat16)
-    rows = layer.digest_rows(cache).nbytes + layer.checksum_rows(cache).nbytes
-    digests = (8 - settings.dense_layers) * rows
-    pages = blocks * settings.dense_layers * spec.page_size_bytes * copies
-    found = blocks * kv + digests + pages
-    monkeypatch.setattr(Worker, "determine_available_memory", lambda self: found)
-    runner.leave_room(cuda.share_beside)
-    worker = SimpleNamespace(
-        cache_config=SimpleNamespace(kv_cache_memory_bytes=None),
-        vllm_config=SimpleNamespace(
-            model_config=SimpleNamespace(max_model_len=longest, hf_text_config=SimpleNamespace()),
-            kv_transfer_config=SimpleNamespace(kv_connector=connector),
-            parallel_config=SimpleNamespace(pipeline_parallel_size=1),
-            speculative_config=None,
-        ),
-        model_runner=SimpleNamespace(get_kv_cache_spec=lambda: specs),
-    )
-    assert Worker.determine_available_memory(worker) == pytest.approx(blocks * kv, abs=8)
-    worker.cache_config.kv_cache_memory_bytes = found
-    assert Worker.determine_available_memory(worker) == found

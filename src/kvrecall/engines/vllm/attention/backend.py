@@ -219,11 +219,15 @@ class RetrievalBuilder(ABC):
     def _token_bytes(self) -> int:
         """Keys and values of a token in the model's first layer with full attention, by which the
         scheduler side's gate decides, too: where layers differ in it, all are sparse or none is."""
-        layers = self.vllm_config.compilation_config.static_forward_context
-        impls = _attention_layers(self.vllm_config).items()
-        first = next(layers[name] for name, impl in impls if not checks.has_window(impl))
-        spec = first.get_kv_cache_spec(self.vllm_config)
+        impls, specs = _attention_layers(self.vllm_config).items(), self.specs()
+        spec = next(specs[name] for name, impl in impls if not checks.has_window(impl))
         return int(spec.page_size_bytes) // int(spec.block_size)
+
+    def specs(self) -> dict[str, Any]:
+        """vLLM's KV cache specs of all retrieval layers of the model, by name."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        names = _attention_layers(self.vllm_config)
+        return {name: layers[name].get_kv_cache_spec(self.vllm_config) for name in names}
 
     def _impls(self) -> Mapping[str, RetrievalAttention]:
         """Its layers, by name."""

@@ -156,6 +156,7 @@ class DigestStore:
         """``by_block``: all heads' digests of a block lie side by side, as the pool keeps them;
         otherwise all blocks' of a head do."""
         self.layout = layout
+        self._shape = shape
         self._size = shape.kv_heads, coded_width(layout.kind.parts * shape.head_dim)
         self._device = device
         self._by_block = by_block
@@ -166,6 +167,10 @@ class DigestStore:
         """A copy of the coarse ones among the rows, side by side; None if there are none."""
         self.written: torch.Tensor | None = None
         """int64 ``[blocks]``, how often each block's rows were written, if that is counted."""
+
+    def like(self, blocks: int) -> DigestStore:
+        """Another of so many blocks, which lie in it as in this one."""
+        return DigestStore(self._shape, self.layout, blocks, self._device, self._by_block)
 
     def of(self, block_ids: torch.Tensor) -> torch.Tensor:
         """The rows of these blocks: int8 ``[blocks, kv_heads, rows, width]``, a copy."""
@@ -320,7 +325,7 @@ class RetrievalLayer(ABC):
         if len(damaged):
             kept = records.pages(offsets[damaged.numpy()], self.name, kv_cache[0].nbytes)
             blocks = _blocks_of(self._sent(torch.from_numpy(kept)), kv_cache)
-            anew = DigestStore(self._shape, self.store.layout, len(blocks), self._kernel.device)
+            anew = self.store.like(len(blocks))
             self._kernel.digest(blocks, self._sent(torch.arange(len(blocks))), anew)
             stored[self._sent(damaged)] = anew.rows.transpose(0, 1)
             self._activity.digests_mended += len(damaged)
@@ -386,6 +391,10 @@ class AttentionKernel(ABC):
 
     layers: type[RetrievalLayer]
     """Its kind of layers."""
+
+    def has_room(self, count: int) -> bool:
+        """Whether so many blocks more may leave the device."""
+        return True
 
     def layer(self, *args: Any) -> RetrievalLayer:
         """A new layer, which takes these arguments."""

@@ -71,6 +71,8 @@ def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
     if connector not in (None, "RecallConnector"):
         # It would write blocks behind our back, and their digests would be another block's.
         raise _refusal(f"the connector {connector}", "use RecallConnector or none")
+    if getattr(getattr(vllm_config, "attention_config", 0), "hisparse_config", None) is not None:
+        raise _refusal("HiSparse", "leave hisparse_config out")
     if settings.index != EXACT and not is_on_cpu():
         raise _refusal(f"VLLM_RETRIEVAL_INDEX={settings.index} on a GPU", f"leave it at {EXACT}")
     full = [at for at, name in enumerate(named) if name != _WINDOW]

@@ -11,8 +11,10 @@ not captured in CUDA graphs: vLLM captures what lies between the layers' attenti
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,7 +31,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from kvrecall.attention.digest import Layout, coded_width
+from kvrecall.attention.digest import Layout
 from kvrecall.attention.kernels import device as kernels
 from kvrecall.attention.kernels.device import (
     BlockNumbers,
@@ -44,7 +46,6 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity, RecallCounts
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
 from kvrecall.engines.vllm.attention.base import (
-    CHECKSUM_BYTES,
     AttentionKernel,
     AttentionParameters,
     DigestStore,
@@ -53,14 +54,14 @@ from kvrecall.engines.vllm.attention.base import (
     SparseSequence,
     SparseStep,
 )
-from kvrecall.engines.vllm.attention.checks import offload_hindrance
-from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
+from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.plugin import active_settings
+from kvrecall.engines.vllm.attention.room import MostLeft, cache_bytes, most_left
 from kvrecall.engines.vllm.attention.step import BatchRow, DenseOffload, KeptCopy, OffloadedRow
 from kvrecall.engines.vllm.compat import runner
-from kvrecall.engines.vllm.compat.config import layer_index, most_of_ranks
+from kvrecall.engines.vllm.compat.config import most_of_ranks
 from kvrecall.engines.vllm.device import device_of
-from kvrecall.engines.vllm.device.base import Event
+from kvrecall.engines.vllm.device.base import FETCHED_BYTES, Event
 from kvrecall.errors import EngineError
 
 logger = logging.getLogger("vllm.kvrecall")
@@ -70,6 +71,11 @@ _TRIES = 5
 
 _MOST_UNSEEN = 16
 """Steps of a layer whose selected blocks may be on their way to the host, to be recorded there."""
+
+_TOLD_EVERY_S = 10.0
+"""While kernels are compiled."""
+
+_Trial = tuple[RetrievalLayer, torch.Tensor, torch.Tensor, torch.Tensor]
 
 _Seen = tuple[tuple[int, Split, Ints], ...]
 """Sequences of a step by their places in it, with their middle blocks' ids."""
@@ -93,18 +99,20 @@ class DeviceSelection(RetrievalLayer):
         layout = self.settings.layout(shape.block_size, narrows=False)
         self._bounds = layout.kind.name == "bounds"
         self._cache, self._layer_at = kv_cache, 0
-        self._left: DigestStore | None = None
-        self._residency: DeviceResidency | None = None
+        blocks, heads, counts = len(kv_cache), shape.kv_heads, self._kernel.counts.totals
+        most = self._kernel.hold(blocks)
+        store = DigestStore(shape, layout, blocks, self._kernel.device, by_block=True)
+        self._left = store.like(most)
+        self._residency = DeviceResidency(heads, blocks, most, counts)
         # Partially offloaded sequences, and how many of their blocks and slots the layer knows.
         self._gone: dict[str, tuple[OffloadedSequence, int, int]] = {}
         self._unseen: deque[tuple[Event, torch.Tensor, _Seen]] = deque()
-        return DigestStore(shape, layout, len(kv_cache), self._kernel.device, by_block=True)
+        return store
 
     def select(self, query: torch.Tensor, step: SparseStep, scale: float, noted: bool) -> None:
         plan: DeviceStep = step.plan
-        any_left = any(one.offloaded is not None for one in step.sequences)
-        left = self._left.rows if self._left is not None and any_left else None
-        residency = self._residency if left is not None and plan.recalls else None
+        # One with blocks off the device has slots.
+        left, residency = (self._left.rows, self._residency) if plan.recalls else (None, None)
         kernels.choose_by_triton(query, self.store.rows, plan, scale, self._bounds, left, residency)
         if noted:
             self._note_later(step)
@@ -121,34 +129,23 @@ class DeviceSelection(RetrievalLayer):
         self, sequence: OffloadedSequence, digests: torch.Tensor, kv_cache: torch.Tensor
     ) -> None:
         sequence.require_inside(self.name, kv_cache)
-        if self._left is None or self._residency is None:
-            layout, device = self.store.layout, self._kernel.device
-            self._left = DigestStore(self._shape, layout, 0, device, by_block=True)
-            counts = self._kernel.counts.totals
-            self._residency = DeviceResidency(self._shape.kv_heads, len(kv_cache), counts)
-            self._layer_at = sequence.records.layers[self.name]
+        self._layer_at = sequence.records.layers[self.name]
         _, first, held = self._gone.get(sequence.key, (sequence, 0, 0))
         end = first + digests.shape[1]
         self._gone[sequence.key] = sequence, end, len(sequence.slots)
         self._kernel.number(sequence)
         numbers, send = sequence.numbers[first:end], self._device.send
-        there, most = send(torch.from_numpy(numbers)), int(numbers.max(initial=-1)) + 1
-        self._left.reach(most)
+        there = send(torch.from_numpy(numbers))
         self._left.write(there, digests)
-        self._residency.begin(there, send(sequence.slots[held:].to(torch.int64)), most)
+        self._residency.begin(there, send(sequence.slots[held:].to(torch.int64)))
         pages = sequence.addresses(self.name)
         sequence.is_readable &= self._device.can_read(pages, kv_cache[0].nbytes)
 
     def forget(self, key: str) -> None:
-        """With the last sequence memory for its kind is given back."""
-        if not self._is_open:
-            return
-        if key in self._gone:
+        if self._is_open and key in self._gone:
             sequence = self._gone.pop(key)[0]
             self._kernel.numbers.give(sequence.numbers)
             sequence.numbers = sequence.numbers[:0]
-        if not self._gone:
-            self._left = self._residency = None
 
     def _fetch_by_host(
         self, plan: DeviceStep, at: int, offloaded: OffloadedSequence, residency: DeviceResidency
@@ -168,18 +165,23 @@ class DeviceSelection(RetrievalLayer):
         rows[:, 0] = 0
 
     def _note_later(self, step: SparseStep) -> None:
-        """Notes what the device has chosen once that is here; the host does not wait for it."""
+        """Notes what the device has chosen once that is here; the host does not wait for it. Of the
+        first sequences, if there are many."""
         while self._unseen and self._unseen[0][0].is_reached():
             _, table, seen = self._unseen.popleft()
             for at, split, blocks in seen:
                 found = _places_of(self._chosen(table, at, split).numpy(), blocks)
                 self.note_selected(split, found)
-        if len(self._unseen) < _MOST_UNSEEN:
-            table, event = self._device.fetch(step.plan.table)
+        table = step.plan.table
+        some = max(1, FETCHED_BYTES // (self._shape.kv_heads * table[0].nbytes))
+        table = table[: self._rows(some).start]
+        if len(self._unseen) < _MOST_UNSEEN and self._device.can_fetch(table.nbytes):
+            here, event = self._device.fetch(table)
             seen = tuple(
-                (at, one.split, one.blocks.numpy().copy()) for at, one in enumerate(step.sequences)
+                (at, one.split, one.blocks.numpy().copy())
+                for at, one in enumerate(step.sequences[:some])
             )
-            self._unseen.append((event, table, seen))
+            self._unseen.append((event, here, seen))
 
     def _chosen(self, table: torch.Tensor, at: int, split: Split) -> torch.Tensor:
         """The part of the step's sequence ``at`` of its table in which selected blocks are."""
@@ -212,27 +214,21 @@ class TritonKernel(AttentionKernel):
         self.shape = shape
         self.device = device
         self.overhead_bytes = DeviceSpeed().overhead_bytes(shape.block_size)
-        self.numbers = BlockNumbers(device)
+        self.most_left = MostLeft(1 / 8, 1 << 20)
+        """The builder knows the engine's."""
+        self.numbers = BlockNumbers(device, 0)
+        self._blocks = 0
         block_bytes = shape.block_size * shape.token_bytes // shape.kv_heads
         self.counts = RecallCounts(device, block_bytes)
         self._last: DeviceStep | None = None
 
     def measure(self, settings: RetrievalSettings, rounds: int = 20) -> DeviceSpeed:
-        """Measures the device, and sets ``overhead_bytes`` by it: once, before serving. It also
-        compiles the kernels. Takes a quarter of a GiB while it runs."""
-        shape, device = self.shape, self.device
+        """Measures the device, and sets ``overhead_bytes`` by it: once, before serving. Takes a
+        quarter of a GiB while it runs."""
+        device, size = self.device, self.shape.block_size
         bandwidth = _bandwidth(device, rounds)
-        size, layout = shape.block_size, settings.layout(shape.block_size, narrows=False)
-        split = Split(4, 1, 3, 1, size, size)
-        ids = torch.arange(4, dtype=torch.int32)
-        sequence = SparseSequence(0, 0, split, ids)
-        step = self.schedule(ids[1:2].to(torch.int64), [sequence], layout)
-        sizes = (4, shape.kv_heads, size, 2 * shape.head_dim)
-        cache = torch.zeros(sizes, dtype=shape.dtype, device=device)
-        query = torch.zeros(1, shape.heads, shape.head_dim, dtype=shape.dtype, device=device)
-        output = torch.empty_like(query)
-        layer = self.layer("", settings, Activity())
-        layer.digest_rows(cache).zero_()
+        layer, cache, query, output = self._trial(settings)
+        step = self._trial_step(settings)
 
         def once() -> None:
             self.digest(cache, step.stale, layer.store)
@@ -244,9 +240,77 @@ class TritonKernel(AttentionKernel):
         self.overhead_bytes = speed.overhead_bytes(size)
         return speed
 
+    def warm(
+        self,
+        settings: RetrievalSettings,
+        recalls: bool,
+        terms: Sequence[AttentionParameters],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Compiles every kernel that a step may launch, before there is one: that takes seconds
+        each, unless Triton's cache has them. ``recalls``: whether blocks are to leave the device;
+        ``terms``: of the layers."""
+        layer, cache, query, output = self._trial(settings)
+        by_tokens = cache.transpose(1, 2).contiguous().transpose(1, 2)  # vLLM's other layout
+        step, device = self._trial_step(settings), device_of(self.device)
+        bounds = settings.layout(self.shape.block_size).kind.name == "bounds"
+
+        def attend(of: AttentionParameters) -> None:
+            self.attend(query, cache, step, output, of)
+
+        def recall() -> None:
+            """Of a sequence whose blocks are all there, so that nothing is read."""
+            away, rows = self._trial_step(settings, recalls=True).plan, layer.store.rows
+            held = DeviceResidency(self.shape.kv_heads, len(cache), len(cache), self.counts.totals)
+            kernels.choose_by_triton(query, rows, away, 1.0, bounds, rows, held)
+            away.missed.zero_()
+            addresses = torch.zeros(len(cache), dtype=torch.int64, device=self.device)
+            for one in (cache, by_tokens):
+                kernels.fetch_by_triton(away, held, addresses, 0, one)
+            self.counts.totals.zero_()
+            source, nbytes = np.array([cache.data_ptr()]), cache[0].nbytes
+            device.move(source, source + nbytes, kernels.Piece(1, nbytes, 0))
+
+        work: list[Callable[[], None]] = [
+            lambda: self.digest(cache, step.stale, layer.store),
+            lambda: layer.select(query, step, 1.0, False),
+            *(partial(attend, one) for one in terms),
+            *[recall] * recalls,
+        ]
+        began = told = clock()
+        for at, one in enumerate(work):
+            if clock() - told > _TOLD_EVERY_S:
+                told = clock()
+                logger.info("kvrecall: retrieval: compiling kernels, %d of %d", at, len(work))
+            one()
+        device.current().record().wait()
+        logger.info("kvrecall: retrieval: kernels ready after %.1f s", clock() - began)
+
+    def _trial(self, settings: RetrievalSettings) -> _Trial:
+        """A layer of its own over a cache of a few blocks, a token's query, and its output."""
+        shape = self.shape
+        size = 4, shape.kv_heads, shape.block_size, 2 * shape.head_dim
+        cache = torch.zeros(size, dtype=shape.dtype, device=self.device)
+        query = cache.new_zeros((1, shape.heads, shape.head_dim))
+        layer = TritonKernel(shape, self.device).layer("", settings, Activity())
+        layer.digest_rows(cache).zero_()
+        return layer, cache, query, torch.empty_like(query)
+
+    def _trial_step(self, settings: RetrievalSettings, recalls: bool = False) -> SparseStep:
+        """Of one sequence, and a block to digest. ``recalls``: with two blocks off the device."""
+        size, ids = self.shape.block_size, torch.arange(4, dtype=torch.int32)
+        away = None
+        if recalls:
+            records, numbers = Records(np.empty(0, np.uint8), {}), np.arange(2)
+            away = OffloadedSequence("", 1, numbers, ids[1:3], records, None, numbers)
+        table = ids if away is None else away.named(ids)
+        sequence = SparseSequence(0, 0, Split(4, 1, 3, 1, size, size), table, away)
+        layout = settings.layout(size, narrows=False)
+        return self.schedule(ids[1:2].to(torch.int64), [sequence], layout)
+
     def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor, store: DigestStore) -> None:
         keys, bounds = self._halves(kv_cache)[0], store.layout.kind.name == "bounds"
-        kernels.digest_by_triton(keys, store.rows, block_ids, bounds)
+        kernels.digest_by_triton(keys, store.rows, block_ids.to(torch.int32), bounds)
 
     def schedule(
         self, stale: torch.Tensor, sequences: Sequence[SparseSequence], layout: Layout | None
@@ -274,6 +338,17 @@ class TritonKernel(AttentionKernel):
     ) -> None:
         halves, of = self._halves(kv_cache), parameters
         kernels.attend_by_triton(query, *halves, step.plan, output, of.scale, of.softcap, of.sinks)
+
+    def hold(self, blocks: int) -> int:
+        """The layers' caches have so many blocks. Returns what exceeds every number of a block off
+        the device."""
+        most = self.most_left.of(blocks)
+        if blocks != self._blocks:
+            self._blocks, self.numbers = blocks, BlockNumbers(self.device, most)
+        return most
+
+    def has_room(self, count: int) -> bool:
+        return count <= self.numbers.room
 
     def number(self, sequence: OffloadedSequence) -> None:
         """Numbers the sequence's offloaded blocks that have no number yet."""
@@ -403,7 +478,11 @@ class DeviceBuilder(RetrievalBuilder):
         shape = (heads, spec.num_kv_heads, spec.head_size, self.block_size, spec.dtype, "")
         kernel = TritonKernel(KernelShape(*shape), self.device)
         settings = active_settings()
-        if settings.gate and self.device.type != "cpu":  # one that interprets is no measure
+        kernel.most_left = most_left(self.vllm_config, settings, self.specs())
+        on_host = self.device.type == "cpu"  # one that interprets is no measure
+        if not on_host:
+            kernel.warm(settings, kernel.most_left.most > 0, self._terms())
+        if settings.gate and not on_host:
             speed = kernel.measure(settings)
             kernel.overhead_bytes = most_of_ranks(kernel.overhead_bytes, stages=False)
             logger.info(
@@ -413,6 +492,16 @@ class DeviceBuilder(RetrievalBuilder):
                 speed.bandwidth / 1e12,
             )
         return kernel
+
+    def _terms(self) -> list[AttentionParameters]:
+        """Of the group's layers, one of each kind that is compiled by itself."""
+        terms = {
+            (bool(impl.logits_soft_cap), impl.sinks is not None): AttentionParameters(
+                impl.scale, impl.logits_soft_cap or 0.0, impl.sinks
+            )
+            for impl in self._impls().values()
+        }
+        return list(terms.values())
 
     def make_dense(self, name: str) -> DenseOffload:
         return CopiedDense(name, self._activity).attend
@@ -436,29 +525,10 @@ class DeviceAttention(RetrievalAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        runner.leave_room(share_beside)
+        runner.leave_room(cache_bytes)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
-
-
-def share_beside(vllm_config: Any, specs: Mapping[str, Any]) -> float:
-    """The share of a GPU's memory for the KV cache that must be left for the digests of all blocks
-    and, where sequences are to leave the device, for as many pages of dense layers as there are
-    blocks. ``specs``: the layers' KV cache specs of vLLM's, by name."""
-    settings = active_settings()
-    long = settings.offload_boundary < vllm_config.model_config.max_model_len
-    copies = long and offload_hindrance(vllm_config) is None
-    kv = beside = 0
-    for name, spec in specs.items():
-        kv += spec.page_size_bytes
-        if layer_index(name) >= settings.dense_layers:
-            layout = settings.layout(spec.block_size, narrows=False)
-            width = coded_width(layout.kind.parts * spec.head_size)
-            beside += spec.num_kv_heads * layout.rows * width + CHECKSUM_BYTES
-        elif copies:
-            beside += spec.page_size_bytes
-    return beside / (beside + kv)
 
 
 class FlashBuilder(DeviceBuilder, FlashAttentionMetadataBuilder):

@@ -199,7 +199,17 @@ class RetrievalGroup:
             self._near.pop(arena).close()
 
     def _carry_out(self, order: Arrival | Departure, records: Records | None) -> bool:
-        """False if the arena of a starting sequence is unreachable."""
+        """False if the arena of a starting sequence is unreachable, or the device has no memory for
+        more."""
+        if not self._kernel.has_room(len(order.offsets)):
+            logger.error(
+                "kvrecall: no room for the digests of %d blocks more off the device, so %s is "
+                "computed again; lower --max-num-seqs, or raise VLLM_RETRIEVAL_OFFLOAD_BOUNDARY",
+                len(order.offsets),
+                order.request_id,
+            )
+            self._forget(order.request_id)
+            return False
         sequence = None if isinstance(order, Arrival) else self._sequences.get(order.request_id)
         if sequence is None:
             if records is None:

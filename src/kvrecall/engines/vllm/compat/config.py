@@ -450,6 +450,8 @@ def require_supported(vllm_config: Any, kv_cache_config: Any) -> None:
             "--enable-prefix-caching; if vLLM turned it off itself, this model cannot continue "
             "from a cached prefix on this platform (for example MLA on a CPU without AMX)"
         )
+    if getattr(getattr(vllm_config, "attention_config", 0), "hisparse_config", None) is not None:
+        raise EngineError("HiSparse keeps KV where no pool reads it; leave hisparse_config out")
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:

@@ -123,18 +123,17 @@ def _show(runner: Any, blocks: Sequence[BatchBlocks]) -> None:
         step_blocks.update(dict.fromkeys(group.layer_names, of_group))
 
 
-def leave_room(share_of: Callable[[Any, Any], float]) -> None:
-    """Makes workers of GPUs leave part of the memory that they found for the KV cache:
-    ``share_of(vllm_config, specs)`` of it, where ``specs`` are the layers' by name. A size that the
-    user has set stays."""
+def leave_room(cache_bytes: Callable[[Any, Any, int], int]) -> None:
+    """Makes workers of GPUs give to the KV cache only ``cache_bytes(vllm_config, specs, found)`` of
+    the ``found`` bytes, where ``specs`` are the layers' by name. A size that the user has set
+    stays."""
 
     def make(plain: Any) -> Any:
         def determine_available_memory(self: Any) -> int:
             found = int(plain(self))
             if self.cache_config.kv_cache_memory_bytes:
                 return found
-            share = share_of(self.vllm_config, self.model_runner.get_kv_cache_spec())
-            return int(found * (1 - share))
+            return cache_bytes(self.vllm_config, self.model_runner.get_kv_cache_spec(), found)
 
         return determine_available_memory
 

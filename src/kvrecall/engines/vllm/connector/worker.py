@@ -152,9 +152,9 @@ class RecallWorker:
 
     def map_arena(self, handle: ArenaHandle) -> None:
         """Maps the arena before the engine serves, and returns when what is populated of it is
-        page-locked. Without effect if it cannot be mapped: copies say so."""
+        page-locked, or a minute is over. Without effect if it cannot be mapped: copies say so."""
         self._arena.prepare(handle, self._device.numa_node())
-        self._device.wait_locked()
+        self._device.wait_locked(60.0)
 
     def see_model(self, model: torch.nn.Module) -> None:
         """Registers the model that this rank has loaded. Called before ``shard``."""

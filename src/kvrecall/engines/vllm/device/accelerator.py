@@ -3,13 +3,19 @@ for. ``kvrecall gpu-check`` runs them on a device: an H200 so far (docs/gpu-chec
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import logging
+import math
+import os
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
+from time import monotonic, sleep
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +24,7 @@ import torch
 from kvrecall.attention.kernels import device as kernels
 from kvrecall.attention.kernels.device import Piece
 from kvrecall.engines.vllm.device import driver
-from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event, Stream
+from kvrecall.engines.vllm.device.base import FETCHED_BYTES, Addresses, Batch, Device, Event, Stream
 from kvrecall.nicety import nicety
 
 ITEMS_A_CALL = 256
@@ -30,8 +36,17 @@ microsecond: an H200 copies items of 64 KiB with 34 GB/s in calls of 8,192, and 
 FEWEST_ROWS = 4
 """That are copied as rows: a call takes as long as some items."""
 
-LEAST_ROW_BYTES = 16 << 10
-"""Of those. Smaller ones are loaded by a kernel."""
+LEAST_ROW_BYTES, MOST_ROW_BYTES = 16 << 10, 512 << 10
+"""Of those, the latter excluded. Smaller ones are loaded by a kernel; of larger ones an H200 copies
+47.8 GB/s as rows, and 49.2 by vLLM's call (docs/gpu-check.md)."""
+
+_PARTS, _PART_BYTES = 4, 2 << 20
+"""Of the ring of locked memory through which values are sent. A step sends some tens of KiB."""
+
+_FETCHES = 128
+"""Tensors that may be on their way to the host at one time."""
+
+_ALIGNMENT = 64
 
 
 class StreamEvent(Event):
@@ -110,7 +125,7 @@ def _copy_rows(batch: Batch, is_load: bool, places: Addresses) -> Batch:
     chunks = places // CHUNK_BYTES
     for run in batch.runs(len(left)):
         nbytes = int(batch.sizes[run.begin])
-        if not run.is_even or nbytes < LEAST_ROW_BYTES:
+        if not run.is_even or not LEAST_ROW_BYTES <= nbytes < MOST_ROW_BYTES:
             continue
         edges: list[int] = []
         if chunks[run.begin] != chunks[run.end - 1]:
@@ -137,6 +152,12 @@ class AcceleratorDevice(Device):
         self._device = device
         self._locks: dict[int, PageLock] = {}
         self._moves: Stream | None = None
+        # Made once: see ``driver.pinned``.
+        self._ring = driver.pinned(_PARTS * _PART_BYTES).view(_PARTS, -1)
+        self._read: list[Event | None] = [None] * _PARTS  # when the device has read each part
+        self._part = self._at = 0
+        self._fetched = driver.pinned(_FETCHES * FETCHED_BYTES).view(_FETCHES, -1)
+        self._free = list(range(_FETCHES))
 
     def stream(self, name: str) -> Stream:
         return AcceleratorStream(torch.Stream(self._device), self._locks)
@@ -174,14 +195,39 @@ class AcceleratorDevice(Device):
         return any(lock.covers(addresses, sizes) for lock in self._locks.values())
 
     def send(self, values: torch.Tensor) -> torch.Tensor:
-        """By way of locked memory, which torch keeps until the copy is done: a copy from other
-        memory waits for the stream."""
-        return values.pin_memory().to(self._device, non_blocking=True)
+        """By way of locked memory: a copy from other memory waits for the stream."""
+        sent = torch.empty(values.shape, dtype=values.dtype, device=self._device)
+        ours, theirs = (one.reshape(-1).view(torch.uint8) for one in (values, sent))
+        for at in range(0, len(ours), _PART_BYTES):
+            here, there = (one[at : at + _PART_BYTES] for one in (ours, theirs))
+            there.copy_(self._staged(len(here)).copy_(here), non_blocking=True)
+        return sent
+
+    def _staged(self, nbytes: int) -> torch.Tensor:
+        """The next bytes of the ring. Of a part, the host writes the first when the device has
+        copied what was there before: the host waits only if the device is that far behind."""
+        if self._at + nbytes > _PART_BYTES:
+            self._read[self._part] = self.current().record()
+            self._part, self._at = (self._part + 1) % _PARTS, 0
+            read = self._read[self._part]
+            if read is not None:
+                read.wait()
+        at, self._at = self._at, self._at + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return self._ring[self._part, at : at + nbytes]
 
     def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        here = torch.empty_like(values, device="cpu", pin_memory=True)
+        if self._free and values.nbytes <= FETCHED_BYTES:
+            slot = self._free.pop()
+            here = self._fetched[slot, : values.nbytes].view(values.dtype).view(values.shape)
+            # Before the next copy into the slot this one is made: they are on one stream.
+            weakref.finalize(here, self._free.append, slot)
+        else:
+            here = torch.empty_like(values, device="cpu")
         here.copy_(values, non_blocking=True)
         return here, self.current().record()
+
+    def can_fetch(self, nbytes: int) -> bool:
+        return super().can_fetch(nbytes) and len(self._free) > 1  # the last is for counters
 
     @nicety("the search for the memory near a device")
     def numa_node(self) -> int | None:
@@ -198,9 +244,10 @@ class AcceleratorDevice(Device):
         if lock is not None:
             lock.close()
 
-    def wait_locked(self) -> None:
+    def wait_locked(self, seconds: float = math.inf) -> None:
+        until = monotonic() + seconds
         for lock in self._locks.values():
-            lock.settled.wait()
+            lock.settle(max(0.0, until - monotonic()))
 
 
 def swap_blocks_batch() -> Callable[..., None]:
@@ -261,20 +308,54 @@ def _crosses(ours: Addresses, sizes: Addresses, begin: int, end: int) -> bool:
 logger = logging.getLogger("vllm.kvrecall")
 
 CHUNK_BYTES = 1 << 28
-"""Locked in one call, during which the process may wait to launch anything. A driver's call takes
-less than 512 GiB."""
+"""Locked in one call, during which no process of the node may launch anything: some 25 ms. A
+driver's call takes less than 512 GiB."""
 
 _IDLE_S = 1.0
 """Between two looks at whether more is populated."""
+
+_PAUSE = 9
+"""Times as long as a call takes the thread pauses in its turn, once the engine serves: then nine
+tenths of the time no process of the node locks."""
+
+_TURN_S = 10.0
+"""The longest that a process waits for its turn to lock a chunk."""
+
+DRIVER = Path("/sys/module/nvidia")
+"""Processes take turns by a lock of this folder, which all containers of a node see."""
+
+
+@contextmanager
+def turn() -> Iterator[None]:
+    """Only one process of the node is within, as long as none has waited for ``_TURN_S``. The
+    driver locks memory for one process at a time, and a launch waits for all that came before."""
+    try:
+        folder = os.open(DRIVER, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # another driver, or none to see
+        yield
+        return
+    try:
+        until = monotonic() + _TURN_S
+        while monotonic() < until:
+            with suppress(OSError):
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            sleep(0.005)
+        yield
+    finally:
+        os.close(folder)
 
 
 class PageLock:
     """Page-locks the leading bytes of a mapping, in a thread of its own, so that copies run at full
     speed and beside the host's work, and kernels may read it by its address. Owned by its device.
 
-    The thread locks chunk after chunk: all that the mapping's owner has populated before the engine
-    serves, and later what it grows by. Locking what is not populated would populate it. Where the
-    system refuses, the memory stays as it is: copies are slower, and right."""
+    The thread locks chunk after chunk, in its process's turn: what the mapping's owner has
+    populated before the engine serves, as far as that waits, and later the rest and what it grows
+    by, with pauses. Locking what is not populated would populate it. Where the system refuses, the
+    memory stays as it is: copies are slower, and right. Every process that copies has to lock its
+    own mapping, all of it: a rank's part of a record is spread over the arena in runs of some
+    10 KiB, too many to lock each."""
 
     def __init__(
         self, memory: torch.Tensor, device: torch.device, populated: Callable[[], int]
@@ -287,6 +368,7 @@ class PageLock:
         self._populated = populated
         self._locked = 0  # leading bytes; the thread raises it
         self.settled = threading.Event()  # when all that is populated is locked, or refused
+        self._seconds, self._told = 0.0, 0  # of locking, and bytes when that was told
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvrecall-page-lock", daemon=True)
         self._thread.start()
@@ -310,6 +392,19 @@ class PageLock:
                 driver.host_unregister(self.begin + start)
         self._locked = 0
 
+    def settle(self, seconds: float) -> None:
+        """Waits until all that is populated is locked, or refused; at most so long. The engine may
+        serve then."""
+        if not self.settled.wait(min(seconds, threading.TIMEOUT_MAX)):
+            logger.warning(
+                "kvrecall: after %.0f s %.1f of %.1f GiB of host memory are page-locked. The "
+                "engine serves while the rest is locked, in pieces; until then copies are slower",
+                seconds,
+                self._locked / 2**30,
+                (self.end - self.begin) / 2**30,
+            )
+            self.settled.set()
+
     def _run(self) -> None:
         """Thread."""
         try:
@@ -325,19 +420,41 @@ class PageLock:
             while not self._stop.is_set() and self._locked < self.end - self.begin:
                 chunk = min(CHUNK_BYTES, self.end - self.begin - self._locked)
                 if self._populated() < self._locked + chunk:
+                    self._tell()
                     self.settled.set()
-                    self._stop.wait(_IDLE_S)
-                elif driver.host_register(self.begin + self._locked, chunk):
-                    self._locked += chunk
-                else:
+                    self._pause(_IDLE_S)
+                    continue
+                with turn():
+                    began = monotonic()
+                    is_locked = driver.host_register(self.begin + self._locked, chunk)
+                    took = monotonic() - began
+                    if is_locked and self.settled.is_set():
+                        self._pause(_PAUSE * took)
+                if not is_locked:
                     logger.warning(
                         "kvrecall: the system page-locked %d of the host tier's %d bytes and "
                         "refuses more: copies of the rest are slower. Make host_size smaller or "
-                        "raise the limit of locked memory (ulimit -l)",
+                        "raise the limit of locked memory (ulimit -l; of a container: --ulimit "
+                        "memlock=-1)",
                         self._locked,
                         self.end - self.begin,
                     )
                     break
+                self._locked += chunk
+                self._seconds += took
+        self._tell()
+
+    def _pause(self, seconds: float) -> None:
+        self._stop.wait(seconds)
+
+    def _tell(self) -> None:
+        if self._locked > self._told:
+            self._told = self._locked
+            logger.info(
+                "kvrecall: %.2f GiB of host memory page-locked, in %.1f s of the driver's",
+                self._locked / 2**30,
+                self._seconds,
+            )
 
 
 def numa_node_at(pci_address: str, root: Path = Path("/sys/bus/pci/devices")) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -133,6 +134,10 @@ def _are_even(sources: Addresses, targets: Addresses, sizes: Addresses) -> npt.N
     return is_even
 
 
+FETCHED_BYTES = 256 << 10
+"""Of the largest tensor that is fetched without a wait."""
+
+
 class Event(ABC):
     """A point in a stream's work."""
 
@@ -209,7 +214,12 @@ class Device(ABC):
     @abstractmethod
     def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
         """A copy of a device tensor on the host, queued on the engine's stream; complete once the
-        event is reached."""
+        event is reached. Its memory is used anew once the tensor is gone. Waits for the device
+        unless it ``can_fetch``."""
+
+    def can_fetch(self, nbytes: int) -> bool:
+        """Whether a tensor of that size can be fetched now without a wait."""
+        return nbytes <= FETCHED_BYTES
 
     @abstractmethod
     def lock(self, memory: torch.Tensor, populated: Callable[[], int]) -> None:
@@ -225,5 +235,6 @@ class Device(ABC):
         """Undoes ``lock``, before the memory is unmapped. No work on it may be queued."""
 
     @abstractmethod
-    def wait_locked(self) -> None:
-        """Waits until all that is populated is locked, or refused. For measurements."""
+    def wait_locked(self, seconds: float = math.inf) -> None:
+        """Waits until all that is populated is locked, or refused; at most so long: the rest is
+        locked while the engine serves."""

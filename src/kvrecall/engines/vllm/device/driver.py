@@ -126,6 +126,12 @@ def pci_address(index: int) -> str | None:
     return None if failed else name.value.decode().lower()
 
 
+def pinned(nbytes: int) -> torch.Tensor:
+    """New page-locked host memory: uint8 ``[nbytes]``. Allocating it may stall all launches of the
+    process for milliseconds (vLLM issue 37006), so never in a step."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
 def host_register(address: int, nbytes: int) -> bool:
     """Page-locks a range, by vLLM's function for this platform, or CUDA's where no vLLM is
     installed. False if the system refuses. Leaves no error behind that a launch of another thread

@@ -121,5 +121,5 @@ class InlineDevice(Device):
     def unlock(self, memory: torch.Tensor) -> None:
         return
 
-    def wait_locked(self) -> None:
+    def wait_locked(self, seconds: float = 0.0) -> None:
         return

@@ -1,0 +1,127 @@
+"""Memory of a GPU that retrieval takes beside the KV cache. Workers leave it when vLLM plans the
+cache, and what grows with the cache is allocated with it, once: nothing is enlarged in traffic."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvrecall.attention.digest import coded_width
+from kvrecall.attention.kernels.device import Bucket, DeviceStep, next_power
+from kvrecall.attention.selection import slots_of, split_of
+from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.config import RecallSettings
+from kvrecall.engines.vllm.attention.base import CHECKSUM_BYTES
+from kvrecall.engines.vllm.attention.checks import offload_hindrance
+from kvrecall.engines.vllm.attention.plugin import active_settings
+from kvrecall.engines.vllm.compat.config import layer_index
+
+logger = logging.getLogger("vllm.kvrecall")
+
+MEASURED_BYTES = 1 << 28
+"""Copied to measure the device's bandwidth, before the cache is allocated."""
+_MOST_SPLITS = 64  # of a row's attention, as of ``attend_by_triton``
+
+Specs = Mapping[str, Any]
+"""vLLM's KV cache specs of the layers with retrieval, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class MostLeft:
+    """How many blocks can be off the device at one time: not more than there are slots for, of
+    which a sequence has at least ``share`` times as many, and not more than ``most``: all that the
+    sequences can have, or the pool."""
+
+    share: float
+    most: int
+
+    def of(self, blocks: int) -> int:
+        """``blocks``: of the KV cache."""
+        return min(int(blocks / self.share), self.most)
+
+
+def most_left(vllm_config: Any, settings: RetrievalSettings, specs: Specs) -> MostLeft:
+    """Of this engine."""
+    model, size = vllm_config.model_config, _block_size(specs)
+    if not offloads(vllm_config, settings):
+        return MostLeft(settings.topk_share, 0)
+    most = vllm_config.scheduler_config.max_num_seqs * (model.max_model_len // size)
+    raw = vllm_config.kv_transfer_config.kv_connector_extra_config
+    pool = RecallSettings.from_mapping(raw, "kv_connector_extra_config")
+    if pool.service is None:  # a service's size is not known yet
+        heads = next(iter(specs.values())).num_kv_heads
+        parts = max(1, model.get_total_num_kv_heads() // heads)
+        record = parts * sum(int(spec.page_size_bytes) for spec in specs.values())
+        most = min(most, pool.pool.host_most_bytes // record)
+    return MostLeft(settings.topk_share, most)
+
+
+def offloads(vllm_config: Any, settings: RetrievalSettings) -> bool:
+    """Whether sequences are to leave the device."""
+    is_long = settings.offload_boundary < vllm_config.model_config.max_model_len
+    return is_long and offload_hindrance(vllm_config) is None
+
+
+def cache_bytes(vllm_config: Any, specs: Specs, found: int) -> int:
+    """The part of ``found`` bytes that is for the KV cache. The rest is for the digests of its
+    blocks and of those off the device, with their slots; where sequences leave the device, for
+    dense layers' pages, as many as there are blocks, and one sequence's copy in one layer; and for
+    the greatest step's buffers, and half of them: a step of other sizes has its own before the last
+    one's are free."""
+    settings, size = active_settings(), _block_size(specs)
+    copies = offloads(vllm_config, settings)
+    kv = here = left = fixed = 0
+    for name, spec in specs.items():
+        kv += spec.page_size_bytes
+        if layer_index(name) >= settings.dense_layers:
+            layout = settings.layout(size, narrows=False)
+            width = coded_width(layout.kind.parts * spec.head_size)
+            digests = spec.num_kv_heads * layout.rows * width
+            here += digests + CHECKSUM_BYTES + 3 * 4 * spec.num_kv_heads
+            left += digests + 4 * spec.num_kv_heads
+        elif copies:
+            here += spec.page_size_bytes
+        fixed = max(fixed, 3 * _step_bytes(vllm_config, settings, spec, copies) // 2)
+    if copies:
+        longest = -(-vllm_config.model_config.max_model_len // size)
+        fixed += longest * max(spec.page_size_bytes for spec in specs.values())
+    fixed += MEASURED_BYTES * settings.gate
+    bound, room = most_left(vllm_config, settings, specs), max(0, found - fixed)
+    blocks = int(room / (kv + here + left / bound.share))
+    if bound.of(blocks) == bound.most:
+        blocks = (room - bound.most * left) // (kv + here)
+    logger.info(
+        "kvrecall: retrieval: of %.2f GiB of device memory beside the model %.2f GiB are for the "
+        "KV cache, the others for digests of its blocks and of up to %d off the device, copies for "
+        "dense layers, and buffers",
+        found / 2**30,
+        max(0, blocks) * kv / 2**30,
+        bound.of(blocks),
+    )
+    return max(0, blocks) * kv
+
+
+def _block_size(specs: Specs) -> int:
+    return int(next(iter(specs.values())).block_size)
+
+
+def _step_bytes(vllm_config: Any, settings: RetrievalSettings, spec: Any, recalls: bool) -> int:
+    """Of the buffers of a step in which as many sequences as there can be are as long as can be."""
+    model, size = vllm_config.model_config, spec.block_size
+    split = split_of(model.max_model_len, size, settings)
+    slots = slots_of(split, split.middle, settings)[1] if recalls else 0
+    sizes = vllm_config.scheduler_config.max_num_seqs, split.blocks, split.middle
+    sequences, blocks, middle, attended, slots = (
+        next_power(max(1, one)) for one in (*sizes, split.attended_blocks, slots)
+    )
+    bucket = Bucket(spec.num_kv_heads, sequences, 0, blocks, middle, attended, slots * recalls)
+    packed = torch.from_numpy(bucket.pack([], [], []))
+    heads = model.get_num_attention_heads(vllm_config.parallel_config)
+    step = DeviceStep(packed.to("meta"), bucket, heads // spec.num_kv_heads)
+    partials = step.partials(_MOST_SPLITS, spec.head_size)
+    buffers = packed, step.logits, step.scores, step.table, step.missed, *partials
+    return sum(one.nbytes for one in buffers)
