@@ -114,7 +114,7 @@ def main(
         checks = {file: partial(_unmutated, file, chosen, plain, folder) for file in files}
         before = run_trials(progress, checks, jobs, lambda verdict: verdict.text)
         failing = [file for file, verdict in before.items() if verdict.how != "survived"]
-        trials = {one.name: partial(_trial, one, plain, folder, failing) for one in chosen}
+        trials = {one.name: partial(trial, one, plain, folder, failing) for one in chosen}
         verdicts = run_trials(progress, trials, jobs, lambda verdict: verdict.text).values()
         left = [one for one in verdicts if one.how != "killed"]
         figures = {
@@ -135,7 +135,7 @@ def _unmutated(file: str, chosen: Iterable[Mutant], plain: Path, folder: Path) -
     return _tested(f"as it is: {file}", [file] if file in named else sorted(named), plain, folder)
 
 
-def _trial(one: Mutant, plain: Path, folder: Path, failing: Sequence[str]) -> Verdict:
+def trial(one: Mutant, plain: Path, folder: Path, failing: Sequence[str]) -> Verdict:
     if fail := [test for test in one.tests if test.partition("::")[0] in failing]:
         return Verdict(one.name, "broken", f"{fail[0]} fails without it", 0.0)
     tree = folder / one.name

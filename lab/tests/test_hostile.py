@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall_lab.hostile.__main__ import _trial, figures_of
+from kvrecall_lab.hostile.__main__ import trial, figures_of
 from kvrecall_lab.hostile.attack import Attack, attacks
 
 PROGRAM = """
@@ -41,7 +41,7 @@ _run_here(Attack("a.b", "", run, False, 9))
 )
 def test_each_end_is_told(tmp_path: Path, body: str, how: str, seen: str) -> None:
     one = Attack("a.b", "", lambda _: "", False, 2 if "sleep" in body else 60)
-    verdict = _trial(one, tmp_path, [sys.executable, "-c", PROGRAM.format(body=body)])
+    verdict = trial(one, tmp_path, [sys.executable, "-c", PROGRAM.format(body=body)])
     assert (verdict.how, verdict.seen) == (how, seen)
     line = figures_of([verdict], 1.0)
     assert line["attacks"] == (0 if how == "skipped" else 1)

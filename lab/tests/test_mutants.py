@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrecall_lab import mutants
-from kvrecall_lab.mutants import ROOT, Mutant, _trial
+from kvrecall_lab.mutants import ROOT, Mutant, trial
 
 MUTANTS = mutants.mutants()
 
@@ -59,6 +59,6 @@ def test_only_a_test_that_fails_finds_a_fault(
     check = tmp_path / "test_it.py"
     check.write_text(f"from kvrecall import product\ndef test():\n    {TESTS[test]}\n")
     one = Mutant("one", "product.py", "return 1", "return 2", "", (str(check),))
-    assert _trial(one, plain, tmp_path, []).how == how
+    assert trial(one, plain, tmp_path, []).how == how
     gone = Mutant("gone", "product.py", "return 3", "return 2", "", (str(check),))
-    assert _trial(gone, plain, tmp_path, []).how == "broken"
+    assert trial(gone, plain, tmp_path, []).how == "broken"

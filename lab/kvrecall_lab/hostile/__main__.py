@@ -82,7 +82,7 @@ def hostile(
         return
     with command_folder("hostile", keep) as folder:
         began = time.monotonic()
-        trials = {one.name: partial(_trial, one, folder) for one in chosen}
+        trials = {one.name: partial(trial, one, folder) for one in chosen}
         progress = ProgressLines("hostile")
         verdicts = list(run_trials(progress, trials, jobs, lambda verdict: verdict.text).values())
         figures = figures_of(verdicts, time.monotonic() - began)
@@ -114,7 +114,7 @@ def _run_here(one: Attack) -> None:
     os._exit(status)  # threads of what was attacked do not keep it
 
 
-def _trial(one: Attack, folder: Path, command: Sequence[str] = ()) -> Verdict:
+def trial(one: Attack, folder: Path, command: Sequence[str] = ()) -> Verdict:
     """Runs an attack in a process of its own, in an empty folder, and ends all that it started."""
     began = time.monotonic()
     place = Path(tempfile.mkdtemp(prefix=f"{one.name}-", dir=folder))
