@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall_lab.hostile.__main__ import trial, figures_of
+from kvrecall_lab.hostile.__main__ import figures_of, trial
 from kvrecall_lab.hostile.attack import Attack, attacks
 
 PROGRAM = """
