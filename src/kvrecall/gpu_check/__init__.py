@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -29,6 +29,12 @@ class CheckError(KvrecallError):
 
 class SkipError(Exception):
     """The check cannot run here; the message says why."""
+
+
+class Say(Protocol):
+    """Reports what a check has found so far."""
+
+    def __call__(self, text: str, **figures: Any) -> None: ...
 
 
 Finding = tuple[str, Mapping[str, Any]]
