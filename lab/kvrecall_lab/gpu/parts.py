@@ -9,8 +9,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from kvrecall.gpu_check import CheckError, Finding
 from kvrecall.gpu_check.part import PARTS as CHECKS
@@ -83,27 +84,35 @@ def _chain(here: Here) -> Finding:
     return f"us a layer, {note}", found
 
 
+def _tokens(here: Here, contexts: Sequence[int], repetitions: int, device: int, host: int) -> Any:
+    """``device``, ``host``: bytes of the device's cache and of host memory."""
+    from kvrecall.gpu_check.first_token import FirstTokens
+    from kvrecall.gpu_check.servers import LARGE, SMALL
+
+    shape = SMALL if here.on_cpu else LARGE
+    made = FirstTokens(shape, contexts, repetitions, here.folder, here.say, device, host)
+    if here.on_cpu:  # which computes such a small model as fast as it loads
+        made.pool = {"load_or_compute": "load"}
+    return made
+
+
 def _first_token(here: Here) -> Finding:
     from kvrecall.gpu_check.first_token import OURS
-    from kvrecall.gpu_check.servers import LARGE, SMALL
-    from kvrecall_lab.gpu.tiers import EveryTier
+    from kvrecall_lab.gpu.tiers import every_tier
 
-    if here.on_cpu:  # which computes such a small model as fast as it loads
-        room, pool = (64 << 20, 256 << 20), {"load_or_compute": "load"}
-        small = EveryTier(SMALL, (512, 1024), 2, here.folder, here.say, *room, pool)
-        small.disk_bytes = 1 << 30
-        return small.measure((OURS,))
-    return EveryTier(LARGE, (8192, 32768, 131072), 3, here.folder, here.say).measure()
+    if here.on_cpu:
+        small = _tokens(here, (512, 1024), 2, 64 << 20, 256 << 20)
+        return every_tier(small, (OURS,), 1 << 30)
+    tokens = _tokens(here, (8192, 32768, 131072), 3, 18 << 30, 24 << 30)
+    return every_tier(tokens, (OURS, "OffloadingConnector"), 40 << 30)
 
 
 def _gaps(here: Here) -> Finding:
-    from kvrecall.gpu_check.servers import LARGE, SMALL
-    from kvrecall_lab.gpu.tiers import Gaps
+    from kvrecall_lab.gpu.tiers import measure_gaps
 
     if here.on_cpu:
-        room, pool = (8 << 20, 256 << 20), {"load_or_compute": "load"}
-        return Gaps(SMALL, (2048,), 1, here.folder, here.say, *room, pool).measure()
-    return Gaps(LARGE, (131072,), 2, here.folder, here.say, host_bytes=40 << 30).measure()
+        return measure_gaps(_tokens(here, (2048,), 1, 8 << 20, 256 << 20))
+    return measure_gaps(_tokens(here, (131072,), 2, 18 << 30, 40 << 30))
 
 
 PARTS: Mapping[str, Part] = {

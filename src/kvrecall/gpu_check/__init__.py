@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
@@ -31,11 +31,8 @@ class SkipError(Exception):
     """The check cannot run here; the message says why."""
 
 
-class Say(Protocol):
-    """Reports what a check has found so far."""
-
-    def __call__(self, text: str, **figures: Any) -> None: ...
-
+Say = Callable[..., None]
+"""Takes a text, and figures by name: what a check has found so far."""
 
 Finding = tuple[str, Mapping[str, Any]]
 """The result of a passed check: a note, and figures."""

@@ -1,14 +1,15 @@
 """Seconds to the first token in whole servers, by where a prompt's prefix comes from, beside other
-connectors. The server tells where: a prefix that it computed instead of loading is not timed as
-loaded, and fails the check.
+connectors. The server tells where: a prefix that it computed instead of loading fails the check.
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kvrecall.bench.model import BLOCK, TAIL, BenchModel, Texts
 from kvrecall.bench.report import percentiles
@@ -16,13 +17,11 @@ from kvrecall.gpu_check import CheckError, Finding, Say
 from kvrecall.processes.server import ServerProcess
 
 OURS = "kvrecall"
-CONNECTORS = (OURS, "OffloadingConnector")
-
 _COUNTERS = {
     "device": "vllm:prefix_cache_hits_total",
     "host": "vllm:external_prefix_cache_hits_total",
 }
-"""Tokens that vLLM counts as recalled, for connectors that do not tell by prompt."""
+"""Recalled tokens, as vLLM counts them: other connectors do not tell by prompt."""
 
 
 @dataclass
@@ -39,71 +38,49 @@ class FirstTokens:
     device_bytes: int = 18 << 30
     host_bytes: int = 24 << 30
     pool: Mapping[str, object] = field(default_factory=dict)
-    seconds: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
-    """By connector, context and source."""
-    elsewhere: list[str] = field(default_factory=list)
-    """Prefixes that did not come from where they should."""
 
-    def measure(self, connectors: Sequence[str] = CONNECTORS) -> Finding:
-        """Raises CheckError, after all is measured, if a prefix did not come from where it should.
-        Figures: seconds by connector, context and source."""
+    def __post_init__(self) -> None:
+        self.seconds: dict[str, dict[int, dict[str, list[float]]]] = defaultdict(dict)
+        """By connector, context and source."""
+        self.elsewhere: list[str] = []
         self.shape.write(self.folder / "model", max(self.contexts) + 1024, "llama", weights=False)
+
+    def measure(self, connectors: Sequence[str]) -> Finding:
+        """Computed, from the device, and from host memory after the device's cache was emptied.
+        Raises CheckError, after all, if a prefix did not come from where it should."""
         for name in connectors:
             self.say(f"{name}: starting")
             with self.server(name) as server:
-                self._measure(server, name)
+                texts = Texts()
+                first = texts.document(4 * BLOCK + TAIL)
+                for _ in range(2):  # kernels are compiled, and kvrecall audits its first hit
+                    server.ask(first, 2)
+                    server.settle()
+                    server.forget_device()
+                for context in self.contexts:
+                    for _ in range(self.repetitions):
+                        document = texts.document(context + TAIL)
+                        self.ask(server, name, context, "computed", document)
+                        self.ask(server, name, context, "device", document)
+                        server.settle()
+                        server.forget_device()
+                        self.ask(server, name, context, "host", document)
+                        server.forget_device()
+                    self.say(f"{name}, {context} tokens: {self.seconds[name][context]}")
         return self.finding()
 
     def finding(self) -> Finding:
         """What was measured so far."""
         if self.elsewhere:
             raise CheckError("; ".join(self.elsewhere))
-        found = {
-            name: {
-                context: {source: percentiles(some) for source, some in times.items()}
-                for context, times in of.items()
-            }
-            for name, of in self.seconds.items()
+        found: dict[str, dict[str, Any]] = {name: {} for name in self.seconds}
+        for name, of in self.seconds.items():
+            for context, times in of.items():
+                found[name][str(context)] = {at: percentiles(some) for at, some in times.items()}
+        host = {
+            name: {c: one["host"]["p50"] for c, one in of.items()} for name, of in found.items()
         }
-        note = "; ".join(
-            f"{name}: "
-            + ", ".join(f"{int(c) // 1024}K {one['host']['p50']:.3f} s" for c, one in of.items())
-            for name, of in found.items()
-        )
-        return f"from host memory, {note}", {"seconds": found}
-
-    def server(self, name: str, *options: str) -> ServerProcess:
-        """With this connector. ``options``: more of ``kvrecall serve``."""
-        words = [str(self.folder / "model"), "--max-model-len", str(max(self.contexts) + 512)]
-        words += ["--block-size", str(BLOCK), "--kv-cache-memory-bytes", str(self.device_bytes)]
-        if name == OURS:
-            (self.folder / "pool.json").write_text(json.dumps(dict(self.pool)))
-            words += ["--pool-config", str(self.folder / "pool.json"), *options]
-            words += ["--host-size", str(self.host_bytes), "--", "--load-format", "dummy"]
-        else:
-            room = {"cpu_bytes_to_use": self.host_bytes}
-            theirs = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": room}
-            words += ["--no-pool", "--", "--load-format", "dummy"]
-            words += ["--kv-transfer-config", json.dumps(theirs)]
-        return ServerProcess(words, self.folder / f"{name}.log", self.say)
-
-    def _measure(self, server: ServerProcess, name: str) -> None:
-        texts = Texts()
-        first = texts.document(4 * BLOCK + TAIL)
-        for _ in range(2):  # kernels are compiled, and kvrecall audits its first hit
-            server.ask(first, 2)
-            server.settle()
-            server.forget_device()
-        for context in self.contexts:
-            for _ in range(self.repetitions):
-                document = texts.document(context + TAIL)
-                self.ask(server, name, context, "computed", document)
-                self.ask(server, name, context, "device", document)
-                server.settle()
-                server.forget_device()
-                self.ask(server, name, context, "host", document)
-                server.forget_device()
-            self.say(f"{name}, {context} tokens", **self.seconds[name][str(context)])
+        return f"from host memory, seconds by tokens: {host}", {"seconds": found}
 
     def ask(
         self, server: ServerProcess, name: str, context: int, source: str, document: str
@@ -115,9 +92,20 @@ class FirstTokens:
         if name != OURS:
             hits = {tier: server.metric(_COUNTERS[tier]) - before[tier] for tier in before}
             found = {**hits, "computed": answer.prompt_tokens - sum(hits.values())}
-        of = self.seconds.setdefault(name, {}).setdefault(str(context), {})
-        if found.get(source, 0) >= context:
-            of.setdefault(source, []).append(answer.ttft_s)
-        else:
+        if found.get(source, 0) < context:
             self.elsewhere.append(f"{name}: {context} tokens meant from {source}: {dict(found)}")
-            self.say(self.elsewhere[-1])
+        self.seconds[name].setdefault(context, {}).setdefault(source, []).append(answer.ttft_s)
+
+    def server(self, name: str, *options: str) -> ServerProcess:
+        """With this connector, "" without any. ``options``: more of ``kvrecall serve``."""
+        pool = self.folder / "pool.json"
+        pool.write_text(json.dumps(dict(self.pool)))
+        words = [str(self.folder / "model"), "--max-model-len", str(max(self.contexts) + 512)]
+        words += ["--block-size", str(BLOCK), "--kv-cache-memory-bytes", str(self.device_bytes)]
+        ours = ["--pool-config", str(pool), "--host-size", str(self.host_bytes), *options]
+        words += [*(ours if name == OURS else ["--no-pool"]), "--", "--load-format", "dummy"]
+        if name not in (OURS, ""):
+            room = {"cpu_bytes_to_use": self.host_bytes}
+            theirs = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": room}
+            words += ["--kv-transfer-config", json.dumps(theirs)]
+        return ServerProcess(words, self.folder / f"{name or 'plain'}.log", self.say)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -67,50 +68,50 @@ def run_part(
     """How ``check`` ended; a process that dies, or that had to be ended after ``limit_s``, has
     failed. ``heard``: is told what the check says meanwhile. ``module``: calls ``report``.
     ``kept``: a folder to work in, which is emptied first; None: one that is removed."""
-    words = [sys.executable, "-m", module, check, device]
-    late = threading.Event()
+    found: list[CheckOutcome] = []
     with tempfile.TemporaryDirectory(prefix="kvrecall-gpu-check-") as folder:
         if kept is not None:
             shutil.rmtree(kept, ignore_errors=True)
             kept.mkdir(parents=True)
             folder = str(kept)
-        child = ChildProcess(Path(folder) / "log")
-        environment = {**os.environ, "TMPDIR": folder}
-        words += ["quick"] if quick else []
-        process = child.launch(words, environment, stdout=subprocess.PIPE)
-
-        def end() -> None:
-            late.set()
-            end_all(child.family(), 0.0)
-
-        timer = threading.Timer(limit_s, end)
-        timer.start()
+        child, over = ChildProcess(Path(folder) / "log"), threading.Event()
+        words = [sys.executable, "-m", module, check, device, *(["quick"] if quick else [])]
+        process = child.launch(words, {**os.environ, "TMPDIR": folder}, stdout=subprocess.PIPE)
+        reading = (process.stdout, heard, found, over)
+        threading.Thread(target=_read, args=reading, daemon=True).start()
+        end = time.monotonic() + limit_s
         try:
-            assert process.stdout is not None
-            last = _last(process.stdout, heard)
-            if last is None and late.is_set():
-                return CheckOutcome(check, State.FAIL, overdue(limit_s))
-            if last is None:
-                status, said = process.wait(), child.log_tail(1) or "nothing was said"
-                last = CheckOutcome(check, State.FAIL, f"the process ended with {status}: {said}")
-            return last
+            while not over.wait(0.1) and process.poll() is None and time.monotonic() < end:
+                pass
+            is_late = time.monotonic() >= end
+            over.wait(1.0)  # a process that it has left may keep its output open
         finally:
-            timer.cancel()
             end_all(child.family(), 0.0)
             process.wait()
+        if not found:
+            said = child.log_tail(1) or "nothing was said"
+            note = f"the process ended with {process.returncode}: {said}"
+            found = [CheckOutcome(check, State.FAIL, overdue(limit_s) if is_late else note)]
+    return found[0]
 
 
-def _last(lines: Iterable[bytes], heard: Callable[[CheckOutcome], None]) -> CheckOutcome | None:
-    """The last of a part's lines; None if it is missing."""
+def _read(
+    lines: Iterable[bytes],
+    heard: Callable[[CheckOutcome], None],
+    found: list[CheckOutcome],
+    over: threading.Event,
+) -> None:
+    """Adds the last of a part's lines to ``found``, if there is one."""
     for line in lines:
         try:
             outcome = CheckOutcome.read(line)
         except (ValueError, KeyError, TypeError):  # a library's
             continue
         if outcome.state is not State.RUNNING:
-            return outcome
+            found.append(outcome)
+            break
         heard(outcome)
-    return None
+    over.set()
 
 
 def overdue(limit_s: float) -> str:
@@ -227,12 +228,14 @@ def _first_token(here: Here) -> Finding:
     from kvrecall.gpu_check.first_token import OURS, FirstTokens
     from kvrecall.gpu_check.servers import LARGE, SMALL
 
+    place = here.folder, here.say
     if here.on_cpu:  # which computes such a small model as fast as it loads
-        room, pool = (64 << 20, 256 << 20), {"load_or_compute": "load"}
-        small = FirstTokens(SMALL, (512,), 1, here.folder, here.say, *room, pool)
+        small = FirstTokens(SMALL, (512,), 1, *place, 64 << 20, 256 << 20)
+        small.pool = {"load_or_compute": "load"}
         return small.measure((OURS,))
     contexts, repetitions = (_PROMPTS[:1], 2) if here.quick else (_PROMPTS, 3)
-    return FirstTokens(LARGE, contexts, repetitions, here.folder, here.say).measure()
+    large = FirstTokens(LARGE, contexts, repetitions, *place)
+    return large.measure((OURS, "OffloadingConnector"))
 
 
 def _retrieval_tokens(here: Here) -> Finding:
