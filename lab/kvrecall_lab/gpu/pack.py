@@ -81,6 +81,7 @@ def pack(out: Path, caches: Path | None, say: Say) -> int:
                 kept, zeroed = blank_others(code, CAPABILITY)
                 module.write_bytes(code)
                 say(f"{module.name}: device code {kept >> 20} MiB, of others {zeroed >> 20}")
+        _name(site)
         archive(site, out, SITE, say)
     for path in caches.glob(f"{CACHE}-*{SUFFIX}") if caches else ():
         shutil.copy(path, out)
@@ -105,6 +106,15 @@ def fetch(wheels: Path, packages: Sequence[str]) -> None:
     if done.returncode:
         said = re.findall(r"ERROR: (.+)", done.stderr)
         raise KvrecallError(f"pip download: {'; '.join(said) or done.stderr[-500:]}")
+
+
+def _name(site: Path) -> None:
+    """kvrecall's metadata, by which vLLM finds its plug-ins; its modules come with the source."""
+    ours = metadata.distribution("kvrecall")
+    folder = site / f"kvrecall-{ours.version}.dist-info"
+    folder.mkdir(parents=True)
+    for name in ("METADATA", "entry_points.txt"):
+        (folder / name).write_text(ours.read_text(name) or "")
 
 
 def _pinned(package: str) -> str:

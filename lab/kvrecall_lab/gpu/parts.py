@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import entry_points
 from typing import Any
 
 from kvrecall.gpu_check import CheckError, Finding
@@ -24,6 +25,10 @@ kvrecall.engines.vllm.serving.app kvrecall.engines.vllm.attention.cuda""".split(
 """What the other parts import: a package that is missing is seen in the first seconds."""
 
 
+_PLUGINS = {"retrieval", "seeds", "weights", "waits"}
+"""What vLLM loads of kvrecall, found by its metadata."""
+
+
 def _environment(here: Here) -> Finding:
     """What the machine has. Raises CheckError if something that the parts import is missing."""
     import torch
@@ -34,7 +39,8 @@ def _environment(here: Here) -> Finding:
         asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv"]
         told["nvidia_smi"] = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
     here.say("the machine", **told)
-    missing = {}
+    plugins = {one.name for one in entry_points(group="vllm.general_plugins")}
+    missing = dict.fromkeys(_PLUGINS - plugins, "no such plug-in")
     for name in _MODULES:
         if here.on_cpu and name == "vllm.platforms.cuda":
             continue  # the driver's library
@@ -116,7 +122,7 @@ def _gaps(here: Here) -> Finding:
 
 
 PARTS: Mapping[str, Part] = {
-    "environment": Part(_environment, 60, 90),
+    "environment": Part(_environment, 300, 90),
     "retrieval": replace(CHECKS["retrieval"], whole_s=60),
     "chain": Part(_chain, 300, 90),
     "copies": replace(CHECKS["copies"], whole_s=30),
