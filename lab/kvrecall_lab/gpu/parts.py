@@ -117,21 +117,21 @@ def _gaps(here: Here) -> Finding:
     from kvrecall_lab.gpu.tiers import measure_gaps
 
     if here.on_cpu:
-        return measure_gaps(_tokens(here, (2048,), 1, 8 << 20, 256 << 20))
+        return measure_gaps(_tokens(here, (16384,), 1, 50 << 20, 256 << 20))
     return measure_gaps(_tokens(here, (131072,), 2, 18 << 30, 40 << 30))
 
 
 PARTS: Mapping[str, Part] = {
-    "environment": Part(_environment, 300, 90),
+    "environment": Part(_environment, 60, 90),
     "retrieval": replace(CHECKS["retrieval"], whole_s=60),
-    "chain": Part(_chain, 300, 90),
+    "chain": Part(_chain, 60, 90),
     "copies": replace(CHECKS["copies"], whole_s=30),
     "bandwidth": replace(CHECKS["bandwidth"], whole_s=30),
-    "first-token": Part(_first_token, 600, 300),
-    "decode-engine": replace(CHECKS["decode-engine"], quick_s=600, whole_s=320),
-    "gaps": Part(_gaps, 600, 180),
+    "first-token": Part(_first_token, 150, 300),
+    "decode-engine": replace(CHECKS["decode-engine"], whole_s=320),
+    "gaps": Part(_gaps, 150, 180),
     "traffic": replace(CHECKS["traffic"], whole_s=60),
-    "retrieval-tokens": replace(CHECKS["retrieval-tokens"], quick_s=600, whole_s=120),
+    "retrieval-tokens": replace(CHECKS["retrieval-tokens"], whole_s=120),
     "tokens-graphs": replace(CHECKS["tokens-graphs"], whole_s=120),
 }
 """In the order of what is learnt in a second; the most that each may take."""

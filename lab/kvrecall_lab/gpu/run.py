@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -76,7 +75,7 @@ def run(
                 name,
                 "cpu" if tiny else "cuda",
                 tiny or name in parts.SMALL_SIZES,
-                min(left, part.quick_s if tiny else part.whole_s),
+                left if tiny else min(left, part.whole_s),
                 lambda found: write(asdict(found)),
                 module,
                 home / "work",
@@ -89,25 +88,23 @@ def run(
 
 
 def _use_caches(cache: Path) -> None:
-    """Kernels that Triton, and functions that vLLM and PyTorch compile are kept there."""
+    """Kernels that Triton, and functions that vLLM and PyTorch compile are kept there. Engines do
+    not begin as copies of a process that has used the device."""
     for name, variable in (
         ("triton", "TRITON_CACHE_DIR"),
         ("vllm", "VLLM_CACHE_ROOT"),
         ("inductor", "TORCHINDUCTOR_CACHE_DIR"),
     ):
         os.environ[variable] = str(cache / name)
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 
 def bring_back(cache: Path, out: Path, say: Callable[[str], None]) -> None:
-    """Packs the caches into archives that fit what comes back from the machine; names what does
-    not."""
-    made = out / "packing"
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir(parents=True)
-    pack.archive(cache, made, CACHE, say, preset=2)
-    for number, path in enumerate(sorted(made.glob(f"*{SUFFIX}"), key=lambda one: one.name)):
+    """Packs the caches into archives; removes, and names, those that would not come back."""
+    for old in out.glob(f"{CACHE}-*{SUFFIX}"):
+        old.unlink()
+    pack.archive(cache, out, CACHE, say, preset=2)
+    for number, path in enumerate(sorted(out.glob(f"{CACHE}-*{SUFFIX}"))):
         if number >= RETURNED_FILES or path.stat().st_size > RETURNED_BYTES:
-            say(f"{path.name} left out: {path.stat().st_size >> 20} MiB, file {number + 1}")
-        else:
-            path.replace(out / path.name)
-    shutil.rmtree(made)
+            say(f"{path.name} left out: {path.stat().st_size >> 20} MiB, archive {number + 1}")
+            path.unlink()
