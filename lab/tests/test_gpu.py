@@ -149,6 +149,9 @@ def test_each_part_ends_with_all_that_it_started(tmp_path: Path) -> None:
         (one["check"], one["state"]) for one in lines if one.get("state", "running") != "running"
     ]
     assert ends == [("leave", "fail"), ("hang", "fail"), ("see", "pass"), ("see", "skip")]
+    assert [one["note"] for one in lines if one.get("state") == "fail"] == [
+        "the process ended with 3: nothing was said", "no end after 4 s"
+    ]  # fmt: skip
     (pid,) = [one["figures"]["pid"] for one in lines if one.get("note") == "an engine"]
     wait_until(lambda: not psutil.pid_exists(pid))
     assert (tmp_path / "out" / "cache-0.tar.xz").exists()

@@ -7,6 +7,7 @@ also holds memory that an engine started later needs; and what hangs can be ende
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -85,6 +86,9 @@ def run_part(
                 pass
             is_late = time.monotonic() >= end
             over.wait(1.0)  # a process that it has left may keep its output open
+            if not (found or is_late):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(5.0)
         finally:
             end_all(child.family(), 0.0)
             process.wait()
