@@ -142,7 +142,7 @@ def _is_wanted(file: PurePosixPath) -> bool:
     return not is_compiled or file.name.partition(".")[0] in _MODULES
 
 
-def archive(folder: Path, out: Path, name: str, say: Say, preset: int = 9) -> None:
+def archive(folder: Path, out: Path, name: str, say: Say, preset: int = 9 | lzma.PRESET_EXTREME) -> None:
     """Packs a folder's files into ``out/NAME-NUMBER.tar.xz``, neighbours together and a large file
     alone. ``preset``: of xz."""
     chunks: list[list[Path]] = []
