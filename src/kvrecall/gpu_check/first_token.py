@@ -77,10 +77,8 @@ class FirstTokens:
         for name, of in self.seconds.items():
             for context, times in of.items():
                 found[name][str(context)] = {at: percentiles(some) for at, some in times.items()}
-        host = {
-            name: {c: one["host"]["p50"] for c, one in of.items()} for name, of in found.items()
-        }
-        return f"from host memory, seconds by tokens: {host}", {"seconds": found}
+        host = {name: [one["host"]["p50"] for one in of.values()] for name, of in found.items()}
+        return f"from host memory, seconds by length: {host}", {"seconds": found}
 
     def ask(
         self, server: ServerProcess, name: str, context: int, source: str, document: str
@@ -92,9 +90,11 @@ class FirstTokens:
         if name != OURS:
             hits = {tier: server.metric(_COUNTERS[tier]) - before[tier] for tier in before}
             found = {**hits, "computed": answer.prompt_tokens - sum(hits.values())}
-        if found.get(source, 0) < context:
+        times = self.seconds[name].setdefault(context, {})
+        if found.get(source, 0) >= context:
+            times.setdefault(source, []).append(answer.ttft_s)
+        else:
             self.elsewhere.append(f"{name}: {context} tokens meant from {source}: {dict(found)}")
-        self.seconds[name].setdefault(context, {}).setdefault(source, []).append(answer.ttft_s)
 
     def server(self, name: str, *options: str) -> ServerProcess:
         """With this connector, "" without any. ``options``: more of ``kvrecall serve``."""
