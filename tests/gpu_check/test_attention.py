@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -15,7 +16,16 @@ import torch
 from kvrecall.attention.digest import Layout, encode
 from kvrecall.attention.kernels.oracle import attend_plainly, logits_plainly, table_plainly
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.gpu_check import CheckError, CheckOutcome, State, attention, reason, servers, tried
+from kvrecall.gpu_check import (
+    CheckError,
+    CheckOutcome,
+    State,
+    attention,
+    first_token,
+    reason,
+    servers,
+    tried,
+)
 from kvrecall.gpu_check.servers import SMALL, Replies
 from kvrecall.processes.server import Answer
 
@@ -28,12 +38,17 @@ def quiet(_: str) -> None:
 
 
 def retrieval_tokens(device: str, progress: Any, *more: Any) -> CheckOutcome:
-    check = partial(servers.check_retrieval_tokens, device, progress, *more)
-    return tried("retrieval tokens", progress, check)
+    with TemporaryDirectory() as folder:
+        place = device, Path(folder), progress
+        check = partial(servers.check_retrieval_tokens, *place, *more)
+        return tried("retrieval tokens", progress, check)
 
 
-def decode(*arguments: Any) -> CheckOutcome:
-    return tried("decode, engine", quiet, partial(servers.measure_decode, *arguments))
+def decode(contexts: Sequence[int], device: str, *more: Any) -> CheckOutcome:
+    with TemporaryDirectory() as folder:
+        place = device, Path(folder), quiet
+        check = partial(servers.measure_decode, contexts, SMALL, *place, *more)
+        return tried("decode, engine", quiet, check)
 
 
 @pytest.fixture
@@ -122,7 +137,7 @@ def test_tokens_of_three_servers_on_the_cpu() -> None:
 @pytest.mark.longest
 @pytest.mark.engine
 def test_decoding_of_two_servers_on_the_cpu() -> None:
-    outcome = decode((2048,), SMALL, "cpu", quiet, servers.SCALED)
+    outcome = decode((2048,), "cpu", servers.SCALED)
     assert outcome.state is State.PASS, outcome.note
     seconds = outcome.figures["seconds"]
     assert set(seconds) == {"dense", "retrieval"}
@@ -219,7 +234,7 @@ def test_servers_on_a_gpu_are_told_what_to_compare(server: type[Server]) -> None
 
 
 def test_a_decoded_token_is_what_comes_after_the_first(server: type[Server]) -> None:
-    told = servers.measure_decode((4096, 8192), SMALL, "cuda", quiet)[1]["seconds"]
+    told = decode((4096, 8192), "cuda").figures["seconds"]
     assert told == {name: {"4096": 0.5, "8192": 0.5} for name in ("dense", "retrieval")}
     (dense, _), (words, environ) = server.started
     assert words == [*dense[: dense.index("--")], "--retrieval", *dense[dense.index("--") :]]
@@ -231,15 +246,15 @@ def test_a_decoded_token_is_what_comes_after_the_first(server: type[Server]) -> 
 def test_an_answer_that_ends_early_is_not_timed(server: type[Server]) -> None:
     """One of random weights may, after a token or two."""
     server.says_no_more = True
-    outcome = decode((4096,), SMALL, "cpu", quiet)
+    outcome = decode((4096,), "cpu")
     assert (outcome.state, outcome.note) == (State.FAIL, "24 of 64 tokens were decoded")
 
 
 def test_servers_that_do_not_do_what_they_should_are_seen(server: type[Server]) -> None:
     server.faulty = True
     outcomes = [
-        decode((4096,), SMALL, "cpu", quiet),
-        decode((4096,), SMALL, "cpu", quiet, None, ("retrieval",)),
+        decode((4096,), "cpu"),
+        decode((4096,), "cpu", None, ("retrieval",)),
         retrieval_tokens("cpu", quiet),
     ]
     assert [each.state for each in outcomes] == [State.FAIL] * 3
@@ -259,7 +274,9 @@ def test_a_server_that_dies_is_a_failed_check(server: type[Server]) -> None:
 
 
 @pytest.mark.engine
-def test_what_servers_are_started_with_is_what_vllm_takes() -> None:
+def test_what_servers_are_started_with_is_what_vllm_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from kvrecall.engines.base import ServeSpec
     from kvrecall.engines.vllm.serving.app import parse_args
 
@@ -270,7 +287,9 @@ def test_what_servers_are_started_with_is_what_vllm_takes() -> None:
     decoding = taken(servers.decode_options(Path("model"), 4096, SMALL, "cuda", True))
     assert (decoding.attention_backend, decoding.load_format) == ("FLASH_ATTN", "dummy")
     assert taken(servers.token_options("cuda", True)).attention_backend == "TRITON_ATTN"
-    peer = taken(servers.host_memory_options("OffloadingConnector", 1 << 30))
+    monkeypatch.setattr(first_token, "ServerProcess", lambda words, *_: words)
+    tokens = first_token.FirstTokens(SMALL, (4096,), 1, tmp_path, quiet, host_bytes=1 << 30)
+    peer: Any = taken(cast(Any, tokens.server("OffloadingConnector")))
     config = peer.kv_transfer_config
     assert (config.kv_connector, peer.load_format) == ("OffloadingConnector", "dummy")
     assert config.kv_connector_extra_config == {"cpu_bytes_to_use": 1 << 30}

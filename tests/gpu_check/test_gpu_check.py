@@ -22,9 +22,11 @@ from typer.testing import CliRunner
 from kvrecall.engines.vllm.device import driver
 from kvrecall.engines.vllm.device.inline import InlineDevice
 from kvrecall.errors import ConfigError
-from kvrecall.gpu_check import CheckError, CheckOutcome, State, cli, copies, servers, tried
+from kvrecall.gpu_check import CheckError, CheckOutcome, State, cli, copies, servers
 from kvrecall.gpu_check.copies import LAYOUTS, Size
+from kvrecall.gpu_check.first_token import FirstTokens
 from kvrecall.gpu_check.part import PARTS, overdue, run_part
+from kvrecall.processes.server import Answer
 from kvrecall.testing import wait_until
 
 CPU = torch.device("cpu")
@@ -188,8 +190,8 @@ def test_parts_that_copy_blocks_load_no_engine() -> None:
     """What gpu-check runs on a machine with PyTorch alone."""
     blocked = (
         "import sys; sys.modules['vllm'] = None\n"
-        "from kvrecall.gpu_check.part import _main\n"
-        "for part in 'device', 'copies', 'traffic': _main(part, 'cpu', 'quick')\n"
+        "from kvrecall.gpu_check.part import PARTS, report\n"
+        "for part in 'device', 'copies', 'traffic': report(PARTS, part, 'cpu', 'quick')\n"
     )
     done = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True)
     outcomes = [CheckOutcome.read(line) for line in done.stdout.splitlines()]
@@ -286,7 +288,7 @@ def test_the_facts_of_a_device_are_torchs(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.engine
 def test_a_form_on_the_cpu() -> None:
     """What runs on a GPU for each form: three answers of two servers, token for token."""
-    outcome = tried("tokens", quiet, lambda: servers.check_tokens("eager", quiet, 64 << 20))
+    outcome, _ = run("tokens-eager", limit_s=600)
     assert outcome.state is State.PASS, outcome.note
     assert outcome.figures["recalled"] == {"device": 2560, "host": 2560, "disk": 2560}
 
@@ -294,5 +296,33 @@ def test_a_form_on_the_cpu() -> None:
 @pytest.mark.long
 @pytest.mark.engine
 def test_first_tokens_on_the_cpu() -> None:
-    _, told = servers.measure_first_token((512,), servers.SMALL, 1, quiet, ("kvrecall",))
-    assert set(told["seconds"]["kvrecall"]["512"]) == {"computed", "device", "host"}
+    outcome, _ = run("first-token", limit_s=600)
+    assert outcome.state is State.PASS, outcome.note
+    assert set(outcome.figures["seconds"]["kvrecall"]["512"]) == {"computed", "device", "host"}
+
+
+class Recalling:
+    """Stands in for a server: what it recalls, by its own word and by vLLM's counters."""
+
+    def __init__(self, recalled: dict[str, int], external: int) -> None:
+        self._recalled, self._external, self._asked = recalled, external, 0
+
+    def ask(self, prompt: str, count: int) -> Answer:
+        self._asked += 1
+        return Answer(528, self._recalled, (1, 2), (), "", 0.5, 0.6)
+
+    def metric(self, name: str) -> float:
+        return self._external * self._asked if "external" in name else 0.0
+
+
+@pytest.mark.parametrize("name", ["kvrecall", "OffloadingConnector"])
+def test_a_prefix_that_was_not_loaded_is_not_called_loaded(name: str, tmp_path: Path) -> None:
+    tokens = FirstTokens(servers.SMALL, (512,), 1, tmp_path, quiet)
+    theirs = {} if name == "kvrecall" else {"computed": 528}  # what is said of other connectors
+    server: Any = Recalling(theirs or {"host": 512, "computed": 16}, 512)
+    tokens.ask(server, name, 512, "host", "")
+    assert tokens.finding()[1]["seconds"][name]["512"]["host"]["p50"] == 0.5
+    declining: Any = Recalling(theirs or {"host": 384, "computed": 144}, 384)
+    tokens.ask(declining, name, 512, "host", "")
+    with pytest.raises(CheckError, match=r"512 tokens meant from host: \{.*384"):
+        tokens.finding()

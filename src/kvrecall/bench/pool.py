@@ -195,7 +195,7 @@ def measure_disk(
         for at in range(0, nbytes, _MIB):
             arena.view(at, min(_MIB, nbytes - at))[:] = noise[: nbytes - at]
         slots = slots_of(arena, len(keys), block_bytes)
-        raw = _RawFile(folder / "raw", arena)
+        raw = RawFile(folder / "raw", arena)
         config = DiskConfig(folder / "tier", 2 * nbytes + 64 * _MIB, max_queued_bytes=2 * nbytes)
         tier = DiskTier(config, codec=codec)
         pairs: dict[str, list[tuple[float, float]]] = {"read": [], "write": []}
@@ -248,7 +248,7 @@ def measure_disk(
     return Report("disk", ("", "tier GiB/s", "bare GiB/s", "ratio"), tuple(rows), figures, notes)
 
 
-class _RawFile:
+class RawFile:
     """A preallocated file read and written from end to end, one system call after the other."""
 
     def __init__(self, path: Path, arena: Arena) -> None:

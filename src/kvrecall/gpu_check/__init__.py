@@ -31,6 +31,9 @@ class SkipError(Exception):
     """The check cannot run here; the message says why."""
 
 
+Say = Callable[..., None]
+"""Takes a text, and figures by name: what a check has found so far."""
+
 Finding = tuple[str, Mapping[str, Any]]
 """The result of a passed check: a note, and figures."""
 

@@ -7,32 +7,37 @@ also holds memory that an engine started later needs; and what hangs can be ende
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from kvrecall.gpu_check import CheckOutcome, Finding, SkipError, State, tried
+from kvrecall.gpu_check import CheckOutcome, Finding, Say, SkipError, State, tried
 from kvrecall.processes.child import ChildProcess, end_all
 
 _CPU = "cpu"
-_CONTEXTS: Sequence[int] = (32768, 131072, 524288)
-_PROMPTS = (8192, 16384, 32768, 65536, 131072)
+_CONTEXTS = (32768, 65536, 131072)
+_PROMPTS = (8192, 32768, 131072)
 
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """What a check is told. ``device``: torch's name. ``say``: reports what it found so far."""
+    """What a check is told. ``device``: torch's name. ``folder``: for its files."""
 
     device: str
     quick: bool
-    say: Callable[[str], None]
+    folder: Path
+    say: Say
 
     @property
     def on_cpu(self) -> bool:
@@ -53,50 +58,64 @@ class Part:
 
 
 def run_part(
-    check: str, device: str, quick: bool, limit_s: float, heard: Callable[[CheckOutcome], None]
+    check: str,
+    device: str,
+    quick: bool,
+    limit_s: float,
+    heard: Callable[[CheckOutcome], None],
+    module: str = "kvrecall.gpu_check.part",
+    kept: Path | None = None,
 ) -> CheckOutcome:
     """How ``check`` ended; a process that dies, or that had to be ended after ``limit_s``, has
-    failed. ``heard``: is told what the check says meanwhile."""
-    words = [sys.executable, "-m", "kvrecall.gpu_check.part", check, device]
-    late = threading.Event()
+    failed. ``heard``: is told what the check says meanwhile. ``module``: calls ``report``.
+    ``kept``: a folder to work in, which is emptied first; None: one that is removed."""
+    found: list[CheckOutcome] = []
     with tempfile.TemporaryDirectory(prefix="kvrecall-gpu-check-") as folder:
-        child = ChildProcess(Path(folder) / "log")
-        environment = {**os.environ, "TMPDIR": folder}
-        words += ["quick"] if quick else []
-        process = child.launch(words, environment, stdout=subprocess.PIPE)
-
-        def end() -> None:
-            late.set()
-            end_all(child.family(), 0.0)
-
-        timer = threading.Timer(limit_s, end)
-        timer.start()
+        if kept is not None:
+            shutil.rmtree(kept, ignore_errors=True)
+            kept.mkdir(parents=True)
+            folder = str(kept)
+        child, over = ChildProcess(Path(folder) / "log"), threading.Event()
+        words = [sys.executable, "-m", module, check, device, *(["quick"] if quick else [])]
+        process = child.launch(words, {**os.environ, "TMPDIR": folder}, stdout=subprocess.PIPE)
+        reading = (process.stdout, heard, found, over)
+        threading.Thread(target=_read, args=reading, daemon=True).start()
+        end = time.monotonic() + limit_s
         try:
-            assert process.stdout is not None
-            last = _last(process.stdout, heard)
-            if last is None and late.is_set():
-                return CheckOutcome(check, State.FAIL, overdue(limit_s))
-            if last is None:
-                status, said = process.wait(), child.log_tail(1) or "nothing was said"
-                last = CheckOutcome(check, State.FAIL, f"the process ended with {status}: {said}")
-            return last
+            while not over.wait(0.1) and process.poll() is None and time.monotonic() < end:
+                pass
+            is_late = time.monotonic() >= end
+            over.wait(1.0)  # a process that it has left may keep its output open
+            if not (found or is_late):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(5.0)
         finally:
-            timer.cancel()
             end_all(child.family(), 0.0)
             process.wait()
+        if not found:
+            said = child.log_tail(1) or "nothing was said"
+            note = f"the process ended with {process.returncode}: {said}"
+            found = [CheckOutcome(check, State.FAIL, overdue(limit_s) if is_late else note)]
+    return found[0]
 
 
-def _last(lines: Iterable[bytes], heard: Callable[[CheckOutcome], None]) -> CheckOutcome | None:
-    """The last of a part's lines; None if it is missing."""
+def _read(
+    lines: Iterable[bytes],
+    heard: Callable[[CheckOutcome], None],
+    found: list[CheckOutcome],
+    over: threading.Event,
+) -> None:
+    """Adds the last of a part's lines to ``found``, if there is one."""
     for line in lines:
         try:
             outcome = CheckOutcome.read(line)
         except (ValueError, KeyError, TypeError):  # a library's
             continue
         if outcome.state is not State.RUNNING:
-            return outcome
+            found.append(outcome)
+            break
         heard(outcome)
-    return None
+    over.set()
 
 
 def overdue(limit_s: float) -> str:
@@ -206,33 +225,37 @@ def _tokens(form: str, here: Here) -> Finding:
     if here.on_cpu and form != "eager":
         raise SkipError(f"{form} is the same as eager on a CPU, or not there")
     nbytes = (64 << 20) if here.on_cpu else servers.DEVICE_BYTES
-    return servers.check_tokens(form, here.say, nbytes)
+    return servers.check_tokens(form, here.folder, here.say, nbytes)
 
 
 def _first_token(here: Here) -> Finding:
-    from kvrecall.gpu_check import servers
+    from kvrecall.gpu_check.first_token import OURS, FirstTokens
+    from kvrecall.gpu_check.servers import LARGE, SMALL
 
-    if here.on_cpu:
-        return servers.measure_first_token((512,), servers.SMALL, 1, here.say, ("kvrecall",))
-    prompts, repetitions = (_PROMPTS[:1], 2) if here.quick else (_PROMPTS, 5)
-    return servers.measure_first_token(prompts, servers.LARGE, repetitions, here.say)
+    place = here.folder, here.say
+    if here.on_cpu:  # which computes such a small model as fast as it loads
+        small = FirstTokens(SMALL, (512,), 1, *place, 64 << 20, 256 << 20)
+        small.pool = {"load_or_compute": "load"}
+        return small.measure((OURS,))
+    contexts, repetitions = (_PROMPTS[:1], 2) if here.quick else (_PROMPTS, 3)
+    large = FirstTokens(LARGE, contexts, repetitions, *place)
+    return large.measure((OURS, "OffloadingConnector"))
 
 
 def _retrieval_tokens(here: Here) -> Finding:
     from kvrecall.gpu_check import servers
 
     nbytes = (64 << 20) if here.on_cpu else servers.DEVICE_BYTES
-    return servers.check_retrieval_tokens(here.device, here.say, nbytes)
+    return servers.check_retrieval_tokens(here.device, here.folder, here.say, nbytes)
 
 
 def _decode_engine(here: Here) -> Finding:
     from kvrecall.gpu_check import servers
 
+    place = here.device, here.folder, here.say
     if here.on_cpu:
-        small = servers.SMALL, here.device, here.say, servers.SCALED
-        return servers.measure_decode((2048,), *small)
-    contexts = _CONTEXTS[: 1 if here.quick else 2]
-    return servers.measure_decode(contexts, servers.LARGE, here.device, here.say)
+        return servers.measure_decode((2048,), servers.SMALL, *place, servers.SCALED)
+    return servers.measure_decode(_CONTEXTS[: 1 if here.quick else None], servers.LARGE, *place)
 
 
 FORMS = ("piecewise", "eager", "graphs", "fp8")
@@ -254,13 +277,15 @@ NOT_QUICK = frozenset({"tokens-eager", "tokens-graphs", "tokens-fp8"})
 """``--quick`` runs these only if ``--only`` names them."""
 
 
-def _main(check: str, device: str, *words: str) -> None:
-    def say(text: str) -> None:
-        print(CheckOutcome(check, State.RUNNING, text).line(), flush=True)
+def report(parts: Mapping[str, Part], check: str, device: str, *words: str) -> None:
+    """Runs one of these, and prints its lines."""
 
-    here = Here(device, "quick" in words, say)
-    print(tried(check, say, partial(PARTS[check].check, here)).line(), flush=True)
+    def say(text: str, **figures: Any) -> None:
+        print(CheckOutcome(check, State.RUNNING, text, figures).line(), flush=True)
+
+    here = Here(device, "quick" in words, Path(tempfile.gettempdir()), say)
+    print(tried(check, say, partial(parts[check].check, here)).line(), flush=True)
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    report(PARTS, *sys.argv[1:])

@@ -5,9 +5,7 @@ beside vLLM's own. A failed check raises CheckError, a failed engine EngineError
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +56,6 @@ _TIMED = 64
 """Tokens of an answer that is timed."""
 _EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 """Without it vLLM's own kernel rounds factors to ten bits on a GPU, and ours does not."""
-_LIMIT_S = 1800.0
 
 
 # -- models ----------------------------------------------------------------------------------
@@ -69,43 +66,37 @@ LARGE = BenchModel(4096, 32, 32, 8, 128, "bfloat16")
 """6.2 billion weights, and the KV cache of an 8B model: 128 KiB a token."""
 
 
-@contextmanager
-def model_folder(shape: BenchModel, longest: int, weights: bool) -> Iterator[tuple[Path, Path]]:
-    """A folder for logs, and a Llama-like model of random weights in it; without ``weights`` only
-    its description."""
-    with tempfile.TemporaryDirectory(prefix="kvrecall-gpu-check-") as name:
-        yield Path(name), shape.write(Path(name) / "model", longest, "llama", weights)
-
-
 # -- recall ----------------------------------------------------------------------------------
 
 
-def check_tokens(form: str, progress: Progress, device_bytes: int = DEVICE_BYTES) -> Finding:
+def check_tokens(
+    form: str, folder: Path, progress: Progress, device_bytes: int = DEVICE_BYTES
+) -> Finding:
     """Answers from host memory and, after a restart, from disk have exactly the tokens of the
     answer from the device, vLLM's own prefix cache. Figures: prompt tokens recalled by tier. The
     computed answer is not compared: a hit and a computed prompt use different kernels, which gives
     other tokens with random 16-bit weights, with or without a pool.
     """
-    with model_folder(SMALL, 8192, weights=True) as (folder, path):
-        # Such a small model computes as fast as it loads, so load everything found.
-        pool = folder / "pool.json"
-        pool.write_text(json.dumps({"load_or_compute": "load", "load_deadline": 60}))
-        words = [str(path), "--kv-cache-memory-bytes", str(device_bytes), "--host-size", "256MiB"]
-        words += ["--disk-path", str(folder / "disk"), "--disk-size", "1GiB"]
-        words += ["--pool-config", str(pool), *FORMS[form]]
-        texts = Texts()
-        document, other = texts.document(_PROMPT + 16), texts.document(4 * BLOCK + 16)
-        with ServerProcess(words, folder / "server.log", progress) as server:
-            server.ask(other, 1)
-            server.ask(document, _DECODED)
-            device = server.ask(document, _DECODED)
-            server.settle()
-            server.forget_device()
-            host = server.ask(document, _DECODED)
-            server.settle()
-        with ServerProcess(words, folder / "again.log", progress) as server:
-            server.ask(other, 1)  # the first hit after a start is audited
-            disk = server.ask(document, _DECODED)
+    path = SMALL.write(folder / "model", 8192, "llama")
+    # Such a small model computes as fast as it loads, so load everything found.
+    pool = folder / "pool.json"
+    pool.write_text(json.dumps({"load_or_compute": "load", "load_deadline": 60}))
+    words = [str(path), "--kv-cache-memory-bytes", str(device_bytes), "--host-size", "256MiB"]
+    words += ["--disk-path", str(folder / "disk"), "--disk-size", "1GiB"]
+    words += ["--pool-config", str(pool), *FORMS[form]]
+    texts = Texts()
+    document, other = texts.document(_PROMPT + 16), texts.document(4 * BLOCK + 16)
+    with ServerProcess(words, folder / "server.log", progress) as server:
+        server.ask(other, 1)
+        server.ask(document, _DECODED)
+        device = server.ask(document, _DECODED)
+        server.settle()
+        server.forget_device()
+        host = server.ask(document, _DECODED)
+        server.settle()
+    with ServerProcess(words, folder / "again.log", progress) as server:
+        server.ask(other, 1)  # the first hit after a start is audited
+        disk = server.ask(document, _DECODED)
     found = {}
     for tier, answer in (("device", device), ("host", host), ("disk", disk)):
         found[tier] = count = answer.recalled.get(tier, 0)
@@ -116,61 +107,6 @@ def check_tokens(form: str, progress: Progress, device_bytes: int = DEVICE_BYTES
             raise CheckError(f"{count} of {_PROMPT} tokens came from {tier}: {answer.recalled}")
     split = ", ".join(f"{count} from {tier}" for tier, count in found.items())
     return f"equal: {split}", {"recalled": found}
-
-
-def measure_first_token(
-    contexts: Sequence[int],
-    shape: BenchModel,
-    repetitions: int,
-    progress: Progress,
-    connectors: Sequence[str] = ("kvrecall", "OffloadingConnector"),
-) -> Finding:
-    """Median seconds to the first token of prompts of ``contexts`` tokens, by connector and source:
-    computed, from the device, and from host memory after the device's cache was emptied. The
-    weights are random and generated in place, the same for both."""
-    longest = max(contexts)
-    seconds: dict[str, dict[str, dict[str, float]]] = {}
-    with model_folder(shape, longest + 1024, weights=False) as (folder, path):
-        words = [str(path), "--max-model-len", str(longest + 512), "--block-size", str(BLOCK)]
-        for name in connectors:
-            progress(f"{name}: starting")
-            options = host_memory_options(name, 3 * longest * shape.token_bytes)
-            with ServerProcess([*words, *options], folder / "server.log", progress) as server:
-                texts = Texts()
-                server.ask(texts.document(4 * BLOCK), 2)
-                seconds[name] = {}
-                for context in contexts:
-                    times: dict[str, list[float]] = {"computed": [], "device": [], "host": []}
-                    for _ in range(repetitions):
-                        document = texts.document(context)
-                        times["computed"].append(server.ask(document, 2).ttft_s)
-                        times["device"].append(server.ask(document, 2).ttft_s)
-                        if name == "kvrecall":
-                            server.settle()
-                        server.forget_device()
-                        times["host"].append(server.ask(document, 2).ttft_s)
-                        server.forget_device()
-                    medians = {source: percentiles(some)["p50"] for source, some in times.items()}
-                    seconds[name][str(context)] = medians
-                    progress(f"  {context} tokens: {medians}")
-    note = "; ".join(
-        f"{name}: " + ", ".join(f"{int(c) // 1024}K {one['host']:.3f} s" for c, one in each.items())
-        for name, each in seconds.items()
-    )
-    return f"from host memory, {note}", {"seconds": seconds}
-
-
-def host_memory_options(connector: str, host_bytes: int) -> list[str]:
-    """Options of ``kvrecall serve`` for host memory behind this connector."""
-    dummy = ["--", "--load-format", "dummy"]
-    if connector == "kvrecall":
-        return ["--host-size", str(host_bytes), *dummy]
-    theirs = {
-        "kv_connector": connector,
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes},
-    }
-    return ["--no-pool", *dummy, "--kv-transfer-config", json.dumps(theirs)]
 
 
 # -- retrieval attention ---------------------------------------------------------------------
@@ -187,34 +123,34 @@ class Replies:
 
 
 def check_retrieval_tokens(
-    device: str, progress: Progress, device_bytes: int = DEVICE_BYTES
+    device: str, folder: Path, progress: Progress, device_bytes: int = DEVICE_BYTES
 ) -> Finding:
     """Compares a server without retrieval and one per share: retrieval of every block gives the
     tokens of dense attention, retrieval of few blocks the same tokens twice. Figures: blocks
     considered and selected, by share. In 32 bits on a GPU, because random 16-bit weights give other
     tokens with another correct kernel.
     """
-    with model_folder(SMALL, 8192, weights=True) as (folder, path):
-        words = [str(path), "--kv-cache-memory-bytes", str(device_bytes), "--host-size", "256MiB"]
-        document = Texts().document(_PROMPT + 16)
+    path = SMALL.write(folder / "model", 8192, "llama")
+    words = [str(path), "--kv-cache-memory-bytes", str(device_bytes), "--host-size", "256MiB"]
+    document = Texts().document(_PROMPT + 16)
 
-        def ask(share: float | None) -> Replies:
-            log = folder / f"{share}.log"
-            settings = {} if share is None else {**SCALED, PREFIX + "TOPK_PERCENT": str(share)}
-            options = token_options(device, share is not None)
-            progress(f"  {'dense' if share is None else f'a share of {share}'}: starting")
-            environment = _environment(settings)
-            with ServerProcess([*words, *options], log, progress, environment) as server:
-                server.ask(document, _DECODED)
-                first, again = (server.ask(document, _DECODED).tokens for _ in range(2))
-                return Replies(first, again, *_blocks(server))
+    def ask(share: float | None) -> Replies:
+        log = folder / f"{share}.log"
+        settings = {} if share is None else {**SCALED, PREFIX + "TOPK_PERCENT": str(share)}
+        options = token_options(device, share is not None)
+        progress(f"  {'dense' if share is None else f'a share of {share}'}: starting")
+        environment = _environment(settings)
+        with ServerProcess([*words, *options], log, progress, environment) as server:
+            server.ask(document, _DECODED)
+            first, again = (server.ask(document, _DECODED).tokens for _ in range(2))
+            return Replies(first, again, *_blocks(server))
 
-        dense = ask(None)
-        found = {}
-        for share in SHARES:
-            sparse = ask(share)
-            require_right(dense, sparse, share)
-            found[str(share)] = {"considered": sparse.considered, "selected": sparse.selected}
+    dense = ask(None)
+    found = {}
+    for share in SHARES:
+        sparse = ask(share)
+        require_right(dense, sparse, share)
+        found[str(share)] = {"considered": sparse.considered, "selected": sparse.selected}
     chosen = ", ".join(f"{one['selected']} of {one['considered']}" for one in found.values())
     note = f"those of dense attention, or the same twice: {chosen} blocks chosen"
     return note, {"blocks": found}
@@ -252,6 +188,7 @@ def measure_decode(
     contexts: Sequence[int],
     shape: BenchModel,
     device: str,
+    folder: Path,
     progress: Progress,
     scaled: Mapping[str, str] | None = None,
     engines: Sequence[str] = ENGINES,
@@ -262,25 +199,25 @@ def measure_decode(
     place, the same for both."""
     longest = max(contexts) + 512
     seconds: dict[str, dict[str, float]] = {}
-    with model_folder(shape, longest + 512, weights=False) as (folder, path):
-        for name in engines:
-            progress(f"  {name}: starting")
-            sparse = name == "retrieval"
-            words = decode_options(path, longest, shape, device, sparse)
-            environment = _environment({**OPEN, **(scaled or {})} if sparse else {})
-            with ServerProcess(words, folder / f"{name}.log", progress, environment) as server:
-                seconds[name] = {}
-                for context in contexts:
-                    document = Texts(context).document(context)
-                    server.ask(document, 2)  # computes the prompt
-                    server.ask(document, _TIMED, ignore_eos=True)  # compiles further kernels
-                    server.settle()
-                    answers = [server.ask(document, _TIMED, ignore_eos=True) for _ in range(3)]
-                    seconds[name][str(context)] = percentiles(list(map(_token_s, answers)))["p50"]
-                    if (_blocks(server)[1] > 0) != sparse:
-                        acted = "did not act" if sparse else "acted"
-                        raise CheckError(f"{name}, {context} tokens: retrieval {acted}")
-            progress(f"  {seconds[name]}")
+    path = shape.write(folder / "model", longest + 512, "llama", weights=False)
+    for name in engines:
+        progress(f"  {name}: starting")
+        sparse = name == "retrieval"
+        words = decode_options(path, longest, shape, device, sparse)
+        environment = _environment({**OPEN, **(scaled or {})} if sparse else {})
+        with ServerProcess(words, folder / f"{name}.log", progress, environment) as server:
+            seconds[name] = {}
+            for context in contexts:
+                document = Texts(context).document(context)
+                server.ask(document, 2)  # computes the prompt
+                server.ask(document, _TIMED, ignore_eos=True)  # compiles further kernels
+                server.settle()
+                answers = [server.ask(document, _TIMED, ignore_eos=True) for _ in range(3)]
+                seconds[name][str(context)] = percentiles(list(map(_token_s, answers)))["p50"]
+                if (_blocks(server)[1] > 0) != sparse:
+                    acted = "did not act" if sparse else "acted"
+                    raise CheckError(f"{name}, {context} tokens: retrieval {acted}")
+        progress(f"  {seconds[name]}")
     note = "; ".join(
         f"{name}: " + ", ".join(f"{int(c) // 1024}K {each[c] * 1e3:.2f} ms" for c in each)
         for name, each in seconds.items()

@@ -1,0 +1,143 @@
+"""The parts of a run on a GPU machine, each in a process of its own: ``python -m
+kvrecall_lab.gpu.parts PART DEVICE [quick]``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import entry_points
+from typing import Any
+
+from kvrecall.gpu_check import CheckError, Finding
+from kvrecall.gpu_check.part import PARTS as CHECKS
+from kvrecall.gpu_check.part import Here, Part, report
+
+_MODULES = """vllm vllm.entrypoints.openai.api_server vllm.v1.engine.core vllm.platforms.cuda
+vllm.v1.worker.gpu_worker vllm.v1.worker.gpu.model_runner vllm.v1.attention.backends.flash_attn
+vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector vllm.compilation.backends
+kvrecall.engines.vllm.serving.app kvrecall.engines.vllm.attention.cuda""".split()
+"""What the other parts import: a package that is missing is seen in the first seconds."""
+
+
+_PLUGINS = {"retrieval", "seeds", "weights", "waits"}
+"""What vLLM loads of kvrecall, found by its metadata."""
+
+
+def _environment(here: Here) -> Finding:
+    """What the machine has. Raises CheckError if something that the parts import is missing."""
+    import torch
+
+    told: dict[str, object] = {"python": sys.version.split()[0], "torch": torch.__version__}
+    told["cores"], told["disk_free_gb"] = os.cpu_count(), shutil.disk_usage("/tmp").free // 10**9
+    if shutil.which("nvidia-smi"):
+        asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv"]
+        told["nvidia_smi"] = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+    here.say("the machine", **told)
+    plugins = {one.name for one in entry_points(group="vllm.general_plugins")}
+    missing = dict.fromkeys(_PLUGINS - plugins, "no such plug-in")
+    for name in _MODULES:
+        if here.on_cpu and name == "vllm.platforms.cuda":
+            continue  # the driver's library
+        begin = time.monotonic()
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:
+            missing[name] = str(error)
+        else:
+            version = getattr(module, "__version__", "")
+            here.say(f"{name} {version}: {time.monotonic() - begin:.1f} s")
+    if missing:
+        raise CheckError(f"cannot import {missing}")
+    return f"torch {torch.__version__}, {len(_MODULES)} modules", told
+
+
+def _chain(here: Here) -> Finding:
+    """Layers of sparse attention, launched and replayed; and over all blocks by the same kernel."""
+    import torch
+
+    from kvrecall.attention.settings import RetrievalSettings
+    from kvrecall.engines.vllm.attention.base import KernelShape
+
+    settings, shape = RetrievalSettings(), KernelShape(32, 8, 128, 128, torch.bfloat16, "")
+    layers, cases = 30, [(batch, k << 10) for k in (32, 64, 128) for batch in (1, 4)]
+    cases += [(8, 32 << 10), (1, 512 << 10)]
+    if here.on_cpu:
+        os.environ["TRITON_INTERPRET"] = "1"
+        settings = replace(settings, init_tokens=16, local_tokens=32)
+        shape, layers = KernelShape(4, 2, 32, 16, torch.float32, ""), 2
+        cases = [(2, 200)]
+    from kvrecall_lab.gpu.chain import Chain
+
+    found: dict[str, dict[str, object]] = {}
+    for batch, tokens in cases:
+        for share in (settings.topk_share, None):
+            name = f"{batch} of {tokens}, {'all blocks' if share is None else share}"
+            lengths = [tokens] * batch
+            chain = Chain(shape, settings, layers, lengths, share, torch.device(here.device))
+            found[name] = chain.measure(2 if here.on_cpu else 20)
+            here.say(f"{name}: microseconds a layer", **found[name])
+            del chain  # its memory, before the next one's
+    note = "; ".join(
+        f"{name}: " + ", ".join(f"{way} {one['p50']:.0f}" for way, one in ways.items())  # type: ignore[index]
+        for name, ways in found.items()
+    )
+    return f"us a layer, {note}", found
+
+
+def _tokens(here: Here, contexts: Sequence[int], repetitions: int, device: int, host: int) -> Any:
+    """``device``, ``host``: bytes of the device's cache and of host memory."""
+    from kvrecall.gpu_check.first_token import FirstTokens
+    from kvrecall.gpu_check.servers import LARGE, SMALL
+
+    shape = SMALL if here.on_cpu else LARGE
+    made = FirstTokens(shape, contexts, repetitions, here.folder, here.say, device, host)
+    if here.on_cpu:  # which computes such a small model as fast as it loads
+        made.pool = {"load_or_compute": "load"}
+    return made
+
+
+def _first_token(here: Here) -> Finding:
+    from kvrecall.gpu_check.first_token import OURS
+    from kvrecall_lab.gpu.tiers import every_tier
+
+    if here.on_cpu:
+        small = _tokens(here, (512, 1024), 2, 64 << 20, 256 << 20)
+        return every_tier(small, (OURS,), 1 << 30)
+    tokens = _tokens(here, (8192, 32768, 131072), 3, 18 << 30, 24 << 30)
+    return every_tier(tokens, (OURS, "OffloadingConnector"), 40 << 30)
+
+
+def _gaps(here: Here) -> Finding:
+    from kvrecall_lab.gpu.tiers import measure_gaps
+
+    if here.on_cpu:
+        return measure_gaps(_tokens(here, (16384,), 1, 50 << 20, 256 << 20))
+    return measure_gaps(_tokens(here, (131072,), 2, 18 << 30, 40 << 30))
+
+
+PARTS: Mapping[str, Part] = {
+    "environment": Part(_environment, 60, 90),
+    "retrieval": replace(CHECKS["retrieval"], whole_s=60),
+    "chain": Part(_chain, 60, 90),
+    "copies": replace(CHECKS["copies"], whole_s=30),
+    "bandwidth": replace(CHECKS["bandwidth"], whole_s=30),
+    "first-token": Part(_first_token, 150, 300),
+    "decode-engine": replace(CHECKS["decode-engine"], whole_s=320),
+    "gaps": Part(_gaps, 150, 180),
+    "traffic": replace(CHECKS["traffic"], whole_s=60),
+    "retrieval-tokens": replace(CHECKS["retrieval-tokens"], whole_s=120),
+    "tokens-graphs": replace(CHECKS["tokens-graphs"], whole_s=120),
+}
+"""In the order of what is learnt in a second; the most that each may take."""
+
+SMALL_SIZES = frozenset({"retrieval", "copies", "bandwidth", "traffic"})
+"""Run as with ``kvrecall gpu-check --quick``."""
+
+if __name__ == "__main__":
+    report(PARTS, *sys.argv[1:])
