@@ -283,7 +283,7 @@ def test_what_servers_are_started_with_is_what_vllm_takes() -> None:
         ("a\nkvrecall.errors.EngineError: no\nRuntimeError: see above", "no"),
         ("the server ended:\nValueError: a\nRuntimeError: b\nbye", "b"),
         ("the server ended:\na\nkvrecall: port in use", "kvrecall: port in use"),
-        ("", "nothing was said"),
+        ("", "no message"),
     ],
 )
 def test_of_an_error_the_line_that_says_most_is_told(text: str, said: str) -> None:

@@ -81,7 +81,7 @@ WRONG: list[tuple[Spoil, list[str]]] = [
     # Required fields
     (lambda c: model(c).pop("worldSize"), [f"{MODEL}.worldSize is required"]),
     (lambda c: model(c).update(worldSiz=model(c).pop("worldSize")),
-     [f"{MODEL}.worldSize is required; did you mean it by worldSiz (26:6)?"]),
+     [f"{MODEL}.worldSize is required; is worldSiz (26:6) a misspelling of it?"]),
     (lambda c: c.pop("ServerConfig"), ["tlsCert is required", "set that to false"]),
     (lambda c: server(c).pop("httpsEnabled"), ["(tlsCert, tlsPk, tlsCaFile)"]),
     # plugin_params

@@ -77,7 +77,7 @@ def run_part(
             if last is None and late.is_set():
                 return CheckOutcome(check, State.FAIL, overdue(limit_s))
             if last is None:
-                status, said = process.wait(), child.log_tail(1) or "nothing was said"
+                status, said = process.wait(), child.log_tail(1) or "no message"
                 last = CheckOutcome(check, State.FAIL, f"the process ended with {status}: {said}")
             return last
         finally:
@@ -101,7 +101,7 @@ def _last(lines: Iterable[bytes], heard: Callable[[CheckOutcome], None]) -> Chec
 
 def overdue(limit_s: float) -> str:
     """The note of a part that had to be ended."""
-    return f"no end after {limit_s:.0f} s"
+    return f"did not end within {limit_s:.0f} s"
 
 
 # -- the checks -------------------------------------------------------------------------------

@@ -414,7 +414,7 @@ class _Planner:
             names = ", ".join(map(repr, _KNOWN))
             message = f"is {backend!r}; allowed: '' (no pool), {names}, package.module:Factory"
             if backend in ("memcache", "unifiedcache", "yuanrong"):
-                message += f". kvrecall has no client of {backend}; those do what it does"
+                message += f". kvrecall has no client for {backend}; use one of these"
             raise self._wrong((*_POOL, "backend"), message)
 
     def _pool_settings(self, file: Path | None) -> dict[str, object]:
@@ -473,7 +473,7 @@ class _Planner:
             wanted, lambda plane: self._tried(partial(self._tls_of, plane))
         )
         if not (server.httpsEnabled or all(is_loopback(host) for host, _ in taken)):
-            why = "requests travel in the clear, and serve wants an API key (--api-key-file)"
+            why = "requests travel in the clear, and serve requires an API key (--api-key-file)"
             self._warnings.append(f"httpsEnabled is false: {why}")
         return listeners, homes
 
