@@ -308,6 +308,8 @@ def explained(error: json.JSONDecodeError, origin: Origin) -> tuple[str, str]:
             cure = "; write '\"'"
         elif rest.startswith(("#", "//", "/*")):
             cure = "; JSON has no comments, remove it"
+        elif found == "`":
+            cure = "; remove the lines of a Markdown fence"
         elif error.msg == "Expecting ',' delimiter" and found in '"{[':
             cure = "; a comma is missing"
         message = f"expected {expected}, found {_shown(found)}{cure}"
