@@ -306,10 +306,8 @@ def explained(error: json.JSONDecodeError, origin: Origin) -> tuple[str, str]:
             cure = f"; write the ASCII {FULL_WIDTH[found]!r}"
         elif found in QUOTES:
             cure = "; write '\"'"
-        elif rest.startswith(("#", "//", "/*")):
-            cure = "; JSON has no comments, remove it"
-        elif found == "`":
-            cure = "; remove the lines of a Markdown fence"
+        elif rest.startswith(("#", "//", "/*", "`")):
+            cure = "; JSON has no comments and no fences, remove it"
         elif error.msg == "Expecting ',' delimiter" and found in '"{[':
             cure = "; a comma is missing"
         message = f"expected {expected}, found {_shown(found)}{cure}"

@@ -36,9 +36,7 @@ def gpu_check(
     ] = False,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="PART", help=f"Run this part; repeatable. One of: {', '.join(PARTS)}."
-        ),
+        typer.Option(metavar="PART", help=f"Run this part; repeatable: {', '.join(PARTS)}."),
     ] = None,
     device: Annotated[
         str,
