@@ -69,10 +69,10 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("digest", lambda coded: coded ^ 2, "codes digests otherwise"),
-        ("search", lambda best: best.nextafter(best + 1), "finds other products"),
-        ("choose", lambda table: (table + 1) % 64, "chooses other blocks"),
-        ("choose", lambda table: table + 64, "chooses other blocks"),
+        ("digest", lambda coded: coded ^ 2, "encodes digests differently"),
+        ("search", lambda best: best.nextafter(best + 1), "computes other scores"),
+        ("choose", lambda table: (table + 1) % 64, "selects other blocks"),
+        ("choose", lambda table: table + 64, "selects other blocks"),
         ("", None, ""),
     ],
 )
