@@ -35,6 +35,24 @@ BANNED = (
 )
 """Phrases that no engineer at vLLM or foyer would write. Say who does what, in active voice."""
 
+BANNED_IN_MESSAGES = (
+    "all the same",
+    "any more",
+    "begun",
+    "hanging",
+    "has not an?",
+    "hold, too",
+    "nothing was said",
+    "one a line",
+    "otherwise than",
+    "so many",
+    "was said",
+    "(is|are|was|were|be) told",
+    "theirs",
+    "wants an?",
+)
+"""The same of help texts, log lines and errors; patterns."""
+
 
 def test_a_class_name_is_there_once() -> None:
     found: dict[str, list[str]] = defaultdict(list)
@@ -51,6 +69,21 @@ def test_no_page_and_no_module_has(phrase: str) -> None:
     found = [
         str(path.relative_to(ROOT)) for path in (*MODULES, *PAGES) if words.search(path.read_text())
     ]
+    assert found == []
+
+
+def test_no_message_has() -> None:
+    words = re.compile(rf"\b({'|'.join(BANNED_IN_MESSAGES)})\b", re.IGNORECASE)
+    found = []
+    for module in MODULES:
+        nodes = list(ast.walk(ast.parse(module.read_text())))
+        said = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
+        found += [
+            f"{module.relative_to(ROOT)}:{node.lineno}: {node.value}"
+            for node in nodes
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            if id(node) not in said and " " in node.value and words.search(node.value)
+        ]
     assert found == []
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-Json = Annotated[bool, typer.Option("--json", help="Print only JSON, of an error, too.")]
+Json = Annotated[bool, typer.Option("--json", help="Print only JSON, including errors.")]
 _LONG_S = 1.0
 
 OnProgress = Callable[[int, int], None]

@@ -58,7 +58,7 @@ SEEDS = Variable(
 TRACES_PROTOCOL = Variable(
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
     "how spans travel to `--otlp-traces-endpoint`, kvrecall's as vLLM's; OpenTelemetry's other "
-    "`OTEL_` variables (names, sampling, queues, headers) hold, too",
+    "`OTEL_` variables (names, sampling, queues, headers) apply, too",
     "`grpc`, `http/protobuf`",
     "`grpc`",
 )

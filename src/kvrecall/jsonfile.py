@@ -289,7 +289,7 @@ def explained(error: json.JSONDecodeError, origin: Origin) -> tuple[str, str]:
             opened = still_open[-1]
             message += f": the {text[opened]!r} of {origin.place(opened)} is not closed"
     elif error.msg == "Extra data" and found in ("}", "]"):
-        message = f"{found!r} closes nothing: there is one more of it than was opened"
+        message = f"{found!r} has no opening bracket"
     elif before[-1:].isdigit() and at == len(before) and (word or found in "0123456789._"):
         message = "not a JSON number (decimal, no leading zeros, no units)"
     elif word and error.msg.startswith("Expecting property"):
@@ -306,8 +306,8 @@ def explained(error: json.JSONDecodeError, origin: Origin) -> tuple[str, str]:
             cure = f"; write the ASCII {FULL_WIDTH[found]!r}"
         elif found in QUOTES:
             cure = "; write '\"'"
-        elif rest.startswith(("#", "//", "/*")):
-            cure = "; JSON has no comments, remove it"
+        elif rest.startswith(("#", "//", "/*", "`")):
+            cure = "; JSON has no comments and no fences, remove it"
         elif error.msg == "Expecting ',' delimiter" and found in '"{[':
             cure = "; a comma is missing"
         message = f"expected {expected}, found {_shown(found)}{cure}"

@@ -206,7 +206,7 @@ def test_what_needs_vllm_says_so_in_a_line(installed: Path) -> None:
     assert "Traceback" not in said
 
 
-@pytest.mark.longest
+@pytest.mark.long
 def test_it_builds_as_the_index_takes_it_and_installs_into_empty_environments(
     sdist: Path, tmp_path: Path
 ) -> None:

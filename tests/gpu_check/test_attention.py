@@ -84,10 +84,10 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("digest", lambda coded: coded ^ 2, "codes digests otherwise"),
-        ("search", lambda best: best.nextafter(best + 1), "finds other products"),
-        ("choose", lambda table: (table + 1) % 64, "chooses other blocks"),
-        ("choose", lambda table: table + 64, "chooses other blocks"),
+        ("digest", lambda coded: coded ^ 2, "encodes digests differently"),
+        ("search", lambda best: best.nextafter(best + 1), "computes other scores"),
+        ("choose", lambda table: (table + 1) % 64, "selects other blocks"),
+        ("choose", lambda table: table + 64, "selects other blocks"),
         ("", None, ""),
     ],
 )
@@ -302,7 +302,7 @@ def test_what_servers_are_started_with_is_what_vllm_takes(
         ("a\nkvrecall.errors.EngineError: no\nRuntimeError: see above", "no"),
         ("the server ended:\nValueError: a\nRuntimeError: b\nbye", "b"),
         ("the server ended:\na\nkvrecall: port in use", "kvrecall: port in use"),
-        ("", "nothing was said"),
+        ("", "no message"),
     ],
 )
 def test_of_an_error_the_line_that_says_most_is_told(text: str, said: str) -> None:

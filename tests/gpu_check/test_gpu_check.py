@@ -248,7 +248,7 @@ def test_only_some_parts(parts: list[tuple[str, float]]) -> None:
     arguments = ["--quick", "--only", "tokens-fp8", "--only", "copies"]
     CliRunner().invoke(cli.app, arguments)
     assert [name for name, _ in parts] == ["device", "copies", "tokens-fp8"]
-    with pytest.raises(ConfigError, match="--only copy: no such part; there are device, copies"):
+    with pytest.raises(ConfigError, match="no such part; the parts are device, copies"):
         cli.wanted(["copy"], False)
 
 

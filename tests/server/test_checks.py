@@ -124,16 +124,14 @@ def test_help_is_fast_and_without_engine() -> None:
 
 
 def test_example_is_right_but_for_the_model(tmp_path: Path) -> None:
-    example = kvrecall("config", "example").stdout
     path = tmp_path / "config.json"
-    path.write_text(example)
+    path.write_text(kvrecall("config", "example").stdout)
     done = kvrecall("config", "check", str(path))
     assert done.returncode == 2
     assert "modelWeightPath is '/path/to/the/model'; there is no such folder" in done.stderr
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")
-    (tmp_path / "pool.json").write_text('{"host_size": "1GiB"}')
-    path.write_text(example.replace("/path/to/the/model", str(tmp_path / "m")))
+    path.write_text(kvrecall("config", "example", str(tmp_path / "m")).stdout)
     done = kvrecall("config", "check", str(path))
     assert done.returncode == 0, done.stderr
     for words in ("cacheBlockSize", "without effect", "vllm --max-model-len", "pool host_size"):

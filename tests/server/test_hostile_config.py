@@ -109,7 +109,7 @@ ODD: list[tuple[str | bytes, str]] = [
     (TEXT.replace("1025", "1e999"), "config.json:5:"),
     (TEXT.replace("1025", "NaN"), "config.json:"),
     (TEXT.replace("1025", "9" * 5000), "config.json:"),
-    (TEXT.replace('"worldSize"', '"worldsize"'), "did you mean it by worldsize"),
+    (TEXT.replace('"worldSize"', '"worldsize"'), "is worldsize ("),
     (TEXT.replace('"port": 1025,', '"port": 1025, "port": 1026,'), "config.json:"),
 ]
 

@@ -351,5 +351,5 @@ def test_why_of_a_request_that_is_not_known(forgotten: float) -> None:
     engine.insight.forgotten_until = forgotten
     reply = ask(management(engine), "/why/three")
     assert reply.status_code == 404
-    said = "none was forgotten yet" if not forgotten else "1970-01-02 00:00:00 UTC are forgotten"
+    said = "it keeps all so far" if not forgotten else "1970-01-02 00:00:00 UTC are forgotten"
     assert said in reply.json()["error"]

@@ -81,7 +81,7 @@ WRONG: list[tuple[Spoil, list[str]]] = [
     # Required fields
     (lambda c: model(c).pop("worldSize"), [f"{MODEL}.worldSize is required"]),
     (lambda c: model(c).update(worldSiz=model(c).pop("worldSize")),
-     [f"{MODEL}.worldSize is required; did you mean it by worldSiz (26:6)?"]),
+     [f"{MODEL}.worldSize is required; is worldSiz (26:6) a misspelling of it?"]),
     (lambda c: c.pop("ServerConfig"), ["tlsCert is required", "set that to false"]),
     (lambda c: server(c).pop("httpsEnabled"), ["(tlsCert, tlsPk, tlsCaFile)"]),
     # plugin_params
@@ -323,14 +323,20 @@ def test_mooncake_off_this_host_needs_a_word(tmp_path: Path) -> None:
     [
         ({"backend": "", "configPath": ""}, ""),
         ({"backend": "", "configPath": "p.json"}, "backend is empty"),
-        ({"backend": "embedded", "configPath": ""}, "configPath is empty"),
-        ({"backend": "embedded"}, "configPath is empty"),
+        ({"backend": "mooncake", "configPath": ""}, "configPath is empty"),
     ],
 )
 def test_pool_off(tmp_path: Path, pool: Json, said: str) -> None:
     plan = plan_of(tmp_path, given(backend, kvPoolConfig=pool))
     assert plan.spec.recall is None
     assert any(said in line for line in (*plan.notes, *plan.warnings))
+
+
+def test_kvrecalls_own_pool_needs_no_file(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, given(backend, kvPoolConfig={"backend": "embedded"}))
+    assert plan.spec.recall == {"async_write": False}
+    plan = plan_of(tmp_path, given(backend, kvPoolConfig={"backend": "service"}))
+    assert plan.spec.recall == {"async_write": False, "backend": "service"}
 
 
 def test_what_has_no_effect_is_told_once(tmp_path: Path) -> None:

@@ -193,10 +193,8 @@ def test_serve_refuses_context_parallelism(tmp_path: Path) -> None:
 
 
 def test_config_check_refuses_it_too(whisper: Path, tmp_path: Path) -> None:
-    example = kvrecall("config", "example").stdout
     config = tmp_path / "config.json"
-    config.write_text(example.replace("/path/to/the/model", str(whisper)))
-    (tmp_path / "pool.json").write_text('{"host_size": "1MiB"}')
+    config.write_text(kvrecall("config", "example", str(whisper)).stdout)
     done = kvrecall("config", "check", str(config))
     assert done.returncode == 2
     assert "is an encoder-decoder model" in done.stdout + done.stderr

@@ -135,7 +135,7 @@ _POOL: Mapping[str, Kind] = {
     "kvrecall pool clear": Runs(more=f"{_SOCKET} --yes", says="blocks dropped"),
     "kvrecall pool resize": Runs(swaps=(("50GiB", "32MiB"), ("4GiB", "4MiB")), more=_SOCKET),
     "kvrecall pool master": Runs(
-        more=" --port 50051 --metrics-port 9003",
+        more=" --port 50051 --metrics-port 9003 --eviction_high_watermark_ratio 0.8",
         stays="Mooncake master on",
         after=scenes.master_answers,
         needs="mooncake.store",

@@ -4,7 +4,6 @@ that stays up."""
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from rich.console import Console
 
 from kvrecall.commands import Json
 from kvrecall.demo.mooncake import MooncakeDemo, MooncakeVerdict
-from kvrecall.demo.tiers import TURN_1, DemoVerdict, Subject, TierDemo, TierVerdict
+from kvrecall.demo.tiers import DemoVerdict, Subject, TierDemo, TierVerdict
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.processes.child import server_environment
 from kvrecall.processes.command import ProgressLines, command_folder
@@ -148,7 +147,7 @@ def serve(
         time.sleep(0.5)
     if process.poll() is None:
         typer.echo(
-            f"\nReady. Send it, twice:\n\n{request(port)}\n\n"
+            f"\nReady. Send this, restart the server, and send it again:\n\n{request(port)}\n\n"
             f"Its dashboard: {url}/dashboard\n\nCtrl-C ends it.",
             err=True,
         )
@@ -167,9 +166,9 @@ def _kept_folder() -> Path:
 
 
 def request(port: int) -> str:
-    """The curl command to send; sent again, all whole blocks of its prompt are recalled."""
-    body = {"inputs": TURN_1, "parameters": {"max_new_tokens": 20, "details": True}}
+    """README's curl command: sent after a restart, its prompt comes from disk but for a block."""
+    body = r"{\"inputs\": \"$(seq -s ' ' 1 900)\", \"parameters\": {\"details\": true}}"
     return (
-        f"curl -s http://127.0.0.1:{port}/generate -H 'Content-Type: application/json' "
-        f"-d '{json.dumps(body)}'"
+        f"curl -s http://127.0.0.1:{port}/generate -H 'Content-Type: application/json' \\\n"
+        f"""  -d "{body}" | grep -o '"recall":{{[^}}]*}}'"""
     )

@@ -97,7 +97,7 @@ def _checked(findings: Iterator[Finding]) -> Iterator[Finding]:
     try:
         yield from findings
     except Exception as error:  # noqa: BLE001 - whatever it is, the other checks go on
-        found = hidden(f"a check failed itself: {type(error).__name__}: {error}")
+        found = hidden(f"the check itself failed: {type(error).__name__}: {error}")
         cure = "report it: this is a bug in kvrecall"
         yield Finding("doctor", "check", Health.WARNING, " ".join(found.split()), cure)
 

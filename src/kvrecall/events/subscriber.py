@@ -294,7 +294,7 @@ class Subscription:
                     if not payload:
                         return True
                     if number <= before:
-                        raise ConnectionAbortedError("a replay that does not go on")
+                        raise ConnectionAbortedError("a replay that has stalled")
                     before = number
                     self.reader.skip_to(number)
                     await self._apply(number, payload)

@@ -49,7 +49,7 @@ def reason(text: str) -> str:
         found = pattern.findall(text)
         if found:
             return str(found[which]).strip()
-    lines = text.strip().splitlines() or ["nothing was said"]
+    lines = text.strip().splitlines() or ["no message"]
     return lines[-1] if lines[0].endswith(":") else lines[0]
 
 

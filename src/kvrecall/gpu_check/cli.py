@@ -36,7 +36,7 @@ def gpu_check(
     ] = False,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="PART", help=f"Run this part; repeatable. Of: {', '.join(PARTS)}."),
+        typer.Option(metavar="PART", help=f"Run this part; repeatable: {', '.join(PARTS)}."),
     ] = None,
     device: Annotated[
         str,
@@ -98,7 +98,7 @@ def wanted(only: Sequence[str], quick: bool) -> list[str]:
     """The parts to run, in their order; the device always comes first. Raises ConfigError."""
     for name in only:
         if name not in PARTS:
-            raise ConfigError(f"--only {name}: no such part; there are {', '.join(PARTS)}")
+            raise ConfigError(f"--only {name}: no such part; the parts are {', '.join(PARTS)}")
     chosen = set(only) | {"device"} if only else set(PARTS) - (NOT_QUICK if quick else set())
     return [name for name in PARTS if name in chosen]
 

@@ -93,7 +93,7 @@ def run_part(
             end_all(child.family(), 0.0)
             process.wait()
         if not found:
-            said = child.log_tail(1) or "nothing was said"
+            said = child.log_tail(1) or "no message"
             note = f"the process ended with {process.returncode}: {said}"
             found = [CheckOutcome(check, State.FAIL, overdue(limit_s) if is_late else note)]
     return found[0]
@@ -120,7 +120,7 @@ def _read(
 
 def overdue(limit_s: float) -> str:
     """The note of a part that had to be ended."""
-    return f"no end after {limit_s:.0f} s"
+    return f"did not end within {limit_s:.0f} s"
 
 
 # -- the checks -------------------------------------------------------------------------------

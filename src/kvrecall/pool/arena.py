@@ -102,7 +102,7 @@ def open_arena(handle: ArenaHandle, mode: int = os.O_RDONLY) -> int:
     status = os.fstat(fd)
     if status.st_size != handle.nbytes or handle.inode not in (0, status.st_ino):
         os.close(fd)
-        raise TierError(f"process {handle.pid} has no arena of {handle.nbytes} bytes any more")
+        raise TierError(f"process {handle.pid} no longer has an arena of {handle.nbytes} bytes")
     return fd
 
 

@@ -50,7 +50,7 @@ def route(
         int, typer.Option(help="Extra requests an instance may have and still be preferred.", min=0)
     ] = 4,
     retries: Annotated[
-        int, typer.Option(help="Further instances tried for a request.", min=0, max=16)
+        int, typer.Option(help="Number of other instances to try if one fails.", min=0, max=16)
     ] = 1,
     max_requests: Annotated[
         int, typer.Option(help="Maximum requests in flight; further ones get 503.", min=1)
@@ -61,8 +61,8 @@ def route(
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            help="File with the API keys, one a line, of which every route but health needs one; "
-            f"mode 0600. {API_KEY} holds one, too. Instances get the client's, passed on.",
+            help="File of API keys, one per line, mode 0600: every route but health requires one "
+            f"of them, which the router passes on. {API_KEY} holds one, too.",
         ),
     ] = None,
     allow_unauthenticated: Annotated[

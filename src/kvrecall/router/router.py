@@ -357,7 +357,7 @@ class Router:
                 async with instance.answering(cost, others):
                     return await send(instance, request.path, content, headers)
         except TimeoutError:
-            message = f"{instance.name} does not answer, nor its /health"
+            message = f"{instance.name} does not answer, and neither does its /health"
             failure = InstanceFailedError(message, gone=False)
         except InstanceFailedError as error:
             failure = error
@@ -413,7 +413,7 @@ class Router:
                 request.outcome = "broken"
                 why = str(error) or type(error).__name__
                 self._failed(instance, InstanceFailedError(why, gone=True))
-                broken = {"message": f"{instance.name} broke off", "type": "router_error"}
+                broken = {"message": f"{instance.name} ended early", "type": "router_error"}
                 yield f"data: {json.dumps({'error': broken | {'code': 502}})}\n\n".encode()
 
         def ended() -> None:

@@ -34,7 +34,7 @@ _PARAMETERS = {
     "port": _option(int | None, "Port to listen on. Default: 8000.", min=1, max=65535),
     "api_key_file": _access(
         Path | None,
-        "File with the API keys, one a line, of which every route but health needs one; mode 0600. "
+        "File of API keys, one per line, mode 0600: every route but health requires one of them. "
         "VLLM_API_KEY holds one, too.",
     ),
     "allow_unauthenticated": _access(
@@ -45,7 +45,7 @@ _PARAMETERS = {
     ),
     "allowed_host": _access(
         list[str] | None,
-        "Another name of this server in URLs, for requests without an API key; repeatable.",
+        "Another host name of this server, for requests without an API key; repeatable.",
     ),
     "management": _access(
         str | None,

@@ -137,7 +137,7 @@ def _why(engine: ServingEngine, request_id: str) -> list[dict[str, object]]:
     if not found:
         since = insight.forgotten_until
         ended = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(since))
-        kept = f"those that ended by {ended} are forgotten" if since else "none was forgotten yet"
+        kept = f"those that ended by {ended} are forgotten" if since else "it keeps all so far"
         why = f"it never reached this server, or it is too old ({kept})"
         raise ReplyError(404, f"no request {request_id!r} here: {why}")
     return [{**asdict(view), "why": _words(engine, view)} for view in found]

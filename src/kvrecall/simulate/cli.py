@@ -85,7 +85,7 @@ def simulate(
     ] = "",
     hosts: Annotated[
         int,
-        typer.Option(min=1, max=10_000, help="So many hosts, each with these tiers."),
+        typer.Option(min=1, max=10_000, help="Number of hosts, each with these tiers."),
     ] = 1,
     store: Annotated[
         str,

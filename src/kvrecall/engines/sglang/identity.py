@@ -125,7 +125,7 @@ def settings_of(server: Mapping[str, Any]) -> dict[str, str]:
     cannot be read, or the weights are random."""
     if server.get("load_format") == "dummy":
         raise ConfigError(
-            f"{_SOURCE}: --load-format: 'dummy' makes random weights, whose KV cannot be told from "
+            f"{_SOURCE}: --load-format: 'dummy' makes random weights, whose KV differs from "
             "another start's; load weights, or remove --hicache-storage-backend"
         )
     shaping = {name: v for name, v in server.items() if not _NO_INFLUENCE.fullmatch(name)}

@@ -285,7 +285,7 @@ class DiskEngine:
             self._begin_anew(why)
             self.is_index_failing = False
         except (sqlite3.Error, OSError) as error:
-            self.counters.fault("no new index can be begun", error)
+            self.counters.fault("a new index cannot be started", error)
 
     def _begin_anew(self, why: str) -> None:
         """Sets a damaged index aside and writes a new one, of the blocks that are known by now.

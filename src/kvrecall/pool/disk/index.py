@@ -596,5 +596,5 @@ def _move_aside(path: Path, why: str) -> Path:
             os.replace(old, new)
     for file in (path, aside):
         file.with_name(file.name + "-shm").unlink(missing_ok=True)
-    _LOG.warning("disk tier: %s: %s; renamed to %s, and a new one is begun", path, why, aside)
+    _LOG.warning("disk tier: %s: %s; renamed to %s, and a new one was started", path, why, aside)
     return aside

@@ -19,7 +19,7 @@ from kvrecall.server.mindie.reader import Problems, dotted, read_config
 from kvrecall.server.mindie.schema import Effect, fields_of
 
 EXAMPLE = Path(__file__).with_name("example.json").read_text("utf-8")
-"""A minimal config.json. The pool.json beside it: ``{"disk_path": ..., "disk_size": "20GiB"}``."""
+"""A minimal config.json, right but for the model's folder."""
 
 _STYLES = {Effect.ACTS: "green", Effect.PARTLY: "yellow", Effect.NONE: "dim", Effect.UNKNOWN: "red"}
 
@@ -55,9 +55,11 @@ def config_check(
 
 
 @app.command("example")
-def config_example() -> None:
-    """Print a minimal config.json."""
-    typer.echo(EXAMPLE, nl=False)
+def config_example(
+    model: Annotated[Path, typer.Argument(help="The model's folder.")] = Path("/path/to/the/model"),
+) -> None:
+    """Print a minimal config.json, with a pool of 4 GiB in host memory."""
+    typer.echo(EXAMPLE.replace('"/path/to/the/model"', json.dumps(str(model))), nl=False)
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -383,14 +383,14 @@ class _Planner:
             if pool.configPath:
                 self._notes.append("kvPoolConfig.backend is empty: pooling is off")
             return None
-        if not pool.configPath:
+        if not pool.configPath and pool.backend not in _POOLS:
             why = "kvPoolConfig.backend is set but configPath is empty"
             self._warnings.append(f"{why}: pooling is off, as in MindIE")
             return None
         self._tried(self._require_prefix_cache)
         path = (*_POOL, "configPath")
-        file = self._file(pool.configPath, path)
-        if pool.backend in _POOLS:
+        file = self._file(pool.configPath, path) if pool.configPath else None
+        if file is None or pool.backend in _POOLS:
             return self._pool_settings(file)
         options: dict[str, object] = {"config": str(file)}
         try:
@@ -414,13 +414,13 @@ class _Planner:
             names = ", ".join(map(repr, _KNOWN))
             message = f"is {backend!r}; allowed: '' (no pool), {names}, package.module:Factory"
             if backend in ("memcache", "unifiedcache", "yuanrong"):
-                message += f". kvrecall has no client of {backend}; those do what it does"
+                message += f". kvrecall has no client for {backend}; use one of these"
             raise self._wrong((*_POOL, "backend"), message)
 
-    def _pool_settings(self, file: Path) -> dict[str, object]:
-        """Of a pool.json, which must not contradict ``kvPoolConfig``."""
+    def _pool_settings(self, file: Path | None) -> dict[str, object]:
+        """Of a pool.json, which must not contradict ``kvPoolConfig``; without one, the defaults."""
         pool = self._backend.kvPoolConfig
-        settings, document = read_object(file, "pool settings")
+        settings, document = read_object(file, "pool settings") if file else ({}, self._document)
         for key, field in (("backend", "backend"), ("async_write", "asyncWrite")):
             wanted = getattr(pool, field)
             given = settings.get(key, wanted)
@@ -473,7 +473,7 @@ class _Planner:
             wanted, lambda plane: self._tried(partial(self._tls_of, plane))
         )
         if not (server.httpsEnabled or all(is_loopback(host) for host, _ in taken)):
-            why = "requests travel in the clear, and serve wants an API key (--api-key-file)"
+            why = "requests travel in the clear, and serve requires an API key (--api-key-file)"
             self._warnings.append(f"httpsEnabled is false: {why}")
         return listeners, homes
 

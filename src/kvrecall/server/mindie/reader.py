@@ -50,7 +50,7 @@ def validate(document: Document, corrected: Sequence[str] = (), wrong: Sequence[
     warnings += _unknown(document, value)
     if value and "ServerConfig" not in value:
         values = "127.0.0.1, ports 1025 to 1027, httpsEnabled true"
-        warnings.append(f"{document.where(())}: no ServerConfig; MindIE's own holds: {values}")
+        warnings.append(f"{document.where(())}: no ServerConfig; MindIE's defaults apply: {values}")
     try:
         config = MindieConfig.model_validate(value)
     except ValidationError as error:
@@ -139,7 +139,7 @@ def _explained(detail: ErrorDetails, document: Document) -> str:
         given = detail["input"] if isinstance(detail["input"], dict) else {}
         close = difflib.get_close_matches(str(last), given, 1, 0.75)
         at = document.where((*above, *close)).removeprefix(f"{document.source}:")
-        return f"is required{f'; did you mean it by {close[0]} ({at})?' if close else ''}"
+        return f"is required{f'; is {close[0]} ({at}) a misspelling of it?' if close else ''}"
     text = repr(detail["input"])
     shown = text if len(text) <= 60 else text[:57] + "..."
     fields = section.model_fields if section else {}

@@ -149,13 +149,14 @@ def test_windows_beside_full_attention(
     start: Callable[..., Engine], windows: dict[str, Any]
 ) -> None:
     """With every block of the full layers chosen, dense attention's tokens; with few, others, which
-    are the same when a batch is one request and when blocks come from the pool."""
+    are the same when a batch is one request and when blocks come from the pool. Past the offload
+    boundary, too, where such a sequence stays on the device."""
     prompts = [prompt_of(tokens, 50 + at) for at, tokens in enumerate(MIXED)]
     ask = {"prompts": prompts, "max_tokens": 60}
     dense, whole = start(**windows), start(**windows, env=retrieval(1.0))
     pool = {"host_size": "96MiB", "load_or_compute": "load"}
-    env = {**retrieval(0.3), "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY": "4097"}
-    few = start(**windows, pool=pool, env=env)
+    few = start(**windows, pool=pool, env=retrieval(0.3))
+    assert "NO SEQUENCE LEAVES THE DEVICE" in few.log.read_text()
     before = activity(whole)
     assert tokens_of(whole.generate(**ask)) == tokens_of(dense.generate(**ask))
     assert spent(whole, before)["layers_sparse"] > 2 * 3 * 50
@@ -286,20 +287,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {**MLA, "speculative_config": NGRAM},
         "speculative decoding of latent attention .MLA.; disable speculation",
     ),
-    "speculation off the device": (
-        "qwen3",
-        {"speculative_config": NGRAM, "pool": POOL},
-        "OFFLOAD_BOUNDARY=2048 cannot leave .* .disable speculation.",
-    ),
     "hits inside blocks": (
         "qwen3",
         {"pool": {**POOL, "match_unit": 32}},
         "match_unit is 32, and retrieval attention is on",
-    ),
-    "windows off the device": (
-        "gemma3_text",
-        {"pool": POOL},
-        "OFFLOAD_BOUNDARY=2048 cannot leave .* set the boundary above max_model_len=4096",
     ),
 }
 

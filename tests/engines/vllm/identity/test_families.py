@@ -229,5 +229,5 @@ def test_a_check_of_the_doctor_that_fails_is_a_finding(monkeypatch: pytest.Monke
     monkeypatch.setattr("kvrecall.doctor.cli.check_machine", breaks)
     found = [each for each in examine(imports=False) if each.area == "doctor"]
     assert [each.found for each in found] == [
-        "a check failed itself: ZeroDivisionError: of nothing"
+        "the check itself failed: ZeroDivisionError: of nothing"
     ]

@@ -255,7 +255,7 @@ class RetrievalBuilder(ABC):
         why = (
             "dense attention is expected to be faster at every length up to "
             f"max_model_len={most}; VLLM_RETRIEVAL_GATE=0 decodes sparsely from "
-            f"VLLM_RETRIEVAL_DENSE_BOUNDARY={settings.dense_boundary} on all the same"
+            f"VLLM_RETRIEVAL_DENSE_BOUNDARY={settings.dense_boundary} on anyway"
         )
         ungated = replace(gate, settings=replace(settings, gate=False))
         if ungated.sparse_from(self.block_size, longest) is None:

@@ -83,13 +83,12 @@ def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
             f"{layers} layers to retrieval; set it below {layers}, {_WAY_OUT}"
         )
     offloads = connector is not None and model.max_model_len >= settings.offload_boundary
-    hindrance = offload_hindrance(vllm_config) if offloads else None
-    if hindrance is not None:
-        raise EngineError(
-            f"sequences past VLLM_RETRIEVAL_OFFLOAD_BOUNDARY={settings.offload_boundary} "
-            f"cannot leave the device in this engine, because {hindrance}; or set the "
-            f"boundary above max_model_len={model.max_model_len}: they are then attended to "
-            "sparsely on the device"
+    if offloads and (hindrance := offload_hindrance(vllm_config)):
+        logger.warning(
+            "kvrecall: NO SEQUENCE LEAVES THE DEVICE: those past "
+            "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY=%d decode sparsely on it, because %s",
+            settings.offload_boundary,
+            hindrance,
         )
     if model.max_model_len <= settings.dense_boundary:
         logger.warning(
@@ -161,9 +160,9 @@ def offload_hindrance(vllm_config: Any) -> str | None:
     if transfer is None or transfer.kv_connector != "RecallConnector":
         return "it has no pool to keep them in (use RecallConnector)"
     if parallel.pipeline_parallel_size > 1:
-        return "no pipeline has offloaded any yet (use tensor parallelism)"
+        return "offloading was never run with pipeline parallelism (use tensor parallelism)"
     if getattr(vllm_config.model_config, "use_mla", False):
-        return "latents (MLA) have never left a device"
+        return "offloading was never run with latent attention (MLA)"
     if _WINDOW in _layer_types(vllm_config):
         return "its layers with sliding windows have KV groups of their own"
     if vllm_config.speculative_config is not None:

@@ -252,7 +252,7 @@ class StepPlanner:
         logger.info(
             "kvrecall: retrieval: all sequences past VLLM_RETRIEVAL_DENSE_BOUNDARY=%d that decode "
             "now (%d) are attended to densely: sparse attention would be slower. "
-            "VLLM_RETRIEVAL_GATE=0 attends to them sparsely all the same",
+            "VLLM_RETRIEVAL_GATE=0 attends to them sparsely anyway",
             self._settings.dense_boundary,
             sequences,
         )

@@ -114,7 +114,7 @@ def replay_everything() -> None:
         install("whole-replay", lambda registry: _Publishers(registry | {"zmq": _WholePublisher}))
     elif plain is not _WholePublisher:
         _LOG.warning(
-            "kvrecall: this vLLM publishes KV events in a way of its own; a reader that begins "
+            "kvrecall: this vLLM publishes KV events differently; a reader that begins "
             "late learns only of blocks in batches that vLLM can still replay"
         )
 

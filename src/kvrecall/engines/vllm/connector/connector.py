@@ -244,7 +244,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._pool is not None
         if isinstance(self._pool, Pool) and not facts.copies_in_step:
             if near and not self._pool.arena.prefer(near):
-                logger.warning("kvrecall: the kernel does not let host memory be near the devices")
+                logger.warning("kvrecall: the kernel refuses to place host memory near the devices")
             self._pool.arena.wait_ready()
         handle = self._pool.arena_handle()
         if handle.nbytes:  # none while a pool service is not there
@@ -309,7 +309,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         if unit is not None and is_requested(os.environ):
             raise ConfigError(
                 f"match_unit is {unit}, and retrieval attention is on, which selects whole blocks "
-                "and keeps a digest of each: leave one of the two out"
+                "and keeps a digest of each: turn one of the two off"
             )
         # Only in consumers does vLLM protect blocks from loads that overtake a running step.
         recalls = config.loads_are_ordered(self._vllm_config)

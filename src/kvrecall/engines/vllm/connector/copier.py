@@ -129,7 +129,7 @@ class CopyQueue:
                 moved.append(Moved(order.nbytes, ended.seconds_since(began), failed))
         except _ERRORS as error:
             raise EngineError(
-                f"the device's copies of blocks ({self._name}) cannot be followed any more: "
+                f"the device's copies of blocks ({self._name}) can no longer be tracked: "
                 f"{error}; the engine cannot know which blocks they still write, so restart it"
             ) from error
         if moved or not self._under_way:
@@ -196,7 +196,7 @@ class _Places:
         """The blocks, and the offsets of their records. The null block (0) holds no tokens: a load
         leaves it out. Raises IndexError for others than there are, and two copies to one place."""
         if len(copy.block_ids) != len(copy.offsets):
-            raise IndexError(f"{copy} has not an offset for each block")
+            raise IndexError(f"{copy} does not have an offset for each block")
         blocks, offsets = np.array([copy.block_ids, copy.offsets], dtype=np.int64)
         if not is_store:
             blocks, offsets = blocks[blocks != 0], offsets[blocks != 0]
@@ -258,7 +258,7 @@ class Copier:
 
     def _submit(self, copies: Sequence[Copy], is_store: bool) -> int:
         if not all(0 <= copy.group < len(self._places) for copy in copies):
-            raise IndexError(f"{copies} are of KV groups that this engine has not")
+            raise IndexError(f"{copies} are of KV groups that this engine does not have")
         of = [self._places[copy.group] for copy in copies]
         room, begin = self._arena.numel(), self._arena.data_ptr()
         work = [(at, *at.rows(copy, room, is_store)) for at, copy in zip(of, copies, strict=True)]

@@ -153,7 +153,7 @@ class MooncakeStore:
             host, port = self._settings.master
             raise TierError(
                 f"Mooncake's master at {host}:{port} does not answer (code {codes[0]}); "
-                "start it again, the pools rejoin by themselves"
+                "start it again; pools rejoin on their own"
             )
         self._failures = 0
         for code, cause in _CAUSES.items():

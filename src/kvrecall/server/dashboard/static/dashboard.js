@@ -46,7 +46,7 @@ const times = (many) => many === 1 ? "once" : `${count(many)} times`;
 function drawTrouble() {
   const { gone, latest } = state;
   const old = latest ? ` The figures below are those of ${clock(latest.now)}.` : "";
-  const text = gone ? `The server does not answer since ${clock(gone.since)}: ${gone.why}.${old} Look at the end of its log.`
+  const text = gone ? `The server has not answered since ${clock(gone.since)}: ${gone.why}.${old} Look at the end of its log.`
     : latest?.pool_away ? `The pool does not answer: ${latest.pool_away}. Prompts are computed; nothing is recalled or saved.` : "";
   if ($("trouble").textContent !== text) $("trouble").textContent = text;
   document.title = `${text ? "(!) " : ""}${latest?.model ?? ""} · kvrecall`;
@@ -164,7 +164,7 @@ function drawTtft(marks, from, range) {
       tip: [["first token after", seconds(point.ttft_s)], ["prompt", `${count(point.prompt_tokens)} tokens`], ["of it recalled", percent(point.share), dot(point.share >= 0.5)]],
     })),
     scale: { ...LATENCY, log: true, unit: "time to first token, logarithmic" },
-    label: `Time to first token of ${points.length} requests, and its p50 and p95. Medians, requests weighed by their prompts: with recall ${half(true)}, mostly computed ${half(false)}.`,
+    label: `Time to first token of ${points.length} requests, and its p50 and p95. Medians, requests weighted by their prompts: with recall ${half(true)}, mostly computed ${half(false)}.`,
     caption: "Requests",
     figures: [["ended", "first token after", "prompt", "recalled"],
       points.slice(-60).reverse().map((point) => [clock(point.ended), seconds(point.ttft_s), `${count(point.prompt_tokens)} tokens`, percent(point.share)])],
@@ -306,7 +306,7 @@ function drawRequests() {
   const ended = [...state.ended].sort((a, b) => b.ended - a.ended).slice(0, 50);
   const more = state.latest.live_total - live.length;
   $("requests-note").textContent = `${state.latest.live_total} in flight${more > 0 ? ` (${more} not shown)` : ""}, ${ended.length} of the last that ended`;
-  if (!live.length && !ended.length) { replace($("requests"), note("No requests yet. Send one, twice, to see recall.")); return; }
+  if (!live.length && !ended.length) { replace($("requests"), note("No requests yet. Send one twice to see recall.")); return; }
   const row = (each) => h("tr", {},
     h("td", {}, h("span", { class: "pill", "data-state": each.phase }, each.phase)),
     h("td", {}, h("code", {}, each.id.length > 28 ? `${each.id.slice(0, 27)}…` : each.id)),
