@@ -68,6 +68,8 @@ _MAKE: Mapping[str, Kind] = {
     "make test-all": Elsewhere("Makefile", "$(WORKERS) -m ''"),
     "make check": Elsewhere(".ci/run", "scripts/check static"),
     "make hostile": Elsewhere(".ci/run", "make hostile"),
+    "make faults": Elsewhere("lab/tests/test_faults.py", 'faults("--seeds", '),
+    "make mutants": Elsewhere("lab/tests/test_mutants.py", "trial(one, plain, tmp_path"),
     "make chaos": Elsewhere("lab/tests/test_chaos.py", "ChaosRun(settings, "),
     "make identity": Elsewhere(
         "lab/tests/test_identity.py", '"-m", "kvrecall_lab.identity", *words'
