@@ -47,7 +47,7 @@ class Pair:
     """``make``: writes the two engines' files. ``blocks``: whole blocks of a prompt.
 
     ``tells``: whether replies differ where KV does; a block of another size holds the same keys and
-    values in another order, and two half precisions differ by no more than a split prompt does.
+    values in another order, and two precisions may differ by no more than a split prompt does.
     ``audited``: the pair exists as a blind pair, too. ``saves_first``: the second engine saves
     prompts of its own before it requests those of the first. ``pools``: the second engine's own
     prompts are pooled.
@@ -363,7 +363,8 @@ _OPTIONS: tuple[tuple[str, Kv, str, dict[str, Any], dict[str, Any], dict[str, An
      {}, _rope(rope_type="default", rope_theta=1e4), _AUDITED),
     ("rope-scaling", Kv.OTHER, "hf_overrides of the rope scaling",
      {}, _rope(rope_type="linear", factor=4.0), {}),
-    ("dtype", Kv.OTHER, "float32 and bfloat16", {"dtype": "float32"}, {"dtype": "bfloat16"}, {}),
+    ("dtype", Kv.OTHER, "float32 and bfloat16", {"dtype": "float32"}, {"dtype": "bfloat16"},
+     {"tells": False}),
     ("dtype-half", Kv.OTHER, "float16 and bfloat16, equally large",
      {"dtype": "float16"}, {"dtype": "bfloat16"}, {"audited": True, "tells": False}),
     ("kv-dtype", Kv.OTHER, "KV in the model's dtype and in fp8", {}, {"kv_cache_dtype": "fp8"}, {}),
