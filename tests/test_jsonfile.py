@@ -57,7 +57,7 @@ BROKEN = [
     ('{"a":"C:\\models"}', "1:9", ["not a JSON escape", r"'\\'"]),
     ('{"a":"\\u12"}', "1:8", ["four hexadecimal"]),
     ('{"a":"\\ud800"}', "1:6", ["surrogate"]),
-    ('{"a":1}}', "1:8", ["closes nothing"]),
+    ('{"a":1}}', "1:8", ["has no opening bracket"]),
     ('{"a":[1,2}', "1:10", ["expected ',' or the closing bracket"]),
     ('{"a":{"b":1}', "1:13", ["file ends here", "'{' of 1:1"]),
     ('{"a":1} x', "1:9", ["expected the end of the file"]),
@@ -84,7 +84,7 @@ def opened_error(text: str, name: str = "f") -> str:
 STRINGS = [
     # a file whose f is JSON in a string, place, words
     (r'{"f": "{\"a\" \"b\"}"}', "1:15", ["f is JSON in a string", "':'"]),
-    ('{"f": "{}}"}', "1:10", ["closes nothing"]),
+    ('{"f": "{}}"}', "1:10", ["has no opening bracket"]),
     ('{"f":\n "[1,"}', "2:5", ["comma with nothing after it"]),
     ('{"f": "[1"}', "1:10", ["the string ends here", "'[' of 1:8"]),
     ('{"f": "{} {}"}', "1:11", ["expected the end of the string"]),

@@ -143,7 +143,7 @@ def test_attaching_to_what_is_gone() -> None:
         Arena.attach(ArenaHandle(int(child.stdout), 3, MIB))
     arena = Arena.create(MIB)
     wrong = ArenaHandle(os.getpid(), arena.handle().fd, 2 * MIB)
-    with pytest.raises(TierError, match="has no arena of 2097152 bytes"):
+    with pytest.raises(TierError, match="no longer has an arena of 2097152 bytes"):
         Arena.attach(wrong)
     arena.close()
 

@@ -37,7 +37,7 @@ def schedules(
     outcomes = []
     gc.disable()  # so that what it closes does not depend on what was run before
     try:
-        with tempfile.TemporaryDirectory(prefix="kvrecall-faults-", dir=_MEMORY) as folder:
+        with tempfile.TemporaryDirectory(prefix="faults-of-a-pool-", dir=_MEMORY) as folder:
             for seed in seeds:
                 outcomes.append(run(seed, Path(folder) / "disk", _vfs, faults))
                 if until is not None and until(outcomes[-1]):

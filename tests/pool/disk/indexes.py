@@ -31,8 +31,8 @@ def without_types(folder: Path) -> Iterator[sqlite3.Connection]:
 
 @contextlib.contextmanager
 def forging(folder: Path) -> Iterator[sqlite3.Connection]:
-    """The index of a folder that no tier uses; its rows get right sums in the end."""
-    with contextlib.closing(_plain(folder / INDEX_NAME)) as db:
+    """The index of a folder that no tier uses, ``without_types``; its rows get right sums."""
+    with without_types(folder) as db:
         db.execute("BEGIN")
         yield db
         digests = dict(db.execute("SELECT id, digest FROM namespaces"))

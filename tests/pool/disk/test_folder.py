@@ -223,7 +223,7 @@ def test_unfit_index_is_moved_aside(
         db.close()
     bench = open_tier(tmp_path)
     assert bench.tier.stats().blocks == 0
-    assert "a new one is begun" in caplog.text
+    assert "a new one was started" in caplog.text
     assert (tmp_path / "index.sqlite.aside").exists()
     assert not list(tmp_path.glob("slab-*.kv")), "slabs nobody knows would take room for ever"
     assert bench.put(KEYS) == [Outcome.STORED] * 32
@@ -254,7 +254,7 @@ def test_a_large_index_that_was_closed_well_is_not_checked_page_by_page(
         file.seek(4096 * 3)  # what is before the rows is read whenever it is opened
         file.write(b"\xff" * (index.stat().st_size - 4096 * 3))
     bench = open_tier(killed)
-    assert "a new one is begun" in caplog.text
+    assert "a new one was started" in caplog.text
     assert bench.put(KEYS) == [Outcome.STORED] * 32
 
 
@@ -349,7 +349,7 @@ def test_an_index_without_types_is_replaced_by_one_with_them(
         filled(tmp_path)
     bench = open_tier(tmp_path)
     assert bench.get(KEYS) == [Outcome.LOADED] * 32
-    assert "a new one is begun" in caplog.text
+    assert "a new one was started" in caplog.text
     with sqlite3.connect(tmp_path / "index.sqlite") as db:
         with pytest.raises(sqlite3.IntegrityError, match="cannot store TEXT"):
             db.execute("UPDATE blocks SET tenant = 'text'")
