@@ -263,13 +263,14 @@ class SparseSteps:
         cache = torch.empty(size, dtype=shape.dtype, device=META)
         query = torch.empty(count, shape.heads, shape.head_dim, dtype=shape.dtype, device=META)
         output = torch.empty_like(query)
+        there = torch.empty(table.shape, dtype=torch.int32, device=META)
         left: dict[int, OffloadedSequence] = {}
         if offloaded:
             with counting():
                 left = {at: self._depart(at, tokens, cache) for at, tokens in enumerate(lengths)}
         rows = [BatchRow(1, tokens, False) for tokens in lengths]
         with counting() as operations:
-            step = self.planner.plan(rows, table, left)
+            step = self.planner.plan(rows, table, left, there)
             metadata = _Metadata(StepWork(step))
             for layer in self._layers:
                 none: Any = None

@@ -4,16 +4,18 @@ decoding.
 
 All that a layer's kernels read is on the device when they are launched: a step's facts and buffers
 (``DeviceStep``), digests and slots (``DeviceSelection``). The host waits for nothing but blocks in
-memory that the device cannot read. A step depends on the lengths of its sequences, so attention is
-not captured in CUDA graphs: vLLM captures what lies between the layers' attention (piecewise).
+memory that the device cannot read. What they read has its place for good, and grids follow from
+the number of sequences, so vLLM captures a step in which each decodes a token as one CUDA graph,
+and replays it when the step's facts are written. Others are captured between the layers' attention
+(piecewise), and launch the same kernels.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,11 +35,13 @@ from kvrecall.attention.digest import Layout, coded_width
 from kvrecall.attention.kernels import device as kernels
 from kvrecall.attention.kernels.device import (
     BlockNumbers,
-    Bucket,
     DeviceResidency,
     DeviceStep,
     Ints,
+    LeftTables,
     SequenceFacts,
+    StepBuffers,
+    next_power,
 )
 from kvrecall.attention.selection import LAUNCHES, LAUNCHES_A_BLOCK, DeviceSpeed, Split
 from kvrecall.attention.settings import RetrievalSettings
@@ -45,6 +49,7 @@ from kvrecall.engines.vllm.attention.activity import Activity, RecallCounts
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
 from kvrecall.engines.vllm.attention.base import (
     CHECKSUM_BYTES,
+    SEEN_EVERY_REPLAYS,
     AttentionKernel,
     AttentionParameters,
     DigestStore,
@@ -56,11 +61,22 @@ from kvrecall.engines.vllm.attention.base import (
 from kvrecall.engines.vllm.attention.checks import offload_hindrance
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
 from kvrecall.engines.vllm.attention.plugin import active_settings
-from kvrecall.engines.vllm.attention.step import BatchRow, DenseOffload, KeptCopy, OffloadedRow
+from kvrecall.engines.vllm.attention.step import (
+    BatchRow,
+    DenseOffload,
+    KeptCopy,
+    OffloadedRow,
+    StepWork,
+)
 from kvrecall.engines.vllm.compat import runner
-from kvrecall.engines.vllm.compat.config import layer_index, most_of_ranks
+from kvrecall.engines.vllm.compat.config import (
+    layer_index,
+    most_of_ranks,
+    padded_requests,
+    replays_graphs,
+)
 from kvrecall.engines.vllm.device import device_of
-from kvrecall.engines.vllm.device.base import Event
+from kvrecall.engines.vllm.device.base import Event, Ring
 from kvrecall.errors import EngineError
 
 logger = logging.getLogger("vllm.kvrecall")
@@ -68,8 +84,17 @@ logger = logging.getLogger("vllm.kvrecall")
 _TRIES = 5
 """Measurements of which the least counts: the host, which launches, has other work, too."""
 
+_LAYERS_A_GRAPH = 16
+"""Of a graph that is measured, whose own launch is to count as little as in a model's."""
+
 _MOST_UNSEEN = 16
 """Steps of a layer whose selected blocks may be on their way to the host, to be recorded there."""
+
+GRAPH_ROWS = 64
+"""Requests of a step for which a graph is replayed, at most: of longer ones, 2 MiB of buffers each
+where they have 512K tokens."""
+
+_PADDING = SequenceFacts(0, 0, 0, 0, 0, 0)
 
 _Seen = tuple[tuple[int, Split, Ints], ...]
 """Sequences of a step by their places in it, with their middle blocks' ids."""
@@ -92,7 +117,7 @@ class DeviceSelection(RetrievalLayer):
             )
         layout = self.settings.layout(shape.block_size, narrows=False)
         self._bounds = layout.kind.name == "bounds"
-        self._cache, self._layer_at = kv_cache, 0
+        self._layer_at = 0
         self._left: DigestStore | None = None
         self._residency: DeviceResidency | None = None
         # Partially offloaded sequences, and how many of their blocks and slots the layer knows.
@@ -102,9 +127,9 @@ class DeviceSelection(RetrievalLayer):
 
     def select(self, query: torch.Tensor, step: SparseStep, scale: float, noted: bool) -> None:
         plan: DeviceStep = step.plan
-        any_left = any(one.offloaded is not None for one in step.sequences)
-        left = self._left.rows if self._left is not None and any_left else None
-        residency = self._residency if left is not None and plan.recalls else None
+        left, residency = None, None
+        if plan.recalls and self._left is not None:
+            left, residency = self._left.rows, self._residency
         kernels.choose_by_triton(query, self.store.rows, plan, scale, self._bounds, left, residency)
         if noted:
             self._note_later(step)
@@ -145,8 +170,7 @@ class DeviceSelection(RetrievalLayer):
             return
         if key in self._gone:
             sequence = self._gone.pop(key)[0]
-            self._kernel.numbers.give(sequence.numbers)
-            sequence.numbers = sequence.numbers[:0]
+            self._kernel.give_up(sequence)
         if not self._gone:
             self._left = self._residency = None
 
@@ -197,8 +221,9 @@ class TritonKernel(AttentionKernel):
     layers = DeviceSelection
     counts: RecallCounts
 
-    def __init__(self, shape: KernelShape, device: torch.device) -> None:
-        """Raises EngineError for blocks and heads that it cannot read."""
+    def __init__(self, shape: KernelShape, device: torch.device, most_tokens: int = 0) -> None:
+        """``most_tokens``: of a sequence; 0: its buffers grow. Raises EngineError for blocks and
+        heads that it cannot read."""
         if shape.block_size < 16 or shape.block_size & (shape.block_size - 1):
             raise EngineError(
                 f"retrieval attention on {device.type} needs a block size that is a power of two "
@@ -213,20 +238,27 @@ class TritonKernel(AttentionKernel):
         self.device = device
         self.overhead_bytes = DeviceSpeed().overhead_bytes(shape.block_size)
         self.numbers = BlockNumbers(device)
+        self._left = LeftTables(device)
         block_bytes = shape.block_size * shape.token_bytes // shape.kv_heads
         self.counts = RecallCounts(device, block_bytes)
-        self._last: DeviceStep | None = None
+        self._most_blocks = -(-most_tokens // shape.block_size)
+        self._room: tuple[StepBuffers, Ring] | None = None
+        self._graph_room: tuple[StepBuffers, Ring] | None = None
 
-    def measure(self, settings: RetrievalSettings, rounds: int = 20) -> DeviceSpeed:
+    def measure(
+        self, settings: RetrievalSettings, graphs: bool = False, rounds: int = 20
+    ) -> DeviceSpeed:
         """Measures the device, and sets ``overhead_bytes`` by it: once, before serving. It also
-        compiles the kernels. Takes a quarter of a GiB while it runs."""
+        compiles the kernels. Takes a quarter of a GiB while it runs. ``graphs``: whether steps are
+        to be replayed as graphs."""
         shape, device = self.shape, self.device
         bandwidth = _bandwidth(device, rounds)
         size, layout = shape.block_size, settings.layout(shape.block_size, narrows=False)
         split = Split(4, 1, 3, 1, size, size)
         ids = torch.arange(4, dtype=torch.int32)
         sequence = SparseSequence(0, 0, split, ids)
-        step = self.schedule(ids[1:2].to(torch.int64), [sequence], layout)
+        table = device_of(device).send(ids[None])
+        step = self.schedule(ids[1:2].to(torch.int64), [sequence], layout, table)
         sizes = (4, shape.kv_heads, size, 2 * shape.head_dim)
         cache = torch.zeros(sizes, dtype=shape.dtype, device=device)
         query = torch.zeros(1, shape.heads, shape.head_dim, dtype=shape.dtype, device=device)
@@ -235,11 +267,18 @@ class TritonKernel(AttentionKernel):
         layer.digest_rows(cache).zero_()
 
         def once() -> None:
-            self.digest(cache, step.stale, layer.store)
+            layer.digest_step(cache, step)
             layer.select(query, step, 1.0, False)
             self.attend(query, cache, step, output, AttentionParameters(1.0))
 
-        spent = min(_seconds(device, once, rounds) for _ in range(_TRIES))
+        layers = _LAYERS_A_GRAPH if graphs else 1
+
+        def all_layers() -> None:
+            for _ in range(layers):
+                once()
+
+        again = device_of(device).captured(all_layers) if graphs else all_layers
+        spent = min(_seconds(device, again, rounds) for _ in range(_TRIES)) / layers
         speed = DeviceSpeed(spent / (LAUNCHES + LAUNCHES_A_BLOCK), bandwidth)
         self.overhead_bytes = speed.overhead_bytes(size)
         return speed
@@ -249,20 +288,61 @@ class TritonKernel(AttentionKernel):
         kernels.digest_by_triton(keys, store.rows, block_ids, bounds)
 
     def schedule(
-        self, stale: torch.Tensor, sequences: Sequence[SparseSequence], layout: Layout | None
+        self,
+        stale: torch.Tensor,
+        sequences: Sequence[SparseSequence],
+        layout: Layout | None,
+        table: torch.Tensor,
+        graph_rows: int = 0,
     ) -> SparseStep:
-        """All that the kernels read is sent at once. Steps of one bucket share their buffers, so
-        the kernels of a step that is launched have read them before the next one's write."""
-        send = device_of(self.device).send
-        if not sequences:
-            return SparseStep(send(stale.to(torch.int32)), len(stale), (), None)
-        facts = [_facts_of(sequence) for sequence in sequences]
-        bucket = Bucket.of(self.shape.kv_heads, facts, len(stale))
-        tables = [sequence.table.numpy() for sequence in sequences]
-        slots = [() if (one := s.offloaded) is None else one.slots.numpy() for s in sequences]
-        packed = torch.from_numpy(bucket.pack(facts, tables, stale.numpy(), slots))
-        self._last = plan = DeviceStep(send(packed), bucket, self.shape.group, self._last)
-        return SparseStep(plan.stale, len(stale), tuple(sequences), plan)
+        """All steps share their buffers, so the kernels of a step that is launched have read them
+        before the next one's write."""
+        unmade, count = set(stale.tolist()), graph_rows or len(sequences)
+        facts = [_PADDING._replace(token=at) for at in range(count)]
+        for at, one in enumerate(sequences):
+            facts[one.row if graph_rows else at] = made = _facts_of(one, unmade)
+            unmade.discard(made.fills)
+        filled = len(stale) - len(unmade)
+        if filled:
+            stale = torch.tensor([one for one in stale.tolist() if one in unmade])
+        late = device_of(self.device).send(stale.to(torch.int32)) if len(stale) else stale
+        if not count:
+            return SparseStep(late, (), None)
+        left = self._left if any(one.offloaded is not None for one in sequences) else None
+        plan = self._step(facts, table, left, bool(graph_rows))
+        return SparseStep(late, tuple(sequences), plan, filled, bool(graph_rows))
+
+    def captured(self, requests: int, table: torch.Tensor) -> SparseStep:
+        """The step of a graph that is captured, of padding alone. ``table``: as of ``schedule``; it
+        lies where it will in each step for which the graph is replayed."""
+        return self.schedule(torch.empty(0, dtype=torch.int64), (), None, table, requests)
+
+    def _step(
+        self,
+        facts: Sequence[SequenceFacts],
+        table: torch.Tensor,
+        left: LeftTables | None,
+        is_graph: bool,
+    ) -> DeviceStep:
+        count, most = len(facts), max(one.blocks for one in facts)
+        rooms = [self._graph_room] if is_graph else [self._graph_room, self._room]
+        there = [room for room in rooms if room is not None and room[0].has_room(count, most)]
+        buffers, ring = there[0] if there else self._make_room(count, most, is_graph)
+        ring.write(facts)
+        return DeviceStep(buffers, count, table, left)
+
+    def _make_room(self, count: int, most: int, is_graph: bool) -> tuple[StepBuffers, Ring]:
+        """Buffers for steps of so many sequences and blocks; of a graph, the greatest."""
+        sequences = GRAPH_ROWS if is_graph else next_power(count)
+        blocks = max(self._most_blocks, next_power(max(1, most)))
+        heads = self.shape.kv_heads, self.shape.group
+        buffers = StepBuffers(sequences, blocks, *heads, self.device)
+        room = buffers, Ring(device_of(self.device), buffers.facts)
+        if is_graph:
+            self._graph_room = room
+        else:
+            self._room = room
+        return room
 
     def attend(
         self,
@@ -282,8 +362,20 @@ class TritonKernel(AttentionKernel):
             new = self.numbers.take(sequence.count - known)
             sequence.numbers = np.concatenate([sequence.numbers, new])
             send = device_of(self.device).send
-            begins = send(torch.from_numpy(sequence.begins[known:]))
-            self.numbers.addresses.index_copy_(0, send(torch.from_numpy(new)), begins)
+            begins, names = (send(torch.from_numpy(one)) for one in (sequence.begins[known:], new))
+            self.numbers.addresses.index_copy_(0, names, begins)
+            if sequence.place < 0:
+                sequence.place = self._left.take()
+            slots = send(sequence.slots)
+            self._left.write(sequence.place, known, names.to(torch.int32), slots)
+
+    def give_up(self, sequence: OffloadedSequence) -> None:
+        """The sequence has ended."""
+        self.numbers.give(sequence.numbers)
+        sequence.numbers = sequence.numbers[:0]
+        if sequence.place >= 0:
+            self._left.give(sequence.place)
+            sequence.place = -1
 
     def _halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values: ``[blocks, tokens, kv_heads, dim]``."""
@@ -316,17 +408,30 @@ def _bandwidth(device: torch.device, rounds: int) -> float:
     return room.nbytes / _seconds(device, lambda: room[0].copy_(room[1]), rounds)
 
 
-def _facts_of(sequence: SparseSequence) -> SequenceFacts:
-    split, token = sequence.split, sequence.token
-    length, offloaded, slots = split.attended_tokens, sequence.offloaded, 0
+def _facts_of(sequence: SparseSequence, unmade: Collection[int]) -> SequenceFacts:
+    """``unmade``: blocks whose digests must be computed."""
+    split, offloaded, slots, held = sequence.split, sequence.offloaded, 0, 0
     if offloaded is not None:
-        slots = len(offloaded.slots)
+        slots, held = len(offloaded.slots), offloaded.place
         if slots < min(split.chosen, offloaded.count):
             raise EngineError(
                 f"{offloaded.key} has {slots} slots for {split.chosen} chosen blocks of "
                 f"{offloaded.count} that are off the device"
             )
-    return SequenceFacts(token, split.init, split.middle, split.chosen, split.blocks, length, slots)
+    last = int(sequence.table[split.blocks - 1]) if split.last_tokens == split.block_size else -1
+    return SequenceFacts(
+        sequence.token,
+        split.init,
+        split.middle,
+        split.chosen,
+        split.blocks,
+        split.attended_tokens,
+        slots,
+        last if last in unmade else -1,
+        sequence.row,
+        sequence.left,
+        held,
+    )
 
 
 class CopiedDense:
@@ -388,23 +493,36 @@ def _like(kv_cache: torch.Tensor, blocks: int) -> torch.Tensor:
 class DeviceBuilder(RetrievalBuilder):
     """Retrieval beside the dense metadata of a backend for GPUs."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
     supports_update_block_table: bool = False
     device: torch.device
     use_full_cuda_graph: bool
-    """FlashAttention's builder would keep its plan in one buffer, but a step may need two."""
+    _kernel: TritonKernel
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.use_full_cuda_graph = False
+        self._told = False
+        if not self._plain:
+            runner.follow_graphs(self.vllm_config, self)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """A token of each request. With drafts steps have other numbers of tokens."""
+        if vllm_config.speculative_config is not None:
+            return AttentionCGSupport.NEVER
+        own = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
+        most = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return min(own, most, key=lambda support: support.value)
 
     def make_kernel(self, kv_cache_spec: Any) -> TritonKernel:
         heads, spec = next(iter(self._impls().values())).num_heads, kv_cache_spec
         shape = (heads, spec.num_kv_heads, spec.head_size, self.block_size, spec.dtype, "")
-        kernel = TritonKernel(KernelShape(*shape), self.device)
+        most = self.vllm_config.model_config.max_model_len
+        kernel = TritonKernel(KernelShape(*shape), self.device, most)
         settings = active_settings()
         if settings.gate and self.device.type != "cpu":  # one that interprets is no measure
-            speed = kernel.measure(settings)
+            support = self.get_cudagraph_support(self.vllm_config, spec)
+            graphs = support is not AttentionCGSupport.NEVER and replays_graphs(self.vllm_config)
+            speed = kernel.measure(settings, graphs)
             kernel.overhead_bytes = most_of_ranks(kernel.overhead_bytes, stages=False)
             logger.info(
                 "kvrecall: retrieval: launching a kernel takes %.1f microseconds, and it "
@@ -413,6 +531,48 @@ class DeviceBuilder(RetrievalBuilder):
                 speed.bandwidth / 1e12,
             )
         return kernel
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        """Also for a dummy step for which a graph is replayed: all requests are padding."""
+        common = common_attn_metadata
+        runner.take_batch_blocks(self._layer_names[0])
+        self._captures = True
+        try:
+            metadata = super().build_for_cudagraph_capture(common)  # type: ignore[misc]
+        finally:
+            self._captures = False
+        # Larger ones are captured for nothing, as vLLM captures all that it is told to.
+        if not self._plain and common.num_reqs <= GRAPH_ROWS:
+            table = common.block_table_tensor
+            metadata.retrieval = StepWork(self._kernel.captured(common.num_reqs, table))
+        return metadata
+
+    def hinders_graph(self, requests: int) -> bool:
+        """If the batch is too large, where blocks are to be recorded, and while a sequence has
+        blocks off the device."""
+        if not self._group.is_idle:
+            if not self._told:
+                self._told = True
+                logger.info(
+                    "kvrecall: retrieval: steps with a sequence past VLLM_RETRIEVAL_OFFLOAD_"
+                    "BOUNDARY=%d are launched piece by piece, not as one CUDA graph: that was not "
+                    "yet tried with blocks off the device",
+                    self._settings.offload_boundary,
+                )
+            return True
+        if padded_requests(self.vllm_config, requests) > GRAPH_ROWS:
+            return True
+        return self._was_sparse and not self._activity.steps_sparse % SEEN_EVERY_REPLAYS
+
+    def part(self, *args: Any, **kwargs: Any) -> Any:
+        """FlashAttention's builder keeps the plan that graphs read in one buffer: none of a part
+        of a batch."""
+        keeps = getattr(self, "use_full_cuda_graph", False)
+        self.use_full_cuda_graph = False
+        try:
+            return super().part(*args, **kwargs)
+        finally:
+            self.use_full_cuda_graph = keeps
 
     def make_dense(self, name: str) -> DenseOffload:
         return CopiedDense(name, self._activity).attend

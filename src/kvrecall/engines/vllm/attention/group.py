@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvrecall.engines.vllm.attention.activity import Activity, HeatTotals
-from kvrecall.engines.vllm.attention.base import AttentionKernel, RetrievalLayer
+from kvrecall.engines.vllm.attention.base import AttentionKernel, RetrievalLayer, SparseStep
 from kvrecall.engines.vllm.attention.offloaded import (
     NearArena,
     OffloadedSequence,
@@ -110,6 +110,11 @@ class RetrievalGroup:
         if self._kernel.counts is not None:
             self._kernel.counts.add_to(self._activity, wait)
         return self._activity
+
+    def replay(self, step: SparseStep) -> None:
+        """As of ``RetrievalLayer``, for all layers."""
+        for layer in self._sparse.values():
+            layer.replay(step)
 
     # ---- as the connector asks -----------------------------------------------------------
 

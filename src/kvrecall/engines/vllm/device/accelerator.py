@@ -178,6 +178,18 @@ class AcceleratorDevice(Device):
         memory waits for the stream."""
         return values.pin_memory().to(self._device, non_blocking=True)
 
+    def staging(self, *shape: int) -> torch.Tensor:
+        return super().staging(*shape).pin_memory()
+
+    def captured(self, work: Callable[[], object]) -> Callable[[], object]:
+        again = super().captured(work)
+        if self._device.type != "cuda":
+            return again
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph.replay
+
     def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
         here = torch.empty_like(values, device="cpu", pin_memory=True)
         here.copy_(values, non_blocking=True)

@@ -167,6 +167,32 @@ class Stream(ABC):
         device, either way."""
 
 
+class Ring:
+    """Host memory through which a device's tensor of int32 is written anew in each step, without a
+    wait: one part after the other, each again when its last copy is done. Owned by the worker's
+    thread, which waits only if the device is as many steps behind."""
+
+    parts = 4
+
+    def __init__(self, device: Device, target: torch.Tensor) -> None:
+        self._device, self._target = device, target
+        self._memory = device.staging(self.parts, *target.shape)
+        self._copied: list[Event | None] = [None] * self.parts
+        self._at = 0
+
+    def write(self, values: npt.ArrayLike) -> None:
+        """Queues the leading part of the target's new values, ``[count, width]``."""
+        at, self._at = self._at, (self._at + 1) % self.parts
+        copied = self._copied[at]
+        if copied is not None:
+            copied.wait()
+        count, width = np.shape(values)
+        here = self._memory[at, :count]
+        here.numpy()[:, :width] = values
+        self._device.refresh(self._target[:count], here)
+        self._copied[at] = self._device.current().record()
+
+
 class Device(ABC):
     """A device as kvrecall uses it. All methods but ``lock`` and ``unlock`` are for the worker's
     thread."""
@@ -205,6 +231,21 @@ class Device(ABC):
     def send(self, values: torch.Tensor) -> torch.Tensor:
         """A copy of host values on the device, queued on the engine's stream. Does not wait for
         what is queued, and the values may change at once."""
+
+    def staging(self, *shape: int) -> torch.Tensor:
+        """Host memory from which ``refresh`` copies, int32 zeros of that shape."""
+        return torch.zeros(shape, dtype=torch.int32)
+
+    def refresh(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        """Queues a copy of values in ``staging`` to the device's tensor, on the engine's stream.
+        They stay as they are until it is done."""
+        target.copy_(values, non_blocking=True)
+
+    def captured(self, work: Callable[[], object]) -> Callable[[], object]:
+        """Does the work, which sends nothing, and returns what does it again: on a device with
+        graphs as one launch."""
+        work()
+        return work
 
     @abstractmethod
     def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
