@@ -241,36 +241,47 @@ class _Attention(RetrievalAttention):
 
 
 class SparseSteps:
-    """Decode steps of sequences that are all attended to sparsely."""
+    """Decode steps of sequences that are all attended to sparsely, or all replayed as graphs."""
 
-    def __init__(self, shape: KernelShape, settings: RetrievalSettings, layers: int) -> None:
+    def __init__(
+        self, shape: KernelShape, settings: RetrievalSettings, layers: int, longest: int = 0
+    ) -> None:
+        """``longest``: what an engine keeps for a step has room for so many tokens of a sequence,
+        and its place is the same in each step of as many sequences; 0: it is made for each."""
         self._shape = shape
+        self._longest = longest
+        self._kept: dict[int, list[torch.Tensor]] = {}
         self._settings = settings
         activity = Activity()
-        self._kernel = kernel = TritonKernel(shape, META)
+        self._kernel = kernel = TritonKernel(shape, META, longest)
         self.planner = StepPlanner(settings, kernel, Freshness(), activity)
         self._layers = [
             kernel.layer(str(at), settings, activity, lambda *_: None) for at in range(layers)
         ]
 
-    def run(self, *lengths: int, offloaded: bool = False) -> Operations:
+    def run(self, *lengths: int, offloaded: bool = False, graph: bool = False) -> Operations:
         """One step, in which each sequence has so many tokens. ``offloaded``: all middle blocks
-        have left the device before it."""
+        have left the device before it. ``graph``: as one that is captured."""
         shape, count = self._shape, len(lengths)
-        width = -(-max(lengths) // shape.block_size)
+        width = -(-max(self._longest, *lengths) // shape.block_size)
         table = torch.arange(count * width, dtype=torch.int32).view(count, width)
-        size = (count * width, shape.kv_heads, shape.block_size, 2 * shape.head_dim)
-        cache = torch.empty(size, dtype=shape.dtype, device=META)
-        query = torch.empty(count, shape.heads, shape.head_dim, dtype=shape.dtype, device=META)
-        output = torch.empty_like(query)
-        there = torch.empty(table.shape, dtype=torch.int32, device=META)
+        if not self._longest:
+            self._kept.clear()
+        if count not in self._kept:
+            size = (count * width, shape.kv_heads, shape.block_size, 2 * shape.head_dim)
+            queries = count, shape.heads, shape.head_dim
+            both = (torch.empty(one, dtype=shape.dtype, device=META) for one in (size, queries))
+            there = torch.empty(table.shape, dtype=torch.int32, device=META)
+            cache, query = both
+            self._kept[count] = [cache, query, torch.empty_like(query), there]
+        cache, query, output, there = self._kept[count]
         left: dict[int, OffloadedSequence] = {}
         if offloaded:
             with counting():
                 left = {at: self._depart(at, tokens, cache) for at, tokens in enumerate(lengths)}
         rows = [BatchRow(1, tokens, False) for tokens in lengths]
         with counting() as operations:
-            step = self.planner.plan(rows, table, left, there)
+            step = self.planner.plan(rows, table, left, there, graph)
             metadata = _Metadata(StepWork(step))
             for layer in self._layers:
                 none: Any = None

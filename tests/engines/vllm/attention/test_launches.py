@@ -16,7 +16,6 @@ from kvrecall.attention.selection import DeviceSpeed, Gate, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.base import KernelShape
 from kvrecall.engines.vllm.attention.cuda import DeviceSelection, TritonKernel
-from kvrecall.engines.vllm.attention.step import BatchRow
 from kvrecall_lab.engines import counting as meta
 from kvrecall_lab.engines.counting import META, Operations, SparseSteps, counting
 
@@ -44,7 +43,10 @@ def test_a_decode_step_sends_once_and_launches_two_kernels_a_layer(
     made = steps(layers=3, topk_share=share)
     filled = made.run(TOKENS, 90_000, offloaded=offloaded)
     recall = ["fetch_blocks"] * offloaded
-    assert filled.device == ["_to_copy"] + SENT + ["digest_blocks", *CHOSEN, "clone", *recall, *ATTENDED] * 3
+    assert (
+        filled.device
+        == ["_to_copy"] + SENT + ["digest_blocks", *CHOSEN, "clone", *recall, *ATTENDED] * 3
+    )
     for lengths in ((TOKENS,), (TOKENS, 50_000, 300_000, 40_129)):
         if len(lengths) > 1:
             made.run(*lengths, offloaded=offloaded)
@@ -68,15 +70,16 @@ def test_steps_of_as_many_sequences_launch_the_same(monkeypatch: pytest.MonkeyPa
         seen.append((name, grid, [told(one) for one in args], sizes))
 
     monkeypatch.setattr(kernels, "_launch", launch)
-    made = Replays(layers=2)
+    settings = replace(SEED, offload_boundary=1 << 30, gate=False)
+    made = SparseSteps(LLAMA, settings, layers=2, longest=100_000)
     steps: dict[int, list[Any]] = {}
     for lengths in (
         [TOKENS] * 3, [50_000], [300, 36_900, 40_960], [128], [90_000, 90_112, 5], [5, 6, 7],
     ):  # fmt: skip
-        made.run(*lengths)  # digests of what is new
+        made.run(*lengths, graph=True)  # digests of what is new
         seen.clear()
-        made.run(*lengths)
-        steps.setdefault(len(lengths), []).append(list(seen))
+        made.run(*lengths, graph=True)
+        steps.setdefault(len(lengths), []).append([list(one) for one in seen])
     for alike in steps.values():
         assert [one[0] for one in alike[0]] == ["digest_blocks", *EVERY] * 2
         assert all(one == alike[0] for one in alike)
