@@ -103,6 +103,15 @@ class FetchedTensor(torch.Tensor):
         return self.numpy().tolist()
 
 
+class StagedTensor(FetchedTensor):
+    """In host memory, read by queued copies; the host writes what it makes an array of."""
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        cells = set(self.machine.cells(self.plain.data_ptr(), self.plain.nbytes))
+        self.machine.host(set(), cells, "the host, of a step's facts,")
+        return self.plain.numpy()
+
+
 class Queueing(TorchDispatchMode):
     """Queues operations on tensors of the device."""
 
@@ -252,6 +261,22 @@ class LateDevice(Device):
     def send(self, values: torch.Tensor) -> torch.Tensor:
         sent = values.clone()  # by this stream, whose later work alone reads it
         return LateTensor(self.machine, sent, sent.clone()) if self._meta else sent
+
+    def staging(self, *shape: int) -> torch.Tensor:
+        made = super().staging(*shape)
+        part = made[0].nbytes
+        self.machine.watch(made.data_ptr(), made.nbytes, part if part < CELL else CELL)
+        self.machine.kept.append(made)
+        return StagedTensor(self.machine, made)
+
+    def refresh(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        assert isinstance(target, LateTensor)
+        assert isinstance(values, StagedTensor)
+        into, plain = target.plain, values.plain
+        if target.known is not None:
+            target.known.copy_(plain)
+        reads = set(self.machine.cells(plain.data_ptr(), plain.nbytes))
+        self.machine.computing.launch(lambda: into.copy_(plain), reads, set(), "a step's facts")
 
     def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
         machine, address, nbytes = self.machine, values.data_ptr(), values.nbytes

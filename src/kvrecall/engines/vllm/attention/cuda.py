@@ -201,7 +201,9 @@ class DeviceSelection(RetrievalLayer):
         if len(self._unseen) < _MOST_UNSEEN:
             table, event = self._device.fetch(step.plan.table)
             seen = tuple(
-                (at, one.split, one.blocks.numpy().copy()) for at, one in enumerate(step.sequences)
+                (at, one.split, one.blocks.numpy().copy())
+                for at, one in enumerate(step.sequences)
+                if one.split.middle
             )
             self._unseen.append((event, table, seen))
 
