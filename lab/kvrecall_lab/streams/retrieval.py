@@ -94,7 +94,7 @@ def retrieving(machine: Machine, settings: RetrievalSettings, patience: int) -> 
         patch.object(backend, "active_settings", lambda: settings),
         patch.object(cuda, "active_settings", lambda: settings),
         patch.object(runner, "follow_blocks", lambda _: None),
-        patch.object(runner, "follow_graphs", lambda *_: None),
+        patch.object(runner, "decides_graphs", lambda _: False),
         patch.object(offload, "PATIENCE", patience),
         patch.object(base, "_SEEN_EVERY", EveryStep(16)),
         patch.object(Records, "pages", read),

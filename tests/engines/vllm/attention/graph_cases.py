@@ -222,7 +222,7 @@ def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("kvrecall.engines.vllm.attention.backend.active_settings", lambda: SETTINGS)
     monkeypatch.setattr(cuda, "active_settings", lambda: SETTINGS)
     monkeypatch.setattr(runner, "follow_blocks", lambda _: None)
-    monkeypatch.setattr(runner, "follow_graphs", lambda *_: None)
+    monkeypatch.setattr(runner, "decides_graphs", lambda _: False)
     monkeypatch.setattr(cuda, "SEEN_EVERY_REPLAYS", 8)
     devices.device_of.cache_clear()
     yield

@@ -46,8 +46,7 @@ _SEEN_EVERY = 16
 """Selected blocks are recorded in one of this many sparse steps."""
 
 SEEN_EVERY_REPLAYS = 4 * _SEEN_EVERY
-"""Of those for which graphs could be replayed, for which nothing is recorded, in one of so many
-steps none is."""
+"""Where graphs are replayed, which record nothing, none is for one of this many sparse steps."""
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # of the golden ratio, as a signed number
 
@@ -371,7 +370,8 @@ class RetrievalLayer(ABC):
         output = torch.empty_like(query) if output is None else output
         # Few objects: after a layer's attention each waits for memory (archive/log.md).
         self._activity.count_layer(step.counts, self._shape.kv_heads)
-        noted = self._note is not None and self._activity.steps_sparse % _SEEN_EVERY == 1
+        due = self._activity.steps_sparse % _SEEN_EVERY == 1 and not step.is_graph
+        noted = due and self._note is not None
         self.select(query, step, parameters.scale * parameters.key_scale, noted)
         self._kernel.attend(query, kv_cache, step, output, parameters)
         return output

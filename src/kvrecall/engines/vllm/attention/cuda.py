@@ -279,7 +279,12 @@ class TritonKernel(AttentionKernel):
             for _ in range(layers):
                 once()
 
-        again = device_of(device).captured(all_layers) if graphs else all_layers
+        again: Callable[[], object] = all_layers
+        if graphs:
+            try:
+                again = device_of(device).captured(all_layers)
+            except RuntimeError as error:
+                logger.warning("kvrecall: retrieval: measured without a CUDA graph: %s", error)
         spent = min(_seconds(device, again, rounds) for _ in range(_TRIES)) / layers
         speed = DeviceSpeed(spent / (LAUNCHES + LAUNCHES_A_BLOCK), bandwidth)
         self.overhead_bytes = speed.overhead_bytes(size)
@@ -503,13 +508,17 @@ class DeviceBuilder(RetrievalBuilder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._told = False
-        if not self._plain:
+        if not self._plain and runner.decides_graphs(self.vllm_config):
             runner.follow_graphs(self.vllm_config, self)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """A token of each request. With drafts steps have other numbers of tokens."""
-        if vllm_config.speculative_config is not None:
+        if vllm_config.speculative_config is not None or not runner.decides_graphs(vllm_config):
+            logger.info(
+                "kvrecall: retrieval: attention is launched piece by piece, not as one CUDA graph: "
+                "there is speculation, or this vLLM cannot be told which steps to replay"
+            )
             return AttentionCGSupport.NEVER
         own = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
         most = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 import numpy.typing as npt
 
-from kvrecall.engines.vllm.compat.patches import install
+from kvrecall.engines.vllm.compat.patches import PATCHES, install, owner_of
 from kvrecall.engines.vllm.compat.versions import is_refused
 from kvrecall.environment import SEEDS
 
@@ -137,15 +137,27 @@ _graph_users: WeakSet[GraphUser] = WeakSet()
 _last_is_graph = False  # whether a graph is replayed for the step that was dispatched last
 
 
+def decides_graphs(vllm_config: Any) -> bool:
+    """Whether this vLLM has what ``follow_graphs`` replaces."""
+    patch = PATCHES[_graphs_of(vllm_config)]
+    try:
+        return hasattr(owner_of(patch), patch.target.rpartition(":")[2].rpartition(".")[2])
+    except (ImportError, AttributeError):
+        return False
+
+
+def _graphs_of(vllm_config: Any) -> str:
+    is_v2 = getattr(vllm_config, "use_v2_model_runner", False)
+    return "full-graphs-v2" if is_v2 else "full-graphs"
+
+
 def follow_graphs(vllm_config: Any, user: GraphUser) -> None:
     """Asks ``user`` before a full graph is chosen for a step, and tells it by ``BatchBlocks`` which
     was. A step for which one user of any data-parallel rank hinders it is not replayed on any:
     ranks agree on what this one asks for."""
     _graph_users.add(user)
-    if getattr(vllm_config, "use_v2_model_runner", False):
-        install("full-graphs-v2", _dispatching)
-    else:
-        install("full-graphs", _determining)
+    name = _graphs_of(vllm_config)
+    install(name, _dispatching if name == "full-graphs-v2" else _determining)
 
 
 def _determining(plain: Any) -> Any:
