@@ -213,6 +213,21 @@ def launches() -> Iterator[list[str]]:
 
 
 @contextmanager
+def recorded() -> Iterator[list[Callable[[], None]]]:
+    """What launches the kernels launched within once more, each with its tensors and scalars of
+    then, in their order: a captured graph."""
+    record: list[Callable[[], None]] = []
+    launch = kernels._launch
+
+    def note(*args: Any, **sizes: Any) -> None:
+        record.append(lambda: launch(*args, **sizes))
+        launch(*args, **sizes)
+
+    with patch.object(kernels, "_launch", note):
+        yield record
+
+
+@contextmanager
 def counting() -> Iterator[Operations]:
     """Counts what runs within on ``META``."""
     operations = Operations()

@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from engines.vllm.attention.interpreted import InterpretedDevice
-from kvrecall.attention.kernels import device as kernels
 from kvrecall.attention.kernels.oracle import attention
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
@@ -29,6 +28,7 @@ from kvrecall.engines.vllm.attention.backend import RetrievalAttention
 from kvrecall.engines.vllm.attention.base import AttentionParameters
 from kvrecall.engines.vllm.attention.cuda import DeviceBuilder
 from kvrecall.engines.vllm.compat import runner
+from kvrecall_lab.engines.counting import recorded
 
 SIZE, HEADS, KV_HEADS, DIM, LAYERS = 32, 4, 2, 16, 2
 LONGEST, REQUESTS, BLOCKS = 320, 8, 80
@@ -142,19 +142,9 @@ class World:
         """Runs each layer on padding, and records what it launches."""
         metadata = self.builder.build_for_cudagraph_capture(self.common([], [], count))
         self.graphs[count] = []
-        launch = kernels._launch
         for layer in range(LAYERS):
-            record: list[Any] = []
-
-            def note(*args: Any, record: list[Any] = record, **sizes: Any) -> None:
-                record.append((args, sizes))
-                launch(*args, **sizes)
-
-            kernels._launch = note  # type: ignore[assignment]
-            try:
+            with recorded() as record:
                 self.forward(layer, metadata, count)
-            finally:
-                kernels._launch = launch
             self.graphs[count].append(record)
 
     def forward(self, layer: int, metadata: Any, tokens: int) -> None:
@@ -198,8 +188,8 @@ class World:
         self.replayed += 1
         for layer, record in enumerate(self.graphs[padded]):
             self.write(layer, requests, counts)
-            for args, sizes in record:
-                kernels._launch(*args, **sizes)
+            for again in record:
+                again()
         assert not self.output[:, len(requests) : padded].any(), "padding is zeros"
         return True
 
@@ -295,6 +285,7 @@ class Both:
                     assert not torch.allclose(found, plainly, rtol=1e-3), "a selection"
 
 
+@pytest.mark.timeout(3000)
 def test_replayed_steps_are_those_without_graphs_to_the_bit() -> None:
     """Through growth, padding, batches of 1 to 8, requests that become sparse, blocks that fill,
     remainders of a prompt, departure, preemption, and steps for which no graph is replayed."""
