@@ -84,7 +84,7 @@ class Life:
         assert step is not None
         query = torch.zeros(len(lengths), heads, self.shape.head_dim, dtype=self.shape.dtype)
         for layer in self.layers:
-            layer.digest(self.cache, step.stale, step.stale_count)
+            layer.digest_step(self.cache, step)
             layer.attend(query, self.cache, step, terms)
         if found is not None:
             copies = KeptCopies(len(self.cache))
@@ -130,7 +130,7 @@ def test_every_kernel_of_a_life_is_compiled_before_it(
 
     def launch(name: str, grid: Any, *args: Any, **sizes: Any) -> None:
         if name == "choose_blocks":  # garbage is no block
-            args[8].zero_()
+            args[9].zero_()
         seen.add(compiled_for(name, args, sizes))
 
     monkeypatch.setattr(kernels, "_launch", launch)
