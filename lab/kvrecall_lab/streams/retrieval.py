@@ -398,7 +398,9 @@ class RetrievalRank(Rank):
             for name, impl in zip(names, self.impls, strict=True)
         }
         self.layers = list(layers.values())
-        vllm_config.compilation_config = SimpleNamespace(static_forward_context=layers)
+        vllm_config.compilation_config = SimpleNamespace(
+            static_forward_context=layers, cudagraph_capture_sizes=None
+        )
         self.builder = Builder(group.kv_cache_spec, names, vllm_config, META)
         self.layout = self.builder._settings.layout(BLOCK, narrows=False)
         self.tokens: dict[int, str] = {}

@@ -28,6 +28,7 @@ from kvrecall.engines.vllm.attention.backend import RetrievalAttention
 from kvrecall.engines.vllm.attention.base import AttentionParameters
 from kvrecall.engines.vllm.attention.cuda import DeviceBuilder
 from kvrecall.engines.vllm.compat import runner
+from kvrecall.errors import EngineError
 from kvrecall_lab.engines.counting import recorded
 
 SIZE, HEADS, KV_HEADS, DIM, LAYERS = 32, 4, 2, 16, 2
@@ -284,6 +285,19 @@ class Both:
                     torch.testing.assert_close(found, plainly, rtol=1e-4, atol=1e-5)
                 else:
                     assert not torch.allclose(found, plainly, rtol=1e-3), "a selection"
+
+
+def test_no_graph_is_replayed_with_blocks_off_the_device_nor_for_many_requests() -> None:
+    """And if vLLM does not heed it, the step fails, as the graph would read other blocks."""
+    world = World(True)
+    builder, one = world.builder, Request(1, 100, 101, [1, 2, 3, 4])
+    assert not builder.hinders_graph(REQUESTS)
+    assert builder.hinders_graph(cuda.GRAPH_ROWS + 1)
+    builder._group._rows = {4: "one"}
+    assert builder.hinders_graph(1)
+    builder.hinders_graph = lambda _: False
+    with pytest.raises(EngineError, match="off the device"):
+        world.step([one], [1], veto=False)
 
 
 @pytest.mark.timeout(3000)

@@ -41,6 +41,7 @@ from kvrecall.engines.vllm.attention.step import (
 )
 from kvrecall.engines.vllm.compat import config, runner
 from kvrecall.engines.vllm.device import device_of
+from kvrecall.errors import EngineError
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -288,6 +289,12 @@ class RetrievalBuilder(ABC):
         longest = -(-max(row.tokens for row in rows) // self.block_size)
         table = torch.from_numpy(blocks.leading(len(rows), longest))
         if blocks.is_graph:
+            if not self._group.is_idle:
+                raise EngineError(
+                    "vLLM replays a graph for a step with a sequence whose blocks are off the "
+                    "device, which it would read there. Please report this; pass --enforce-eager "
+                    "meanwhile"
+                )
             step = self._plan(common, rows, table, {}, True)
             assert step is not None
             self._group.replay(step)
