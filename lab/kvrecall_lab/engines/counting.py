@@ -24,6 +24,7 @@ from kvrecall.engines.vllm.attention.backend import RetrievalAttention
 from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape, RetrievalLayer
 from kvrecall.engines.vllm.attention.cuda import TritonKernel
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
+from kvrecall.engines.vllm.attention.room import Most
 from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, StepPlanner, StepWork
 from kvrecall.engines.vllm.device.accelerator import AcceleratorDevice
 from kvrecall.engines.vllm.device.base import Addresses, Batch, Event
@@ -119,9 +120,9 @@ class CountingDevice(_Counting):
         self._counts.add(Batch.of_pieces(sources, targets, piece), calls=2)
         self.plain.move(sources, targets, piece)
 
-    def send(self, values: torch.Tensor) -> Any:
+    def send(self, values: torch.Tensor, into: torch.Tensor | None = None) -> Any:
         self._count_one(values)
-        return self.plain.send(values)
+        return self.plain.send(values, into)
 
     def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, CountingEvent]:
         self._count_one(values)
@@ -191,7 +192,9 @@ class MetaDevice(InlineDevice):
 
     in_step = False
 
-    def send(self, values: torch.Tensor) -> torch.Tensor:
+    def send(self, values: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        if into is not None:
+            return into.copy_(values, non_blocking=True)
         return values.to(META, non_blocking=True)
 
     def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
@@ -210,6 +213,21 @@ def launches() -> Iterator[list[str]]:
 
     with patch.object(kernels, "_launch", note):
         yield names
+
+
+@contextmanager
+def recorded() -> Iterator[list[Callable[[], None]]]:
+    """What launches the kernels launched within once more, each with its tensors and scalars of
+    then, in their order: a captured graph."""
+    record: list[Callable[[], None]] = []
+    launch = kernels._launch
+
+    def note(*args: Any, **sizes: Any) -> None:
+        record.append(lambda: launch(*args, **sizes))
+        launch(*args, **sizes)
+
+    with patch.object(kernels, "_launch", note):
+        yield record
 
 
 @contextmanager
@@ -241,38 +259,48 @@ class _Attention(RetrievalAttention):
 
 
 class SparseSteps:
-    """Decode steps of sequences that are all attended to sparsely, over a cache of so many
-    ``blocks``, the same for all layers."""
+    """Decode steps of sequences that are all attended to sparsely, or all replayed as graphs, over
+    a cache of so many ``blocks``, the same for all layers. What an engine keeps for a step is for
+    the greatest of ``most``, and its place is the same in each step of as many sequences."""
 
     def __init__(
-        self, shape: KernelShape, settings: RetrievalSettings, layers: int, blocks: int = 1 << 14
+        self,
+        shape: KernelShape,
+        settings: RetrievalSettings,
+        layers: int,
+        blocks: int = 1 << 14,
+        most: Most | None = None,
     ) -> None:
         size = blocks, shape.kv_heads, shape.block_size, 2 * shape.head_dim
         self.cache = torch.empty(size, dtype=shape.dtype, device=META)
+        most = most or Most(tokens=1 << 19)
+        self._width = -(-most.tokens // shape.block_size)
+        self._kept: dict[int, list[torch.Tensor]] = {}
         self._shape = shape
         self._settings = settings
         activity = Activity()
-        self.kernel = kernel = TritonKernel(shape, META)
+        self.kernel = kernel = TritonKernel(shape, META, most)
         self.planner = StepPlanner(settings, kernel, Freshness(), activity)
         self._layers = [
             kernel.layer(str(at), settings, activity, lambda *_: None) for at in range(layers)
         ]
 
-    def run(self, *lengths: int, offloaded: bool = False) -> Operations:
+    def run(self, *lengths: int, offloaded: bool = False, graph: bool = False) -> Operations:
         """One step, in which each sequence has so many tokens. ``offloaded``: all middle blocks
-        have left the device before it."""
-        shape, count, cache = self._shape, len(lengths), self.cache
-        width = -(-max(lengths) // shape.block_size)
+        have left the device before it. ``graph``: as one that is captured."""
+        shape, count, width, cache = self._shape, len(lengths), self._width, self.cache
         table = torch.arange(count * width, dtype=torch.int32).view(count, width)
-        query = torch.empty(count, shape.heads, shape.head_dim, dtype=shape.dtype, device=META)
-        output = torch.empty_like(query)
+        if count not in self._kept:
+            query = torch.empty(count, shape.heads, shape.head_dim, dtype=shape.dtype, device=META)
+            self._kept[count] = [query, torch.empty_like(query), table.to(META)]
+        query, output, there = self._kept[count]
         left: dict[int, OffloadedSequence] = {}
         if offloaded:
             with counting():
                 left = {at: self._depart(at, tokens) for at, tokens in enumerate(lengths)}
         rows = [BatchRow(1, tokens, False) for tokens in lengths]
         with counting() as operations:
-            step = self.planner.plan(rows, table, left)
+            step = self.planner.plan(rows, table, left, there, graph)
             metadata = _Metadata(StepWork(step))
             for layer in self._layers:
                 none: Any = None

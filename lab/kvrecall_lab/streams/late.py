@@ -249,9 +249,16 @@ class LateDevice(Device):
     def can_read(self, addresses: Addresses, nbytes: int) -> bool:
         return True
 
-    def send(self, values: torch.Tensor) -> torch.Tensor:
+    def send(self, values: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         sent = values.clone()  # by this stream, whose later work alone reads it
-        return LateTensor(self.machine, sent, sent.clone()) if self._meta else sent
+        if into is None:
+            return LateTensor(self.machine, sent, sent.clone()) if self._meta else sent
+        assert isinstance(into, LateTensor)
+        if into.known is not None:
+            into.known.copy_(sent)
+        place = into.plain
+        self.machine.computing.launch(lambda: place.copy_(sent), set(), set(), "a step's facts")
+        return into
 
     def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
         machine, address, nbytes = self.machine, values.data_ptr(), values.nbytes

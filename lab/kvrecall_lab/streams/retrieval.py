@@ -50,7 +50,7 @@ HEADS = 2  # of keys and values
 QUERIES = 4  # heads of queries
 DIM = TOKEN // (HEADS * 2 * 2)
 PART = PAGE // HEADS  # bytes of a head in a block
-TOKEN_OF, INIT, MIDDLE, CHOSEN, BLOCKS, LENGTH, SLOTS = range(7)
+TOKEN_OF, INIT, MIDDLE, CHOSEN, BLOCKS, LENGTH, SLOTS, FILLS, ROW, LEFT, HELD = range(11)
 
 
 def drawn_settings(chance: random.Random) -> RetrievalSettings:
@@ -95,6 +95,7 @@ def retrieving(machine: Machine, settings: RetrievalSettings, patience: int) -> 
         patch.object(cuda, "active_settings", lambda: settings),
         patch.object(runner, "follow_blocks", lambda _: None),
         patch.object(cuda.TritonKernel, "warm", lambda *_: None),  # over a cache of no layer
+        patch.object(runner, "decides_graphs", lambda _: False),
         patch.object(offload, "PATIENCE", patience),
         patch.object(base, "_SEEN_EVERY", EveryStep(16)),
         patch.object(Records, "pages", read),
@@ -212,7 +213,8 @@ class Kernels:
     def digest_blocks(self, *args: Any, **sizes: Any) -> None:
         ids, keys, coded, *_ = args
         rank, layer = self._at(keys)
-        some = [one for one in ids.told().tolist() if one >= 0]
+        told = ids.told()
+        some = [one for one in (told[:, FILLS] if told.dim() == 2 else told).tolist() if one >= 0]
         plain = keys.plain, coded.plain
 
         def work() -> None:
@@ -222,7 +224,7 @@ class Kernels:
             self._queue(work, rank.cells(some, [layer]), self._rows(coded, some), "digests")
 
     def choose_blocks(self, *args: Any, RECALLS: bool, **sizes: Any) -> None:
-        query, facts, blocks, coded, _, off, _, _, table, slots, *counted = args[:14]
+        query, facts, blocks, names, coded, _, off, _, _, table, slots, *counted = args[:15]
         rank, layer = next(
             (one, at)
             for one in self._machine.ranks
@@ -230,9 +232,16 @@ class Kernels:
             if rows == coded.data_ptr()
         )
         places = query.told()[:, 0, 0].tolist()
-        known = [row for row in facts.told().tolist() if row[BLOCKS]]
-        names = [rank.tokens[int(places[row[TOKEN_OF]])] for row in known]
-        choice = Choice(rank, layer, known, blocks.told().tolist(), slots.told().tolist(), names)
+        known = facts.told().tolist()
+        tokens = [rank.tokens[int(places[row[TOKEN_OF]])] for row in known]
+        tables, slots_of = [blocks.told()[row[ROW]].tolist() for row in known], []
+        for ids, row in zip(tables, known, strict=True):
+            slots_of.append([])
+            if RECALLS:
+                left = names.told()[row[HELD], : row[LEFT]]
+                ids[row[INIT] : row[INIT] + row[LEFT]] = (-1 - left).tolist()
+                slots_of[-1] = slots.told()[row[HELD], : row[SLOTS]].tolist()
+        choice = Choice(rank, layer, known, tables, slots_of, tokens)
         self._choices[table.data_ptr()] = choice
         reads: Cells = set()
         for row, ids in zip(known, choice.blocks, strict=False):
@@ -244,7 +253,7 @@ class Kernels:
         digests, digests_off = (one.plain.numpy().view(np.uint8) for one in (coded, off))
 
         def work() -> None:
-            for at, (row, ids, name) in enumerate(zip(known, choice.blocks, names, strict=False)):
+            for at, (row, ids, name) in enumerate(zip(known, choice.blocks, tokens, strict=True)):
                 init, middle, count = row[INIT], row[MIDDLE], row[CHOSEN]
                 want = rank.digests_of(name, layer)
                 for one in range(init, init + middle):
@@ -389,7 +398,9 @@ class RetrievalRank(Rank):
             for name, impl in zip(names, self.impls, strict=True)
         }
         self.layers = list(layers.values())
-        vllm_config.compilation_config = SimpleNamespace(static_forward_context=layers)
+        vllm_config.compilation_config = SimpleNamespace(
+            static_forward_context=layers, cudagraph_capture_sizes=None
+        )
         self.builder = Builder(group.kv_cache_spec, names, vllm_config, META)
         self.layout = self.builder._settings.layout(BLOCK, narrows=False)
         self.tokens: dict[int, str] = {}

@@ -450,7 +450,11 @@ def caught_at(model: Path, site: str, outcomes: dict[int, Outcome], kind: str) -
         if not one.is_good or not (site in RULES or site in one.sites):
             continue
         with RULES[site][0]() if site in RULES else nullcontext():
-            if not run(model, seed, frozenset({site}), kind).is_good:
+            try:
+                is_good = run(model, seed, frozenset({site}), kind).is_good
+            except RuntimeError:  # torch refuses what the engine then asks for
+                is_good = False
+            if not is_good:
                 return seed
     return None
 

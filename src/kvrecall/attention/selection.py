@@ -5,7 +5,7 @@ between them the ones whose digests are most similar to the query, per KV head, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -62,6 +62,11 @@ class Split:
     def middle(self) -> int:
         """Blocks to select from."""
         return self.local - self.init
+
+    @property
+    def whole(self) -> Split:
+        """The same sequence, all of which is attended to."""
+        return replace(self, init=self.blocks, local=self.blocks, chosen=0)
 
     @property
     def attended_blocks(self) -> int:

@@ -13,7 +13,6 @@ import torch
 
 from kvrecall.attention.digest import DIGESTS, Digest, coded_width, encode
 from kvrecall.attention.kernels.device import (
-    Bucket,
     DeviceStep,
     SequenceFacts,
     attend_by_triton,
@@ -129,6 +128,4 @@ def _step(device: torch.device, ids: torch.Tensor, length: int, chosen: int = 0)
     """The step of one sequence of these blocks, the batch's first; with blocks to choose all are
     middle ones."""
     facts = [SequenceFacts(0, 0, len(ids) if chosen else 0, chosen, len(ids), length)]
-    bucket = Bucket.of(KV_HEADS, facts, 0)
-    packed = torch.from_numpy(bucket.pack(facts, [ids.numpy()], []))
-    return DeviceStep(packed.to(device), bucket, GROUP)
+    return DeviceStep.of(facts, ids[None].to(device, torch.int32), KV_HEADS, GROUP)

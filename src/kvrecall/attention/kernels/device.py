@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,9 +21,6 @@ from kvrecall.errors import EngineError
 
 Ints = npt.NDArray[np.int64]
 
-FACTS = 8
-"""Numbers a sequence: token, init, middle, chosen, blocks, length, slots, and one to spare."""
-
 _TOKENS_A_PROGRAM = 512
 _MOST_SPLITS = 64
 """Programs of a row that attend. One of them adds up what all have found, a few at a time."""
@@ -33,6 +30,10 @@ _ROWS_AT_ONCE = 32
 (archive/log.md)."""
 _TILES_A_PROGRAM = 4
 """One after the other: faster on an H200 than a program for each (archive/log.md)."""
+_PROGRAMS = 1024
+_FEWEST_PARTS = 8
+"""Programs that score a step's blocks, and of a row at least. Where they are few they take more
+tiles each; of a graph most have nothing to do, and each takes time to end."""
 _BLOCKS_AT_ONCE = 1024
 _LOGITS_AT_ONCE = 8192
 """Of a row's blocks and query heads. More do not fit a program's registers."""
@@ -55,7 +56,10 @@ _compiled: dict[tuple[Any, ...] | None, tuple[Any, tuple[Any, ...]]] = {}
 class SequenceFacts(NamedTuple):
     """One sequence of a step. ``token``: its place in the batch. Of its ``blocks`` it attends to
     the first ``init``, to ``chosen`` of the ``middle`` ones after these, and to the rest: to
-    ``length`` tokens, at least 1. ``slots``: into how many it recalls; 0: into none."""
+    ``length`` tokens. Without blocks it is padding, and its token's attention is zeros. ``slots``:
+    into how many it recalls; 0: into none. ``fills``: the block that its token fills, if its
+    digests follow from that; -1: none. ``row``: of the block table. The leading ``left`` of its
+    middle blocks are off the device, and ``held`` is its place in ``LeftTables``."""
 
     token: int
     init: int
@@ -64,6 +68,10 @@ class SequenceFacts(NamedTuple):
     blocks: int
     length: int
     slots: int = 0
+    fills: int = -1
+    row: int = 0
+    left: int = 0
+    held: int = 0
 
     @property
     def attended(self) -> int:
@@ -71,111 +79,123 @@ class SequenceFacts(NamedTuple):
         return self.blocks - self.middle + self.chosen
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """The sizes of a step's tensors and grids, each a power of two: steps of one bucket launch the
-    same kernels on the same sizes. ``kv_heads``: the model's; ``stale``: blocks to digest; the
-    others as of ``SequenceFacts``. No blocks to digest, and no slots, stay none."""
+FACTS = len(SequenceFacts._fields)
+"""Numbers a sequence."""
 
-    kv_heads: int
-    sequences: int
-    stale: int
-    blocks: int
-    middle: int
-    attended: int
-    slots: int = 0
+_FILLS = SequenceFacts._fields.index("fills")
 
-    @classmethod
-    def of(cls, kv_heads: int, facts: Sequence[SequenceFacts], stale: int) -> Bucket:
-        """The smallest in which they have room. ``stale``: how many."""
 
-        def most(name: str) -> int:
-            return max((getattr(one, name) for one in facts), default=0)
+class LeftTables:
+    """Block tables of sequences with blocks off the device, int32 on it, by the place that each has
+    until it ends: ``names`` ``[places, blocks]``, the numbers of these blocks in their order, and
+    ``slots``, the device blocks into which it recalls them. Written when blocks leave."""
 
-        sizes = len(facts), most("blocks"), most("middle"), most("attended")
-        sequences, blocks, middle, attended = (next_power(max(1, size)) for size in sizes)
-        stale, slots = (next_power(size) if size else 0 for size in (stale, most("slots")))
-        return cls(kv_heads, sequences, stale, blocks, middle, attended, slots)
+    def __init__(self, device: torch.device, places: int, blocks: int) -> None:
+        """``blocks``: of a sequence, at most."""
+        self.names = torch.zeros(places, blocks, dtype=torch.int32, device=device)
+        self.slots = torch.zeros_like(self.names)
+        self._free = list(range(places - 1, -1, -1))
 
     @property
-    def rows(self) -> int:
-        """(sequence, KV head)s."""
-        return self.sequences * self.kv_heads
+    def room(self) -> int:
+        """How many more sequences can have a place."""
+        return len(self._free)
 
-    def pack(
-        self,
-        facts: Sequence[SequenceFacts],
-        blocks: Sequence[npt.ArrayLike],
-        stale: npt.ArrayLike,
-        slots: Sequence[npt.ArrayLike] = (),
-    ) -> npt.NDArray[np.int32]:
-        """What the kernels read, as one array to send to the device at once. ``blocks``,
-        ``slots``: each sequence's, as ids of device blocks; ``-1 - number`` names a block that is
-        off the device."""
-        size = self.sequences * (FACTS + self.blocks + self.slots) + self.stale + self.rows
-        packed = np.zeros(size, dtype=np.int32)
-        rows, table, slot_rows, _, padded = self.parts(packed)
-        for row, ids, one, named in zip(rows, table, facts, blocks, strict=False):
-            row[: len(one)] = one
-            ids[: one.blocks] = np.asarray(named)[: one.blocks]
-        for into, one, given in zip(slot_rows, facts, slots, strict=False):
-            into[: one.slots] = np.asarray(given)[: one.slots]
-        padded[:] = -1
-        padded[: np.size(stale)] = stale
-        return packed
+    def take(self) -> int:
+        """A place; there is ``room``."""
+        return self._free.pop()
 
-    def parts(self, packed: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """Views of a packed array or tensor: the facts ``[sequences, FACTS]``, the block ids
-        ``[sequences, blocks]``, the slots ``[sequences, slots]``, a zero for each row, in which its
-        programs count themselves, and the stale blocks, -1 where there are fewer."""
-        rows, views, first = self.sequences, [], 0
-        for width in (FACTS, self.blocks, self.slots):
-            views.append(packed[first : first + rows * width].reshape(rows, width))
-            first += rows * width
-        return (*views, packed[first : first + self.rows], packed[first + self.rows :])
+    def give(self, place: int) -> None:
+        """The sequence has ended."""
+        self._free.append(place)
+
+    def write(self, place: int, first: int, names: torch.Tensor, slots: torch.Tensor) -> None:
+        """``names``: int32 on the device, of its blocks from number ``first`` on; ``slots``: all
+        of its slots."""
+        self.names[place, first : first + len(names)].copy_(names)
+        self.slots[place, : len(slots)].copy_(slots)
 
 
-class DeviceStep:
-    """A step's sequences on the device, and buffers for what the kernels tell each other. All
-    layers use it in turn."""
+class StepBuffers:
+    """What a step's kernels read and tell each other, at fixed addresses: made once for up to so
+    many sequences. A step has the leading parts of it, and all layers use them in turn."""
 
     def __init__(
-        self, packed: torch.Tensor, bucket: Bucket, group: int, last: DeviceStep | None = None
+        self, sequences: int, blocks: int, kv_heads: int, group: int, device: torch.device
     ) -> None:
-        """``packed``: of ``Bucket.pack``, on the device. ``group``: query heads to a KV head.
-        ``last``: a step whose kernels are launched; one of the same sizes gives its buffers."""
-        self.facts, self.blocks, self.slots, self.arrived, self.stale = bucket.parts(packed)
-        self.kv_heads, self.group = bucket.kv_heads, group
-        self._sizes = group, replace(bucket, stale=0, blocks=0)
-        if last is None or last._sizes != self._sizes:
-            rows, device = bucket.rows, packed.device
-            self.logits = torch.empty(rows, group, bucket.middle, device=device)
-            self.scores = torch.empty(rows, bucket.middle, device=device)
-            self.table = torch.empty(rows, bucket.attended, dtype=torch.int32, device=device)
-            self.missed = torch.empty(rows, bucket.slots + 1, dtype=torch.int32, device=device)
-            self._partials = torch.empty(0, device=device)
-        else:
-            self.logits, self.scores, self.table = last.logits, last.scores, last.table
-            self.missed, self._partials = last.missed, last._partials
+        """``blocks``: of a sequence, at most; ``group``: query heads to a KV head."""
+        rows, ints = sequences * kv_heads, torch.int32
+        self.sequences, self.blocks = sequences, blocks
+        self.kv_heads, self.group = kv_heads, group
+        self.facts = torch.zeros(sequences, FACTS, dtype=ints, device=device)
+        self.arrived = torch.zeros(rows, dtype=ints, device=device)
+        self.logits = torch.empty(rows, group, blocks, device=device)
+        self.scores = torch.empty(rows, blocks, device=device)
+        self.table = torch.empty(rows, blocks, dtype=ints, device=device)
+        self.missed = torch.empty(rows, blocks + 1, dtype=ints, device=device)
+        self._partials = torch.empty(0, device=device)
 
-    @property
-    def rows(self) -> int:
-        return len(self.table)
+    def has_room(self, sequences: int, blocks: int) -> bool:
+        return sequences <= self.sequences and blocks <= self.blocks
 
-    @property
-    def recalls(self) -> bool:
-        """Whether blocks are recalled into slots."""
-        return bool(self.slots.shape[1])
+    def nbytes(self, splits: int, dim: int) -> int:
+        """Of all, with ``partials``."""
+        parts = self.partials(splits, dim)
+        kept = self.facts, self.arrived, self.logits, self.scores, self.table, self.missed, *parts
+        return sum(one.nbytes for one in kept)
 
     def partials(self, splits: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What the splits of each row find: sums ``[rows, splits, group, dim]``, and the logarithms
         of their weights ``[rows, splits, group]``."""
-        size = self.rows, splits, self.group
+        size = len(self.arrived), splits, self.group
         heads = math.prod(size)
         if len(self._partials) < heads * (dim + 1):
             self._partials = self._partials.new_empty(heads * (dim + 1))
         sums, weights = self._partials[: heads * dim], self._partials[heads * dim :][:heads]
         return sums.view(*size, dim), weights.view(size)
+
+
+class DeviceStep:
+    """A step's sequences on the device. Its grids and tensors follow from the number of sequences
+    alone, so a captured step is replayed for every other of as many, whose facts are written."""
+
+    def __init__(
+        self,
+        buffers: StepBuffers,
+        sequences: int,
+        blocks: torch.Tensor,
+        left: LeftTables | None = None,
+    ) -> None:
+        """``sequences``: how many there are facts of. ``blocks``: int32 ``[requests, blocks]``, the
+        batch's block table. ``left``: if blocks are recalled."""
+        self.kv_heads, self.group = buffers.kv_heads, buffers.group
+        self.rows = sequences * buffers.kv_heads
+        self.facts, self.blocks = buffers.facts[:sequences], blocks
+        rows = slice(0, self.rows)
+        self.arrived, self.missed = buffers.arrived[rows], buffers.missed[rows]
+        self.logits, self.scores = buffers.logits[rows], buffers.scores[rows]
+        self.table = buffers.table[rows]
+        self.recalls = left is not None
+        self.names, self.slots = (left.names, left.slots) if left else (self.missed, self.missed)
+        self.partials = buffers.partials
+
+    @classmethod
+    def of(
+        cls,
+        facts: Sequence[SequenceFacts],
+        blocks: torch.Tensor,
+        kv_heads: int,
+        group: int,
+        most: int = 0,
+        left: LeftTables | None = None,
+    ) -> DeviceStep:
+        """A step with buffers of its own, for up to ``most`` blocks of a sequence, or as many as
+        there are. Row i of ``blocks``, on the device, has those of sequence i."""
+        most = max(most, *(one.blocks for one in facts))
+        buffers = StepBuffers(len(facts), most, kv_heads, group, blocks.device)
+        rows = [one._replace(row=at) for at, one in enumerate(facts)]
+        buffers.facts.copy_(torch.tensor(rows, dtype=torch.int32))
+        return cls(buffers, len(facts), blocks, left)
 
 
 class DeviceResidency:
@@ -244,15 +264,18 @@ def digest_by_triton(
 
     ``keys``: ``[blocks, tokens, kv_heads, dim]``, of any strides; ``coded``: int8 ``[kv_heads,
     blocks, rows, width + 4]``, as ``digest.encode`` gives them; ``ids``: int32, negative ones are
-    passed over; ``bounds``: the kind of the digests, else means.
+    passed over, or the facts of a step: the blocks that it fills; ``bounds``: the kind of the
+    digests, else means.
     """
     if not len(ids):
         return
     size, dim = keys.shape[1], keys.shape[3]
+    first, step = (_FILLS, FACTS) if ids.dim() == 2 else (0, 1)
     floats = coded.view(torch.float32)
     _launch(
         "digest_blocks", (len(ids), keys.shape[2]),
-        ids, keys, coded, floats, *keys.stride(), *coded.stride()[:3], *floats.stride()[:3],
+        ids, keys, coded, floats, first, step, *keys.stride(), *coded.stride()[:3],
+        *floats.stride()[:3],
         DIM=dim, WIDE=max(16, next_power(dim)), SIZE=size, ROWS=coded.shape[2], BOUNDS=bounds,
         num_warps=8,
     )  # fmt: skip
@@ -272,15 +295,15 @@ def choose_by_triton(
     are equal the first ones are chosen.
 
     ``query``: ``[tokens, heads, dim]``, a head in one piece; ``coded``: int8 ``[kv_heads, blocks,
-    rows, width + 4]``, rows a power of two. ``left``: the same of blocks off the device, by their
-    numbers, in the same strides; None: there are none. With ``residency``, the layer's, chosen
-    blocks that are off the device are admitted to their sequence's slots: those to copy are in
+    rows, width + 4]``, rows a power of two. Where blocks are recalled, ``left``: the same of blocks
+    off the device, by their numbers, in the same strides, and ``residency``, the layer's: chosen
+    blocks that are off the device are admitted to their sequence's slots. Those to copy are in
     ``step.missed``, and until ``fetch_by_triton`` the table names them by their numbers.
     """
-    rows, dim = coded.shape[2], query.shape[2]
+    rows, dim, most = coded.shape[2], query.shape[2], step.table.shape[1]
     tile, chunk = max(1, _ROWS_AT_ONCE // rows), blocks_at_once(step.group)
+    parts = min(-(-most // (tile * _TILES_A_PROGRAM)), max(_FEWEST_PARTS, _PROGRAMS // step.rows))
     floats = coded.view(torch.float32)
-    candidates = step.logits.shape[2]
     off = coded if left is None else left
     if off.stride() != coded.stride():
         raise ValueError(f"digests have the strides {off.stride()} and {coded.stride()}")
@@ -293,16 +316,14 @@ def choose_by_triton(
         part, head, _ = residency.state.stride()
         numbers, strides = residency.place.stride(0), (part, head)
     _launch(
-        "choose_blocks", (step.rows, -(-candidates // (tile * _TILES_A_PROGRAM))),
-        query, step.facts, step.blocks, coded, floats, off, step.logits, step.scores, step.table,
-        step.slots, step.missed, *kept, step.arrived,
-        scale, step.kv_heads, step.blocks.shape[1], candidates, step.table.shape[1],
-        step.slots.shape[1], numbers, *strides, *query.stride()[:2],
-        *coded.stride()[:3], *floats.stride()[:2],
+        "choose_blocks", (step.rows, parts),
+        query, step.facts, step.blocks, step.names, coded, floats, off, step.logits, step.scores,
+        step.table, step.slots, step.missed, *kept, step.arrived,
+        scale, step.kv_heads, step.blocks.stride(0), most, step.slots.shape[1], numbers, *strides,
+        *query.stride()[:2], *coded.stride()[:3], *floats.stride()[:2],
         GROUP=step.group, PADDED=max(16, next_power(step.group)), HEADS=next_power(step.group),
         DIM=dim, WIDE=max(32, next_power(dim)), ROWS=rows, TILE=tile, TILES=_TILES_A_PROGRAM,
-        BOUNDS=bounds, LEFT=left is not None, RECALLS=residency is not None, CHUNK=chunk,
-        SEARCH=SEARCHED * chunk,
+        BOUNDS=bounds, RECALLS=residency is not None, CHUNK=chunk, SEARCH=SEARCHED * chunk,
     )  # fmt: skip
 
 
@@ -331,8 +352,8 @@ def fetch_by_triton(
     _launch(
         "fetch_blocks", (step.rows, _LANES),
         step.facts, step.table, step.missed, residency.place, addresses, kv_cache.data_ptr(),
-        layer_at, step.kv_heads, step.table.shape[1], step.slots.shape[1],
-        residency.place.stride(0), block // _WORD, head // _WORD, words, runs, piece.step // _WORD,
+        layer_at, step.kv_heads, step.table.shape[1], residency.place.stride(0),
+        block // _WORD, head // _WORD, words, runs, piece.step // _WORD,
         LANES=_LANES, RUNS=_WORDS_AT_ONCE // at_once, WORDS=at_once, CHUNK=_BLOCKS_AT_ONCE,
     )  # fmt: skip
 
@@ -358,7 +379,7 @@ def attend_by_triton(
     sinks: torch.Tensor | None = None,
     share: int = 0,
 ) -> None:
-    """Attention of the step's tokens over the blocks of its table: one launch.
+    """Attention of the step's tokens over the blocks of its table, zeros for padding: one launch.
 
     ``query``, ``output``: ``[tokens, heads, dim]``, a head in one piece; ``keys``, ``values``:
     ``[blocks, tokens, kv_heads, dim]``, of any strides, blocks of a power of two of tokens, at

@@ -1,10 +1,10 @@
 """The Triton kernels, launched by ``device.py``. Imported only where they are used.
 
 A row is a (sequence, KV head): row ``sequence * kv_heads + head``. What a kernel knows of a
-sequence are its facts, a row of ``FACTS`` numbers each (``device.py`` says which). Grids have the
-sizes of a step's bucket: programs of what is not there end at once. A row's result depends on no
-other row, on no size of the bucket, and not on the order of its programs, the last of which goes on
-with what all of them have found.
+sequence are its facts, a row of ``FACTS`` numbers each (``device.py`` says which). Grids follow
+from the number of sequences: programs of what is not there end at once. A row's result depends on
+no other row, on no size of a buffer or grid, and not on the order of its programs, the last of
+which goes on with what all of them have found.
 
 A middle block that is off the device is named by ``-1 - number`` (``device.DeviceResidency``).
 """
@@ -16,7 +16,7 @@ from functools import partial
 import triton
 import triton.language as tl
 
-FACTS = tl.constexpr(8)
+FACTS = tl.constexpr(11)
 TOKEN = tl.constexpr(0)
 INIT = tl.constexpr(1)
 MIDDLE = tl.constexpr(2)
@@ -24,22 +24,38 @@ CHOSEN = tl.constexpr(3)
 BLOCKS = tl.constexpr(4)
 LENGTH = tl.constexpr(5)
 SLOTS = tl.constexpr(6)
+ROW = tl.constexpr(8)
+LEFT = tl.constexpr(9)
+HELD = tl.constexpr(10)
 # Triton compiles annotations, too, so only its own are used.
 
 MAX_CODE = tl.constexpr(127.0)
 LEAST_SCALE = tl.constexpr(1.1754943508222875e-38)
 ROUNDER = tl.constexpr(12582912.0)
 """Added and taken away, it rounds numbers of single precision to whole ones, halves to even."""
-BUCKET = ["width", "candidates", "attended", "most_slots", "numbers", "splits"]
-BUCKET += ["state_part", "state_head", "layer_at"]
-"""Arguments of a bucket's sizes or a cache's, or that differ by layer. A kernel is not compiled
-anew for their values: that would take seconds in the middle of serving, and another order of sums
-would be other bits."""
-PACKED = ["ids", "slots", "arrived", "targets"]
-"""Arguments that begin somewhere in others, as in a step's packed numbers. Their alignment does not
-count."""
+SIZES = ["ids_at", "ids_step", "width", "most", "most_slots", "numbers", "splits"]
+SIZES += ["state_part", "state_head", "layer_at"]
+"""Arguments of buffers' sizes or a cache's, or that differ by layer. A kernel is not compiled anew
+for their values: that would take seconds in the middle of serving, and another order of sums would
+be other bits."""
+PACKED = ["targets"]
+"""Arguments that begin somewhere in others. Their alignment does not count."""
 
-jit = partial(triton.jit, do_not_specialize=BUCKET, do_not_specialize_on_alignment=PACKED)
+jit = partial(triton.jit, do_not_specialize=SIZES, do_not_specialize_on_alignment=PACKED)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def middle_blocks(  # type: ignore[no-untyped-def]
+    fact, blocks, names, at, there, width, most_slots, RECALLS: tl.constexpr
+):  # fmt: skip
+    """The ids of a sequence's middle blocks ``at``, where they are ``there``."""
+    named = blocks + tl.load(fact + ROW).to(tl.int64) * width + tl.load(fact + INIT)
+    if RECALLS:
+        off = there & (at < tl.load(fact + LEFT))
+        numbers = names + tl.load(fact + HELD).to(tl.int64) * most_slots
+        block = tl.load(named + at, mask=there & (at >= tl.load(fact + LEFT)), other=0)
+        return tl.where(off, -1 - tl.load(numbers + at, mask=off, other=0), block)
+    return tl.load(named + at, mask=there, other=0)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -59,8 +75,8 @@ def is_last(arrived, row, programs):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def choose_row(  # type: ignore[no-untyped-def]
-    row, facts, blocks, logits, scores, table, slots, missed, place, state, counts,
-    kv_heads, width, candidates, attended, most_slots, numbers, state_part, state_head,
+    row, facts, blocks, names, logits, scores, table, slots, missed, place, state, counts,
+    kv_heads, width, most, most_slots, numbers, state_part, state_head,
     GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, SEARCH: tl.constexpr,
     RECALLS: tl.constexpr,
 ):  # fmt: skip
@@ -78,12 +94,12 @@ def choose_row(  # type: ignore[no-untyped-def]
     init = tl.load(fact + INIT)
     middle = tl.load(fact + MIDDLE)
     chosen = tl.load(fact + CHOSEN)
-    named = blocks + row // kv_heads * width
-    into = table + row * attended
-    mine = scores + row * candidates
+    named = blocks + tl.load(fact + ROW).to(tl.int64) * width
+    into = table + row * most
+    mine = scores + row * most
     heads = tl.arange(0, HEADS)
     many = tl.arange(0, CHUNK)
-    from_logits = logits + (row * GROUP + heads)[:, None] * candidates + many[None, :]
+    from_logits = logits + (row * GROUP + heads)[:, None] * most + many[None, :]
     top = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     for first in range(0, middle, CHUNK):
@@ -130,7 +146,7 @@ def choose_row(  # type: ignore[no-untyped-def]
             (same > 0) & (alike + tl.cumsum(same, 0) <= chosen - above)
         )
         rank = done + tl.cumsum(taken.to(tl.int32), 0) - 1
-        block = tl.load(named + init + first + many, mask=taken, other=0)
+        block = middle_blocks(fact, blocks, names, first + many, taken, width, most_slots, RECALLS)
         tl.store(into + init + rank, block, mask=taken)
         done += tl.sum(taken.to(tl.int32), 0)
         alike += tl.sum(same, 0)
@@ -144,11 +160,11 @@ def choose_row(  # type: ignore[no-untyped-def]
         block = tl.load(named + init + middle + first + many, mask=there, other=0)
         tl.store(into + init + chosen + first + many, block, mask=there)
     if RECALLS:
-        sequence, head = row // kv_heads, row % kv_heads
+        head = row % kv_heads
         holds = state + head * state_head
         admit_blocks(
-            into + init, chosen, slots + sequence * most_slots, tl.load(fact + SLOTS),
-            missed + row * (most_slots + 1), place + head * numbers,
+            into + init, chosen, slots + tl.load(fact + HELD).to(tl.int64) * most_slots,
+            tl.load(fact + SLOTS), missed + row * (most + 1), place + head * numbers,
             holds, holds + state_part, holds + 2 * state_part, counts, CHUNK,
         )  # fmt: skip
 
@@ -273,17 +289,18 @@ def combine_row(  # type: ignore[no-untyped-def]
 
 @jit  # type: ignore[untyped-decorator,unused-ignore]
 def digest_blocks(  # type: ignore[no-untyped-def]
-    ids, keys, coded, floats,
+    ids, keys, coded, floats, ids_at, ids_step,
     key_block, key_token, key_head, key_dim,
     coded_head, coded_block, coded_row, float_head, float_block, float_row,
     DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     BOUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Program ``(i, head)`` codes the digests of block ``ids[i]``, none if that is negative.
+    """Program ``(i, head)`` codes the digests of block ``ids[ids_at + i * ids_step]``, none if
+    that is negative.
 
     ``BOUNDS``: a row has the largest and the smallest coordinates of its tokens, else their mean.
     """
-    block = tl.load(ids + tl.program_id(0)).to(tl.int64)
+    block = tl.load(ids + ids_at + tl.program_id(0) * ids_step).to(tl.int64)
     if block < 0:
         return
     head = tl.program_id(1)
@@ -320,19 +337,18 @@ def digest_blocks(  # type: ignore[no-untyped-def]
 
 @jit  # type: ignore[untyped-decorator,unused-ignore]
 def choose_blocks(  # type: ignore[no-untyped-def]
-    query, facts, blocks, coded, floats, left, logits, scores, table, slots, missed,
+    query, facts, blocks, names, coded, floats, left, logits, scores, table, slots, missed,
     place, state, counts, arrived,
-    factor, kv_heads, width, candidates, attended, most_slots, numbers, state_part, state_head,
+    factor, kv_heads, width, most, most_slots, numbers, state_part, state_head,
     query_token, query_head, coded_head, coded_block, coded_row, float_head, float_block,
     GROUP: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    BOUNDS: tl.constexpr, LEFT: tl.constexpr, RECALLS: tl.constexpr, CHUNK: tl.constexpr,
-    SEARCH: tl.constexpr,
+    BOUNDS: tl.constexpr, RECALLS: tl.constexpr, CHUNK: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """Program ``(row, part)`` finds the best digest of ``TILES`` times ``TILE`` middle blocks for
-    each of the row's query heads: a logit for each. The row's last one then chooses by them
-    (``choose_row``). With ``LEFT``, digests of blocks off the device are in ``left``, in the
-    strides of ``coded``.
+    """Program ``(row, part)`` finds the best digest of its share of the middle blocks, at least
+    ``TILES`` times ``TILE`` of them, for each of the row's query heads: a logit for each. The row's
+    last one then chooses by them (``choose_row``). With ``RECALLS``, digests of blocks off the
+    device are in ``left``, in the strides of ``coded``.
 
     Queries are coded as digests are; whole numbers are multiplied and added without rounding.
     ``TILE * ROWS``, ``WIDE`` and ``PADDED`` are powers of two, at least 32, 32 and 16; of ``WIDE``
@@ -341,8 +357,9 @@ def choose_blocks(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     fact = facts + row // kv_heads * FACTS
     middle = tl.load(fact + MIDDLE)
-    begin = tl.program_id(1) * (TILE * TILES)
-    wanted = tl.maximum(tl.cdiv(middle, TILE * TILES), 1)
+    share = tl.maximum(tl.cdiv(middle, tl.num_programs(1) * TILE), TILES) * TILE
+    begin = tl.program_id(1) * share
+    wanted = tl.maximum(tl.cdiv(middle, share), 1)
     programs = tl.where(tl.load(fact + BLOCKS) > 0, wanted, 0)
     if tl.program_id(1) >= programs:
         return
@@ -363,14 +380,15 @@ def choose_blocks(  # type: ignore[no-untyped-def]
         positive = codes.to(tl.int8)
         negative = positive
         scale_at = DIM // 4
-    named = blocks + row // kv_heads * width + tl.load(fact + INIT)
     many = tl.arange(0, TILE * ROWS)
     each = tl.arange(0, TILE)
-    for first in range(begin, tl.minimum(begin + TILE * TILES, middle), TILE):
-        inside = first + many // ROWS < middle
-        block = tl.load(named + first + many // ROWS, mask=inside, other=0).to(tl.int64)
+    for first in range(begin, tl.minimum(begin + share, middle), TILE):
+        one = first + many // ROWS
+        inside = one < middle
+        block = middle_blocks(fact, blocks, names, one, inside, width, most_slots, RECALLS)
+        block = block.to(tl.int64)
         at = coded + head * coded_head + (many % ROWS) * coded_row
-        if LEFT:
+        if RECALLS:
             further = left.to(tl.int64) - coded.to(tl.int64)
             at += tl.where(block < 0, further, 0)
             block = tl.where(block < 0, -1 - block, block)
@@ -381,21 +399,23 @@ def choose_blocks(  # type: ignore[no-untyped-def]
         if BOUNDS:
             low = tl.load(at[None, :] + (DIM + dims)[:, None], mask=k_here, other=0)
             sums += tl.dot(negative, low, out_dtype=tl.int32)
-        most = tl.max(tl.reshape(sums, [PADDED, TILE, ROWS]), 2)
+        best = tl.max(tl.reshape(sums, [PADDED, TILE, ROWS]), 2)
         tile = first + each
-        which = tl.load(named + tile, mask=tile < middle, other=0).to(tl.int64)
+        real = tile < middle
+        which = middle_blocks(fact, blocks, names, tile, real, width, most_slots, RECALLS)
+        which = which.to(tl.int64)
         scales = floats + head * float_head + scale_at
-        if LEFT:
+        if RECALLS:
             scales += tl.where(which < 0, (left.to(tl.int64) - coded.to(tl.int64)) // 4, 0)
             which = tl.where(which < 0, -1 - which, which)
-        of_block = tl.load(scales + which * float_block, mask=tile < middle, other=0.0)
-        out = most.to(tl.float32) * ((of_query * factor)[:, None] * of_block[None, :])
-        out_at = (row * GROUP + heads)[:, None] * candidates + tile[None, :]
-        tl.store(logits + out_at, out, mask=(heads < GROUP)[:, None] & (tile < middle)[None, :])
+        of_block = tl.load(scales + which * float_block, mask=real, other=0.0)
+        out = best.to(tl.float32) * ((of_query * factor)[:, None] * of_block[None, :])
+        out_at = (row * GROUP + heads)[:, None] * most + tile[None, :]
+        tl.store(logits + out_at, out, mask=(heads < GROUP)[:, None] & real[None, :])
     if is_last(arrived, row, programs):
         choose_row(
-            row, facts, blocks, logits, scores, table, slots, missed, place, state, counts,
-            kv_heads, width, candidates, attended, most_slots, numbers, state_part, state_head,
+            row, facts, blocks, names, logits, scores, table, slots, missed, place, state, counts,
+            kv_heads, width, most, most_slots, numbers, state_part, state_head,
             GROUP, HEADS, CHUNK, SEARCH, RECALLS,
         )  # fmt: skip
 
@@ -403,7 +423,7 @@ def choose_blocks(  # type: ignore[no-untyped-def]
 @jit  # type: ignore[untyped-decorator,unused-ignore]
 def fetch_blocks(  # type: ignore[no-untyped-def]
     facts, table, missed, place, addresses, cache, layer_at,
-    kv_heads, attended, most_slots, numbers, cache_block, cache_head, words, runs, step,
+    kv_heads, most, numbers, cache_block, cache_head, words, runs, step,
     LANES: tl.constexpr, RUNS: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program ``(row, lane)`` copies each ``LANES``th piece of the row's missed blocks from host
@@ -421,7 +441,7 @@ def fetch_blocks(  # type: ignore[no-untyped-def]
         return
     head = row % kv_heads
     mine = place + head * numbers
-    lost = missed + row * (most_slots + 1)
+    lost = missed + row * (most + 1)
     across = tl.cdiv(words, WORDS)
     pieces = tl.cdiv(runs, RUNS) * across
     for at in range(tl.program_id(1), tl.load(lost) * pieces, LANES):
@@ -437,7 +457,7 @@ def fetch_blocks(  # type: ignore[no-untyped-def]
     if tl.program_id(1) == 0:
         many = tl.arange(0, CHUNK)
         chosen = tl.load(fact + CHOSEN)
-        named = table + row * attended + tl.load(fact + INIT)
+        named = table + row * most + tl.load(fact + INIT)
         for first in range(0, chosen, CHUNK):
             block = tl.load(named + first + many, mask=first + many < chosen, other=0)
             slot = tl.load(mine + (-1 - block), mask=block < 0, other=0)
@@ -447,7 +467,7 @@ def fetch_blocks(  # type: ignore[no-untyped-def]
 @jit  # type: ignore[untyped-decorator,unused-ignore]
 def attend_rows(  # type: ignore[no-untyped-def]
     query, facts, keys, values, table, parts, lse, sinks, output, arrived,
-    scale, softcap, kv_heads, attended, share, splits, query_token, query_head,
+    scale, softcap, kv_heads, most, share, splits, query_token, query_head,
     key_block, key_token, key_head, key_dim,
     value_block, value_token, value_head, value_dim, output_token, output_head,
     GROUP: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
@@ -456,7 +476,7 @@ def attend_rows(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Program ``(row, split)`` attends the row's query heads to its blocks ``[split * share,
     + share)``; of rows that would have more than ``SPLITS`` splits, each has a larger share. The
-    row's last one then adds all of them up (``combine_row``).
+    row's last one then adds all of them up (``combine_row``). A row without tokens gets zeros.
 
     It takes ``TILE`` tokens at a time of a block's ``SIZE``. ``SIZE``, ``TILE``, ``WIDE`` and
     ``PADDED`` are powers of two, at least 16; of ``WIDE`` coordinates ``DIM`` are real, of
@@ -467,14 +487,18 @@ def attend_rows(  # type: ignore[no-untyped-def]
     length = tl.load(fact + LENGTH)
     share = tl.maximum(share, tl.cdiv(length, SIZE * SPLITS))
     first = tl.program_id(1) * share * SIZE
-    if first >= length:
-        return
     head = row % kv_heads
     heads = tl.arange(0, PADDED)
     dims = tl.arange(0, WIDE)
-    tile = tl.arange(0, TILE)
     real = (heads < GROUP)[:, None] & (dims < DIM)[None, :]
     token = tl.load(fact + TOKEN).to(tl.int64)
+    if first >= length:
+        if tl.program_id(1) + length == 0:
+            none = output + token * output_token + (head * GROUP + heads)[:, None] * output_head
+            nothing = tl.zeros([PADDED, WIDE], tl.float32).to(output.dtype.element_ty)
+            tl.store(none + dims[None, :], nothing, mask=real)
+        return
+    tile = tl.arange(0, TILE)
     from_query = query + token * query_token
     q_at = (head * GROUP + heads)[:, None] * query_head + dims[None, :]
     q = tl.load(from_query + q_at, mask=real, other=0.0)
@@ -483,7 +507,7 @@ def attend_rows(  # type: ignore[no-untyped-def]
     total = tl.zeros([PADDED], tl.float32)
     summed = tl.zeros([PADDED, WIDE], tl.float32)
     for begin in range(first, end, TILE):
-        block = tl.load(table + row * attended + begin // SIZE).to(tl.int64)
+        block = tl.load(table + row * most + begin // SIZE).to(tl.int64)
         tokens = begin % SIZE + tile
         there = begin + tile < length
         k_at = block * key_block + tokens[None, :] * key_token + head * key_head

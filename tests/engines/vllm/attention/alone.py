@@ -36,15 +36,15 @@ def programs_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @triton.jit
 def choose_alone(  # type: ignore[no-untyped-def]
-    facts, blocks, logits, scores, table, slots, missed, place, state, counts,
-    kv_heads, width, candidates, attended, most_slots, numbers, state_part, state_head,
+    facts, blocks, names, logits, scores, table, slots, missed, place, state, counts,
+    kv_heads, width, most, most_slots, numbers, state_part, state_head,
     GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, SEARCH: tl.constexpr,
     RECALLS: tl.constexpr,
 ):  # fmt: skip
     choose_row(
         tl.program_id(0).to(tl.int64),
-        facts, blocks, logits, scores, table, slots, missed, place, state, counts,
-        kv_heads, width, candidates, attended, most_slots, numbers, state_part, state_head,
+        facts, blocks, names, logits, scores, table, slots, missed, place, state, counts,
+        kv_heads, width, most, most_slots, numbers, state_part, state_head,
         GROUP, HEADS, CHUNK, SEARCH, RECALLS,
     )  # fmt: skip
 
@@ -58,8 +58,8 @@ def choose(step: DeviceStep, residency: DeviceResidency | None = None) -> None:
     tensors, numbers, (part, head, _) = kept
     chunk = device.blocks_at_once(step.group)
     choose_alone[(step.rows,)](
-        step.facts, step.blocks, step.logits, step.scores, step.table, step.slots, step.missed,
-        *tensors, step.kv_heads, step.blocks.shape[1], step.logits.shape[2], step.table.shape[1],
+        step.facts, step.blocks, step.names, step.logits, step.scores, step.table, step.slots,
+        step.missed, *tensors, step.kv_heads, step.blocks.stride(0), step.table.shape[1],
         step.slots.shape[1], numbers, part, head,
         GROUP=step.group, HEADS=device.next_power(step.group), CHUNK=chunk,
         SEARCH=device.SEARCHED * chunk, RECALLS=residency is not None,

@@ -19,7 +19,7 @@ from kvrecall.attention.kernels import triton_kernels as kernels
 from kvrecall.attention.kernels.device import blocks_at_once, warps_of
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
-TYPES = dict.fromkeys(("facts", "blocks", "table", "ids"), "*i32")
+TYPES = dict.fromkeys(("facts", "blocks", "names", "table", "ids"), "*i32")
 TYPES |= dict.fromkeys(("slots", "missed", "place", "state"), "*i32")
 TYPES |= {"left": "*i8", "counts": "*i64", "addresses": "*i64", "cache": "i64"}
 TYPES |= dict.fromkeys(("logits", "scores", "parts", "lse", "sinks", "floats"), "*fp32")
@@ -50,7 +50,7 @@ def uses() -> Any:
         fixed |= {"HEADS": 1 << (group - 1).bit_length(), "CHUNK": blocks_at_once(group)}
         fixed |= {"TILES": 2, "SEARCH": 4 * blocks_at_once(group)}
         for left in (False, True):
-            chosen = {**fixed, "LEFT": left, "RECALLS": left}
+            chosen = {**fixed, "RECALLS": left}
             yield kernels.choose_blocks, {**TYPES, **pointers}, chosen
         fixed = {**sizes, "SIZE": 128, "key_dim": 1}
         yield kernels.digest_blocks, {**TYPES, **pointers}, fixed
@@ -66,7 +66,6 @@ def main(capability: int) -> None:
         signature = {n: "constexpr" if n in fixed else types.get(n, "i32") for n in names}
         aligned = [["tt.divisibility", 16]]  # as PyTorch's memory is, and a cache's strides
         even = [n for n in names if signature[n][0] == "*" or n.startswith(("key_", "value_"))]
-        even = [n for n in even if n not in kernels.PACKED]
         attrs = {(names.index(n),): aligned for n in even if n not in fixed}
         source = ASTSource(kernel, signature=signature, constexprs=fixed, attrs=attrs)
         options = {"num_warps": 8} if kernel is kernels.digest_blocks else {}
@@ -87,7 +86,7 @@ def torch_type(pointer: str) -> torch.dtype:
 def check(kernel: Any, assembly: str) -> None:
     """What no interpreter shows: a row's programs count themselves in the device's order of memory,
     each when all its threads have written and before any of them reads on, and not through caches
-    that are for constants. And a bucket's sizes are not compiled in."""
+    that are for constants. And buffers' sizes are not compiled in."""
     acts = re.findall(r"bar\.sync|(?:ld|st|atom)\.global[.\w]*", assembly)
     counts = [at for at, one in enumerate(acts) if one == "atom.global.gpu.acq_rel.add.u32"]
     assert len(counts) == (kernel in (kernels.choose_blocks, kernels.attend_rows))
@@ -95,7 +94,7 @@ def check(kernel: Any, assembly: str) -> None:
         assert acts[at - 1] == acts[at + 1] == "bar.sync"
         assert not any(".nc" in one for one in acts)
     sizes = {one.name for one in kernel.params if one.do_not_specialize}
-    assert sizes == set(kernels.BUCKET) & set(kernel.arg_names)
+    assert sizes == set(kernels.SIZES) & set(kernel.arg_names)
 
 
 def spills(assembly: str, capability: int) -> int:

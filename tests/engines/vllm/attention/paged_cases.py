@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kvrecall.attention.kernels.device import Bucket, DeviceStep, SequenceFacts, attend_by_triton
+from kvrecall.attention.kernels.device import DeviceStep, SequenceFacts, attend_by_triton
 from kvrecall.attention.kernels.oracle import attend_plainly
 
 KV_HEADS = 2
@@ -42,12 +42,9 @@ class Cache:
 
 def step_of(facts: list[SequenceFacts], tables: torch.Tensor, group: int) -> DeviceStep:
     """All of whose blocks are attended to: int32 ``tables [sequences, kv_heads, width]``."""
-    bucket = Bucket.of(KV_HEADS, facts, 0)
-    packed = torch.from_numpy(bucket.pack(facts, tables[:, 0].numpy(), []))
-    step = DeviceStep(packed, bucket, group)
+    step = DeviceStep.of(facts, tables[:, 0], KV_HEADS, group)
     step.table.fill_(1 << 30)
-    rows = step.table.view(bucket.sequences, KV_HEADS, -1)
-    rows[: len(facts), :, : tables.shape[2]] = tables
+    step.table.view(len(facts), KV_HEADS, -1)[..., : tables.shape[2]] = tables
     return step
 
 
@@ -105,7 +102,7 @@ def test_other_dimensions_and_capped_logits(dim: int, softcap: float) -> None:
 
 
 def test_a_sequence_by_itself_gives_the_bits_of_a_batch() -> None:
-    """In a smaller bucket, and with more splits of a row than are added up at once."""
+    """In smaller buffers, and with more splits of a row than are added up at once."""
     lengths = [900, 5000, 130]
     whole = cache(lengths, 2, 64, 16, torch.float32)
     together = got(whole, 0.2, share=8)
@@ -113,6 +110,17 @@ def test_a_sequence_by_itself_gives_the_bits_of_a_batch() -> None:
         alone = whole.only(at)
         assert alone.step.table.shape != whole.step.table.shape
         assert torch.equal(got(alone, 0.2, share=8), together * alone.mine)
+
+
+def test_the_attention_of_padding_is_zeros() -> None:
+    made = cache([300, 700, 40], 2, 32, 16, torch.float32)
+    whole = got(made, 0.2)
+    made.step.facts[1, 1:] = 0
+    output = torch.full_like(made.query, 3.0)
+    attend_by_triton(made.query, made.keys, made.values, made.step, output, 0.2)
+    for at, one in enumerate(made.facts):
+        assert torch.equal(output[one.token], whole[one.token] * (at != 1))
+    assert bool((output[made.mine[:, 0, 0] == 0] == 3).all()), "tokens of no sequence"
 
 
 @pytest.mark.parametrize("group", [4, 40])

@@ -13,9 +13,9 @@ from engines.vllm.attention.alone import choose
 from kvrecall.attention.kernels import device
 from kvrecall.attention.kernels.device import (
     BlockNumbers,
-    Bucket,
     DeviceResidency,
     DeviceStep,
+    LeftTables,
     SequenceFacts,
     fetch_by_triton,
 )
@@ -39,6 +39,7 @@ class Offloaded:
     slots: torch.Tensor
     numbers: np.ndarray
     table: torch.Tensor
+    held: int = 0
     kept: list[dict[int, int]] = field(default_factory=list)
     used: dict[tuple[int, int], int] = field(default_factory=dict)
     now: int = 0
@@ -47,7 +48,8 @@ class Offloaded:
     def facts(self) -> tuple[int, ...]:
         blocks = len(self.table)
         length = blocks - self.middle + self.chosen
-        return self.init, self.middle, self.chosen, blocks, length, len(self.slots)
+        sizes = self.init, self.middle, self.chosen, blocks, length, len(self.slots)
+        return *sizes, -1, 0, self.gone, self.held
 
     def admit(self, head: int, asked: list[int]) -> tuple[int, list[int]]:
         """How many of these numbers have a slot, and the slots of all: an LRU cache, in which the
@@ -77,6 +79,7 @@ class Machine:
         self.cache = cache
         self.page = self.cache[0].numel()
         self.numbers = BlockNumbers(torch.device("cpu"), CACHE)
+        self.left = LeftTables(torch.device("cpu"), 8, CACHE)
         self.records: dict[int, torch.Tensor] = {}
         self.residency = DeviceResidency(HEADS, CACHE, CACHE, torch.zeros(2, dtype=torch.int64))
         self._free = (torch.randperm(CACHE - 1) + 1).to(torch.int32)
@@ -98,12 +101,15 @@ class Machine:
         table[init : init + gone] = torch.from_numpy(-1 - numbers)
         made = Offloaded(init, middle, chosen, gone, self.take(slots), numbers, table)
         made.kept = [{} for _ in range(HEADS)]
+        made.held = self.left.take()
+        self.left.write(made.held, 0, torch.from_numpy(numbers).to(torch.int32), made.slots)
         self.residency.begin(torch.from_numpy(numbers), made.slots.to(torch.int64))
         return made
 
     def end(self, one: Offloaded) -> None:
         """Its slots and blocks are free again; what was in them stays."""
         self.numbers.give(one.numbers)
+        self.left.give(one.held)
         table = one.table[one.table > 0]
         self._free = torch.cat([one.slots, table, self._free])
 
@@ -111,10 +117,8 @@ class Machine:
         """Of sequences that recall and others, whose blocks are all on the device."""
         both = [*sequences, *here]
         facts = [SequenceFacts(at, *one.facts) for at, one in enumerate(both)]
-        bucket = Bucket.of(HEADS, facts, 0)
-        tables, slots = [one.table.numpy() for one in both], [one.slots.numpy() for one in both]
-        packed = torch.from_numpy(bucket.pack(facts, tables, [], slots))
-        step = DeviceStep(packed, bucket, GROUP)
+        tables = torch.nn.utils.rnn.pad_sequence([one.table for one in both], batch_first=True)
+        step = DeviceStep.of(facts, tables, HEADS, GROUP, left=self.left)
         step.logits.normal_(0, 3)
         return step
 

@@ -3,8 +3,6 @@ kernels are interpreted."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -12,7 +10,6 @@ from engines.vllm.attention.alone import choose
 from kvrecall.attention.digest import DIGESTS, Layout, encode
 from kvrecall.attention.kernels import device
 from kvrecall.attention.kernels.device import (
-    Bucket,
     DeviceStep,
     SequenceFacts,
     choose_by_triton,
@@ -34,15 +31,12 @@ def facts(*sequences: tuple[int, int, int]) -> list[SequenceFacts]:
 
 
 def step_of(told: list[SequenceFacts], group: int, larger: int = 1) -> tuple[DeviceStep, int]:
-    """A step of these sequences, whose blocks have random places in a cache; and how many. In a
-    bucket ``larger`` times as large."""
-    least = Bucket.of(HEADS, told, 0)
-    sizes = {name: getattr(least, name) * larger for name in ("blocks", "middle", "attended")}
-    bucket = replace(least, **sizes)
+    """A step of these sequences, whose blocks have random places in a cache; and how many. In
+    buffers ``larger`` times as large."""
     places = torch.randperm(sum(one.blocks for one in told), dtype=torch.int32)
     tables = places.split([one.blocks for one in told])
-    packed = torch.from_numpy(bucket.pack(told, [ids.numpy() for ids in tables], []))
-    return DeviceStep(packed, bucket, group), len(places)
+    table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+    return DeviceStep.of(told, table, HEADS, group, larger * table.shape[1]), len(places)
 
 
 def coded_rows(blocks: int, rows: int, width: int, blocks_first: bool = True) -> torch.Tensor:
@@ -75,6 +69,11 @@ def test_digests_are_those_of_torch(
     digest_by_triton(keys, coded, torch.tensor([5, 0, -1, 4, -1]), kind == "bounds")
     want = encode(layout.rows_of(keys.permute(2, 0, 1, 3)))
     assert bool((coded[:, [1, 2, 3]] == 99).all()), "blocks that were not named"
+    filled = [SequenceFacts(at, 0, 0, 0, 1, 1, fills=id) for at, id in enumerate((0, -1, 4, 5))]
+    again = torch.full_like(coded, 99)
+    step = DeviceStep.of(filled, torch.zeros(4, 1, dtype=torch.int32), HEADS, 1)
+    digest_by_triton(keys, again, step.facts, kind == "bounds")
+    assert torch.equal(again, coded), "as a step's facts name them"
     for block in (0, 4, 5):
         got, expected = coded[:, block], want[:, block]
         if kind == "bounds":
@@ -158,11 +157,14 @@ def test_of_equal_blocks_the_first_are_chosen() -> None:
     assert table[0].tolist() == ids[[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 40, 41, 42]].tolist()
 
 
-def test_a_larger_bucket_gives_the_same_bits() -> None:
+def test_larger_buffers_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so do fewer programs, with more blocks each."""
     torch.manual_seed(5)
     told = facts((1, 50, 10), (0, 20, 6))
     steps = []
-    for larger in (1, 4):
+    for larger, programs in ((1, 1), (4, 64)):
+        monkeypatch.setattr(device, "_PROGRAMS", programs)
+        monkeypatch.setattr(device, "_FEWEST_PARTS", 1)
         torch.manual_seed(6)
         step, blocks = step_of(told, 3, larger)
         coded, query = coded_rows(blocks, 4, 64), torch.randn(5, HEADS * 3, 32)

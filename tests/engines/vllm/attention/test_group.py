@@ -11,7 +11,7 @@ from kvrecall.engines.vllm.attention.activity import Activity, HeatTotals
 from kvrecall.engines.vllm.attention.cuda import TritonKernel
 from kvrecall.engines.vllm.attention.group import KeptCopies, RetrievalGroup
 from kvrecall.engines.vllm.attention.offloaded import Records
-from kvrecall.engines.vllm.attention.room import MostLeft
+from kvrecall.engines.vllm.attention.room import Most
 from kvrecall.engines.vllm.wire import Departure, OffloadOrders
 
 
@@ -45,8 +45,7 @@ def test_nothing_is_kept_without_pages() -> None:
 
 def test_a_sequence_for_which_the_device_has_no_room_is_lost_and_no_other() -> None:
     """Its blocks are computed again; the engine goes on."""
-    kernel = TritonKernel(shape_of(), torch.device("cpu"))
-    kernel.most_left = MostLeft(0.5, 5)
+    kernel = TritonKernel(shape_of(), torch.device("cpu"), Most(share=0.5, left=5))
     kernel.hold(100)
     group = RetrievalGroup(Activity(), HeatTotals(), kernel)
     group.register({"layer": torch.zeros(100, 1)})

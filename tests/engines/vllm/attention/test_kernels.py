@@ -14,7 +14,8 @@ pytest.importorskip("triton")
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name", ["paged_cases.py", "search_cases.py", "device_cases.py", "recall_cases.py"]
+    "name",
+    ["paged_cases.py", "search_cases.py", "device_cases.py", "recall_cases.py", "graph_cases.py"],
 )
 def test_they_are_right_in_tritons_interpreter(name: str) -> None:
     plugins = "-p", "no:cacheprovider", "-p", "engines.vllm.attention.alone"

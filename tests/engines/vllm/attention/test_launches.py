@@ -16,7 +16,6 @@ from kvrecall.attention.selection import DeviceSpeed, Gate, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.base import KernelShape
 from kvrecall.engines.vllm.attention.cuda import DeviceSelection, TritonKernel
-from kvrecall.engines.vllm.attention.step import BatchRow
 from kvrecall_lab.engines import counting as meta
 from kvrecall_lab.engines.counting import META, Operations, SparseSteps, counting
 
@@ -25,7 +24,7 @@ LLAMA = KernelShape(32, 8, 128, 128, torch.bfloat16, "")
 SEED = RetrievalSettings()
 CHOSEN, ATTENDED = ["choose_blocks"], ["attend_rows"]
 EVERY = CHOSEN + ATTENDED
-SENT = ["_to_copy"]
+SENT, SEEN = ["copy_"], ["clone"] * 2  # a part of the table is made one piece, and copied
 TOKENS = 40_000
 
 
@@ -39,12 +38,15 @@ def test_a_decode_step_sends_once_and_launches_two_kernels_a_layer(
     share: float, offloaded: bool
 ) -> None:
     """Whatever the number of sequences, and without a wait; one more kernel recalls blocks that are
-    off the device. In the first step of 16 the blocks are copied to the host for the dashboard; a
-    block that fills is digested."""
+    off the device. In the first step of 16 the blocks are copied to the host for the dashboard;
+    which blocks must be digested is sent, too."""
     made = steps(layers=3, topk_share=share)
     filled = made.run(TOKENS, 90_000, offloaded=offloaded)
     recall = ["fetch_blocks"] * offloaded
-    assert filled.device == SENT + ["digest_blocks", *CHOSEN, "clone", *recall, *ATTENDED] * 3
+    assert (
+        filled.device
+        == ["_to_copy"] + SENT + ["digest_blocks", *CHOSEN, *SEEN, *recall, *ATTENDED] * 3
+    )
     for lengths in ((TOKENS,), (TOKENS, 50_000, 300_000, 40_129)):
         if len(lengths) > 1:
             made.run(*lengths, offloaded=offloaded)
@@ -53,38 +55,35 @@ def test_a_decode_step_sends_once_and_launches_two_kernels_a_layer(
         assert again.waits == filled.waits == []
 
 
-def test_steps_of_one_bucket_share_what_the_kernels_write() -> None:
-    """Device memory that a captured graph could name."""
-    made = steps()
-    table = torch.arange(4 * 500, dtype=torch.int32).view(4, 500)
-    buffers = []
-    for lengths in ([39_000] * 3, [40_129] * 4, [60_000] * 3):
-        rows = [BatchRow(1, tokens, False) for tokens in lengths]
-        with counting():
-            step = made.planner.plan(rows, table)
-        assert step is not None
-        buffers.append(step.plan.logits)
-    assert buffers[0] is buffers[1] is not buffers[2]
-
-
-def test_steps_of_one_bucket_have_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that one of them, captured, could be replayed for the others."""
+def test_steps_of_as_many_sequences_launch_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same kernels on the same memory, with the same scalars and grids: whatever the sequences'
+    lengths, a block fills or not, and steps of other sizes between. So one of them, captured, may
+    be replayed for the others."""
     seen: list[Any] = []
 
+    def told(one: Any) -> Any:
+        if not isinstance(one, torch.Tensor):
+            return one
+        return one.untyped_storage()._cdata, one.storage_offset(), one.dtype, one.stride()
+
     def launch(name: str, grid: Any, *args: Any, **sizes: Any) -> None:
-        shapes = [one.shape if isinstance(one, torch.Tensor) else one for one in args]
-        seen.append((name, grid, shapes, sizes))
+        seen.append((name, grid, [told(one) for one in args], sizes))
 
     monkeypatch.setattr(kernels, "_launch", launch)
-    made = steps()
-    made.run(*[TOKENS] * 3)
-    told = []
-    for lengths in ([TOKENS] * 3, [39_000, 36_900, 40_900, 38_129], [50_000] * 3):
-        made.run(*lengths)  # digests
+    settings = replace(SEED, offload_boundary=1 << 30, gate=False)
+    made = SparseSteps(LLAMA, settings, layers=2)
+    steps: dict[int, list[Any]] = {}
+    for lengths in (
+        [TOKENS] * 3, [50_000], [300, 36_900, 40_960], [128], [90_000, 90_112, 5], [5, 6, 7],
+    ):  # fmt: skip
+        made.run(*lengths, graph=True)  # digests of what is new
         seen.clear()
-        made.run(*lengths)
-        told.append([(name, grid, sizes) for name, grid, _, sizes in seen])
-    assert told[0] == told[1] != told[2]
+        made.run(*lengths, graph=True)
+        steps.setdefault(len(lengths), []).append([list(one) for one in seen])
+    for alike in steps.values():
+        assert [one[0] for one in alike[0]] == ["digest_blocks", *EVERY] * 2
+        assert all(one == alike[0] for one in alike)
+    assert steps[1][0] != steps[3][0]
 
 
 def masked(step: Any) -> None:

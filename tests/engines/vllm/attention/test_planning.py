@@ -46,7 +46,7 @@ class Builder(RetrievalBuilder, Dense):
         self._hindrance = None
         self._decoded = 1
         self._layer_names = ["layer"]
-        self._plain = False
+        self._plain = self._captures = False
         self._group = RetrievalGroup(self._activity, HeatTotals(), self._kernel)
         self._planner = StepPlanner(SETTINGS, self._kernel, self._group.freshness, self._activity)
 
@@ -90,11 +90,13 @@ def build(builder: Builder, lengths: list[int], queries: list[int], prefills: bo
 
 
 def test_a_step_is_planned_without_the_device(builder: Builder) -> None:
-    """Sparse, dense, prefilling past the boundary, short, and padding."""
+    """Sparse, dense, prefilling past the boundary, short, and padding. What decodes densely is
+    attended to beside what is sparse, by the same kernels."""
     metadata = build(builder, [70_000, 500, 40_000, 70_000, 0], [1, 1, 512, 1, 0])
     step = metadata.retrieval.step
-    assert [sequence.row for sequence in step.sequences] == [0, 3]
-    assert metadata.retrieval.beside_sparse[1].common.num_actual_tokens == 513
+    assert [one.row for one in step.sequences if one.split.middle] == [0, 3]
+    assert [one.row for one in step.sequences] == [0, 1, 3]
+    assert metadata.retrieval.beside_sparse[1].common.num_actual_tokens == 512
 
 
 def test_the_number_that_all_ranks_agree_on_decides(builder: Builder) -> None:

@@ -73,18 +73,21 @@ class Life:
         self.group.register(dict.fromkeys(LAYERS, cache))
         self.planner = StepPlanner(settings, kernel, self.group.freshness, activity)
 
-    def step(self, lengths: list[int], terms: AttentionParameters, away: bool) -> None:
-        """The last sequence is off the device, if any is."""
+    def step(
+        self, lengths: list[int], terms: AttentionParameters, away: bool, graph: bool = False
+    ) -> None:
+        """The last sequence is off the device, if any is. ``graph``: it is captured."""
         size, heads = self.shape.block_size, self.shape.heads
         table = torch.arange(1, 1 + len(self.cache) // 2, dtype=torch.int32)
         tables = table.repeat(len(lengths), 1)
         found = self.group.sequence(1) if away else None
         left = {} if found is None else {len(lengths) - 1: found}
-        step = self.planner.plan([BatchRow(1, one, False) for one in lengths], tables, left)
+        rows = [BatchRow(1, one, False) for one in lengths]
+        step = self.planner.plan(rows, tables, left, is_graph=graph)
         assert step is not None
         query = torch.zeros(len(lengths), heads, self.shape.head_dim, dtype=self.shape.dtype)
         for layer in self.layers:
-            layer.digest(self.cache, step.stale, step.stale_count)
+            layer.digest_step(self.cache, step)
             layer.attend(query, self.cache, step, terms)
         if found is not None:
             copies = KeptCopies(len(self.cache))
@@ -130,7 +133,7 @@ def test_every_kernel_of_a_life_is_compiled_before_it(
 
     def launch(name: str, grid: Any, *args: Any, **sizes: Any) -> None:
         if name == "choose_blocks":  # garbage is no block
-            args[8].zero_()
+            args[9].zero_()
         seen.add(compiled_for(name, args, sizes))
 
     monkeypatch.setattr(kernels, "_launch", launch)
@@ -152,7 +155,8 @@ def test_every_kernel_of_a_life_is_compiled_before_it(
         life = Life(TritonKernel(SHAPES[shape], CPU), settings, blocks, tokens_first)
         for lengths in ([size * 5 + 3], [size * 30] * 3, [size * 150 + 1, 700, 900, 64 * size]):
             for one in terms:
-                life.step(lengths, one, away=False)
+                for graph in (False, True):
+                    life.step(lengths, one, away=False, graph=graph)
         for arrives in (False, True):
             life.leave(60 * size, 40, arrives)
             life.step([700, 60 * size], terms[-1], away=True)

@@ -41,6 +41,7 @@ from kvrecall.engines.vllm.attention.step import (
 )
 from kvrecall.engines.vllm.compat import config, runner
 from kvrecall.engines.vllm.device import device_of
+from kvrecall.errors import EngineError
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -102,7 +103,7 @@ class RetrievalAttention:
         """As vLLM has it; tensors ``[tokens, heads, dim]``."""
         work: StepWork | None = getattr(attn_metadata, "retrieval", None)
         sparse, step = self.sparse_layer, self._digest(kv_cache, work)
-        decodes = step is not None and bool(step.sequences)
+        decodes = step is not None and step.attends
         if work is None or not (decodes or work.offloaded):
             return self._dense(
                 layer, query, key, value, kv_cache, attn_metadata, output,
@@ -133,7 +134,7 @@ class RetrievalAttention:
         """Computes the step's digests; returns the step if there is one for this layer."""
         if work is None or work.step is None or self.sparse_layer is None:
             return None
-        self.sparse_layer.digest(kv_cache, work.step.stale, work.step.stale_count)
+        self.sparse_layer.digest_step(kv_cache, work.step)
         return work.step
 
     def _parameters(self, layer: Any) -> AttentionParameters:
@@ -167,6 +168,8 @@ class RetrievalBuilder(ABC):
             return
         self._kernel = self.make_kernel(kv_cache_spec)
         self._activity = Activity()
+        self._was_sparse = False
+        self._captures = False
         self._heat = HeatTotals()
         self._log = ActivityLog(self._activity)
         self._hindrance = offload_hindrance(vllm_config)
@@ -274,18 +277,46 @@ class RetrievalBuilder(ABC):
         """vLLM's metadata with the step's work, if there is any beside dense attention."""
         common = common_attn_metadata
         metadata = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]
-        if self._plain:
+        if self._plain or self._captures:
             return metadata
         blocks = runner.take_batch_blocks(self._layer_names[0]) or _read_back(common)
         rows = _rows_of(common, blocks, self._decoded)
         self._note_written(rows, blocks)
-        if all(row.regime(self._settings) is Regime.DENSE for row in rows):
+        self._was_sparse = False
+        if all(row.regime(self._settings) is Regime.DENSE for row in rows) and not blocks.is_graph:
             self._activity.steps += 1
             return metadata
         longest = -(-max(row.tokens for row in rows) // self.block_size)
         table = torch.from_numpy(blocks.leading(len(rows), longest))
-        metadata.retrieval = self._work(common, rows, table)
+        if blocks.is_graph:
+            if not self._group.is_idle:
+                raise EngineError(
+                    "vLLM replays a graph for a step with a sequence whose blocks are off the "
+                    "device, which it would read there. Please report this; pass --enforce-eager "
+                    "meanwhile"
+                )
+            step = self._plan(common, rows, table, {}, True)
+            assert step is not None
+            self._group.replay(step)
+        else:
+            metadata.retrieval = self._work(common, rows, table)
         return metadata
+
+    def _plan(
+        self,
+        common: Any,
+        rows: Sequence[BatchRow],
+        table: torch.Tensor,
+        offloaded: Mapping[int, OffloadedSequence],
+        is_graph: bool = False,
+    ) -> SparseStep | None:
+        there, before = common.block_table_tensor, self._activity.steps_sparse
+        step = self._planner.plan(rows, table, offloaded, there, is_graph)
+        self._was_sparse = self._activity.steps_sparse > before
+        if self._was_sparse:
+            self._warn_of_missing_offload(rows)
+            self._log.sparse_step()
+        return step
 
     def _note_written(self, rows: Sequence[BatchRow], blocks: runner.BatchBlocks) -> None:
         """The step writes tokens into these blocks."""
@@ -307,11 +338,8 @@ class RetrievalBuilder(ABC):
             sequence = self._group.sequence(last)
             if row.query_tokens and sequence is not None:  # no padding
                 offloaded[at] = sequence
-        step = self._planner.plan(rows, table, offloaded)
+        step = self._plan(common, rows, table, offloaded)
         sparse = [] if step is None else [one.row for one in step.sequences]
-        if sparse:
-            self._warn_of_missing_offload(rows)
-            self._log.sparse_step()
         if not sparse and not offloaded:
             return StepWork(step)
         starts = common.query_start_loc_cpu
@@ -428,7 +456,7 @@ def _rows_of(common: Any, blocks: runner.BatchBlocks, decoded: int) -> list[Batc
     computes again what a preemption has cost."""
     starts = common.query_start_loc_cpu.tolist()
     # Without speculation while a step is under way, which is refused, the upper bounds are the
-    # lengths.
+    # lengths. A graph's batch is padded with requests without tokens, of which V2 tells no more.
     lengths = common.seq_lens_cpu_upper_bound
     tokens = (common.seq_lens if lengths is None else lengths).tolist()
     flags = common.is_prefilling
@@ -437,5 +465,7 @@ def _rows_of(common: Any, blocks: runner.BatchBlocks, decoded: int) -> list[Batc
     counts = [end - first for first, end in pairwise(starts[: common.num_reqs + 1])]
     return [
         BatchRow(count, tokens[at], bool(prefilling[at]) or count > decoded, prompts[at])
+        if count
+        else BatchRow(0, 0, False)
         for at, count in enumerate(counts)
     ]

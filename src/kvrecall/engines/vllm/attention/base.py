@@ -45,6 +45,9 @@ _SPARE = 64
 _SEEN_EVERY = 16
 """Selected blocks are recorded in one of this many sparse steps."""
 
+SEEN_EVERY_REPLAYS = 4 * _SEEN_EVERY
+"""Where graphs are replayed, which record nothing, none is for one of this many sparse steps."""
+
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # of the golden ratio, as a signed number
 
 Note = Callable[[Ints, Ints, int], None]
@@ -123,13 +126,21 @@ class SparseStep:
     """What every sparse layer does in a step; the same for all, so it is made once.
 
     ``stale``: blocks whose digests must be computed first, on the kernel's device, int64 or int32;
-    negative numbers are padding; ``stale_count``: how many are not. ``plan``: the kernel's own.
+    ``filled``: how many blocks the step fills whose digests must be computed, too, if the plan
+    names them; otherwise they are among the stale ones. ``plan``: the kernel's own. ``is_graph``:
+    it is, or may be, replayed as a graph: for other sequences of as many requests, in which other
+    blocks are filled. Of it ``stale`` is computed before the replay.
     """
 
     stale: torch.Tensor
-    stale_count: int
     sequences: tuple[SparseSequence, ...]
     plan: Any
+    filled: int = 0
+    is_graph: bool = False
+
+    @property
+    def attends(self) -> bool:
+        return bool(self.sequences) or self.is_graph
 
     @cached_property
     def counts(self) -> tuple[int, int, int, int]:
@@ -217,6 +228,7 @@ class RetrievalLayer(ABC):
 
     store: DigestStore
     """Of the blocks on the device, once the cache is known."""
+    _cache: torch.Tensor
 
     def __init__(
         self,
@@ -263,17 +275,33 @@ class RetrievalLayer(ABC):
 
     # ---- digests -------------------------------------------------------------------------
 
+    def digest_step(self, kv_cache: torch.Tensor, step: SparseStep) -> None:
+        """Computes the step's digests, of a graph those of the blocks that it fills."""
+        if not step.is_graph:
+            self.digest(kv_cache, step.stale)
+        if step.filled or step.is_graph:
+            self.digest(kv_cache, step.plan.facts, step.filled)
+
+    def replay(self, step: SparseStep) -> None:
+        """A graph is about to be replayed for the step, without this layer's Python: computes what
+        it needs before, and counts what it does."""
+        self.digest(self._cache, step.stale)
+        self.digested += step.filled
+        self._activity.count_layer(step.counts, self._shape.kv_heads)
+
     def digest(
         self, kv_cache: torch.Tensor, block_ids: torch.Tensor, count: int | None = None
     ) -> None:
         """Computes the digests of these blocks from the keys they hold: full blocks, on the host
-        or the kernel's device. ``count``: how many are no padding; None: all."""
+        or the kernel's device, or as its plan names them. ``count``: how many these are; None:
+        all."""
         if not len(block_ids):
             return
         self._open(kv_cache)
         ids = self._sent(block_ids)
         self._kernel.digest(kv_cache, ids, self.store)
-        self.store.wrote(ids)
+        if count is None:  # a plan's blocks are on a device, whose stores keep no copies
+            self.store.wrote(ids)
         self.digested += len(block_ids) if count is None else count
 
     def sign(self, block_ids: torch.Tensor) -> None:
@@ -347,7 +375,8 @@ class RetrievalLayer(ABC):
         output = torch.empty_like(query) if output is None else output
         # Few objects: after a layer's attention each waits for memory (archive/log.md).
         self._activity.count_layer(step.counts, self._shape.kv_heads)
-        noted = self._note is not None and self._activity.steps_sparse % _SEEN_EVERY == 1
+        due = self._activity.steps_sparse % _SEEN_EVERY == 1 and not step.is_graph
+        noted = due and self._note is not None
         self.select(query, step, parameters.scale * parameters.key_scale, noted)
         self._kernel.attend(query, kv_cache, step, output, parameters)
         return output
@@ -359,7 +388,7 @@ class RetrievalLayer(ABC):
 
     def _open(self, kv_cache: torch.Tensor) -> None:
         if not self._is_open:
-            self.store = self.open(kv_cache)
+            self.store, self._cache = self.open(kv_cache), kv_cache
             size = len(kv_cache), CHECKSUM_BYTES
             self._checksums = torch.empty(size, dtype=torch.uint8, device=kv_cache.device)
             self._is_open = True
@@ -392,8 +421,8 @@ class AttentionKernel(ABC):
     layers: type[RetrievalLayer]
     """Its kind of layers."""
 
-    def has_room(self, count: int) -> bool:
-        """Whether so many blocks more may leave the device."""
+    def has_room(self, count: int, sequences: int) -> bool:
+        """Whether so many blocks more may leave the device, and sequences to which some belong."""
         return True
 
     def layer(self, *args: Any) -> RetrievalLayer:
@@ -403,14 +432,21 @@ class AttentionKernel(ABC):
     @abstractmethod
     def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor, store: DigestStore) -> None:
         """Writes the coded digests of these blocks into the store's rows. ``block_ids``: as of
-        ``SparseStep.stale``."""
+        ``SparseStep.stale``, or a plan's."""
 
     @abstractmethod
     def schedule(
-        self, stale: torch.Tensor, sequences: Sequence[SparseSequence], layout: Layout | None
+        self,
+        stale: torch.Tensor,
+        sequences: Sequence[SparseSequence],
+        layout: Layout | None,
+        table: torch.Tensor,
+        graph_rows: int = 0,
     ) -> SparseStep:
         """The step of these sequences. ``stale``: on the host. ``layout``: of the digests that are
-        searched; None: vector indexes are."""
+        searched; None: vector indexes are. ``table``: int32 ``[requests, blocks]``, the batch's
+        block table, on the kernel's device. ``graph_rows``: requests of the graph that is replayed
+        for it, one token each, padding among them; 0: none is."""
 
     @abstractmethod
     def attend(

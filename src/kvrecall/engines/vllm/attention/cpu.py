@@ -189,13 +189,18 @@ class CpuKernel(AttentionKernel):
             store.rows[:, ids] = rows.transpose(0, 1)
 
     def schedule(
-        self, stale: torch.Tensor, sequences: Sequence[SparseSequence], layout: Layout | None
+        self,
+        stale: torch.Tensor,
+        sequences: Sequence[SparseSequence],
+        layout: Layout | None,
+        table: torch.Tensor,
+        graph_rows: int = 0,
     ) -> SparseStep:
         plan = None
         if sequences:
             plan = HostPlan(self.shape, sequences, layout)
             plan.work = self._work(plan)
-        return SparseStep(stale, len(stale), tuple(sequences), plan)
+        return SparseStep(stale, tuple(sequences), plan)
 
     def _work(self, plan: HostPlan) -> Any:
         """Of all rows or, with sinks, of those of a KV head."""

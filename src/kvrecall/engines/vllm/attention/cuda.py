@@ -4,8 +4,10 @@ decoding.
 
 All that a layer's kernels read is on the device when they are launched: a step's facts and buffers
 (``DeviceStep``), digests and slots (``DeviceSelection``). The host waits for nothing but blocks in
-memory that the device cannot read. A step depends on the lengths of its sequences, so attention is
-not captured in CUDA graphs: vLLM captures what lies between the layers' attention (piecewise).
+memory that the device cannot read. What they read has its place for good, and grids follow from
+the number of sequences, so vLLM captures a step in which each decodes a token as one CUDA graph,
+and replays it when the step's facts are written. Others are captured between the layers' attention
+(piecewise), and launch the same kernels.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,17 +37,19 @@ from kvrecall.attention.digest import Layout
 from kvrecall.attention.kernels import device as kernels
 from kvrecall.attention.kernels.device import (
     BlockNumbers,
-    Bucket,
     DeviceResidency,
     DeviceStep,
     Ints,
+    LeftTables,
     SequenceFacts,
+    StepBuffers,
 )
 from kvrecall.attention.selection import LAUNCHES, LAUNCHES_A_BLOCK, DeviceSpeed, Split
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity, RecallCounts
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
 from kvrecall.engines.vllm.attention.base import (
+    SEEN_EVERY_REPLAYS,
     AttentionKernel,
     AttentionParameters,
     DigestStore,
@@ -56,10 +60,16 @@ from kvrecall.engines.vllm.attention.base import (
 )
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.plugin import active_settings
-from kvrecall.engines.vllm.attention.room import MostLeft, cache_bytes, most_left
-from kvrecall.engines.vllm.attention.step import BatchRow, DenseOffload, KeptCopy, OffloadedRow
+from kvrecall.engines.vllm.attention.room import GRAPH_ROWS, Most, cache_bytes, most_of
+from kvrecall.engines.vllm.attention.step import (
+    BatchRow,
+    DenseOffload,
+    KeptCopy,
+    OffloadedRow,
+    StepWork,
+)
 from kvrecall.engines.vllm.compat import runner
-from kvrecall.engines.vllm.compat.config import most_of_ranks
+from kvrecall.engines.vllm.compat.config import most_of_ranks, padded_requests, replays_graphs
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.device.base import FETCHED_BYTES, Event
 from kvrecall.errors import EngineError
@@ -69,13 +79,18 @@ logger = logging.getLogger("vllm.kvrecall")
 _TRIES = 5
 """Measurements of which the least counts: the host, which launches, has other work, too."""
 
+_LAYERS_A_GRAPH = 16
+"""Of a graph that is measured, whose own launch is to count as little as in a model's."""
+
 _MOST_UNSEEN = 16
 """Steps of a layer whose selected blocks may be on their way to the host, to be recorded there."""
 
 _TOLD_EVERY_S = 10.0
 """While kernels are compiled."""
 
-_Trial = tuple[RetrievalLayer, torch.Tensor, torch.Tensor, torch.Tensor]
+_PADDING = SequenceFacts(0, 0, 0, 0, 0, 0)
+
+_Sample = tuple[RetrievalLayer, torch.Tensor, torch.Tensor, torch.Tensor]
 
 _Seen = tuple[tuple[int, Split, Ints], ...]
 """Sequences of a step by their places in it, with their middle blocks' ids."""
@@ -98,7 +113,7 @@ class DeviceSelection(RetrievalLayer):
             )
         layout = self.settings.layout(shape.block_size, narrows=False)
         self._bounds = layout.kind.name == "bounds"
-        self._cache, self._layer_at = kv_cache, 0
+        self._layer_at = 0
         blocks, heads, counts = len(kv_cache), shape.kv_heads, self._kernel.counts.totals
         most = self._kernel.hold(blocks)
         store = DigestStore(shape, layout, blocks, self._kernel.device, by_block=True)
@@ -144,8 +159,7 @@ class DeviceSelection(RetrievalLayer):
     def forget(self, key: str) -> None:
         if self._is_open and key in self._gone:
             sequence = self._gone.pop(key)[0]
-            self._kernel.numbers.give(sequence.numbers)
-            sequence.numbers = sequence.numbers[:0]
+            self._kernel.give_up(sequence)
 
     def _fetch_by_host(
         self, plan: DeviceStep, at: int, offloaded: OffloadedSequence, residency: DeviceResidency
@@ -172,14 +186,15 @@ class DeviceSelection(RetrievalLayer):
             for at, split, blocks in seen:
                 found = _places_of(self._chosen(table, at, split).numpy(), blocks)
                 self.note_selected(split, found)
-        table = step.plan.table
-        some = max(1, FETCHED_BYTES // (self._shape.kv_heads * table[0].nbytes))
-        table = table[: self._rows(some).start]
+        width = max(one.split.init + one.split.chosen for one in step.sequences)
+        some = max(1, FETCHED_BYTES // (self._shape.kv_heads * 4 * width))
+        table = step.plan.table[: self._rows(some).start, :width].contiguous()
         if len(self._unseen) < _MOST_UNSEEN and self._device.can_fetch(table.nbytes):
             here, event = self._device.fetch(table)
             seen = tuple(
                 (at, one.split, one.blocks.numpy().copy())
                 for at, one in enumerate(step.sequences[:some])
+                if one.split.middle
             )
             self._unseen.append((event, here, seen))
 
@@ -199,8 +214,10 @@ class TritonKernel(AttentionKernel):
     layers = DeviceSelection
     counts: RecallCounts
 
-    def __init__(self, shape: KernelShape, device: torch.device) -> None:
-        """Raises EngineError for blocks and heads that it cannot read."""
+    def __init__(self, shape: KernelShape, device: torch.device, most: Most | None = None) -> None:
+        """``most``: of the engine; None: as without one. Raises EngineError for blocks and heads
+        that it cannot read."""
+        most = most or Most()
         if shape.block_size < 16 or shape.block_size & (shape.block_size - 1):
             raise EngineError(
                 f"retrieval attention on {device.type} needs a block size that is a power of two "
@@ -214,28 +231,44 @@ class TritonKernel(AttentionKernel):
         self.shape = shape
         self.device = device
         self.overhead_bytes = DeviceSpeed().overhead_bytes(shape.block_size)
-        self.most_left = MostLeft(1 / 8, 1 << 20)
-        """The builder knows the engine's."""
+        self.most = most
         self.numbers = BlockNumbers(device, 0)
         self._blocks = 0
+        longest = -(-most.tokens // shape.block_size)
+        self._left = LeftTables(device, most.rows if most.left else 0, longest)
+        self._longest = longest
         block_bytes = shape.block_size * shape.token_bytes // shape.kv_heads
         self.counts = RecallCounts(device, block_bytes)
-        self._last: DeviceStep | None = None
+        self._buffers: StepBuffers | None = None
 
-    def measure(self, settings: RetrievalSettings, rounds: int = 20) -> DeviceSpeed:
+    def measure(
+        self, settings: RetrievalSettings, graphs: bool = False, rounds: int = 20
+    ) -> DeviceSpeed:
         """Measures the device, and sets ``overhead_bytes`` by it: once, before serving. Takes a
-        quarter of a GiB while it runs."""
+        quarter of a GiB while it runs. ``graphs``: whether steps are to be replayed as graphs."""
         device, size = self.device, self.shape.block_size
         bandwidth = _bandwidth(device, rounds)
-        layer, cache, query, output = self._trial(settings)
-        step = self._trial_step(settings)
+        layer, cache, query, output = self._sample_layer(settings)
+        step = self._sample_step(settings)
 
         def once() -> None:
-            self.digest(cache, step.stale, layer.store)
+            layer.digest_step(cache, step)
             layer.select(query, step, 1.0, False)
             self.attend(query, cache, step, output, AttentionParameters(1.0))
 
-        spent = min(_seconds(device, once, rounds) for _ in range(_TRIES))
+        layers = _LAYERS_A_GRAPH if graphs else 1
+
+        def all_layers() -> None:
+            for _ in range(layers):
+                once()
+
+        again: Callable[[], object] = all_layers
+        if graphs:
+            try:
+                again = device_of(device).captured(all_layers)
+            except RuntimeError as error:
+                logger.warning("kvrecall: retrieval: measured without a CUDA graph: %s", error)
+        spent = min(_seconds(device, again, rounds) for _ in range(_TRIES)) / layers
         speed = DeviceSpeed(spent / (LAUNCHES + LAUNCHES_A_BLOCK), bandwidth)
         self.overhead_bytes = speed.overhead_bytes(size)
         return speed
@@ -247,12 +280,12 @@ class TritonKernel(AttentionKernel):
         terms: Sequence[AttentionParameters],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Compiles every kernel that a step may launch, before there is one: that takes seconds
-        each, unless Triton's cache has them. ``recalls``: whether blocks are to leave the device;
-        ``terms``: of the layers."""
-        layer, cache, query, output = self._trial(settings)
+        """Compiles every kernel that a step may launch, replayed or not, before there is one: that
+        takes seconds each, unless Triton's cache has them. ``recalls``: whether blocks are to leave
+        the device; ``terms``: of the layers."""
+        layer, cache, query, output = self._sample_layer(settings)
         by_tokens = cache.transpose(1, 2).contiguous().transpose(1, 2)  # vLLM's other layout
-        step, device = self._trial_step(settings), device_of(self.device)
+        step, device = self._sample_step(settings), device_of(self.device)
         bounds = settings.layout(self.shape.block_size).kind.name == "bounds"
 
         def attend(of: AttentionParameters) -> None:
@@ -260,7 +293,7 @@ class TritonKernel(AttentionKernel):
 
         def recall() -> None:
             """Of a sequence whose blocks are all there, so that nothing is read."""
-            away, rows = self._trial_step(settings, recalls=True).plan, layer.store.rows
+            away, rows = self._sample_step(settings, recalls=True).plan, layer.store.rows
             held = DeviceResidency(self.shape.kv_heads, len(cache), len(cache), self.counts.totals)
             kernels.choose_by_triton(query, rows, away, 1.0, bounds, rows, held)
             away.missed.zero_()
@@ -286,7 +319,7 @@ class TritonKernel(AttentionKernel):
         device.current().record().wait()
         logger.info("kvrecall: retrieval: kernels ready after %.1f s", clock() - began)
 
-    def _trial(self, settings: RetrievalSettings) -> _Trial:
+    def _sample_layer(self, settings: RetrievalSettings) -> _Sample:
         """A layer of its own over a cache of a few blocks, a token's query, and its output."""
         shape = self.shape
         size = 4, shape.kv_heads, shape.block_size, 2 * shape.head_dim
@@ -296,37 +329,68 @@ class TritonKernel(AttentionKernel):
         layer.digest_rows(cache).zero_()
         return layer, cache, query, torch.empty_like(query)
 
-    def _trial_step(self, settings: RetrievalSettings, recalls: bool = False) -> SparseStep:
+    def _sample_step(self, settings: RetrievalSettings, recalls: bool = False) -> SparseStep:
         """Of one sequence, and a block to digest. ``recalls``: with two blocks off the device."""
         size, ids = self.shape.block_size, torch.arange(4, dtype=torch.int32)
         away = None
         if recalls:
             records, numbers = Records(np.empty(0, np.uint8), {}), np.arange(2)
-            away = OffloadedSequence("", 1, numbers, ids[1:3], records, None, numbers)
-        table = ids if away is None else away.named(ids)
-        sequence = SparseSequence(0, 0, Split(4, 1, 3, 1, size, size), table, away)
-        layout = settings.layout(size, narrows=False)
-        return self.schedule(ids[1:2].to(torch.int64), [sequence], layout)
+            away = OffloadedSequence("", 1, numbers, ids[1:3], records, None, numbers, place=0)
+        named = ids if away is None else away.named(ids)
+        sequence = SparseSequence(0, 0, Split(4, 1, 3, 1, size, size), named, away)
+        layout, table = settings.layout(size, narrows=False), device_of(self.device).send(ids[None])
+        return self.schedule(ids[1:2].to(torch.int64), [sequence], layout, table)
 
     def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor, store: DigestStore) -> None:
         keys, bounds = self._halves(kv_cache)[0], store.layout.kind.name == "bounds"
         kernels.digest_by_triton(keys, store.rows, block_ids.to(torch.int32), bounds)
 
     def schedule(
-        self, stale: torch.Tensor, sequences: Sequence[SparseSequence], layout: Layout | None
+        self,
+        stale: torch.Tensor,
+        sequences: Sequence[SparseSequence],
+        layout: Layout | None,
+        table: torch.Tensor,
+        graph_rows: int = 0,
     ) -> SparseStep:
-        """All that the kernels read is sent at once. Steps of one bucket share their buffers, so
-        the kernels of a step that is launched have read them before the next one's write."""
-        send = device_of(self.device).send
-        if not sequences:
-            return SparseStep(send(stale.to(torch.int32)), len(stale), (), None)
-        facts = [_facts_of(sequence) for sequence in sequences]
-        bucket = Bucket.of(self.shape.kv_heads, facts, len(stale))
-        tables = [sequence.table.numpy() for sequence in sequences]
-        slots = [() if (one := s.offloaded) is None else one.slots.numpy() for s in sequences]
-        packed = torch.from_numpy(bucket.pack(facts, tables, stale.numpy(), slots))
-        self._last = plan = DeviceStep(send(packed), bucket, self.shape.group, self._last)
-        return SparseStep(plan.stale, len(stale), tuple(sequences), plan)
+        """All steps share their buffers, so the kernels of a step that is launched have read them
+        before the next one's write."""
+        unmade, count = set(stale.tolist()), graph_rows or len(sequences)
+        facts = [_PADDING._replace(token=at) for at in range(count)]
+        for at, one in enumerate(sequences):
+            facts[one.row if graph_rows else at] = made = _facts_of(one, unmade)
+            unmade.discard(made.fills)
+        filled = len(stale) - len(unmade)
+        if filled:
+            stale = torch.tensor([one for one in stale.tolist() if one in unmade])
+        late = device_of(self.device).send(stale.to(torch.int32)) if len(stale) else stale
+        if not count:
+            return SparseStep(late, (), None)
+        left = self._left if any(one.offloaded is not None for one in sequences) else None
+        buffers = self._buffers_for(count, max(one.blocks for one in facts))
+        told = torch.tensor(facts, dtype=torch.int32)
+        device_of(self.device).send(told, buffers.facts[:count])
+        plan = DeviceStep(buffers, count, table, left)
+        return SparseStep(late, tuple(sequences), plan, filled, bool(graph_rows))
+
+    def captured(self, requests: int, table: torch.Tensor) -> SparseStep:
+        """The step of a graph that is captured, of padding alone. ``table``: as of ``schedule``; it
+        lies where it will in each step for which the graph is replayed."""
+        return self.schedule(torch.empty(0, dtype=torch.int64), (), None, table, requests)
+
+    def _buffers_for(self, sequences: int, blocks: int) -> StepBuffers:
+        """Made once, for the greatest step: captured graphs have their addresses."""
+        most, shape = self.most, self.shape
+        if self._buffers is None:
+            size = most.rows, self._longest, shape.kv_heads, shape.group
+            self._buffers = StepBuffers(*size, self.device)
+        if not self._buffers.has_room(sequences, blocks):
+            raise EngineError(
+                f"a step has {sequences} tokens of sequences of up to {blocks} blocks, and "
+                f"retrieval has room for {most.rows} of {self._longest}. Please report this; "
+                "remove `retrieval` from VLLM_PLUGINS meanwhile"
+            )
+        return self._buffers
 
     def attend(
         self,
@@ -342,13 +406,13 @@ class TritonKernel(AttentionKernel):
     def hold(self, blocks: int) -> int:
         """The layers' caches have so many blocks. Returns what exceeds every number of a block off
         the device."""
-        most = self.most_left.of(blocks)
+        most = self.most.left_of(blocks)
         if blocks != self._blocks:
             self._blocks, self.numbers = blocks, BlockNumbers(self.device, most)
         return most
 
-    def has_room(self, count: int) -> bool:
-        return count <= self.numbers.room
+    def has_room(self, count: int, sequences: int) -> bool:
+        return count <= self.numbers.room and sequences <= self._left.room
 
     def number(self, sequence: OffloadedSequence) -> None:
         """Numbers the sequence's offloaded blocks that have no number yet."""
@@ -357,8 +421,20 @@ class TritonKernel(AttentionKernel):
             new = self.numbers.take(sequence.count - known)
             sequence.numbers = np.concatenate([sequence.numbers, new])
             send = device_of(self.device).send
-            begins = send(torch.from_numpy(sequence.begins[known:]))
-            self.numbers.addresses.index_copy_(0, send(torch.from_numpy(new)), begins)
+            begins, names = (send(torch.from_numpy(one)) for one in (sequence.begins[known:], new))
+            self.numbers.addresses.index_copy_(0, names, begins)
+            if sequence.place < 0:
+                sequence.place = self._left.take()
+            slots = send(sequence.slots)
+            self._left.write(sequence.place, known, names.to(torch.int32), slots)
+
+    def give_up(self, sequence: OffloadedSequence) -> None:
+        """The sequence has ended."""
+        self.numbers.give(sequence.numbers)
+        sequence.numbers = sequence.numbers[:0]
+        if sequence.place >= 0:
+            self._left.give(sequence.place)
+            sequence.place = -1
 
     def _halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values: ``[blocks, tokens, kv_heads, dim]``."""
@@ -391,17 +467,30 @@ def _bandwidth(device: torch.device, rounds: int) -> float:
     return room.nbytes / _seconds(device, lambda: room[0].copy_(room[1]), rounds)
 
 
-def _facts_of(sequence: SparseSequence) -> SequenceFacts:
-    split, token = sequence.split, sequence.token
-    length, offloaded, slots = split.attended_tokens, sequence.offloaded, 0
+def _facts_of(sequence: SparseSequence, unmade: Collection[int]) -> SequenceFacts:
+    """``unmade``: blocks whose digests must be computed."""
+    split, offloaded, slots, held = sequence.split, sequence.offloaded, 0, 0
     if offloaded is not None:
-        slots = len(offloaded.slots)
+        slots, held = len(offloaded.slots), offloaded.place
         if slots < min(split.chosen, offloaded.count):
             raise EngineError(
                 f"{offloaded.key} has {slots} slots for {split.chosen} chosen blocks of "
                 f"{offloaded.count} that are off the device"
             )
-    return SequenceFacts(token, split.init, split.middle, split.chosen, split.blocks, length, slots)
+    last = int(sequence.table[split.blocks - 1]) if split.last_tokens == split.block_size else -1
+    return SequenceFacts(
+        sequence.token,
+        split.init,
+        split.middle,
+        split.chosen,
+        split.blocks,
+        split.attended_tokens,
+        slots,
+        last if last in unmade else -1,
+        sequence.row,
+        sequence.left,
+        held,
+    )
 
 
 class CopiedDense:
@@ -463,27 +552,43 @@ def _like(kv_cache: torch.Tensor, blocks: int) -> torch.Tensor:
 class DeviceBuilder(RetrievalBuilder):
     """Retrieval beside the dense metadata of a backend for GPUs."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
     supports_update_block_table: bool = False
     device: torch.device
     use_full_cuda_graph: bool
-    """FlashAttention's builder would keep its plan in one buffer, but a step may need two."""
+    _kernel: TritonKernel
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.use_full_cuda_graph = False
+        self._told = False
+        if not self._plain and runner.decides_graphs(self.vllm_config):
+            runner.follow_graphs(self.vllm_config, self)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """A token of each request. With drafts steps have other numbers of tokens."""
+        if vllm_config.speculative_config is not None or not runner.decides_graphs(vllm_config):
+            logger.info(
+                "kvrecall: retrieval: attention is launched piece by piece, not as one CUDA graph: "
+                "there is speculation, or this vLLM cannot be told which steps to replay"
+            )
+            return AttentionCGSupport.NEVER
+        own = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
+        most = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return min(own, most, key=lambda support: support.value)
 
     def make_kernel(self, kv_cache_spec: Any) -> TritonKernel:
         heads, spec = next(iter(self._impls().values())).num_heads, kv_cache_spec
         shape = (heads, spec.num_kv_heads, spec.head_size, self.block_size, spec.dtype, "")
-        kernel = TritonKernel(KernelShape(*shape), self.device)
         settings = active_settings()
-        kernel.most_left = most_left(self.vllm_config, settings, self.specs())
+        most = most_of(self.vllm_config, settings, self.specs())
+        kernel = TritonKernel(KernelShape(*shape), self.device, most)
         on_host = self.device.type == "cpu"  # one that interprets is no measure
         if not on_host:
-            kernel.warm(settings, kernel.most_left.most > 0, self._terms())
+            kernel.warm(settings, kernel.most.left > 0, self._terms())
         if settings.gate and not on_host:
-            speed = kernel.measure(settings)
+            support = self.get_cudagraph_support(self.vllm_config, spec)
+            graphs = support is not AttentionCGSupport.NEVER and replays_graphs(self.vllm_config)
+            speed = kernel.measure(settings, graphs)
             kernel.overhead_bytes = most_of_ranks(kernel.overhead_bytes, stages=False)
             logger.info(
                 "kvrecall: retrieval: launching a kernel takes %.1f microseconds, and it "
@@ -502,6 +607,48 @@ class DeviceBuilder(RetrievalBuilder):
             for impl in self._impls().values()
         }
         return list(terms.values())
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        """Also for a dummy step for which a graph is replayed: all requests are padding."""
+        common = common_attn_metadata
+        runner.take_batch_blocks(self._layer_names[0])
+        self._captures = True
+        try:
+            metadata = super().build_for_cudagraph_capture(common)  # type: ignore[misc]
+        finally:
+            self._captures = False
+        # Larger ones are captured for nothing, as vLLM captures all that it is told to.
+        if not self._plain and common.num_reqs <= min(GRAPH_ROWS, self._kernel.most.rows):
+            table = common.block_table_tensor
+            metadata.retrieval = StepWork(self._kernel.captured(common.num_reqs, table))
+        return metadata
+
+    def hinders_graph(self, requests: int) -> bool:
+        """If the batch is too large, where blocks are to be recorded, and while a sequence has
+        blocks off the device."""
+        if not self._group.is_idle:
+            if not self._told:
+                self._told = True
+                logger.info(
+                    "kvrecall: retrieval: steps with a sequence past VLLM_RETRIEVAL_OFFLOAD_"
+                    "BOUNDARY=%d are launched piece by piece, not as one CUDA graph: that was not "
+                    "yet tried with blocks off the device",
+                    self._settings.offload_boundary,
+                )
+            return True
+        if padded_requests(self.vllm_config, requests) > GRAPH_ROWS:
+            return True
+        return self._was_sparse and not self._activity.steps_sparse % SEEN_EVERY_REPLAYS
+
+    def part(self, *args: Any, **kwargs: Any) -> Any:
+        """FlashAttention's builder keeps the plan that graphs read in one buffer: none of a part
+        of a batch."""
+        keeps = getattr(self, "use_full_cuda_graph", False)
+        self.use_full_cuda_graph = False
+        try:
+            return super().part(*args, **kwargs)
+        finally:
+            self.use_full_cuda_graph = keeps
 
     def make_dense(self, name: str) -> DenseOffload:
         return CopiedDense(name, self._activity).attend

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvrecall.engines.vllm.attention.activity import Activity, HeatTotals
-from kvrecall.engines.vllm.attention.base import AttentionKernel, RetrievalLayer
+from kvrecall.engines.vllm.attention.base import AttentionKernel, RetrievalLayer, SparseStep
 from kvrecall.engines.vllm.attention.offloaded import (
     NearArena,
     OffloadedSequence,
@@ -111,6 +111,11 @@ class RetrievalGroup:
             self._kernel.counts.add_to(self._activity, wait)
         return self._activity
 
+    def replay(self, step: SparseStep) -> None:
+        """As of ``RetrievalLayer``, for all layers."""
+        for layer in self._sparse.values():
+            layer.replay(step)
+
     # ---- as the connector asks -----------------------------------------------------------
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -201,7 +206,8 @@ class RetrievalGroup:
     def _carry_out(self, order: Arrival | Departure, records: Records | None) -> bool:
         """False if the arena of a starting sequence is unreachable, or the device has no memory for
         more."""
-        if not self._kernel.has_room(len(order.offsets)):
+        is_new = order.request_id not in self._sequences
+        if not self._kernel.has_room(len(order.offsets), int(is_new)):
             logger.error(
                 "kvrecall: no room for the digests of %d blocks more off the device, so %s is "
                 "computed again; lower --max-num-seqs, or raise VLLM_RETRIEVAL_OFFLOAD_BOUNDARY",

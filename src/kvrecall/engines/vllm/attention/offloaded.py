@@ -64,7 +64,8 @@ class OffloadedSequence:
     ``init``, are off the device, in the arena of ``records`` at ``offsets``. ``slots``: int32
     device blocks that it recalls into, where every layer and KV head has its own blocks; none if
     blocks are read in place, in ``near``. ``numbers``: of those blocks on a device whose kernels
-    recall them (``device.BlockNumbers``), which they do as long as it ``is_readable``."""
+    recall them (``device.BlockNumbers``), which they do as long as it ``is_readable``, and its
+    ``place`` in ``device.LeftTables``; -1: none yet."""
 
     key: str
     init: int
@@ -74,6 +75,7 @@ class OffloadedSequence:
     near: NearArena | None = None
     numbers: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     is_readable: bool = True
+    place: int = -1
 
     @property
     def count(self) -> int:

@@ -11,19 +11,24 @@ from typing import Any
 import torch
 
 from kvrecall.attention.digest import coded_width
-from kvrecall.attention.kernels.device import Bucket, DeviceStep, next_power
-from kvrecall.attention.selection import slots_of, split_of
+from kvrecall.attention.kernels.device import StepBuffers
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.attention.base import CHECKSUM_BYTES
 from kvrecall.engines.vllm.attention.checks import offload_hindrance
 from kvrecall.engines.vllm.attention.plugin import active_settings
-from kvrecall.engines.vllm.compat.config import layer_index
+from kvrecall.engines.vllm.compat.config import (
+    layer_index,
+    most_decoded_at_once,
+    padded_requests,
+)
 
 logger = logging.getLogger("vllm.kvrecall")
 
 MEASURED_BYTES = 1 << 28
 """Copied to measure the device's bandwidth, before the cache is allocated."""
+GRAPH_ROWS = 64
+"""Requests of a step for which a graph is replayed, at most."""
 _MOST_SPLITS = 64  # of a row's attention, as of ``attend_by_triton``
 
 Specs = Mapping[str, Any]
@@ -31,25 +36,36 @@ Specs = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class MostLeft:
-    """How many blocks can be off the device at one time: not more than there are slots for, of
-    which a sequence has at least ``share`` times as many, and not more than ``most``: all that the
-    sequences can have, or the pool."""
+class Most:
+    """What an engine can have at one time. ``rows``: tokens of a step that kvrecall's kernels
+    attend to, padding among them; ``tokens``: of a sequence. Blocks off the device: not more than
+    there are slots for, of which a sequence has at least ``share`` times as many, and not more than
+    ``left``: all that the sequences can have, or the pool."""
 
-    share: float
-    most: int
+    rows: int = 64
+    tokens: int = 1 << 17
+    share: float = 1 / 8
+    left: int = 1 << 20
 
-    def of(self, blocks: int) -> int:
-        """``blocks``: of the KV cache."""
-        return min(int(blocks / self.share), self.most)
+    def left_of(self, blocks: int) -> int:
+        """Blocks off the device. ``blocks``: of the KV cache."""
+        return min(int(blocks / self.share), self.left)
 
 
-def most_left(vllm_config: Any, settings: RetrievalSettings, specs: Specs) -> MostLeft:
+def most_of(vllm_config: Any, settings: RetrievalSettings, specs: Specs) -> Most:
     """Of this engine."""
+    requests = vllm_config.scheduler_config.max_num_seqs
+    padded = min(GRAPH_ROWS, padded_requests(vllm_config, requests))
+    rows = max(requests * most_decoded_at_once(vllm_config), padded)
+    longest = vllm_config.model_config.max_model_len
+    return Most(rows, longest, settings.topk_share, _most_left(vllm_config, settings, specs))
+
+
+def _most_left(vllm_config: Any, settings: RetrievalSettings, specs: Specs) -> int:
     model, size = vllm_config.model_config, _block_size(specs)
     if not offloads(vllm_config, settings):
-        return MostLeft(settings.topk_share, 0)
-    most = vllm_config.scheduler_config.max_num_seqs * (model.max_model_len // size)
+        return 0
+    most: int = vllm_config.scheduler_config.max_num_seqs * (model.max_model_len // size)
     raw = vllm_config.kv_transfer_config.kv_connector_extra_config
     pool = RecallSettings.from_mapping(raw, "kv_connector_extra_config")
     if pool.service is None:  # a service's size is not known yet
@@ -57,7 +73,7 @@ def most_left(vllm_config: Any, settings: RetrievalSettings, specs: Specs) -> Mo
         parts = max(1, model.get_total_num_kv_heads() // heads)
         record = parts * sum(int(spec.page_size_bytes) for spec in specs.values())
         most = min(most, pool.pool.host_most_bytes // record)
-    return MostLeft(settings.topk_share, most)
+    return most
 
 
 def offloads(vllm_config: Any, settings: RetrievalSettings) -> bool:
@@ -70,9 +86,9 @@ def cache_bytes(vllm_config: Any, specs: Specs, found: int) -> int:
     """The part of ``found`` bytes that is for the KV cache. The rest is for the digests of its
     blocks and of those off the device, with their slots; where sequences leave the device, for
     dense layers' pages, as many as there are blocks, and one sequence's copy in one layer; and for
-    the greatest step's buffers, and half of them: a step of other sizes has its own before the last
-    one's are free."""
+    the greatest step's buffers."""
     settings, size = active_settings(), _block_size(specs)
+    most = most_of(vllm_config, settings, specs)
     copies = offloads(vllm_config, settings)
     kv = here = left = fixed = 0
     for name, spec in specs.items():
@@ -85,22 +101,22 @@ def cache_bytes(vllm_config: Any, specs: Specs, found: int) -> int:
             left += digests + 4 * spec.num_kv_heads
         elif copies:
             here += spec.page_size_bytes
-        fixed = max(fixed, 3 * _step_bytes(vllm_config, settings, spec, copies) // 2)
+        fixed = max(fixed, _step_bytes(vllm_config, most, spec))
     if copies:
         longest = -(-vllm_config.model_config.max_model_len // size)
         fixed += longest * max(spec.page_size_bytes for spec in specs.values())
     fixed += MEASURED_BYTES * settings.gate
-    bound, room = most_left(vllm_config, settings, specs), max(0, found - fixed)
-    blocks = int(room / (kv + here + left / bound.share))
-    if bound.of(blocks) == bound.most:
-        blocks = (room - bound.most * left) // (kv + here)
+    room = max(0, found - fixed)
+    blocks = int(room / (kv + here + left / most.share))
+    if most.left_of(blocks) == most.left:
+        blocks = (room - most.left * left) // (kv + here)
     logger.info(
         "kvrecall: retrieval: of %.2f GiB of device memory beside the model %.2f GiB are for the "
         "KV cache, the others for digests of its blocks and of up to %d off the device, copies for "
         "dense layers, and buffers",
         found / 2**30,
         max(0, blocks) * kv / 2**30,
-        bound.of(blocks),
+        most.left_of(blocks),
     )
     return max(0, blocks) * kv
 
@@ -109,19 +125,10 @@ def _block_size(specs: Specs) -> int:
     return int(next(iter(specs.values())).block_size)
 
 
-def _step_bytes(vllm_config: Any, settings: RetrievalSettings, spec: Any, recalls: bool) -> int:
-    """Of the buffers of a step in which as many sequences as there can be are as long as can be."""
-    model, size = vllm_config.model_config, spec.block_size
-    split = split_of(model.max_model_len, size, settings)
-    slots = slots_of(split, split.middle, settings)[1] if recalls else 0
-    sizes = vllm_config.scheduler_config.max_num_seqs, split.blocks, split.middle
-    sequences, blocks, middle, attended, slots = (
-        next_power(max(1, one)) for one in (*sizes, split.attended_blocks, slots)
-    )
-    bucket = Bucket(spec.num_kv_heads, sequences, 0, blocks, middle, attended, slots * recalls)
-    packed = torch.from_numpy(bucket.pack([], [], []))
-    heads = model.get_num_attention_heads(vllm_config.parallel_config)
-    step = DeviceStep(packed.to("meta"), bucket, heads // spec.num_kv_heads)
-    partials = step.partials(_MOST_SPLITS, spec.head_size)
-    buffers = packed, step.logits, step.scores, step.table, step.missed, *partials
-    return sum(one.nbytes for one in buffers)
+def _step_bytes(vllm_config: Any, most: Most, spec: Any) -> int:
+    """Of the buffers of steps, and the tables of sequences with blocks off the device."""
+    heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+    blocks, group = -(-most.tokens // spec.block_size), heads // spec.num_kv_heads
+    buffers = StepBuffers(most.rows, blocks, spec.num_kv_heads, group, torch.device("meta"))
+    tables = 2 * 4 * most.rows * blocks * bool(most.left)
+    return tables + buffers.nbytes(_MOST_SPLITS, spec.head_size)

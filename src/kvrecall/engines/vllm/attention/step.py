@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +26,7 @@ from kvrecall.engines.vllm.attention.base import (
     SparseStep,
 )
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
+from kvrecall.engines.vllm.device import device_of
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -116,8 +117,7 @@ class Freshness:
 
     The digests of a step count as fresh when it is planned. If its forward pass fails and the
     engine goes on, some layers have not made them, and their counts tell: then all are stale. A
-    replayed graph runs no layer's Python: who replays one adds the step's ``stale_count`` to each
-    layer's ``digested``; otherwise all digests are made anew in the next step.
+    replayed graph runs no layer's Python, so its digests are counted when it is planned.
     """
 
     def __init__(self) -> None:
@@ -193,48 +193,66 @@ class StepPlanner:
         rows: Sequence[BatchRow],
         block_table: torch.Tensor,
         offloaded: Mapping[int, OffloadedSequence] = MappingProxyType({}),
+        on_device: torch.Tensor | None = None,
+        is_graph: bool = False,
     ) -> SparseStep | None:
         """The step's plan, None if nothing is to be done beside dense attention.
 
         ``block_table``: int32 ``[requests, blocks]``, on the host. ``offloaded``: rows of partially
-        offloaded sequences.
+        offloaded sequences. ``on_device``: the block table on the kernel's device; None: it is
+        sent. ``is_graph``: a graph is replayed for the step, in which each row has a token or is
+        padding.
+
+        Where a device attends to any row sparsely it attends to all that decode, and a graph to
+        all rows: to those that are dense without a choice.
         """
         activity = self._activity
         activity.steps += 1
         full, gated = [], 0
         sequences: list[SparseSequence] = []
+        whole: list[SparseSequence] = []
         firsts = accumulate((row.query_tokens for row in rows), initial=0)
         for index, (row, token) in enumerate(zip(rows, firsts, strict=False)):
-            if row.regime(self._settings) is Regime.DENSE:
+            is_dense = row.regime(self._settings) is Regime.DENSE
+            if not row.query_tokens or (is_dense and self._kernel.on_host):
                 continue
             sequence = offloaded.get(index)
             lengths = row.lengths if row.decodes else (row.tokens,)
             splits = [self._split(row, length, sequence is not None) for length in lengths]
-            if not any(split.middle for split in splits):
+            is_sparse = any(split.middle for split in splits)
+            if is_sparse:
+                first = splits[-1].init + (0 if sequence is None else sequence.count)
+                full.append(block_table[index, first : row.tokens // self._block_size])
+            elif not is_dense:
                 activity.sequences_gated += len(splits) * row.decodes
                 gated += row.decodes
-                continue
-            first = splits[-1].init + (0 if sequence is None else sequence.count)
-            full.append(block_table[index, first : row.tokens // self._block_size])
-            if not row.decodes:
+            if not (row.decodes or is_graph):
                 continue
             for place, split in enumerate(splits):
                 table = block_table[index, : split.blocks]
                 if sequence is not None:
                     table = sequence.named(table)
-                sequences.append(SparseSequence(index, token + place, split, table, sequence))
+                if not row.decodes:
+                    split = split.whole
+                one = SparseSequence(index, token + place, split, table, sequence)
+                (sequences if is_sparse and row.decodes else whole).append(one)
             activity.sequences_offloaded += len(splits) * (sequence is not None)
         if gated and not sequences:
             self._tell_gated(gated)
-        if not full:
+        if not (full or is_graph):
             return None
-        stale = self._freshness.take_stale(torch.cat(full))
+        stale = self._freshness.take_stale(torch.cat([*full, torch.empty(0, dtype=torch.int32)]))
         activity.blocks_digested += len(stale)
-        if not sequences and not len(stale):
+        if not (sequences or len(stale) or is_graph):
             return None
         activity.steps_sparse += bool(sequences)
         activity.sequences_sparse += sum(bool(one.split.middle) for one in sequences)
-        return self._kernel.schedule(stale, sequences, self._layout)
+        if (sequences or is_graph) and not self._kernel.on_host:
+            sequences = sorted([*sequences, *whole], key=lambda one: one.token)
+        if on_device is None:
+            on_device = device_of(self._kernel.device).send(block_table)
+        graph_rows = len(rows) if is_graph else 0
+        return self._kernel.schedule(stale, sequences, self._layout, on_device, graph_rows)
 
     def _split(self, row: BatchRow, tokens: int, offloaded: bool) -> Split:
         """Of the row's sequence at that length: without middle blocks if it is dense there."""
@@ -242,7 +260,7 @@ class StepPlanner:
         sparse = row.regime(self._settings, tokens) is not Regime.DENSE
         if offloaded or (sparse and self.gate.passes(tokens, split)):
             return split
-        return replace(split, init=split.blocks, local=split.blocks, chosen=0)
+        return split.whole
 
     def _tell_gated(self, sequences: int) -> None:
         """Logs once that retrieval did not act although sequences are past the boundary."""

@@ -372,6 +372,18 @@ def loads_are_ordered(vllm_config: Any) -> bool:
     return consumer or int(vllm_config.max_concurrent_batches) == 1
 
 
+def replays_graphs(vllm_config: Any) -> bool:
+    """Whether it is to capture steps as full graphs, as far as attention allows."""
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return mode is not None and bool(mode.has_full_cudagraphs())
+
+
+def padded_requests(vllm_config: Any, requests: int) -> int:
+    """Requests of the graph that is replayed for so many, of one token each; no fewer."""
+    sizes = vllm_config.compilation_config.cudagraph_capture_sizes or ()
+    return min((size for size in sizes if size >= requests), default=requests)
+
+
 def most_decoded_at_once(vllm_config: Any) -> int:
     """Tokens of a request in a step in which it decodes: one, and the drafts."""
     speculative = vllm_config.speculative_config

@@ -79,6 +79,22 @@ TABLE = (
         "Attention metadata includes block tables on the host.",
     ),
     Patch(
+        "full-graphs",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._determine_batch_execution_and_padding",
+        "Replays no full graph for a step that retrieval attention cannot do in one, and notes for "
+        "which steps one is replayed. Only with retrieval attention on a GPU and Model Runner V1.",
+        "vLLM chooses a step's graph before it builds attention metadata, by the number of tokens "
+        "alone, and does not tell the builders.",
+        "Builders are asked and told.",
+    ),
+    Patch(
+        "full-graphs-v2",
+        "vllm.v1.worker.gpu.model_runner:dispatch_cg_and_sync_dp",
+        "Like `full-graphs`. Only with Model Runner V2.",
+        "As `full-graphs`.",
+        "As `full-graphs`.",
+    ),
+    Patch(
         "leave-room",
         "vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
         "Leaves device memory for digests. Only with retrieval attention on a GPU, and not if "

@@ -7,13 +7,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import numpy.typing as npt
 
-from kvrecall.engines.vllm.compat.patches import install
+from kvrecall.engines.vllm.compat.patches import PATCHES, install, owner_of
 from kvrecall.engines.vllm.compat.versions import is_refused
 from kvrecall.environment import SEEDS
 
@@ -49,11 +49,13 @@ def hand_orders_first(vllm_config: Any, orders_type: type) -> None:
 class BatchBlocks(NamedTuple):
     """The device blocks of a step's requests, on the host: those of request i of the batch are row
     ``rows[i]`` of ``ids``, int32 ``[rows, blocks]``, which changes with the next step. ``prompts``:
-    int32 ``[rows]``, tokens of their prompts."""
+    int32 ``[rows]``, tokens of their prompts. ``is_graph``: a graph of the whole forward pass is
+    replayed for the step, so no layer's Python runs, and requests may be padded."""
 
     ids: npt.NDArray[np.int32]
     rows: npt.NDArray[np.int32]
     prompts: npt.NDArray[np.int32]
+    is_graph: bool = False
 
     def leading(self, requests: int, blocks: int) -> npt.NDArray[np.int32]:
         """Copies of so many ids of so many requests: ``[requests, blocks]``."""
@@ -120,7 +122,77 @@ def _show(runner: Any, blocks: Sequence[BatchBlocks]) -> None:
     """Those of each KV group of the step."""
     step_blocks.clear()
     for group, of_group in zip(runner.kv_cache_config.kv_cache_groups, blocks, strict=True):
-        step_blocks.update(dict.fromkeys(group.layer_names, of_group))
+        shown = of_group._replace(is_graph=_last_is_graph)
+        step_blocks.update(dict.fromkeys(group.layer_names, shown))
+
+
+class GraphUser(Protocol):
+    """What full graphs are replayed for."""
+
+    def hinders_graph(self, requests: int) -> bool:
+        """Whether the next step, of so many requests, may not be one."""
+
+
+_graph_users: WeakSet[GraphUser] = WeakSet()
+_last_is_graph = False  # whether a graph is replayed for the step that was dispatched last
+
+
+def decides_graphs(vllm_config: Any) -> bool:
+    """Whether this vLLM has what ``follow_graphs`` replaces."""
+    patch = PATCHES[_graphs_of(vllm_config)]
+    try:
+        return hasattr(owner_of(patch), patch.target.rpartition(":")[2].rpartition(".")[2])
+    except (ImportError, AttributeError):
+        return False
+
+
+def _graphs_of(vllm_config: Any) -> str:
+    is_v2 = getattr(vllm_config, "use_v2_model_runner", False)
+    return "full-graphs-v2" if is_v2 else "full-graphs"
+
+
+def follow_graphs(vllm_config: Any, user: GraphUser) -> None:
+    """Asks ``user`` before a full graph is chosen for a step, and tells it by ``BatchBlocks`` which
+    was. A step for which one user of any data-parallel rank hinders it is not replayed on any:
+    ranks agree on what this one asks for."""
+    _graph_users.add(user)
+    name = _graphs_of(vllm_config)
+    install(name, _dispatching if name == "full-graphs-v2" else _determining)
+
+
+def _determining(plain: Any) -> Any:
+    def _determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_dummy = kwargs.get("force_uniform_decode") is not None
+        if not is_dummy and _is_hindered(kwargs["num_reqs"]):
+            kwargs["force_uniform_decode"] = False
+        found = plain(self, *args, **kwargs)
+        _note_mode(found[0])
+        return found
+
+    return _determine_batch_execution_and_padding
+
+
+def _dispatching(plain: Any) -> Any:
+    def dispatch_cg_and_sync_dp(
+        manager: Any, num_reqs: int, num_tokens: int, uniform: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if _is_hindered(num_reqs):
+            uniform = None
+            kwargs.update(max_query_len=None, uniform_decode=False)
+        found = plain(manager, num_reqs, num_tokens, uniform, *args, **kwargs)
+        _note_mode(found[0].cg_mode)
+        return found
+
+    return dispatch_cg_and_sync_dp
+
+
+def _is_hindered(requests: int) -> bool:
+    return any(user.hinders_graph(requests) for user in _graph_users)
+
+
+def _note_mode(mode: Any) -> None:
+    global _last_is_graph
+    _last_is_graph = mode.name == "FULL"
 
 
 def leave_room(cache_bytes: Callable[[Any, Any, int], int]) -> None:

@@ -194,9 +194,11 @@ class AcceleratorDevice(Device):
         sizes = np.full(len(addresses), nbytes, dtype=np.int64)
         return any(lock.covers(addresses, sizes) for lock in self._locks.values())
 
-    def send(self, values: torch.Tensor) -> torch.Tensor:
+    def send(self, values: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """By way of locked memory: a copy from other memory waits for the stream."""
-        sent = torch.empty(values.shape, dtype=values.dtype, device=self._device)
+        sent = into
+        if sent is None:
+            sent = torch.empty(values.shape, dtype=values.dtype, device=self._device)
         ours, theirs = (one.reshape(-1).view(torch.uint8) for one in (values, sent))
         for at in range(0, len(ours), _PART_BYTES):
             here, there = (one[at : at + _PART_BYTES] for one in (ours, theirs))
@@ -214,6 +216,15 @@ class AcceleratorDevice(Device):
                 read.wait()
         at, self._at = self._at, self._at + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         return self._ring[self._part, at : at + nbytes]
+
+    def captured(self, work: Callable[[], object]) -> Callable[[], object]:
+        again = super().captured(work)
+        if self._device.type != "cuda":
+            return again
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph.replay
 
     def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
         if self._free and values.nbytes <= FETCHED_BYTES:

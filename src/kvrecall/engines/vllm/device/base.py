@@ -207,9 +207,16 @@ class Device(ABC):
         return None
 
     @abstractmethod
-    def send(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy of host values on the device, queued on the engine's stream. Does not wait for
-        what is queued, and the values may change at once."""
+    def send(self, values: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """A copy of host values on the device, queued on the engine's stream: a new tensor, or
+        ``into`` one of the same size, in one piece. Does not wait for what is queued, and the
+        values may change at once."""
+
+    def captured(self, work: Callable[[], object]) -> Callable[[], object]:
+        """Does the work, which sends nothing, and returns what does it again: on a device with
+        graphs as one launch."""
+        work()
+        return work
 
     @abstractmethod
     def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:

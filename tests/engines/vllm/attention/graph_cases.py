@@ -1,0 +1,338 @@
+"""Decode steps as full CUDA graphs, replayed by record: the launches of a capture are recorded, and
+for a later step the metadata is built and they are launched again, with their old tensors and
+scalars. What comes out must be what a world without graphs computes, to the bit.
+
+Run by test_kernels.py in a process of its own: Triton decides when it is first imported whether
+kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engines.vllm.attention.interpreted import InterpretedDevice
+from kvrecall.attention.kernels.oracle import attention
+from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.engines.vllm import device as devices
+from kvrecall.engines.vllm.attention import cuda
+from kvrecall.engines.vllm.attention.backend import RetrievalAttention
+from kvrecall.engines.vllm.attention.base import AttentionParameters
+from kvrecall.engines.vllm.attention.cuda import DeviceBuilder
+from kvrecall.engines.vllm.compat import runner
+from kvrecall.errors import EngineError
+from kvrecall_lab.engines.counting import recorded
+
+SIZE, HEADS, KV_HEADS, DIM, LAYERS = 32, 4, 2, 16, 2
+LONGEST, REQUESTS, BLOCKS = 320, 8, 80
+SIZES = (1, 2, 4, 8)
+"""Of graphs, in requests."""
+
+SETTINGS = RetrievalSettings(
+    init_tokens=32, local_tokens=24, topk_share=0.3, dense_boundary=128, offload_boundary=1 << 20,
+    digest_tokens=16, dense_layers=0, gate=False, least_blocks=1,
+)  # fmt: skip
+CPU = torch.device("cpu")
+
+
+class Attention(RetrievalAttention):
+    """A layer, whose dense attention gives zeros."""
+
+    sliding_window = None
+    num_heads = HEADS
+
+    def __init__(self) -> None:
+        self._settings = SETTINGS
+
+    def _parameters(self, layer: Any) -> AttentionParameters:
+        return AttentionParameters(DIM**-0.5)
+
+    def _dense(self, *args: Any) -> torch.Tensor:
+        return args[6].zero_()  # type: ignore[no-any-return]
+
+
+class DenseBuilder:
+    """vLLM's."""
+
+    def __init__(self, spec: Any, names: list[str], vllm_config: Any, device: Any) -> None:
+        self.vllm_config, self.device = vllm_config, device
+
+    def build(self, prefix: int, common: Any, fast_build: bool = False) -> Any:
+        return SimpleNamespace(retrieval=None)
+
+    def build_for_cudagraph_capture(self, common: Any) -> Any:
+        return self.build(0, common)
+
+
+class Builder(DeviceBuilder, DenseBuilder):  # type: ignore[misc]
+    def part(self, common: Any, rows: Any, some: Any, table: Any = None) -> Any:
+        starts = common.query_start_loc_cpu.tolist()
+        return torch.cat([torch.arange(*starts[at : at + 2]) for at in some]), None
+
+
+@dataclass
+class Request:
+    """``tokens``: how many are computed; ``prompt``: of its prompt."""
+
+    seed: int
+    prompt: int
+    tokens: int
+    blocks: list[int]
+
+
+class World:
+    """Layers with caches, their builder, and the tensors that vLLM keeps for a step. ``replays``:
+    whether steps are graphs where they may be."""
+
+    def __init__(self, replays: bool) -> None:
+        spec = SimpleNamespace(
+            block_size=SIZE, num_kv_heads=KV_HEADS, head_size=DIM, dtype=torch.float32,
+            page_size_bytes=2 * SIZE * KV_HEADS * DIM * 4,
+        )  # fmt: skip
+        names = [f"layers.{at}" for at in range(LAYERS)]
+        self.impls = [Attention() for _ in names]
+        layers = {
+            name: SimpleNamespace(impl=impl, get_kv_cache_spec=lambda _: spec)
+            for name, impl in zip(names, self.impls, strict=True)
+        }
+        vllm_config = SimpleNamespace(
+            compilation_config=SimpleNamespace(
+                static_forward_context=layers, cudagraph_capture_sizes=list(SIZES)
+            ),
+            model_config=SimpleNamespace(max_model_len=LONGEST),
+            scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
+            kv_transfer_config=None,
+            parallel_config=None,
+            speculative_config=None,
+        )
+        self.builder: Any = Builder(spec, names, vllm_config, CPU)
+        size = BLOCKS, KV_HEADS, SIZE, 2 * DIM
+        self.caches = [torch.full(size, float("nan")) for _ in names]
+        self.table = torch.zeros(REQUESTS, LONGEST // SIZE, dtype=torch.int32)
+        self.query = torch.zeros(LAYERS, REQUESTS, HEADS, DIM)
+        self.output = torch.zeros(LAYERS, REQUESTS, HEADS, DIM)
+        self.graphs: dict[int, list[list[Any]]] = {}
+        self.replayed = self.sparse = 0
+        if replays:
+            for count in reversed(SIZES):
+                self.capture(count)
+
+    def common(self, counts: list[int], requests: list[Request], padded: int) -> Any:
+        told = [*counts, *[0] * (padded - len(counts))]
+        starts = torch.tensor([0, *accumulate(told)], dtype=torch.int32)
+        lengths = [one.tokens for one in requests] + [7] * (padded - len(counts))
+        prefills = [one.tokens <= one.prompt for one in requests]
+        return SimpleNamespace(
+            query_start_loc_cpu=starts,
+            seq_lens_cpu_upper_bound=torch.tensor(lengths),
+            is_prefilling=torch.tensor(prefills, dtype=torch.bool),  # as V2 has it: not padded
+            num_reqs=padded,
+            num_actual_tokens=sum(counts),
+            max_query_len=max(told),
+            block_table_tensor=self.table[:padded],
+        )
+
+    def capture(self, count: int) -> None:
+        """Runs each layer on padding, and records what it launches."""
+        metadata = self.builder.build_for_cudagraph_capture(self.common([], [], count))
+        self.graphs[count] = []
+        for layer in range(LAYERS):
+            with recorded() as record:
+                self.forward(layer, metadata, count)
+            self.graphs[count].append(record)
+
+    def forward(self, layer: int, metadata: Any, tokens: int) -> None:
+        query, output = self.query[layer, :tokens], self.output[layer, :tokens]
+        self.impls[layer].forward(
+            None, query, query, query, self.caches[layer], metadata, output
+        )  # fmt: skip
+
+    def step(self, requests: list[Request], counts: list[int], veto: bool) -> bool:
+        """Computes the last ``counts`` tokens of requests; whether a graph was replayed."""
+        self.table.zero_()
+        ids = np.zeros((REQUESTS, self.table.shape[1]), dtype=np.int32)
+        for row, one in zip(ids, requests, strict=False):
+            row[: len(one.blocks)] = one.blocks
+        self.table[: len(requests)] = torch.from_numpy(ids[: len(requests)])
+        padded = min((size for size in SIZES if size >= len(requests)), default=0)
+        may = bool(self.graphs) and max(counts) == 1 and not veto
+        graph = may and not self.builder.hinders_graph(len(requests))
+        rows = np.arange(len(requests))
+        prompts = np.array([one.prompt for one in requests], dtype=np.int32)
+        runner.step_blocks[self.builder._layer_names[0]] = runner.BatchBlocks(
+            ids, rows, prompts, graph
+        )
+        common = self.common(counts, requests, padded if graph else len(requests))
+        self.output.fill_(float("nan"))
+        before = self.builder._activity.steps_sparse
+        metadata = self.builder.build(0, common)
+        self.sparse += self.builder._activity.steps_sparse - before
+        if not graph:
+            held = self.query, self.output
+            tokens = sum(counts)
+            if tokens > REQUESTS:
+                self.query = self.query[:, :1].expand(-1, tokens, -1, -1)
+                self.output = torch.zeros(self.query.shape)
+            for layer in range(LAYERS):
+                self.write(layer, requests, counts)
+                self.forward(layer, metadata, tokens)
+            self.query, self.output = held
+            self.has_work = metadata.retrieval is not None
+            return False
+        self.replayed += 1
+        for layer, record in enumerate(self.graphs[padded]):
+            self.write(layer, requests, counts)
+            for again in record:
+                again()
+        assert not self.output[:, len(requests) : padded].any(), "padding is zeros"
+        return True
+
+    def write(self, layer: int, requests: list[Request], counts: list[int]) -> None:
+        for one, count in zip(requests, counts, strict=True):
+            at = torch.arange(one.tokens - count, one.tokens)
+            blocks = torch.tensor(one.blocks)[at // SIZE]
+            self.caches[layer][blocks, :, at % SIZE] = kv(one.seed, layer)[at]
+
+
+def kv(seed: int, layer: int) -> torch.Tensor:
+    """Of all tokens that the request may have: ``[tokens, kv_heads, 2 * dim]``."""
+    made = torch.Generator().manual_seed(seed * LAYERS + layer)
+    return torch.randn(LONGEST, KV_HEADS, 2 * DIM, generator=made)
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(devices.FORMS, "cpu", InterpretedDevice)
+    monkeypatch.setattr("kvrecall.engines.vllm.attention.backend.active_settings", lambda: SETTINGS)
+    monkeypatch.setattr(cuda, "active_settings", lambda: SETTINGS)
+    monkeypatch.setattr(runner, "follow_blocks", lambda _: None)
+    monkeypatch.setattr(runner, "decides_graphs", lambda _: False)
+    monkeypatch.setattr(cuda, "SEEN_EVERY_REPLAYS", 8)
+    devices.device_of.cache_clear()
+    yield
+    devices.device_of.cache_clear()
+
+
+class Both:
+    """The same requests in a world that replays and in one that does not."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.free = list(range(1, BLOCKS))
+        self.chance.shuffle(self.free)
+        self.requests: list[Request] = []
+        self.ours, self.plain = World(True), World(False)
+        self.made = 0
+
+    def begin(self, prompt: int, remainder: int = 0) -> None:
+        """A request whose prompt is computed at once, but for a ``remainder``."""
+        self.made += 1
+        self._prefill(Request(self.made, prompt, 0, []), prompt - remainder)
+
+    def _prefill(self, one: Request, tokens: int) -> None:
+        """Beside those that decode."""
+        self.requests.append(one)
+        self.step(tokens)
+
+    def end(self, at: int) -> Request:
+        """Its blocks are the next ones to be taken."""
+        one = self.requests.pop(at)
+        self.free = [*self.free, *one.blocks]
+        one.blocks = []
+        return one
+
+    def preempt(self, at: int) -> None:
+        """It loses its blocks; later all of it but the last token is computed again, in others."""
+        one = self.end(at)
+        self.step()
+        count, one.tokens = one.tokens, 0
+        self._prefill(one, count)
+
+    def step(self, last: int = 1, veto: bool = False) -> None:
+        """``last``: tokens of the last request."""
+        counts = [1] * (len(self.requests) - 1) + [last]
+        for one, count in zip(self.requests, counts, strict=True):
+            one.tokens += count
+            while len(one.blocks) * SIZE < one.tokens:
+                one.blocks.append(self.free.pop())
+        query = torch.randn(LAYERS, len(self.requests), HEADS, DIM)
+        for world in (self.ours, self.plain):
+            world.query[:, : len(self.requests)] = query
+        replayed = self.ours.step(self.requests, counts, veto)
+        self.plain.step(self.requests, counts, veto)
+        if last > 1:
+            return
+        for at, one in enumerate(self.requests):
+            for layer in range(LAYERS):
+                found = self.ours.output[layer, at]
+                told = kv(one.seed, layer)[: one.tokens].split(DIM, -1)
+                plainly = attention(query[layer, at], *told)
+                is_dense = one.tokens < SETTINGS.dense_boundary or one.tokens <= one.prompt
+                if self.plain.has_work and one.tokens > one.prompt:
+                    expected = self.plain.output[layer, at]
+                    assert torch.equal(found, expected), (at, one.tokens)
+                if not replayed:
+                    continue
+                if is_dense:
+                    torch.testing.assert_close(found, plainly, rtol=1e-4, atol=1e-5)
+                else:
+                    assert not torch.allclose(found, plainly, rtol=1e-3), "a selection"
+
+
+def test_no_graph_is_replayed_with_blocks_off_the_device_nor_for_many_requests() -> None:
+    """And if vLLM does not heed it, the step fails, as the graph would read other blocks."""
+    world = World(True)
+    builder, one = world.builder, Request(1, 100, 101, [1, 2, 3, 4])
+    assert not builder.hinders_graph(REQUESTS)
+    assert builder.hinders_graph(cuda.GRAPH_ROWS + 1)
+    builder._group._rows = {4: "one"}
+    assert builder.hinders_graph(1)
+    builder.hinders_graph = lambda _: False
+    with pytest.raises(EngineError, match="off the device"):
+        world.step([one], [1], veto=False)
+
+
+@pytest.mark.timeout(3000)
+def test_replayed_steps_are_those_without_graphs_to_the_bit() -> None:
+    """Through growth, padding, batches of 1 to 8, requests that become sparse, blocks that fill,
+    remainders of a prompt, departure, preemption, and steps for which no graph is replayed."""
+    torch.manual_seed(0)
+    both = Both(0)
+    both.begin(190)
+    for at in range(4):  # a block fills in the second
+        both.step(veto=at == 2)
+    both.begin(125)
+    both.begin(160, remainder=1)
+    for _ in range(4):  # the second becomes sparse, and fills a block
+        both.step()
+    both.end(0)
+    both.begin(40)
+    both.begin(223)
+    both.step()
+    both.step()
+    both.preempt(0)
+    both.step()
+    both.begin(30)
+    both.begin(140, remainder=1)
+    both.step(veto=True)
+    both.step()
+    for _ in range(4):
+        both.end(0)
+        both.step()
+    ours, plain = both.ours, both.plain
+    assert ours.replayed > 10
+    assert ours.sparse == plain.sparse > 10
+    told, expected = (world.builder._activity.totals() for world in (ours, plain))
+    for name in ("blocks_selected", "blocks_considered", "layers_sparse", "blocks_digested"):
+        assert told[name] == expected[name], name
+    layers = [impl.sparse_layer for impl in ours.impls]
+    assert len({layer.digested for layer in layers}) == 1
+    assert layers[0].digested == told["blocks_digested"]
