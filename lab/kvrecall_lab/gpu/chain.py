@@ -61,6 +61,7 @@ class Chain:
             torch.empty(0, dtype=torch.int64),
             [SparseSequence(at, at, split, table[at]) for at, split in enumerate(splits)],
             settings.layout(shape.block_size, narrows=False),
+            table.to(device),
         )
         every = torch.arange(count)
         for layer, cache in zip(self._layers, self._turns(), strict=True):
