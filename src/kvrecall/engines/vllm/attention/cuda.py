@@ -358,7 +358,7 @@ class TritonKernel(AttentionKernel):
         unmade, count = set(stale.tolist()), graph_rows or len(sequences)
         facts = [_PADDING._replace(token=at) for at in range(count)]
         for at, one in enumerate(sequences):
-            facts[one.row if graph_rows else at] = made = _facts_of(one, unmade)
+            facts[at] = made = _facts_of(one, unmade)
             unmade.discard(made.fills)
         filled = len(stale) - len(unmade)
         if filled:
