@@ -275,6 +275,8 @@ class Both:
                 found = self.ours.output[layer, at]
                 told = kv(one.seed, layer)[: one.tokens].split(DIM, -1)
                 plainly = attention(query[layer, at], *told)
+                if self.plain.has_work and one.tokens >= SETTINGS.dense_boundary:
+                    self._compare_digests(layer, one)
                 is_dense = one.tokens < SETTINGS.dense_boundary or one.tokens <= one.prompt
                 if self.plain.has_work and one.tokens > one.prompt:
                     expected = self.plain.output[layer, at]
@@ -285,6 +287,14 @@ class Both:
                     torch.testing.assert_close(found, plainly, rtol=1e-4, atol=1e-5)
                 else:
                     assert not torch.allclose(found, plainly, rtol=1e-3), "a selection"
+
+    def _compare_digests(self, layer: int, one: Request) -> None:
+        """Of full blocks, which are chosen from many steps later."""
+        full = one.blocks[1 : one.tokens // SIZE]
+        ours, plain = (
+            world.impls[layer].sparse_layer.store.rows[:, full] for world in (self.ours, self.plain)
+        )
+        assert torch.equal(ours, plain), ("digests", one.tokens)
 
 
 def test_no_graph_is_replayed_with_blocks_off_the_device_nor_for_many_requests() -> None:

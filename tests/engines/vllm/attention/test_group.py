@@ -7,10 +7,12 @@ import numpy as np
 import torch
 
 from engines.vllm.attention.sequences import shape_of
+from kvrecall.attention.selection import Split
 from kvrecall.engines.vllm.attention.activity import Activity, HeatTotals
+from kvrecall.engines.vllm.attention.base import SparseSequence
 from kvrecall.engines.vllm.attention.cuda import TritonKernel
 from kvrecall.engines.vllm.attention.group import KeptCopies, RetrievalGroup
-from kvrecall.engines.vllm.attention.offloaded import Records
+from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.room import Most
 from kvrecall.engines.vllm.wire import Departure, OffloadOrders
 
@@ -60,3 +62,19 @@ def test_a_sequence_for_which_the_device_has_no_room_is_lost_and_no_other() -> N
 
     assert [go(order) for order in orders] == [set(), {"other"}]
     assert group.sequence(7) is None
+
+
+def test_slots_that_come_without_blocks_are_told_to_the_kernels() -> None:
+    """They would recall into what stood in the table before: another sequence's blocks."""
+    kernel = TritonKernel(shape_of(), torch.device("cpu"))
+    kernel.hold(100)
+    records = Records(np.zeros(9, dtype=np.uint8), {})
+    one = OffloadedSequence("one", 1, np.arange(3), torch.tensor([9, 8]).int(), records)
+    kernel.number(one)
+    one.slots = torch.tensor([9, 8, 7]).int()
+    kernel.number(one)
+    sequence = SparseSequence(0, 0, Split(6, 1, 5, 1, 32, 32), torch.arange(6).int(), one)
+    table = sequence.table[None]
+    plan = kernel.schedule(torch.empty(0).long(), [sequence], None, table).plan
+    assert plan.slots[one.place, :3].tolist() == [9, 8, 7]
+    assert plan.names[one.place, :3].tolist() == one.numbers.tolist()

@@ -358,7 +358,7 @@ class TritonKernel(AttentionKernel):
         unmade, count = set(stale.tolist()), graph_rows or len(sequences)
         facts = [_PADDING._replace(token=at) for at in range(count)]
         for at, one in enumerate(sequences):
-            facts[one.row if graph_rows else at] = made = _facts_of(one, unmade)
+            facts[at] = made = _facts_of(one, unmade)
             unmade.discard(made.fills)
         filled = len(stale) - len(unmade)
         if filled:
@@ -415,9 +415,10 @@ class TritonKernel(AttentionKernel):
         return count <= self.numbers.room and sequences <= self._left.room
 
     def number(self, sequence: OffloadedSequence) -> None:
-        """Numbers the sequence's offloaded blocks that have no number yet."""
+        """Numbers the sequence's offloaded blocks that have no number yet, and tells the kernels of
+        them and of slots that it has since the last time: some come without blocks."""
         known = len(sequence.numbers)
-        if known < sequence.count:
+        if known < sequence.count or sequence.placed < len(sequence.slots):
             new = self.numbers.take(sequence.count - known)
             sequence.numbers = np.concatenate([sequence.numbers, new])
             send = device_of(self.device).send
@@ -425,7 +426,7 @@ class TritonKernel(AttentionKernel):
             self.numbers.addresses.index_copy_(0, names, begins)
             if sequence.place < 0:
                 sequence.place = self._left.take()
-            slots = send(sequence.slots)
+            slots, sequence.placed = send(sequence.slots), len(sequence.slots)
             self._left.write(sequence.place, known, names.to(torch.int32), slots)
 
     def give_up(self, sequence: OffloadedSequence) -> None:

@@ -65,7 +65,7 @@ class OffloadedSequence:
     device blocks that it recalls into, where every layer and KV head has its own blocks; none if
     blocks are read in place, in ``near``. ``numbers``: of those blocks on a device whose kernels
     recall them (``device.BlockNumbers``), which they do as long as it ``is_readable``, and its
-    ``place`` in ``device.LeftTables``; -1: none yet."""
+    ``place`` in ``device.LeftTables``, -1: none yet, where ``placed`` of its slots are."""
 
     key: str
     init: int
@@ -76,6 +76,7 @@ class OffloadedSequence:
     numbers: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     is_readable: bool = True
     place: int = -1
+    placed: int = 0
 
     @property
     def count(self) -> int:
