@@ -570,7 +570,7 @@ class DeviceBuilder(RetrievalBuilder):
         if vllm_config.speculative_config is not None or not runner.decides_graphs(vllm_config):
             logger.info(
                 "kvrecall: retrieval: attention is launched piece by piece, not as one CUDA graph: "
-                "the engine speculates, or this vLLM lets nobody choose which steps are replayed"
+                "the engine speculates, or this vLLM has no choice of the steps that are replayed"
             )
             return AttentionCGSupport.NEVER
         own = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
