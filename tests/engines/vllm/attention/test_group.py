@@ -4,6 +4,7 @@ See also device_cases.py."""
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from engines.vllm.attention.sequences import shape_of
@@ -45,9 +46,10 @@ def test_nothing_is_kept_without_pages() -> None:
     assert KeptCopies(0).of("one", 1) is None
 
 
-def test_a_sequence_for_which_the_device_has_no_room_is_lost_and_no_other() -> None:
+@pytest.mark.parametrize("most", [Most(share=0.5, left=5), Most(rows=1)], ids=["blocks", "places"])
+def test_a_sequence_for_which_the_device_has_no_room_is_lost_and_no_other(most: Most) -> None:
     """Its blocks are computed again; the engine goes on."""
-    kernel = TritonKernel(shape_of(), torch.device("cpu"), Most(share=0.5, left=5))
+    kernel = TritonKernel(shape_of(), torch.device("cpu"), most)
     kernel.hold(100)
     group = RetrievalGroup(Activity(), HeatTotals(), kernel)
     group.register({"layer": torch.zeros(100, 1)})

@@ -77,11 +77,17 @@ def builder() -> Builder:
     return Builder()
 
 
-def build(builder: Builder, lengths: list[int], queries: list[int], prefills: bool = True) -> Any:
+def build(
+    builder: Builder,
+    lengths: list[int],
+    queries: list[int],
+    prefills: bool = True,
+    graph: bool = False,
+) -> Any:
     """The batch's requests are rows 7, 6, 5 ... of the runner's, which have blocks of their own."""
     ids = np.arange(8 * 1024, dtype=np.int32).reshape(8, 1024)
     rows = np.arange(7, 7 - len(lengths), -1, dtype=np.int32)
-    runner.step_blocks["layer"] = runner.BatchBlocks(ids, rows, np.zeros(8, dtype=np.int32))
+    runner.step_blocks["layer"] = runner.BatchBlocks(ids, rows, np.zeros(8, np.int32), graph)
     common = common_of(lengths, queries, prefills)
     with counting() as operations:
         metadata = builder.build(0, common)
@@ -130,6 +136,15 @@ def test_short_steps_are_planned_without_the_device(builder: Builder) -> None:
     assert not hasattr(metadata, "retrieval")
     want = [*range(6 * 1024 + 3, 6 * 1024 + 8), 7 * 1024 + 3]
     assert fresh.take_stale(ids).tolist() == want
+
+
+def test_what_a_replayed_step_writes_is_noted(builder: Builder) -> None:
+    """Of a sparse and of a dense sequence, in blocks whose digests were another's."""
+    fresh = builder._group.freshness
+    ids = torch.arange(8 * 1024)
+    fresh.take_stale(ids)
+    assert not hasattr(build(builder, [70_000, 500], [1, 1], graph=True), "retrieval")
+    assert fresh.take_stale(ids).tolist() == [6 * 1024 + 3, 7 * 1024 + 546]
 
 
 def test_read_back_where_the_runner_does_not_tell(builder: Builder) -> None:

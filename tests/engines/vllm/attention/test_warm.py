@@ -18,6 +18,7 @@ from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShap
 from kvrecall.engines.vllm.attention.cuda import CopiedDense, TritonKernel
 from kvrecall.engines.vllm.attention.group import KeptCopies, RetrievalGroup
 from kvrecall.engines.vllm.attention.offloaded import Records, checksums_of_layer, digests_of_layer
+from kvrecall.engines.vllm.attention.room import Most
 from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow, StepPlanner
 from kvrecall.engines.vllm.device.base import Addresses
 from kvrecall.engines.vllm.device.inline import InlineDevice
@@ -141,7 +142,7 @@ def test_every_kernel_of_a_life_is_compiled_before_it(
     devices.device_of.cache_clear()
     plain = AttentionParameters(1.0)
     terms = [plain, SINKS] if SHAPES[shape].heads == 8 else [plain]
-    kernel = TritonKernel(SHAPES[shape], CPU)
+    kernel = TritonKernel(SHAPES[shape], CPU, Most(rows=1, tokens=1))  # of any engine
     clock = iter(range(0, 1000, 7)).__next__
     kernel.warm(settings, True, terms, lambda: float(clock()))
     warm = set(seen)

@@ -85,6 +85,9 @@ _LAYERS_A_GRAPH = 16
 _MOST_UNSEEN = 16
 """Steps of a layer whose selected blocks may be on their way to the host, to be recorded there."""
 
+_SAMPLED = 4
+"""Blocks of the sequence that is attended to before the engine serves."""
+
 _TOLD_EVERY_S = 10.0
 """While kernels are compiled."""
 
@@ -234,9 +237,8 @@ class TritonKernel(AttentionKernel):
         self.most = most
         self.numbers = BlockNumbers(device, 0)
         self._blocks = 0
-        longest = -(-most.tokens // shape.block_size)
-        self._left = LeftTables(device, most.rows if most.left else 0, longest)
-        self._longest = longest
+        self._longest = max(_SAMPLED, -(-most.tokens // shape.block_size))
+        self._left = LeftTables(device, most.rows if most.left else 0, self._longest)
         block_bytes = shape.block_size * shape.token_bytes // shape.kv_heads
         self.counts = RecallCounts(device, block_bytes)
         self._buffers: StepBuffers | None = None
@@ -322,7 +324,7 @@ class TritonKernel(AttentionKernel):
     def _sample_layer(self, settings: RetrievalSettings) -> _Sample:
         """A layer of its own over a cache of a few blocks, a token's query, and its output."""
         shape = self.shape
-        size = 4, shape.kv_heads, shape.block_size, 2 * shape.head_dim
+        size = _SAMPLED, shape.kv_heads, shape.block_size, 2 * shape.head_dim
         cache = torch.zeros(size, dtype=shape.dtype, device=self.device)
         query = cache.new_zeros((1, shape.heads, shape.head_dim))
         layer = TritonKernel(shape, self.device).layer("", settings, Activity())
@@ -331,13 +333,13 @@ class TritonKernel(AttentionKernel):
 
     def _sample_step(self, settings: RetrievalSettings, recalls: bool = False) -> SparseStep:
         """Of one sequence, and a block to digest. ``recalls``: with two blocks off the device."""
-        size, ids = self.shape.block_size, torch.arange(4, dtype=torch.int32)
+        size, ids = self.shape.block_size, torch.arange(_SAMPLED, dtype=torch.int32)
         away = None
         if recalls:
             records, numbers = Records(np.empty(0, np.uint8), {}), np.arange(2)
             away = OffloadedSequence("", 1, numbers, ids[1:3], records, None, numbers, place=0)
         named = ids if away is None else away.named(ids)
-        sequence = SparseSequence(0, 0, Split(4, 1, 3, 1, size, size), named, away)
+        sequence = SparseSequence(0, 0, Split(_SAMPLED, 1, 3, 1, size, size), named, away)
         layout, table = settings.layout(size, narrows=False), device_of(self.device).send(ids[None])
         return self.schedule(ids[1:2].to(torch.int64), [sequence], layout, table)
 
