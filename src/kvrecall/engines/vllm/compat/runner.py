@@ -156,8 +156,10 @@ def follow_graphs(vllm_config: Any, user: GraphUser) -> None:
     was. A step for which one user of any data-parallel rank hinders it is not replayed on any:
     ranks agree on what this one asks for."""
     _graph_users.add(user)
-    name = _graphs_of(vllm_config)
-    install(name, _dispatching if name == "full-graphs-v2" else _determining)
+    if _graphs_of(vllm_config) == "full-graphs-v2":
+        install("full-graphs-v2", _dispatching)
+    else:
+        install("full-graphs", _determining)
 
 
 def _determining(plain: Any) -> Any:
