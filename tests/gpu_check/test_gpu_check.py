@@ -146,7 +146,7 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     found, said = run("device", limit_s=20.0)
-    assert (found.state, found.note) == (State.FAIL, "no end after 20 s")
+    assert (found.state, found.note) == (State.FAIL, "did not end within 20 s")
     assert said == ["device ..."]
     wait_until(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())))
 
