@@ -150,7 +150,7 @@ def test_each_part_ends_with_all_that_it_started(tmp_path: Path) -> None:
     ]
     assert ends == [("leave", "fail"), ("hang", "fail"), ("see", "pass"), ("see", "skip")]
     assert [one["note"] for one in lines if one.get("state") == "fail"] == [
-        "the process ended with 3: nothing was said", "no end after 4 s"
+        "the process ended with 3: no message", "did not end within 4 s"
     ]  # fmt: skip
     (pid,) = [one["figures"]["pid"] for one in lines if one.get("note") == "an engine"]
     wait_until(lambda: not psutil.pid_exists(pid))
