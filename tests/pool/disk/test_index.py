@@ -15,7 +15,14 @@ from support.disks import open_disk
 
 from kvrecall.block import BlockKey
 from kvrecall.pool.clock import Clock
-from kvrecall.pool.disk.index import INDEX_NAME, DamagedIndex, Index, IndexRow, is_damage
+from kvrecall.pool.disk.index import (
+    INDEX_NAME,
+    DamagedIndex,
+    Index,
+    IndexRow,
+    aside_bytes,
+    is_damage,
+)
 from kvrecall.pool.tier import Outcome
 from kvrecall.testing import chain
 from kvrecall.testing.tier_contract import NAMESPACE
@@ -131,6 +138,12 @@ def test_a_medium_that_fails_is_no_damage(name: str) -> None:
     for one in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         error.sqlite_errorcode = one
         assert is_damage(error)
+
+
+def test_a_file_aside_that_cannot_be_looked_at_counts_nothing(tmp_path: Path) -> None:
+    (tmp_path / f"{INDEX_NAME}.aside").write_bytes(b"12345")
+    (tmp_path / f"{INDEX_NAME}.aside-wal").symlink_to(tmp_path / "gone")
+    assert aside_bytes(tmp_path) == 5
 
 
 def test_a_file_in_its_place_is_noticed(tmp_path: Path) -> None:
