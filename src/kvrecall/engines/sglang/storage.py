@@ -432,7 +432,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor in host memory."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _memory(address: int, nbytes: int) -> memoryview:

@@ -94,6 +94,8 @@ def test_names_dtypes_and_shapes_count_beside_bytes() -> None:
     assert not digest_of([models[0]])[1]
     assert digest_of([model("a", torch.zeros(0))])[1], "a kernel has its own form of it"
     assert digest_of([model("a", torch.zeros(4, device="meta"))])[0] is None
+    one = digest_of([model("a", torch.ones(1))])
+    assert digest_of([model("a", torch.tensor(1.0).expand(1))]) == one, "a scale of one"
 
 
 def test_ranks_that_disagree_know_nothing() -> None:

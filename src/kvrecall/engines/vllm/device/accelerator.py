@@ -24,7 +24,15 @@ import torch
 from kvrecall.attention.kernels import device as kernels
 from kvrecall.attention.kernels.device import Piece
 from kvrecall.engines.vllm.device import driver
-from kvrecall.engines.vllm.device.base import FETCHED_BYTES, Addresses, Batch, Device, Event, Stream
+from kvrecall.engines.vllm.device.base import (
+    FETCHED_BYTES,
+    Addresses,
+    Batch,
+    Device,
+    Event,
+    Stream,
+    bytes_of,
+)
 from kvrecall.nicety import nicety
 
 ITEMS_A_CALL = 256
@@ -199,7 +207,7 @@ class AcceleratorDevice(Device):
         sent = into
         if sent is None:
             sent = torch.empty(values.shape, dtype=values.dtype, device=self._device)
-        ours, theirs = (one.reshape(-1).view(torch.uint8) for one in (values, sent))
+        ours, theirs = (bytes_of(one) for one in (values.contiguous(), sent))
         for at in range(0, len(ours), _PART_BYTES):
             here, there = (one[at : at + _PART_BYTES] for one in (ours, theirs))
             there.copy_(self._staged(len(here)).copy_(here), non_blocking=True)

@@ -19,6 +19,12 @@ from kvrecall.attention.kernels.device import Piece
 Addresses = npt.NDArray[np.int64]
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, one after the other: uint8, the same memory. One of at most
+    one element, as numpy gives it where a mask chose nothing, may have any strides."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """Blocks of one KV group to copy between the device and the arena; row i of both lists belongs

@@ -131,7 +131,8 @@ def digest_of(models: list[nn.Module]) -> tuple[str | None, bool]:
                     return None, False
                 is_opaque |= tensor.numel() == 0
                 digest.update(f"{number} {name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-                flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+                plain = tensor.detach().contiguous()  # one number may have any stride
+                flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
                 for first in range(0, flat.numel(), _CHUNK):
                     digest.update(flat[first : first + _CHUNK].cpu().numpy().data)
     return digest.hexdigest(16), is_opaque
