@@ -21,7 +21,8 @@ from kvrecall.errors import EngineError
 
 Ints = npt.NDArray[np.int64]
 
-_TOKENS_A_PROGRAM = 512
+_TOKENS_A_PROGRAM = 256
+"""At 32K tokens faster on an H200 than 512, and as fast from 128K on (archive/log.md)."""
 _MOST_SPLITS = 64
 """Programs of a row that attend. One of them adds up what all have found, a few at a time."""
 _TOKENS_AT_ONCE = 64
@@ -37,8 +38,9 @@ tiles each; of a graph most have nothing to do, and each takes time to end."""
 _BLOCKS_AT_ONCE = 1024
 _LOGITS_AT_ONCE = 8192
 """Of a row's blocks and query heads. More do not fit a program's registers."""
-SEARCHED = 4
-"""Times as many blocks have their scores in registers while the least chosen one is found."""
+SEARCHED = 1
+"""Times as many blocks have their scores in registers while the least chosen one is found: more
+were slower on an H200 (archive/log.md)."""
 _PARTS_AT_ONCE = 64
 """Splits of query heads that a program adds up at once. More take registers from attention."""
 _WORD = 4
@@ -383,7 +385,7 @@ def attend_by_triton(
 
     ``query``, ``output``: ``[tokens, heads, dim]``, a head in one piece; ``keys``, ``values``:
     ``[blocks, tokens, kv_heads, dim]``, of any strides, blocks of a power of two of tokens, at
-    least 16. A program takes ``share`` of a row's blocks; 0: as many as have 512 tokens; more if a
+    least 16. A program takes ``share`` of a row's blocks; 0: as many as have 256 tokens; more if a
     row would have more than 64 programs. A row's result therefore does not depend on other rows.
     ``softcap``: bounds logits by a hyperbolic tangent; 0: they are not bounded. ``sinks``:
     ``[heads]`` in one piece, logits without a value.
