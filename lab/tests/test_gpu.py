@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -112,6 +113,24 @@ def test_what_is_packed_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert (home / SITE / name).read_bytes() == content
     assert (home / CACHE / "two.bin").read_bytes() == files["a/two.bin"]
     assert list((home / SITE).rglob("*.pyc"))
+
+
+def test_what_a_package_of_the_kit_requires_is_there(tmp_path: Path) -> None:
+    """Without loguru and httptools a loan's servers ended as they started."""
+    asked = {
+        "vllm": "flashinfer",
+        "compressed_tensors": "loguru\nRequires-Dist: torch>=2",
+        "loguru": "win32-setctime; sys_platform == 'win32'",
+        "depyf": "Astor_X\nRequires-Dist: pytest; extra == 'dev'",
+    }
+    for name, text in asked.items():
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\nRequires-Dist: {text}\n"
+        (folder / "METADATA").write_text(metadata)
+    assert pack.missing(tmp_path) == ["astor-x"]
+    shutil.rmtree(tmp_path / "loguru-1.0.dist-info")
+    assert pack.missing(tmp_path) == ["astor-x", "loguru"]
 
 
 ODD = """

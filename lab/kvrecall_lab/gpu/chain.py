@@ -15,6 +15,7 @@ from kvrecall.bench.report import percentiles
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.base import AttentionParameters, KernelShape, SparseSequence
 from kvrecall.engines.vllm.attention.cuda import TritonKernel
+from kvrecall.engines.vllm.attention.room import Most
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.gpu_check import CheckError
 
@@ -39,7 +40,7 @@ class Chain:
         device: torch.device,
     ) -> None:
         settings = replace(settings, topk_share=share or 1.0)
-        kernel, activity = TritonKernel(shape, device), Activity()
+        kernel, activity = TritonKernel(shape, device, Most(tokens=max(lengths))), Activity()
         blocks = -(-max(lengths) // shape.block_size)
         count = blocks * len(lengths)
         size = (count, shape.kv_heads, shape.block_size, 2 * shape.head_dim)

@@ -20,11 +20,15 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 from zipfile import ZipFile
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from kvrecall.errors import KvrecallError
 from kvrecall_lab.gpu.fatbin import blank_others
 from kvrecall_lab.gpu.unpack import CACHE, SITE, SUFFIX
 
 PYTHON = "3.12"
+_PYTHON = {"python_version": PYTHON, "python_full_version": f"{PYTHON}.3"}
 CAPABILITY = 90
 """Of an H100 or H200."""
 
@@ -32,15 +36,25 @@ LIMIT_BYTES = 48 << 20
 """Of a whole kit."""
 
 CARRIED = """
-annotated-types anthropic apache-tvm-ffi blake3 cachetools cbor2 compressed-tensors depyf dill
-diskcache distro dnspython email-validator fastapi httpcore2 httpx2 ijson interegular jiter
-jmespath jsonschema jsonschema-specifications lark llguidance lm-format-enforcer mcp mistral-common
-model-hosting-container-standards msgspec openai opentelemetry-api oss-harmony outlines-core
-partial-json-parser prometheus-fastapi-instrumentator pybase64 pycountry pydantic pydantic-core
-pydantic-extra-types python-json-logger python-multipart pyzmq referencing rignore rpds-py
-setproctitle sniffio starlette supervisor truststore typing-inspection uvicorn watchfiles xgrammar
+annotated-types anthropic apache-tvm-ffi astor blake3 cachetools cbor2 compressed-tensors depyf dill
+diskcache distro dnspython docstring-parser email-validator fastapi httpcore2 httptools httpx2 ijson
+interegular jiter jmespath jsonschema jsonschema-specifications lark llguidance lm-format-enforcer
+loguru mcp mcp-types mistral-common model-hosting-container-standards msgspec openai
+opentelemetry-api oss-harmony outlines-core partial-json-parser prometheus-fastapi-instrumentator
+pybase64 pycountry pydantic pydantic-core pydantic-extra-types pyjwt python-json-logger
+python-multipart pyzmq referencing rignore rpds-py setproctitle sniffio sse-starlette starlette
+supervisor truststore typing-inspection uvicorn watchfiles xgrammar
 """.split()
 """What an engine, a server and kvrecall import, and the machine does not have."""
+
+THERE = """
+annotated-doc anyio attrs click h11 httpx idna numpy packaging pillow prometheus-client psutil
+pyyaml requests rich setuptools tiktoken torch transformers triton typer typing-extensions xxhash
+""".split()
+"""What the machine has of what these require."""
+
+_MORE = {"vllm", "kvrecall"}
+"""They require more than their servers import there."""
 
 _MODULES = {"_C_stable_libtorch", "_vllm_fa3_C", "cumem_allocator", "spinloop", "fs_io_C"}
 """vLLM's compiled modules for dense attention in 16 bits, and without quantisation or experts."""
@@ -79,6 +93,8 @@ def pack(out: Path, caches: Path | None, say: Say) -> int:
         for wheel in sorted(wheels.glob("*.whl")):
             unzip(wheel, site)
         shutil.rmtree(wheels)
+        if gone := missing(site):
+            raise KvrecallError(f"packages of the kit require {gone}: name them in CARRIED")
         for module in site.rglob("*.so"):
             if "vllm" in module.relative_to(site).parts[0]:
                 code = bytearray(module.read_bytes())
@@ -110,6 +126,20 @@ def fetch(wheels: Path, packages: Sequence[str]) -> None:
     if done.returncode:
         said = re.findall(r"ERROR: (.+)", done.stderr)
         raise KvrecallError(f"pip download: {'; '.join(said) or done.stderr[-500:]}")
+
+
+def missing(site: Path) -> list[str]:
+    """What packages there require that neither they are nor the machine has: an
+    import that a server makes late fails minutes into a loan."""
+    there = {*THERE}
+    needed: set[str] = set()
+    for one in metadata.distributions(path=[str(site)]):
+        name = canonicalize_name(one.name)
+        there.add(name)
+        for asked in map(Requirement, () if name in _MORE else one.requires or ()):
+            if asked.marker is None or asked.marker.evaluate({"extra": "", **_PYTHON}):
+                needed.add(canonicalize_name(asked.name))
+    return sorted(needed - there)
 
 
 def _name(site: Path) -> None:

@@ -21,7 +21,8 @@ from kvrecall.gpu_check.part import Here, Part, report
 _MODULES = """vllm vllm.entrypoints.openai.api_server vllm.v1.engine.core vllm.platforms.cuda
 vllm.v1.worker.gpu_worker vllm.v1.worker.gpu.model_runner vllm.v1.attention.backends.flash_attn
 vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector vllm.compilation.backends
-kvrecall.engines.vllm.serving.app kvrecall.engines.vllm.attention.cuda""".split()
+kvrecall.engines.vllm.serving.app kvrecall.engines.vllm.attention.cuda
+kvrecall.server.connections""".split()
 """What the other parts import: a package that is missing is seen in the first seconds."""
 
 

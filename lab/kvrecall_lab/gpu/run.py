@@ -21,10 +21,16 @@ from kvrecall_lab.gpu import pack, parts
 from kvrecall_lab.gpu.unpack import CACHE, SUFFIX
 
 RESULTS = "results.jsonl"
+LOGS = "logs.txt"
+"""What the servers said, part by part."""
+
 RETURNED_BYTES = 16 << 20
 """The most of a file that comes back from such a machine."""
 
-RETURNED_FILES = 6
+_LOG_BYTES = 256 << 10
+"""The most of a server's log that is kept, from its end."""
+
+RETURNED_FILES = 5
 """Archives of caches among what comes back."""
 
 _CACHES_S = 20.0  # to pack caches, after the last part
@@ -81,10 +87,19 @@ def run(
                 home / "work",
             )
             end_all(psutil.Process().children(recursive=True), 0.0)
+            keep_logs(name, home / "work", out / LOGS)
             is_good &= outcome.state is not State.FAIL
             write(asdict(outcome))
         bring_back(home / CACHE, out, lambda text: write({"check": "caches", "note": text}))
     return is_good
+
+
+def keep_logs(part: str, folder: Path, kept: Path) -> None:
+    """Appends the ends of a part's logs to ``kept``."""
+    for log in sorted(folder.rglob("*.log")):
+        with kept.open("ab") as file:
+            file.write(f"== {part}: {log.relative_to(folder)}\n".encode())
+            file.write(log.read_bytes()[-_LOG_BYTES:])
 
 
 def _use_caches(cache: Path) -> None:
@@ -97,6 +112,7 @@ def _use_caches(cache: Path) -> None:
     ):
         os.environ[variable] = str(cache / name)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # FlashInfer is not in the kit
 
 
 def bring_back(cache: Path, out: Path, say: Callable[[str], None]) -> None:

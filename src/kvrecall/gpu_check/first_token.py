@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvrecall.bench.model import BLOCK, TAIL, BenchModel, Texts
 from kvrecall.bench.report import percentiles
 from kvrecall.gpu_check import CheckError, Finding, Say
+from kvrecall.gpu_check.servers import own_options
 from kvrecall.processes.server import ServerProcess
 
 OURS = "kvrecall"
@@ -98,12 +101,13 @@ class FirstTokens:
 
     def server(self, name: str, *options: str) -> ServerProcess:
         """With this connector, "" without any. ``options``: more of ``kvrecall serve``."""
+        device = str(torch.accelerator.current_accelerator() or "cpu")
         pool = self.folder / "pool.json"
         pool.write_text(json.dumps(dict(self.pool)))
         words = [str(self.folder / "model"), "--max-model-len", str(max(self.contexts) + 512)]
         words += ["--block-size", str(BLOCK), "--kv-cache-memory-bytes", str(self.device_bytes)]
         ours = ["--pool-config", str(pool), "--host-size", str(self.host_bytes), *options]
-        words += [*(ours if name == OURS else ["--no-pool"]), "--", "--load-format", "dummy"]
+        words += [*(ours if name == OURS else ["--no-pool"]), *own_options(device)]
         if name not in (OURS, ""):
             room = {"cpu_bytes_to_use": self.host_bytes}
             theirs = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": room}
