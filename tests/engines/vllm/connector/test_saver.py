@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -123,6 +124,15 @@ def test_drafts_are_saved_once_they_are_tokens(pool: Pool) -> None:
     request.num_computed_tokens -= 2  # one was accepted
     request.append_output_token_ids([1, 8])
     assert stored(bench.step(request, 1)) == [1]
+
+
+def test_what_a_step_saves_is_of_one_generation(pool: Pool) -> None:
+    """Else a hit in another engine ends before the part that the audited one does not vouch for:
+    a tail, behind a block, is never compared itself."""
+    bench = Bench(pool, ONE, clock=map(float, itertools.count()).__next__)
+    orders = bench.step(bench.request("one", 40), 40, bench.request("other", 40, first=1000))
+    assert len(stored(orders)) == 4
+    assert len({store.origin for store in orders.stores}) == 1
 
 
 @pytest.mark.parametrize("frees", [False, True])

@@ -97,6 +97,7 @@ class Saver:
     ) -> None:
         self._pool = pool
         self._origin = origin
+        self._written = b""  # origin of what the present ``save`` orders
         self._facts = facts
         self._finder = finder
         self._reachable = reachable
@@ -117,6 +118,7 @@ class Saver:
         request tries again after 1, 3, 7, then every 15 calls, and once more when it has ended.
         These blocks contain final tokens only: rejected speculation is beyond ``num_tokens``."""
         computed = [one for one in computed if one.state.namespace is not None]
+        self._written = self._origin()  # of one generation, or the audit doubts a part of a step
         if self._has_chain:
             self._save_chains(computed)
         if self._has_chain and self._facts.match_unit is not None:
@@ -184,11 +186,9 @@ class Saver:
             keys = [key for each in of_tenant for key in each.keys]
             parents = [parent for each in of_tenant for parent in each.parents]
             answers = self._pool.reserve(keys, None, tenant, parents)
-            first = 0
+            left = iter(answers)
             for each in of_tenant:
-                stop = first + len(each.keys)
-                yield each, answers[first:stop]
-                first = stop
+                yield each, [*itertools.islice(left, len(each.keys))]
 
     def _save_chains(self, computed: Iterable[Computed]) -> None:
         """Blocks of the chain: each needs the one before it."""
@@ -332,7 +332,7 @@ class Saver:
         if not rows:
             return
         assert state.namespace is not None
-        kind = state.namespace.digest, group, self._origin()
+        kind = state.namespace.digest, group, self._written
         number = self._ordered.get(kind)
         if number is None:
             number = self._ordered[kind] = next(self._numbers)
