@@ -135,6 +135,28 @@ def test_what_a_step_saves_is_of_one_generation(pool: Pool) -> None:
     assert len({store.origin for store in orders.stores}) == 1
 
 
+def test_a_tail_is_loaded_and_not_the_block_that_filled_up_later(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That may be of a later generation, which the audit of what is before it does not vouch for:
+    seen as a prompt of 240 tokens that found 128 after a restart."""
+    bench = Bench(pool, replace(ONE, match_unit=4))
+    first = bench.request("first", 30)
+    bench.report(bench.step(first, 30), ranks=1)
+    first.append_output_token_ids([7] * 3)
+    bench.report(bench.step(first, 3), ranks=1)
+    again = bench.request("again", 30)
+    state = bench.side.state_of("again")
+    assert state is not None
+    assert (tail := state.key_at(28)) is not None
+    assert pool.is_in_host(tail)
+    acquired: list[BlockKey] = []
+    acquire = pool.acquire
+    monkeypatch.setattr(pool, "acquire", lambda keys, *a: acquired.extend(keys) or acquire(keys, *a))
+    assert bench.matched(again) == 28
+    assert acquired == [*state.keys(1), tail]
+
+
 @pytest.mark.parametrize("frees", [False, True])
 def test_what_a_window_leaves_is_copied_before_it_is_overwritten(pool: Pool, frees: bool) -> None:
     """Where copies are late: vLLM may give a running request's blocks to another."""

@@ -268,7 +268,8 @@ class HitFinder:
         size, unit = self._sizes[group], self._facts.unit
         ends = range(start + unit, min(start + size - 1, limit) + 1, unit)
         known = [(end, key) for end in ends if (key := state.key_at(end, group)) is not None]
-        known += [(end, self._inside[key]) for end, key in known if key in self._inside]
+        # A tail of its own counts, not the block filled since: its origin may be doubted longer.
+        known[:0] = [(end, self._inside[key]) for end, key in known if key in self._inside]
         located = zip(known, ask.locate([key for _, key in known]), strict=True)
         return {end: (key, tier) for (end, key), tier in located if tier}
 

@@ -108,10 +108,9 @@ class Saver:
         self._unflushed: list[Sequence[BlockKey]] = []
         chain = facts.chain
         self._has_chain = facts.groups[chain].kind is GroupKind.FULL
-        groups = range(len(facts.groups))
-        self._dependents = [i for i in groups if i != chain or not self._has_chain]
+        self._dependents = [i for i in range(len(facts.groups)) if i != chain or not self._has_chain]
         self._sizes = {group.block_size for group in facts.groups}
-        self._by_need = [chain, *(i for i in groups if i != chain)]
+        self._by_need = [chain, *(i for i in self._dependents if i != chain)]
 
     def save(self, computed: Sequence[Computed]) -> None:
         """Orders stores for the blocks of these requests that the pool lacks. After a refusal a
