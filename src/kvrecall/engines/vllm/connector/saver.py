@@ -108,9 +108,9 @@ class Saver:
         self._unflushed: list[Sequence[BlockKey]] = []
         chain = facts.chain
         self._has_chain = facts.groups[chain].kind is GroupKind.FULL
-        self._dependents = [i for i in range(len(facts.groups)) if i != chain or not self._has_chain]
         self._sizes = {group.block_size for group in facts.groups}
-        self._by_need = [chain, *(i for i in self._dependents if i != chain)]
+        self._by_need = [chain, *(i for i in range(len(facts.groups)) if i != chain)]
+        self._dependents = sorted(self._by_need[self._has_chain :])
 
     def save(self, computed: Sequence[Computed]) -> None:
         """Orders stores for the blocks of these requests that the pool lacks. After a refusal a
@@ -126,11 +126,10 @@ class Saver:
                     self._save_tail(one, end)
         for group in self._dependents:
             self._save_dependents(computed, group)
-        for one in computed:
-            if one.ended:
-                aligned = self._reach(one) // self._facts.alignment * self._facts.alignment
-                if ending := self._finder.ending(one.state, aligned):
-                    self._pool.touch((), ending=ending)
+        for one in [one for one in computed if one.ended]:
+            aligned = self._reach(one) // self._facts.alignment * self._facts.alignment
+            if ending := self._finder.ending(one.state, aligned):
+                self._pool.touch((), ending=ending)
 
     def blocks(self, one: Computed) -> Tables:
         """The device blocks of a request, of recurrent groups those of its ``states``."""
