@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import stat
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvrecall.errors import ConfigError, TierError
-from kvrecall.pool.remote import backends
+from kvrecall.pool.remote import backends, objects
 from kvrecall.pool.remote.objects import make_store, path_of
-from kvrecall.pool.remote.store import Store
+from kvrecall.pool.remote.store import Object, Store
 from kvrecall.testing.store_contract import Counter, StoreContract, names
 from pool.remote.s3 import Server, s3_server
 
@@ -169,6 +171,48 @@ def deaf() -> Iterator[str]:
     """A server that takes connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+ONE = Object(names(1)[0], (memoryview(bytearray(64)),))
+QUESTIONS: list[tuple[int, Callable[[Store], object]]] = [
+    (500, lambda store: store.get([ONE])),
+    (404, lambda store: store.get([ONE])),
+    (403, lambda store: store.put([ONE])),
+    (200, lambda store: store.remove(names(1))),
+    (200, lambda store: store.exists(names(8))),  # by a listing
+]
+
+
+@pytest.mark.parametrize(("status", "ask"), QUESTIONS)
+def test_an_answer_without_end_is_given_up(
+    status: int, ask: Callable[[Store], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library keeps errors, pages and replies to deletions whole: 4 GiB in 4 s, on loopback."""
+    monkeypatch.setattr(objects, "_MOST_GROWTH", 32 << 20)
+    sent = 0
+
+    def serve(listener: socket.socket) -> None:
+        nonlocal sent
+        head = f"HTTP/1.1 {status} It\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+        chunk = b"100000\r\n" + bytes(1 << 20) + b"\r\n"
+        client, _ = listener.accept()
+        with client, contextlib.suppress(OSError):
+            client.recv(1 << 16)
+            client.sendall(head)
+            while True:
+                client.sendall(chunk)
+                sent += 1
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        where = {"endpoint": f"http://127.0.0.1:{listener.getsockname()[1]}", "region": "eu"}
+        keys = {"access_key_id": "a", "secret_access_key": "b"}
+        few = {"url": "s3://bucket/x", "timeout": 2, "retries": 0, "concurrency": 1}
+        store = make_store({**few, **where, "options": keys})
+        with pytest.raises(TierError, match="endpoint: an answer took 32 MiB: no store's"):
+            ask(store)
+        store.close()
+    assert sent < 256
 
 
 def test_a_server_that_does_not_answer_is_an_error_in_time(deaf: str) -> None:
