@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -189,30 +190,48 @@ def test_an_answer_without_end_is_given_up(
 ) -> None:
     """The library keeps errors, pages and replies to deletions whole: 4 GiB in 4 s, on loopback."""
     monkeypatch.setattr(objects, "_MOST_GROWTH", 32 << 20)
-    sent = 0
+    head = f"HTTP/1.1 {status} It\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    chunk, sent = b"100000\r\n" + bytes(1 << 20) + b"\r\n", itertools.count()
+    with (
+        answering(itertools.chain([head], (chunk for _ in sent))) as store,
+        pytest.raises(TierError, match="endpoint: an answer took 32 MiB: no store's"),
+    ):
+        ask(store)
+    assert next(sent) < 256
 
-    def serve(listener: socket.socket) -> None:
-        nonlocal sent
-        head = f"HTTP/1.1 {status} It\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-        chunk = b"100000\r\n" + bytes(1 << 20) + b"\r\n"
+
+@contextlib.contextmanager
+def answering(pieces: Iterable[bytes]) -> Iterator[Store]:
+    """A store whose server answers the first request with these."""
+
+    def serve() -> None:
         client, _ = listener.accept()
         with client, contextlib.suppress(OSError):
             client.recv(1 << 16)
-            client.sendall(head)
-            while True:
-                client.sendall(chunk)
-                sent += 1
+            for piece in pieces:
+                client.sendall(piece)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        threading.Thread(target=serve, daemon=True).start()
         where = {"endpoint": f"http://127.0.0.1:{listener.getsockname()[1]}", "region": "eu"}
         keys = {"access_key_id": "a", "secret_access_key": "b"}
         few = {"url": "s3://bucket/x", "timeout": 2, "retries": 0, "concurrency": 1}
         store = make_store({**few, **where, "options": keys})
-        with pytest.raises(TierError, match="endpoint: an answer took 32 MiB: no store's"):
-            ask(store)
+        yield store
         store.close()
-    assert sent < 256
+
+
+def test_what_a_listing_says_is_not_written_to_a_log_as_it_is() -> None:
+    """Its keys reach errors of the library as they are: lines, and commands to a terminal."""
+    key = "../\x1b[31m\nERROR forged " + "x" * 100_000
+    date, size = "<LastModified>2020-01-01T00:00:00Z</LastModified>", "<Size>1</Size>"
+    page = f"<ListBucketResult><Contents><Key>{key}</Key>{date}{size}</Contents></ListBucketResult>"
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(page)}\r\n\r\n"
+    with answering([head.encode(), page.encode()]) as store:
+        with pytest.raises(TierError, match="invalid path") as error:
+            store.exists(names(8))
+        assert str(error.value).isprintable()
+        assert len(str(error.value)) <= 500
 
 
 def test_a_server_that_does_not_answer_is_an_error_in_time(deaf: str) -> None:

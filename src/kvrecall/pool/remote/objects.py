@@ -156,7 +156,7 @@ class ObjectStore:
         for path in unknown:
             by_folder[path[: path.rfind("/") - 3]].append(path)  # above the two digits
         for folder, members in by_folder.items():
-            listed, complete = self._listed(folder, len(members))
+            listed, complete = _named(lambda one: self._listed(*one), (folder, len(members)))
             known |= listed
             if complete:
                 unknown.difference_update(members)
@@ -370,10 +370,10 @@ def _first_line(error: Exception) -> str:
     """Without the body of a server's answer, which may repeat what it was sent, credentials too; of
     that only S3's code."""
     text = str(error).strip() or type(error).__name__
-    line, code = _STATUS.match(text.splitlines()[0]), _CODE.search(text)
-    if line is None:
-        return text.splitlines()[0]
-    return line[0] + (f": {code[1]}" if code else "")
+    line = text.splitlines()[0][:500]
+    if found := _STATUS.match(line):
+        line = found[0] + (f": {code[1]}" if (code := _CODE.search(text)) else "")
+    return "".join(letter if letter.isprintable() else " " for letter in line)
 
 
 @contextlib.contextmanager
