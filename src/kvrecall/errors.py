@@ -17,9 +17,10 @@ from urllib.parse import quote
 
 _HIDDEN = "***"
 _SHORTEST = 4  # characters of a secret; hiding a shorter one would garble texts
-_USER = re.compile(r"(?<=://)(?:[^/?#\s'\"]{1,2000}|[^/?#\s'\"@:]{,99}:(?!\d+/)[^\s'\"]{1,2000})@")
-_QUERY = r"(?:(\?)[^\s'\"]+|(#)[^\s='\"]{,999}=[^\s'\"]+)"
-_URL_QUERY = re.compile(rf"(://[^\s?#'\"]{{1,2000}}+){_QUERY}")
+_REST = r"[^\s'\"]"  # of a word: each pattern takes a letter once, however a text is made
+_NAME = r"[^/?#\s'\"@:]*+:(?!\d+/)"
+_USER = re.compile(rf"(?<=://)(?:([^/?#\s'\"]+|{_NAME}{_REST}+)@|{_NAME}{_REST}*+)")
+_QUERY = re.compile(rf"(://[^\s?#'\"]*+)(?:(\?|#[^\s=?'\"]*+[=?]){_REST}+|{_REST}*+)")
 _secrets: set[str] = set()
 
 
@@ -35,7 +36,8 @@ def hidden(text: str) -> str:
     passwords and queries of URLs."""
     for secret in sorted(_secrets, key=len, reverse=True):
         text = text.replace(secret, _HIDDEN)
-    return _URL_QUERY.sub(rf"\1\2\3{_HIDDEN}", _USER.sub(f"{_HIDDEN}@", text))
+    text = _USER.sub(lambda it: f"{_HIDDEN}@" if it[1] else it[0], text)
+    return _QUERY.sub(lambda it: f"{it[1]}{it[2][0]}{_HIDDEN}" if it[2] else it[0], text)
 
 
 class KvrecallError(Exception):
@@ -89,8 +91,7 @@ class ExitStatus(IntEnum):
 
 def status_of(error: Exception) -> ExitStatus:
     """The exit status of a command that raises ``error``."""
-    wrong = isinstance(error, ConfigError)
-    return ExitStatus.WRONG_SETTINGS if wrong else ExitStatus.FAILED
+    return ExitStatus.WRONG_SETTINGS if isinstance(error, ConfigError) else ExitStatus.FAILED
 
 
 def show_error(line: str, status: int) -> None:

@@ -36,7 +36,11 @@ _HARMLESS = frozenset(
 )
 """A name that ends with one of these says something about a secret, and is none."""
 _EXCEPTIONS = {"access_key_id": True, "application_credentials": False}  # the latter is a path
-_USER = r"(?:^|:)//[^/?#\s]*@|:(?!//|\d+/)[^\s@]{,999}@"  # also of what is no right URL
+_USER = (  # in a URL, a wrong one too; or without "//", but not behind a "/", as in a path
+    r"(?:^|:)//(?:[^/?#\s]*@|[^/?#\s:@]*:(?!\d+/)[^\s@]*@)"
+    r"|(?:^|[^/:\w.%+~-])[\w.%+~-]*:(?!//|\d+/)[^\s@]{,999}@"
+    r"|:(?!//|\d+/)[^\s@]{,999}@[\w.-]+:\d+(?![\w-])"
+)
 _OPEN = re.compile(rf"{_USER}|^(?i:bearer|basic)\s+\S")
 _ASSIGNED = re.compile(r"(?:^|[?&;,#\s])([\w.-]+)\s*=\s*[^\s&;]")  # in a query, or for a driver
 _MEMBER = re.compile(r"""["']([\w.-]+)["']\s*:""")  # of JSON, or of a mapping's repr
@@ -90,8 +94,7 @@ def opened(options: Mapping[str, object], name: str) -> dict[str, Any]:
 
 
 def _opened(value: object, name: str) -> object:
-    path = _file_of(value)
-    if path is None:
+    if (path := _file_of(value)) is None:
         return opened(value, name) if isinstance(value, Mapping) else value
     file = Path(path).expanduser()
     try:

@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 import resource
+import shutil
 import socket
 import threading
 import time
@@ -20,6 +21,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 
 from kvrecall.engines.base import EngineInfo, EngineLoad, ServeSpec
@@ -29,7 +31,7 @@ from kvrecall.server.application import attach_all
 from kvrecall.server.connections import PromptProtocol
 from kvrecall.server.plan import Plan
 from kvrecall_lab.hostile.attack import GotIn, NotHere, Stalled, attack
-from kvrecall_lab.hostile.listeners import while_running
+from kvrecall_lab.hostile.listeners import said_by, while_running
 from kvrecall_lab.models import write_model
 
 _KEY = "a-key-that-nobody-guesses"
@@ -237,14 +239,15 @@ def _send(url: str, path: str, body: bytes) -> None:
 
 
 @contextmanager
-def _application(plan: Plan, *keys: str) -> Iterator[int]:
+def _application(plan: Plan, *keys: str, loop: type | None = None, **options: Any) -> Iterator[int]:
     """kvrecall's routes and its listener around an engine that does nothing; the port."""
     port = free_port()
     app = FastAPI()
     attach_all(app, _engine(), keys, plan=plan)
-    config = uvicorn.Config(app, port=port, log_level="critical", http=PromptProtocol)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+    own: Any = {"port": port, "log_level": "critical", "http": PromptProtocol, **options}
+    server = uvicorn.Server(uvicorn.Config(app, **own))
+    run = server.run if loop is None else lambda: uvloop.run(server.serve(), loop_factory=loop)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.01)
@@ -332,6 +335,50 @@ def more_sockets_than_are_kept(folder: Path) -> str:
     if left > _FLOOD - 200:
         raise Stalled(f"{left} of {_FLOOD} silent connections are kept")
     return f"{left} of {_FLOOD} silent connections are kept, the youngest"
+
+
+@attack(limit_s=120)
+def silent_handshakes(folder: Path) -> str:
+    """Opens more connections to a listener with TLS than are kept, and begins no handshake."""
+    from kvrecall.engines.vllm.serving.app import Loop  # imports vLLM
+
+    cert, key = _certificate(folder)
+    tls = {"ssl_certfile": cert, "ssl_keyfile": key}
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with (
+        _application(Plan(ServeSpec("m", "127.0.0.1", 1, {})), loop=Loop, **tls) as port,
+        ExitStack() as kept,
+        httpx.Client(base_url=f"https://127.0.0.1:{port}", timeout=5, verify=False) as client,
+    ):
+        client.get("/health").raise_for_status()
+        links, waits = list[socket.socket](), list[float]()
+        for _ in range(_FLOOD):
+            links.append(kept.enter_context(_connection(port)))
+            if len(links) % 50 == 0:
+                began = time.monotonic()
+                client.get("/health").raise_for_status()
+                waits.append(time.monotonic() - began)
+        httpx.get(f"https://127.0.0.1:{port}/health", timeout=30, verify=False).raise_for_status()
+        left = sum(not _is_closed(link, 0.0) for link in links)
+        if left > _FLOOD - 200:
+            raise Stalled(f"{left} of {_FLOOD} connections without a handshake are kept")
+        half = sorted(waits)[len(waits) // 2]
+        if half > 0.1:
+            raise Stalled(f"half of the replies of /health took {half:.2f} s beside them")
+        time.sleep(_QUIET_S)
+        if left := sum(not _is_closed(link, 0.0) for link in links):
+            raise Stalled(f"{left} connections without a handshake are open after {_QUIET_S} s")
+    return f"the youngest are kept, for seconds; /health took {1e3 * half:.0f} ms"
+
+
+def _certificate(folder: Path) -> tuple[Path, Path]:
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
+    names = ["-subj", "/CN=localhost", "-out", str(cert), "-keyout", str(key)]
+    if shutil.which("openssl") is None or said_by(*command.split(), *names).returncode:
+        raise NotHere("openssl makes no certificate")
+    return cert, key
 
 
 _LINE = b"X-A: " + b"a" * 60_000

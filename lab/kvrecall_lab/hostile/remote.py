@@ -15,8 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.backends import make_store
 from kvrecall.pool.remote.objects import path_of
 from kvrecall.pool.remote.staged import SECTION_BYTES
-from kvrecall.pool.remote.store import Object
+from kvrecall.pool.remote.store import Object, Store
 from kvrecall.pool.remote.tier import name_of
 from kvrecall.processes.service import Master
 from kvrecall.testing import chain, content, namespace, wait_until
@@ -396,19 +397,50 @@ def object_of_any_size(folder: Path) -> str:
     return "no more than a chunk beyond the block was read"
 
 
+@attack()
+def answer_without_end(folder: Path) -> str:
+    """A server of an object store sends errors, a page of a listing and a reply to a deletion that
+    do not end."""
+    del folder
+    name, room = _block_name(0), memoryview(bytearray(_NBYTES))
+    many = [name_of(key) for key in chain(_NAMESPACE, 8)]
+    asked: dict[str, tuple[int, Callable[[Store], object]]] = {
+        "an error to a get": (500, lambda store: store.get([Object(name, (room,))])),
+        "an error to a put": (403, lambda store: store.put([Object(name, (room,))])),
+        "a reply to a deletion": (200, lambda store: store.remove([name])),
+        "a page": (200, lambda store: store.exists(many)),
+    }
+    most = 0
+    for what, (status, ask) in asked.items():
+        with http_server(partial(_without_end, status=status)) as endpoint:
+            keys = {"access_key_id": "a", "secret_access_key": "b"}
+            options = {"url": "s3://b/kv", "region": "eu", "endpoint": endpoint, "options": keys}
+            few = {"retries": 0, "timeout": 8, "concurrency": 1}
+            store = make_store("objects", {**options, **few})
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            with contextlib.suppress(TierError):
+                ask(store)
+            most = max(most, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+            store.close()
+            if most > 1024:
+                raise Crashed(f"{most} MiB of {what} were kept")
+    return f"given up, the largest after {most} MiB"
+
+
 def _block_name(place: int) -> str:
     return name_of(chain(_NAMESPACE, place + 1)[place])
 
 
-def _head(handler: BaseHTTPRequestHandler) -> None:
-    handler.send_response(200)
+def _head(handler: BaseHTTPRequestHandler, status: int = 200) -> None:
+    handler.send_response(status)
     handler.send_header("ETag", '"x"')
     handler.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
 
 
-def _without_end(handler: BaseHTTPRequestHandler) -> None:
-    _head(handler)
-    handler.send_header("Content-Length", str(_NBYTES))
+def _without_end(handler: BaseHTTPRequestHandler, status: int = 200) -> None:
+    _head(handler, status)
+    if handler.command == "GET" and "?" not in handler.path and status == 200:
+        handler.send_header("Content-Length", str(_NBYTES))
     handler.send_header("Transfer-Encoding", "chunked")
     handler.end_headers()
     chunk = b"%x\r\n%b\r\n" % (1 << 20, bytes(1 << 20))

@@ -212,6 +212,7 @@ class EventGate:
         """``addresses``: host ("*": all of IPv4) and port. Raises OSError if it cannot listen at
         one."""
         self._readers = 0
+        self._silent_until = 0.0
         with contextlib.ExitStack() as undo:
             listeners = []
             for host, port in addresses:
@@ -255,8 +256,10 @@ class EventGate:
 
     async def _admit(self, path: str, reader: StreamReader, writer: StreamWriter) -> None:
         if self._readers >= MOST_READERS:
-            _LOG.warning("KV events: %d readers are connected; another is refused", MOST_READERS)
             writer.transport.abort()
+            if (now := self._loop.time()) >= self._silent_until:
+                self._silent_until = now + 60.0  # a stranger can come again and again
+                _LOG.warning("KV events: %d readers are connected; more are refused", MOST_READERS)
             return
         self._readers += 1
         inner: StreamWriter | None = None

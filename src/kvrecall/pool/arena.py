@@ -55,6 +55,12 @@ def available_memory() -> int:
     return max(0, room)
 
 
+def private_bytes() -> int:
+    """Memory of this process without what it shares, such as the arena."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_bytes().split()
+    return (int(resident) - int(shared)) * mmap.PAGESIZE
+
+
 def _number(path: Path) -> int | None:
     """The number in a kernel file; None if there is no such file or no number in it ("max")."""
     try:

@@ -29,13 +29,13 @@ class PromptProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._wait()
+        self.wait(transport)
 
     def data_received(self, data: bytes) -> None:
         self._untold += len(data)
         super().data_received(data)
         if self._has_request():
-            self._wait_no_more()
+            self.wait_no_more()
         if self._header_bytes + self._untold > _LONGEST_HEADERS:
             self.transport.abort()
 
@@ -65,10 +65,10 @@ class PromptProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self._has_request() and not self.transport.is_closing():
-            self._wait()
+            self.wait(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._wait_no_more()
+        self.wait_no_more()
         self._end_unread()
         super().connection_lost(exc)
 
@@ -86,15 +86,17 @@ class PromptProtocol(HttpToolsProtocol):
             return True
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _wait(self) -> None:
-        self._wait_no_more()
-        self._waiting[self] = self.loop.call_later(_SILENCE_S, self.transport.abort)
+    def wait(self, transport: Any) -> None:
+        """Ends the connection unless a request begins, or its TLS handshake ends, in time."""
+        self.wait_no_more()
+        self.transport = transport
+        self._waiting[self] = self.loop.call_later(_SILENCE_S, transport.abort)
         if len(self._waiting) > _MOST_WAITING:
             longest = next(iter(self._waiting))
-            longest._wait_no_more()
+            longest.wait_no_more()
             longest.transport.abort()
 
-    def _wait_no_more(self) -> None:
+    def wait_no_more(self) -> None:
         timer = self._waiting.pop(self, None)
         if timer is not None:
             timer.cancel()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import shutil
 import socket
 import stat
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvrecall.errors import ConfigError, TierError
-from kvrecall.pool.remote import backends
+from kvrecall.pool.remote import backends, objects
 from kvrecall.pool.remote.objects import make_store, path_of
-from kvrecall.pool.remote.store import Store
+from kvrecall.pool.remote.store import Object, Store
 from kvrecall.testing.store_contract import Counter, StoreContract, names
 from pool.remote.s3 import Server, s3_server
 
@@ -169,6 +172,66 @@ def deaf() -> Iterator[str]:
     """A server that takes connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+ONE = Object(names(1)[0], (memoryview(bytearray(64)),))
+QUESTIONS: list[tuple[int, Callable[[Store], object]]] = [
+    (500, lambda store: store.get([ONE])),
+    (404, lambda store: store.get([ONE])),
+    (403, lambda store: store.put([ONE])),
+    (200, lambda store: store.remove(names(1))),
+    (200, lambda store: store.exists(names(8))),  # by a listing
+]
+
+
+@pytest.mark.parametrize(("status", "ask"), QUESTIONS)
+def test_an_answer_without_end_is_given_up(
+    status: int, ask: Callable[[Store], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library keeps errors, pages and replies to deletions whole: 4 GiB in 4 s, on loopback."""
+    monkeypatch.setattr(objects, "_MOST_GROWTH", 32 << 20)
+    head = f"HTTP/1.1 {status} It\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    chunk, sent = b"100000\r\n" + bytes(1 << 20) + b"\r\n", itertools.count()
+    with (
+        answering(itertools.chain([head], (chunk for _ in sent))) as store,
+        pytest.raises(TierError, match="endpoint: an answer took 32 MiB: no store's"),
+    ):
+        ask(store)
+    assert next(sent) < 256
+
+
+@contextlib.contextmanager
+def answering(pieces: Iterable[bytes]) -> Iterator[Store]:
+    """A store whose server answers the first request with these."""
+
+    def serve() -> None:
+        client, _ = listener.accept()
+        with client, contextlib.suppress(OSError):
+            client.recv(1 << 16)
+            for piece in pieces:
+                client.sendall(piece)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        where = {"endpoint": f"http://127.0.0.1:{listener.getsockname()[1]}", "region": "eu"}
+        keys = {"access_key_id": "a", "secret_access_key": "b"}
+        few = {"url": "s3://bucket/x", "timeout": 2, "retries": 0, "concurrency": 1}
+        store = make_store({**few, **where, "options": keys})
+        yield store
+        store.close()
+
+
+def test_what_a_listing_says_is_not_written_to_a_log_as_it_is() -> None:
+    """Its keys reach errors of the library as they are: lines, and commands to a terminal."""
+    key = "../\x1b[31m\nERROR forged " + "x" * 100_000
+    date, size = "<LastModified>2020-01-01T00:00:00Z</LastModified>", "<Size>1</Size>"
+    page = f"<ListBucketResult><Contents><Key>{key}</Key>{date}{size}</Contents></ListBucketResult>"
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(page)}\r\n\r\n"
+    with answering([head.encode(), page.encode()]) as store:
+        with pytest.raises(TierError, match="invalid path") as error:
+            store.exists(names(8))
+        assert str(error.value).isprintable()
+        assert len(str(error.value)) <= 500
 
 
 def test_a_server_that_does_not_answer_is_an_error_in_time(deaf: str) -> None:

@@ -11,11 +11,10 @@ import os
 import re
 import secrets
 import stat
-import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from kvrecall.config import allowed_by, is_loopback
 from kvrecall.errors import ConfigError, TierError
+from kvrecall.pool.arena import private_bytes
 from kvrecall.pool.remote.store import Object
 from kvrecall.secret import WRITE, exposure
 
@@ -40,6 +40,8 @@ _PAGE = 1000  # objects a listing gives in one round trip
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)  # or a link, or no file
 _LISTING_S = 10.0
+_MOST_GROWTH = 512 << 20  # far beyond what the pool and an engine allocate during a request
+_LOOK_S = 0.1
 _LARGE_FOR_S = 300.0  # how long a folder that was too large to list is taken for large
 
 
@@ -141,7 +143,6 @@ class ObjectStore:
         self._concurrency = concurrency
         self._lists = lists
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="kvrecall-objects")
-        self._lock = threading.Lock()
         self._large: dict[str, float] = {}  # folder -> until when it is not listed
 
     def __repr__(self) -> str:
@@ -155,7 +156,7 @@ class ObjectStore:
         for path in unknown:
             by_folder[path[: path.rfind("/") - 3]].append(path)  # above the two digits
         for folder, members in by_folder.items():
-            listed, complete = self._listed(folder, len(members))
+            listed, complete = _named(lambda one: self._listed(*one), (folder, len(members)))
             known |= listed
             if complete:
                 unknown.difference_update(members)
@@ -187,16 +188,16 @@ class ObjectStore:
 
     def _is_there(self, path: str) -> bool:
         try:
-            _obstore().head(self._backend, path)
+            _obstore().head(self._backend, path)  # an answer without a body, whatever it is
         except FileNotFoundError:
             return False
         return True
 
     def _put(self, item: Object) -> None:
-        parts = item.parts
-        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        data = b"".join(item.parts)  # one that is given up may be sent on for a moment
+        put, path = _obstore().put_async, path_of(item.name)
         # In one request: visible as a whole, and nothing half uploaded is ever left behind.
-        _obstore().put(self._backend, path_of(item.name), data, use_multipart=False)
+        _answer(lambda: put(self._backend, path, data, use_multipart=False))
 
     def _fill(self, item: Object) -> int:
         """Fills the parts; returns the value's size, -1 if it does not exist or is larger. Whatever
@@ -204,7 +205,7 @@ class ObjectStore:
         room = list(item.parts)
         filled = 0
         try:
-            result = _obstore().get(self._backend, path_of(item.name))
+            result = _answer(lambda: _obstore().get_async(self._backend, path_of(item.name)))
             if result.meta["size"] > item.nbytes:
                 return -1
             for chunk in result.stream(min_chunk_size=1):
@@ -224,7 +225,7 @@ class ObjectStore:
 
     def _remove(self, paths: Sequence[str]) -> None:
         with contextlib.suppress(FileNotFoundError):
-            _obstore().delete(self._backend, list(paths))
+            _answer(lambda: _obstore().delete_async(self._backend, list(paths)))
 
     # -- many ------------------------------------------------------------------------------
 
@@ -246,8 +247,7 @@ class ObjectStore:
         """The result of listing ``folder`` if that may take fewer round trips than querying
         ``wanted`` objects one by one, and whether it is the whole folder."""
         pages = wanted // (4 * self._concurrency)
-        with self._lock:
-            is_large = self._large.get(folder, 0.0) > time.monotonic()
+        is_large = self._large.get(folder, 0.0) > time.monotonic()
         if not self._lists or not pages or is_large:
             return set(), False
         found: set[str] = set()
@@ -260,10 +260,9 @@ class ObjectStore:
             return True
 
         with contextlib.suppress(TimeoutError):  # a server may send empty pages for ever
-            if asyncio.run(asyncio.wait_for(is_whole(), _LISTING_S)):
+            if _answer(lambda: asyncio.wait_for(is_whole(), _LISTING_S)):
                 return found, True
-        with self._lock:
-            self._large[folder] = time.monotonic() + _LARGE_FOR_S
+        self._large[folder] = time.monotonic() + _LARGE_FOR_S
         return found, False
 
 
@@ -288,10 +287,8 @@ class FolderStore(ObjectStore):
             fresh = f".{secrets.token_hex(8)}"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             try:
-                with open(os.open(fresh, flags, 0o600, dir_fd=parent), "wb", buffering=0) as file:
-                    for part in item.parts:
-                        while part:
-                            part = part[file.write(part) or 0 :]
+                with open(os.open(fresh, flags, 0o600, dir_fd=parent), "wb") as file:
+                    file.writelines(item.parts)
                 os.rename(fresh, name, src_dir_fd=parent, dst_dir_fd=parent)
             except OSError:
                 with contextlib.suppress(FileNotFoundError):
@@ -303,17 +300,12 @@ class FolderStore(ObjectStore):
         with (
             _no_error_if_absent(),
             self._parent(path_of(item.name)) as (parent, name),
-            open(os.open(name, flags, dir_fd=parent), "rb", buffering=0) as file,
+            open(os.open(name, flags, dir_fd=parent), "rb") as file,
         ):
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_size > item.nbytes:
                 return -1
-            filled = 0
-            for part in item.parts:
-                while part and (got := file.readinto(part)):
-                    filled += got
-                    part = part[got:]
-            return filled
+            return sum(map(file.readinto, item.parts))
         return -1
 
     def _remove(self, paths: Sequence[str]) -> None:
@@ -351,6 +343,21 @@ def path_of(name: str) -> str:
     return f"{version}/{namespace}/{digits}/{digits}{rest}"
 
 
+def _answer(ask: Callable[[], Awaitable[T]]) -> T:
+    """The library's answer. It reads errors, pages of a listing and replies to deletions whole, of
+    any size: raises TierError once this process has grown by ``_MOST_GROWTH`` meanwhile."""
+
+    async def answer() -> T:
+        most, asked = private_bytes() + _MOST_GROWTH, asyncio.ensure_future(ask())
+        while not (await asyncio.wait([asked], timeout=_LOOK_S))[0]:
+            if private_bytes() > most:
+                asked.cancel()
+                raise TierError(f"endpoint: an answer took {_MOST_GROWTH >> 20} MiB: no store's")
+        return asked.result()
+
+    return asyncio.run(answer())
+
+
 def _named(work: Callable[[T], R], item: T) -> R:
     """Errors in one line: the library's contain pages, with addresses and headers."""
     try:
@@ -363,10 +370,10 @@ def _first_line(error: Exception) -> str:
     """Without the body of a server's answer, which may repeat what it was sent, credentials too; of
     that only S3's code."""
     text = str(error).strip() or type(error).__name__
-    line, code = _STATUS.match(text.splitlines()[0]), _CODE.search(text)
-    if line is None:
-        return text.splitlines()[0]
-    return line[0] + (f": {code[1]}" if code else "")
+    line = text.splitlines()[0][:500]
+    if found := _STATUS.match(line):
+        line = found[0] + (f": {code[1]}" if (code := _CODE.search(text)) else "")
+    return "".join(letter if letter.isprintable() else " " for letter in line)
 
 
 @contextlib.contextmanager

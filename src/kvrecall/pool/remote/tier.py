@@ -183,10 +183,8 @@ class RemoteTier(Tier):
                 return True
             unknown = [k for k in unknown if k not in asking]
             asking.update(unknown)
-            parts = [
-                tuple(unknown[start : start + _NAMES_AT_ONCE])
-                for start in range(0, len(unknown), _NAMES_AT_ONCE)
-            ]
+            starts = range(0, len(unknown), _NAMES_AT_ONCE)
+            parts = [tuple(unknown[at : at + _NAMES_AT_ONCE]) for at in starts]
             self._asks += len(parts)
         self._looks.add(parts)
         return False
@@ -214,8 +212,7 @@ class RemoteTier(Tier):
                 elif not takes or is_full:
                     verdicts.append(PutVerdict.SHED)
                 else:
-                    item = _Storing(put, now)
-                    self._storing[put.key] = item
+                    item = self._storing[put.key] = _Storing(put, now)
                     self._queued_bytes += put.nbytes
                     queued.append(item)
                     verdicts.append(PutVerdict.QUEUED)
@@ -436,9 +433,8 @@ class RemoteTier(Tier):
         if believed:
             names = [name_of(key) for key in believed]
             there = self._ask_store("lookup", self._store.exists, names)
-            for key in compress(believed, there):
-                if self._is_hopeless(key):
-                    ended[key] = Done(key, Outcome.CORRUPT)
+            for key in filter(self._is_hopeless, compress(believed, there)):
+                ended[key] = Done(key, Outcome.CORRUPT)
         corrupt = [key for key, done in ended.items() if done.outcome is Outcome.CORRUPT]
         if corrupt:
             self._ledger.warn(f"{len(corrupt)} corrupt blocks are dropped")
@@ -518,10 +514,8 @@ class RemoteTier(Tier):
         with self._lock:  # some may have been stored anew meanwhile
             gone = [key for key in batch if self._existence.of(key) is Existence.DROPPED]
             names = [name_of(key) for key in gone if key not in self._storing]
-        if not names or self._closed or self._breaker.is_open:
-            return
-
-        self._ask_store("remove", self._store.remove, names)
+        if names and not self._closed and not self._breaker.is_open:
+            self._ask_store("remove", self._store.remove, names)
 
     def _ask_store(
         self, what: str, call: Callable[[Sequence[T]], list[bool] | None], about: Sequence[T]
@@ -558,8 +552,7 @@ def name_of(key: BlockKey) -> str:
 
 def _objects_of(items: Iterable[_Storing]) -> list[Object]:
     objects = []
-    for item in items:
-        put = item.put
+    for put in (item.put for item in items):
         header = memoryview(header_of(put.key, put.nbytes, put.compute_checksum()))
         objects.append(Object(name_of(put.key), (header, put.data[: put.nbytes])))
     return objects

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -123,6 +124,37 @@ def test_drafts_are_saved_once_they_are_tokens(pool: Pool) -> None:
     request.num_computed_tokens -= 2  # one was accepted
     request.append_output_token_ids([1, 8])
     assert stored(bench.step(request, 1)) == [1]
+
+
+def test_what_a_step_saves_is_of_one_generation(pool: Pool) -> None:
+    """Else a hit in another engine ends before the part that the audited one does not vouch for:
+    a tail, behind a block, is never compared itself."""
+    bench = Bench(pool, ONE, clock=map(float, itertools.count()).__next__)
+    orders = bench.step(bench.request("one", 40), 40, bench.request("other", 40, first=1000))
+    assert len(stored(orders)) == 4
+    assert len({store.origin for store in orders.stores}) == 1
+
+
+def test_a_tail_is_loaded_and_not_the_block_that_filled_up_later(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That may be of a later generation, which the audit of what is before it does not vouch for:
+    seen as a prompt of 240 tokens that found 128 after a restart."""
+    bench = Bench(pool, replace(ONE, match_unit=4))
+    first = bench.request("first", 30)
+    bench.report(bench.step(first, 30), ranks=1)
+    first.append_output_token_ids([7] * 3)
+    bench.report(bench.step(first, 3), ranks=1)
+    again = bench.request("again", 30)
+    state = bench.side.state_of("again")
+    assert state is not None
+    assert (tail := state.key_at(28)) is not None
+    assert pool.is_in_host(tail)
+    asked: list[Sequence[BlockKey]] = []
+    acquire = pool.acquire
+    monkeypatch.setattr(pool, "acquire", lambda *a: (asked.append(a[0]), acquire(*a))[1])
+    assert bench.matched(again) == 28
+    assert asked == [(*state.keys(1), tail)]
 
 
 @pytest.mark.parametrize("frees", [False, True])

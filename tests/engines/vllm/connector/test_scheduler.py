@@ -82,6 +82,7 @@ class Bench:
         self.reloads = 0
         self.base: Namespace | None = Namespace.of({"test": "1"})
         self.blocks = defaultdict[str, list[int]](lambda: list(range(1, 999)))  # of requests
+        hashes = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
         self.side = RecallScheduler(
             pool,
             RecallSettings.from_mapping({"host_size": "1MiB", "audit": "off", **settings}),
@@ -92,6 +93,7 @@ class Bench:
             part_ways=self.parted.extend,
             reloaded=self.reload,
             observers=observers,
+            tail_hash=compat_scheduler.tail_hash(hashes, BLOCK),
             clock=clock,
         )
         init_none_hash(sha256_cbor)

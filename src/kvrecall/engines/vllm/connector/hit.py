@@ -268,8 +268,10 @@ class HitFinder:
         size, unit = self._sizes[group], self._facts.unit
         ends = range(start + unit, min(start + size - 1, limit) + 1, unit)
         known = [(end, key) for end in ends if (key := state.key_at(end, group)) is not None]
-        known += [(end, self._inside[key]) for end, key in known if key in self._inside]
-        located = zip(known, ask.locate([key for _, key in known]), strict=True)
+        # Of one tier the tail counts, not the block filled since: that may be doubted longer.
+        known[:0] = [(end, self._inside[key]) for end, key in known if key in self._inside]
+        tiers = ask.locate([key for _, key in known])
+        located = sorted(zip(known, tiers, strict=True), key=lambda one: one[1] is TierName.HOST)
         return {end: (key, tier) for (end, key), tier in located if tier}
 
     def learn(self, state: RequestState, start: int, end: int) -> None:

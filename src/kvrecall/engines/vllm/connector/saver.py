@@ -97,6 +97,7 @@ class Saver:
     ) -> None:
         self._pool = pool
         self._origin = origin
+        self._written = b""  # origin of what the present ``save`` orders
         self._facts = facts
         self._finder = finder
         self._reachable = reachable
@@ -107,16 +108,16 @@ class Saver:
         self._unflushed: list[Sequence[BlockKey]] = []
         chain = facts.chain
         self._has_chain = facts.groups[chain].kind is GroupKind.FULL
-        groups = range(len(facts.groups))
-        self._dependents = [i for i in groups if i != chain or not self._has_chain]
         self._sizes = {group.block_size for group in facts.groups}
-        self._by_need = [chain, *(i for i in groups if i != chain)]
+        self._by_need = [chain, *(i for i in range(len(facts.groups)) if i != chain)]
+        self._dependents = sorted(self._by_need[self._has_chain :])
 
     def save(self, computed: Sequence[Computed]) -> None:
         """Orders stores for the blocks of these requests that the pool lacks. After a refusal a
         request tries again after 1, 3, 7, then every 15 calls, and once more when it has ended.
         These blocks contain final tokens only: rejected speculation is beyond ``num_tokens``."""
         computed = [one for one in computed if one.state.namespace is not None]
+        self._written = self._origin()  # of one generation, or the audit doubts a part of a step
         if self._has_chain:
             self._save_chains(computed)
         if self._has_chain and self._facts.match_unit is not None:
@@ -125,11 +126,10 @@ class Saver:
                     self._save_tail(one, end)
         for group in self._dependents:
             self._save_dependents(computed, group)
-        for one in computed:
-            if one.ended:
-                aligned = self._reach(one) // self._facts.alignment * self._facts.alignment
-                if ending := self._finder.ending(one.state, aligned):
-                    self._pool.touch((), ending=ending)
+        for one in [one for one in computed if one.ended]:
+            aligned = self._reach(one) // self._facts.alignment * self._facts.alignment
+            if ending := self._finder.ending(one.state, aligned):
+                self._pool.touch((), ending=ending)
 
     def blocks(self, one: Computed) -> Tables:
         """The device blocks of a request, of recurrent groups those of its ``states``."""
@@ -184,11 +184,9 @@ class Saver:
             keys = [key for each in of_tenant for key in each.keys]
             parents = [parent for each in of_tenant for parent in each.parents]
             answers = self._pool.reserve(keys, None, tenant, parents)
-            first = 0
+            left = iter(answers)
             for each in of_tenant:
-                stop = first + len(each.keys)
-                yield each, answers[first:stop]
-                first = stop
+                yield each, [*itertools.islice(left, len(each.keys))]
 
     def _save_chains(self, computed: Iterable[Computed]) -> None:
         """Blocks of the chain: each needs the one before it."""
@@ -332,7 +330,7 @@ class Saver:
         if not rows:
             return
         assert state.namespace is not None
-        kind = state.namespace.digest, group, self._origin()
+        kind = state.namespace.digest, group, self._written
         number = self._ordered.get(kind)
         if number is None:
             number = self._ordered[kind] = next(self._numbers)

@@ -19,6 +19,7 @@ import signal
 import socket
 import traceback
 from argparse import Namespace
+from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -86,7 +87,6 @@ _HANDLERS = {
 _MAX_DEFAULT_CPU_KV = 4 << 30  # bytes
 _LAST_BYTES_S = 5  # for connections to take what was sent before the engine ended
 _LAST_BYTES_OF_OTHERS_S = 2  # the same of further listeners
-_HANDSHAKE_S = 10.0  # of TLS
 _RANKS = (
     "; --data-parallel-start-rank is for one of several hosts, with --data-parallel-size-local "
     "below --data-parallel-size, and for a mixture of experts. Replicas of other models are "
@@ -94,13 +94,31 @@ _RANKS = (
 )
 
 
-class _Loop(uvloop.Loop):
-    """Ends TLS handshakes that a client does not finish in time."""
+class Loop(uvloop.Loop):
+    """Has TLS by asyncio: uvloop's own tells of no connection before its handshake has ended."""
 
     async def create_server(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("ssl") is not None:
-            kwargs.setdefault("ssl_handshake_timeout", _HANDSHAKE_S)
-        return await super().create_server(*args, **kwargs)
+        make, context = args[0], kwargs.pop("ssl", None)
+        makes = make if context is None else lambda: _Tls(self, make(), context)
+        return await super().create_server(makes, *args[1:], **kwargs)
+
+
+class _Tls(SSLProtocol):
+    """TLS of a connection that counts among those without a request from its start on, and ends in
+    time."""
+
+    def __init__(self, loop: uvloop.Loop, protocol: Any, context: Any) -> None:
+        waiter: Any = None
+        super().__init__(loop, protocol, context, waiter, server_side=True)
+        self._served = protocol
+
+    def connection_made(self, transport: Any) -> None:
+        self._served.wait(transport)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._served.wait_no_more()
 
 
 class _Parser(FlexibleArgumentParser):
@@ -114,9 +132,9 @@ def serve(spec: ServeSpec, attach: Attach, protocol: Protocol) -> int:
     """Serves ``spec`` until told to stop; returns the exit status.
 
     ``attach`` gets the application and the engine before the first request is accepted;
-    ``protocol`` is that of all connections. SIGINT
-    and SIGTERM finish running requests (``shutdown-timeout`` seconds) and give 0; a dead engine
-    gives 1. Raises EngineError when vLLM does not accept the settings or does not start.
+    ``protocol`` is that of all connections. SIGINT and SIGTERM finish running requests
+    (``shutdown-timeout`` seconds) and give 0; a dead engine gives 1. Raises EngineError when vLLM
+    does not accept the settings or does not start.
     """
     cli_env_setup()
     end_engine_cores_with_parent()
@@ -137,7 +155,7 @@ def serve(spec: ServeSpec, attach: Attach, protocol: Protocol) -> int:
             log.info("%d replicas share the pool at %s", replicas, pool["socket"])
             spec = replace(spec, recall=engines)
             args = parse_args(spec)
-        return uvloop.run(_serve(args, spec, attach, protocol), loop_factory=_Loop)
+        return uvloop.run(_serve(args, spec, attach, protocol), loop_factory=Loop)
 
 
 def _local_replicas(args: Namespace) -> int:
@@ -256,13 +274,8 @@ async def _serve(args: Namespace, spec: ServeSpec, attach: Attach, protocol: Pro
                 scheme = "https" if each.tls else "http"
                 log.info("serving %s on %s://%s:%s", each.name, scheme, each.host, each.port)
             async with _serving(spec.listeners, sockets, others, args, protocol):
-                shutdown = await serve_http(
-                    app,
-                    sock=sock,
-                    enable_ssl_refresh=False,
-                    http=protocol,
-                    **_uvicorn(args, spec),
-                )
+                options = {"enable_ssl_refresh": False, "http": protocol, **_uvicorn(args, spec)}
+                shutdown = await serve_http(app, sock=sock, **options)
         await shutdown
     if engine.died:
         log.error("the engine died; see its own message above")
@@ -356,14 +369,11 @@ def _uvicorn(args: Namespace, spec: ServeSpec) -> dict[str, Any]:
 
 def _of_both(args: Namespace, listener: Listener, last_bytes_s: int) -> dict[str, Any]:
     """Of any listener. Without certificates of its own, it has those of vLLM's options."""
-    tls = listener.tls
+    tls, names = listener.tls, ("keyfile", "certfile", "ca_certs", "cert_reqs")
     return {
         "host": listener.host,
         "port": listener.port,
-        "ssl_keyfile": args.ssl_keyfile,
-        "ssl_certfile": args.ssl_certfile,
-        "ssl_ca_certs": args.ssl_ca_certs,
-        "ssl_cert_reqs": args.ssl_cert_reqs,
+        **{f"ssl_{name}": getattr(args, f"ssl_{name}") for name in names},
         "ssl_context_factory": None if tls is None else lambda *_: tls.context(),
         "log_level": args.uvicorn_log_level,
         "timeout_graceful_shutdown": last_bytes_s,
@@ -404,14 +414,9 @@ def _uvicorn_config(
     listener: Listener, app: FastAPI, args: Namespace, protocol: Protocol
 ) -> uvicorn.Config:
     """Loaded, so that it fails here and not in a task."""
-    config = uvicorn.Config(
-        app,
-        http=protocol,
-        lifespan="off",
-        log_config=None,  # that of vLLM's own listener is for all
-        access_log=False,
-        **_of_both(args, listener, _LAST_BYTES_OF_OTHERS_S),
-    )
+    # vLLM's own listener configures logging for all.
+    own: Any = {"http": protocol, "lifespan": "off", "log_config": None, "access_log": False}
+    config = uvicorn.Config(app, **own, **_of_both(args, listener, _LAST_BYTES_OF_OTHERS_S))
     config.load()
     return config
 
