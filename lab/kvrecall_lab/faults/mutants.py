@@ -78,7 +78,7 @@ MUTANTS = (
     ),
     Mutant(
         "a slab stays while its blocks are read", reclaimer.Reclaimer, "_remove_emptied",
-        "if not any(self._catalog.is_read(entry.address) for entry in entries):", "if True:",
+        "self._emptied - self._catalog.slabs_read()", "set(self._emptied)",
         ("squeeze",),
     ),
     Mutant(
@@ -131,6 +131,11 @@ MUTANTS = (
         "a slab that cannot be made ends no thread", reclaimer.Reclaimer, "_grow",
         "except OSError as error:", "except ZeroDivisionError as error:",
         ("error",), (Fault(frozenset({"open"}), errno.EIO, 5, 1000),),
+    ),
+    Mutant(
+        "a slab stays while blocks are read that were dropped since", catalog.Catalog, "slabs_read",
+        "slab_of, self._reading", "slab_of, self._reading.keys() - self._doomed",
+        ("squeeze",),
     ),
     Mutant(
         "a read without memory ends no thread", tier.DiskTier, "_run_reader",
