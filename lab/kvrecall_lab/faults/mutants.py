@@ -14,6 +14,7 @@ from unittest.mock import patch
 from kvrecall.pool import Pool, clock
 from kvrecall.pool.disk import catalog, codec, engine, flusher, index, reclaimer, slabs, tier
 from kvrecall.pool.remote import tier as remote
+from kvrecall.pool.service import client, link, server, sessions
 from kvrecall_lab.faults.medium import Fault
 from kvrecall_lab.faults.run import schedules
 from kvrecall_lab.faults.schedule import KINDS
@@ -115,6 +116,76 @@ MUTANTS = (
         "leases end with their recall", Pool, "release",
         "self._host.unlease(found.cut(0))", "pass",
         ("calm",),
+    ),
+    Mutant(
+        "a file that takes no direct I/O is opened without", slabs.SlabStore, "_open_file",
+        "if error.errno != errno.EINVAL:", "if True:",
+        ("calm",),
+    ),
+    Mutant(
+        "blocks are moved in memory that direct I/O takes", reclaimer.Reclaimer, "_move",
+        "memoryview(mmap.mmap(-1, slab.slot_bytes))", "memoryview(bytearray(slab.slot_bytes))",
+        ("squeeze",),
+    ),
+    Mutant(
+        "blocks age though the wall clock goes back", clock.Clock, "__call__",
+        "self._since_boot() + self._ahead", "self._wall()",
+        ("clock",),
+    ),
+    Mutant(
+        "a dead engine's slots are kept while its worker copies", sessions.Reaper, "run",
+        "if session.is_settled or self._close_seat(session.seat):", "if True:",
+        ("service",),
+    ),
+    Mutant(
+        "a lost engine's slots are kept while it lives", sessions.Reaper, "run",
+        "if session.peer.is_alive:", "if False:",
+        ("service",),
+    ),
+    Mutant(
+        "a lost engine's slots come back when its copies have ended", client.ServiceClient,
+        "_settle", "self._tell(current, p.Settle(life.welcome.token))", "pass",
+        ("service",),
+    ),
+    Mutant(
+        "and not before", client.ServiceClient, "_settle",
+        "or life.tickets or life.keys", "",
+        ("service",),
+    ),
+    Mutant(
+        "offsets of two services never mix", client.ServiceClient, "_adopt",
+        "or self._unsent", "",
+        ("service",),
+    ),
+    Mutant(
+        "slots whose offer came too late are given back", client.ServiceClient, "reserve",
+        "self._tell(life, p.Cancel(numbers[0]))", "pass",
+        ("service",),
+    ),
+    Mutant(
+        "another version is refused", server.Server, "greet",
+        "if hello.protocol != p.PROTOCOL:", "if False:",
+        ("service",),
+    ),
+    Mutant(
+        "a call ends at its deadline", link.Link, "_await",
+        "if left <= 0:", "if left <= -20:",
+        ("service",),
+    ),
+    Mutant(
+        "what is sent in part is sent on", link.Link, "_send",
+        "view = view[self._sock.send(view) :]", "view = view[self._sock.send(view) and len(view) :]",
+        ("service",),
+    ),
+    Mutant(
+        "a client that does not greet is not waited for", server.Connection, "connection_made",
+        'self._limit(self._server.patience.greeting_s, "no greeting arrived")', "pass",
+        ("service",),
+    ),
+    Mutant(
+        "an engine that ended is watched no longer", sessions.Reaper, "orphan",
+        "session.peer.close()", "pass",
+        ("service",),
     ),
     # What the schedules found once.
     Mutant(
