@@ -115,9 +115,7 @@ class Machine:
 
     # -- for the simulation ----------------------------------------------------------------
 
-    def spawn(
-        self, run: Callable[[], object], name: str, process: Process | None = None
-    ) -> Task:
+    def spawn(self, run: Callable[[], object], name: str, process: Process | None = None) -> Task:
         """``process``: by default that of the caller."""
         if process is None:
             process = self._first if self.current is None else self.current.process
@@ -156,6 +154,10 @@ class Machine:
         self._ending.append(process)
         self._ready.append(self.me())
         self._away()
+
+    def exit(self) -> None:
+        """Ends the process that calls, soon."""
+        self._ending.append(self.me().process)
 
     def _end(self, process: Process) -> None:
         process.is_dead = True

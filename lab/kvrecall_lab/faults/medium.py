@@ -93,7 +93,9 @@ class Disk:
         self._count = 0
         self.changes: list[Entry] = []
         self.names: dict[str, Inode] = {}
-        self.direct = ""  # "aligned": O_DIRECT works; "refused": it does not; "": it is not asked for
+        self.direct = (
+            ""  # "aligned": O_DIRECT works; "refused": it does not; "": it is not asked for
+        )
         self.folder = self._new_folder()
 
     def _new_folder(self) -> Path:

@@ -174,7 +174,7 @@ MUTANTS = (
     ),
     Mutant(
         "what is sent in part is sent on", link.Link, "_send",
-        "view = view[self._sock.send(view) :]", "view = view[self._sock.send(view) and len(view) :]",
+        "view = view[self._sock.send(view) :]", "self._sock.send(view); view = view[:0]",
         ("service",),
     ),
     Mutant(
@@ -207,6 +207,16 @@ MUTANTS = (
         "a slab stays while blocks are read that were dropped since", catalog.Catalog, "slabs_read",
         "slab_of, self._reading", "slab_of, self._reading.keys() - self._doomed",
         ("squeeze",),
+    ),
+    Mutant(
+        "a folder that cannot be listed ends no resize", engine, "aside_bytes",
+        "contextlib.suppress(OSError):\n        for", "contextlib.suppress():\n        for",
+        ("error",), (Fault(frozenset({"list"}), errno.EIO, 1, 1000),),
+    ),
+    Mutant(
+        "a connection made while its client closes ends", client.ServiceClient, "close",
+        "self._lives():  # perhaps", "self._lives()[:1]:  # perhaps",
+        ("service",),
     ),
     Mutant(
         "a read without memory ends no thread", tier.DiskTier, "_run_reader",

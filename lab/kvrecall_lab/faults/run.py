@@ -12,8 +12,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from kvrecall_lab.faults.medium import Fault
 from kvrecall_lab.faults import service
+from kvrecall_lab.faults.medium import Fault
 from kvrecall_lab.faults.schedule import KINDS, Outcome, run
 from kvrecall_lab.faults.sqlite import SimulatedVfs
 

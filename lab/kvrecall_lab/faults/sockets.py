@@ -42,7 +42,7 @@ class Wire:
         self._waiting: list[Task] = []
         self._sockets: dict[Process, list[_Socket]] = {}
         self._ends: list[tuple[Process, Process, socket.socket, int]] = []
-        self._kind = type("Socket", (_Socket,), {"wire": self})
+        self._kind: type[_Socket] = type("Socket", (_Socket,), {"wire": self})
 
     def number_of(self, process: Process) -> int:
         return self.numbers.setdefault(id(process), 1 << 22 | len(self.numbers))

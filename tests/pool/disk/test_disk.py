@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from support.disks import DiskBench, FaultyIo, open_disk
 
+from kvrecall.errors import ConfigError
 from kvrecall.pool.cipher import Cipher
 from kvrecall.pool.disk import index
 from kvrecall.pool.disk.catalog import DiskCounters
@@ -326,6 +327,19 @@ def test_a_slab_that_is_emptied_stays_while_its_blocks_are_read(
     assert bench.collect(last[:10:2]) == [Outcome.LOADED] * 5
     assert bench.holds(last[:10:2])
     wait_until(lambda: disk.surplus_bytes == 0)
+
+
+def test_a_folder_that_cannot_be_looked_at_is_not_resized(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = start(12 * MIB).tier
+
+    def check_room(path: Path, capacity_bytes: int) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("kvrecall.pool.disk.tier.check_room", check_room)
+    with pytest.raises(ConfigError, match="Input/output error"):
+        disk.resize(16 * MIB)
 
 
 def test_full_queue_sheds_and_takes_again(start: Start, io: FaultyIo) -> None:
