@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import _base
+from concurrent.futures import thread as workers
 from typing import Any
 from unittest.mock import patch
 
@@ -37,11 +38,24 @@ class Stuck(Exception):
     """No thread will ever run again, or one never ends."""
 
 
-class Task:
-    """A thread of the machine."""
+class Process:
+    """Threads that stop and die together."""
 
-    def __init__(self, machine: Machine, run: Callable[[], object], name: str) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
+        self.is_dead = self.is_stopped = False
+        self.stopped_s = 0.0  # in all
+        self.held: list[Task] = []  # could run if it were not stopped
+        self.at_end: list[Callable[[], object]] = []  # what the kernel does then
+
+
+class Task:
+    """A thread of a process of the machine."""
+
+    def __init__(
+        self, machine: Machine, run: Callable[[], object], name: str, process: Process
+    ) -> None:
+        self.name, self.process = name, process
         self.ident = next(machine.numbers)
         self.values: dict[int, dict[str, Any]] = {}  # of its ``local`` objects
         self.error: BaseException | None = None
@@ -78,7 +92,9 @@ class Machine:
     def __init__(self, chance: random.Random, turn: float) -> None:
         self.chance = chance
         self.now = 1000.0  # since boot
-        self.is_dead = False
+        self._is_dead = False
+        self._first = Process("first")
+        self._ending: list[Process] = []
         self.numbers = itertools.count(1)
         self.tasks: list[Task] = []
         self.current: Task | None = None
@@ -88,10 +104,22 @@ class Machine:
         self._timers: list[tuple[float, int, Task, int]] = []
         self.hub: Any = None
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether it has no power, or the process that runs was killed."""
+        return self._is_dead or (self.current is not None and self.current.process.is_dead)
+
+    @is_dead.setter
+    def is_dead(self, value: bool) -> None:
+        self._is_dead = value
+
     # -- for the simulation ----------------------------------------------------------------
 
-    def spawn(self, run: Callable[[], object], name: str) -> Task:
-        task = Task(self, run, name)
+    def spawn(self, run: Callable[[], object], name: str, process: Process | None = None) -> Task:
+        """``process``: by default that of the caller."""
+        if process is None:
+            process = self._first if self.current is None else self.current.process
+        task = Task(self, run, name, process)
         self.tasks.append(task)
         self._ready.append(task)
         return task
@@ -102,7 +130,9 @@ class Machine:
         self.hub = getcurrent()
         first = self.spawn(main, "main")
         try:
-            while not (first.ended or self.is_dead):
+            while not (first.ended or self._is_dead):
+                while self._ending:
+                    self._end(self._ending.pop())
                 self._step()
         finally:
             self.current = None
@@ -118,6 +148,40 @@ class Machine:
             if not task.ended and task.greenlet:
                 task.greenlet.throw(Dead)
             task.ended = True
+
+    def kill_process(self, process: Process) -> None:
+        """Another one: has ended on return."""
+        self._ending.append(process)
+        self._ready.append(self.me())
+        self._away()
+
+    def exit(self) -> None:
+        """Ends the process that calls, soon."""
+        self._ending.append(self.me().process)
+
+    def _end(self, process: Process) -> None:
+        process.is_dead = True
+        for task in self.tasks:
+            if task.process is process and not task.ended:
+                self.current = task
+                if task.greenlet:
+                    task.greenlet.throw(Dead)
+                task.ended, task.is_parked = True, False
+                for joiner in task.joiners:
+                    self.wake(joiner)
+        self.current = None
+        self._ready = [task for task in self._ready if not task.ended]
+        for end in process.at_end:
+            end()
+
+    def stop_process(self, process: Process, seconds: float) -> None:
+        """Another one does nothing for that long."""
+        process.is_stopped = True
+        self.sleep(seconds)
+        process.is_stopped = False
+        process.stopped_s += seconds
+        self._ready += [task for task in process.held if not task.ended]
+        process.held.clear()
 
     def _step(self) -> None:
         self.steps += 1
@@ -137,6 +201,9 @@ class Machine:
         task = self._ready[place]
         self._ready[place] = self._ready[-1]
         self._ready.pop()
+        if task.process.is_stopped:
+            task.process.held.append(task)
+            return
         self.current = task
         task.greenlet.switch()
 
@@ -190,7 +257,7 @@ class Machine:
         self.park(seconds)
 
 
-class _Lock:
+class Lock:
     """A lock; ``again``: its holder may take it again."""
 
     def __init__(self, machine: Machine, again: bool = False) -> None:
@@ -250,9 +317,9 @@ class _Lock:
 
 
 class _Condition:
-    def __init__(self, machine: Machine, lock: _Lock | None = None) -> None:
+    def __init__(self, machine: Machine, lock: Lock | None = None) -> None:
         self._machine = machine
-        self._lock = lock or _Lock(machine, again=True)
+        self._lock = lock or Lock(machine, again=True)
         self.acquire, self.release = self._lock.acquire, self._lock.release
         self._waiting: deque[Task] = deque()
 
@@ -311,6 +378,22 @@ class _Event:
             return self._condition.wait_for(self.is_set, timeout)
 
 
+class _Semaphore:
+    def __init__(self, machine: Machine, value: int = 1) -> None:
+        self._condition = _Condition(machine)
+        self._value = value
+
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        with self._condition:
+            is_mine = self._condition.wait_for(lambda: self._value > 0, timeout if blocking else 0)
+            self._value -= is_mine
+            return is_mine
+
+    def release(self) -> None:
+        self._value += 1
+        self._condition.notify()
+
+
 class _SimpleQueue:
     def __init__(self, machine: Machine) -> None:
         self._condition = _Condition(machine)
@@ -325,6 +408,9 @@ class _SimpleQueue:
             if not self._condition.wait_for(lambda: bool(self._items), timeout if block else 0.0):
                 raise queue.Empty
             return self._items.popleft()
+
+    def get_nowait(self) -> Any:
+        return self.get(block=False)
 
 
 class _Thread:
@@ -375,7 +461,7 @@ class _Local:
         self._values()[name] = value
 
 
-class _Names:
+class Names:
     """A module, but for the names that are given."""
 
     def __init__(self, module: Any, **names: Any) -> None:
@@ -395,17 +481,18 @@ def simulated(machine: Machine, wall: Callable[[], float], **others: Any) -> Ite
     def of(kind: Callable[..., Any], **given: Any) -> Callable[..., Any]:
         return lambda *args, **more: kind(machine, *args, **given, **more)
 
-    threads = _Names(
+    threads = Names(
         threading,
-        Lock=of(_Lock),
-        RLock=of(_Lock, again=True),
+        Lock=of(Lock),
+        RLock=of(Lock, again=True),
         Condition=of(_Condition),
         Event=of(_Event),
+        Semaphore=of(_Semaphore),
         Thread=of(_Thread),
         local=of(_Local),
         get_ident=lambda: machine.me().ident,
     )
-    clock = _Names(
+    clock = Names(
         time,
         monotonic=lambda: machine.now,
         perf_counter=lambda: machine.now,
@@ -424,6 +511,7 @@ def simulated(machine: Machine, wall: Callable[[], float], **others: Any) -> Ite
         stack.enter_context(patch.object(queue, "time", lambda: machine.now))
         stack.enter_context(patch.object(queue, "SimpleQueue", simple))
         stack.enter_context(patch.object(_base, "threading", threads))
+        stack.enter_context(patch.object(workers, "threading", threads))
         yield
 
 

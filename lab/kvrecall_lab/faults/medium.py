@@ -27,9 +27,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+
 from kvrecall_lab.faults.machine import Dead, Machine
 
 SECTOR = 512
+BLOCK = 4096  # of direct I/O
 _KEPT = 64  # overwritten pieces that a stale read may bring back
 
 
@@ -90,6 +93,9 @@ class Disk:
         self._count = 0
         self.changes: list[Entry] = []
         self.names: dict[str, Inode] = {}
+        self.direct = (
+            ""  # "aligned": O_DIRECT works; "refused": it does not; "": it is not asked for
+        )
         self.folder = self._new_folder()
 
     def _new_folder(self) -> Path:
@@ -221,11 +227,17 @@ class System:
         self.machine, self.disk, self.troubles = machine, disk, troubles
         self.calls = self.faults = 0
         self.failed: Counter[str] = Counter()  # calls, by their kind
-        self.was_cut = False
+        self.was_cut = self.has_ended = False
         self.fds: dict[int, Inode | None] = {}  # open files; None: the folder
+        self._direct: set[int] = set()  # those that are read and written directly
         self._root = str(disk.folder)
         self._real: dict[str, Any] = {}
         self._hung_until = 0.0
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether no call has an effect any more."""
+        return self.has_ended or self.machine.is_dead
 
     # -- what every call goes through -------------------------------------------------------
 
@@ -254,10 +266,10 @@ class System:
         return max(0.0, hung) + chance.random() ** 4 * troubles.latency_s
 
     def _enter(self, kind: str) -> None:
-        if self.machine.is_dead:
+        if self.is_dead:
             raise Dead
         code = self.fails(kind)
-        if self.machine.is_dead:
+        if self.is_dead:
             raise Dead
         if code:
             raise OSError(code, os.strerror(code))
@@ -292,23 +304,35 @@ class System:
             return int(real(path, flags, mode, **more))
         is_new = bool(name) and flags & os.O_CREAT > 0 and name not in self.disk.names
         self._enter("create" if is_new else "open")
-        fd = int(real(path, flags, mode, **more))
+        is_direct = flags & os.O_DIRECT > 0
+        if is_direct and self.disk.direct == "refused":
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fd = int(real(path, flags & ~os.O_DIRECT, mode, **more))
+        (self._direct.add if is_direct else self._direct.discard)(fd)
         if name and name not in self.disk.names:
             self.disk.change(name, "", Inode())
         self.fds[fd] = self.disk.names[name] if name else None
         return fd
 
     def close(self, fd: int) -> None:
-        if self.machine.is_dead and fd not in self.fds:
+        if self.is_dead and fd not in self.fds:
             return  # its number may be another file's by now
         self.fds.pop(fd, None)
         self._real["close"](fd)
+
+    def _check_direct(self, fd: int, buffers: Sequence[Any], offset: int) -> None:
+        """What the kernel asks of direct I/O."""
+        if fd in self._direct:
+            places = [np.frombuffer(each, np.uint8).ctypes.data for each in buffers]
+            if any(place % BLOCK for place in (*places, *map(len, buffers), offset)):
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     def pwritev(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
         real = self._real["pwritev"]
         inode = self.fds.get(fd)
         if inode is None:
             return int(real(fd, buffers, offset, flags))
+        self._check_direct(fd, buffers, offset)
         early = self.machine.chance.random() < 0.5
         data = b"".join(buffers)
         try:
@@ -325,8 +349,9 @@ class System:
         real = self._real["preadv"]
         if self.fds.get(fd) is None:
             return int(real(fd, buffers, offset, flags))
+        self._check_direct(fd, buffers, offset)
         early = self.machine.chance.random() < 0.5
-        if early and not self.machine.is_dead:
+        if early and not self.is_dead:
             got = int(real(fd, buffers, offset, flags))
         self._enter("read")
         if not early:

@@ -14,6 +14,7 @@ from unittest.mock import patch
 from kvrecall.pool import Pool, clock
 from kvrecall.pool.disk import catalog, codec, engine, flusher, index, reclaimer, slabs, tier
 from kvrecall.pool.remote import tier as remote
+from kvrecall.pool.service import client, link, server, sessions
 from kvrecall_lab.faults.medium import Fault
 from kvrecall_lab.faults.run import schedules
 from kvrecall_lab.faults.schedule import KINDS
@@ -78,7 +79,7 @@ MUTANTS = (
     ),
     Mutant(
         "a slab stays while its blocks are read", reclaimer.Reclaimer, "_remove_emptied",
-        "if not any(self._catalog.is_read(entry.address) for entry in entries):", "if True:",
+        "self._emptied - self._catalog.slabs_read()", "set(self._emptied)",
         ("squeeze",),
     ),
     Mutant(
@@ -116,6 +117,76 @@ MUTANTS = (
         "self._host.unlease(found.cut(0))", "pass",
         ("calm",),
     ),
+    Mutant(
+        "a file that takes no direct I/O is opened without", slabs.SlabStore, "_open_file",
+        "if error.errno != errno.EINVAL:", "if True:",
+        ("calm",),
+    ),
+    Mutant(
+        "blocks are moved in memory that direct I/O takes", reclaimer.Reclaimer, "_move",
+        "memoryview(mmap.mmap(-1, slab.slot_bytes))", "memoryview(bytearray(slab.slot_bytes))",
+        ("squeeze",),
+    ),
+    Mutant(
+        "blocks age though the wall clock goes back", clock.Clock, "__call__",
+        "self._since_boot() + self._ahead", "self._wall()",
+        ("clock",),
+    ),
+    Mutant(
+        "a dead engine's slots are kept while its worker copies", sessions.Reaper, "run",
+        "if session.is_settled or self._close_seat(session.seat):", "if True:",
+        ("service",),
+    ),
+    Mutant(
+        "a lost engine's slots are kept while it lives", sessions.Reaper, "run",
+        "if session.peer.is_alive:", "if False:",
+        ("service",),
+    ),
+    Mutant(
+        "a lost engine's slots come back when its copies have ended", client.ServiceClient,
+        "_settle", "self._tell(current, p.Settle(life.welcome.token))", "pass",
+        ("service",),
+    ),
+    Mutant(
+        "and not before", client.ServiceClient, "_settle",
+        "or life.tickets or life.keys", "",
+        ("service",),
+    ),
+    Mutant(
+        "offsets of two services never mix", client.ServiceClient, "_adopt",
+        "or self._unsent", "",
+        ("service",),
+    ),
+    Mutant(
+        "slots whose offer came too late are given back", client.ServiceClient, "reserve",
+        "self._tell(life, p.Cancel(numbers[0]))", "pass",
+        ("service",),
+    ),
+    Mutant(
+        "another version is refused", server.Server, "greet",
+        "if hello.protocol != p.PROTOCOL:", "if False:",
+        ("service",),
+    ),
+    Mutant(
+        "a call ends at its deadline", link.Link, "_await",
+        "if left <= 0:", "if left <= -20:",
+        ("service",),
+    ),
+    Mutant(
+        "what is sent in part is sent on", link.Link, "_send",
+        "view = view[self._sock.send(view) :]", "self._sock.send(view); view = view[:0]",
+        ("service",),
+    ),
+    Mutant(
+        "a client that does not greet is not waited for", server.Connection, "connection_made",
+        'self._limit(self._server.patience.greeting_s, "no greeting arrived")', "pass",
+        ("service",),
+    ),
+    Mutant(
+        "an engine that ended is watched no longer", sessions.Reaper, "orphan",
+        "session.peer.close()", "pass",
+        ("service",),
+    ),
     # What the schedules found once.
     Mutant(
         "a folder that cannot be looked at is a medium that fails", engine.DiskEngine, "__init__",
@@ -131,6 +202,21 @@ MUTANTS = (
         "a slab that cannot be made ends no thread", reclaimer.Reclaimer, "_grow",
         "except OSError as error:", "except ZeroDivisionError as error:",
         ("error",), (Fault(frozenset({"open"}), errno.EIO, 5, 1000),),
+    ),
+    Mutant(
+        "a slab stays while blocks are read that were dropped since", catalog.Catalog, "slabs_read",
+        "slab_of, self._reading", "slab_of, self._reading.keys() - self._doomed",
+        ("squeeze",),
+    ),
+    Mutant(
+        "a folder that cannot be listed ends no resize", engine, "aside_bytes",
+        "contextlib.suppress(OSError):\n        for", "contextlib.suppress():\n        for",
+        ("error",), (Fault(frozenset({"list"}), errno.EIO, 1, 1000),),
+    ),
+    Mutant(
+        "a connection made while its client closes ends", client.ServiceClient, "close",
+        "self._lives():  # perhaps", "self._lives()[:1]:  # perhaps",
+        ("service",),
     ),
     Mutant(
         "a read without memory ends no thread", tier.DiskTier, "_run_reader",

@@ -12,8 +12,9 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+from kvrecall_lab.faults import service
 from kvrecall_lab.faults.medium import Fault
-from kvrecall_lab.faults.schedule import Outcome, run
+from kvrecall_lab.faults.schedule import KINDS, Outcome, run
 from kvrecall_lab.faults.sqlite import SimulatedVfs
 
 _AT_ONCE = 50
@@ -39,7 +40,11 @@ def schedules(
     try:
         with tempfile.TemporaryDirectory(prefix="faults-of-a-pool-", dir=_MEMORY) as folder:
             for seed in seeds:
-                outcomes.append(run(seed, Path(folder) / "disk", _vfs, faults))
+                root = Path(folder) / "disk"
+                if KINDS[seed % len(KINDS)] == "service":
+                    outcomes.append(service.run(seed, root, _vfs))
+                else:
+                    outcomes.append(run(seed, root, _vfs, faults))
                 if until is not None and until(outcomes[-1]):
                     break
     finally:

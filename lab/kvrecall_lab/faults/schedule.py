@@ -39,7 +39,7 @@ from kvrecall.pool.disk.codec import make_codec
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Tier
-from kvrecall_lab.faults.machine import Dead, Machine, Stuck, _Names, simulated
+from kvrecall_lab.faults.machine import Dead, Machine, Names, Stuck, simulated
 from kvrecall_lab.faults.medium import ALL, CHANGES, GROWS, Disk, Fault, System, Troubles
 from kvrecall_lab.faults.oracle import Oracle, Verdicts
 from kvrecall_lab.faults.sqlite import SimulatedVfs
@@ -56,10 +56,10 @@ _COMPRESSIONS: tuple[Compression, ...] = ("none", "none", "none", "none", "zstd"
 _FEW_CALLS = 40  # of one that is to come at the n-th call of a kind
 KINDS = (
     "calm", "cut", "cut", "kill", "error", "error", "sync", "lies", "rot", "flips", "hangs",
-    "clock", "store", "memory", "squeeze",
+    "clock", "store", "memory", "squeeze", "service",
 )  # fmt: skip
 """What fails, beside the power; `squeeze`: nothing else, but blocks are evicted, moved and dropped
-while they are read, all the time."""
+while they are read, all the time; `service`: see ``service``."""
 
 LISTED = {errno.ENOSPC: GROWS, errno.EDQUOT: GROWS, errno.EIO: ALL, errno.EROFS: CHANGES}
 """Which calls fail with which errno."""
@@ -110,6 +110,7 @@ class World:
         self.disk_bytes = (
             larger if self.kind == "squeeze" else self.chance.choice((_DISK_BYTES, larger))
         )
+        self.disk.direct = self.chance.choice(("", "", "aligned", "refused"))
         self.slots = self.chance.choice((12, 24, 60))
         chains = self.chance.choice((4, 12, 24))
         self.chains = [
@@ -161,12 +162,12 @@ class Life:
         except Dead:
             pass
         except Exception as error:  # noqa: BLE001 - a call of the pool raised it
-            verdicts.died.append(f"main: {_told_of(error)}")
+            verdicts.died.append(f"main: {told_of(error)}")
         finally:
             self.machine.is_dead = True
             for task in self.machine.tasks[1:]:
                 if task.error is not None and not self.system.was_cut:
-                    verdicts.died.append(f"{task.name}: {_told_of(task.error)}")
+                    verdicts.died.append(f"{task.name}: {told_of(task.error)}")
                 task.error = None
             was_closed = not (self.system.was_cut or verdicts.stuck or verdicts.died)
             tasks = [task.name for task in self.machine.tasks if not task.ended]
@@ -186,25 +187,8 @@ class Life:
 
     @contextlib.contextmanager
     def _simulated(self) -> Iterator[None]:
-        handler = _Lines(self.logged)
-        log = logging.getLogger("kvrecall")
-        memory = _Names(mmap, mmap=self.system.mmap)
-        libc = _Names(index._LIBC, fallocate=self.system.fallocate)
-        with (
-            simulated(self.machine, self.wall),
-            self.system.in_place(),
-            patch.object(index, "_LIBC", libc),
-            patch.object(slabs, "mmap", memory),
-            patch.object(reclaimer, "mmap", memory),
-            patch.object(codec, "mmap", memory),
-            patch.object(disk_tier, "mmap", memory),
-            patch.object(log, "propagate", False),
-        ):
-            log.addHandler(handler)
-            try:
-                yield
-            finally:
-                log.removeHandler(handler)
+        with simulated(self.machine, self.wall), on_disk(self.system), told_to(self.logged):
+            yield
 
     def _open(self, arena: Arena) -> None:
         world, chance = self.world, self.chance
@@ -220,7 +204,7 @@ class Life:
         config = DiskConfig(
             world.disk.folder,
             world.disk_bytes,
-            direct_io=False,
+            direct_io=world.disk.direct != "",
             max_queued_bytes=chance.choice((1 << 16, 1 << 20)),
             readers=chance.choice((1, 2)),
             compression=world.compression,
@@ -265,6 +249,9 @@ class Life:
         self._check_progress()
         self._check_acknowledged("in the same life")
         self._check_idle()
+        if world.oracle.ttl_s != float("inf"):
+            self._clock_steps(1.0)
+            self._wait(self._is_expired, "the life of blocks", 2.5 * world.oracle.ttl_s)
         began = self.machine.now
         self.pool.close(10.0)
         if self.machine.now - began > 10.0 + _LATE_S:
@@ -295,8 +282,8 @@ class Life:
             self._clock_steps()
             self.chance.choices(names, weights)[0]()
 
-    def _clock_steps(self) -> None:
-        if self.world.kind == "clock" and self.chance.random() < 0.1:
+    def _clock_steps(self, likely: float = 0.1) -> None:
+        if self.world.kind == "clock" and self.chance.random() < likely:
             self.skew = self.chance.choice((-20, -4, 0, 2, 10)) * _YEAR_S
 
     def _keys(self) -> list[BlockKey]:
@@ -432,14 +419,18 @@ class Life:
 
     # -- what must be true -----------------------------------------------------------------
 
-    def _wait(self, until: Callable[[], bool], what: str) -> bool:
-        end = self.machine.now + _IDLE_S
+    def _wait(self, until: Callable[[], bool], what: str, most_s: float = _IDLE_S) -> bool:
+        end = self.machine.now + most_s
         while not until():
             if self.machine.now > end:
                 self.world.oracle.verdicts.stuck.append(f"{what} does not end")
                 return False
             self.machine.sleep(0.1)
         return True
+
+    def _is_expired(self) -> bool:
+        """Whether all blocks that no request used for their life are gone."""
+        return all(info.pinned for info in (*self.pool.host_blocks(), *self.disk.catalog.infos()))
 
     def _check_told(self) -> None:
         """A tier that stores nothing now has said so, and shows it."""
@@ -531,6 +522,32 @@ class Life:
         return wrong
 
 
+@contextlib.contextmanager
+def on_disk(system: System) -> Iterator[None]:
+    """Inside, the pool's system calls are those of ``system``."""
+    memory = Names(mmap, mmap=system.mmap)
+    libc = Names(index._LIBC, fallocate=system.fallocate)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(system.in_place())
+        stack.enter_context(patch.object(index, "_LIBC", libc))
+        for module in (slabs, reclaimer, codec, disk_tier):
+            stack.enter_context(patch.object(module, "mmap", memory))
+        yield
+
+
+@contextlib.contextmanager
+def told_to(lines: list[str]) -> Iterator[None]:
+    """Inside, warnings are appended there, and shown nowhere."""
+    handler = _Lines(lines)
+    log = logging.getLogger("kvrecall")
+    with patch.object(log, "propagate", False):
+        log.addHandler(handler)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+
+
 class _Lines(logging.Handler):
     def __init__(self, lines: list[str]) -> None:
         super().__init__(logging.WARNING)
@@ -540,7 +557,7 @@ class _Lines(logging.Handler):
         self._lines.append(record.getMessage())
 
 
-def _told_of(error: BaseException) -> str:
+def told_of(error: BaseException) -> str:
     """An exception, and where in the pool it was raised."""
     trace, place = error.__traceback__, ""
     while trace is not None:
@@ -590,7 +607,7 @@ def run(seed: int, root: Path, vfs: SimulatedVfs, faults: Sequence[Fault] = ()) 
     world.has_errors = world.has_errors or bool(faults)
     chance, oracle, outcome = world.chance, world.oracle, world.outcome
     if world.kind == "clock":
-        oracle.ttl_s = 3600.0
+        oracle.ttl_s = 60.0
     if world.kind == "store":
         world.peer.trouble = chance.choice(TROUBLES)
         world.peer.share = chance.choice((0.1, 0.5, 1.0))

@@ -172,7 +172,7 @@ class SimulatedVfs:
     def _read_of(self, base: Any) -> Any:
         def read(file: int, into: int, nbytes: int, offset: int) -> int:
             system = self.files[file].system
-            if not system.machine.is_dead:
+            if not system.is_dead:
                 if self._fails(system, "read"):
                     return _IOERR_READ
                 if system.machine.chance.random() < system.troubles.flips:
@@ -189,7 +189,7 @@ class SimulatedVfs:
     def _write_of(self, base: Any) -> Any:
         def write(file: int, data: int, nbytes: int, offset: int) -> int:
             one = self.files[file]
-            system, was_dead = one.system, one.system.machine.is_dead
+            system, was_dead = one.system, one.system.is_dead
             code = self._fails(system, "write")
             arrives = not code or (system.was_cut and system.machine.chance.random() < 0.5)
             if arrives and not was_dead:
@@ -213,9 +213,9 @@ class SimulatedVfs:
     def _sync_of(self, base: Any) -> Any:
         def sync(file: int, flags: int) -> int:
             one = self.files[file]
-            system, was_dead = one.system, one.system.machine.is_dead
+            system, was_dead = one.system, one.system.is_dead
             if self._fails(system, "sync"):
-                if not was_dead and not system.machine.is_dead:
+                if not was_dead and not system.is_dead:
                     system.failed_sync(one.inode)
                 return _IOERR_FSYNC
             if system.troubles.lies:
@@ -232,10 +232,10 @@ class SimulatedVfs:
     @staticmethod
     def _fails(system: System, kind: str) -> int:
         """The errno of a call; any if the machine is dead."""
-        if system.machine.is_dead:
+        if system.is_dead:
             return errno.EIO
         code = system.fails(kind)
-        if not (code or system.machine.is_dead):
+        if not (code or system.is_dead):
             system.machine.now += system.seconds()
         return code
 

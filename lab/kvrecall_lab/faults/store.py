@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvrecall.pool.remote.store import Object
 from kvrecall_lab.faults.machine import Machine
 
-TROUBLES = ("throttles", "late", "loses", "truncates", "misdirects")
+TROUBLES = ("throttles", "late", "loses", "truncates", "misdirects", "lies", "deaf", "mute")
 
 
 @dataclass(slots=True)
@@ -22,7 +22,9 @@ class Peer:
 
 class SimulatedStore:
     """See ``Store``. ``late``: answers after the tier's deadline, and still writes what was asked
-    for; ``truncates``: a value is cut off, and called whole."""
+    for; ``truncates``: a value is cut off, and called whole; ``lies``: what is not there is, and
+    nothing is brought. Of the link, ``deaf``: puts do not reach it, and it is read; ``mute``: it
+    does what is asked, and its answers do not arrive."""
 
     exposed = ""
 
@@ -43,23 +45,31 @@ class SimulatedStore:
         if self._has("throttles"):
             raise OSError("503 Slow Down")
 
+    def _answer(self, answer: list[bool]) -> list[bool]:
+        if self._has("mute"):
+            self._machine.sleep(self._machine.chance.choice((0.1, 10.0)))
+            raise TimeoutError("no answer")
+        return [one or self._has("lies") for one in answer]
+
     def exists(self, names: Sequence[str]) -> list[bool]:
         self._call()
-        return [name in self._peer.values for name in names]
+        return self._answer([name in self._peer.values for name in names])
 
     def put(self, objects: Sequence[Object]) -> list[bool]:
         self._call()
+        if self._has("deaf"):
+            raise ConnectionResetError("reset by peer")
         for item in objects:
             value = b"".join(item.parts)
             if self._has("truncates"):
                 value = value[: self._machine.chance.randrange(len(value))]
             if not self._has("loses"):
                 self._peer.values.setdefault(item.name, value)
-        return [True] * len(objects)
+        return self._answer([True] * len(objects))
 
     def get(self, objects: Sequence[Object]) -> list[bool]:
         self._call()
-        return [self._get(item) for item in objects]
+        return self._answer([self._get(item) for item in objects])
 
     def _get(self, item: Object) -> bool:
         values = self._peer.values

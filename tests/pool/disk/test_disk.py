@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from support.disks import DiskBench, FaultyIo, open_disk
 
+from kvrecall.errors import ConfigError
 from kvrecall.pool.cipher import Cipher
 from kvrecall.pool.disk import index
 from kvrecall.pool.disk.catalog import DiskCounters
@@ -295,8 +296,12 @@ def test_an_index_is_renewed_as_soon_as_the_medium_allows_it(
     assert start().get(KEYS) == [Outcome.LOADED] * 32
 
 
-def test_a_slab_that_is_emptied_stays_while_its_blocks_are_read(start: Start, io: FaultyIo) -> None:
-    """Also for reads that were accepted and have not begun."""
+@pytest.mark.parametrize("dropped", [0, 10])
+def test_a_slab_that_is_emptied_stays_while_its_blocks_are_read(
+    start: Start, io: FaultyIo, dropped: int
+) -> None:
+    """Also for reads that were accepted and have not begun, and of blocks that were dropped since
+    (faults, seed 1574)."""
     bench = start(readers=1)
     disk = bench.tier
     first, last = chain(NAMESPACE, 341), chain(NAMESPACE, 20, "last")
@@ -313,6 +318,7 @@ def test_a_slab_that_is_emptied_stays_while_its_blocks_are_read(start: Start, io
 
     io.read = read  # type: ignore[method-assign]
     bench.submit_get(last[:10:2])  # not neighbours, so each is a read of its own
+    disk.drop(last[:dropped])
     disk.resize(10 * MIB)
     wait_until(lambda: len(disk.catalog.slab_uses()) == 1)
     for _ in range(3):  # rounds of the flusher
@@ -321,6 +327,19 @@ def test_a_slab_that_is_emptied_stays_while_its_blocks_are_read(start: Start, io
     assert bench.collect(last[:10:2]) == [Outcome.LOADED] * 5
     assert bench.holds(last[:10:2])
     wait_until(lambda: disk.surplus_bytes == 0)
+
+
+def test_a_folder_that_cannot_be_looked_at_is_not_resized(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = start(12 * MIB).tier
+
+    def check_room(path: Path, capacity_bytes: int) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("kvrecall.pool.disk.tier.check_room", check_room)
+    with pytest.raises(ConfigError, match="Input/output error"):
+        disk.resize(16 * MIB)
 
 
 def test_full_queue_sheds_and_takes_again(start: Start, io: FaultyIo) -> None:
@@ -392,14 +411,14 @@ def test_a_slot_that_two_read_is_free_when_both_end_and_moves_no_other_block(sta
     bench.put(KEYS)
     catalog: Any = bench.tier.catalog
     first, second, other = map(catalog.acquire, [KEYS[0], *KEYS[:2]])
+    catalog.release(other)
     bench.tier.drop(KEYS[:1])
     catalog.release(first)
-    assert catalog.is_read(second.address)
+    assert catalog.slabs_read(), "by the second"
     assert bench.put(KEYS[:1]) == [Outcome.STORED]
     assert not catalog.relocate(second, other.address), "it is elsewhere by now"
     catalog.release(second)
-    assert not catalog.is_read(second.address)
-    catalog.release(other)
+    assert not catalog.slabs_read()
     assert bench.get(KEYS) == [Outcome.LOADED] * len(KEYS)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import shutil
 import sqlite3
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from hypothesis import example, given, settings
@@ -144,6 +147,18 @@ def test_a_file_aside_that_cannot_be_looked_at_counts_nothing(tmp_path: Path) ->
     (tmp_path / f"{INDEX_NAME}.aside").write_bytes(b"12345")
     (tmp_path / f"{INDEX_NAME}.aside-wal").symlink_to(tmp_path / "gone")
     assert aside_bytes(tmp_path) == 5
+
+
+def test_a_folder_that_cannot_be_listed_counts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In faults, seed 1414, that ended the call that resized the tier."""
+
+    def scandir(path: object) -> NoReturn:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert aside_bytes(tmp_path) == 0
 
 
 def test_a_file_in_its_place_is_noticed(tmp_path: Path) -> None:

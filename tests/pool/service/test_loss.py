@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,6 +142,32 @@ def test_killed_service_costs_misses_and_is_rejoined(
     assert stats.tiers[1].writes >= before.tiers[1].writes, "counters went back"
     engine.close()
     client.close()
+
+
+def test_a_connection_made_while_the_client_closes_ends(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In faults, seed 47, it stayed open at the service for the life of the process."""
+    client = service.client()
+    begun, go_on = threading.Event(), threading.Event()
+    connect = ServiceClient._connect
+
+    def late(self: ServiceClient) -> Any:
+        begun.set()
+        go_on.wait()
+        return connect(self)
+
+    monkeypatch.setattr(ServiceClient, "_connect", late)
+    assert client._life is not None
+    client._life.fail("a test")
+    assert begun.wait(10.0)
+    closing = threading.Thread(target=client.close)
+    closing.start()
+    wait_until(client._closed.is_set)
+    go_on.set()
+    closing.join()
+    assert client._next is not None
+    assert client._next.is_lost
 
 
 def test_offsets_and_handles_of_two_services_never_mix(

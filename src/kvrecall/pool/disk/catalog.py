@@ -491,9 +491,10 @@ class Catalog(EntryTable):
                 if number in self._held:
                     self._changed(number)
 
-    def is_read(self, address: int) -> bool:
-        """Whether reads of the slot are in flight."""
-        return address in self._reading
+    def slabs_read(self) -> set[int]:
+        """Slabs of which reads are in flight, also of blocks that are forgotten by now."""
+        with self._lock:
+            return set(map(slab_of, self._reading))
 
     # -- pinned by an operator, from any thread --------------------------------------------
 

@@ -584,9 +584,10 @@ def _unfit(path: Path, trusting: bool = False) -> str:
 def aside_bytes(folder: Path) -> int:
     """Bytes of indexes that were moved aside; what the medium does not show counts nothing."""
     total = 0
-    for file in folder.glob(_ASIDE_NAME + "*"):
-        with contextlib.suppress(OSError):
-            total += file.stat().st_size
+    with contextlib.suppress(OSError):
+        for file in folder.glob(_ASIDE_NAME + "*"):
+            with contextlib.suppress(OSError):
+                total += file.stat().st_size
     return total
 
 

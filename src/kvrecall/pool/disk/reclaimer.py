@@ -43,7 +43,7 @@ class Reclaimer:
         self._index = engine.index
         self._counters = engine.counters
         self._watermarks = Watermarks(engine.config.high_watermark, engine.config.low_watermark)
-        self._emptied: dict[int, list[DiskEntry]] = {}  # by slab: entries that may still be read
+        self._emptied: set[int] = set()  # slabs, of which slots may still be read
         self._grow_at = self._remove_at = 0.0
 
     def make_room(self, slot_bytes: int, count: int) -> None:
@@ -215,7 +215,7 @@ class Reclaimer:
                 self._move(slab, entries[start : start + _MOVED_AT_ONCE])
         finally:
             self._catalog.forget_slab(slab.number, Cause.CAPACITY)
-            self._emptied[slab.number] = entries
+            self._emptied.add(slab.number)
             self._remove_emptied()
 
     def _move(self, slab: Slab, entries: Sequence[DiskEntry]) -> None:
@@ -239,12 +239,11 @@ class Reclaimer:
         self._catalog.add_pending_free(gone)
 
     def _remove_emptied(self) -> None:
-        """Deletes emptied slabs whose reads have ended."""
-        for number, entries in list(self._emptied.items()):
-            if not any(self._catalog.is_read(entry.address) for entry in entries):
-                if self._store.slab(number) is not None and not self._removed(number):
-                    return
-                del self._emptied[number]
+        """Deletes emptied slabs whose reads have ended, those of dropped blocks too."""
+        for number in self._emptied - self._catalog.slabs_read():
+            if self._store.slab(number) is not None and not self._removed(number):
+                return
+            self._emptied.discard(number)
 
     def _removed(self, number: int) -> bool:
         """Deletes a slab. False, and it is tried again later, if the medium fails."""

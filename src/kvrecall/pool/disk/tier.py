@@ -23,7 +23,7 @@ from kvrecall.pool.disk.catalog import DiskEntry
 from kvrecall.pool.disk.codec import BlockCodec
 from kvrecall.pool.disk.engine import DiskEngine
 from kvrecall.pool.disk.flusher import Flusher
-from kvrecall.pool.disk.folder import LEAST_BYTES, check_room
+from kvrecall.pool.disk.folder import LEAST_BYTES, check_room, refusal
 from kvrecall.pool.disk.slabs import FileIo, SlabLost, adjacent, slab_of
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.hints import Advice
@@ -328,6 +328,8 @@ class DiskTier(Tier):
                 doubt = check_room(self._config.path, capacity_bytes)
             except TierError as error:
                 raise ConfigError(str(error)) from error
+            except OSError as error:
+                raise ConfigError(str(refusal(self._config.path, error))) from error
             if doubt:
                 raise ConfigError(f"{doubt}; free some room, or resize to less")
         pinned, share = self.catalog.pinned_bytes, self._terms.pin_limit

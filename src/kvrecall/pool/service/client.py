@@ -458,17 +458,19 @@ class ServiceClient:
         life = self._current()
         self._ask(life, p.Bye)
         self._closed.set()
-        with self._lock:
-            lives = [life for life in (self._life, self._next) if life is not None]
-        for life in lives:
+        for life in self._lives():
             life.fail("closed")
         self._keeper.join()
-        for life in lives:
+        for life in self._lives():  # perhaps one that was made meanwhile
             life.close()
             with self._lock:
                 life.unmap()
 
     # -- the connection --------------------------------------------------------------------
+
+    def _lives(self) -> list[_Life]:
+        with self._lock:
+            return [life for life in (self._life, self._next) if life is not None]
 
     def _current(self) -> _Life | None:
         life = self._life
