@@ -348,6 +348,7 @@ def test_an_index_without_types_is_replaced_by_one_with_them(
     bench = open_tier(tmp_path)
     assert bench.get(KEYS) == [Outcome.LOADED] * 32
     assert "a new one was started" in caplog.text
+    bench.tier.close()
     with sqlite3.connect(tmp_path / "index.sqlite") as db:
         with pytest.raises(sqlite3.IntegrityError, match="cannot store TEXT"):
             db.execute("UPDATE blocks SET tenant = 'text'")
