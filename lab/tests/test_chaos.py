@@ -88,7 +88,7 @@ def test_damage_hits_the_blocks_it_names_and_no_others(service: ServiceProcess) 
     named: set[BlockKey] = set()
     faults = DiskFaults(service.disk, dice, slab_share=0.0)
     for _ in range(12):
-        damage = faults.inject(in_use=True)
+        damage = faults.inject()
         assert damage is not None
         named |= damage.keys
     assert 0 < len(named) < len(keys)
@@ -107,7 +107,7 @@ def test_damage_hits_the_blocks_it_names_and_no_others(service: ServiceProcess) 
 
 def test_a_slab_that_is_cut_costs_its_blocks(service: ServiceProcess) -> None:
     keys = save(service, 60)
-    damage = DiskFaults(service.disk, random.Random(1), slab_share=1.0).inject(in_use=True)
+    damage = DiskFaults(service.disk, random.Random(1), slab_share=1.0).inject()
     assert damage is not None
     assert (damage.keys, damage.count) == (set(keys), 1)
     service.kill()
@@ -151,7 +151,7 @@ def test_leaks_are_found(service: ServiceProcess, tmp_path: Path) -> None:
     assert service.stop()
     assert run.arenas_held([arena]) == []
     assert run.stray_files(service) == []
-    rows = {row.slab for row in stored_blocks(service.disk, in_use=False)}
+    rows = {row.slab for row in stored_blocks(service.disk)}
     assert rows == {"slab-000000.kv"}
     for stray in (service.folder / "dump", service.disk / "slab-000077.kv"):
         stray.write_bytes(b"x" * 10)

@@ -8,19 +8,16 @@ import contextlib
 import mmap
 import os
 import random
-import shutil
 import sqlite3
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvrecall.block import BlockKey
 from kvrecall.errors import TierError
-from kvrecall.pool.disk.index import INDEX_NAME
+from kvrecall.pool.disk.index import reading
 from kvrecall.pool.disk.slabs import offset_of, slab_of
 from kvrecall.processes.service import ServiceProcess
 from kvrecall_lab.chaos.fleet import Fleet, Replica
@@ -54,11 +51,11 @@ class Damage:
     count: int
 
 
-def stored_blocks(folder: Path, in_use: bool) -> list[StoredBlock]:
-    """Rows of the index of ``folder``. ``in_use``: a process has it open. Changes nothing. Empty if
-    the index cannot be read now."""
+def stored_blocks(folder: Path) -> list[StoredBlock]:
+    """Rows of the index of ``folder``, which may be in use. Changes nothing. Empty if the index
+    cannot be read now."""
     try:
-        with _connection(folder, in_use) as connection:
+        with reading(folder) as connection:
             rows = connection.execute(_QUERY).fetchall()
     except (sqlite3.Error, OSError):
         return []
@@ -68,21 +65,6 @@ def stored_blocks(folder: Path, in_use: bool) -> list[StoredBlock]:
         )
         for place, digest, name, nbytes in rows
     ]
-
-
-@contextlib.contextmanager
-def _connection(folder: Path, in_use: bool) -> Iterator[sqlite3.Connection]:
-    """A second reader of an index in use, otherwise a reader of a copy, because the last connection
-    to close an index modifies it."""
-    with tempfile.TemporaryDirectory(prefix="kvrecall-index-") as name:
-        source = folder
-        if not in_use:
-            source = Path(name)
-            for file in folder.glob(INDEX_NAME + "*"):
-                shutil.copyfile(file, source / file.name)
-        uri = f"file:{source / INDEX_NAME}?mode=ro"
-        with closing(sqlite3.connect(uri, uri=True, timeout=1.0)) as connection:
-            yield connection
 
 
 class DiskFaults:
@@ -95,9 +77,9 @@ class DiskFaults:
         self._slab_share = slab_share
         self._dice = dice
 
-    def inject(self, in_use: bool) -> Damage | None:
-        """Damages a block or file; None if there is none. ``in_use`` as in ``stored_blocks``."""
-        rows = stored_blocks(self._folder, in_use)
+    def inject(self) -> Damage | None:
+        """Damages a block or file; None if there is none."""
+        rows = stored_blocks(self._folder)
         if not rows:
             return None
         whole_slab = self._dice.random() < self._slab_share
@@ -105,7 +87,7 @@ class DiskFaults:
         if damage is None:
             return None
         # A slot may have been reused for another block since the index was read.
-        now = {(row.slab, row.offset): row for row in stored_blocks(self._folder, in_use)}
+        now = {(row.slab, row.offset): row for row in stored_blocks(self._folder)}
         hit = {(row.slab, row.offset) for row in rows if row.key in damage.keys}
         later = {now[place].key for place in hit if place in now}
         if whole_slab:
@@ -231,9 +213,9 @@ class FaultInjector:
         losses: durable blocks must be found unless they were evicted, before the kill (no row in
         the index) or since, while engines go on saving."""
         evictions = self._oracle.evictions
-        rows = {row.key for row in stored_blocks(self._service.disk, in_use=False)}
+        rows = {row.key for row in stored_blocks(self._service.disk)}
         if dice.random() < 0.4:
-            self._damage(in_use=False)
+            self._damage()
         if dice.random() < 0.7:
             self._stop.wait(dice.uniform(0.1, 3.0))
         self._service.start()
@@ -289,10 +271,10 @@ class FaultInjector:
 
     def _hurt_files(self, _: random.Random) -> None:
         with self._service_lock:
-            self._damage(in_use=True)
+            self._damage()
 
-    def _damage(self, in_use: bool) -> None:
-        damage = self._disk.inject(in_use)
+    def _damage(self) -> None:
+        damage = self._disk.inject()
         if damage is not None:
             self._oracle.damaged(damage.keys)
             self._report.add("corruptions", damage.count)

@@ -234,12 +234,12 @@ class ChaosRun:
         for file in (*fleet.left_in_shared_memory(), *self._tmp.glob("kvrecall*")):
             report.fault("leaked_bytes", f"{file} is left", size_of(file))
         if (service.disk / INDEX_NAME).exists():
-            before = {row.key for row in stored_blocks(service.disk, in_use=False)}
+            before = {row.key for row in stored_blocks(service.disk)}
             with FolderAdmin(service.disk) as admin:
                 verified = admin.do(Verify())
             report.add("blocks_verified", verified["checked"])
             report.add("blocks_found_damaged", verified["damaged"])
-            after = {row.key for row in stored_blocks(service.disk, in_use=False)}
+            after = {row.key for row in stored_blocks(service.disk)}
             if strange := oracle.undamaged(before - after):
                 what = f"{len(strange)} blocks on disk are damaged, but not by the run"
                 report.fault("lost_committed", what, len(strange))
@@ -293,7 +293,7 @@ def stray_files(service: ServiceProcess) -> list[tuple[Path, int]]:
     """Files of a stopped service, with their sizes, that are neither the run's own nor part of its
     disk tier: in its folder, and slabs without a row in the index."""
     own = {"pool.json", "service.log", "pool.sock.lock", service.disk.name}
-    slabs = {block.slab for block in stored_blocks(service.disk, in_use=False)}
+    slabs = {block.slab for block in stored_blocks(service.disk)}
     strays = [file for file in service.folder.iterdir() if file.name not in own]
     strays += [
         file

@@ -57,7 +57,10 @@ class _Methods(ctypes.Structure):
         ("xWrite", c_void_p),
         ("xTruncate", c_void_p),
         ("xSync", c_void_p),
-        ("others", c_void_p * 13),
+        ("xFileSize", c_void_p),
+        ("xLock", c_void_p),
+        ("xUnlock", c_void_p),
+        ("others", c_void_p * 10),
     ]
 
 
@@ -155,8 +158,9 @@ class SimulatedVfs:
                 _MOVE(self._write_of(cast(base.xWrite, _MOVE))),
                 _TRUNCATE(self._truncate_of(cast(base.xTruncate, _TRUNCATE))),
                 _SYNC(self._sync_of(cast(base.xSync, _SYNC))),
+                *[_SYNC(lambda *_: _OK)] * 2,  # which a killed process would have lost
             ]
-            names = ("xClose", "xRead", "xWrite", "xTruncate", "xSync")
+            names = ("xClose", "xRead", "xWrite", "xTruncate", "xSync", "xLock", "xUnlock")
             for name, call in zip(names, calls, strict=True):
                 setattr(table, name, cast(call, c_void_p))
             self._tables[at] = (base, table, calls)

@@ -43,13 +43,13 @@ def available_memory() -> int:
         if controllers not in ("", "memory"):
             continue
         root = Path("/sys/fs/cgroup") / controllers
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        limit_name, usage_name = names if controllers else ("memory.max", "memory.current")
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        limit_name, usage_name, of = names if controllers else ("memory.max", "memory.current", "")
         folder = root / path.lstrip("/")
         for level in (folder, *folder.parents):
             limit, usage = _number(level / limit_name), _number(level / usage_name)
             if limit is not None and usage is not None:
-                room = min(room, limit - usage)
+                room = min(room, limit - usage + _cached(level, of))
             if level == root:
                 break
     return max(0, room)
@@ -68,6 +68,17 @@ def _number(path: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def _cached(cgroup: Path, prefix: str) -> int:
+    """Bytes of files, such as loaded weights, that count as used in a cgroup although the kernel
+    drops them as soon as a process needs the memory."""
+    try:
+        lines = (cgroup / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    figures = dict(line.split(" ", 1) for line in lines)
+    return sum(int(figures.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
 
 
 def check_memory(nbytes: int, cure: str) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import secrets
 import shutil
 import sqlite3
-import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -24,7 +22,7 @@ from kvrecall.pool.disk import index
 from kvrecall.pool.disk.catalog import DiskCounters
 from kvrecall.pool.disk.codec import BlockCodec
 from kvrecall.pool.disk.flusher import Flusher
-from kvrecall.pool.disk.index import Index
+from kvrecall.pool.disk.index import Index, reading
 from kvrecall.pool.tier import Outcome, PutVerdict
 from kvrecall.testing import chain, wait_until
 from kvrecall.testing.tier_contract import NAMESPACE
@@ -58,7 +56,7 @@ def slabs(folder: Path) -> list[Path]:
 
 def rows(folder: Path) -> set[int]:
     """The addresses in the index."""
-    with contextlib.closing(sqlite3.connect(folder / "index.sqlite")) as db:
+    with reading(folder) as db:
         return {row[0] for row in db.execute("SELECT address FROM blocks")}
 
 
@@ -189,37 +187,6 @@ def test_index_that_cannot_grow_sheds(start: Start, monkeypatch: pytest.MonkeyPa
     assert bench.put(chain(NAMESPACE, 100, "again")) == [Outcome.STORED] * 100
     assert bench.get(KEYS[:8]) == [Outcome.LOADED] * 8
     assert bench.holds(KEYS[:8])
-
-
-def test_full_medium_takes_no_stores_and_keeps_what_it_has(tmp_path: Path) -> None:
-    mount = tmp_path / "small"
-    mount.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=32m", "none", str(mount)], capture_output=True
-    )
-    if done.returncode:
-        pytest.skip("may not mount a small file system")
-    try:
-        bench = open_disk(mount / "disk", 24 * MIB)
-        tier = bench.tier
-        assert bench.put(KEYS) == [Outcome.STORED] * 32
-        subprocess.run(["dd", "if=/dev/zero", f"of={mount}/eat", "bs=4096"], capture_output=True)
-        assert shutil.disk_usage(mount).free == 0
-        more = chain(NAMESPACE, 600, "more")
-        outcomes = [o for at in range(0, 600, 60) for o in bench.put(more[at : at + 60])]
-        assert set(outcomes) <= {Outcome.STORED, Outcome.SHED}
-        assert tier.stats().blocks > 50
-        (mount / "eat").unlink()
-        kept = [key for key in KEYS + more if tier.contains(key)]
-        tier.close()
-        bench = open_disk(mount / "disk", 24 * MIB)
-        tier = bench.tier
-        assert len(kept) == tier.stats().blocks
-        assert bench.get(kept) == [Outcome.LOADED] * len(kept)
-        assert bench.put(chain(NAMESPACE, 300, "again")) == [Outcome.STORED] * 300
-        tier.close()
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
 
 
 def test_blocks_are_not_given_up_for_rows_that_cannot_be_written(

@@ -25,6 +25,7 @@ from kvrecall.pool.disk.index import (
     IndexRow,
     aside_bytes,
     is_damage,
+    reading,
 )
 from kvrecall.pool.tier import Outcome
 from kvrecall.testing import chain
@@ -109,7 +110,7 @@ def test_only_a_file_that_was_closed_well_says_so(tmp_path: Path) -> None:
     assert not index.has("ended")  # type: ignore[arg-type]
 
     def is_noted() -> bool:
-        with contextlib.closing(sqlite3.connect(tmp_path / INDEX_NAME)) as db:
+        with reading(tmp_path) as db:
             return bool(db.execute("SELECT count(*) FROM meta WHERE name = 'ended'").fetchone()[0])
 
     assert not is_noted()

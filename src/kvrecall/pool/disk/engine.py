@@ -135,9 +135,9 @@ class DiskEngine:
             for slab in path.glob("slab-*.kv"):
                 _LOG.warning("disk tier: %s was written without encryption; deleted", slab)
                 slab.unlink()
-            index.mark("sealed")
+            index.note("sealed")
         if self.codec.packer is not None and not index.has("compressed"):
-            index.mark("compressed")
+            index.note("compressed")
         if index.has("compressed"):
             check_compression("of this folder")
 

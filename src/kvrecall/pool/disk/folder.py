@@ -49,7 +49,7 @@ def refusal(path: Path, error: OSError | sqlite3.Error) -> TierError:
     if isinstance(error, sqlite3.Error):
         fails = not is_damage(error)
         said = str(error)
-        if os.statvfs(path).f_favail == 0:
+        if (system := os.statvfs(path)).f_files and not system.f_favail:  # btrfs counts none
             said += "; its file system has no inodes left"
     else:
         fails = error.errno in _FAILS

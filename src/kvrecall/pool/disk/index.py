@@ -17,7 +17,9 @@ import json
 import logging
 import os
 import re
+import shutil
 import sqlite3
+import tempfile
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -39,12 +41,11 @@ SCHEMA_VERSION = FORMAT_VERSION * 100 + 4
 _PAGE = 4096
 _LARGE = 128 << 20  # of a file that takes seconds to check: only if it was not closed well
 _WAL_PAGES = 256
-_SHM_BYTES = 256 << 10  # more than the log's shared memory file takes
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 WAL_BYTES = 4 << 20
-"""Bound of the write-ahead log and its shared memory file: checkpoints run after 1 MiB, and a
-transaction of ``MAX_ROWS`` rows adds 2.5 MiB at worst (a page for every row)."""
+"""Bound of the write-ahead log: checkpoints run after 1 MiB, and a transaction of ``MAX_ROWS`` rows
+adds 2.5 MiB at worst (a page for every row)."""
 _READ_AT_ONCE = 1024  # rows: about a millisecond under the lock
 MAX_ROWS = 512
 """Rows a transaction may insert, delete or update."""
@@ -170,7 +171,7 @@ class Index:
     def note_time(self) -> None:
         """Notes what time it is. Durable on return; raises sqlite3.Error if the medium accepts no
         writes now."""
-        self._note("time", f"{int(self._clock()) - self._ahead_s} {self._clock.note()}")
+        self.note("time", f"{int(self._clock()) - self._ahead_s} {self._clock.note()}")
 
     @classmethod
     def open(cls, folder: Path, clock: Clock, why: str = "") -> Index:
@@ -384,7 +385,8 @@ class Index:
             self._connection.execute("VACUUM")
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
-    def _note(self, name: str, value: str = "") -> None:
+    def note(self, name: str, value: str = "") -> None:
+        """Notes a value, or a ``Mark``, of the file as a whole. Durable on return."""
         _put_meta(self._connection, name, value)
         self._meta[name] = value
 
@@ -392,16 +394,12 @@ class Index:
         """Ensures that the medium has space for ``nbytes`` of index and for its log, so that blocks
         that have a slot can also get a row. False if not; True also if the file system cannot
         tell. Raises OSError if the medium fails."""
-        return _reserve(self._path, nbytes) and _reserve(self._log_path, WAL_BYTES - _SHM_BYTES)
+        return _reserve(self._path, nbytes) and _reserve(self._log_path, WAL_BYTES)
 
     def has(self, mark: Mark) -> bool:
         """Whether the folder holds encrypted blocks only (``sealed``), or may hold compressed
         ones."""
         return mark in self._meta
-
-    def mark(self, mark: Mark) -> None:
-        """Marks the folder, permanently. Durable on return."""
-        self._note(mark)
 
     def limit(self, nbytes: int) -> None:
         """Limits the file to ``nbytes`` from now on; changes that need more fail."""
@@ -422,26 +420,36 @@ class Index:
         with contextlib.suppress(sqlite3.Error):
             if is_well:
                 self.note_time()
-                self._note("ended")
+                self.note("ended")
         self._connection.close()
+
+
+@contextlib.contextmanager
+def reading(folder: Path) -> Iterator[sqlite3.Connection]:
+    """Reads the index of a folder, in a copy if a tier may be using it: that lets no other open it.
+    Changes nothing. Raises OSError or sqlite3.Error."""
+    path, changed = folder / INDEX_NAME, 0
+    with tempfile.TemporaryDirectory(prefix="kvrecall-index-") as name:
+        uri, log = f"{path.absolute().as_uri()}?immutable=1", path.with_name(path.name + "-wal")
+        while log.exists() and changed != (changed := path.stat().st_mtime_ns):  # from the log
+            uri = shutil.copyfile(path, f"{name}/index")
+            shutil.copyfile(log, f"{name}/index-wal")
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
+            yield connection
 
 
 def counts_in(folder: Path) -> list[tuple[tuple[tuple[str, str], ...], int]]:
     """The parts of each namespace and how many blocks it has, most first, in the index of a folder
     that a tier may be using meanwhile. Changes nothing. TierError if it cannot be read."""
-    path = folder / INDEX_NAME
     query = (
         "SELECT parts, count(*) FROM blocks JOIN namespaces ON namespaces.id = blocks.namespace"
         " GROUP BY namespaces.id ORDER BY count(*) DESC"
     )
-    # Without a log SQLite would make one; where there is none, no process has the index open.
-    is_open = path.with_name(path.name + "-wal").exists()
-    uri = f"{path.absolute().as_uri()}?{'mode=ro' if is_open else 'immutable=1'}"
     try:
-        with contextlib.closing(sqlite3.connect(uri, uri=True)) as index:
+        with reading(folder) as index:
             return [(_PARTS.decode(parts), count) for parts, count in index.execute(query)]
-    except (sqlite3.Error, msgspec.DecodeError, RecursionError, TypeError) as error:
-        raise TierError(f"disk_path: {path} cannot be read: {error}") from error
+    except (OSError, sqlite3.Error, msgspec.DecodeError, RecursionError, TypeError) as error:
+        raise TierError(f"disk_path: {folder / INDEX_NAME} cannot be read: {error}") from error
 
 
 def check_index(folder: Path) -> bool:
@@ -488,10 +496,13 @@ def _put_meta(connection: sqlite3.Connection, name: str, value: str) -> None:
 
 
 def _plain(path: Path) -> sqlite3.Connection:
-    """A connection that returns texts as bytes, because their UTF-8 may be damaged."""
+    """A connection with the file to itself, so that the index of the log is in memory and not in a
+    mapped file, whose pages a full btrfs refuses with SIGBUS. Texts are bytes: their UTF-8 may be
+    damaged."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     connection.text_factory = bytes
+    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     return connection
 
 
