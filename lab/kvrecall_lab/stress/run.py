@@ -93,7 +93,7 @@ class Stress:
         return engine
 
     def _reference(self, orders: Sequence[Order]) -> dict[str, Answer]:
-        # No prompt in parts: there vLLM alone ends at a request with a seed, see ``mend_seeds``.
+        # No prompt in parts: there vLLM alone ends at a request with a seed, see ``mend_on_cpu``.
         options = {"num_gpu_blocks_override": 30 * _BLOCKS, "max_num_batched_tokens": 16 * LONGEST}
         engine = self._start("reference", **options)
         self._say(f"reference: {len(orders)} requests")
