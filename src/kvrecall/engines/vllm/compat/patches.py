@@ -174,8 +174,8 @@ TABLE = (
     Patch(
         "fingerprint-early",
         "vllm.v1.executor.abstract:Executor.__init__",
-        "Starts hashing the weight files before they are loaded, and notes the executor, by which "
-        "the workers map and page-lock the arena before the first request.",
+        "Hashes the weight files before they are loaded, and notes the executor, by which workers "
+        "map and page-lock the arena early.",
         "Only files that did not change since before loading are what was loaded.",
         "vLLM loads the connector's scheduler side before the model.",
     ),
@@ -257,8 +257,8 @@ TABLE = (
     Patch(
         "recall-in-usage",
         "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.__class__",
-        "Replaces each handler that vLLM has configured with a copy of a kvrecall subclass: usage "
-        "with the recall split, limits, `best_of`.",
+        "Replaces vLLM's handlers with copies of kvrecall subclasses: usage with the recall split, "
+        "limits, `best_of`.",
         "The constructor takes two dozen arguments that change from version to version.",
         "vLLM takes a handler class in its settings.",
     ),
