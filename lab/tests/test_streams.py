@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,12 +16,13 @@ from kvrecall.block import TierName
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.compat.scheduler import reschedule_lost
 from kvrecall.engines.vllm.connector import copier
+from kvrecall.engines.vllm.device.base import Batch
 from kvrecall.engines.vllm.wire import StepReport
 from kvrecall.pool import Pool
 from kvrecall_lab.models import write_model
 from kvrecall_lab.streams.device import CELL, DeadlockError, Machine, Style
 from kvrecall_lab.streams.engine import BLOCK, LAYERS, PAGE, RECOVERS, TOKEN_S, Engine, config, on
-from kvrecall_lab.streams.late import META, LateDevice, LateTensor, Queueing
+from kvrecall_lab.streams.late import META, LateDevice, LateTensor, Queueing, late_device
 from kvrecall_lab.streams.run import ALL, check
 
 SCHEDULES = dict(zip(ALL, (40, 16, 6), strict=True))
@@ -176,6 +178,19 @@ def test_work_that_waits_comes_after_and_late() -> None:
     assert bench.done == ["kernel", "copy"]
     bench.write(1)  # this thread knows that the copy is made
     assert bench.machine.faults == []
+
+
+def test_an_engine_that_computes_at_once_waits_at_once() -> None:
+    """A real one on a CPU queues nothing: what its stream waits for must be done before it goes on,
+    or it overwrites blocks that are still to be stored."""
+    device = late_device()
+    stored, block = torch.zeros(64), torch.ones(64)
+    stream = device.stream("stores")
+    places = (np.array([one]) for one in (block.data_ptr(), stored.data_ptr(), block.nbytes))
+    stream.copy(Batch(*places))
+    device.current().wait(stream.record())
+    block.zero_()
+    assert stored.sum() == 64
 
 
 def test_what_waits_for_itself_is_a_deadlock() -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,8 @@ class Question:
     """A request: ``prompt`` and ``salt`` as in vLLM; ``max_tokens``: of the answer. ``adapter``:
     name, number and folder of a LoRA adapter; ``images``: files that the prompt's image tokens
     stand for. ``samples``: greedy if 1; more are drawn, always the same. ``embeds``: which
-    positions are embeddings."""
+    positions are embeddings. ``sampling``: further fields of vLLM's ``SamplingParams``.
+    ``priority``: as in vLLM, the least first."""
 
     id: str
     prompt: tuple[int, ...]
@@ -56,6 +57,8 @@ class Question:
     images: tuple[str, ...] = ()
     samples: int = 1
     embeds: tuple[bool, ...] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class Answer:
     """``tokens``: of all samples, one after the other. ``sources``: prompt tokens by tier.
     ``keys``: its blocks saved to the pool, in hex. ``gaps``: each token's lead over the second
     choice, and ``scores``: its log-probability, if requested. ``cached``: prompt tokens that were
-    not computed."""
+    not computed. ``prompt_scores``: log-probabilities of the prompt's tokens, if requested."""
 
     id: str
     tokens: tuple[int, ...]
@@ -74,6 +77,7 @@ class Answer:
     ttft_s: float
     scores: tuple[float, ...] = ()
     cached: int = 0
+    prompt_scores: tuple[float, ...] = ()
 
     @classmethod
     def read(cls, line: Mapping[str, Any]) -> Answer:
@@ -156,14 +160,16 @@ class EngineProcess(ChildProcess):
         """Changes its weights, as of ``kvrecall_lab.engines.changing``."""
         self.send({"do": "change", **how})
 
-    def cancel(self, question_id: str) -> None:
-        """Aborts a request. It may have been answered; if not, it is not any more."""
-        self.send({"do": "cancel", "id": question_id})
+    def cancel(self, question_id: str, when: str = "") -> None:
+        """Aborts a request. It may have been answered; if not, it is not any more. ``when``: once
+        it is in that state, of ``host.STATES``; ``{"cancelled": id}`` comes in its place."""
+        self.send({"do": "cancel", "id": question_id, "when": when})
 
-    def forget_device(self, running: bool = False) -> None:
-        """Empties the engine's own prefix cache; the pool keeps its blocks. ``running``: all
-        running requests are preempted for it; else nothing happens while there are any."""
-        self.send({"do": "forget", "running": running})
+    def forget_device(self, running: bool = False, pool: bool = False) -> None:
+        """Empties the engine's own prefix cache; ``pool``: the pool, too, which else keeps its
+        blocks. ``running``: all running requests are preempted for it; else nothing happens while
+        there are any."""
+        self.send({"do": "forget", "running": running, "pool": pool})
 
     def answers(self, questions: Sequence[Question], seconds: float = START_S) -> list[Answer]:
         """Sends all at once and waits for the answers. Raises EngineError."""
@@ -184,7 +190,8 @@ class EngineProcess(ChildProcess):
         return found
 
     def memory(self, seconds: float = _END_S) -> Mapping[str, Any]:
-        """Its device cache: ``blocks``, ``hybrid_manager``, ``groups``. Raises EngineError."""
+        """Its device cache: ``blocks``, ``held``, ``hybrid_manager``, ``groups``. Raises
+        EngineError."""
         self.send({"do": "memory"})
         found: Mapping[str, Any] = self.await_reply("memory", seconds)
         return found

@@ -4,13 +4,15 @@
 ``vllm.LLM``, with the pool's settings under ``pool``), every other an order:
 
 {"do": "ask", "id": .., "prompt": [..], "salt": .., "max_tokens": .., "logprobs": ..,
- "adapter": [name, number, path], "images": [path, ..], "samples": ..,
- "embeds": [bool, ..]}     answers a request; ``embeds``: which positions are embeddings
-{"do": "forget", "running": ..}  empties the device's prefix cache, the pool keeps its blocks; if
-                           ``running``, requests start over, otherwise only an idle engine does it
+ "adapter": [name, number, path], "images": [path, ..], "samples": .., "sampling": {..},
+ "priority": .., "embeds": [bool, ..]}  answers a request; ``embeds``: where embeddings are
+{"do": "forget", "running": .., "pool": ..}  empties the device's prefix cache, and the pool if
+                           ``pool``; if ``running``, requests start over, otherwise only an idle
+                           engine does it
 {"do": "change", ..}       changes the weights, as of ``kvrecall_lab.engines.changing``
 {"do": "fill", "prompts": [[..], ..]}  has the pool hold made-up KV as if it had served these
-{"do": "cancel", "id": ..} aborts a request, which is not answered
+{"do": "cancel", "id": .., "when": ..}  aborts a request, which is not answered; with ``when``
+                           once it is in that state (``STATES``), and ``{"cancelled": id}``
 {"do": "metrics"}          asks for the counters that Prometheus would scrape
 {"do": "memory"}           asks for the engine's device cache: blocks and KV groups
 {"do": "kv"}               asks for the KV on the device of the request that ended last
@@ -47,6 +49,10 @@ from kvrecall_lab.engines.kv import device_kv, joined
 _SEED = 7  # of a request for several samples
 Admission = tuple[str, int, int, int]
 """Of a request: tokens that the device has, end of the prefix recalled, tokens it has so far."""
+
+STATES = "waiting fetched waiting_for_remote_kvs prefilling decoding stored preempted".split()
+"""In which a request can be aborted: not begun; its blocks on their way into the arena, or onto the
+device; computed; its blocks being copied into the arena; without device blocks again."""
 
 _SETTLING_STEPS = 100
 _FILL_S = 60.0
@@ -115,8 +121,8 @@ class Host:
 
         pool = setup.pop("pool", None)
         transfer = {
-            "kv_connector": "RecallConnector",
-            "kv_connector_module_path": "kvrecall.engines.vllm",
+            "kv_connector": setup.pop("connector", "RecallConnector"),
+            "kv_connector_module_path": setup.pop("module", "kvrecall.engines.vllm"),
             "kv_role": "kv_both",
             "kv_connector_extra_config": pool,
         }
@@ -135,6 +141,7 @@ class Host:
         self._names: dict[str, str] = {}  # the engine's request id -> the client's
         self._chains: dict[str, tuple[BlockKey, ...]] = {}
         self._started: dict[str, tuple[float, float]] = {}  # submitted, first token
+        self._doomed: dict[str, str] = {}  # requests to be aborted, each in which state
         self._joined: bool | None = None
         self._admissions: list[Admission] = []
         self._tables: Sequence[Sequence[int]] = ()  # device blocks of the last request that ended
@@ -152,12 +159,14 @@ class Host:
                 if name == "close":
                     return self._core.shutdown()
                 if name == "forget":
-                    self._forget(order.get("running", False))
+                    self._forget(order.get("running", False), order.get("pool", False))
                 elif name == "change":
                     from kvrecall_lab.engines.changing import change
 
                     change(self._llm, **order)
                     _say(self._replies, {"change": True})
+                elif name == "cancel" and order["when"]:
+                    self._doomed[order["id"]] = order["when"]
                 elif name == "cancel":
                     self._cancel(order["id"])
                 elif name == "fill":
@@ -177,15 +186,17 @@ class Host:
                 return self._core.shutdown()
             self._tell_joined()
             if busy:
+                if self._doomed:
+                    self._cancel_doomed()
                 self._step()
 
-    def _forget(self, running: bool) -> None:
-        """Empties the device's prefix cache; ``running``: of running requests, too. Blocks of a
-        request that has just ended may still be copied, for a step or two."""
+    def _forget(self, running: bool, pool: bool) -> None:
+        """Empties the device's prefix cache; ``running``: of running requests, too; ``pool``: and
+        the pool. Blocks of a request that has just ended may still be copied, for a step or two."""
         for _ in range(_SETTLING_STEPS):
             # vLLM refuses while blocks are loaded, as a server replies; it has preempted.
             with contextlib.suppress(RuntimeError):
-                if self._engine.reset_prefix_cache(running):
+                if self._engine.reset_prefix_cache(running, pool):
                     return
             if self._engine.has_unfinished_requests():
                 return
@@ -202,10 +213,16 @@ class Host:
         images: Sequence[str] = (),
         samples: int = 1,
         embeds: Sequence[bool] = (),
+        sampling: Mapping[str, Any] | None = None,
+        priority: int = 0,
     ) -> None:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+        more = dict(sampling or {})
+        if "structured_outputs" in more:
+            more["structured_outputs"] = StructuredOutputsParams(**more["structured_outputs"])
 
         item: dict[str, Any] = {"prompt_token_ids": prompt}
         if embeds:
@@ -214,20 +231,22 @@ class Host:
             item["cache_salt"] = salt
         if images:
             item["multi_modal_data"] = {"image": [_picture(path) for path in images]}
-        params = SamplingParams(
-            n=samples,
-            temperature=0.0 if samples == 1 else 1.0,
-            seed=None if samples == 1 else _SEED,
-            max_tokens=max_tokens,
-            logprobs=_SECOND if logprobs else None,
+        given = {
+            "n": samples,
+            "temperature": 0.0 if samples == 1 else 1.0,
+            "seed": None if samples == 1 else _SEED,
+            "max_tokens": max_tokens,
+            "logprobs": _SECOND if logprobs else None,
             # Otherwise the last output is of one sample: of the one that ends last.
-            output_kind=RequestOutputKind.CUMULATIVE
+            "output_kind": RequestOutputKind.CUMULATIVE
             if samples == 1
             else RequestOutputKind.FINAL_ONLY,
-        )
+        }
+        params = SamplingParams(**given | more)
         self._started[id] = time.perf_counter(), 0.0
         lora = LoRARequest(*adapter) if adapter else None
-        self._names[self._engine.add_request(id, item, params, lora_request=lora)] = id
+        more = {"lora_request": lora, "priority": priority}
+        self._names[self._engine.add_request(id, item, params, **more)] = id
 
     def _embedded(self, prompt: list[int], embeds: Sequence[bool]) -> dict[str, Any]:
         """The prompt with embeddings, the same for each token, at some of its positions, or all."""
@@ -247,6 +266,15 @@ class Host:
     def _cancel(self, id: str) -> None:
         if self._started.pop(id, None) is not None:
             self._engine.abort_request([id])
+
+    def _cancel_doomed(self) -> None:
+        """Aborts those that are in the state for which it was ordered."""
+        scheduler = self._core.scheduler
+        for request in list(scheduler.requests.values()):
+            name = request.request_id.rpartition("_")[2].rpartition("-")[0]  # vLLM's additions
+            if self._doomed.get(name, "") in states_of(request, scheduler.connector):
+                _say(self._replies, {"cancelled": name, "when": self._doomed.pop(name)})
+                self._cancel(name)
 
     def _fill(self, prompts: Sequence[list[int]]) -> dict[str, int]:
         """Uses every chain as a request does, and saves what is missing: zeros."""
@@ -294,6 +322,7 @@ class Host:
         submitted, first = self._started.pop(output.request_id)
         samples = output.outputs
         keys = self._chains.pop(output.request_id, ())
+        prompt = zip(output.prompt_token_ids or (), output.prompt_logprobs or (), strict=False)
         return {
             "id": output.request_id,
             "tokens": [token for one in samples for token in one.token_ids],
@@ -307,6 +336,7 @@ class Host:
                 for token, step in zip(one.token_ids, one.logprobs or (), strict=False)
             ],
             "cached": output.num_cached_tokens or 0,
+            "prompt_scores": [step[token].logprob for token, step in prompt if step],
             "ttft_s": first - submitted,
         }
 
@@ -336,6 +366,20 @@ class Host:
         if joined != self._joined:
             self._joined = joined
             _say(self._replies, {"joined": joined})
+
+
+def states_of(request: Any, connector: Any) -> set[str]:
+    """What happens to a request between two steps, in the words of ``STATES``."""
+    status, side = request.status.name, connector._s
+    found = {status.lower()}
+    if request.request_id in side._matched:
+        found.add("fetched")
+    elif status == "RUNNING":
+        found.add("decoding" if request.num_output_tokens > 1 else "prefilling")
+    state = side.state_of(request.request_id)
+    if state is not None and side._saver.is_reading(state):
+        found.add("stored")
+    return found
 
 
 def _gap(step: Mapping[int, Any]) -> float:
@@ -369,8 +413,10 @@ def memory_of(engine: Any, core: Any) -> dict[str, Any]:
             }
         )
     scheduler = engine.vllm_config.scheduler_config
+    free = core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     return {
         "blocks": config.num_blocks,
+        "held": config.num_blocks - 1 - free,  # the null block is no request's
         "hybrid_manager": not scheduler.disable_hybrid_kv_cache_manager,
         "groups": groups,
     }

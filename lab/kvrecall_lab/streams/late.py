@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvrecall.attention.kernels.device import Piece
 from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event, Stream
 
-from .device import CELL, Cells, Machine, Style
+from .device import CELL, Cells, LateStream, Machine, Style
 
 META = torch.device("meta")
 _SMALL = 1 << 14
@@ -290,10 +290,19 @@ class LateDevice(Device):
         return
 
 
+class _EngineStream(LateStream):
+    """An engine's that computes on the host, at once, what it does not queue here."""
+
+    def wait(self, event: Event) -> None:
+        event.wait()
+
+
 PATIENCE = 3
 
 
 def late_device(_: object = None) -> LateDevice:
     """Copies are made when they are waited for, or when they were asked for ``PATIENCE`` times."""
     style = Style(eager=0.0, patience=PATIENCE - 1, only_needed=True, speeds=(1.0,))
-    return LateDevice(Machine(random.Random(0), style))
+    machine = Machine(random.Random(0), style)
+    machine.streams[0] = machine.computing = _EngineStream(machine, "compute", 1)
+    return LateDevice(machine)

@@ -134,3 +134,18 @@ def test_an_adapter_that_leaves_and_comes_back_as_another_is_seen(
     again = engine.ask(prompt, lora=lora)
     assert hits(again) == WHOLE
     assert again["tokens"] == second["tokens"] != first["tokens"]
+
+
+def test_a_request_without_an_adapter_is_the_base_models_beside_others(
+    engine: Engine, base: Path, tmp_path: Path
+) -> None:
+    """vLLM on a CPU would add the adapter in the last place, and its KV be pooled as the base's."""
+    lora: list[Any] = ["fifth", 5, str(tmp_path / "fifth")]
+    written(tmp_path / "fifth", base, 9)
+    assert engine.add_lora(lora=lora)
+    alone, beside = prompt_of(3 * BLOCK + 5, 5), prompt_of(3 * BLOCK + 5, 6)
+    plain = engine.ask(alone)
+    assert engine.forget_all()
+    mixed, _ = engine.generate(prompts=[alone, beside], loras=[None, lora])
+    assert sum(hits(mixed)) == 0
+    assert mixed["tokens"] == plain["tokens"]

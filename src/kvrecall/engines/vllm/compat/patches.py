@@ -51,8 +51,7 @@ TABLE = (
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model",
         "Gives the connector a step's orders before attention metadata is built. Only with Model "
         "Runner V2.",
-        "V2 calls `handle_preemptions` just before the forward pass, so metadata would describe "
-        "blocks that have left the device.",
+        "V2 calls `handle_preemptions` behind that: metadata would describe blocks that have left.",
         "V2 calls it before it builds metadata, as V1 does.",
     ),
     Patch(
@@ -60,8 +59,7 @@ TABLE = (
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
         "Shows a step's block tables on the host to retrieval's metadata builder. Only with "
         "retrieval attention and Model Runner V1.",
-        "Builders receive them on the device; to read them there, the host would wait for the step "
-        "before.",
+        "Builders receive them on the device; to read them there, the host would wait.",
         "Attention metadata includes block tables on the host.",
     ),
     Patch(
@@ -83,8 +81,7 @@ TABLE = (
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._determine_batch_execution_and_padding",
         "Replays no full graph for a step that retrieval attention cannot do in one, and notes for "
         "which steps one is replayed. Only with retrieval attention on a GPU and Model Runner V1.",
-        "vLLM chooses a step's graph before it builds attention metadata, by the number of tokens "
-        "alone, and does not tell the builders.",
+        "vLLM chooses a step's graph by the number of tokens, and does not tell the builders.",
         "Builders are asked and told.",
     ),
     Patch(
@@ -99,8 +96,7 @@ TABLE = (
         "vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
         "Leaves device memory for digests. Only with retrieval attention on a GPU, and not if "
         "`--kv-cache-memory-bytes` is set.",
-        "vLLM gives all that `--gpu-memory-utilization` leaves to the KV cache; digests would come "
-        "on top.",
+        "vLLM gives the KV cache all memory that is left; digests would come on top.",
         "A KV cache spec can say what a block takes beside its KV.",
     ),
     Patch(
@@ -115,8 +111,7 @@ TABLE = (
         "see-calls",
         "vllm.v1.engine.core:EngineCore.collective_rpc",
         "Reads the weights' digest before and after a call to the workers that may write weights.",
-        "`reload_weights`, weight transfer and methods of worker extensions replace the weights; "
-        "vLLM tells no connector.",
+        "`reload_weights`, weight transfer and worker extensions replace weights unannounced.",
         "vLLM tells connectors that weights changed.",
     ),
     Patch(
@@ -137,8 +132,7 @@ TABLE = (
         "keep-pool",
         "vllm.v1.engine.core:EngineCore._reset_caches",
         "Keeps the pool when an engine pauses or sleeps.",
-        "vLLM resets the connector there as well; the pool's blocks stay right, and with a pool "
-        "service other engines use them.",
+        "vLLM resets the connector there, but the pool's blocks stay right, and others use them.",
         "vLLM resets connectors only when weights changed.",
     ),
     Patch(
@@ -180,18 +174,16 @@ TABLE = (
     Patch(
         "fingerprint-early",
         "vllm.v1.executor.abstract:Executor.__init__",
-        "Starts hashing the weight files before they are loaded, and notes the executor, by which "
-        "the workers map and page-lock the arena before the first request.",
-        "Only files that did not change since before loading are what was loaded; and the hash is "
-        "ready when the engine is.",
+        "Hashes the weight files before they are loaded, and notes the executor, by which workers "
+        "map and page-lock the arena early.",
+        "Only files that did not change since before loading are what was loaded.",
         "vLLM loads the connector's scheduler side before the model.",
     ),
     Patch(
         "match-unit",
         "vllm.v1.engine.core:resolve_kv_cache_block_sizes",
         "Sets `prefix_match_unit` where hits can end inside blocks and the user has not set it.",
-        "Whether they can, and which units fit, is known only when the KV groups are; another "
-        "value ends the engine.",
+        "Which units fit is known only when the KV groups are; another one ends the engine.",
         "vLLM chooses a unit itself.",
     ),
     Patch(
@@ -222,9 +214,15 @@ TABLE = (
         "seeds",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync",
         "Takes back samples of unfinished prefills without the generator's offset. Only on a CPU.",
-        "A CPU's generator has no offset: the first request with a `seed` and a prompt of several "
-        "steps ends the engine.",
+        "A CPU's has none: a request with a `seed` and a prompt of several steps ends the engine.",
         "vLLM's CPU runner stops calling `Generator.get_offset`.",
+    ),
+    Patch(
+        "base-rows",
+        "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU._apply_shrink",
+        "Keeps adapters off tokens of requests without one. Only on a CPU.",
+        "Their index is -1: in a step with others vLLM adds the adapter in the last place.",
+        "vLLM's kernels for a CPU leave such tokens out.",
     ),
     Patch(
         "sleep",
@@ -259,8 +257,8 @@ TABLE = (
     Patch(
         "recall-in-usage",
         "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.__class__",
-        "Replaces each handler that vLLM has configured with a copy of a kvrecall subclass: usage "
-        "with the recall split, limits, `best_of`.",
+        "Replaces vLLM's handlers with copies of kvrecall subclasses: usage with the recall split, "
+        "limits, `best_of`.",
         "The constructor takes two dozen arguments that change from version to version.",
         "vLLM takes a handler class in its settings.",
     ),
@@ -269,8 +267,7 @@ TABLE = (
 PATCHES = {patch.name: patch for patch in TABLE}
 
 _NAME, _PLAIN = "kvrecall_patch", "__wrapped__"
-"""Attributes of a replacement. By the second its signature is that of vLLM's own, by which vLLM
-converts arguments that come from another process."""
+"""Attributes of a replacement; by the second its signature, which vLLM reads, is vLLM's own."""
 
 
 def owner_of(patch: Patch) -> Any:
@@ -311,8 +308,7 @@ def install(
 
 
 def install_at_import(name: str, make: Callable[[Any], Any]) -> None:
-    """As ``install``, but once vLLM imports the target's module: that takes a second, which a
-    process without an engine need not spend."""
+    """As ``install``, but once vLLM imports the target's module, which may take a second."""
     module = PATCHES[name].target.partition(":")[0]
     if module in sys.modules:
         install(name, make)

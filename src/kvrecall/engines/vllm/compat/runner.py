@@ -1,5 +1,5 @@
 """Patches of vLLM's workers and model runners: access to the model and to block tables on the host,
-memory beside the KV cache, the time of connector calls, and requests with a ``seed`` on a CPU.
+memory beside the KV cache, the time of connector calls, and seeds and adapters on a CPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 import numpy.typing as npt
 
-from kvrecall.engines.vllm.compat.patches import PATCHES, install, owner_of
+from kvrecall.engines.vllm.compat.patches import PATCHES, install, install_at_import, owner_of
 from kvrecall.engines.vllm.compat.versions import is_refused
 from kvrecall.environment import SEEDS
 
@@ -245,7 +245,7 @@ def register_seeds() -> None:
     """The ``vllm.general_plugins`` entry point ``seeds``: acts in workers, if enabled."""
     is_worker = "Worker" in multiprocessing.current_process().name
     if is_worker and os.environ.get(SEEDS) == "1" and not is_refused():
-        mend_seeds()
+        mend_on_cpu()
 
 
 def ask_for_seeds(environ: MutableMapping[str, str]) -> None:
@@ -253,18 +253,25 @@ def ask_for_seeds(environ: MutableMapping[str, str]) -> None:
     environ.setdefault(SEEDS, "1")
 
 
-def mend_seeds() -> None:
-    """Makes this process's model runner take back samples in a way that a CPU supports. No effect
-    elsewhere.
+def mend_on_cpu() -> None:
+    """Mends what vLLM does wrong on a CPU, in this process. No effect elsewhere.
 
-    In a prefill of several steps vLLM 0.32 samples at the end of each and takes that back by the
-    offset of the request's random generator. CPU generators have no offset: the first such request
-    ends the engine, and with it all others.
+    In a prefill of several steps vLLM 0.32 takes samples back by the offset of a generator, which
+    a CPU's has not: the engine ends. Tokens without an adapter get one that others have.
     """
     from kvrecall.engines.vllm.compat.config import is_on_cpu
 
     if is_on_cpu():
         install("seeds", _without_offsets)
+        install_at_import("base-rows", _without_adapters)
+
+
+def _without_adapters(own: Callable[..., None]) -> Callable[..., None]:
+    def apply_shrink(wrapper: Any, y: torch.Tensor, *args: Any) -> None:
+        own(wrapper, y, *args)
+        y.view(-1, y.shape[-1])[wrapper.token_lora_indices < 0] = 0.0  # what is expanded next
+
+    return apply_shrink
 
 
 def _without_offsets(own: Callable[..., Any]) -> Callable[..., Any]:

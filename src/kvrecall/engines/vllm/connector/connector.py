@@ -72,7 +72,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         config.require_supported(vllm_config, kv_cache_config)
         waits.install()
         if role is KVConnectorRole.WORKER:
-            runner.mend_seeds()
+            runner.mend_on_cpu()
             runner.hand_orders_first(vllm_config, wire.StepOrders)
             self._worker = RecallWorker(vllm_config, kv_cache_config)
             runner.show_model(vllm_config, self._worker.see_model)

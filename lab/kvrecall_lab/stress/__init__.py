@@ -1,0 +1,1 @@
+"""An engine whose device cache holds forty blocks, asked for everything at once."""
