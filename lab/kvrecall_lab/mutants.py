@@ -16,7 +16,7 @@ import time
 import tomllib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -72,7 +72,8 @@ def mutants() -> list[Mutant]:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """``how``: ``killed``, ``survived``, or ``broken``: nothing is known, for the reason ``seen``.
-    ``cpu_s``: processor time of its tests."""
+    Of tests without a fault: ``passes``, ``fails``, or ``broken``. ``cpu_s``: processor time of the
+    tests."""
 
     name: str
     how: str
@@ -81,7 +82,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        mark = self.how if self.how == "killed" else self.how.upper()
+        mark = self.how if self.how in ("killed", "passes") else self.how.upper()
         return f"{mark:8} {self.name:44} {self.cpu_s:5.1f} s  {self.seen}"
 
 
@@ -113,7 +114,7 @@ def main(
         files = sorted({test.partition("::")[0] for one in chosen for test in one.tests})
         checks = {file: partial(_unmutated, file, chosen, plain, folder) for file in files}
         before = run_trials(progress, checks, jobs, lambda verdict: verdict.text)
-        failing = [file for file, verdict in before.items() if verdict.how != "survived"]
+        failing = [file for file, verdict in before.items() if verdict.how != "passes"]
         trials = {one.name: partial(trial, one, plain, folder, failing) for one in chosen}
         verdicts = run_trials(progress, trials, jobs, lambda verdict: verdict.text).values()
         left = [one for one in verdicts if one.how != "killed"]
@@ -130,9 +131,10 @@ def main(
 
 
 def _unmutated(file: str, chosen: Iterable[Mutant], plain: Path, folder: Path) -> Verdict:
-    """What the tests of one file say of the product as it is; ``survived``: they pass."""
+    """What the tests of one file say of the product as it is."""
     named = {test for one in chosen for test in one.tests if test.partition("::")[0] == file}
-    return _tested(f"as it is: {file}", [file] if file in named else sorted(named), plain, folder)
+    told = _tested(f"as it is: {file}", [file] if file in named else sorted(named), plain, folder)
+    return replace(told, how={"survived": "passes", "killed": "fails"}.get(told.how, told.how))
 
 
 def trial(one: Mutant, plain: Path, folder: Path, failing: Sequence[str]) -> Verdict:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrecall_lab import mutants
-from kvrecall_lab.mutants import ROOT, Mutant, trial
+from kvrecall_lab.mutants import ROOT, Mutant, _unmutated, trial
 
 MUTANTS = mutants.mutants()
 
@@ -44,11 +44,16 @@ TESTS = {
 
 
 @pytest.mark.parametrize(
-    ("test", "how"),
-    [("fails", "killed"), ("passes", "survived"), ("imports", "broken"), ("waits", "killed")],
+    ("test", "how", "without"),
+    [
+        ("fails", "killed", "passes   as it is"),
+        ("passes", "survived", "passes   as it is"),
+        ("imports", "broken", "BROKEN   as it is"),
+        ("waits", "killed", "FAILS    as it is"),
+    ],
 )
 def test_only_a_test_that_fails_finds_a_fault(
-    tmp_path: Path, test: str, how: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, test: str, how: str, without: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not one that cannot be imported, say."""
     monkeypatch.setattr(mutants, "_TEST_S", 2)
@@ -60,5 +65,7 @@ def test_only_a_test_that_fails_finds_a_fault(
     check.write_text(f"from kvrecall import product\ndef test():\n    {TESTS[test]}\n")
     one = Mutant("one", "product.py", "return 1", "return 2", "", (str(check),))
     assert trial(one, plain, tmp_path, []).how == how
+    before = _unmutated(str(check), [one], plain, tmp_path)
+    assert before.text.startswith(without), "a fault survives; tests without one pass"
     gone = Mutant("gone", "product.py", "return 3", "return 2", "", (str(check),))
     assert trial(gone, plain, tmp_path, []).how == "broken"
