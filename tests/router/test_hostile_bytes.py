@@ -23,7 +23,7 @@ from kvrecall.router.upstream import (
     InstanceReply,
     Upstream,
     _error_of,
-    _events,
+    _all_events,
 )
 from kvrecall.server.replies import ReplyError
 
@@ -120,7 +120,7 @@ def test_a_stream_is_cut_into_events_that_are_it(chunks: list[bytes]) -> None:
     async def read() -> list[bytes]:
         response = SimpleNamespace(aiter_raw=raw)
         try:
-            return [one async for one in _events(None, response)]  # type: ignore[arg-type]
+            return [one async for one in _all_events(None, response)]  # type: ignore[arg-type]
         except InstanceFailedError:
             return []
 

@@ -661,7 +661,7 @@ class ServiceAdmin(AbstractContextManager["ServiceAdmin"]):
             answer = reply.result if isinstance(reply, p.Administered) else b""
             result: R = msgspec.msgpack.decode(answer, type=command.result)
         except (ValueError, RecursionError) as error:
-            raise TierError(f"restart the pool service at {self._path} with this version") from error
+            raise TierError(f"{self._path}: a service of another version; restart it") from error
         return result
 
 
