@@ -22,8 +22,8 @@ from kvrecall.router.upstream import (
     InstanceFailedError,
     InstanceReply,
     Upstream,
-    _error_of,
     _all_events,
+    _error_of,
 )
 from kvrecall.server.replies import ReplyError
 
