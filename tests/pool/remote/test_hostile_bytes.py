@@ -76,5 +76,5 @@ def test_a_client_that_talks_nonsense_is_lost(said: bytes) -> None:
     with here, there:
         there.sendall(said)
         there.shutdown(socket.SHUT_WR)
-        read = outcome(lambda _: client._receive(here, 1.0), said, ClientLost, beside=66 << 20)
+        read = outcome(lambda _: client._receive(here, 1.0), said, ClientLost, beside=17 << 20)
     assert isinstance(read, ClientReply) != bool(ended)
