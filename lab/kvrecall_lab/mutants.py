@@ -10,16 +10,17 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import tomllib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 from xml.etree import ElementTree
 
 import typer
@@ -33,7 +34,20 @@ ROOT = Path(__file__).resolve().parents[2]
 LIST = ROOT / "lab" / "mutants.toml"
 _SOURCE = ROOT / "src"
 _TEST_S = 120  # of one test: one that waits for what never comes has failed
+_CPU_S = 300  # of the tests of one fault
 _BROKEN = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "NameError")
+
+
+class Fault(Protocol):
+    """What ``trial`` plants in ``file``, below ``src/kvrecall``."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def file(self) -> str: ...
+    @property
+    def tests(self) -> tuple[str, ...]: ...
+    def applied(self, source: str) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +86,8 @@ def mutants() -> list[Mutant]:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """``how``: ``killed``, ``survived``, or ``broken``: nothing is known, for the reason ``seen``.
-    ``cpu_s``: processor time of its tests."""
+    Of tests without a fault: ``passes``, ``fails``, or ``broken``. ``cpu_s``: processor time of the
+    tests."""
 
     name: str
     how: str
@@ -81,7 +96,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        mark = self.how if self.how == "killed" else self.how.upper()
+        mark = self.how if self.how in ("killed", "passes") else self.how.upper()
         return f"{mark:8} {self.name:44} {self.cpu_s:5.1f} s  {self.seen}"
 
 
@@ -113,7 +128,7 @@ def main(
         files = sorted({test.partition("::")[0] for one in chosen for test in one.tests})
         checks = {file: partial(_unmutated, file, chosen, plain, folder) for file in files}
         before = run_trials(progress, checks, jobs, lambda verdict: verdict.text)
-        failing = [file for file, verdict in before.items() if verdict.how != "survived"]
+        failing = [file for file, verdict in before.items() if verdict.how != "passes"]
         trials = {one.name: partial(trial, one, plain, folder, failing) for one in chosen}
         verdicts = run_trials(progress, trials, jobs, lambda verdict: verdict.text).values()
         left = [one for one in verdicts if one.how != "killed"]
@@ -130,12 +145,16 @@ def main(
 
 
 def _unmutated(file: str, chosen: Iterable[Mutant], plain: Path, folder: Path) -> Verdict:
-    """What the tests of one file say of the product as it is; ``survived``: they pass."""
+    """What the tests of one file say of the product as it is."""
     named = {test for one in chosen for test in one.tests if test.partition("::")[0] == file}
-    return _tested(f"as it is: {file}", [file] if file in named else sorted(named), plain, folder)
+    told = _tested(f"as it is: {file}", [file] if file in named else sorted(named), plain, folder)
+    return replace(told, how={"survived": "passes", "killed": "fails"}.get(told.how, told.how))
 
 
-def trial(one: Mutant, plain: Path, folder: Path, failing: Sequence[str]) -> Verdict:
+def trial(
+    one: Fault, plain: Path, folder: Path, failing: Sequence[str], *more: str, cpu_s: int = _CPU_S
+) -> Verdict:
+    """``more``: arguments of pytest. ``cpu_s``: tests that take more processor time have failed."""
     if fail := [test for test in one.tests if test.partition("::")[0] in failing]:
         return Verdict(one.name, "broken", f"{fail[0]} fails without it", 0.0)
     tree = folder / one.name
@@ -149,21 +168,25 @@ def trial(one: Mutant, plain: Path, folder: Path, failing: Sequence[str]) -> Ver
         return Verdict(one.name, "broken", str(error), 0.0)
     for stale in file.parent.glob(f"__pycache__/{file.stem}.*"):
         stale.unlink()
-    verdict = _tested(one.name, one.tests, tree, folder)
+    verdict = _tested(one.name, (*more, *one.tests), tree, folder, cpu_s)
     shutil.rmtree(tree, ignore_errors=True)
     return verdict
 
 
-def _tested(name: str, tests: Sequence[str], source: Path, folder: Path) -> Verdict:
+def _tested(
+    name: str, tests: Sequence[str], source: Path, folder: Path, most_cpu_s: int = _CPU_S
+) -> Verdict:
     """Runs tests on these sources, until the first fails."""
     base = folder / name.replace("/", "-")
     report, log = Path(f"{base}.xml"), Path(f"{base}.log")
     arguments = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={_TEST_S}"]
     arguments += [f"--junitxml={report}", *tests]
     with _nursery() as nursery:
-        status, cpu_s = nursery.run(source, arguments, log)
+        status, cpu_s = nursery.run(source, arguments, log, most_cpu_s)
     if status == 0:
         return Verdict(name, "survived", "", cpu_s)
+    if status == -signal.SIGXCPU:
+        return Verdict(name, "killed", f"no end in {most_cpu_s} s of processor time", cpu_s)
     failure = _failure(report)
     if status != 1 or failure is None or failure.startswith(_BROKEN):
         why = failure or f"pytest ended with {status}"
@@ -182,9 +205,12 @@ class Nursery:
             command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True
         )
 
-    def run(self, source: Path, arguments: Sequence[str], log: Path) -> tuple[int, float]:
+    def run(
+        self, source: Path, arguments: Sequence[str], log: Path, most_cpu_s: int
+    ) -> tuple[int, float]:
         """Exit status and processor seconds of pytest."""
         order = {
+            "most_cpu_s": most_cpu_s,
             "source": str(source),
             "arguments": arguments,
             "log": str(log),

@@ -2,8 +2,8 @@
 they need besides kvrecall, which takes most of their time.
 
 Each line of its input is JSON: ``source``, which comes first on the path, ``arguments`` of pytest,
-and ``log``. Each line of its output is JSON, too: ``status`` and processor seconds ``cpu_s``. It
-must not import kvrecall itself.
+``log``, and the child's ``most_cpu_s``. Each line of its output is JSON, too: ``status`` and
+processor seconds ``cpu_s``. It must not import kvrecall itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 
 _PRELOADED = "hypothesis numpy pytest torch xxhash msgspec fastapi httpx".split()
 _ENGINE = "vllm vllm.v1.engine.core vllm.v1.worker.cpu_model_runner vllm.v1.core.sched.scheduler"
-_MOST_CPU_S = 300  # of one child
 
 
 def main() -> None:
@@ -37,9 +36,10 @@ def main() -> None:
         print(json.dumps(_ran(**order)), flush=True)
 
 
-def _ran(source: str, arguments: list[str], log: str) -> dict[str, Any]:
+def _ran(most_cpu_s: int, source: str, arguments: list[str], log: str) -> dict[str, Any]:
     child = os.fork()
     if not child:
+        resource.setrlimit(resource.RLIMIT_CPU, (most_cpu_s, most_cpu_s + 1))
         _run(source, arguments, log)
     _, status, used = os.wait4(child, 0)
     return {"status": os.waitstatus_to_exitcode(status), "cpu_s": used.ru_utime + used.ru_stime}
@@ -47,7 +47,6 @@ def _ran(source: str, arguments: list[str], log: str) -> dict[str, Any]:
 
 def _run(source: str, arguments: list[str], log: str) -> None:
     """In the child; never returns."""
-    resource.setrlimit(resource.RLIMIT_CPU, (_MOST_CPU_S, _MOST_CPU_S))
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for fd, to in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
         os.dup2(fd, to)

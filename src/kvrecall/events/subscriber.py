@@ -133,11 +133,13 @@ class EventReader:
         done = 0
         for event in batch.events:
             done += _EVENT
+            if done >= _AT_ONCE:
+                done = 0
+                yield
             if isinstance(event, AllBlocksCleared):
                 self.holdings.clear()
                 continue
-            tier = tier_of_event(event)
-            if tier is None:
+            if (tier := tier_of_event(event)) is None:
                 continue
             if tier is TierName.REMOTE and event.ownership is not None:
                 self.holdings.uses_store(event.ownership)
@@ -154,17 +156,17 @@ class EventReader:
                     yield
 
     def _learn(self, event: BlockStored) -> int:
-        """What an event says of the engine. Returns the bytes of tokens that were read, which are
-        bounded for each batch."""
+        """What an event says of the engine. Returns the bytes read for it, bounded for a batch."""
         self.holdings.group_is(event.group_idx, event.kv_cache_spec_kind)
-        size, nbytes = event.block_size, len(memoryview(event.token_ids))
-        is_plain, salt = event.salt
+        size, read = event.block_size, (event.token_ids, event.extra_keys)
+        nbytes = sum(len(memoryview(one)) for one in read)
         is_first = event.parent_block_hash is None and bool(event.block_hashes)
-        if not (is_first and is_plain and 0 < size <= _LONGEST_BLOCK and nbytes <= self._to_learn):
+        if not (is_first and 0 < size <= _LONGEST_BLOCK and nbytes <= self._to_learn):
             return 0
         self._to_learn -= nbytes
-        with contextlib.suppress(msgspec.DecodeError):
-            tokens = _tokens.decode(event.token_ids)
+        with contextlib.suppress(ValueError, RecursionError):
+            is_plain, salt = event.salt
+            tokens = _tokens.decode(event.token_ids) if is_plain else []
             if size <= len(tokens):
                 self.holdings.learn(short_hash(event.block_hashes[0]), tokens, size, salt)
         return nbytes

@@ -126,7 +126,7 @@ class BlockStored(msgspec.Struct, tag=STORED, gc=False):
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
-    extra_keys: list[list[Any] | None] | None = None
+    extra_keys: msgspec.Raw = msgspec.Raw()
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -136,7 +136,7 @@ class BlockStored(msgspec.Struct, tag=STORED, gc=False):
     @property
     def salt(self) -> tuple[bool, str | None]:
         """Whether the hash of the first block is of its tokens and a salt alone, and the salt."""
-        keys = (self.extra_keys or [None])[0]
+        keys = (_extra_keys.decode(self.extra_keys or b"\xc0") or [None])[0]
         if self.lora_name is not None or (keys and (len(keys) > 1 or not isinstance(keys[0], str))):
             return False, None
         return True, keys[0] if keys else None
@@ -165,6 +165,7 @@ class EventBatch(msgspec.Struct, array_like=True):
 
 
 _batches = msgspec.msgpack.Decoder(EventBatch)
+_extra_keys = msgspec.msgpack.Decoder(list[list[Any] | None] | None)
 
 
 def decode(payload: bytes) -> EventBatch:

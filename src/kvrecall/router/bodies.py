@@ -24,6 +24,7 @@ MOST_PROMPT = 8 << 20
 
 _AT_ONCE = 64 << 10  # bytes that are read in some milliseconds, whatever they say
 _MOST_FIELD = 64 << 10  # bytes of JSON of any other field that is read
+_MOST_FIELDS = 1024  # of a body that is kept: each takes a hundred bytes, however short it is
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _BAD = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 _thread = ThreadPoolExecutor(1, thread_name_prefix="kvrecall-bodies")
@@ -76,11 +77,14 @@ class Body:
     def read(cls, content: bytes) -> Body:
         """Raises ReplyError if it is not a JSON object."""
         try:
-            return cls(_FIELDS.decode(content), content, len(content))
+            fields = _FIELDS.decode(content)
         except msgspec.ValidationError:
             raise ReplyError(400, "the body must be a JSON object") from None
         except _BAD as error:
             raise ReplyError(400, f"the body is not JSON: {error}") from None
+        if len(fields) > _MOST_FIELDS:
+            raise ReplyError(400, f"the body has more than {_MOST_FIELDS} fields")
+        return cls(fields, content, len(content))
 
     def raw(self, name: str) -> memoryview:
         """The JSON of a field; empty if it is absent or null."""

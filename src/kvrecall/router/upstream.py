@@ -200,7 +200,7 @@ class Upstream:
         if response.status_code != 200 or not _is_stream(response):
             # also to ``"stream": "false"``, which vLLM takes for false
             return _usable(instance, await _whole(instance, response, limit_s))
-        events = _events(instance, response)
+        events = _all_events(instance, response)
         try:
             with _failures(instance):
                 async with asyncio.timeout(limit_s):
@@ -300,7 +300,7 @@ def _end_to_end(response: httpx.Response) -> Headers:
     return [(name, value) for name, value in raw if name not in dropped]
 
 
-async def _events(instance: Instance, response: httpx.Response) -> AsyncGenerator[bytes, None]:
+async def _all_events(instance: Instance, response: httpx.Response) -> AsyncGenerator[bytes, None]:
     """Server-sent events, whole, with the empty line that ends each."""
     buffer = bytearray()
     searched = 0

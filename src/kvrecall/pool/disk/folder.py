@@ -33,7 +33,7 @@ def own_bytes(path: Path) -> int:
     if not path.is_dir():
         return 0
     names = (file for name in _OWN for file in path.glob(name))
-    return sum(name.stat().st_blocks * 512 for name in names)
+    return sum(name.lstat().st_blocks * 512 for name in names)
 
 
 class MediumFails(TierError):

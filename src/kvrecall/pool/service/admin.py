@@ -657,8 +657,11 @@ class ServiceAdmin(AbstractContextManager["ServiceAdmin"]):
             ) from error
         if isinstance(reply, p.Trouble):
             raise ConfigError(reply.text)
-        assert isinstance(reply, p.Administered)
-        result: R = msgspec.msgpack.decode(reply.result, type=command.result)
+        try:
+            answer = reply.result if isinstance(reply, p.Administered) else b""
+            result: R = msgspec.msgpack.decode(answer, type=command.result)
+        except (ValueError, RecursionError) as error:
+            raise TierError(f"{self._path}: a service of another version; restart it") from error
         return result
 
 

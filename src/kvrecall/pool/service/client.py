@@ -155,6 +155,7 @@ class _Life(Link):
 @dataclass(eq=False, slots=True)
 class _Ticket:
     life: _Life | None
+    blocks: int  # that were asked for
     result: Recall | None = None
 
 
@@ -285,7 +286,7 @@ class ServiceClient:
         number = next(self._numbers)
         with self._lock:
             life = self._current()
-            self._tickets[number] = _Ticket(life, _NOTHING if life is None else None)
+            self._tickets[number] = _Ticket(life, len(keys), _NOTHING if life is None else None)
             if life is not None:
                 life.tickets.add(number)
         deadline_s = min(max(0.0, float(deadline_s)), p.MAX_SECONDS)
@@ -308,7 +309,8 @@ class ServiceClient:
             if not reply.ready:
                 return _PENDING
             tiers = tuple(filter(None, p.PLACES.unpack(reply.places)))
-            if len(tiers) == len(reply.offsets) and self._are_inside(life, reply.offsets):
+            fits = len(tiers) == len(reply.offsets) <= state.blocks
+            if fits and self._are_inside(life, reply.offsets):
                 recall = Recall(RecallState.READY, reply.offsets, tiers)
         with self._lock:
             if life is not self._life:

@@ -157,13 +157,14 @@ class Link:
             link._send(p.Hello(p.PROTOCOL, __version__, before.boot, before.seat), until)
             link._expected.add(0)
             welcome = link._await(0, until)
+            if not isinstance(welcome, p.Welcome):
+                raise LinkLost("it does not greet")
         except LinkLate as error:
             link.close()
             raise LinkLost(f"the service at {path} does not answer") from error
         except LinkLost as error:
             link.close()
             raise LinkLost(f"the service at {path} ended the connection: {error}") from error
-        assert isinstance(welcome, p.Welcome)
         link.welcome = welcome
         return link
 

@@ -132,7 +132,7 @@ def check_output(output: RequestOutput, params: SamplingParams) -> None:
 
 
 def _check_items(wanted: StructuredOutputsParams) -> None:
-    if sum(max(count, 0) for count in _counts(wanted)) > MOST_ITEMS:
+    if sum(count for count in _counts(wanted) if count > 0) > MOST_ITEMS:
         raise VLLMValidationError(
             f"the arrays of a schema may have {MOST_ITEMS} items together (minItems, "
             "maxItems); omit bounds that limit nothing",

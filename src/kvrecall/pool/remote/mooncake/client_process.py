@@ -85,7 +85,7 @@ def send(sock: socket.socket, message: ClientRequest | ClientReply) -> None:
 def receive(sock: socket.socket, decoder: msgspec.msgpack.Decoder[M]) -> M | None:
     """Returns None if the other side is gone. Raises TimeoutError."""
     head = _exactly(sock, _LENGTH.size)
-    body = None if head is None else _exactly(sock, _LENGTH.unpack(head)[0])
+    body = None if head is None else _exactly(sock, min(_LENGTH.unpack(head)[0], 1 << 24))
     return None if body is None else decoder.decode(body)
 
 

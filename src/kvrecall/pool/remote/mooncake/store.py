@@ -294,7 +294,7 @@ class Client:
         sock.settimeout(limit_s)
         try:
             reply = receive(sock, REPLIES)
-        except TimeoutError:
+        except (TimeoutError, ValueError):  # a ValueError: it answers nonsense
             self._kill()
             raise ClientLost(f"Mooncake's client did not answer within {limit_s:.0f} s") from None
         if reply is None:
