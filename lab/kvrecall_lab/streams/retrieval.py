@@ -9,8 +9,9 @@ their sequence. Which blocks a sequence attends to is drawn.
 from __future__ import annotations
 
 import functools
+import operator
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import memmove
 from dataclasses import dataclass, field
@@ -41,16 +42,22 @@ from kvrecall.engines.vllm.compat import scheduler as compat
 from kvrecall.engines.vllm.compat.offloadable import OffloadableSpec, OffloadManager
 from kvrecall.engines.vllm.connector import offload
 from kvrecall.engines.vllm.connector.offload import OffloadPlanner
+from kvrecall_lab.engines.counting import recorded
 
 from .device import Cells, Machine
-from .engine import BLOCK, LAYERS, PAGE, TOKEN, TOKEN_S, Engine, Rank, SimulatedCache
+from .engine import BLOCK, LAYERS, LONGEST, PAGE, TOKEN, TOKEN_S, Engine, Rank, SimulatedCache
 from .late import META, LateDevice, LateTensor, Queueing
 
 HEADS = 2  # of keys and values
 QUERIES = 4  # heads of queries
 DIM = TOKEN // (HEADS * 2 * 2)
 PART = PAGE // HEADS  # bytes of a head in a block
+GRAPHS = (2, 5)  # of steps of so many requests
 TOKEN_OF, INIT, MIDDLE, CHOSEN, BLOCKS, LENGTH, SLOTS, FILLS, ROW, LEFT, HELD = range(11)
+
+
+TOLD = LateTensor.told  # as the host knows it when work is queued
+LATE = operator.attrgetter("plain")  # as the work finds it
 
 
 def drawn_settings(chance: random.Random) -> RetrievalSettings:
@@ -117,6 +124,9 @@ class DenseBuilder:
 
     def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
         return SimpleNamespace(common=common)
+
+    def build_for_cudagraph_capture(self, common: Any) -> Any:
+        return self.build(0, common)
 
 
 class Builder(DeviceBuilder, DenseBuilder):  # type: ignore[misc]
@@ -213,15 +223,14 @@ class Kernels:
     def digest_blocks(self, *args: Any, **sizes: Any) -> None:
         ids, keys, coded, *_ = args
         rank, layer = self._at(keys)
-        told = ids.told()
-        some = [one for one in (told[:, FILLS] if told.dim() == 2 else told).tolist() if one >= 0]
-        plain = keys.plain, coded.plain
+        plain, named = (keys.plain, coded.plain), ids[:, FILLS] if ids.dim() == 2 else ids
 
         def work() -> None:
-            plain[1][:, some] = digested(rank, plain[0][some].transpose(1, 2)).transpose(0, 1)
+            if some := [one for one in named.plain.tolist() if one >= 0]:
+                plain[1][:, some] = digested(rank, plain[0][some].transpose(1, 2)).transpose(0, 1)
 
-        if some:
-            self._queue(work, rank.cells(some, [layer]), self._rows(coded, some), "digests")
+        known = [one for one in named.told().tolist() if one >= 0]
+        self._queue(work, rank.cells(known, [layer]), self._rows(coded, known), "digests")
 
     def choose_blocks(self, *args: Any, RECALLS: bool, **sizes: Any) -> None:
         query, facts, blocks, names, coded, _, off, _, _, table, slots, *counted = args[:15]
@@ -232,16 +241,20 @@ class Kernels:
             if rows == coded.data_ptr()
         )
         places = query.told()[:, 0, 0].tolist()
-        known = facts.told().tolist()
-        tokens = [rank.tokens[int(places[row[TOKEN_OF]])] for row in known]
-        tables, slots_of = [blocks.told()[row[ROW]].tolist() for row in known], []
-        for ids, row in zip(tables, known, strict=True):
-            slots_of.append([])
-            if RECALLS:
-                left = names.told()[row[HELD], : row[LEFT]]
-                ids[row[INIT] : row[INIT] + row[LEFT]] = (-1 - left).tolist()
-                slots_of[-1] = slots.told()[row[HELD], : row[SLOTS]].tolist()
-        choice = Choice(rank, layer, known, tables, slots_of, tokens)
+
+        def told(of: Callable[[LateTensor], torch.Tensor]) -> Iterator[Any]:
+            """A sequence's facts, blocks and slots."""
+            for row in of(facts).tolist():
+                ids, ours = of(blocks)[row[ROW]].tolist(), []
+                if RECALLS:
+                    left = of(names)[row[HELD], : row[LEFT]]
+                    ids[row[INIT] : row[INIT] + row[LEFT]] = (-1 - left).tolist()
+                    ours = of(slots)[row[HELD], : row[SLOTS]].tolist()
+                yield row, ids, ours
+
+        known, *both = map(list, zip(*told(TOLD), strict=True))
+        tokens = [rank.tokens.get(int(places[row[TOKEN_OF]]), "") for row in known]
+        choice = Choice(rank, layer, known, *both, tokens)
         self._choices[table.data_ptr()] = choice
         reads: Cells = set()
         for row, ids in zip(known, choice.blocks, strict=False):
@@ -253,7 +266,12 @@ class Kernels:
         digests, digests_off = (one.plain.numpy().view(np.uint8) for one in (coded, off))
 
         def work() -> None:
-            for at, (row, ids, name) in enumerate(zip(known, choice.blocks, tokens, strict=True)):
+            choice.facts, choice.blocks, choice.slots = map(list, zip(*told(LATE), strict=True))
+            for at, (row, ids, name) in enumerate(
+                zip(choice.facts, choice.blocks, tokens, strict=True)
+            ):
+                if not row[BLOCKS]:  # padding
+                    continue
                 init, middle, count = row[INIT], row[MIDDLE], row[CHOSEN]
                 want = rank.digests_of(name, layer)
                 for one in range(init, init + middle):
@@ -276,10 +294,10 @@ class Kernels:
         self._queue(work, reads, set(), "choice of blocks")
 
     def fetch_blocks(self, *args: Any, **sizes: Any) -> None:
-        _, table, missed, place, addresses, cache, layer_at, *_ = args
+        _, table, missed, place, addresses, page_at, cache, *_ = args
         choice = self._choices[table.data_ptr()]
         rank = choice.rank
-        known = addresses.told().tolist()
+        known, layer_at = addresses.told().tolist(), int(page_at.told())
         reads: Cells = set()
         writes: Cells = set()
         for row, ids, slots in zip(choice.facts, choice.blocks, choice.slots, strict=False):
@@ -297,7 +315,7 @@ class Kernels:
                 for head in range(HEADS) if row[SLOTS] else ():
                     lost = lost_of[at * HEADS + head].tolist()
                     for number in lost[1 : 1 + lost[0]]:
-                        source = int(address_of[number]) + layer_at + head * PART
+                        source = int(address_of[number]) + int(page_at.plain) + head * PART
                         slot = int(slot_of[head, number])
                         memmove(cache + slot * PAGE + head * PART, source, PART)
                     named = tables[at * HEADS + head, row[INIT] : row[INIT] + row[CHOSEN]]
@@ -305,8 +323,7 @@ class Kernels:
                         if block < 0:
                             named[one] = slot_of[head, -1 - block]
 
-        if writes:
-            self._queue(work, reads, writes, "fetches")
+        self._queue(work, reads, writes, "fetches")
 
     def attend_rows(self, *args: Any, **sizes: Any) -> None:
         _, _, keys, _, table, *_ = args
@@ -321,6 +338,8 @@ class Kernels:
         def work() -> None:
             memory = rank.memory[layer].numpy().reshape(-1, HEADS, BLOCK, TOKEN // HEADS)
             for at, (row, name) in enumerate(zip(choice.facts, choice.names, strict=True)):
+                if not row[BLOCKS]:
+                    continue
                 told = rank.told(name, layer)
                 for head in range(HEADS):
                     one = at * HEADS + head
@@ -399,7 +418,7 @@ class RetrievalRank(Rank):
         }
         self.layers = list(layers.values())
         vllm_config.compilation_config = SimpleNamespace(
-            static_forward_context=layers, cudagraph_capture_sizes=None
+            static_forward_context=layers, cudagraph_capture_sizes=list(GRAPHS)
         )
         self.builder = Builder(group.kv_cache_spec, names, vllm_config, META)
         self.layout = self.builder._settings.layout(BLOCK, narrows=False)
@@ -419,6 +438,21 @@ class RetrievalRank(Rank):
             for at, (impl, cache) in enumerate(zip(self.impls, self.caches, strict=True))
             if impl.sparse_layer is not None
         }
+        ids = torch.zeros(max(GRAPHS), LONGEST // BLOCK, dtype=torch.int32)
+        self.table = devices.device_of(META).send(ids)
+        self.graphs = {size: list(self._captured(size)) for size in GRAPHS}
+
+    def _captured(self, size: int) -> Iterator[Any]:
+        """What launches each layer's sparse attention again, of steps of so many requests."""
+        table, none = self.table[:size], torch.zeros(size + 1, dtype=torch.int32)
+        common = SimpleNamespace(
+            num_reqs=size, block_table_tensor=table, seq_lens=table[:, 0], query_start_loc_cpu=none
+        )
+        metadata, query = self.builder.build_for_cudagraph_capture(common), queries(size)
+        for module, cache in zip(self.layers, self.caches, strict=True):
+            with recorded() as record:
+                module.impl.forward(module, query, query, query, cache, metadata, query)
+            yield record
 
     def told(self, name: str, layer: int) -> np.ndarray:
         """What it computes for a request: uint8 ``[HEADS, tokens, bytes]``."""
@@ -457,7 +491,7 @@ class RetrievalEngine(Engine):
         self.exact_blocks = settings.exact_blocks(BLOCK)
         self._retrieval = settings
         self._chance = chance
-        self.moved = {"departures": 0, "arrivals": 0}
+        self.moved = {"departures": 0, "arrivals": 0, "graphs off the device": 0}
         super().__init__(vllm_config, *args, **kwargs)
         for rank in self.ranks:
             rank.engine, rank.chance = self, random.Random(chance.random())
@@ -501,12 +535,16 @@ class RetrievalEngine(Engine):
         """As vLLM's model runner: builds metadata, then runs each layer."""
         send = devices.device_of(META).send
         counts = [row.end - row.start for row in rows]
-        total = sum(counts)
+        total, count = sum(counts), len(rows)
+        graph = max(counts) == 1 and count <= max(GRAPHS) and self._chance.random() < 0.9
+        graph = runner._last_is_graph = graph and not rank.builder.hinders_graph(count)
+        size = min(one for one in GRAPHS if one >= count) if graph else count
+        counts += [0] * (size - count)
         rank.tokens = dict(enumerate(row.name for row in rows for _ in range(row.start, row.end)))
         # The workers are not told which blocks have left.
         blocks = self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
-        ids = np.zeros((len(rows), max(len(row.ids) for row in rows)), dtype=np.int32)
-        for table, row in zip(ids, rows, strict=True):
+        ids = np.zeros((size, LONGEST // BLOCK), dtype=np.int32)
+        for table, row in zip(ids, rows, strict=False):
             table[: len(row.ids)] = [one or self._chance.randrange(1, blocks) for one in row.ids]
         group = SimpleNamespace(layer_names=[f"layers.{one}" for one in range(LAYERS)])
         config = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=[group]))
@@ -514,32 +552,50 @@ class RetrievalEngine(Engine):
         numbers = np.arange(len(rows), dtype=np.int32)
         runner._show(config, [runner.BatchBlocks(ids, numbers, prompts)])
         first = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
-        seq_lens = torch.tensor([row.end for row in rows], dtype=torch.int32)
+        seq_lens = torch.tensor([row.end for row in rows] + [0] * (size - count), dtype=torch.int32)
         common = CommonAttentionMetadata(
             query_start_loc=send(first),
             query_start_loc_cpu=first,
             seq_lens=send(seq_lens),
-            num_reqs=len(rows),
+            num_reqs=size,
             num_actual_tokens=total,
             max_query_len=max(counts),
             max_seq_len=max(row.end for row in rows),
-            block_table_tensor=send(torch.from_numpy(ids.copy())),
+            block_table_tensor=send(
+                torch.from_numpy(ids.copy()), rank.table[:size] if graph else None
+            ),
             slot_mapping=send(torch.zeros(total, dtype=torch.int64)),
             seq_lens_cpu_upper_bound=seq_lens,
             is_prefilling=torch.tensor([row.start < row.prompt for row in rows]),
         )
         metadata = rank.builder.build(0, common)
-        order = torch.arange(total, dtype=torch.float16)[:, None, None]
-        query = send(order.expand(-1, QUERIES, DIM).contiguous())
+        if graph:
+            left = any(0 in row.ids for row in rows)
+            self.moved["graphs off the device"] += left
+            if left and len(rank.digests) < LAYERS:
+                rank.wrong("in a graph dense attention reads blocks that left")
+            parts: list[Any] = []
+            with patch.object(self.machine.computing, "launch", lambda *part: parts.append(part)):
+                for layer, record in enumerate(rank.graphs[size]):
+                    self._launch_write(rank, layer, rows)
+                    for again in record:
+                        again()
+            reads, writes = (set().union(*(part[at] for part in parts)) for at in (1, 2))
+            work = lambda: [part[0]() for part in parts]  # noqa: E731
+            self.machine.computing.launch(work, reads - writes, writes, "graphs", TOKEN_S * total)
+            return
+        query = queries(total)
         output = send(torch.zeros_like(query.plain))
         for layer, (module, cache) in enumerate(zip(rank.layers, rank.caches, strict=True)):
-            writes: Cells = set()
-            for row in rows:
-                writes |= rank.cells(row.ids[row.start // BLOCK :], [layer])
-            work = functools.partial(self._write, rank, layer, rows)
-            seconds = TOKEN_S * total / LAYERS
-            self.machine.computing.launch(work, set(), writes, "the forward pass", seconds)
+            self._launch_write(rank, layer, rows)
             module.impl.forward(module, query, query, query, cache, metadata, output)
+
+    def _launch_write(self, rank: RetrievalRank, layer: int, rows: list[_Row]) -> None:
+        ids = [id for row in rows for id in row.ids[row.start // BLOCK :]]
+        work = functools.partial(self._write, rank, layer, rows)
+        seconds = TOKEN_S * sum(row.end - row.start for row in rows) / LAYERS
+        writes = rank.cells(ids, [layer])
+        self.machine.computing.launch(work, set(), writes, "the forward pass", seconds)
 
     def _write(self, rank: RetrievalRank, layer: int, rows: list[_Row]) -> None:
         """Kernel: writes the new tokens."""
@@ -548,6 +604,12 @@ class RetrievalEngine(Engine):
             at = np.arange(row.start, row.end)
             told = rank.told(row.name, layer)[:, at].transpose(1, 0, 2)
             memory[np.array(row.ids)[at // BLOCK], :, at % BLOCK] = told
+
+
+def queries(tokens: int) -> Any:
+    """Each says which token's of the step it is."""
+    order = torch.arange(tokens, dtype=torch.float16)[:, None, None]
+    return devices.device_of(META).send(order.expand(-1, QUERIES, DIM).contiguous())
 
 
 class _Row(NamedTuple):

@@ -27,9 +27,10 @@ from unittest.mock import patch
 import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-from kvrecall.attention.kernels.device import DeviceResidency
+from kvrecall.attention.kernels.device import DeviceResidency, LeftTables
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
+from kvrecall.engines.vllm.attention.base import RetrievalLayer
 from kvrecall.engines.vllm.attention.cuda import CopiedDense
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.compat.offloadable import OffloadManager
@@ -38,6 +39,7 @@ from kvrecall.engines.vllm.connector.saver import Saver
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.engines.vllm.wire import Arrival, EngineFacts
+from kvrecall.errors import KvrecallError
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.tier import Done, NullTier
@@ -46,6 +48,7 @@ from kvrecall_lab.models import write_model
 
 from .device import Cells, DeadlockError, Machine, Style
 from .engine import BLOCK, LONGEST, RECOVERS, Engine, config, on
+from .late import LateDevice
 from .retrieval import RetrievalEngine, drawn_settings, retrieving
 
 _MOST_STEPS = 2000
@@ -65,7 +68,11 @@ RULES: dict[str, tuple[Callable[[], Any], Sequence[str]]] = {
     "rule: stores are waited for before what a window has freed is overwritten": (
         functools.partial(patch.object, EngineFacts, "frees_while_running", False),
         GROUPS,
-    )
+    ),
+    "rule: a step for which the host has work is not replayed": (
+        functools.partial(patch.object, RetrievalGroup, "needs_host", False),
+        OFFLOAD,
+    ),
 }
 """Waits and orders that no event names; each with what takes it out, and where it matters."""
 
@@ -117,11 +124,6 @@ rule("blocks that left are leased", OffloadPlanner, "left", OFFLOAD)(_unleased)
 rule("blocks that stay in the pool are leased", OffloadPlanner, "arrived", OFFLOAD)(_unleased)
 
 
-@rule("digests of written blocks are stale", RetrievalBuilder, "_note_written", OFFLOAD)
-def _(*_: Any) -> None:
-    return
-
-
 @rule("slots are a sequence's until it ends", OffloadManager, "_add_slots", OFFLOAD)
 def _(add: Any, manager: Any, request_id: str, count: int) -> list[int]:
     ids: list[int] = add(manager, request_id, count)
@@ -131,6 +133,7 @@ def _(add: Any, manager: Any, request_id: str, count: int) -> list[int]:
     return ids
 
 
+@rule("digests of written blocks are stale", RetrievalBuilder, "_note_written", OFFLOAD)
 @rule("what held a number or slot before is forgotten", DeviceResidency, "begin", OFFLOAD)
 def _(*_: Any) -> None:
     return
@@ -171,6 +174,42 @@ RULES["rule: digests of leaving blocks are taken before the step writes"] = (
     _moved_after_the_step,
     OFFLOAD,
 )
+
+
+@rule("a step's facts are sent from memory that stays", LateDevice, "send", OFFLOAD)
+def _(send: Any, device: Any, values: Any, into: Any = None) -> Any:
+    if into is None:
+        return send(device, values)
+    here = vars(device).setdefault(into.data_ptr(), values.clone())
+    here.copy_(values)
+    into.known.copy_(values)
+    device.current().launch(lambda: into.plain.copy_(here), set(), set(), "a step's facts")
+    return into
+
+
+@rule("what a sequence's blocks are named is sent in order", LeftTables, "write", OFFLOAD)
+def _(write: Any, tables: Any, place: int, first: int, names: Any, slots: Any) -> None:
+    write(tables, place, first, names, slots)
+    tables.names.plain[place, first : first + len(names)] = names.told()
+    tables.slots.plain[place, : len(slots)] = slots.told()
+
+
+@rule("what a replay needs is digested before it", RetrievalGroup, "replay", OFFLOAD)
+def _(replay: Any, group: Any, step: Any) -> None:
+    late = vars(group).setdefault("late", [])
+    late.append(step)
+    if len(late) > 1:
+        replay(group, late.pop(0))
+
+
+@rule("blocks are digested also where no graph is replayed", RetrievalLayer, "digest_step", OFFLOAD)
+def _(digest: Any, layer: Any, kv_cache: Any, step: Any) -> None:
+    if step.is_graph:
+        digest(layer, kv_cache, step)
+    else:
+        layer.digested += len(step.stale) + step.filled
+
+
 if RECOVERS:
 
     @rule("blocks of a step that failed are not committed", Saver, "invalidate", ALL[:2])
@@ -180,6 +219,7 @@ if RECOVERS:
 
 
 RARE = {
+    "rule: what a sequence's blocks are named is sent in order",
     "wait compute: ArenaMapping._release < ArenaMapping._end < ArenaMapping._detach "
     "< ArenaMapping.close < RecallWorker.close",
     "rule: blocks that stay in the pool are leased",
@@ -341,7 +381,7 @@ def _drive(engine: Engine, chance: random.Random, outcome: Outcome) -> None:
                 steps += 1
         if engine.wrong or engine.machine.faults:
             return
-    if chance.random() < 0.3:
+    if chance.random() < (0.5 if offloads else 0.3):
         did["shut down"] = 1  # in the middle of its work
         return
     while engine.is_busy and steps < _MOST_STEPS:
@@ -395,6 +435,10 @@ def explored(
     caught: dict[str, bool] = {}
     for site in [one for one in (*sites, *rules) if not (quick and one in RARE)]:
         seed_of = caught_at(model, site, outcomes, kind)
+        further = range(first + schedules, first + 5 * schedules) if kind in OFFLOAD else ()
+        for seed in further if site in RARE else ():
+            if seed_of is None:
+                seed_of = caught_at(model, site, {seed: run(model, seed, kind=kind)}, kind)
         caught[site] = seed_of is not None
         word = "not caught" if seed_of is None else f"caught by {seed_of}"
         print(f"{kind:>14} {word:>16}  {site}", flush=True)
@@ -452,7 +496,7 @@ def caught_at(model: Path, site: str, outcomes: dict[int, Outcome], kind: str) -
         with RULES[site][0]() if site in RULES else nullcontext():
             try:
                 is_good = run(model, seed, frozenset({site}), kind).is_good
-            except RuntimeError:  # torch refuses what the engine then asks for
+            except (RuntimeError, LookupError, KvrecallError):  # it asks for what is refused
                 is_good = False
             if not is_good:
                 return seed

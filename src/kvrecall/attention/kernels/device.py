@@ -209,7 +209,8 @@ class DeviceResidency:
     ``state``: int32 ``[3, kv_heads, blocks]``, of slots: the number they hold plus one, 0 for none;
     when they were last used; and, of a sequence's first slot, how often blocks were admitted. A
     block is in its place if that holds it. ``counts``: int64 ``[2]``, totals of blocks that were in
-    their place, and of those that were not; layers may share it.
+    their place, and of those that were not; layers may share it. ``page_at``: int64 ``[1]``, at
+    which byte of a record the layer's page begins.
     """
 
     def __init__(self, kv_heads: int, blocks: int, most: int, counts: torch.Tensor) -> None:
@@ -218,6 +219,7 @@ class DeviceResidency:
         self.place = torch.zeros(kv_heads, most, dtype=torch.int32, device=device)
         self.state = torch.zeros(3, kv_heads, blocks, dtype=torch.int32, device=device)
         self.counts = counts
+        self.page_at = torch.zeros(1, dtype=torch.int64, device=device)
 
     def begin(self, numbers: torch.Tensor, slots: torch.Tensor) -> None:
         """These numbers and slots, int64 on the device, have a new sequence; it keeps them until it
@@ -338,23 +340,22 @@ def fetch_by_triton(
     step: DeviceStep,
     residency: DeviceResidency,
     addresses: torch.Tensor,
-    layer_at: int,
     kv_cache: torch.Tensor,
 ) -> None:
     """Copies the blocks that ``choose_by_triton`` missed from host memory into their slots, and
     names the slots in the table: one launch.
 
-    ``addresses``: int64, of each number's record in host memory that the device can read, with the
-    layer's page at byte ``layer_at``; ``kv_cache``: ``[blocks, kv_heads, tokens, width]``, a token
-    of a head in one piece, of whole words of four bytes. A page lies like one of its blocks.
+    ``addresses``: int64, of each number's record in host memory that the device can read;
+    ``kv_cache``: ``[blocks, kv_heads, tokens, width]``, a token of a head in one piece, of whole
+    words of four bytes. A page lies like one of its blocks.
     """
     block, head, piece = pieces_of(kv_cache)
     words, runs = piece.nbytes // _WORD, piece.count
     at_once = min(_WORDS_AT_ONCE, next_power(words))
     _launch(
         "fetch_blocks", (step.rows, _LANES),
-        step.facts, step.table, step.missed, residency.place, addresses, kv_cache.data_ptr(),
-        layer_at, step.kv_heads, step.table.shape[1], residency.place.stride(0),
+        step.facts, step.table, step.missed, residency.place, addresses, residency.page_at,
+        kv_cache.data_ptr(), step.kv_heads, step.table.shape[1], residency.place.stride(0),
         block // _WORD, head // _WORD, words, runs, piece.step // _WORD,
         LANES=_LANES, RUNS=_WORDS_AT_ONCE // at_once, WORDS=at_once, CHUNK=_BLOCKS_AT_ONCE,
     )  # fmt: skip

@@ -34,7 +34,7 @@ LEAST_SCALE = tl.constexpr(1.1754943508222875e-38)
 ROUNDER = tl.constexpr(12582912.0)
 """Added and taken away, it rounds numbers of single precision to whole ones, halves to even."""
 SIZES = ["ids_at", "ids_step", "width", "most", "most_slots", "numbers", "splits"]
-SIZES += ["state_part", "state_head", "layer_at"]
+SIZES += ["state_part", "state_head"]
 """Arguments of buffers' sizes or a cache's, or that differ by layer. A kernel is not compiled anew
 for their values: that would take seconds in the middle of serving, and another order of sums would
 be other bits."""
@@ -422,7 +422,7 @@ def choose_blocks(  # type: ignore[no-untyped-def]
 
 @jit  # type: ignore[untyped-decorator,unused-ignore]
 def fetch_blocks(  # type: ignore[no-untyped-def]
-    facts, table, missed, place, addresses, cache, layer_at,
+    facts, table, missed, place, addresses, page_at, cache,
     kv_heads, most, numbers, cache_block, cache_head, words, runs, step,
     LANES: tl.constexpr, RUNS: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -430,10 +430,10 @@ def fetch_blocks(  # type: ignore[no-untyped-def]
     memory into their slots. The first names the slots in the row's table, too.
 
     ``addresses``: of each number's record in host memory, in which the layer's page begins at byte
-    ``layer_at``; ``cache``: the address of the layer's first block. A KV head's part of a page lies
-    like that of a cache's block: ``runs`` runs of ``words`` words of four bytes, ``step`` words
-    apart; heads are ``cache_head``, blocks ``cache_block`` words apart. A piece are ``RUNS`` runs
-    by ``WORDS`` words.
+    ``page_at[0]``; ``cache``: the address of the layer's first block. A KV head's part of a page
+    lies like that of a cache's block: ``runs`` runs of ``words`` words of four bytes, ``step``
+    words apart; heads are ``cache_head``, blocks ``cache_block`` words apart. A piece are ``RUNS``
+    runs by ``WORDS`` words.
     """
     row = tl.program_id(0).to(tl.int64)
     fact = facts + row // kv_heads * FACTS
@@ -450,7 +450,8 @@ def fetch_blocks(  # type: ignore[no-untyped-def]
         word = at % across * WORDS + tl.arange(0, WORDS)
         here = head * cache_head + run[:, None].to(tl.int64) * step + word[None, :]
         there = (run < runs)[:, None] & (word < words)[None, :]
-        source = (tl.load(addresses + number) + layer_at).to(tl.pointer_type(tl.int32))
+        source = tl.load(addresses + number) + tl.load(page_at)
+        source = source.to(tl.pointer_type(tl.int32))
         target = cache.to(tl.pointer_type(tl.int32))
         target += tl.load(mine + number).to(tl.int64) * cache_block
         tl.store(target + here, tl.load(source + here, mask=there, other=0), mask=there)

@@ -21,7 +21,7 @@ from kvrecall.attention.kernels.device import blocks_at_once, warps_of
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
 TYPES = dict.fromkeys(("facts", "blocks", "names", "table", "ids"), "*i32")
 TYPES |= dict.fromkeys(("slots", "missed", "place", "state"), "*i32")
-TYPES |= {"left": "*i8", "counts": "*i64", "addresses": "*i64", "cache": "i64"}
+TYPES |= {"left": "*i8", "counts": "*i64", "addresses": "*i64", "page_at": "*i64", "cache": "i64"}
 TYPES |= dict.fromkeys(("logits", "scores", "parts", "lse", "sinks", "floats"), "*fp32")
 TYPES |= {"coded": "*i8", "arrived": "*i32", "scale": "fp32", "factor": "fp32", "softcap": "fp32"}
 

@@ -1,6 +1,7 @@
 """Decode steps as full CUDA graphs, replayed by record: the launches of a capture are recorded, and
 for a later step the metadata is built and they are launched again, with their old tensors and
-scalars. What comes out must be what a world without graphs computes, to the bit.
+scalars. What comes out must be what a world without graphs computes, to the bit, whose blocks all
+stay on the device.
 
 Run by test_kernels.py in a process of its own: Triton decides when it is first imported whether
 kernels are interpreted.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -21,24 +22,27 @@ import torch
 
 from engines.vllm.attention.interpreted import InterpretedDevice
 from kvrecall.attention.kernels.oracle import attention
+from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.attention import cuda
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention
 from kvrecall.engines.vllm.attention.base import AttentionParameters
 from kvrecall.engines.vllm.attention.cuda import DeviceBuilder
+from kvrecall.engines.vllm.attention.offloaded import Records
 from kvrecall.engines.vllm.compat import runner
+from kvrecall.engines.vllm.wire import Arrival, Departure, OffloadOrders
 from kvrecall.errors import EngineError
 from kvrecall_lab.engines.counting import recorded
 
 SIZE, HEADS, KV_HEADS, DIM, LAYERS = 32, 4, 2, 16, 2
-LONGEST, REQUESTS, BLOCKS = 320, 8, 80
+LONGEST, REQUESTS, BLOCKS = 320, 8, 100
 SIZES = (1, 2, 4, 8)
 """Of graphs, in requests."""
 
 SETTINGS = RetrievalSettings(
-    init_tokens=32, local_tokens=24, topk_share=0.3, dense_boundary=128, offload_boundary=1 << 20,
-    digest_tokens=16, dense_layers=0, gate=False, least_blocks=1,
+    init_tokens=32, local_tokens=24, topk_share=0.3, dense_boundary=128, offload_boundary=128,
+    digest_tokens=16, dense_layers=0, gate=False, least_blocks=1, cache_share=0.0,
 )  # fmt: skip
 CPU = torch.device("cpu")
 
@@ -80,12 +84,17 @@ class Builder(DeviceBuilder, DenseBuilder):  # type: ignore[misc]
 
 @dataclass
 class Request:
-    """``tokens``: how many are computed; ``prompt``: of its prompt."""
+    """``tokens``: how many are computed; ``prompt``: of its prompt. ``blocks``: by whether the
+    world replays. There blocks from the second on have left, for records at ``offsets``; they are
+    recalled into ``slots``."""
 
     seed: int
     prompt: int
     tokens: int
-    blocks: list[int]
+    blocks: dict[bool, list[int]]
+    offsets: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    key: str = ""
 
 
 class World:
@@ -107,12 +116,20 @@ class World:
             compilation_config=SimpleNamespace(
                 static_forward_context=layers, cudagraph_capture_sizes=list(SIZES)
             ),
-            model_config=SimpleNamespace(max_model_len=LONGEST),
+            model_config=SimpleNamespace(
+                max_model_len=LONGEST,
+                hf_text_config=None,
+                get_total_num_kv_heads=lambda: KV_HEADS,
+                get_num_attention_heads=lambda _: HEADS,
+            ),
             scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
-            kv_transfer_config=None,
-            parallel_config=None,
+            kv_transfer_config=SimpleNamespace(
+                kv_connector="RecallConnector", kv_connector_extra_config={"host_size": "1GiB"}
+            ),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1),
             speculative_config=None,
         )
+        self.replays = replays
         self.builder: Any = Builder(spec, names, vllm_config, CPU)
         size = BLOCKS, KV_HEADS, SIZE, 2 * DIM
         self.caches = [torch.full(size, float("nan")) for _ in names]
@@ -120,7 +137,15 @@ class World:
         self.query = torch.zeros(LAYERS, REQUESTS, HEADS, DIM)
         self.output = torch.zeros(LAYERS, REQUESTS, HEADS, DIM)
         self.graphs: dict[int, list[list[Any]]] = {}
-        self.replayed = self.sparse = 0
+        self.replayed = self.replayed_off = self.sparse = 0
+        self.group = self.builder._group
+        caches = dict(zip(names, self.caches, strict=True))
+        self.pages = {name: one.view(BLOCKS, -1).view(torch.uint8) for name, one in caches.items()}
+        self.pages |= self.group.register(caches)
+        sizes = [one[0].numel() for one in self.pages.values()]
+        places = dict(zip(self.pages, accumulate(sizes, initial=0), strict=False))
+        self.record = sum(sizes)
+        self.records = Records(np.zeros(100 * self.record, np.uint8), places)
         if replays:
             for count in reversed(SIZES):
                 self.capture(count)
@@ -155,12 +180,33 @@ class World:
             None, query, query, query, self.caches[layer], metadata, output
         )  # fmt: skip
 
-    def step(self, requests: list[Request], counts: list[int], veto: bool) -> bool:
-        """Computes the last ``counts`` tokens of requests; whether a graph was replayed."""
+    def store(self, ids: list[int], offsets: list[int]) -> None:
+        """Writes blocks' records; nothing may read the blocks any more."""
+        self.group.before_store(ids)
+        for name, rows in self.pages.items():
+            for id, offset in zip(ids, offsets, strict=True):
+                page, begin = rows[id].flatten().numpy(), offset + self.records.layers[name]
+                self.records.memory[begin : begin + len(page)] = page
+
+    def step(
+        self,
+        requests: list[Request],
+        counts: list[int],
+        veto: bool,
+        orders: OffloadOrders | None = None,
+        fails: bool = False,
+    ) -> bool:
+        """Computes the last ``counts`` tokens of requests; whether a graph was replayed. ``fails``:
+        the step ends when its metadata is built."""
+        assert not self.group.take(orders, self.records)
+        for order in orders.departures if orders else ():
+            for impl, cache in zip(self.impls, self.caches, strict=True):
+                cache[list(order.block_ids)] = float("nan")
+                impl.sparse_layer.store.rows[:, list(order.block_ids)] = 77
         self.table.zero_()
         ids = np.zeros((REQUESTS, self.table.shape[1]), dtype=np.int32)
         for row, one in zip(ids, requests, strict=False):
-            row[: len(one.blocks)] = one.blocks
+            row[: len(one.blocks[self.replays])] = one.blocks[self.replays]
         self.table[: len(requests)] = torch.from_numpy(ids[: len(requests)])
         padded = min((size for size in SIZES if size >= len(requests)), default=0)
         may = bool(self.graphs) and max(counts) == 1 and not veto
@@ -174,6 +220,8 @@ class World:
         self.output.fill_(float("nan"))
         before = self.builder._activity.steps_sparse
         metadata = self.builder.build(0, common)
+        if fails:
+            return graph
         self.sparse += self.builder._activity.steps_sparse - before
         if not graph:
             held = self.query, self.output
@@ -188,6 +236,7 @@ class World:
             self.has_work = metadata.retrieval is not None
             return False
         self.replayed += 1
+        self.replayed_off += any(one.offsets for one in requests)
         for layer, record in enumerate(self.graphs[padded]):
             self.write(layer, requests, counts)
             for again in record:
@@ -198,7 +247,7 @@ class World:
     def write(self, layer: int, requests: list[Request], counts: list[int]) -> None:
         for one, count in zip(requests, counts, strict=True):
             at = torch.arange(one.tokens - count, one.tokens)
-            blocks = torch.tensor(one.blocks)[at // SIZE]
+            blocks = torch.tensor(one.blocks[self.replays])[at // SIZE]
             self.caches[layer][blocks, :, at % SIZE] = kv(one.seed, layer)[at]
 
 
@@ -226,16 +275,19 @@ class Both:
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
-        self.free = list(range(1, BLOCKS))
-        self.chance.shuffle(self.free)
+        self.free = {True: list(range(1, BLOCKS)), False: list(range(1, BLOCKS))}
+        self.chance.shuffle(self.free[True])
+        self.orders = OffloadOrders([], {}, [])
         self.requests: list[Request] = []
         self.ours, self.plain = World(True), World(False)
         self.made = 0
 
-    def begin(self, prompt: int, remainder: int = 0) -> None:
+    def begin(self, prompt: int, remainder: int = 0, seed: int = 0) -> Request:
         """A request whose prompt is computed at once, but for a ``remainder``."""
         self.made += 1
-        self._prefill(Request(self.made, prompt, 0, []), prompt - remainder)
+        one = Request(seed or self.made, prompt, 0, {True: [], False: []}, key=f"{self.made}")
+        self._prefill(one, prompt - remainder)
+        return one
 
     def _prefill(self, one: Request, tokens: int) -> None:
         """Beside those that decode."""
@@ -245,9 +297,46 @@ class Both:
     def end(self, at: int) -> Request:
         """Its blocks are the next ones to be taken."""
         one = self.requests.pop(at)
-        self.free = [*self.free, *one.blocks]
-        one.blocks = []
+        for world, free in self.free.items():
+            free += [block for block in one.blocks[world] if block]
+            one.blocks[world] = []
+        if one.offsets:
+            self.orders.ended.append(one.key)
+            self.free[True] += one.slots
+            one.offsets, one.slots = [], []
         return one
+
+    def leave(self, at: int) -> None:
+        """Middle blocks that are on the device leave it before the next step, with no more slots
+        than it must have."""
+        one = self.requests[at]
+        split, gone = split_of(one.tokens, SIZE, SETTINGS), len(one.offsets)
+        here = one.blocks[True][1 + gone : split.local]
+        offsets = [(one.seed * 10 + gone + at) * self.ours.record for at in range(len(here))]
+        self.ours.store(here, offsets)
+        one.blocks[True][1 + gone : split.local] = [0] * len(here)
+        one.offsets += offsets
+        self._order(one, here, offsets)
+        self.free[True] += here
+
+    def _order(self, one: Request, here: list[int], offsets: list[int]) -> None:
+        split = split_of(one.tokens, SIZE, SETTINGS)
+        least = slots_of(split, len(one.offsets), SETTINGS)[0]
+        new = [self.free[True].pop() for _ in range(least - len(one.slots))]
+        if here or new:
+            one.slots += new
+            order = Departure(one.key, 1, tuple(here), tuple(offsets), tuple(new))
+            self.orders.departures.append(order)
+
+    def arrive(self, seed: int, prompt: int) -> None:
+        """A request that begins with what one like it has left in the pool, but for a token."""
+        one, split = self.begin(prompt, 1, seed), split_of(prompt, SIZE, SETTINGS)
+        one.offsets = [(seed * 10 + at) * self.ours.record for at in range(split.middle)]
+        self.free[True] += one.blocks[True][1 : split.local]
+        one.blocks[True][1 : split.local] = [0] * split.middle
+        one.slots = [self.free[True].pop() for _ in range(split.chosen)]
+        self.orders.arrivals.append(Arrival(one.key, 1, tuple(one.offsets), tuple(one.slots)))
+        self.step()
 
     def preempt(self, at: int) -> None:
         """It loses its blocks; later all of it but the last token is computed again, in others."""
@@ -256,17 +345,27 @@ class Both:
         count, one.tokens = one.tokens, 0
         self._prefill(one, count)
 
-    def step(self, last: int = 1, veto: bool = False) -> None:
-        """``last``: tokens of the last request."""
+    def step(self, last: int = 1, veto: bool = False, fails: bool = False) -> None:
+        """``last``: tokens of the last request. ``fails``: it does, and is taken again."""
         counts = [1] * (len(self.requests) - 1) + [last]
         for one, count in zip(self.requests, counts, strict=True):
             one.tokens += count
-            while len(one.blocks) * SIZE < one.tokens:
-                one.blocks.append(self.free.pop())
+            for world, free in self.free.items():
+                while len(one.blocks[world]) * SIZE < one.tokens:
+                    one.blocks[world].append(free.pop())
+            if one.offsets:
+                self._order(one, [], [])
         query = torch.randn(LAYERS, len(self.requests), HEADS, DIM)
         for world in (self.ours, self.plain):
             world.query[:, : len(self.requests)] = query
-        replayed = self.ours.step(self.requests, counts, veto)
+        for one in self.requests:
+            if one.offsets:
+                self.orders.rows[one.blocks[True][(one.tokens - 1) // SIZE]] = one.key
+        orders, self.orders = self.orders, OffloadOrders([], {}, [])
+        if fails:
+            self.ours.step(self.requests, counts, veto, orders, fails=True)
+            orders = OffloadOrders([], orders.rows, [])
+        replayed = self.ours.step(self.requests, counts, veto, orders)
         self.plain.step(self.requests, counts, veto)
         if last > 1:
             return
@@ -290,24 +389,39 @@ class Both:
 
     def _compare_digests(self, layer: int, one: Request) -> None:
         """Of full blocks, which are chosen from many steps later."""
-        full = one.blocks[1 : one.tokens // SIZE]
-        ours, plain = (
-            world.impls[layer].sparse_layer.store.rows[:, full] for world in (self.ours, self.plain)
-        )
-        assert torch.equal(ours, plain), ("digests", one.tokens)
+        gone, end = len(one.offsets), one.tokens // SIZE
+        ours, plain = (world.impls[layer].sparse_layer for world in (self.ours, self.plain))
+        found = ours.store.rows[:, one.blocks[True][1 + gone : end]]
+        if gone:
+            numbers = self.ours.group._sequences[one.key].numbers
+            found = torch.cat([ours._left.rows[:, numbers], found], 1)
+        expected = plain.store.rows[:, one.blocks[False][1:end]]
+        assert torch.equal(found, expected), ("digests", one.tokens)
 
 
-def test_no_graph_is_replayed_with_blocks_off_the_device_nor_for_many_requests() -> None:
-    """And if vLLM does not heed it, the step fails, as the graph would read other blocks."""
-    world = World(True)
-    builder, one = world.builder, Request(1, 100, 101, [1, 2, 3, 4])
+def test_no_graph_is_replayed_where_blocks_off_the_device_take_the_host() -> None:
+    """Nor for many requests. And if vLLM does not heed it, the step fails, as the graph would read
+    other blocks."""
+    both = Both(0)
+    both.begin(190)
+    both.leave(0)
+    world, builder = both.ours, both.ours.builder
     assert not builder.hinders_graph(REQUESTS)
     assert builder.hinders_graph(cuda.GRAPH_ROWS + 1)
-    builder._group._rows = {4: "one"}
+    both.step()
+    assert not world.replayed, "it might compute its prompt"
+    both.step()
+    assert world.replayed == 1
+    (sequence,) = world.group._sequences.values()
+    for name in ("is_readable", "decodes"):
+        setattr(sequence, name, False)
+        assert builder.hinders_graph(1)
+        setattr(sequence, name, True)
+    world.group.layer_names.append("a dense layer")
     assert builder.hinders_graph(1)
     builder.hinders_graph = lambda _: False
     with pytest.raises(EngineError, match="off the device"):
-        world.step([one], [1], veto=False)
+        both.step()
 
 
 @pytest.mark.timeout(3000)
@@ -346,3 +460,56 @@ def test_replayed_steps_are_those_without_graphs_to_the_bit() -> None:
     layers = [impl.sparse_layer for impl in ours.impls]
     assert len({layer.digested for layer in layers}) == 1
     assert layers[0].digested == told["blocks_digested"]
+
+
+@pytest.mark.timeout(3000)
+def test_replayed_steps_off_the_device_are_those_on_it_to_the_bit() -> None:
+    """Also through further blocks that leave, newcomers with the places and numbers of others,
+    arrivals, preemption, steps that fail or are not replayed, and slots that are all taken."""
+    torch.manual_seed(1)
+    both = Both(1)
+    both.begin(190)
+    both.step()
+    both.leave(0)
+    for at in range(5):
+        both.step(veto=at == 3, fails=at == 2)
+    both.begin(219)
+    both.leave(1)
+    both.begin(40)
+    for _ in range(6):  # a block fills
+        both.step()
+    both.leave(1)
+    both.step()  # replayed: further blocks of it have left
+    sequences = both.ours.group._sequences
+    (first, *_), names = sequences.values(), set(sequences)
+    place, numbers = first.place, set(first.numbers.tolist())
+    both.end(0)
+    both.begin(200)
+    both.leave(2)
+    both.step()
+    (newcomer,) = (one for key, one in sequences.items() if key not in names)
+    assert newcomer.place == place
+    assert numbers & set(newcomer.numbers.tolist())
+    both.step()
+    both.preempt(0)
+    both.leave(2)
+    both.step()
+    both.step()
+    both.arrive(1, 190)
+    for at in range(3):
+        both.step(fails=at == 1)
+    for prompt in (150, 30, 140, 135):
+        both.begin(prompt)
+    both.leave(4)
+    both.step()
+    both.step()
+    assert len(both.requests) == REQUESTS
+    for _ in range(4):
+        both.end(0)
+        both.step(veto=len(both.requests) == 6)
+    ours = both.ours
+    assert ours.replayed_off > 15
+    ours.group.counted(wait=True)
+    told = ours.builder._activity.totals()
+    assert told["blocks_hit"] > 0
+    assert told["blocks_loaded"] > 100

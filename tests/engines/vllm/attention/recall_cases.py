@@ -82,6 +82,7 @@ class Machine:
         self.left = LeftTables(torch.device("cpu"), 8, CACHE)
         self.records: dict[int, torch.Tensor] = {}
         self.residency = DeviceResidency(HEADS, CACHE, CACHE, torch.zeros(2, dtype=torch.int64))
+        self.residency.page_at.fill_(4 * PAGE_AT)
         self._free = (torch.randperm(CACHE - 1) + 1).to(torch.int32)
 
     def take(self, count: int) -> torch.Tensor:
@@ -133,7 +134,7 @@ def check(machine: Machine, sequences: list[Offloaded], here: list[Offloaded]) -
     before = machine.residency.counts.clone()
     choose(step, machine.residency)
     chosen = step.table.clone()
-    fetch_by_triton(step, machine.residency, machine.numbers.addresses, 4 * PAGE_AT, machine.cache)
+    fetch_by_triton(step, machine.residency, machine.numbers.addresses, machine.cache)
     hits = misses = 0
     tables = step.table.view(-1, HEADS, step.table.shape[1])
     named = chosen.view(tables.shape)
@@ -190,9 +191,7 @@ def test_one_step_may_be_taken_twice() -> None:
         step.logits.normal_(0, 3)
         choose(step, machine.residency)
         wanted = (-1 - step.table[:, :6]).clone()
-        fetch_by_triton(
-            step, machine.residency, machine.numbers.addresses, 4 * PAGE_AT, machine.cache
-        )
+        fetch_by_triton(step, machine.residency, machine.numbers.addresses, machine.cache)
         for head in range(HEADS):
             held = machine.cache[step.table[head, :6].long(), head, 0, 0]
             assert torch.equal(held, 1000 * wanted[head] + head)

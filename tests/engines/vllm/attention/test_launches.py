@@ -57,8 +57,8 @@ def test_a_decode_step_sends_once_and_launches_two_kernels_a_layer(
 
 def test_steps_of_as_many_sequences_launch_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same kernels on the same memory, with the same scalars and grids: whatever the sequences'
-    lengths, a block fills or not, and steps of other sizes between. So one of them, captured, may
-    be replayed for the others."""
+    lengths, a block fills or not, blocks are off the device, and steps of other sizes between. So
+    one of them, captured, may be replayed for the others."""
     seen: list[Any] = []
 
     def told(one: Any) -> Any:
@@ -73,15 +73,15 @@ def test_steps_of_as_many_sequences_launch_the_same(monkeypatch: pytest.MonkeyPa
     settings = replace(SEED, offload_boundary=1 << 30, gate=False)
     made = SparseSteps(LLAMA, settings, layers=2)
     steps: dict[int, list[Any]] = {}
+    each = ["digest_blocks", *CHOSEN, "fetch_blocks", *ATTENDED]
     for lengths in (
         [TOKENS] * 3, [50_000], [300, 36_900, 40_960], [128], [90_000, 90_112, 5], [5, 6, 7],
     ):  # fmt: skip
-        made.run(*lengths, graph=True)  # digests of what is new
-        seen.clear()
-        made.run(*lengths, graph=True)
-        steps.setdefault(len(lengths), []).append([list(one) for one in seen])
+        for offloaded in {False, min(lengths) >= TOKENS}:
+            made.run(*lengths, graph=True, offloaded=offloaded)  # after digests of what is new
+            steps.setdefault(len(lengths), []).append([list(one) for one in seen[-2 * len(each) :]])
     for alike in steps.values():
-        assert [one[0] for one in alike[0]] == ["digest_blocks", *EVERY] * 2
+        assert [one[0] for one in alike[0]] == each * 2
         assert all(one == alike[0] for one in alike)
     assert steps[1][0] != steps[3][0]
 

@@ -288,19 +288,35 @@ class RetrievalBuilder(ABC):
             return metadata
         longest = -(-max(row.tokens for row in rows) // self.block_size)
         table = torch.from_numpy(blocks.leading(len(rows), longest))
+        offloaded = self._offloaded(rows, table)
         if blocks.is_graph:
-            if not self._group.is_idle:
+            if self._group.needs_host or not all(rows[at].decodes for at in offloaded):
                 raise EngineError(
                     "vLLM replays a graph for a step with a sequence whose blocks are off the "
-                    "device, which it would read there. Please report this; pass --enforce-eager "
-                    "meanwhile"
+                    "device, which the host must read for it. Please report this; pass "
+                    "--enforce-eager meanwhile"
                 )
-            step = self._plan(common, rows, table, {}, True)
+            step = self._plan(common, rows, table, offloaded, True)
             assert step is not None
             self._group.replay(step)
         else:
-            metadata.retrieval = self._work(common, rows, table)
+            metadata.retrieval = self._work(common, rows, table, offloaded)
+        for at, sequence in offloaded.items():
+            sequence.decodes = rows[at].decodes
         return metadata
+
+    def _offloaded(
+        self, rows: Sequence[BatchRow], table: torch.Tensor
+    ) -> dict[int, OffloadedSequence]:
+        """Those of the batch, by row. ``table``: the batch's block table, on the host."""
+        found: dict[int, OffloadedSequence] = {}
+        for at, row in enumerate(() if self._group.is_idle else rows):
+            if row.query_tokens:  # no padding
+                last = int(table[at, (row.tokens - 1) // self.block_size])
+                sequence = self._group.sequence(last)
+                if sequence is not None:
+                    found[at] = sequence
+        return found
 
     def _plan(
         self,
@@ -330,14 +346,14 @@ class RetrievalBuilder(ABC):
         if written:
             freshness.wrote_blocks(blocks.ids[tuple(zip(*written, strict=True))])
 
-    def _work(self, common: Any, rows: Sequence[BatchRow], table: torch.Tensor) -> StepWork:
+    def _work(
+        self,
+        common: Any,
+        rows: Sequence[BatchRow],
+        table: torch.Tensor,
+        offloaded: Mapping[int, OffloadedSequence],
+    ) -> StepWork:
         """The step's work. ``table``: the batch's block table, on the host."""
-        offloaded: dict[int, OffloadedSequence] = {}
-        for at, row in enumerate(() if self._group.is_idle else rows):
-            last = int(table[at, (row.tokens - 1) // self.block_size])
-            sequence = self._group.sequence(last)
-            if row.query_tokens and sequence is not None:  # no padding
-                offloaded[at] = sequence
         step = self._plan(common, rows, table, offloaded)
         sparse = [] if step is None else [one.row for one in step.sequences]
         if not sparse and not offloaded:

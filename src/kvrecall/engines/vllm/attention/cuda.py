@@ -116,7 +116,7 @@ class DeviceSelection(RetrievalLayer):
             )
         layout = self.settings.layout(shape.block_size, narrows=False)
         self._bounds = layout.kind.name == "bounds"
-        self._layer_at = 0
+        self._page_at = 0
         blocks, heads, counts = len(kv_cache), shape.kv_heads, self._kernel.counts.totals
         most = self._kernel.hold(blocks)
         store = DigestStore(shape, layout, blocks, self._kernel.device, by_block=True)
@@ -140,19 +140,21 @@ class DeviceSelection(RetrievalLayer):
             if one.split.middle and one.offloaded is not None and not one.offloaded.is_readable:
                 self._fetch_by_host(plan, at, one.offloaded, residency)
         addresses = self._kernel.numbers.addresses
-        kernels.fetch_by_triton(plan, residency, addresses, self._layer_at, self._cache)
-        self._kernel.counts.changed = True
+        kernels.fetch_by_triton(plan, residency, addresses, self._cache)
 
     def leave(
         self, sequence: OffloadedSequence, digests: torch.Tensor, kv_cache: torch.Tensor
     ) -> None:
         sequence.require_inside(self.name, kv_cache)
-        self._layer_at = sequence.records.layers[self.name]
         _, first, held = self._gone.get(sequence.key, (sequence, 0, 0))
         end = first + digests.shape[1]
         self._gone[sequence.key] = sequence, end, len(sequence.slots)
         self._kernel.number(sequence)
         numbers, send = sequence.numbers[first:end], self._device.send
+        page_at = sequence.records.layers[self.name]
+        if page_at != self._page_at:  # a captured graph has no number of it, but its cell
+            self._page_at = page_at
+            send(torch.tensor([page_at]), self._residency.page_at)
         there = send(torch.from_numpy(numbers))
         self._left.write(there, digests)
         self._residency.begin(there, send(sequence.slots[held:].to(torch.int64)))
@@ -301,7 +303,7 @@ class TritonKernel(AttentionKernel):
             away.missed.zero_()
             addresses = torch.zeros(len(cache), dtype=torch.int64, device=self.device)
             for one in (cache, by_tokens):
-                kernels.fetch_by_triton(away, held, addresses, 0, one)
+                kernels.fetch_by_triton(away, held, addresses, one)
             self.counts.totals.zero_()
             source, nbytes = np.array([cache.data_ptr()]), cache[0].nbytes
             device.move(source, source + nbytes, kernels.Piece(1, nbytes, 0))
@@ -368,7 +370,9 @@ class TritonKernel(AttentionKernel):
         late = device_of(self.device).send(stale.to(torch.int32)) if len(stale) else stale
         if not count:
             return SparseStep(late, (), None)
-        left = self._left if any(one.offloaded is not None for one in sequences) else None
+        recalls = any(one.offloaded is not None for one in sequences)
+        self.counts.changed |= recalls
+        left = self._left if recalls or (graph_rows and self.most.left) else None
         buffers = self._buffers_for(count, max(one.blocks for one in facts))
         told = torch.tensor(facts, dtype=torch.int32)
         device_of(self.device).send(told, buffers.facts[:count])
@@ -627,16 +631,17 @@ class DeviceBuilder(RetrievalBuilder):
         return metadata
 
     def hinders_graph(self, requests: int) -> bool:
-        """If the batch is too large, where blocks are to be recorded, and while a sequence has
-        blocks off the device."""
-        if not self._group.is_idle:
-            if not self._told:
+        """If the batch is too large, where blocks are to be recorded, and where a sequence with
+        blocks off the device takes the host's work."""
+        if self._group.needs_host:
+            if not self._told and self._settings.dense_layers:
                 self._told = True
                 logger.info(
                     "kvrecall: retrieval: steps with a sequence past VLLM_RETRIEVAL_OFFLOAD_"
-                    "BOUNDARY=%d are launched piece by piece, not as one CUDA graph: that was not "
-                    "yet tried with blocks off the device",
+                    "BOUNDARY=%d are launched piece by piece, not as one CUDA graph: the first "
+                    "VLLM_RETRIEVAL_DENSE_LAYERS=%d layers read its blocks from copies",
                     self._settings.offload_boundary,
+                    self._settings.dense_layers,
                 )
             return True
         if padded_requests(self.vllm_config, requests) > GRAPH_ROWS:

@@ -105,6 +105,14 @@ class RetrievalGroup:
         """Whether no sequence of this step is offloaded."""
         return not self._rows
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether an offloaded sequence of this step takes work of the host's: its prompt may still
+        be computed, the device cannot read its blocks, or dense layers read copies of them."""
+        here = [self._sequences[key] for key in self._rows.values()]
+        is_dense = len(self._sparse) < len(self.layer_names)
+        return any(is_dense or not (one.decodes and one.is_readable) for one in here)
+
     def counted(self, wait: bool = False) -> Activity:
         """The activity, with what a device has told by now; ``wait``: with all that it did."""
         if self._kernel.counts is not None:

@@ -65,7 +65,8 @@ class OffloadedSequence:
     device blocks that it recalls into, where every layer and KV head has its own blocks; none if
     blocks are read in place, in ``near``. ``numbers``: of those blocks on a device whose kernels
     recall them (``device.BlockNumbers``), which they do as long as it ``is_readable``, and its
-    ``place`` in ``device.LeftTables``, -1: none yet, where ``placed`` of its slots are."""
+    ``place`` in ``device.LeftTables``, -1: none yet, where ``placed`` of its slots are.
+    ``decodes``: it did in its last step, and so will in its next: a preemption ends it here."""
 
     key: str
     init: int
@@ -77,6 +78,7 @@ class OffloadedSequence:
     is_readable: bool = True
     place: int = -1
     placed: int = 0
+    decodes: bool = False
 
     @property
     def count(self) -> int:
