@@ -239,12 +239,12 @@ def _send(url: str, path: str, body: bytes) -> None:
 
 
 @contextmanager
-def _application(plan: Plan, *keys: str, loop: type | None = None, **options: Any) -> Iterator[int]:
+def _application(plan: Plan, *keys: str, loop: type | None = None, **more: Any) -> Iterator[int]:
     """kvrecall's routes and its listener around an engine that does nothing; the port."""
     port = free_port()
     app = FastAPI()
     attach_all(app, _engine(), keys, plan=plan)
-    own: Any = {"port": port, "log_level": "critical", "http": PromptProtocol, **options}
+    own: Any = {"port": port, "log_level": "critical", "http": PromptProtocol, **more}
     server = uvicorn.Server(uvicorn.Config(app, **own))
     run = server.run if loop is None else lambda: uvloop.run(server.serve(), loop_factory=loop)
     thread = threading.Thread(target=run, daemon=True)
@@ -321,64 +321,52 @@ def _is_closed(link: socket.socket, seconds: float = 0.5) -> bool:
 
 
 @attack(limit_s=90)
-def more_sockets_than_are_kept(folder: Path) -> str:
+def more_sockets_than_are_kept(_: Path) -> str:
     """Opens silent connections until the server would have no more files to open."""
+    with _application(Plan(ServeSpec("m", "127.0.0.1", 1, {}))) as port:
+        return _flooded(f"http://127.0.0.1:{port}")
+
+
+@attack(limit_s=90)
+def silent_handshakes(folder: Path) -> str:
+    """The same to a listener with TLS, without a handshake."""
+    from kvrecall.engines.vllm.serving.app import Loop  # imports vLLM
+
+    plan = Plan(ServeSpec("m", "127.0.0.1", 1, {}))
+    with _application(plan, loop=Loop, **_certificate(folder)) as port:
+        return _flooded(f"https://127.0.0.1:{port}")
+
+
+def _flooded(url: str) -> str:
+    """Opens silent connections, and asks for /health meanwhile."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if most < 4 * _FLOOD:
         raise NotHere(f"{4 * _FLOOD} open files (ulimit -Hn is {most})")
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    with _application(Plan(ServeSpec("m", "127.0.0.1", 1, {}))) as port, ExitStack() as kept:
-        links = [kept.enter_context(_connection(port)) for _ in range(_FLOOD)]
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=5) as client:
-            client.get("/health").raise_for_status()
-            left = sum(not _is_closed(link, 0.0) for link in links)
-    if left > _FLOOD - 200:
-        raise Stalled(f"{left} of {_FLOOD} silent connections are kept")
-    return f"{left} of {_FLOOD} silent connections are kept, the youngest"
-
-
-@attack(limit_s=120)
-def silent_handshakes(folder: Path) -> str:
-    """Opens more connections to a listener with TLS than are kept, and begins no handshake."""
-    from kvrecall.engines.vllm.serving.app import Loop  # imports vLLM
-
-    cert, key = _certificate(folder)
-    tls = {"ssl_certfile": cert, "ssl_keyfile": key}
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    with (
-        _application(Plan(ServeSpec("m", "127.0.0.1", 1, {})), loop=Loop, **tls) as port,
-        ExitStack() as kept,
-        httpx.Client(base_url=f"https://127.0.0.1:{port}", timeout=5, verify=False) as client,
-    ):
-        client.get("/health").raise_for_status()
-        links, waits = list[socket.socket](), list[float]()
-        for _ in range(_FLOOD):
-            links.append(kept.enter_context(_connection(port)))
+    links, waits = list[socket.socket](), list[float]()
+    with ExitStack() as kept, httpx.Client(base_url=url, timeout=5, verify=False) as client:
+        while len(links) < _FLOOD:
+            links.append(kept.enter_context(_connection(client.base_url.port or 0)))
             if len(links) % 50 == 0:
                 began = time.monotonic()
                 client.get("/health").raise_for_status()
                 waits.append(time.monotonic() - began)
-        httpx.get(f"https://127.0.0.1:{port}/health", timeout=30, verify=False).raise_for_status()
+        httpx.get(f"{url}/health", timeout=30, verify=False).raise_for_status()
         left = sum(not _is_closed(link, 0.0) for link in links)
-        if left > _FLOOD - 200:
-            raise Stalled(f"{left} of {_FLOOD} connections without a handshake are kept")
-        half = sorted(waits)[len(waits) // 2]
-        if half > 0.1:
-            raise Stalled(f"half of the replies of /health took {half:.2f} s beside them")
-        time.sleep(_QUIET_S)
-        if left := sum(not _is_closed(link, 0.0) for link in links):
-            raise Stalled(f"{left} connections without a handshake are open after {_QUIET_S} s")
-    return f"the youngest are kept, for seconds; /health took {1e3 * half:.0f} ms"
+    if left > _FLOOD - 200:
+        raise Stalled(f"{left} of {_FLOOD} silent connections are kept")
+    if (half := sorted(waits)[len(waits) // 2]) > 0.1:
+        raise Stalled(f"half of the replies of /health took {half:.2f} s beside them")
+    return f"{left} of {_FLOOD} are kept, the youngest; /health took {1e3 * half:.0f} ms"
 
 
-def _certificate(folder: Path) -> tuple[Path, Path]:
+def _certificate(folder: Path) -> dict[str, Path]:
     cert, key = folder / "cert.pem", folder / "key.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
     names = ["-subj", "/CN=localhost", "-out", str(cert), "-keyout", str(key)]
     if shutil.which("openssl") is None or said_by(*command.split(), *names).returncode:
         raise NotHere("openssl makes no certificate")
-    return cert, key
+    return {"ssl_certfile": cert, "ssl_keyfile": key}
 
 
 _LINE = b"X-A: " + b"a" * 60_000

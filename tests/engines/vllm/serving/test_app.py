@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
 from pathlib import Path
 from typing import Any
@@ -29,23 +30,20 @@ def test_connections_that_begin_no_handshake_are_counted_and_end(
     monkeypatch.setattr(connections, "_MOST_WAITING", 20)
     monkeypatch.setattr(connections, "_SILENCE_S", 3.0)
     cert, key, _ = Authority(tmp_path, "authority").issue("server")
-    own: dict[str, Any] = {"port": free_port(), "http": connections.PromptProtocol}
+    own: Any = {"port": free_port(), "http": connections.PromptProtocol}
     app = Starlette(routes=[Route("/health", lambda _: PlainTextResponse("well"))])
     server = uvicorn.Server(uvicorn.Config(app, ssl_certfile=cert, ssl_keyfile=key, **own))
     thread = threading.Thread(target=lambda: uvloop.run(server.serve(), loop_factory=Loop))
     thread.start()
     wait_until(lambda: server.started)
-    url = f"https://127.0.0.1:{own['port']}/health"
-    with contextlib.ExitStack() as kept, httpx.Client(verify=False) as client:
-        assert client.get(url).text == "well"
-        place = ("127.0.0.1", own["port"])
+    place = ("127.0.0.1", own["port"])
+    context = ssl.create_default_context(cafile=tmp_path / "authority.pem")
+    with contextlib.ExitStack() as kept, httpx.Client(verify=context) as client:
         links = [kept.enter_context(socket.create_connection(place)) for _ in range(50)]
-        assert httpx.get(url, verify=False).text == "well", "the youngest of too many"
-        for link in links[:28]:
-            link.settimeout(1)  # less than silence takes
-            assert link.recv(1) == b"", "the oldest end at once"
-        for link in links[31:]:
-            link.settimeout(30)
+        url = f"https://127.0.0.1:{own['port']}/health"
+        assert client.get(url).text == "well", "the youngest of too many"
+        for number, link in enumerate(links):
+            link.settimeout(1 if number < 28 else 30)  # less than silence takes
             assert link.recv(1) == b""
         assert client.get(url).text == "well"
     server.should_exit = True
