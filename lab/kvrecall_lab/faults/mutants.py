@@ -153,11 +153,6 @@ MUTANTS = (
         ("service",),
     ),
     Mutant(
-        "offsets of two services never mix", client.ServiceClient, "_adopt",
-        "or self._unsent", "",
-        ("service",),
-    ),
-    Mutant(
         "slots whose offer came too late are given back", client.ServiceClient, "reserve",
         "self._tell(life, p.Cancel(numbers[0]))", "pass",
         ("service",),
@@ -211,12 +206,7 @@ MUTANTS = (
     Mutant(
         "a folder that cannot be listed ends no resize", engine, "aside_bytes",
         "contextlib.suppress(OSError):\n        for", "contextlib.suppress():\n        for",
-        ("error",), (Fault(frozenset({"list"}), errno.EIO, 1, 1000),),
-    ),
-    Mutant(
-        "a connection made while its client closes ends", client.ServiceClient, "close",
-        "self._lives():  # perhaps", "self._lives()[:1]:  # perhaps",
-        ("service",),
+        ("error",), (Fault(frozenset({"list"}), errno.EIO, 8, 1000),),
     ),
     Mutant(
         "a read without memory ends no thread", tier.DiskTier, "_run_reader",
