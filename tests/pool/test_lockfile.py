@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.pool.lockfile import LockHeld, lock_path, sign, signer
+from kvrecall.pool.lockfile import LockHeld, leads_to, lock_path, sign, signer
 
 
 def test_the_lock_of_a_removed_file_is_not_the_lock_of_its_path(
