@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.pool.lockfile import LockHeld, leads_to, lock_path
+from kvrecall.pool.lockfile import LockHeld, leads_to, lock_path, sign, signer
 
 
 def test_the_lock_of_a_removed_file_is_not_the_lock_of_its_path(
@@ -45,3 +45,12 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic links"):
         lock_path(tmp_path / "lock")
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_holder_on_another_host_is_named_with_it(tmp_path: Path) -> None:
+    """Its number means another process, or none, on this one."""
+    fd = lock_path(tmp_path / "lock")
+    sign(fd)
+    assert signer((tmp_path / "lock").read_text()) == str(os.getpid())
+    assert signer("1 node-7\n") == "1 on node-7"
+    os.close(fd)

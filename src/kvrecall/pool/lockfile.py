@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 from pathlib import Path
 
 
@@ -41,3 +42,16 @@ def leads_to(path: Path, fd: int) -> bool:
         return os.path.samestat(os.lstat(path), os.fstat(fd))
     except FileNotFoundError:
         return False
+
+
+def sign(fd: int) -> None:
+    """Writes into a lock file who holds it: this process, and its host, which may share the folder
+    with others."""
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+
+
+def signer(text: str) -> str:
+    """What ``sign`` wrote, for people: the process, and its host if that is another one."""
+    pid, _, host = text.strip().partition(" ")
+    return f"{pid} on {host}" if host not in ("", socket.gethostname()) else pid or "unknown"

@@ -26,6 +26,7 @@ from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.compression import check_compression
 from kvrecall.pool.disk.folder import LOCK_NAME, MediumFails, check_room, own_bytes, standing_part
 from kvrecall.pool.eviction import make_policy
+from kvrecall.pool.lockfile import signer
 from kvrecall.pool.remote.backends import check_store, doubt_of
 from kvrecall.server.plan import vllm_options
 
@@ -226,7 +227,7 @@ def holder_of(lock: Path) -> str:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
-        return os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        return signer(os.pread(fd, 64, 0).decode("ascii", "replace"))
     finally:
         os.close(fd)
     return ""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvrecall.block import SHARED, tenant_of
@@ -21,7 +23,7 @@ from kvrecall.config import (
 )
 from kvrecall.errors import ConfigError
 from kvrecall.pool.service import protocol as p
-from kvrecall.pool.service.admin import PrefixTrees
+from kvrecall.pool.service.admin import _COMMANDS, PrefixTrees
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.testing import chain, namespace, wait_until
@@ -261,6 +263,14 @@ def test_another_protocol_is_refused_in_words(at: tuple[object, ...]) -> None:
         refusal = p.read_reply(sock.recv(4096)[4:])
     assert isinstance(refusal, p.Rejection)
     assert f"the client kvrecall 0.0.9 (protocol {p.PROTOCOL - 1}); run the same" in refusal.reason
+
+
+def test_another_form_of_a_message_is_another_protocol() -> None:
+    """The forms of all that travels, as a number: with it, PROTOCOL changes."""
+    results = [kind.result for kind in _COMMANDS.values()]
+    forms = [p.Hello, p.Request, p.Reply, *_COMMANDS.values(), *results]
+    told = repr(msgspec.inspect.multi_type_info(forms)).encode()
+    assert (p.PROTOCOL, hashlib.blake2b(told, digest_size=4).hexdigest()) == (111, "ccb732f6")
 
 
 def test_settings_of_tenants() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvrecall.errors import TierError
 from kvrecall.pool.disk.index import is_damage
-from kvrecall.pool.lockfile import LockHeld, lock_path
+from kvrecall.pool.lockfile import LockHeld, lock_path, sign, signer
 from kvrecall.secret import WRITE, exposure
 
 _GIB = 1 << 30
@@ -148,13 +148,13 @@ class FolderLock:
                 _keep_private(self.fd, path)
                 self._file = lock_path(path / LOCK_NAME)
                 undo.callback(os.close, self._file)
-                os.ftruncate(self._file, 0)
-                os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+                sign(self._file)
             except LockHeld as error:
-                holder = str(error) or _noted(path / LOCK_NAME)
+                lock = path / LOCK_NAME
+                noted = lock.read_text("ascii", "replace") if os.access(lock, os.R_OK) else ""
                 raise FolderHeld(
-                    f"disk_path: {path} is in use by process {holder}; stop it or use another "
-                    "folder"
+                    f"disk_path: {path} is in use by process {signer(str(error) or noted)}; stop "
+                    "it or use another folder"
                 ) from None
             except OSError as error:
                 raise refusal(path, error) from error
@@ -163,11 +163,3 @@ class FolderLock:
     def release(self) -> None:
         """Idempotent."""
         self._held.close()
-
-
-def _noted(lock: Path) -> str:
-    """The process that wrote a lock file, if there is one."""
-    try:
-        return lock.read_text("ascii", "replace").strip() or "unknown"
-    except OSError:
-        return "unknown"

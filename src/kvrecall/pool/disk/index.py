@@ -426,8 +426,7 @@ class Index:
 
 @contextlib.contextmanager
 def reading(folder: Path) -> Iterator[sqlite3.Connection]:
-    """Reads the index of a folder, in a copy if a tier may be using it: that lets no other open it.
-    Changes nothing. Raises OSError or sqlite3.Error."""
+    """Opens the index of a folder for reading: a copy, if a tier may be using it meanwhile."""
     path, changed = folder / INDEX_NAME, 0
     with tempfile.TemporaryDirectory(prefix="kvrecall-index-") as name:
         uri, log = f"{path.absolute().as_uri()}?immutable=1", path.with_name(path.name + "-wal")
