@@ -238,9 +238,7 @@ class Host:
             "max_tokens": max_tokens,
             "logprobs": _SECOND if logprobs else None,
             # Otherwise the last output is of one sample: of the one that ends last.
-            "output_kind": RequestOutputKind.CUMULATIVE
-            if samples == 1
-            else RequestOutputKind.FINAL_ONLY,
+            "output_kind": RequestOutputKind["CUMULATIVE" if samples == 1 else "FINAL_ONLY"],
         }
         params = SamplingParams(**given | more)
         self._started[id] = time.perf_counter(), 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,7 @@ def mix(seed: int, count: int, folders: Sequence[Path]) -> list[Order]:
         prompt = _prompt(dice, bases, orders)
         again = dice.choice((1, 1, 1, 1, 1, 2, 3))  # in flight at the same time
         under = [dice.choice(adapters)] * again if dice.random() < 0.85 else adapters
-        for adapter in under:
-            order = _order(dice, f"r{len(orders)}", prompt)
-            question = replace(order.question, adapter=adapter, salt=dice.choice(_SALTS))
-            orders.append(replace(order, question=question))
+        orders += [_order(dice, f"r{len(orders) + at}", prompt, of) for at, of in enumerate(under)]
     return orders[:count]
 
 
@@ -75,7 +72,9 @@ def _prompt(
     return dice.choice([*some, base + _drawn(dice, LONGEST), *known])[: LONGEST - 1]
 
 
-def _order(dice: random.Random, name: str, prompt: tuple[int, ...]) -> Order:
+def _order(
+    dice: random.Random, name: str, prompt: tuple[int, ...], adapter: tuple[str, int, str] | None
+) -> Order:
     kind, tells, samples = dice.random(), dice.random() < 0.7, 1
     tokens = dice.choice((1, *(dice.randint(*one) for one in _ANSWERS)))
     sampling: dict[str, Any] = {}
@@ -87,8 +86,8 @@ def _order(dice: random.Random, name: str, prompt: tuple[int, ...]) -> Order:
     elif kind < 0.5:
         sampling = {"prompt_logprobs": 1}
     question = Question(
-        name, prompt, min(tokens, LONGEST - len(prompt)), samples=samples, sampling=sampling,
-        priority=dice.randrange(4),
+        name, prompt, min(tokens, LONGEST - len(prompt)), dice.choice(_SALTS), adapter,
+        samples=samples, sampling=sampling, priority=dice.randrange(4),
     )  # fmt: skip
     abort = dice.choice(STATES) if dice.random() < _ABORTED else ""
     return Order(question, tells, abort)

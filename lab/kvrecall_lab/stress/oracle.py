@@ -3,8 +3,7 @@
 Both compute in float32 with one thread. Which requests a step computes together, and how a hit or a
 preemption splits a prompt, changes log-probabilities by 1e-4 at most, on the device's own hits as
 on recalled ones. So they are compared with ``_TOLERANCE``, and tokens up to the first that is as
-likely as another one, where answers may part. Drawn tokens part, very rarely, where
-log-probabilities are equal.
+likely as another one, where answers may part, as drawn ones may at equal log-probabilities.
 """
 
 from __future__ import annotations

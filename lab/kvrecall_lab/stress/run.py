@@ -6,8 +6,8 @@ import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvrecall_lab.models import write_model
 from kvrecall_lab.models.variants import write_lora
 from kvrecall_lab.shapes.shapes import environment
 from kvrecall_lab.stress import oracle
-from kvrecall_lab.stress.mix import BLOCK, LONGEST, Order, mix
+from kvrecall_lab.stress.mix import BLOCK, LONGEST, mix
 
 DEVICES: Mapping[str, Mapping[str, str]] = {
     "inline": {},
@@ -35,7 +35,7 @@ _STUCK_S = 60.0
 _TROUBLES = ("device", "service", "device", "pool")
 _TROUBLE_EVERY = 35  # requests
 _ADAPTERS = 3
-_MODEL = {"hidden": 128, "layers": 3, "heads": 4, "kv_heads": 1, "seed": 7, "dtype": "float32"}
+_MODEL: Mapping[str, Any] = {"hidden": 128, "layers": 3, "kv_heads": 1, "dtype": "float32"}
 _OPTIONS: Mapping[str, Any] = {
     "dtype": "float32",
     "block_size": BLOCK,
@@ -51,7 +51,6 @@ _OPTIONS: Mapping[str, Any] = {
     # vLLM's adapter of the logits on a CPU ends the engine at log-probabilities of a prompt.
     "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
 }
-_PROMPT_TOKENS = "kvrecall_prompt_tokens_total:"
 _MOST_PARTED = 0.02  # of the answers with drawn tokens
 _HOST_BYTES = 6 << 20  # blocks come back from disk
 
@@ -65,7 +64,7 @@ class Stress:
         self._say = say
         self._engines = Engines(folder)
         self.report = Report()
-        model = write_model(folder / "model", max_position=LONGEST, **_MODEL)  # type: ignore[arg-type]
+        model = write_model(folder / "model", **_MODEL)
         self._arguments = {**_OPTIONS, "model": str(model), "env": {"XDG_CACHE_HOME": str(folder)}}
         folders = [folder / f"adapter-{number}" for number in range(_ADAPTERS)]
         adapters = [write_lora(one, model, seed=at) for at, one in enumerate(folders)]
@@ -77,8 +76,7 @@ class Stress:
         """Raises EngineError if an engine does not start."""
         try:
             answered = {device: self._stressed(device) for device in devices}
-            names = set(itertools.chain(*answered.values()))
-            truth = self._reference([one for one in self.orders if one.question.id in names])
+            truth = self._reference(set(itertools.chain(*answered.values())))
             for device, answers in answered.items():
                 self._judge(device, answers, truth)
         finally:
@@ -87,38 +85,31 @@ class Stress:
 
     def _start(self, name: str, **options: Any) -> EngineProcess:
         self._say(f"{name}: an engine starts")
-        arguments = {**self._arguments, **options}
-        engine = self._engines.start(name, arguments, environment=environment())
+        options = {**self._arguments, **options}
+        engine = self._engines.start(name, options, environment=environment())
         engine.wait_ready()
         return engine
 
-    def _reference(self, orders: Sequence[Order]) -> dict[str, Answer]:
+    def _reference(self, names: Set[str]) -> dict[str, Answer]:
         # No prompt in parts: there vLLM alone ends at a request with a seed, see ``mend_on_cpu``.
         options = {"num_gpu_blocks_override": 30 * _BLOCKS, "max_num_batched_tokens": 16 * LONGEST}
         engine = self._start("reference", **options)
-        self._say(f"reference: {len(orders)} requests")
-        answers = engine.answers([order.question for order in orders])
-        engine.end()
-        return {answer.id: answer for answer in answers}
+        self._say(f"reference: {len(names)} requests")
+        asked = [order.question for order in self.orders if order.question.id in names]
+        return {answer.id: answer for answer in engine.answers(asked)}
 
     def _stressed(self, device: str) -> dict[str, Answer]:
-        folder = self._folder / device
-        service = ServiceProcess(folder, _HOST_BYTES, 1 << 30)
-        pool = {"backend": "service", "socket": str(service.socket), "load_or_compute": "load"}
-        with ExitStack() as ending:
-            ending.callback(service.kill)
-            service.start()
-            engine = self._start(
-                device, num_gpu_blocks_override=_BLOCKS, pool=pool, **DEVICES[device]
-            )
+        with ServiceProcess(self._folder / device, _HOST_BYTES, 1 << 30) as service:
+            pool = {"backend": "service", "socket": str(service.socket), "load_or_compute": "load"}
+            options = {"num_gpu_blocks_override": _BLOCKS, "pool": pool, **DEVICES[device]}
+            engine = self._start(device, **options)
             self._flying, self._answers = {}, {}
             try:
                 self._ask(engine, service)
                 self._look_for_leaks(device, engine, service)
             except EngineError as error:
                 engine.where()
-                what = f"{device}: {', '.join(self._flying)}: {error}"
-                self.report.fault("stuck", what, max(1, len(self._flying)))
+                self.report.fault("stuck", f"{device}: {', '.join(self._flying)}: {error}")
                 time.sleep(1.0)  # while the process writes its stacks
             else:
                 if not engine.end():
@@ -169,11 +160,12 @@ class Stress:
         if held:
             self.report.fault("leaks", f"{device}: the idle service counts {words}", held)
         metrics = engine.metrics()
-        by_source = [n for name, n in metrics.items() if name.startswith(_PROMPT_TOKENS)]
+        told = sum(n for name, n in metrics.items() if "kvrecall_prompt_tokens_total:" in name)
         sent = sum(len(one.question.prompt) * one.question.samples for one in self.orders)
-        if sum(by_source) != sent:
-            what = f"{sum(by_source):.0f} prompt tokens have a source, of {sent}"
-            self.report.fault("leaks", f"{device}: {what}")
+        if told != sent:
+            self.report.fault(
+                "leaks", f"{device}: {told:.0f} of {sent} prompt tokens have a source"
+            )
         size = sum(memory["groups"][0]["layers"])
         self.report.add("recalled_blocks", int(metrics["kvrecall_loaded_bytes_total"] // size))
         self.report.add("preempted", int(metrics["vllm:num_preemptions_total"]))
@@ -188,8 +180,7 @@ class Stress:
             if what == oracle.PARTED:
                 self.report.add(what)
             elif what:
-                kind = f"adapter {question.adapter}, {question.sampling}, {dict(answer.sources)}"
-                where = f"{device}, {question.id}, prompt of {len(question.prompt)}, {kind}"
+                where = f"{device}, {replace(question, prompt=())}, {dict(answer.sources)}"
                 self.report.fault("wrong", f"{where}: {what}")
         drawn, parted = sum(one.question.samples > 1 for one in asked), self.report[oracle.PARTED]
         if parted > max(1, drawn * _MOST_PARTED):
