@@ -352,17 +352,3 @@ def test_pins_take_no_more_than_their_share() -> None:
     assert bench.catalog.pinned_bytes == 2 * SIZE
     assert [block.pinned for block in bench.catalog.infos()].count(True) == 2
     bench.check()
-
-
-def test_an_order_touches_names_under_the_table_s_lock() -> None:
-    """It has no lock of its own, and other threads look names up meanwhile."""
-    bench, [key] = Bench(), chain(NAMESPACE, 1)
-    bench.publish([key])
-    number = bench.catalog._names.number(key)
-    keeping = threading.Thread(target=bench.catalog._refs.keep, args=(number,), daemon=True)
-    with bench.catalog._lock:
-        keeping.start()
-        keeping.join(0.1)
-        assert keeping.is_alive()
-    keeping.join(10.0)
-    assert not keeping.is_alive()
