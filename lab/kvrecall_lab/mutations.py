@@ -1,7 +1,7 @@
 """Faults made by rule, a sample of each important file: how many of them its own tests find.
 
-``python -m kvrecall_lab.mutations``. A file's tests are those that ``lab/mutants.toml`` names for
-it, without engines. It prints a line of JSON for each file, and all of them together at the end.
+``python -m kvrecall_lab.mutations``. A file's tests are its own and those that ``lab/mutants.toml``
+names for it, without engines. It prints a line of JSON for each file, and one for all at the end.
 """
 
 from __future__ import annotations
@@ -134,7 +134,9 @@ def main(
         plain = folder / "plain"
         shutil.copytree(mutants._SOURCE, plain)
         for file in one_of(only, FILES, "only"):
-            tests = tuple(test for test, _ in named[file].most_common())
+            own = f"tests/{Path(file).parent}/test_{Path(file).stem}.py"
+            named[file][own] += (mutants.ROOT / own).exists()
+            tests = tuple(test for test, times in named[file].most_common() if times)
             every = mutations(file, (plain / "kvrecall" / file).read_text(), tests)
             some = random.Random(f"{seed} {file}").sample(every, min(count, len(every)))
             none = Mutation(f"{Path(file).stem} as it is", file, 0, 0, "", tests)

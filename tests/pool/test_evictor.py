@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import Verdict
 from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.disk.catalog import Catalog
+from kvrecall.pool.disk.index import IndexRow
 from kvrecall.pool.eviction import POLICY_NAMES, make_policy
 from kvrecall.testing import chain, namespace, wait_until
 
@@ -154,3 +157,17 @@ def test_what_the_queue_has_no_room_for_is_stored_when_it_has(tmp_path: Path) ->
         keys = chain(SPACE, 15)
         save(pool, keys)
         wait_until(lambda: pool.stats().tiers[1].blocks == 15)
+
+
+def test_an_order_touches_names_under_the_table_s_lock() -> None:
+    """It has no lock of its own, and other threads look a disk's names up meanwhile."""
+    catalog, [key] = Catalog("lru", 9, lambda: 1 << 20, ManualClock(), PoolTerms()), chain(SPACE, 1)
+    catalog.publish([IndexRow(4096, key, None, 0, 4096, bytes(16), 0)])
+    number = catalog._names.number(key)
+    keeping = threading.Thread(target=catalog._refs.keep, args=(number,), daemon=True)
+    with catalog._lock:
+        keeping.start()
+        keeping.join(0.1)
+        assert keeping.is_alive()
+    keeping.join(10.0)
+    assert not keeping.is_alive()

@@ -113,7 +113,7 @@ def test_a_note_is_of_a_time_past_or_none(note: bytes) -> None:
     assert isinstance(since, ValueError) or since >= 0
 
 
-@fuzz(200)
+@fuzz(100)
 @given(JSON | st.dictionaries(st.sampled_from(Hint._fields), JSON, max_size=3))
 def test_a_hint_is_one_or_refused(given_hint: Any) -> None:
     text = json.dumps(given_hint).encode()

@@ -411,3 +411,14 @@ def test_only_threads_of_the_tier_compress(tmp_path: Path, monkeypatch: pytest.M
 def test_the_setting_alone_is_refused() -> None:
     with pytest.raises(ConfigError, match="disk_compression is set but disk_path is not"):
         RecallSettings.from_mapping({"disk_compression": "zstd"})
+
+
+def test_behind_a_packed_block_are_zeros() -> None:
+    """The memory it is packed in held another block, which did not shrink."""
+    packer = disk_codec.Packer("zstd")
+    loud = Put(KEYS[0], None, 0, noise(2 * MIB), 2 * MIB)
+    quiet = Put(KEYS[1], None, 0, memoryview(bytearray(MIB)), MIB)
+    plain, packed = packer.pack([loud, quiet])
+    assert plain is loud
+    assert packed.nbytes < MIB // 16
+    assert not any(packed.data[packed.nbytes // 2 :])
