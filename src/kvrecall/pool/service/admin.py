@@ -29,8 +29,8 @@ from kvrecall.pool.base import PoolStats
 from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.codec import BlockCodec, make_codec
-from kvrecall.pool.disk.folder import FolderHeld, own_bytes
-from kvrecall.pool.disk.index import check_index
+from kvrecall.pool.disk.folder import FolderHeld, FolderLock, own_bytes
+from kvrecall.pool.disk.index import INDEX_NAME, check_index
 from kvrecall.pool.entries import BlockInfo, hangs
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
@@ -673,14 +673,15 @@ class FolderAdmin(AbstractContextManager["FolderAdmin"]):
         """Opening changes nothing in the folder, and evicts nothing. Raises TierError if it is no
         disk tier's, or another process has it."""
         codec = BlockCodec()
-        if check_index(path):
-            codec = (
-                BlockCodec(locked=True) if key_file is None else make_codec(read_cipher(key_file))
-            )
-        own, system = own_bytes(path), os.statvfs(path)
-        room = min(own // 10 + (64 << 20), system.f_bavail * system.f_frsize)
         terms = PoolTerms(pin_limit=1.0)  # the pool's own limit is of a size not known here
         try:
+            if (path / INDEX_NAME).exists():  # which cannot be read while a tier has it
+                FolderLock(path).release()
+            if check_index(path):
+                given = None if key_file is None else read_cipher(key_file)
+                codec = BlockCodec(locked=True) if given is None else make_codec(given)
+            own, system = own_bytes(path), os.statvfs(path)
+            room = min(own // 10 + (64 << 20), system.f_bavail * system.f_frsize)
             disk = DiskTier(DiskConfig(path, own + room), codec=codec, terms=terms)
         except FolderHeld as error:
             raise TierError(
