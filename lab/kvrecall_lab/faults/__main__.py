@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
+from multiprocessing import get_context
 from typing import Annotated
 
 import typer
 
 from kvrecall.processes.command import ProgressLines
-from kvrecall_lab.faults.mutants import MUTANTS, Mutant
+from kvrecall_lab.faults.mutants import MUTANTS, caught_by
 from kvrecall_lab.faults.run import in_processes, is_ordered, ordered, schedules, summed
 from kvrecall_lab.faults.schedule import Outcome
 from kvrecall_lab.trials import finish
@@ -42,7 +46,7 @@ def faults(
         finish(summed([one]), one.verdicts.is_good)
     progress = ProgressLines("faults")
     if mutants:
-        survived = [one.why for one in MUTANTS if not _is_caught(one, seeds, first, progress)]
+        survived = list(_uncaught(seeds, first, jobs, progress))
         finish({"mutants": len(MUTANTS), "survived": survived}, not survived)
     began, every = time.monotonic(), list[Outcome]()
     for outcomes in in_processes(range(first, first + seeds), jobs):
@@ -57,10 +61,15 @@ def faults(
     finish(summed(every) | {"per_minute": rate, "seconds": round(seconds)}, is_good)
 
 
-def _is_caught(mutant: Mutant, most: int, first: int, progress: ProgressLines) -> bool:
-    seed = mutant.caught_by(most, first)
-    progress(f"{'SURVIVED' if seed is None else f'found by {seed}'}: without '{mutant.why}'")
-    return seed is not None
+def _uncaught(most: int, first: int, jobs: int, progress: ProgressLines) -> Iterator[str]:
+    """Each in a process of its own: one that has run many schedules is slow."""
+    with ProcessPoolExecutor(jobs, get_context("spawn"), max_tasks_per_child=1) as workers:
+        found = workers.map(caught_by, range(len(MUTANTS)), repeat(most), repeat(first))
+        for mutant, seed in zip(MUTANTS, found, strict=True):
+            told = "SURVIVED" if seed is None else f"found by {seed}"
+            progress(f"{told}: without '{mutant.why}'")
+            if seed is None:
+                yield mutant.why
 
 
 if __name__ == "__main__":
