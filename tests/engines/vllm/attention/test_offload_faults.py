@@ -188,7 +188,7 @@ def test_blocks_damaged_on_disk_after_they_left(offloaded: Engine, setup: dict[s
 
 def damage(folder: Path, first: int) -> None:
     """Flips a bit of every block on disk, at its byte ``first``."""
-    for row in stored_blocks(folder, in_use=True):
+    for row in stored_blocks(folder):
         with (folder / row.slab).open("r+b") as slab:
             slab.seek(row.offset + first)
             byte = slab.read(1)[0]
