@@ -8,6 +8,7 @@ would do.
 from __future__ import annotations
 
 import compileall
+import contextlib
 import sys
 import tarfile
 import time
@@ -34,8 +35,10 @@ def unpack(kit: Path, home: Path) -> float:
 
 
 def _extract(home: Path, archive: Path) -> None:
-    with tarfile.open(archive) as packed:
-        packed.extractall(home / archive.name.partition("-")[0], filter="data")
+    while True:
+        with tarfile.open(archive) as packed, contextlib.suppress(FileExistsError):
+            packed.extractall(home / archive.name.partition("-")[0], filter="data")
+            return  # else another archive's process made the same folder just then
 
 
 if __name__ == "__main__":
