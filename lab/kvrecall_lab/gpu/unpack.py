@@ -8,7 +8,6 @@ would do.
 from __future__ import annotations
 
 import compileall
-import contextlib
 import sys
 import tarfile
 import time
@@ -34,11 +33,14 @@ def unpack(kit: Path, home: Path) -> float:
     return time.monotonic() - began
 
 
-def _extract(home: Path, archive: Path) -> None:
-    while True:
-        with tarfile.open(archive) as packed, contextlib.suppress(FileExistsError):
+def _extract(home: Path, archive: Path, tries: int = 9) -> None:
+    try:
+        with tarfile.open(archive) as packed:
             packed.extractall(home / archive.name.partition("-")[0], filter="data")
-            return  # else another archive's process made the same folder just then
+    except FileExistsError:  # another archive's process made the same folder just then
+        if not tries:
+            raise
+        _extract(home, archive, tries - 1)
 
 
 if __name__ == "__main__":
