@@ -29,8 +29,8 @@ from kvrecall.pool.base import PoolStats
 from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.codec import BlockCodec, make_codec
-from kvrecall.pool.disk.folder import FolderHeld, FolderLock, own_bytes
-from kvrecall.pool.disk.index import INDEX_NAME, check_index
+from kvrecall.pool.disk.folder import LOCK_NAME, FolderHeld, FolderLock, own_bytes
+from kvrecall.pool.disk.index import check_index
 from kvrecall.pool.entries import BlockInfo, hangs
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
@@ -675,7 +675,7 @@ class FolderAdmin(AbstractContextManager["FolderAdmin"]):
         codec = BlockCodec()
         terms = PoolTerms(pin_limit=1.0)  # the pool's own limit is of a size not known here
         try:
-            if (path / INDEX_NAME).exists():  # which cannot be read while a tier has it
+            if os.access(path / LOCK_NAME, os.F_OK):  # its tier's index cannot be read
                 FolderLock(path).release()
             if check_index(path):
                 given = None if key_file is None else read_cipher(key_file)
