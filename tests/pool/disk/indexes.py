@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvrecall.pool.disk.index import INDEX_NAME, _plain, _sum
+from kvrecall.testing import chain
+from kvrecall.testing.tier_contract import NAMESPACE
+
+KEYS = chain(NAMESPACE, 8)
 
 
 @contextlib.contextmanager

@@ -19,9 +19,8 @@ from kvrecall.pool.disk.slabs import _HEADER, _MAGIC, _VERSION, FileIo, Slab, Sl
 from kvrecall.pool.tier import Outcome
 from kvrecall.testing import chain
 from kvrecall.testing.tier_contract import NAMESPACE
-from pool.disk.indexes import forging
+from pool.disk.indexes import KEYS, forging
 
-KEYS = chain(NAMESPACE, 8)
 POOL = b"a" * 16
 NUMBERS = st.sampled_from([0, 1, 4095, 4096, 8192, 1 << 20, (1 << 32) - 1, 1 << 63, (1 << 64) - 1])
 COLUMNS = "namespace hash parent depth nbytes checksum tenant".split()
@@ -30,15 +29,6 @@ VALUES = st.one_of(
     st.binary(max_size=40),
     st.text(max_size=5),
 )
-
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("stored")
-    bench = open_disk(folder, 16 << 20)
-    bench.put(KEYS)
-    bench.tier.close()
-    return folder
 
 
 def opens(folder: Path) -> list[Outcome]:

@@ -30,9 +30,7 @@ from kvrecall.pool.disk.index import (
 from kvrecall.pool.tier import Outcome
 from kvrecall.testing import chain
 from kvrecall.testing.tier_contract import NAMESPACE
-from pool.disk.indexes import forging
-
-KEYS = chain(NAMESPACE, 8)
+from pool.disk.indexes import KEYS, forging
 
 
 def row(address: int, key: BlockKey) -> IndexRow:
@@ -172,15 +170,6 @@ def test_a_file_in_its_place_is_noticed(tmp_path: Path) -> None:
 
 
 # -- right sums around anything -------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("stored")
-    bench = open_disk(folder, 16 << 20)
-    bench.put(KEYS)
-    bench.tier.close()
-    return folder
 
 
 ANYTHING = st.one_of(
