@@ -3,7 +3,7 @@ the options of servers on a GPU, and meaningless figures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +16,7 @@ import torch
 from kvrecall.attention.digest import Layout, encode
 from kvrecall.attention.kernels.oracle import attend_plainly, logits_plainly, table_plainly
 from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.errors import EngineError
 from kvrecall.gpu_check import (
     CheckError,
     CheckOutcome,
@@ -26,6 +27,8 @@ from kvrecall.gpu_check import (
     servers,
     tried,
 )
+from kvrecall.gpu_check import decode as measuring
+from kvrecall.gpu_check.decode import decode_options, measure_decode
 from kvrecall.gpu_check.servers import SMALL, Replies
 from kvrecall.processes.server import Answer
 
@@ -44,10 +47,13 @@ def retrieval_tokens(device: str, progress: Any, *more: Any) -> CheckOutcome:
         return tried("retrieval tokens", progress, check)
 
 
-def decode(contexts: Sequence[int], device: str, *more: Any) -> CheckOutcome:
+def decode(device: str, settings: Mapping[str, str] = servers.OPEN) -> CheckOutcome:
+    def say(_: str, **figures: Any) -> None:
+        pass
+
     with TemporaryDirectory() as folder:
-        place = device, Path(folder), quiet
-        check = partial(servers.measure_decode, contexts, SMALL, *place, *more)
+        place = device, Path(folder), say
+        check = partial(measure_decode, ((1, 2048), (2, 2048)), SMALL, *place, settings)
         return tried("decode, engine", quiet, check)
 
 
@@ -137,11 +143,12 @@ def test_tokens_of_three_servers_on_the_cpu() -> None:
 @pytest.mark.longest
 @pytest.mark.engine
 def test_decoding_of_two_servers_on_the_cpu() -> None:
-    outcome = decode((2048,), "cpu", servers.SCALED)
+    outcome = decode("cpu", servers.SCALED)
     assert outcome.state is State.PASS, outcome.note
-    seconds = outcome.figures["seconds"]
-    assert set(seconds) == {"dense", "retrieval"}
-    assert all(told["2048"] > 0 for told in seconds.values())
+    cases = {"1 of 2048", "2 of 2048"}
+    assert {name: set(ms) for name, ms in outcome.figures["ms"].items()} == {
+        "dense": cases, "retrieval": cases
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -163,13 +170,14 @@ def test_wrong_tokens_and_counts_are_seen(sparse_one: Replies, share: float, sai
 
 
 class Server:
-    """Stands in for a ServerProcess: answers in tokens of 0.5 s, and counts what retrieval does
-    if its words ask for it."""
+    """Stands in for a ServerProcess: counts what retrieval does if its words ask for it."""
 
     started: list[tuple[Sequence[str], Mapping[str, str]]]
     faulty = False
     dies = False
-    says_no_more = False
+    most = 4096  # tokens that are decoded
+    fails: Exception | None = None
+    _answers = 0
 
     def __init__(
         self, words: Sequence[str], log: Path, progress: Any, environ: Mapping[str, str]
@@ -187,23 +195,31 @@ class Server:
     def ask(self, prompt: str, count: int, ignore_eos: bool = False) -> Answer:
         if self.dies:
             raise httpx.RemoteProtocolError("peer closed connection")
-        if self.says_no_more or not ignore_eos:
-            count = min(count, 24)
-        times = 9.0, 2.0 + 0.5 * (count - 1), 2.0 + 0.5 * (count // 2)  # the first one is told late
-        return Answer(len(prompt), {}, tuple(range(count)), (), "", *times)
+        return Answer(len(prompt), {}, tuple(range(count)), (), "", 9.0, 12.0)
+
+    def tokens(self, prompt: Sequence[int], most: int) -> Iterator[int]:
+        self._answers += 1
+        if self.fails is not None and self._answers == 4:  # of two at once
+            raise self.fails
+        return iter([1] * min(most, self.most))
+
+    def family(self) -> list[Any]:
+        return []
 
     def settle(self) -> None:
         pass
 
     def metric(self, name: str) -> float:
         share = self._share if "selected" in name else 1
-        return 100 * share * self._acts
+        return (100 + 10 * self._answers) * share * self._acts
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> type[Server]:
     Here = type("Here", (Server,), {"started": []})
-    monkeypatch.setattr(servers, "ServerProcess", Here)
+    for module in (servers, measuring):
+        monkeypatch.setattr(module, "ServerProcess", Here)
+    monkeypatch.setattr(measuring, "_SETTLED_S", 0.0)
     monkeypatch.setenv("VLLM_RETRIEVAL_DIGEST", "mean")  # of the shell that runs the check
     monkeypatch.setenv("VLLM_PLUGINS", "retrieval")
     monkeypatch.setenv("KVRECALL_RETRIEVAL", "1")
@@ -234,34 +250,36 @@ def test_servers_on_a_gpu_are_told_what_to_compare(server: type[Server]) -> None
         assert environ["TRITON_F32_DEFAULT"] == "ieee"
 
 
-def test_a_decoded_token_is_what_comes_after_the_middle_one(server: type[Server]) -> None:
-    told = decode((4096, 8192), "cuda").figures["seconds"]
-    assert told == {name: {"4096": 0.5, "8192": 0.5} for name in ("dense", "retrieval")}
-    (dense, _), (words, environ) = server.started
+def test_tokens_are_timed_in_servers_that_differ_in_retrieval_alone(server: type[Server]) -> None:
+    outcome = decode("cuda")
+    assert outcome.state is State.PASS, outcome.note
+    told = outcome.figures
+    assert [*told["ms"]] == ["retrieval", "dense"]
+    assert [*told["times_dense"]] == ["1 of 2048", "2 of 2048"]
+    (words, environ), (dense, _) = server.started
     assert words == [*dense[: dense.index("--")], "--retrieval", *dense[dense.index("--") :]]
-    assert words[-2:] == ["--attention-backend", "FLASH_ATTN"]
+    assert words[words.index("--attention-backend") + 1] == "FLASH_ATTN"
     plain = RetrievalSettings(offload_boundary=1 << 30, gate=False)
     assert settings(environ) == plain, "as set by default, on the device"
 
 
-def test_an_answer_that_ends_early_is_not_timed(server: type[Server]) -> None:
-    """One of random weights may, after a token or two."""
-    server.says_no_more = True
-    outcome = decode((4096,), "cpu")
-    assert (outcome.state, outcome.note) == (State.FAIL, "24 of 128 tokens were decoded")
+def test_an_answer_that_ends_early_or_fails_is_not_timed(server: type[Server]) -> None:
+    """The other of two at once does not wait for it."""
+    server.most = 24
+    outcome = decode("cpu")
+    assert (outcome.state, outcome.note) == (
+        State.FAIL, "an answer ended after 23 of 256 tokens that were timed"
+    )  # fmt: skip
+    server.most, server.fails = 4096, EngineError("HTTP 500: no")
+    assert decode("cpu").note == "HTTP 500: no"
 
 
 def test_servers_that_do_not_do_what_they_should_are_seen(server: type[Server]) -> None:
     server.faulty = True
-    outcomes = [
-        decode((4096,), "cpu"),
-        decode((4096,), "cpu", None, ("retrieval",)),
-        retrieval_tokens("cpu", quiet),
-    ]
-    assert [each.state for each in outcomes] == [State.FAIL] * 3
+    outcomes = decode("cpu"), retrieval_tokens("cpu", quiet)
+    assert [each.state for each in outcomes] == [State.FAIL] * 2
     assert [each.note for each in outcomes] == [
-        "dense, 4096 tokens: retrieval acted",
-        "retrieval, 4096 tokens: retrieval did not act",
+        "retrieval, 1 of 2048 tokens: retrieval did not act",
         "retrieval did not act: of 0 blocks none was selected",
     ]
 
@@ -285,8 +303,9 @@ def test_what_servers_are_started_with_is_what_vllm_takes(
         extra = tuple(words[words.index("--") + 1 :])
         return parse_args(ServeSpec("model", "127.0.0.1", 1, {}, extra_args=extra))
 
-    decoding = taken(servers.decode_options(Path("model"), 4096, SMALL, "cuda", True))
+    decoding = taken(decode_options(Path("model"), ((1, 4096),), SMALL, "cuda", True))
     assert (decoding.attention_backend, decoding.load_format) == ("FLASH_ATTN", "dummy")
+    assert decoding.enable_scale_out
     assert taken(servers.token_options("cuda", True)).attention_backend == "TRITON_ATTN"
     monkeypatch.setattr(first_token, "ServerProcess", lambda words, *_: words)
     tokens = first_token.FirstTokens(SMALL, (4096,), 1, tmp_path, quiet, host_bytes=1 << 30)

@@ -12,5 +12,5 @@ There, in the repository's root, with OUT the folder whose files come back:
     PYTHONPATH=/tmp/kit/site:src:lab python3 -m kvrecall_lab.gpu run --out $OUT --limit 560
 
 Every line of ``OUT/results.jsonl`` is on disk when it is printed. On the same machine a second call
-with ``--parts gaps,decode-engine`` goes on where the first had no time left.
+with ``--parts gaps,decode`` goes on where the first had no time left.
 """

@@ -4,6 +4,7 @@ kvrecall_lab.gpu.parts PART DEVICE [quick]``."""
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import Any
 
-from kvrecall.gpu_check import CheckError, Finding
+from kvrecall.gpu_check import CheckError, Finding, SkipError
 from kvrecall.gpu_check.part import PARTS as CHECKS
 from kvrecall.gpu_check.part import Here, Part, report
 
@@ -114,6 +115,32 @@ def _first_token(here: Here) -> Finding:
     return every_tier(tokens, (OURS, "OffloadingConnector"), 40 << 30)
 
 
+def _first_token_of_others(here: Here) -> Finding:
+    if here.on_cpu:
+        raise SkipError("vLLM's own offloading needs a GPU")
+    tokens = _tokens(here, (8192, 32768, 131072), 2, 18 << 30, 24 << 30)
+    found: Finding = tokens.measure(("OffloadingConnector",))
+    return found
+
+
+def _decode(here: Here) -> Finding:
+    """Behind made-up KV, so that no long prompt is computed."""
+    from kvrecall.gpu_check.decode import measure_decode
+    from kvrecall.gpu_check.servers import LARGE, OPEN, SCALED, SMALL
+
+    made_up = {
+        "kv_connector": "RecallConnector",
+        "kv_connector_module_path": "kvrecall_lab.engines.made_up",
+        "kv_role": "kv_both",
+    }
+    options = ("--no-pool",), ("--kv-transfer-config", json.dumps(made_up))
+    place = here.device, here.folder, here.say
+    if here.on_cpu:
+        return measure_decode(((1, 2048), (2, 2048)), SMALL, *place, SCALED, *options)
+    cases = [(1, k << 10) for k in (32, 64, 128)] + [(4, 128 << 10), (1, 512 << 10)]
+    return measure_decode(cases, LARGE, *place, OPEN, *options)
+
+
 def _gaps(here: Here) -> Finding:
     from kvrecall_lab.gpu.tiers import measure_gaps
 
@@ -129,7 +156,8 @@ PARTS: Mapping[str, Part] = {
     "copies": replace(CHECKS["copies"], whole_s=30),
     "bandwidth": replace(CHECKS["bandwidth"], whole_s=30),
     "first-token": Part(_first_token, 150, 300),
-    "decode-engine": replace(CHECKS["decode-engine"], whole_s=320),
+    "first-token-of-others": Part(_first_token_of_others, 150, 180),
+    "decode": Part(_decode, 150, 320),
     "gaps": Part(_gaps, 150, 180),
     "traffic": replace(CHECKS["traffic"], whole_s=60),
     "retrieval-tokens": replace(CHECKS["retrieval-tokens"], whole_s=120),

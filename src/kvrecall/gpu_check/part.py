@@ -250,12 +250,14 @@ def _retrieval_tokens(here: Here) -> Finding:
 
 
 def _decode_engine(here: Here) -> Finding:
-    from kvrecall.gpu_check import servers
+    from kvrecall.gpu_check.decode import measure_decode
+    from kvrecall.gpu_check.servers import LARGE, OPEN, SCALED, SMALL
 
     place = here.device, here.folder, here.say
     if here.on_cpu:
-        return servers.measure_decode((2048,), servers.SMALL, *place, servers.SCALED)
-    return servers.measure_decode(_CONTEXTS[: 1 if here.quick else None], servers.LARGE, *place)
+        return measure_decode(((1, 2048), (2, 2048)), SMALL, *place, SCALED)
+    contexts = _CONTEXTS[: 1 if here.quick else None]
+    return measure_decode([(1, context) for context in contexts], LARGE, *place, OPEN)
 
 
 FORMS = ("piecewise", "eager", "graphs", "fp8")

@@ -1,5 +1,5 @@
-"""Whole engines on the device: equal tokens from every tier and by every attention, and times
-beside vLLM's own. A failed check raises CheckError, a failed engine EngineError.
+"""Whole engines on the device: equal tokens from every tier and by every attention. A failed check
+raises CheckError, a failed engine EngineError.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from pathlib import Path
 
 from kvrecall.attention import PREFIX
 from kvrecall.bench.model import BLOCK, BenchModel, Texts
-from kvrecall.bench.report import percentiles
 from kvrecall.environment import PLUGINS, RETRIEVAL
 from kvrecall.gpu_check import CheckError, Finding
 from kvrecall.processes.child import server_environment
-from kvrecall.processes.server import Answer, Progress, ServerProcess
+from kvrecall.processes.server import Progress, ServerProcess
 
 FORMS: Mapping[str, Sequence[str]] = {
     "eager": ("--enforce-eager",),
@@ -33,7 +32,6 @@ FORMS: Mapping[str, Sequence[str]] = {
 DEVICE_BYTES = 256 << 20
 """Of KV cache, for small models."""
 
-ENGINES = ("dense", "retrieval")
 SHARES = (1.0, 0.3)
 """Of the blocks. Of the second it is only asked that the answer is the same again."""
 
@@ -52,8 +50,6 @@ SCALED = {
 
 _PROMPT = 20 * BLOCK
 _DECODED = 24
-_TIMED = 128
-"""Tokens of an answer that is timed."""
 _EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 """Without it vLLM's own kernel rounds factors to ten bits on a GPU, and ours does not."""
 
@@ -139,11 +135,11 @@ def check_retrieval_tokens(
         settings = {} if share is None else {**SCALED, PREFIX + "TOPK_PERCENT": str(share)}
         options = token_options(device, share is not None)
         progress(f"  {'dense' if share is None else f'a share of {share}'}: starting")
-        environment = _environment(settings)
+        environment = environment_of(settings)
         with ServerProcess([*words, *options], log, progress, environment) as server:
             server.ask(document, _DECODED)
             first, again = (server.ask(document, _DECODED).tokens for _ in range(2))
-            return Replies(first, again, *_blocks(server))
+            return Replies(first, again, *blocks_of(server))
 
     dense = ask(None)
     found = {}
@@ -184,74 +180,13 @@ def require_right(dense: Replies, sparse: Replies, share: float) -> None:
             raise CheckError(text)
 
 
-def measure_decode(
-    contexts: Sequence[int],
-    shape: BenchModel,
-    device: str,
-    folder: Path,
-    progress: Progress,
-    scaled: Mapping[str, str] | None = None,
-    engines: Sequence[str] = ENGINES,
-) -> Finding:
-    """Median seconds a decoded token of one request takes behind prompts of ``contexts`` tokens,
-    dense and by retrieval, one server after the other, without the gate, which is based on such
-    figures. ``scaled``: settings instead of the defaults. The weights are random and generated in
-    place, the same for both."""
-    longest = max(contexts) + 512
-    seconds: dict[str, dict[str, float]] = {}
-    path = shape.write(folder / "model", longest + 512, "llama", weights=False)
-    for name in engines:
-        progress(f"  {name}: starting")
-        sparse = name == "retrieval"
-        words = decode_options(path, longest, shape, device, sparse)
-        environment = _environment({**OPEN, **(scaled or {})} if sparse else {})
-        with ServerProcess(words, folder / f"{name}.log", progress, environment) as server:
-            seconds[name] = {}
-            for context in contexts:
-                document = Texts(context).document(context)
-                server.ask(document, 2)  # computes the prompt
-                server.ask(document, _TIMED, ignore_eos=True)  # compiles further kernels
-                server.settle()
-                answers = [server.ask(document, _TIMED, ignore_eos=True) for _ in range(3)]
-                seconds[name][str(context)] = percentiles(list(map(_token_s, answers)))["p50"]
-                if (_blocks(server)[1] > 0) != sparse:
-                    acted = "did not act" if sparse else "acted"
-                    raise CheckError(f"{name}, {context} tokens: retrieval {acted}")
-        progress(f"  {seconds[name]}")
-    note = "; ".join(
-        f"{name}: " + ", ".join(f"{int(c) // 1024}K {each[c] * 1e3:.2f} ms" for c in each)
-        for name, each in seconds.items()
-    )
-    return f"a decoded token, {note}", {"seconds": seconds}
-
-
-def decode_options(
-    path: Path, longest: int, shape: BenchModel, device: str, sparse: bool
-) -> list[str]:
-    """Options of ``kvrecall serve``. A device cache for one sequence leaves room for digests; the
-    pool is small, as nothing is recalled. FlashAttention is the backend that retrieval replaces on
-    a GPU, whatever vLLM would choose."""
-    room = int(1.25 * longest) * shape.token_bytes
-    words = [str(path), "--max-model-len", str(longest), "--block-size", str(BLOCK)]
-    words += ["--kv-cache-memory-bytes", str(room), "--host-size", "1GiB"]
-    words += ["--retrieval"] if sparse else []
-    return [*words, *own_options(device)]
-
-
 def own_options(device: str) -> list[str]:
     """vLLM's own, the same for all servers of large models, so that only one compiles the model."""
     words = ["--", "--load-format", "dummy"]
     return words if device == "cpu" else [*words, "--attention-backend", "FLASH_ATTN"]
 
 
-def _token_s(answer: Answer) -> float:
-    """Raises CheckError for too few tokens to say: random weights may end an answer at once."""
-    if len(answer.tokens) < _TIMED:
-        raise CheckError(f"{len(answer.tokens)} of {_TIMED} tokens were decoded")
-    return answer.pace_s
-
-
-def _blocks(server: ServerProcess) -> tuple[int, int]:
+def blocks_of(server: ServerProcess) -> tuple[int, int]:
     """Blocks that retrieval considered and selected so far."""
     server.ask("settle", 4)  # metrics update with engine steps
     considered, selected = (
@@ -261,7 +196,7 @@ def _blocks(server: ServerProcess) -> tuple[int, int]:
     return considered, selected
 
 
-def _environment(ours: Mapping[str, str]) -> dict[str, str]:
+def environment_of(ours: Mapping[str, str]) -> dict[str, str]:
     """A server's environment, with only these settings of retrieval."""
     theirs = {
         name: text

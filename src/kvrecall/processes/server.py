@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,9 @@ class Answer:
     """The result of a request.
 
     ``recalled``: prompt tokens by device, host, disk, remote, computed. ``ttft_s``, ``last_s``:
-    seconds from sending the request to its first and last token at the client, ``middle_s`` to the
-    one in the middle; ``tpot_s``: per token after the first; ``pace_s``: per token after the middle
-    one. Behind a long prompt a server tells its first tokens late and at once: vLLM's decoder of
-    tokens goes over all of the prompt before the first.
+    seconds from sending the request to its first and last token at the client; ``tpot_s``: per
+    token after the first. Behind a long prompt, and with random weights, it may be the decoder's
+    time: vLLM's goes over all of the prompt for each token until an answer's bytes are characters.
     """
 
     prompt_tokens: int
@@ -43,15 +42,10 @@ class Answer:
     text: str
     ttft_s: float
     last_s: float
-    middle_s: float = 0.0
 
     @property
     def tpot_s(self) -> float:
         return (self.last_s - self.ttft_s) / max(1, len(self.tokens) - 1)
-
-    @property
-    def pace_s(self) -> float:
-        return (self.last_s - self.middle_s) / max(1, len(self.tokens) - 1 - len(self.tokens) // 2)
 
 
 class ServerProcess(ChildProcess):
@@ -113,6 +107,19 @@ class ServerProcess(ChildProcess):
         """See ``generate``."""
         return generate(httpx, self.url, prompt, max_new_tokens, ignore_eos=ignore_eos)
 
+    def tokens(self, prompt: Sequence[int], most: int) -> Iterator[int]:
+        """The numbers of tokens that come at a time, of an answer of ``most`` that is not decoded.
+        Needs ``--enable-scale-out``. Raises EngineError if the server refuses it."""
+        sampling = {"max_tokens": most, "ignore_eos": True, "detokenize": False, "temperature": 0.0}
+        body = {"token_ids": list(prompt), "sampling_params": sampling, "stream": True}
+        url = f"{self.url}/inference/v1/generate"
+        with httpx.stream("POST", url, json=body, timeout=600) as reply:
+            _require_ok(reply)
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    (choice,) = json.loads(line.removeprefix("data:"))["choices"]
+                    yield len(choice["token_ids"])
+
     def settle(self) -> None:
         """Waits until the pool has finished writing, so that writes slow no request.
 
@@ -170,8 +177,7 @@ def generate(
     times: list[float] = []
     begin = time.perf_counter()
     with client.stream("POST", f"{url}/generate_stream", json=body, timeout=timeout_s) as reply:
-        if reply.status_code != 200:
-            raise EngineError(f"HTTP {reply.status_code}: {reply.read().decode()[:500]}")
+        _require_ok(reply)
         for line in reply.iter_lines():
             if line.startswith("data:"):
                 times.append(time.perf_counter() - begin)
@@ -187,8 +193,12 @@ def generate(
         text=final["generated_text"],
         ttft_s=times[0],
         last_s=times[-1],
-        middle_s=times[len(times) // 2],
     )
+
+
+def _require_ok(reply: httpx.Response) -> None:
+    if reply.status_code != 200:
+        raise EngineError(f"HTTP {reply.status_code}: {reply.read().decode()[:500]}")
 
 
 def _with_port(arguments: list[str], port: int) -> list[str]:
