@@ -109,10 +109,9 @@ def _first_token(here: Here) -> Finding:
     from kvrecall_lab.gpu.tiers import every_tier
 
     if here.on_cpu:
-        small = _tokens(here, (512, 1024), 2, 64 << 20, 256 << 20)
-        return every_tier(small, (OURS,), 1 << 30)
-    tokens = _tokens(here, (8192, 32768, 131072), 3, 18 << 30, 24 << 30)
-    return every_tier(tokens, (OURS, "OffloadingConnector"), 40 << 30)
+        return every_tier(_tokens(here, (512, 1024), 2, 64 << 20, 256 << 20), (OURS,), 1 << 30)
+    tokens = _tokens(here, (8192, 32768, 131072), 2, 18 << 30, 24 << 30)
+    return every_tier(tokens, (OURS,), 40 << 30)
 
 
 def _first_token_of_others(here: Here) -> Finding:

@@ -69,7 +69,8 @@ class FirstTokens:
                         server.forget_device()
                         self.ask(server, name, context, "host", document)
                         server.forget_device()
-                    self.say(f"{name}, {context} tokens: {self.seconds[name][context]}")
+                    found = self.seconds[name][context]
+                    self.say(f"{name}, {context} tokens: {found}", seconds=found)
         return self.finding()
 
     def finding(self) -> Finding:
