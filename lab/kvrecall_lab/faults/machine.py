@@ -63,7 +63,8 @@ class Task:
         self.joiners: list[Task] = []
         self.parks = 0  # so that a late timer is told from the present one
         self.is_parked = self.was_woken = False
-        self._machine, self._run = machine, run
+        self.run: Callable[[], object] | None = run
+        self._machine = machine
         self.greenlet = greenlet(self._main, machine.hub)
 
     def joined(self, timeout_s: float | None = None) -> None:
@@ -75,8 +76,9 @@ class Task:
             self.joiners.remove(me)
 
     def _main(self) -> None:
+        assert self.run is not None
         try:
-            self._run()
+            self.run()
         except Dead:
             pass
         except BaseException as error:  # noqa: BLE001 - as a thread's, it is told and not raised
@@ -142,12 +144,14 @@ class Machine:
         return first
 
     def kill(self) -> None:
-        """Ends every thread where it stands."""
+        """Ends every thread where it stands, and forgets what it ran: what is to close the files of
+        a dead pool leads here, and would else keep it for ever."""
         self.is_dead = True
         for task in self.tasks:
             if not task.ended and task.greenlet:
                 task.greenlet.throw(Dead)
-            task.ended = True
+            task.ended, task.run = True, None
+            task.values.clear()
 
     def kill_process(self, process: Process) -> None:
         """Another one: has ended on return."""
