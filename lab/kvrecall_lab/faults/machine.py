@@ -94,11 +94,13 @@ class Machine:
     def __init__(self, chance: random.Random, turn: float) -> None:
         self.chance = chance
         self.now = 1000.0  # since boot
+        self.leapt = 0.0  # of it: seconds in which no thread could run
         self._is_dead = False
         self._first = Process("first")
         self._ending: list[Process] = []
         self.numbers = itertools.count(1)
         self.tasks: list[Task] = []
+        self.left: list[str] = []  # the names of those that ran when the first had ended
         self.current: Task | None = None
         self.steps = 0
         self._turn = turn
@@ -138,6 +140,7 @@ class Machine:
                 self._step()
         finally:
             self.current = None
+            self.left = [task.name for task in self.tasks if not task.ended]
             self.kill()
         if first.error is not None:
             raise first.error
@@ -162,6 +165,12 @@ class Machine:
     def exit(self) -> None:
         """Ends the process that calls, soon."""
         self._ending.append(self.me().process)
+
+    def cut(self) -> None:
+        """The process that calls ends here; with the whole machine, if it is the first."""
+        process = self.me().process
+        process.is_dead, self.is_dead = True, process is self._first
+        self._ending.append(process)
 
     def _end(self, process: Process) -> None:
         process.is_dead = True
