@@ -157,6 +157,9 @@ class Server:
     # -- connections -----------------------------------------------------------------------
 
     def _accept(self) -> None:
+        if self.stopping.is_set():  # and after a pause: the end would miss this connection
+            self.loop.remove_reader(self._listener)
+            return
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
