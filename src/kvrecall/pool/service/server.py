@@ -157,9 +157,8 @@ class Server:
     # -- connections -----------------------------------------------------------------------
 
     def _accept(self) -> None:
-        if self.stopping.is_set():  # and after a pause: the end would miss this connection
-            self.loop.remove_reader(self._listener)
-            return
+        if self.stopping.is_set():
+            return  # after a pause: the end would miss this connection
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
