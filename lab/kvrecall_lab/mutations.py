@@ -65,7 +65,7 @@ class Mutation:
 
 def mutations(file: str, source: str, tests: tuple[str, ...]) -> list[Mutation]:
     """All of a file: comparisons, ``and``, ``or``, ``+`` and ``-`` turned round, integers one
-    larger, ``not`` left out, statements left out, results None."""
+    larger, ``not`` left out, statements left out, results None or turned round."""
     lines = [0]
     for line in source.splitlines(keepends=True):
         lines.append(lines[-1] + len(line))
@@ -108,6 +108,8 @@ def _changes(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
                 yield node, f"({ast.unparse(node.operand)})"
             case ast.Constant(int(value)) if type(value) is int:
                 yield node, str(value + 1)
+            case ast.Return(ast.Constant(bool(value))):
+                yield node, f"return {not value}"
             case ast.Return(ast.expr() as value) if ast.unparse(value) != "None":
                 yield node, "return None"
             case ast.Expr(ast.Call()) | ast.Assign() | ast.AugAssign() | ast.Raise() | ast.Delete():
