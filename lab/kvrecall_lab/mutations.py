@@ -149,6 +149,7 @@ def main(
             as_it_is, *found = run_trials(progress, trials, jobs, lambda told: told.text).values()
             if as_it_is.how != "survived":
                 finish({"file": file, "fails": as_it_is.seen}, False)
+            found = [one for one in found if one.how != "broken"]  # a name is not there, say
             left = [one.name for one in found if one.how == "survived"]
             figures.append({"mutants": len(found), "killed": len(found) - len(left)})
             print(json.dumps({"file": file, **figures[-1], "survived": left}), flush=True)
