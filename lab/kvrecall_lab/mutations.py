@@ -65,7 +65,7 @@ class Mutation:
 
 def mutations(file: str, source: str, tests: tuple[str, ...]) -> list[Mutation]:
     """All of a file: comparisons, ``and``, ``or``, ``+`` and ``-`` turned round, integers one
-    larger, ``not`` left out, statements left out, results None."""
+    larger, ``not`` left out, statements left out, results None or turned round."""
     lines = [0]
     for line in source.splitlines(keepends=True):
         lines.append(lines[-1] + len(line))
@@ -108,6 +108,8 @@ def _changes(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
                 yield node, f"({ast.unparse(node.operand)})"
             case ast.Constant(int(value)) if type(value) is int:
                 yield node, str(value + 1)
+            case ast.Return(ast.Constant(bool(value))):
+                yield node, f"return {not value}"
             case ast.Return(ast.expr() as value) if ast.unparse(value) != "None":
                 yield node, "return None"
             case ast.Expr(ast.Call()) | ast.Assign() | ast.AugAssign() | ast.Raise() | ast.Delete():
@@ -147,6 +149,7 @@ def main(
             as_it_is, *found = run_trials(progress, trials, jobs, lambda told: told.text).values()
             if as_it_is.how != "survived":
                 finish({"file": file, "fails": as_it_is.seen}, False)
+            found = [one for one in found if one.how != "broken"]  # a name is not there, say
             left = [one.name for one in found if one.how == "survived"]
             figures.append({"mutants": len(found), "killed": len(found) - len(left)})
             print(json.dumps({"file": file, **figures[-1], "survived": left}), flush=True)

@@ -34,6 +34,18 @@ def test_no_fault_breaks_a_promise() -> None:
     assert figures["acknowledged"] > 500
 
 
+def test_nothing_is_kept_of_machines_that_are_dead() -> None:
+    count = """
+import gc
+from kvrecall_lab.faults.machine import Machine
+from kvrecall_lab.faults.run import schedules
+schedules(range(32))
+print(sum(isinstance(one, Machine) for one in gc.get_objects()))
+"""
+    command = [sys.executable, "-c", count]
+    assert int(subprocess.run(command, capture_output=True, check=True).stdout) == 0
+
+
 def test_faults_planted_in_the_pool_are_found() -> None:
     figures = faults("--mutants", "--seeds", "150")
     assert figures["survived"] == [], figures["said"]

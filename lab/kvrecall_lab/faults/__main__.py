@@ -62,8 +62,7 @@ def faults(
 
 
 def _uncaught(most: int, first: int, jobs: int, progress: ProgressLines) -> Iterator[str]:
-    """Each in a process of its own: one that has run many schedules is slow."""
-    with ProcessPoolExecutor(jobs, get_context("spawn"), max_tasks_per_child=1) as workers:
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as workers:
         found = workers.map(caught_by, range(len(MUTANTS)), repeat(most), repeat(first))
         for mutant, seed in zip(MUTANTS, found, strict=True):
             told = "SURVIVED" if seed is None else f"found by {seed}"

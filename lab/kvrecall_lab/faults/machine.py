@@ -63,7 +63,8 @@ class Task:
         self.joiners: list[Task] = []
         self.parks = 0  # so that a late timer is told from the present one
         self.is_parked = self.was_woken = False
-        self._machine, self._run = machine, run
+        self.run: Callable[[], object] | None = run
+        self._machine = machine
         self.greenlet = greenlet(self._main, machine.hub)
 
     def joined(self, timeout_s: float | None = None) -> None:
@@ -75,8 +76,9 @@ class Task:
             self.joiners.remove(me)
 
     def _main(self) -> None:
+        assert self.run is not None
         try:
-            self._run()
+            self.run()
         except Dead:
             pass
         except BaseException as error:  # noqa: BLE001 - as a thread's, it is told and not raised
@@ -92,11 +94,13 @@ class Machine:
     def __init__(self, chance: random.Random, turn: float) -> None:
         self.chance = chance
         self.now = 1000.0  # since boot
+        self.leapt = 0.0  # of it: seconds in which no thread could run
         self._is_dead = False
         self._first = Process("first")
         self._ending: list[Process] = []
         self.numbers = itertools.count(1)
         self.tasks: list[Task] = []
+        self.left: list[str] = []  # the names of those that ran when the first had ended
         self.current: Task | None = None
         self.steps = 0
         self._turn = turn
@@ -136,18 +140,21 @@ class Machine:
                 self._step()
         finally:
             self.current = None
+            self.left = [task.name for task in self.tasks if not task.ended]
             self.kill()
         if first.error is not None:
             raise first.error
         return first
 
     def kill(self) -> None:
-        """Ends every thread where it stands."""
+        """Ends every thread where it stands, and forgets what it ran: what is to close the files of
+        a dead pool leads here, and would else keep it for ever."""
         self.is_dead = True
         for task in self.tasks:
             if not task.ended and task.greenlet:
                 task.greenlet.throw(Dead)
-            task.ended = True
+            task.ended, task.run = True, None
+            task.values.clear()
 
     def kill_process(self, process: Process) -> None:
         """Another one: has ended on return."""
@@ -158,6 +165,12 @@ class Machine:
     def exit(self) -> None:
         """Ends the process that calls, soon."""
         self._ending.append(self.me().process)
+
+    def cut(self) -> None:
+        """The process that calls ends here; with the whole machine, if it is the first."""
+        process = self.me().process
+        process.is_dead, self.is_dead = True, process is self._first
+        self._ending.append(process)
 
     def _end(self, process: Process) -> None:
         process.is_dead = True

@@ -212,12 +212,15 @@ class Troubles:
     read_s: float = 0.0  # the same of a read, beside that
     hangs: tuple[int, float] = (0, 0.0)
     flips: float = 0.0  # how likely a read has a wrong bit
+    stale: float = 0.0  # how likely it has what was there before the last write
+    astray: float = 0.0  # how likely a write lands elsewhere in its file
     no_memory: float = 0.0  # how likely a mapping fails
 
     def end(self) -> None:
         """All is well from now on. The power may still fail."""
         self.faults.clear()
-        self.lies, self.hangs, self.flips, self.no_memory = False, (0, 0.0), 0.0, 0.0
+        self.lies, self.hangs = False, (0, 0.0)
+        self.flips = self.stale = self.astray = self.no_memory = 0.0
 
 
 class System:
@@ -246,7 +249,8 @@ class System:
         dead after it."""
         self.calls += 1
         if self.calls == self.troubles.cut_at:
-            self.was_cut = self.machine.is_dead = True
+            self.was_cut = True
+            self.machine.cut()
             return errno.EIO
         for fault in self.troubles.faults:
             if fault.hits(kind):
@@ -295,6 +299,31 @@ class System:
     def failed_sync(self, inode: Inode) -> None:
         inode.lose(self.machine.chance)
 
+    def spoil(self, inode: Inode, buffers: Sequence[Any], offset: int) -> None:
+        """What a bad medium makes of bytes that are read."""
+        chance, troubles = self.machine.chance, self.troubles
+        if chance.random() < troubles.flips and buffers:
+            self.faults += 1
+            buffer = chance.choice(buffers)
+            buffer[chance.randrange(len(buffer))] ^= 1
+        if not troubles.stale or chance.random() >= troubles.stale:
+            return
+        for data in buffers:
+            for at, old in inode.old:
+                begin, end = max(at, offset), min(at + len(old), offset + len(data))
+                if begin < end and chance.random() < 0.5:
+                    self.faults += 1
+                    data[begin - offset : end - offset] = old[begin - at : end - at]
+            offset += len(data)
+
+    def landing(self, inode: Inode, nbytes: int, offset: int) -> int:
+        """Where a write of a bad medium lands."""
+        chance, most = self.machine.chance, len(inode.durable) - nbytes
+        if not self.troubles.astray or most < 0 or chance.random() >= self.troubles.astray:
+            return offset
+        self.faults += 1
+        return chance.randrange(most // SECTOR + 1) * SECTOR
+
     # -- the calls -------------------------------------------------------------------------
 
     def open(self, path: Any, flags: int, mode: int = 0o777, **more: Any) -> int:
@@ -341,13 +370,15 @@ class System:
             if self.was_cut and early:
                 inode.pending.append((offset, data))
             raise
-        done = int(real(fd, [data if early else b"".join(buffers)], offset, flags))
-        inode.pending.append((offset, data if early else b"".join(buffers)))
-        return done
+        data = data if early else b"".join(buffers)
+        offset = self.landing(inode, len(data), offset)
+        inode.pending.append((offset, data))
+        return int(real(fd, [data], offset, flags))
 
     def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
         real = self._real["preadv"]
-        if self.fds.get(fd) is None:
+        inode = self.fds.get(fd)
+        if inode is None:
             return int(real(fd, buffers, offset, flags))
         self._check_direct(fd, buffers, offset)
         early = self.machine.chance.random() < 0.5
@@ -356,10 +387,7 @@ class System:
         self._enter("read")
         if not early:
             got = int(real(fd, buffers, offset, flags))
-        if self.machine.chance.random() < self.troubles.flips:
-            self.faults += 1
-            buffer = buffers[self.machine.chance.randrange(len(buffers))]
-            buffer[self.machine.chance.randrange(len(buffer))] ^= 1
+        self.spoil(inode, buffers, offset)
         return got
 
     def fdatasync(self, fd: int) -> None:

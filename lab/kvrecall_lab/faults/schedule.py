@@ -148,6 +148,9 @@ class Life:
     def wall(self) -> float:
         return self.world.wall_at_boot + self.machine.now + self.skew
 
+    def _ran_s(self) -> float:
+        return self.machine.now - self.machine.leapt
+
     def run(self, vfs: SimulatedVfs) -> None:
         world = self.world
         largest = max(slot_bytes_of(nbytes) for nbytes in world.spaces.values())
@@ -170,7 +173,7 @@ class Life:
                     verdicts.died.append(f"{task.name}: {told_of(task.error)}")
                 task.error = None
             was_closed = not (self.system.was_cut or verdicts.stuck or verdicts.died)
-            tasks = [task.name for task in self.machine.tasks if not task.ended]
+            tasks = self.machine.left if self.is_last else []
             self.__dict__.pop("pool", None)
             self.__dict__.pop("disk", None)
             if vfs.open_files(self.system) or self.system.fds:
@@ -252,10 +255,12 @@ class Life:
         if world.oracle.ttl_s != float("inf"):
             self._clock_steps(1.0)
             self._wait(self._is_expired, "the life of blocks", 2.5 * world.oracle.ttl_s)
-        began = self.machine.now
+        began = self._ran_s()
         self.pool.close(10.0)
-        if self.machine.now - began > 10.0 + _LATE_S:
-            world.oracle.verdicts.stuck.append(f"closing took {self.machine.now - began:.0f} s")
+        if (took := self._ran_s() - began) > 10.0 + _LATE_S:
+            world.oracle.verdicts.stuck.append(f"closing took {took:.0f} s")
+        if self.is_last:
+            self.machine.sleep(1.0)  # in which threads end
 
     # -- clients ---------------------------------------------------------------------------
 
@@ -342,11 +347,11 @@ class Life:
         keys = keys[: found.blocks]
         if not keys:
             return 0
-        until = self.machine.now + deadline_s + _LATE_S
+        until = self._ran_s() + deadline_s + _LATE_S
         ticket = pool.acquire(keys, deadline_s)
         meanwhile()
         while (recall := pool.poll(ticket)).state is RecallState.PENDING:
-            if self.machine.now > until:
+            if self._ran_s() > until:
                 oracle.verdicts.stuck.append("a recall that is not READY")
                 break
             self.machine.sleep(0.003)
@@ -365,9 +370,9 @@ class Life:
     def _flushed(self, keys: Sequence[BlockKey]) -> bool:
         oracle = self.world.oracle
         before = [oracle.removals[key] for key in keys]
-        began = self.machine.now
+        until = self._ran_s() + 5.0 + _LATE_S
         if not self.pool.flush(keys, 5.0):
-            if self.machine.now > began + 5.0 + _LATE_S:
+            if self._ran_s() > until:
                 oracle.verdicts.stuck.append("a flush beyond its deadline")
             return False
         for key, count in zip(keys, before, strict=True):
@@ -433,12 +438,16 @@ class Life:
         return all(info.pinned for info in (*self.pool.host_blocks(), *self.disk.catalog.infos()))
 
     def _check_told(self) -> None:
-        """A tier that stores nothing now has said so, and shows it."""
-        engine, stats = self.disk._engine, self.disk.stats()
-        is_off = engine.is_index_failing or engine._is_broken or self.disk._flusher._broken
-        if (is_off or self.disk._store.full) and not (self.logged and stats.errors + stats.full):
-            told = f"{len(self.logged)} lines, {stats.errors} errors"
-            self.world.oracle.verdicts.stuck.append(f"the disk is off, with {told}")
+        """A tier that stores nothing now says so soon, and shows it."""
+        engine = self.disk._engine
+
+        def is_told() -> bool:
+            is_off = engine.is_index_failing or engine._is_broken or self.disk._flusher._broken
+            stats = self.disk.stats()
+            is_shown = bool(self.logged and stats.errors + stats.full)
+            return is_shown or not (is_off or self.disk._store.full)
+
+        self._wait(is_told, "the silence of a disk that is off", 5.0)
 
     def _check_progress(self) -> None:
         """A new block is on disk soon after all faults ended."""
@@ -591,7 +600,7 @@ def _troubles(world: World, given: Sequence[Fault]) -> Troubles:
     elif kind == "lies":
         troubles.lies = True
     elif kind == "flips":
-        troubles.flips = chance.choice((0.01, 0.2))
+        setattr(troubles, chance.choice(("flips", "stale", "astray")), chance.choice((0.01, 0.2)))
     elif kind == "hangs":
         troubles.hangs = (1 + world.round % _MOST_CALLS, chance.choice((3.0, 30.0, 100.0)))
     elif kind == "memory":

@@ -1,6 +1,7 @@
 """A schedule of the kind `service`: a pool service and its engines, each a process with a worker
 that maps the arena. Processes stop, die and start again, connections break, and callers send what
-is no request, or half of one, or greet as another version.
+is no request, or half of one, or greet as another version. The power fails, at any call of the
+service's or between them; the store below it does what ``store`` tells.
 
 What a worker was told to copy it copies, however slowly, also when its engine has died.
 """
@@ -21,23 +22,27 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 from kvrecall.block import BlockKey
-from kvrecall.config import DiskConfig, PoolTerms, Watermarks
+from kvrecall.config import DiskConfig, PoolTerms, RemoteConfig, Watermarks
 from kvrecall.errors import TierError
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import ArenaHandle, RecallState, Verdict
+from kvrecall.pool.cascade import Cascade
 from kvrecall.pool.clock import Clock
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.codec import BlockCodec
+from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.server import Server
 from kvrecall.pool.slots import slot_bytes_of
+from kvrecall.pool.tier import Tier
 from kvrecall_lab.faults.machine import Dead, Lock, Machine, Process, Stuck, Task, simulated
 from kvrecall_lab.faults.medium import System, Troubles
 from kvrecall_lab.faults.schedule import Outcome, World, on_disk, told_of, told_to
 from kvrecall_lab.faults.sockets import Wire
 from kvrecall_lab.faults.sqlite import SimulatedVfs
+from kvrecall_lab.faults.store import TROUBLES, SimulatedStore
 
 T = TypeVar("T")
 _CALL_S = 0.1
@@ -54,7 +59,9 @@ class Service:
         self._play = play
         self.process = Process("service")
         latency_s = play.chance.choice((0.0, 0.01, 0.1))
-        self.system = System(play.machine, play.world.disk, Troubles(latency_s=latency_s))
+        cut_at = play.chance.choice((0, 0, play.chance.randrange(1, 200)))
+        self.system = System(play.machine, play.world.disk, Troubles(cut_at, latency_s=latency_s))
+        self.store = SimulatedStore(play.machine, play.world.peer)
         self.server: Server
         self.is_up = False
         self._arena: Arena | None = None
@@ -67,20 +74,24 @@ class Service:
         self.task = play.machine.spawn(self._main, "service", self.process)
 
     def _has_ended(self) -> None:
-        self.system.has_ended = True
+        self.system.has_ended, self.is_up = True, False
 
     def _main(self) -> None:
         play, world = self._play, self._play.world
         machine = play.machine
         largest = max(slot_bytes_of(nbytes) for nbytes in world.spaces.values())
         self._arena = Arena.create(play.chance.choice((10, 16)) * largest)
-        clock = Clock(play.wall, lambda: machine.now, f"boot {world.boot}")
+        clock = Clock(play.wall, lambda: machine.now - play.boot_at, f"boot {world.boot}")
         terms = PoolTerms(
             host_marks=play.chance.choice((Watermarks(1.0, 1.0), Watermarks(0.8, 0.6)))
         )
         config = DiskConfig(world.disk.folder, world.disk_bytes, direct_io=world.disk.direct != "")
         disk = DiskTier(config, "lru", None, clock, BlockCodec(), terms)
-        pool = Pool(self._arena, disk, "lru", clock, lambda: machine.now, terms)
+        below: Tier = disk
+        if play.has_store:
+            remote = RemoteTier(self.store, RemoteConfig("simulated"), lambda: machine.now)
+            below = Cascade(disk, remote)
+        pool = Pool(self._arena, below, "lru", clock, lambda: machine.now, terms)
         world.oracle.present.clear()
         pool.watch(world.oracle)
         for _ in pool.sweep(world.oracle):
@@ -104,7 +115,7 @@ class Service:
     def buried(self, was_killed: bool) -> None:
         """After its end."""
         play, verdicts = self._play, self._play.world.oracle.verdicts
-        self.is_up = False
+        self.is_up, was_killed = False, was_killed or self.system.was_cut
         if not was_killed:
             if self.task.error is not None:
                 verdicts.died.append(f"service: {told_of(self.task.error)}")
@@ -126,10 +137,12 @@ class Service:
         play.vfs.system = None
         play.wire.ended(self.process)
         play.world.outcome.calls += self.system.calls
+        play.world.outcome.faults += self.store.faults
 
 
 def _is_left(task: Task, process: Process) -> bool:
-    return task.process is process and not task.ended
+    """But for those of a store that does not answer, which are abandoned."""
+    return task.process is process and not (task.ended or "remote" in task.name)
 
 
 class Engine:
@@ -367,6 +380,8 @@ class Play:
         self.service: Service
         self.engines: list[Engine] = []
         self.logged: list[str] = []
+        self.has_store = self.chance.random() < 0.4
+        self.boot_at = 0.0
         world.oracle.now = self.wall
 
     def wall(self) -> float:
@@ -419,13 +434,27 @@ class Play:
             (self._break, 3),
             (self._babble, 1),
             (self._call, 2),
+            (self._cut, 0.7),
         ]
+        if self.has_store:
+            events.append((self._store_fails, 4))
         names, weights = zip(*events, strict=True)
         for _ in range(self.chance.choice((0, 8, 20))):
             self.machine.sleep(self.chance.choice((0.0, 0.05, 0.3, 1.0)))
             self.chance.choices(names, weights)[0]()
             self.world.outcome.faults += 1
-        self.wire.no_files = 0.0
+            while self.service.system.was_cut:
+                self._cut()
+        self.wire.no_files, self.world.peer.trouble = 0.0, ""
+        self._join()
+        while self.service.system.was_cut:
+            self._cut()
+            self._join()
+        self.service.system.troubles.cut_at = 0
+        self._check_end()
+
+    def _join(self) -> None:
+        """Waits for the engines' ends."""
         for engine in self.engines:
             engine.task.joined(_END_S)
             if engine.task.error is not None:
@@ -433,7 +462,6 @@ class Play:
                 self.world.oracle.verdicts.died.append(f"{engine.process.name}: {told}")
             elif not engine.task.ended:
                 self.world.oracle.verdicts.stuck.append(f"{engine.process.name} does not end")
-        self._check_end()
 
     # -- what happens ----------------------------------------------------------------------
 
@@ -443,7 +471,7 @@ class Play:
             if self.service.is_up or self.service.task.ended:
                 break
             self.machine.sleep(0.1)
-        if not self.service.is_up:
+        if not (self.service.is_up or self.service.system.was_cut):
             error = self.service.task.error
             told = "" if error is None else told_of(error)
             self.world.oracle.verdicts.stuck.append(f"the service does not start: {told}")
@@ -485,6 +513,28 @@ class Play:
         self.service.stop()
         self.service.buried(False)
         self._start_service()
+
+    def _store_fails(self) -> None:
+        peer = self.world.peer
+        peer.trouble = self.chance.choice(("", *TROUBLES))
+        peer.share = self.chance.choice((0.1, 0.5, 1.0))
+
+    def _cut(self) -> None:
+        """The power fails, and comes back."""
+        world = self.world
+        world.outcome.cuts += 1
+        for engine in self.engines:
+            for process in (engine.process, engine.worker):
+                if not process.is_dead:
+                    self.machine.kill_process(process)
+        self.machine.kill_process(self.service.process)
+        self.service.buried(True)
+        world.disk.cut(self.chance)
+        world.boot += 1
+        world.wall_at_boot += self.chance.choice((1.0, 600.0))
+        self.boot_at = self.machine.now
+        self._start_service()
+        self._start_engine()
 
     def _link(self) -> Any:
         """The socket of an engine."""

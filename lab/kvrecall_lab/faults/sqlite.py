@@ -175,18 +175,15 @@ class SimulatedVfs:
 
     def _read_of(self, base: Any) -> Any:
         def read(file: int, into: int, nbytes: int, offset: int) -> int:
-            system = self.files[file].system
+            one = self.files[file]
+            system = one.system
+            if not system.is_dead and self._fails(system, "read"):
+                return _IOERR_READ
+            result = int(base(file, into, nbytes, offset))
             if not system.is_dead:
-                if self._fails(system, "read"):
-                    return _IOERR_READ
-                if system.machine.chance.random() < system.troubles.flips:
-                    result = int(base(file, into, nbytes, offset))
-                    if result == _OK:
-                        system.faults += 1
-                        data = (ctypes.c_ubyte * nbytes).from_address(into)
-                        data[system.machine.chance.randrange(nbytes)] ^= 1
-                    return result
-            return int(base(file, into, nbytes, offset))
+                data = memoryview((ctypes.c_ubyte * nbytes).from_address(into)).cast("B")
+                system.spoil(one.inode, [data] if result == _OK else [], offset)
+            return result
 
         return read
 
@@ -195,6 +192,7 @@ class SimulatedVfs:
             one = self.files[file]
             system, was_dead = one.system, one.system.is_dead
             code = self._fails(system, "write")
+            offset = system.landing(one.inode, nbytes, offset)
             arrives = not code or (system.was_cut and system.machine.chance.random() < 0.5)
             if arrives and not was_dead:
                 one.inode.pending.append((offset, ctypes.string_at(data, nbytes)))
@@ -240,7 +238,9 @@ class SimulatedVfs:
             return errno.EIO
         code = system.fails(kind)
         if not (code or system.is_dead):
-            system.machine.now += system.seconds()
+            seconds = system.seconds()
+            system.machine.now += seconds
+            system.machine.leapt += seconds
         return code
 
 

@@ -268,6 +268,25 @@ def test_connection_lost_by_a_living_client_keeps_its_slots_until_it_is_done(
     other.close()
 
 
+@pytest.mark.parametrize("adopted", [False, True])
+def test_a_client_that_closes_settles_what_it_lost(service: Service, adopted: bool) -> None:
+    """Its process lives on, and does not hold slots for it."""
+    client, other = service.client(), service.client()
+    client.register(NAMESPACE, BLOCK)
+    client.acquire(saved(client, 4), 5.0)
+    client.reserve(chain(NAMESPACE, 3, "filling"))
+    assert client._life is not None
+    client._life._sock.send(b"\xff" * 64)
+    wait_until(lambda: client._next is not None)
+    if adopted:
+        client.arena_handle()
+        client.find(chain(NAMESPACE, 4))
+    client.close()
+    wait_until(lambda: (other.stats().leases, other.stats().reserved) == (0, 0), 5.0)
+    assert not [view for view in service.look().clients if view.lost]
+    other.close()
+
+
 def reaped_beside(service: Service, client: ServiceClient, leases: int, reserved: int) -> None:
     """Another client is killed, and the service gives back what that one held, and no more."""
     process = player(service, "hold", 1)

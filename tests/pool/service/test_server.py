@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -407,6 +408,17 @@ def test_a_service_that_can_accept_none_pauses(path: Path, monkeypatch: pytest.M
             assert all(still_serves(client) for _ in range(10))
             assert len(asked) == 1
         client.close()
+
+
+def test_a_service_that_ends_takes_no_connection(path: Path) -> None:
+    """Its end, which may have begun, would not close it."""
+    place = path.with_name("ends.sock")
+    with contextlib.closing(ServiceThread(PoolConfig(MIB), place)) as service:
+        running = service._server
+        running.stopping.set()
+        with connect(place):
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0.1), running.loop).result()
+            assert not running._connections
 
 
 def test_a_crowd_of_connections_is_refused_by_name(tmp_path: Path) -> None:

@@ -454,10 +454,15 @@ class ServiceClient:
             return self._totals.last
 
     def close(self) -> None:
-        """Ends the connection. The caller has ended all its copies; the service continues."""
+        """Ends the connection. The caller has ended all its copies, for lost connections too;
+        the service continues."""
         if self._closed.is_set():
             return
-        life = self._current()
+        with self._lock:
+            for ended in (*self._unsettled, *self._lives()):
+                ended.tickets, ended.keys = set(), set()
+            self._unsent = False
+        life = self._adopted()
         self._ask(life, p.Bye)
         self._closed.set()
         for life in self._lives():
@@ -526,15 +531,14 @@ class ServiceClient:
 
     def _adopt(self) -> None:
         """Switches to a new connection if there is one and no caller could mix the arenas."""
-        if self._next is None or self._unsent or self._closed.is_set():
-            return
-        old, self._life, self._next = self._life, self._next, None
-        if old is not None:
-            old.close()
-            old.unmap()
-            self._unsettled.append(old)
-        boot = self._life.handle.boot
-        self._unsettled = [lost for lost in self._unsettled if lost.handle.boot == boot]
+        if self._next is not None and not (self._unsent or self._closed.is_set()):
+            old, self._life, self._next = self._life, self._next, None
+            if old is not None:
+                old.close()
+                old.unmap()
+                self._unsettled.append(old)
+            boot = self._life.handle.boot
+            self._unsettled = [lost for lost in self._unsettled if lost.handle.boot == boot]
         for lost in list(self._unsettled):
             self._settle(lost)
 

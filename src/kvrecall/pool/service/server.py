@@ -157,6 +157,8 @@ class Server:
     # -- connections -----------------------------------------------------------------------
 
     def _accept(self) -> None:
+        if self.stopping.is_set():
+            return  # after a pause: the end would miss this connection
         try:
             sock, _ = self._listener.accept()
         except OSError as error:

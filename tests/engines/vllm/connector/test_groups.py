@@ -806,13 +806,18 @@ def test_a_hit_inside_a_block_needs_the_tail_of_every_group(pool: Pool) -> None:
     assert bench.admit(request) == (0, 64)
 
 
-def test_what_is_promised_ends_where_every_group_can(pool: Pool) -> None:
-    specs = Shape([full(16), window(32, 64)])
+@pytest.mark.parametrize(
+    ("specs", "tokens", "promised"),
+    [(Shape([full(16), window(32, 64)]), 60, 32), (SHAPES["states"], 65, 64)],
+)
+def test_what_is_promised_ends_where_every_group_can(
+    pool: Pool, specs: Shape, tokens: int, promised: int
+) -> None:
     bench = Bench(pool, specs)
-    request, _, _ = bench.begin(prompt(60))
+    request, _, _ = bench.begin(prompt(tokens))
     bench.prefill(request)
-    assert bench.end(request)[HANDOVER]["tokens"] == 32
-    assert Bench(pool, specs).run(prompt(60)) == (0, 32)
+    assert bench.end(request)[HANDOVER]["tokens"] == promised
+    assert Bench(pool, specs).run(prompt(tokens)) == (0, promised)
 
 
 @pytest.mark.parametrize("shape", ["one", "finer"])
