@@ -73,8 +73,7 @@ def test_the_instance_that_holds_most_is_chosen_unless_it_is_much_busier() -> No
     first, second, third = all_.decode
     all_.computed(second, prompt(TEXT[: 4 * CHUNK_BYTES]))
     all_.computed(third, prompt(TEXT))
-    assert all_.prefixes.held(prompt(TEXT), [first.bit, second.bit, third.bit]) == {
-        first.bit: 0,
+    assert all_.prefixes.held(prompt(TEXT)) == {
         second.bit: 4,
         third.bit: len(TEXT) // CHUNK_BYTES,
     }
@@ -167,7 +166,7 @@ def test_the_map_is_bounded_and_keeps_heads_longest() -> None:
     long = prompt(TEXT)
     prefixes.note(long, 1)
     assert len(prefixes) == 10
-    assert prefixes.held(long, [1]) == {1: 10}
+    assert prefixes.held(long) == {1: 10}
 
 
 def test_a_prompt_for_a_prefill_instance() -> None:

@@ -54,10 +54,11 @@ def server(
     says: list[bytes | None],
     healthy: bool | Callable[[], bool] = True,
     heard: list[bytes] | None = None,
+    closes: bool = True,
 ) -> Iterator[int]:
     """A server that answers its probes, while it is ``healthy``, and to all else sends the bytes
-    that are the first of ``says`` then, and ends; None: it neither answers nor ends. ``heard``: the
-    posts that it gets."""
+    that are the first of ``says`` then, and ends, if it ``closes``; None: it neither answers nor
+    ends. ``heard``: the posts that it gets."""
     listener = socket.create_server(("127.0.0.1", 0))
     kept: list[socket.socket] = []
 
@@ -80,7 +81,10 @@ def server(
                 kept.append(client)
             else:
                 client.sendall(answer)
-                client.close()
+                if closes:
+                    client.close()
+                else:
+                    kept.append(client)
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
@@ -355,7 +359,7 @@ def test_health_is_answered_while_a_body_is_read(monkeypatch: pytest.MonkeyPatch
     with server([saying("200 OK", "{}")]) as port, in_thread(f"127.0.0.1:{port}") as url:
         ask = threading.Thread(
             target=lambda: answers.append(
-                httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 100_000})
+                httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 300_000})
             )
         )
         ask.start()

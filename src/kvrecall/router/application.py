@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from kvrecall.router.bodies import Body, aside
 from kvrecall.router.fleet import Fleet
-from kvrecall.router.prefixes import prompt_of
+from kvrecall.router.prefixes import Prompt, prompt_of
 from kvrecall.router.router import Completion, Router, RouterSettings, error_response, passed_on
 from kvrecall.router.upstream import InstanceFailedError
 from kvrecall.server.guard import ADMITTED, Guard
@@ -27,17 +31,16 @@ _OUTCOMES = {
     503: ("shed", "service_unavailable"),
 }
 """Of requests that the router answers itself, by status: how they count, and the error's type."""
-_ROUTES = ("/v1/completions", "/v1/chat/completions")
+_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 PASSED_ON = "authorization x-request-id x-session-id traceparent tracestate user-agent".split()
 """Request headers that the router forwards to its instances."""
 
 
-def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> FastAPI:
+def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Starlette:
     """The router as an ASGI application. ``fleet_of``: how it chooses among its instances."""
     router = Router(settings, fleet_of)
     fleet, metrics = router.fleet, router.metrics
     traces = router.traces
-    app = FastAPI(title="kvrecall router", lifespan=lambda _: router.running(), openapi_url=None)
     open_requests = held_bytes = 0
 
     def refuse(status: int, message: str) -> Response:
@@ -75,11 +78,11 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Fast
             held.enter_context(opened())
             try:
                 headers = _passed_on(request)
+                _check_encoding(request)
                 content = b"".join([chunk async for chunk in request.stream() if chunk])
                 unsent = held.enter_context(contextlib.ExitStack())
                 unsent.enter_context(holding(len(content)))
-                body = await aside(len(content), Body.read, content)
-                prompt = await aside(len(content), prompt_of, body)
+                body, prompt = await aside(len(content), _read, content)
                 completion = Completion(request.url.path, body, headers, prompt, unsent, span=span)
                 del content, body
                 reply = await while_connected(request, router.serve(completion, held))
@@ -89,10 +92,6 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Fast
                 span.answered(reply.status_code)
             return reply
 
-    for path in _ROUTES:
-        app.add_api_route(path, complete, methods=["POST"], response_model=None)
-
-    @app.get("/v1/models")
     async def models(request: Request) -> Response:
         """The model list of the first instance that answers."""
         for instance in fleet.decode + fleet.prefill:
@@ -102,7 +101,6 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Fast
                     return passed_on(answer)
         return error_response(503, "no instance is up", "service_unavailable")
 
-    @app.get("/health")
     async def health(request: Request) -> Response:
         """200 while any instance can serve. The body lists the instances to those who may use the
         router."""
@@ -116,11 +114,17 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Fast
             ]
         return JSONResponse(state, 200 if fleet.can_serve else 503)
 
-    @app.get("/metrics")
-    async def page() -> Response:
+    async def page(_: Request) -> Response:
         return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
-    app.add_middleware(
+    async def unknown(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        known = ", ".join((*_ROUTES, *others))
+        why = f"the router does not pass on {request.method} {request.url.path[:80]}; it serves"
+        return error_response(error.status_code, f"{why} {known}", "invalid_request_error")
+
+    others = {"/v1/models": models, "/health": health, "/metrics": page}
+    guard = Middleware(
         Guard,
         access=settings.access,
         refuse=refuse,
@@ -129,7 +133,28 @@ def application(settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> Fast
         limit_name="--max-requests",
         counts_values=False,
     )
-    return app
+    return Starlette(
+        routes=[
+            *(Route(path, complete, methods=["POST"]) for path in _ROUTES),
+            *(Route(path, endpoint) for path, endpoint in others.items()),
+        ],
+        middleware=[guard],
+        exception_handlers={HTTPException: unknown},
+        lifespan=lambda _: router.running(),
+    )
+
+
+def _read(content: bytes) -> tuple[Body, Prompt | None]:
+    body = Body.read(content)
+    return body, prompt_of(body)
+
+
+def _check_encoding(request: Request) -> None:
+    """Raises ReplyError if the body is compressed: engines do not read it then."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        why = f"Content-Encoding: {encoding[:40]!r} is not read here; send the body as plain JSON"
+        raise ReplyError(415, why)
 
 
 def _passed_on(request: Request) -> dict[str, str]:

@@ -22,7 +22,7 @@ T = TypeVar("T")
 MOST_PROMPT = 8 << 20
 """Bytes of JSON up to which a prompt's tokens are read; longer ones go by guess."""
 
-_AT_ONCE = 64 << 10  # bytes that are read in some milliseconds, whatever they say
+_AT_ONCE = 256 << 10  # bytes that are read in some milliseconds, whatever they say
 _MOST_FIELD = 64 << 10  # bytes of JSON of any other field that is read
 _MOST_FIELDS = 1024  # of a body that is kept: each takes a hundred bytes, however short it is
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])

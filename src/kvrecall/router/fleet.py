@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import logging
 import time
+import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -144,7 +145,7 @@ class Fleet:
     """All instances. The best for a prompt is the healthy one with the least work until the
     prompt's first token: tokens to compute, tokens to recall at the cost of their tier, and a share
     of what waits there; unless it has more than ``imbalance`` requests in flight above the least
-    busy one.
+    busy one. Of equals, the prompt's beginning decides, or their turn.
 
     ``subscriptions``: makes those of the publishers in the addresses.
     """
@@ -257,16 +258,22 @@ class Fleet:
     def ranked(self, prompt: Prompt | None, among: Sequence[Instance], turn: int) -> list[Instance]:
         """The healthy ones of some instances, best first; ``turn``: the number of the choice."""
         healthy = [instance for instance in among if instance.healthy]
+        held = self.prefixes.held(prompt)
         costs = [
-            self.cost_of(prompt, self.expected(one, prompt)) + _WAITS * one.waiting
+            self.cost_of(prompt, self.expected(one, prompt, held)) + _WAITS * one.waiting
             for one in healthy
         ]
         bound = min((i.inflight for i in healthy), default=0) + self._imbalance
 
+        head = prompt.prefixes[0] if prompt is not None and prompt.prefixes else None
+
         def rank(place: int) -> tuple[bool, float, int, int]:
             one = healthy[place]
-            equals_take_turns = (place - turn) % len(healthy)
-            return one.inflight > bound, costs[place], one.inflight, equals_take_turns
+            if head is None:
+                of_equals = (place - turn) % len(healthy)  # they take turns
+            else:  # routers beside each other choose the same one
+                of_equals = hash((int.from_bytes(head), zlib.crc32(one.url.encode())))
+            return one.inflight > bound, costs[place], one.inflight, of_equals
 
         return [healthy[place] for place in sorted(range(len(healthy)), key=rank)]
 
@@ -278,15 +285,18 @@ class Fleet:
         new = prompt.tokens - sum(expected.values())
         return new + sum(COST[tier] * count for tier, count in expected.items())
 
-    def expected(self, instance: Instance, prompt: Prompt | None) -> Expected:
+    def expected(
+        self, instance: Instance, prompt: Prompt | None, held: Mapping[int, int] | None = None
+    ) -> Expected:
         """What ``instance`` recalls of a prompt: as its events say, or, where there are none, if it
-        still has everything that it was sent."""
+        still has everything that it was sent. ``held``: what the prefix map says of the prompt."""
         if prompt is None:
             return {}
-        chain = prompt.chain(instance.rule)
+        chain = None if prompt.ids is None else prompt.chain(instance.rule)
         if chain is None:
-            held = self.prefixes.held(prompt, [instance.bit])[instance.bit]
-            return {TierName.DEVICE: round(held * prompt.tokens_per_prefix)} if held else {}
+            held = self.prefixes.held(prompt) if held is None else held
+            count = held.get(instance.bit)
+            return {TierName.DEVICE: prompt.tokens_of(count)} if count else {}
         assert instance.rule is not None
         return {
             tier: blocks * instance.rule.block_size
@@ -300,7 +310,7 @@ class Fleet:
         stores = set().union(*(one.stores for one in own))
         others = [
             one.holdings
-            for one in self._subscriptions.of.values()
+            for one in (self._subscriptions.of.values() if stores else ())
             if stores & one.holdings.stores and one.holdings not in own
         ]
         now = self._clock()
@@ -321,8 +331,9 @@ class Fleet:
     def new_tokens(self, prompt: Prompt, model: object = None) -> float:
         """Tokens of a prompt that no instance of a model is known to hold."""
         among = self.of_model(model, self.all)
-        held = (sum(self.expected(one, prompt).values()) for one in among)
-        return prompt.tokens - max(held, default=0)
+        held = self.prefixes.held(prompt)
+        recalled = (sum(self.expected(one, prompt, held).values()) for one in among)
+        return prompt.tokens - max(recalled, default=0)
 
     def sent(self, instance: Instance, prompt: Prompt | None) -> None:
         """``instance`` computes or recalls ``prompt`` now."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -19,11 +19,16 @@ from kvrecall.events.wire import BlockHash
 from kvrecall.router.bodies import MOST_PROMPT, Body, begin_of
 
 CHUNK_BYTES = 256
+_COARSE_FROM = 64  # chunks: those behind are longer, as a long prompt needs no finer place
+_COARSE_BYTES = 2048
 _BYTES_PER_TOKEN = 4  # of text: for estimates
 _MOST_CHUNKS = 8192  # of a prompt: what follows does not change where it goes
 _MOST_BLOCKS = 16384  # of a prompt, likewise
 _REMEMBERED = 200_000
-_SHAPING = ("model", "cache_salt", "tools", "documents", "chat_template", "chat_template_kwargs")
+_SHAPING = (
+    "model cache_salt tools documents chat_template chat_template_kwargs system instructions "
+    "reasoning_effort mm_processor_kwargs"
+).split()
 """Fields that change a prompt's blocks from the first one on."""
 _CHAT_FIELDS = (
     "model messages add_generation_prompt continue_final_message add_special_tokens "
@@ -31,7 +36,8 @@ _CHAT_FIELDS = (
 ).split()
 _COMPLETION_FIELDS = "model prompt add_special_tokens".split()
 _UNKNOWN = (
-    "prompt_embeds truncate_prompt_tokens mm_processor_kwargs documents reasoning_effort"
+    "prompt_embeds truncate_prompt_tokens mm_processor_kwargs documents reasoning_effort system "
+    "instructions input thinking"
 ).split()
 """Fields with which a prompt has other tokens, or blocks, than /tokenize says."""
 _ids = msgspec.json.Decoder(tuple[int, ...])
@@ -55,9 +61,11 @@ class Prompt:
     most_tokens: int = 0
     _chains: dict[HashRule, tuple[BlockHash, ...]] = field(default_factory=dict, compare=False)
 
-    @property
-    def tokens_per_prefix(self) -> float:
-        return self.tokens / len(self.prefixes) if self.prefixes else 0.0
+    def tokens_of(self, count: int) -> int:
+        """Tokens of its first ``count`` prefixes; all, if these are all of its prefixes."""
+        if count >= len(self.prefixes):
+            return self.tokens if count else 0
+        return self.tokens * _end_of(count) // self.most_tokens
 
     def with_ids(self, ids: tuple[int, ...], rules: Iterable[HashRule] = ()) -> Prompt:
         """This prompt, its tokens known, and its chains by ``rules``: takes tens of milliseconds
@@ -79,7 +87,8 @@ class Prompt:
 
 
 def prompt_of(body: Body) -> Prompt | None:
-    """The prompt of an OpenAI request; None if it has several or no readable one, or a salt that is
+    """The prompt of a request: of a completion, a chat, Anthropic's message or OpenAI's response;
+    None if it has several or no readable one, continues what an engine keeps, or has a salt that is
     no text. Takes tens of milliseconds for the longest body."""
     salt = body.get("cache_salt")
     if salt is not None and not isinstance(salt, str):
@@ -87,6 +96,10 @@ def prompt_of(body: Body) -> Prompt | None:
     messages = body.raw("messages")
     if begin_of(messages) == b"[":
         return _prompt(body, messages[1:], None, salt)
+    given = body.raw("input")
+    if begin_of(given) in (b"[", b'"'):
+        known = not body.raw("previous_response_id")
+        return _prompt(body, given[1:-1], None, salt) if known else None
     prompt = only_prompt(body)
     if begin_of(prompt) == b'"':
         return _prompt(body, prompt[1:-1], None, salt)
@@ -122,11 +135,19 @@ def _prompt(body: Body, text: memoryview, ids: tuple[int, ...] | None, salt: str
 
 
 def _chain(digest: bytes, text: memoryview) -> Iterable[bytes]:
-    whole = len(text) // CHUNK_BYTES
-    for place in range(min(whole, _MOST_CHUNKS)):
-        chunk = text[place * CHUNK_BYTES : (place + 1) * CHUNK_BYTES]
-        digest = hashlib.blake2b(digest + chunk, digest_size=16).digest()
+    begin = 0
+    for count in range(1, _MOST_CHUNKS + 1):
+        end = _end_of(count)
+        if end > len(text):
+            break
+        digest = hashlib.blake2b(digest + text[begin:end], digest_size=16).digest()
+        begin = end
         yield digest
+
+
+def _end_of(count: int) -> int:
+    """Bytes of a prompt's first ``count`` chunks."""
+    return CHUNK_BYTES * min(count, _COARSE_FROM) + _COARSE_BYTES * max(0, count - _COARSE_FROM)
 
 
 class _MessagePart(msgspec.Struct, gc=False):
@@ -172,6 +193,14 @@ def question_of(body: Body) -> bytes | None:
     return msgspec.json.encode({**fields, "prompt": msgspec.Raw(prompt)})
 
 
+def _end(lengths: dict[int, int], mask: int, count: int) -> None:
+    """Notes the length of each holder in ``mask``."""
+    while mask:
+        bit = mask & -mask
+        lengths[bit] = count
+        mask ^= bit
+
+
 class PrefixMap:
     """Prefix hash -> its holders, a bit each. Forgets the least recently used prefixes."""
 
@@ -190,15 +219,19 @@ class PrefixMap:
         while len(self._masks) > self._remembered:
             self._masks.popitem(last=False)
 
-    def held(self, prompt: Prompt | None, bits: Sequence[int]) -> dict[int, int]:
-        """Chunks at the beginning of ``prompt`` that each holder has."""
-        lengths = dict.fromkeys(bits, 0)
-        alive = sum(bits)
-        for count, digest in enumerate(prompt.prefixes if prompt else (), start=1):
-            alive &= self._masks.get(digest, 0)
-            if not alive:
-                break
-            lengths |= {bit: count for bit in bits if alive & bit}
+    def held(self, prompt: Prompt | None) -> dict[int, int]:
+        """Chunks at the beginning of ``prompt`` that each holder of the first one has."""
+        lengths: dict[int, int] = {}
+        before = count = 0
+        for digest in prompt.prefixes if prompt else ():
+            now = self._masks.get(digest, 0)
+            if count:
+                now &= before
+            _end(lengths, before & ~now, count)
+            if not now:
+                return lengths
+            before, count = now, count + 1
+        _end(lengths, before, count)
         return lengths
 
     def forget(self, bit: int) -> None:

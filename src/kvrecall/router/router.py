@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import httpx
 import msgspec
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -32,6 +31,7 @@ from kvrecall.router.upstream import (
     InstanceReply,
     ReplyStream,
     Upstream,
+    data_of,
 )
 from kvrecall.server.access import Access
 
@@ -46,6 +46,9 @@ _LIST_EVERY = 15  # probes, after which an instance's list of models is read aga
 SOURCES = ("device", "host", "disk", "remote", "unspecified", "computed")
 
 _MANY = 1 << 48  # tokens: more is no count
+
+_PREFILLED = ("/v1/completions", "/v1/chat/completions")
+"""Routes whose replies have a prefill instance's receipt, and whose tokens /tokenize tells."""
 
 _ANSWER_FIELDS = (
     "stream stream_options max_completion_tokens min_tokens n best_of use_beam_search logprobs "
@@ -136,14 +139,15 @@ class Completion:
 
     def complete_event(self, event: bytes) -> bytes:
         """``event`` of a stream, its usage completed if it has one."""
-        if b'"usage":{' not in event or not event.startswith(b"data: "):
+        if b'"usage"' not in event:
             return event
-        chunk: dict[str, Any] = dict(fields_of(event[6:]))
+        begin, end = data_of(event)
+        chunk: dict[str, Any] = dict(fields_of(event[begin:end]))
         usage = value_of(chunk.get("usage"), dict[str, Any])
         if usage is None:
             return event
         self.complete_usage(usage)
-        return b"data: " + msgspec.json.encode({**chunk, "usage": usage}) + b"\n\n"
+        return event[:begin] + msgspec.json.encode({**chunk, "usage": usage}) + event[end:]
 
 
 def split_of(value: object) -> dict[str, int]:
@@ -194,7 +198,7 @@ class Router:
         """Probes instances and follows their events while the context is open; enters after the
         first round of probes."""
         async with self.upstream, self._subscriptions.running():
-            await self._probe_all()
+            await self._probe_all(0.0)
             task = asyncio.create_task(self._probe_on())
             try:
                 yield
@@ -205,10 +209,9 @@ class Router:
 
     async def _probe_on(self) -> None:
         while True:
-            await asyncio.sleep(_PROBE_EVERY_S)
             if self._settings.roster.has_changed():
                 self._read_roster()
-            await self._probe_all()
+            await self._probe_all(_PROBE_EVERY_S)
 
     def _read_roster(self) -> None:
         try:
@@ -218,7 +221,8 @@ class Router:
         else:
             self.fleet.consist_of(prefill, decode, engines)
 
-    async def _probe_all(self) -> None:
+    async def _probe_all(self, during_s: float) -> None:
+        """Probes one after another: a thousand at once would delay what is served by as much."""
         lists_models = self._rounds % _LIST_EVERY == 0
         self._rounds += 1
 
@@ -232,7 +236,12 @@ class Router:
             if not (well and was_up and not instance.healthy):  # lost after it had answered
                 self.fleet.probed(instance, well)
 
-        await asyncio.gather(*map(probe, self.fleet.all))
+        began, every = time.monotonic(), self.fleet.all
+        async with asyncio.TaskGroup() as group:
+            for place, one in enumerate(every):
+                await asyncio.sleep(began + during_s * place / len(every) - time.monotonic())
+                group.create_task(probe(one))
+            await asyncio.sleep(began + during_s - time.monotonic())
 
     async def serve(self, request: Completion, held: contextlib.ExitStack) -> Response:
         """The reply for the client. Closes ``held`` when the reply has ended."""
@@ -250,6 +259,9 @@ class Router:
         """The prompt with its tokens, if any instance's events can be compared with them."""
         prompt, block = request.prompt, self.fleet.least_block
         if prompt is None or block is None:
+            return prompt
+        if request.path not in _PREFILLED:
+            self.metrics.tokenized.labels("unknown").inc()
             return prompt
         if not request.body.raw("messages") and not prompt.given and prompt.most_tokens <= block:
             return prompt
@@ -269,7 +281,11 @@ class Router:
         decode instance. If every prefill instance fails, the decode instance computes the
         prompt."""
         prompt = request.prompt
-        if prompt is None or request.body.get("prompt_logprobs") is not None:
+        if (
+            request.path not in _PREFILLED
+            or prompt is None
+            or request.body.get("prompt_logprobs") is not None
+        ):
             return "unsuitable", None
         model = request.body.get("model")
         if self.fleet.new_tokens(prompt, model) < self._settings.prefill_min_tokens:
@@ -365,7 +381,8 @@ class Router:
         raise failure
 
     def _served(self, request: Completion, instance: Instance) -> None:
-        outcome = "held" if request.expected else "new"
+        unheld = "unread" if request.prompt is None else "new"
+        outcome = "held" if request.expected else unheld
         self.metrics.affinity.labels(instance.word, outcome).inc()
         self.fleet.computed(instance, request.prompt)
 
@@ -409,10 +426,9 @@ class Router:
                 async for event in stream.events:
                     yield request.complete_event(event)
                 request.outcome = "ok"
-            except (httpx.HTTPError, InstanceFailedError) as error:
+            except InstanceFailedError as error:
                 request.outcome = "broken"
-                why = str(error) or type(error).__name__
-                self._failed(instance, InstanceFailedError(why, gone=True))
+                self._failed(instance, InstanceFailedError(str(error), gone=True))
                 broken = {"message": f"{instance.name} ended early", "type": "router_error"}
                 yield f"data: {json.dumps({'error': broken | {'code': 502}})}\n\n".encode()
 

@@ -1,26 +1,31 @@
 """HTTP requests to instances, and their failures.
 
 An instance is not trusted to answer sensibly: each wait has an end, each reply a size; redirects
-are not followed, and no encoding is undone.
+are not followed. Replies are asked for without an encoding; gzip and deflate are undone all the
+same, and another one passes on unread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
+import zlib
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import httpx
 import msgspec
 
 from kvrecall.router.bodies import Body, aside, fields_of, value_of
+from kvrecall.router.connections import BrokenReplyError, Connections, Reply
 from kvrecall.router.fleet import Instance
 from kvrecall.router.prefixes import Prompt, is_text, question_of
 
-_END = b"\n\n"
+_END = re.compile(rb"\r?\n\r?\n|\r\r")
+_DATA = re.compile(rb"^data:[ ]?(.*?)\r?$", re.MULTILINE)
 _OTHERS_MAY_SERVE = frozenset({500, 502, 503, 504})
 _MOST_REPLY = 64 << 20  # bytes of a whole reply
+_PIECE = 256 << 10  # bytes that are decompressed at once
 _MOST_EVENT = 16 << 20  # bytes of an event of a stream
 _SMALL = 1 << 20  # bytes of /health and /v1/models
 _LONGEST_REASON = 300
@@ -86,9 +91,9 @@ class InstanceReply:
 @dataclass(frozen=True, slots=True)
 class ReplyStream:
     """A streamed reply whose first event has arrived. ``events``: those after it; they raise
-    httpx.HTTPError if the connection is lost, and InstanceFailedError if one has no end."""
+    InstanceFailedError if the connection is lost, or one has no end."""
 
-    response: httpx.Response
+    response: Reply
     first: bytes
     events: AsyncGenerator[bytes, None]
     headers: Headers
@@ -96,7 +101,7 @@ class ReplyStream:
     async def close(self) -> None:
         """Aborts it at the instance."""
         await self.events.aclose()
-        await self.response.aclose()
+        self.response.close()
 
 
 class Upstream:
@@ -104,19 +109,13 @@ class Upstream:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        self._client = httpx.AsyncClient(
-            headers={"accept-encoding": "identity"},
-            timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S),
-            limits=limits,
-            trust_env=False,
-        )
+        self._connections = Connections(_CONNECT_S)
 
     async def __aenter__(self) -> Upstream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
+        self._connections.close()
 
     async def probe(self, instance: Instance) -> bool:
         """Whether the instance reports that it is healthy, or is too busy to and answers others."""
@@ -151,10 +150,7 @@ class Upstream:
     ) -> InstanceReply:
         """GET. Raises InstanceFailedError. ``limit_s``: for each step, connecting and waiting;
         twice that for both."""
-        request = self._client.build_request(
-            "GET", instance.url + path, headers=_raw(headers), timeout=limit_s
-        )
-        response = await self._send(instance, request, 2 * limit_s)
+        response = await self._send(instance, b"GET", path, headers, b"", 2 * limit_s)
         return await _whole(instance, response, limit_s, _SMALL)
 
     async def tokens(
@@ -197,10 +193,10 @@ class Upstream:
         refuses, or answers with one. Raises InstanceFailedError."""
         limit_s = self._timeout_s
         response = await self._post(instance, path, content, headers, limit_s)
-        if response.status_code != 200 or not _is_stream(response):
+        if response.status != 200 or not _is_stream(response):
             # also to ``"stream": "false"``, which vLLM takes for false
             return _usable(instance, await _whole(instance, response, limit_s))
-        events = _all_events(instance, response)
+        events = _all_events(instance, response, limit_s)
         try:
             with _failures(instance):
                 async with asyncio.timeout(limit_s):
@@ -209,7 +205,7 @@ class Upstream:
                 raise InstanceFailedError(error, gone=False)
         except BaseException:
             await events.aclose()
-            await response.aclose()
+            response.close()
             raise
         return ReplyStream(response, first, events, _end_to_end(response))
 
@@ -220,71 +216,92 @@ class Upstream:
         content: bytes,
         headers: Mapping[str, str],
         limit_s: float,
-    ) -> httpx.Response:
-        raw = _raw({**headers, "content-type": "application/json"})
-        url = instance.url + path
-        request = self._client.build_request("POST", url, content=content, headers=raw)
-        response = await self._send(instance, request, limit_s)
+    ) -> Reply:
+        headers = {**headers, "content-type": "application/json"}
+        response = await self._send(instance, b"POST", path, headers, content, limit_s)
         instance.heard += 1
         return response
 
     async def _send(
-        self, instance: Instance, request: httpx.Request, limit_s: float
-    ) -> httpx.Response:
+        self,
+        instance: Instance,
+        method: bytes,
+        path: str,
+        headers: Mapping[str, str],
+        content: bytes,
+        limit_s: float,
+    ) -> Reply:
         """The head of the reply, whatever precedes it. Raises InstanceFailedError."""
+        # the bytes that the client sent, which need not be ASCII
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         with _failures(instance):
             async with asyncio.timeout(limit_s):
-                response = await self._client.send(request, stream=True)
-        if 300 <= response.status_code < 400:
-            await response.aclose()
-            message = (
-                f"{instance.name} answered {response.status_code}, and redirects are not followed"
-            )
+                response = await self._connections.send(method, instance.url, path, raw, content)
+        if 300 <= response.status < 400:
+            response.close()
+            message = f"{instance.name} answered {response.status}, and redirects are not followed"
             raise InstanceFailedError(message, gone=False)
         return response
 
 
-def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """Headers with the bytes that the client sent, which need not be ASCII."""
-    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+def _header(response: Reply, name: bytes) -> bytes:
+    return b",".join(value for given, value in response.headers if given == name).strip().lower()
 
 
-def _is_stream(response: httpx.Response) -> bool:
-    kind, encoding = (response.headers.get(f"content-{name}", "") for name in ("type", "encoding"))
-    return kind.startswith("text/event-stream") and encoding in ("", "identity")
+def _is_stream(response: Reply) -> bool:
+    return _header(response, b"content-type").startswith(b"text/event-stream")
 
 
 @contextmanager
 def _failures(instance: Instance) -> Iterator[None]:
-    """Translates httpx errors into InstanceFailedError."""
+    """Translates the errors of a connection into InstanceFailedError."""
     try:
         yield
-    except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout, TimeoutError) as error:
+    except TimeoutError as error:
         raise InstanceFailedError(f"{instance.name} did not answer in time", False) from error
-    except httpx.LocalProtocolError as error:  # what the client sent, not the instance
-        raise InstanceFailedError(f"{instance.name} cannot be sent this: {error}", False) from error
-    except (httpx.HTTPError, httpx.StreamError, AttributeError) as error:
-        # AttributeError: anyio's, of a socket that the instance reset right after it accepted.
+    except (OSError, BrokenReplyError, zlib.error) as error:
         why = str(error) or type(error).__name__
         raise InstanceFailedError(f"{instance.name}: {why}", True) from error
 
 
+def _decoder(response: Reply) -> zlib._Decompress | None:
+    """Undoes the encoding of a reply, if it has one that the router can read."""
+    if _header(response, b"content-encoding") in (b"gzip", b"x-gzip", b"deflate"):
+        return zlib.decompressobj(32 + zlib.MAX_WBITS)
+    return None
+
+
+async def _decoded(response: Reply) -> AsyncGenerator[bytes, None]:
+    """The body, in pieces of bounded size."""
+    decoder = _decoder(response)
+    async for chunk in response.chunks():
+        if decoder is None:
+            yield chunk
+            continue
+        while chunk:
+            if data := decoder.decompress(chunk, _PIECE):
+                yield data
+            chunk = decoder.unconsumed_tail
+    if decoder is not None and not decoder.eof:
+        raise BrokenReplyError("its compressed reply has no end")
+
+
 async def _whole(
-    instance: Instance, response: httpx.Response, limit_s: float, most: int = _MOST_REPLY
+    instance: Instance, response: Reply, limit_s: float, most: int = _MOST_REPLY
 ) -> InstanceReply:
-    """The reply, as encoded as it came, within ``limit_s``. Raises InstanceFailedError."""
+    """The reply within ``limit_s``. Raises InstanceFailedError."""
     content = bytearray()
     try:
         with _failures(instance):
             async with asyncio.timeout(limit_s):
-                async for chunk in response.aiter_raw():
+                async for chunk in _decoded(response):
                     content += chunk
                     if len(content) > most:
                         message = f"{instance.name} answers with more than {most} bytes"
                         raise InstanceFailedError(message, gone=False)
     finally:
-        await response.aclose()
-    return InstanceReply(response.status_code, bytes(content), _end_to_end(response))
+        response.close()
+    return InstanceReply(response.status, bytes(content), _end_to_end(response))
 
 
 def _usable(instance: Instance, answer: InstanceReply) -> InstanceReply:
@@ -293,37 +310,65 @@ def _usable(instance: Instance, answer: InstanceReply) -> InstanceReply:
     return answer
 
 
-def _end_to_end(response: httpx.Response) -> Headers:
-    raw = [(name.lower(), value) for name, value in response.headers.raw]
-    named = b",".join(value for name, value in raw if name == b"connection").lower()
-    dropped = _OF_THE_CONNECTION.union(name.strip() for name in named.split(b","))
-    return [(name, value) for name, value in raw if name not in dropped]
+def _end_to_end(response: Reply) -> Headers:
+    named = _header(response, b"connection").split(b",")
+    dropped = _OF_THE_CONNECTION.union(name.strip() for name in named)
+    if _decoder(response) is not None:
+        dropped |= {b"content-encoding"}
+    return [(name, value) for name, value in response.headers if name not in dropped]
 
 
-async def _all_events(instance: Instance, response: httpx.Response) -> AsyncGenerator[bytes, None]:
-    """Server-sent events, whole, with the empty line that ends each."""
+async def _all_events(
+    instance: Instance, response: Reply, silence_s: float
+) -> AsyncGenerator[bytes, None]:
+    """Server-sent events, whole, with the empty line that ends each; of a stream in an encoding
+    that the router cannot read, its pieces. ``silence_s``: between two pieces. Raises
+    InstanceFailedError."""
+    is_unread = _decoder(response) is None and _header(response, b"content-encoding") not in (
+        b"",
+        b"identity",
+    )
     buffer = bytearray()
     searched = 0
-    async for chunk in response.aiter_raw():
-        buffer += chunk
-        begin = 0
-        while (end := buffer.find(_END, max(begin, searched - 1))) >= 0:
-            yield bytes(buffer[begin : end + len(_END)])
-            begin = end + len(_END)
-        del buffer[:begin]
-        searched = len(buffer)
-        if searched > _MOST_EVENT:
-            message = f"{instance.name} sent an event of more than {_MOST_EVENT} bytes"
-            raise InstanceFailedError(message, gone=False)
+    pieces = _decoded(response)
+    try:
+        while True:
+            with _failures(instance):
+                async with asyncio.timeout(silence_s):
+                    chunk = await anext(pieces, b"")
+            if not chunk:
+                break
+            if is_unread:
+                yield chunk
+                continue
+            buffer += chunk
+            begin = 0
+            while found := _END.search(buffer, max(begin, searched - 3)):
+                yield bytes(buffer[begin : found.end()])
+                begin = found.end()
+            del buffer[:begin]
+            searched = len(buffer)
+            if searched > _MOST_EVENT:
+                message = f"{instance.name} sent an event of more than {_MOST_EVENT} bytes"
+                raise InstanceFailedError(message, gone=False)
+    finally:
+        await pieces.aclose()
     if buffer:
         yield bytes(buffer)
 
 
+def data_of(event: bytes) -> tuple[int, int]:
+    """Where the JSON of a server-sent event is; nowhere if it is not on one line."""
+    found = [one.span(1) for one in _DATA.finditer(event)]
+    return found[0] if len(found) == 1 else (0, 0)
+
+
 def _error_of(event: bytes) -> str | None:
     """The error that an engine sends instead of a first event when it fails."""
-    if not event.startswith(b'data: {"error"'):
+    if b'"error"' not in event:
         return None
-    error = value_of(fields_of(event[6:]).get("error"))
+    begin, end = data_of(event)
+    error = value_of(fields_of(event[begin:end]).get("error"))
     code = error.get("code") if isinstance(error, dict) else None
     if error is None or (type(code) is int and code not in _OTHERS_MAY_SERVE):
         return None

@@ -1,0 +1,240 @@
+"""A router process before instances of other makes: their encodings, their HTTP, their number."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import socket
+import threading
+import time
+import zlib
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from server.live import until
+
+from router.test_router import in_front_of, is_whole, router, saying, server
+
+EVENTS = b'data: {"choices": []}\n\ndata: {"choices": [], "usage": {"prompt_tokens": 1, %s}}\n\n'
+RECALL = b'"prompt_tokens_details": {"recall": {"host": 1}}'
+STREAM = EVENTS % RECALL + b"data: [DONE]\n\n"
+REPLY = b'{"usage": {"prompt_tokens": 1, %s}}' % RECALL
+ENCODED = {"gzip": gzip.compress, "deflate": zlib.compress}
+
+
+def raw(body: bytes, *headers: str, version: str = "1.1", stream: bool = False) -> bytes:
+    """A reply that ends with its connection."""
+    kind = "text/event-stream" if stream else "application/json"
+    lines = (f"HTTP/{version} 200 OK", f"content-type: {kind}", *headers, "", "")
+    return "\r\n".join(lines).encode() + body
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+def test_a_reply_that_is_compressed_though_none_was_asked_for(
+    tmp_path: Path, encoding: str
+) -> None:
+    """A gateway does it. The client gets what it asked for, and the router reads the usage."""
+    encode = ENCODED[encoding]
+    says: list[bytes | None] = [raw(encode(REPLY), f"content-encoding: {encoding}")]
+    with in_front_of(tmp_path, says) as before:
+        whole = before.complete(prompt="x")
+        assert json.loads(whole.content)["usage"]["prompt_tokens"] == 1
+        assert "content-encoding" not in whole.headers
+        assert before.count("prompt_tokens_total", source="host") == 1
+        says[0] = raw(encode(STREAM), f"content-encoding: {encoding}", stream=True)
+        streamed = before.complete(prompt="x", stream=True)
+        assert streamed.content.endswith(b"data: [DONE]\n\n")
+        assert before.count("prompt_tokens_total", source="host") == 2
+        bomb = encode(b" " * (65 << 20))
+        for bad in (encode(REPLY)[:-3], b"nonsense", bomb):
+            assert until(lambda: all(before.up().values()))
+            says[0] = raw(bad, f"content-encoding: {encoding}")
+            assert before.complete(prompt="x").status_code == 502
+        assert before.inflight() == 0
+
+
+def test_an_encoding_that_the_router_cannot_read_passes_as_it_comes(tmp_path: Path) -> None:
+    """Piece by piece, though its events have no end that is seen."""
+    encoded = bytes(range(1, 200))
+    says: list[bytes | None] = [raw(encoded, "content-encoding: br", stream=True)]
+    with (
+        in_front_of(tmp_path, says) as before,
+        before.client.stream("POST", "/v1/completions", json={"stream": True}) as reply,
+    ):
+        assert reply.headers["content-encoding"] == "br"
+        assert b"".join(reply.iter_raw()) == encoded
+
+
+def test_a_request_that_is_compressed_is_refused(tmp_path: Path) -> None:
+    heard: list[bytes] = []
+    with in_front_of(tmp_path, [saying("200 OK", "{}")], heard=heard) as before:
+        for encoding in ("gzip", "br"):
+            reply = before.client.post(
+                "/v1/completions", content=b"x", headers={"content-encoding": encoding}
+            )
+            assert reply.status_code == 415
+            assert "send the body as plain JSON" in reply.json()["error"]["message"]
+        identity = {"content-encoding": "identity"}
+        assert before.client.post("/v1/completions", json={}, headers=identity).is_success
+        assert before.client.post("/v1/none", json={}).json()["error"]["code"] == 404
+    assert len(heard) == 1
+
+
+@pytest.mark.parametrize("end", ["\r\n", "\n"])
+def test_events_pass_one_by_one_however_their_lines_end(tmp_path: Path, end: str) -> None:
+    """Each when it comes, and not when the next one does."""
+    first = raw(b"", "content-length: 4000", stream=True) + f"data: {{}}{end}{end}".encode()
+    says: list[bytes | None] = [first]
+    with in_front_of(tmp_path, says, "--timeout", "5", closes=False) as before:
+        began = time.monotonic()
+        with before.client.stream("POST", "/v1/completions", json={"stream": True}) as reply:
+            assert next(reply.iter_raw()) == f"data: {{}}{end}{end}".encode()
+            assert time.monotonic() - began < 4
+    usage = STREAM.decode().replace("\n", end)
+    with in_front_of(tmp_path, [raw(usage.encode(), stream=True)]) as before:
+        assert before.complete(prompt="x", stream=True).text.count(f"{end}{end}") == 3
+        assert before.count("prompt_tokens_total", source="host") == 1
+        # what fails before it begins is an error, and not a stream
+    failed = f'event: error{end}data: {{"error": {{"code": 500}}}}{end}{end}'
+    with in_front_of(tmp_path, [raw(failed.encode(), stream=True)]) as before:
+        assert before.complete(prompt="x", stream=True).status_code == 502
+
+
+def test_http_of_other_ages(tmp_path: Path) -> None:
+    chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(REPLY), REPLY)
+    says: list[bytes | None] = [None]
+    with in_front_of(tmp_path, says) as before:
+        for said in (
+            raw(REPLY, version="1.0"),
+            raw(REPLY, f"content-length: {len(REPLY)}", "connection: keep-alive", version="1.0"),
+            raw(chunked, "transfer-encoding: chunked"),
+            b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + raw(REPLY),
+        ):
+            says[0] = said
+            reply = before.complete(prompt="x")
+            assert reply.json()["usage"]["prompt_tokens"] == 1, said
+            assert "link" not in reply.headers
+        says[0] = raw(STREAM, version="1.0", stream=True)
+        assert before.complete(prompt="x", stream=True).text.endswith("data: [DONE]\n\n")
+        for bad in (raw(b"", "x: " + "y" * (101 << 10)), raw(REPLY[:-1], "content-length: 999")):
+            assert until(lambda: all(before.up().values()))
+            says[0] = bad
+            assert before.complete(prompt="x").status_code == 502
+
+
+def test_a_connection_that_an_instance_closed_costs_no_request(tmp_path: Path) -> None:
+    """It closes it as the next request leaves: the router asks again, at the same one."""
+    reply = raw(REPLY, f"content-length: {len(REPLY)}")
+
+    def once(client: socket.socket) -> None:
+        with client:
+            begun = client.recv(65536)
+            while not is_whole(begun):
+                begun += client.recv(65536)
+            client.sendall(reply)
+            client.recv(1)  # of a second one
+
+    def serve(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=once, args=listener.accept()[:1], daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        port = listener.getsockname()[1]
+        with router(tmp_path, "--engine", f"127.0.0.1:{port}") as before:
+            assert until(lambda: all(before.up().values()))
+            for _ in range(5):
+                assert before.complete(prompt="x").status_code == 200
+            assert before.count("instance_failures_total") == 0
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 2000}}
+TEXT = "what the router reads of a prompt " * 40
+FORMS = {
+    "image": ("/v1/chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}),
+    "tools": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": TEXT}], "tools": [{"a": 1}]},
+    ),
+    "documents": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": TEXT}], "documents": [{"text": "x"}]},
+    ),
+    "responses": ("/v1/responses", {"input": TEXT, "instructions": "Be brief."}),
+    "items": ("/v1/responses", {"input": [{"role": "user", "content": TEXT}]}),
+    "messages": (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": TEXT}], "system": "Be brief."},
+    ),
+}
+UNREAD = (
+    ("/v1/responses", {"input": TEXT, "previous_response_id": "resp_1"}),
+    ("/v1/completions", {"prompt": [TEXT, TEXT]}),
+)
+
+
+def test_every_form_of_a_prompt_is_routed_by_prefix_or_counted(tmp_path: Path) -> None:
+    answer = saying("200 OK", "{}")
+    with ExitStack() as stack:
+        ports = [stack.enter_context(server([answer])) for _ in range(4)]
+        words = [word for port in ports for word in ("--engine", f"127.0.0.1:{port}")]
+        before = stack.enter_context(router(tmp_path, *words))
+        assert until(lambda: all(before.up().values()))
+        for path, body in FORMS.values():
+            replies = [before.client.post(path, json=body) for _ in range(4)]
+            assert {reply.status_code for reply in replies} == {200}
+            assert len({reply.headers["x-kvrecall"] for reply in replies}) == 1, path
+        assert before.count("affinity_total", outcome="held") == 3 * len(FORMS)
+        assert before.count("affinity_total", outcome="new") == len(FORMS)
+        other = before.client.post("/v1/messages", json={**FORMS["messages"][1], "system": "x"})
+        assert other.is_success
+        assert before.count("affinity_total", outcome="new") == len(FORMS) + 1
+        for path, body in UNREAD:
+            assert before.client.post(path, json=body).status_code == 200
+        assert before.count("affinity_total", outcome="unread") == len(UNREAD)
+
+
+def test_two_routers_beside_each_other(tmp_path: Path) -> None:
+    """A conversation whose turns reach one or the other goes on where it began."""
+    answer = saying("200 OK", "{}")
+    with ExitStack() as stack:
+        ports = [stack.enter_context(server([answer])) for _ in range(4)]
+        words = [word for port in ports for word in ("--engine", f"127.0.0.1:{port}")]
+        both = [stack.enter_context(router(tmp_path, *words)) for _ in range(2)]
+        for one in both:
+            assert until(lambda one=one: all(one.up().values()))
+        used = set()
+        for number in range(24):
+            talk = [{"role": "user", "content": f"{number} {TEXT}"}]
+            where = []
+            both[number % 2].complete(prompt="x")  # which takes its turn
+            for turn in range(4):
+                reply = both[(number + turn) % 2].complete(messages=talk)
+                where.append(reply.headers["x-kvrecall"])
+                talk = [*talk, {"role": "assistant", "content": TEXT}]
+            assert len(set(where)) == 1, where
+            used.add(where[0])
+        assert len(used) == 4
+
+
+def test_a_thousand_instances(tmp_path: Path) -> None:
+    """All at one address each, most of them down; the router goes on answering."""
+    with ExitStack() as stack:
+        ports = [stack.enter_context(server([saying("200 OK", "{}")])) for _ in range(4)]
+        lines = [f"engine http://127.0.0.1:{port}" for port in ports]
+        lines += [f"engine http://127.0.{1 + at // 250}.{1 + at % 250}:9" for at in range(996)]
+        file = tmp_path / "instances"
+        file.write_text("\n".join(lines))
+        before = stack.enter_context(router(tmp_path, "--instances", str(file)))
+        assert until(lambda: sum(before.up().values()) == 4)
+        began = time.monotonic()
+        slowest = 0.0
+        while time.monotonic() - began < 6:
+            asked = time.monotonic()
+            assert before.complete(prompt=TEXT).status_code == 200
+            slowest = max(slowest, time.monotonic() - asked)
+        assert slowest < 1.0
