@@ -179,6 +179,7 @@ class Pool:
         self._closed = False
         self._absent: tuple[TierStats, ...] = ()  # of a disk that could not be opened
         self.store_name: str | None = None  # of the remote store, the same on all hosts
+        self.describe: Callable[[bytes], object] = bytes  # takes batches of engines' KV events
         near = cascade.near if cascade else below
         disk = near if isinstance(near, DiskTier) else None
         self._disk = disk

@@ -341,6 +341,11 @@ class ServiceClient:
         used, beside, last = (tuple(each[:room]) for each in (keys, hanging, ending))
         self._tell(self._current(), p.Touch(used, beside, last, hint, tenant))
 
+    def describe(self, batch: bytes) -> None:
+        """Tells the service the KV events of an engine, which say what its blocks contain."""
+        if len(batch) <= p.MAX_FRAME >> 1:
+            self._tell(self._current(), p.Describe(batch))
+
     # -- save ------------------------------------------------------------------------------
 
     def reserve(

@@ -135,6 +135,8 @@ class Session:
                 self._abandon(keys)
             case p.Cancel(number):
                 self._abandon([key for key, by in self._filling.items() if by == number])
+            case p.Describe(batch):
+                pool.describe(batch)
             case p.Stats(number):
                 return p.StatsReply(number, pool.stats())
             case p.Register(number, digest, parts, block_bytes):

@@ -254,11 +254,9 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         """What publishes the pool's tiers; None if none are, or the pool is not its own."""
         if not events.are_published(self._vllm_config):
             return None
+        if isinstance(self._pool, ServiceClient):  # the service publishes: pool serve --events
+            events.listen(self._pool.describe)
         if not isinstance(self._pool, Pool):
-            logger.warning(
-                "kvrecall: kv_events_config publishes the device's blocks alone, because the pool "
-                "is a service's, which publishes its own: kvrecall pool serve --events PORT"
-            )
             return None
         return events.EngineEvents(self._pool, lambda: side.namespaces.live, self._kv_cache_manager)
 
