@@ -56,6 +56,20 @@ class TermsContract:
         with engines(self.make, tmp_path / "disk") as start:
             yield start
 
+    def test_a_pool_that_its_operator_has_set_to_be_read(self, start: Start) -> None:
+        """What others wrote before is recalled; nothing is saved or cleared by an engine."""
+        writer = start(PoolTerms())
+        keys = keys_of("a", 8)
+        writer.save(keys)
+        assert writer.pool.flush(keys, 30.0)
+        writer.end()
+        reader = start(PoolTerms(read_only=True))
+        assert len(reader.recall(keys)) == 8
+        assert reader.save([*keys, *keys_of("b", 2)]) == {Verdict.PRESENT: 8, Verdict.REFUSED: 2}
+        reader.pool.clear()
+        assert reader.pool.find(keys).blocks == 8
+        assert self.disk(reader).stats().blocks == 8
+
     # -- limits of tenants -----------------------------------------------------------------
 
     def test_a_flood_takes_nothing_of_those_within_their_share(self, start: Start) -> None:

@@ -473,7 +473,7 @@ class Pool:
                 hanging = [b.parent for b in made.values() if hangs(b.key, b.parent)]
                 return [*present, *self._lines_of(hanging)]
 
-            for block in [] if self._closed else self._place(made, in_use):
+            for block in [] if self._closed or self.is_read_only else self._place(made, in_use):
                 filling[block.key] = block
             reserved = Verdict.RESERVED
             given: list[Reservation] = []
@@ -526,7 +526,14 @@ class Pool:
                     return False
                 self._changed.wait(min(left, _RETRY_S))
 
+    @property
+    def is_read_only(self) -> bool:
+        """Whether engines may save nothing, and clear nothing."""
+        return self._terms.read_only
+
     def clear(self) -> None:
+        if self.is_read_only:
+            return
         with self._changed:
             self._drain()
             self._below.clear()
